@@ -1,7 +1,6 @@
 //! Which token a command sends to a server.
 
 use super::wrong;
-use lockstep_worker::host;
 use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
@@ -64,7 +63,7 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     const ROOT: u32 = 0;
     let Some((addresses, port)) = url(server).as_ref().and_then(addresses_of) else { return Ok(()) };
     let owners: Vec<u32> =
-        addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect();
+        addresses.into_iter().flat_map(|address| lockstep_host::listener_owners(address, port)).collect();
     match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
         None => Ok(()),
         Some(uid) => Err(wrong(format!(

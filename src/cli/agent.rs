@@ -6,10 +6,10 @@ use super::{
     size::size,
     wrong,
 };
+use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_protocol::JobId;
 use lockstep_worker::{
     agent::{self, AgentError, Datasets, Options},
-    engine::MOST_CPU_SLOTS,
     rank::KILLED_AFTER_SECS,
     tls::IdentityFiles,
 };

@@ -4,16 +4,14 @@ mod pictures;
 
 use super::{output, wrong};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use lockstep_protocol::spec::{DEVICE_NAMES, Device, Precision};
-use lockstep_worker::{
-    engine::{
-        Devices, Selection,
-        bench::{self, Case, OnDevice},
-        registry,
-    },
-    gpu::RankGpu,
-    local_group::{self, JoinedGroup, Member},
+use lockstep_engine::{
+    Devices, Selection,
+    bench::{self, Case, OnDevice},
+    registry,
 };
+use lockstep_host::gpu::RankGpu;
+use lockstep_protocol::spec::{DEVICE_NAMES, Device, Precision};
+use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 

@@ -12,9 +12,9 @@ use super::{
     output, wrong,
 };
 use indicatif::{ProgressBar, ProgressStyle};
+use lockstep_data::PrepareSettings;
 use lockstep_protocol::dataset::{Dataset, DatasetInfo, SplitInfo};
 use lockstep_protocol::numbers::plural;
-use lockstep_worker::data::PrepareSettings;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::{
@@ -94,8 +94,8 @@ enum Action {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
-            let mut path = lockstep_worker::data::canonical(&path)
-                .map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+            let mut path =
+                lockstep_data::canonical(&path).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
             let api = server.api()?;
             if let Some(short_side) = prepare {
                 path = prepared(&api, &name, &path, &pictures.settings(short_side), to, server.json)?;
@@ -154,7 +154,7 @@ fn prepared(
     if !quiet {
         prepare::report(&to, &made)?;
     }
-    Ok(lockstep_worker::data::canonical(&to)?)
+    Ok(lockstep_data::canonical(&to)?)
 }
 
 /// The dataset that is registered under a name.
@@ -243,7 +243,7 @@ fn show(bar: &ProgressBar, inspected: Option<(u64, u64)>) {
 /// Inspects files on this machine, and shows how far it is.
 pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
     // The index is found by this name.
-    let path = lockstep_worker::data::canonical(path).unwrap_or_else(|_| path.to_owned());
+    let path = lockstep_data::canonical(path).unwrap_or_else(|_| path.to_owned());
     let bar = inspection_bar();
     let (done, is_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
@@ -251,12 +251,12 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
         scope.spawn(move || {
             // Until the other side is dropped.
             while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
-                let progress = lockstep_worker::data::index_progress(path);
+                let progress = lockstep_data::index_progress(path);
                 show(bar, progress.map(|progress| (progress.done, progress.total)));
             }
             bar.finish_and_clear();
         });
-        let found = lockstep_worker::data::inspect(path).map_err(|e| wrong(e.to_string()));
+        let found = lockstep_data::inspect(path).map_err(|e| wrong(e.to_string()));
         drop(done);
         found
     })
@@ -264,7 +264,7 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
 
 /// Whether it is a path, a pattern of shards also: names of datasets have no braces.
 fn is_path(name: &str) -> bool {
-    name.contains(std::path::is_separator) || lockstep_worker::data::canonical(Path::new(name)).is_ok()
+    name.contains(std::path::is_separator) || lockstep_data::canonical(Path::new(name)).is_ok()
 }
 
 fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {

@@ -7,13 +7,13 @@ mod peer;
 mod remote;
 
 use super::{init_tracing, output, wrong};
+use lockstep_host::gpu::{
+    devices::{self, Gpu},
+    libraries::{Libraries, links_dir},
+};
 use lockstep_server::tls::{ca, ends_soon, examine as examine_certificate};
 use lockstep_worker::{
     doctor::{Finding, Gathered, Grade, examine, gather},
-    gpu::{
-        devices::{self, Gpu},
-        libraries::{Libraries, links_dir},
-    },
     local_group::{self, Member},
 };
 use serde::Serialize;

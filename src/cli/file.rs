@@ -2,7 +2,7 @@
 //! regular files are read, and pipes that the caller's shell has connected to this process.
 
 use super::wrong;
-use lockstep_worker::files;
+use lockstep_host::files;
 use std::{
     fs::{self, File},
     io::Read as _,

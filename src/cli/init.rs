@@ -3,7 +3,6 @@
 use super::{api::mistake, dataset, output, wrong};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion};
-use lockstep_worker::data;
 use std::{
     fmt::Write as _,
     fs::OpenOptions,
@@ -40,7 +39,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     if args.output.symlink_metadata().is_ok() {
         return Err(there());
     }
-    let path = data::canonical(&args.folder).map_err(|e| wrong(format!("{}: {e}", args.folder.display())))?;
+    let path = lockstep_data::canonical(&args.folder)
+        .map_err(|e| wrong(format!("{}: {e}", args.folder.display())))?;
     let info = dataset::inspect_files(&path)?;
     let text = job_file(&path, &info)?;
     if let Err(mistakes) = from_toml(&text) {

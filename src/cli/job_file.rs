@@ -117,7 +117,7 @@ fn make_paths_absolute(document: &mut Value) {
         let Some(value) = document.pointer_mut(pointer) else { return };
         if let Some(text) = value.as_str()
             && is_path(text)
-            && let Ok(absolute) = lockstep_worker::data::canonical(Path::new(text))
+            && let Ok(absolute) = lockstep_data::canonical(Path::new(text))
         {
             *value = Value::String(absolute.to_string_lossy().into_owned());
         }

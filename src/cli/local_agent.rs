@@ -5,7 +5,8 @@
 
 use super::{sentence, wrong};
 use anyhow::Context;
-use lockstep_worker::{agent::state_dir::running_agent, host::SECRETS};
+use lockstep_host::SECRETS;
+use lockstep_worker::agent::state_dir::running_agent;
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
     path::{Path, PathBuf},
@@ -116,7 +117,7 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
 }
 
 fn spawn(settings: &Settings) -> anyhow::Result<Child> {
-    let program = lockstep_worker::host::own_program()?;
+    let program = lockstep_host::own_program()?;
     let mut command = Command::new(&program);
     command
         .args(["agent", "--server", &settings.server, "--name", "local", "--follow-parent", "--data-dir"])

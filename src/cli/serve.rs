@@ -8,11 +8,12 @@ use super::{
     oidc::OidcArgs,
     output, wrong,
 };
+use lockstep_engine::MOST_CPU_SLOTS;
 use lockstep_server::{
     AccessLogTo, AgentAuth, FairShare, Network, PublicUrl, Running, ServeConfig, ServeError, TlsConfig,
     tls::{TlsSuites, TlsVersion},
 };
-use lockstep_worker::{agent::state_dir, engine::MOST_CPU_SLOTS};
+use lockstep_worker::agent::state_dir;
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs},
@@ -282,7 +283,7 @@ impl Server {
                 let local = local_listener.unwrap_or_else(|| reachable(running.address()));
                 let ip = running.address().ip();
                 // Where NCCL's variable names an interface, its agent takes that one, as any agent does.
-                let is_free = matches!(lockstep_worker::host::nccl_interface(), Ok(None));
+                let is_free = matches!(lockstep_host::nccl_interface(), Ok(None));
                 let advertise =
                     (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
                 let shutdown = Some(shutdown);

@@ -10,6 +10,15 @@ mod show;
 use super::{api::mistake, init_tracing, output, wrong};
 use launcher::{LaunchedRank, Ranks};
 use local::Ended;
+use lockstep_comm::rendezvous::free_port;
+use lockstep_engine::{Selection, registry};
+use lockstep_host::{
+    cores,
+    gpu::{
+        RankGpu,
+        libraries::{self, Library},
+    },
+};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
@@ -20,13 +29,6 @@ use lockstep_protocol::{
 };
 use lockstep_worker::{
     checkpoint,
-    comm::rendezvous::free_port,
-    engine::{Selection, registry},
-    gpu::{
-        RankGpu,
-        libraries::{self, Library},
-    },
-    host::cores,
     rank::{RankConfig, stop_within_secs},
     supervisor::configs,
 };
@@ -303,7 +305,7 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
             return;
         }
     }
-    let Ok(splits) = lockstep_worker::data::split_names(dataset) else { return };
+    let Ok(splits) = lockstep_data::split_names(dataset) else { return };
     if let Some(split) = default_validation(usual, splits.iter().map(String::as_str)) {
         spec.data.validation = Validation::Split(split.to_owned());
     }
@@ -338,7 +340,7 @@ fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, boo
 fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     let given = Path::new(&spec.data.dataset);
     let from_job_file = job.parent().map(|dir| dir.join(given));
-    let there = |path: PathBuf| lockstep_worker::data::canonical(&path).ok();
+    let there = |path: PathBuf| lockstep_data::canonical(&path).ok();
     [Some(given.to_path_buf()), from_job_file].into_iter().flatten().find_map(there).ok_or_else(|| {
         wrong(format!(
             "data.dataset: there is no {}; without a server a dataset is named by its path",

@@ -7,7 +7,7 @@ use super::{
 };
 use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
-use lockstep_worker::{checkpoint, data};
+use lockstep_worker::checkpoint;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -110,7 +110,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     let mut mistakes = Vec::new();
     let dataset = &spec.data.dataset;
-    if dataset.contains(std::path::is_separator) && data::canonical(Path::new(dataset)).is_err() {
+    if dataset.contains(std::path::is_separator) && lockstep_data::canonical(Path::new(dataset)).is_err() {
         mistakes.push(format!("data.dataset: there is no {dataset}"));
     }
     // Else a checkpoint's id, or a path on the machine that trains.

@@ -301,7 +301,7 @@ def across(stage):
 
     Whether it learns is said by the training loss: at the end of the first epoch it is 1.15 to 1.19 on every device and in every format. The
     validation of so early an epoch is not: 20 to 56 % on the same job. So it has to be better than chance, which is 10 % with a standard
-    deviation of 1 % for the 1,000 bundled pictures. worker/src/engine/cuda/tests/trajectories.rs compares its distribution."""
+    deviation of 1 % for the 1,000 bundled pictures. worker/engine/src/cuda/tests/trajectories.rs compares its distribution."""
     text = "\n".join(
         [
             'name = "across"',

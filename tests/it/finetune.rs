@@ -6,8 +6,8 @@ use crate::{
     server::{Finished, Server, turn},
 };
 use image::{Rgb, RgbImage};
+use lockstep_engine::net::{init, resnet};
 use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
-use lockstep_worker::net::{init, resnet};
 use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::{fs, path::Path};
 

@@ -239,7 +239,7 @@ async fn a_program_of_another_account_on_the_server_s_port_is_sent_no_token() {
     let listening = std::thread::spawn(move || as_other(&format!("python3 -c '{LISTEN}' {port}")));
     let other: u32 = OTHER.parse().expect("a number");
     let is_there = || {
-        let owners = lockstep_worker::host::listener_owners([127, 0, 0, 1].into(), port);
+        let owners = lockstep_host::listener_owners([127, 0, 0, 1].into(), port);
         owners == [other]
     };
     server.until("the other account listens", async |_: &Server| is_there()).await;

@@ -1,7 +1,6 @@
 //! Checks a machine for training: what it has, what to do about what is missing, and whether ranks reach each other.
 
 mod facts;
-pub(crate) mod gather;
 mod gpus;
 mod link;
 
@@ -10,10 +9,12 @@ pub use link::{LinkMeasurement, listen, probe};
 
 use crate::{
     agent::machine,
-    comm::{CommError, ProcessGroup, Reduction, rendezvous::RendezvousError},
-    gpu::libraries::{self, Library},
-    host::usage::memory_free,
     local_group::{JoinedGroup, Member},
+};
+use lockstep_comm::{CommError, ProcessGroup, Reduction, rendezvous::RendezvousError};
+use lockstep_host::{
+    gpu::libraries::{self, Library},
+    usage::memory_free,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -217,7 +218,7 @@ pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
     let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
     let gathered = match (&member.gpu, &store) {
         (Some(gpu), Some(store)) => {
-            let found = gather::gather(store, gpu.ordinal)?;
+            let found = lockstep_comm::gather::gather(store, gpu.ordinal)?;
             Gathered {
                 device: "GPU".into(),
                 values: found.values,

@@ -1,16 +1,17 @@
 //! Short-lived rank processes of this machine that measure something together and then end: those of
 //! `doctor` and of `bench`.
 
-use crate::{
-    comm::{
-        ProcessGroup, SingleRank,
-        rendezvous::{RendezvousConfig, RendezvousError, Store, free_port},
-        ring::Ring,
-    },
-    engine::registry,
+use crate::supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise};
+use lockstep_comm::{
+    ProcessGroup, SingleRank,
+    rendezvous::{RendezvousConfig, RendezvousError, Store, free_port},
+    ring::Ring,
+};
+use lockstep_engine::registry;
+use lockstep_host::{
+    NCCL_INTERFACE,
     gpu::{RankGpu, devices::Gpu},
-    host::{NCCL_INTERFACE, own_program},
-    supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise},
+    own_program,
 };
 use lockstep_protocol::spec::Device;
 use serde::{Deserialize, Serialize};

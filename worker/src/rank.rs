@@ -23,19 +23,19 @@ mod tests;
 pub use config::{KILLED_AFTER_SECS, RankConfig, TO_LEAVE_SECS, stop_within_secs};
 
 use crate::{
-    comm::{
-        ProcessGroup, Reduction, SingleRank, first_to_differ,
-        rendezvous::{RendezvousConfig, Store},
-        ring::Ring,
-        shm::ShmProcessGroup,
-        watchdog::Watchdog,
-    },
-    data::{self, ChangeDetection},
-    engine::registry,
     report::Reporter,
     train::{Outcome, TrainError, Training, train},
 };
 use error::RankError;
+use lockstep_comm::{
+    ProcessGroup, Reduction, SingleRank, first_to_differ,
+    rendezvous::{RendezvousConfig, Store},
+    ring::Ring,
+    shm::ShmProcessGroup,
+    watchdog::Watchdog,
+};
+use lockstep_data::ChangeDetection;
+use lockstep_engine::registry;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
 use signals::listen_to_signals;
 use std::{
@@ -207,7 +207,7 @@ fn attempt(
         true => Some(watch(config, state, reporter, met.clone(), stall)?),
         false => None,
     };
-    let watched = device.backend.watch_device(config.gpu.as_ref(), reporter.clone(), state.progress.clone());
+    let watched = machine_metrics::start_device(config, reporter.clone(), state.progress.clone());
     let _watched = watched.unwrap_or_else(|why| {
         reporter.log(&why);
         None
@@ -219,7 +219,7 @@ fn attempt(
         });
     let checkpoints = config.checkpoints_dir();
     let resume = start.resume.as_ref().map(|name| checkpoints.join(name));
-    let dataset = data::resolve(Path::new(&start.dataset_path), start.files.dataset_in.as_ref());
+    let dataset = lockstep_data::resolve(Path::new(&start.dataset_path), start.files.dataset_in.as_ref());
     let dataset = dataset.map_err(TrainError::Impossible)?;
     let outcome = train(&Training {
         spec: &start.spec,

@@ -23,17 +23,17 @@ pub use error::TrainError;
 
 use crate::{
     checkpoint::{Best, CheckpointWriter},
-    comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog},
-    data::{
-        ChangeDetection,
-        loader::{DataSource, Shape},
-    },
-    engine::{DeviceChoice, Engine},
     precision::SkippedSteps,
     report::{LossLines, Observer},
 };
 use fallback::CurrentEngine;
 use layers::Layers;
+use lockstep_comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog};
+use lockstep_data::{
+    ChangeDetection,
+    loader::{DataSource, Shape},
+};
+use lockstep_engine::{DeviceChoice, Engine};
 use lockstep_protocol::{
     agent::{AllowedFolders, AttemptEvent, Evaluation},
     schedule::Schedule,

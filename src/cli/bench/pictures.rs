@@ -1,8 +1,8 @@
 //! `lockstep bench --pictures`: how fast a dataset's pictures are prepared for training.
 
 use crate::cli::wrong;
+use lockstep_data::loader::{BatchFormat, DataSource, EpochPlan};
 use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
-use lockstep_worker::data::loader::{BatchFormat, DataSource, EpochPlan};
 use serde_json::{Value, json};
 use std::{
     path::Path,

@@ -9,7 +9,7 @@ use crate::cli::{api::ServerArgs, block_on, output, wrong};
 use anyhow::anyhow;
 use flate2::read::GzDecoder;
 use indicatif::{ProgressBar, ProgressStyle};
-use lockstep_worker::{data, tls};
+use lockstep_worker::tls;
 use reqwest::Client;
 use std::{
     fs::{self, File},
@@ -51,7 +51,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let to: std::path::PathBuf = to.components().collect();
     let base = args.from.as_deref().unwrap_or(known.base);
     fetch(&known, base, &to)?;
-    let path = data::canonical(&to)?;
+    let path = lockstep_data::canonical(&to)?;
     let say = |text: String| if args.server.json { Ok(()) } else { output::line(text) };
     say(format!("{} is in {}", known.name, path.display()))?;
     let api = args.server.api()?;

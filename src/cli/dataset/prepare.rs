@@ -4,9 +4,9 @@
 use super::{SHOW_EVERY, unnamed};
 use crate::cli::{output, wrong};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use lockstep_data::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::BrokenFiles;
-use lockstep_worker::data::{self, PrepareSettings, Prepared, QUALITIES, SHORT_SIDES};
 use std::path::{Path, PathBuf};
 
 /// Broken files that are named; all are in `prepared.json`, but those that were broken when they were first read.
@@ -63,7 +63,8 @@ enum Policy {
 /// # Errors
 /// Exit status 2 when the files are no dataset or cannot be copied there, with what is wrong.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
-    let path = data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
+    let path =
+        lockstep_data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
     let made = copy(&path, &args.to, &args.pictures.settings(args.short_side))?;
     report(&args.to, &made)
 }
@@ -86,7 +87,7 @@ pub(super) fn copy(path: &Path, to: &Path, settings: &PrepareSettings) -> anyhow
     let per_second = (1000 / SHOW_EVERY.as_millis()) as u8;
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(per_second));
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    let made = data::prepare(path, to, settings, |progress| {
+    let made = lockstep_data::prepare(path, to, settings, |progress| {
         bar.set_length(progress.total);
         bar.set_position(progress.done);
     });

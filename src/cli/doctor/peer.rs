@@ -2,10 +2,9 @@
 //! the others, and connects to them on request. Messages are lines of JSON over standard input and output.
 
 use super::super::wrong;
+use lockstep_host::{gpu::devices, nccl_variable, own_program};
 use lockstep_worker::{
     doctor::{Facts, Gathered, LinkMeasurement, listen, probe},
-    gpu::devices,
-    host::{nccl_variable, own_program},
     local_group::{self, Member},
 };
 use serde::{Deserialize, Serialize};
@@ -70,7 +69,7 @@ pub(super) fn run() -> anyhow::Result<()> {
         Ok(begun) => begun,
         Err(why) => return say(&PeerMessage::Failed(why)),
     };
-    let meeting_port = lockstep_worker::comm::rendezvous::free_port(&facts.address.to_string())?;
+    let meeting_port = lockstep_comm::rendezvous::free_port(&facts.address.to_string())?;
     say(&PeerMessage::Hello { facts: facts.clone(), port, meeting_port })?;
     let mut lines = BufReader::new(io::stdin());
     loop {

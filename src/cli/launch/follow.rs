@@ -8,8 +8,8 @@ use super::{
     },
     Launch, LaunchDetached,
 };
+use lockstep_host::files;
 use lockstep_protocol::Job;
-use lockstep_worker::files;
 use serde_json::Value;
 use std::{
     fs::File,

@@ -5,7 +5,7 @@ use super::{
     bundle::{BUNDLE_BYTES, Bundle, Node},
     kill_wait,
 };
-use lockstep_worker::host::{own_program, write_private};
+use lockstep_host::{own_program, write_private};
 use std::{
     fs::{self, DirBuilder},
     io::{self, Read as _},

@@ -8,8 +8,8 @@ use super::{
     hosts::Host,
     in_words, node, quoted,
 };
+use lockstep_host::write_private;
 use lockstep_protocol::{Job, spec::Device};
-use lockstep_worker::host::write_private;
 use std::{
     collections::BTreeMap,
     fmt::Write as _,

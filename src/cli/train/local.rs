@@ -4,10 +4,10 @@ use super::{
     super::{block_on, output},
     show::Show,
 };
+use lockstep_engine::registry;
+use lockstep_host::own_program;
 use lockstep_protocol::agent::AttemptEvent;
 use lockstep_worker::{
-    engine::registry,
-    host::own_program,
     rank::{EXIT_FINISHED, EXIT_STOPPED, RankConfig, end_by_force_within, run_config},
     report::{Tail, TailError, events_path},
     supervisor::{EndDelays, Exit, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, Stop, supervise},

@@ -1,7 +1,7 @@
 //! The lock of an `--out` folder: two runs in one folder would overwrite each other's checkpoints.
 
 use super::super::{output, wrong};
-use lockstep_worker::host::{lock_within, open_lock};
+use lockstep_host::{lock_within, open_lock};
 use rustix::io::{FdFlags, fcntl_setfd};
 use std::{fs::File, path::Path, time::Duration};
 

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use lockstep_worker::data::Picture;
+use lockstep_data::Picture;
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(picture) = Picture::decode(bytes) {

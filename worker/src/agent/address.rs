@@ -1,10 +1,7 @@
 //! The address of the server, and how a connection to it begins.
 
 use super::Options;
-use crate::{
-    host,
-    tls::{self, IdentityFiles},
-};
+use crate::tls::{self, IdentityFiles};
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
     path::PathBuf,
@@ -189,7 +186,7 @@ impl Address {
             }
             host => host.parse().ok().filter(IpAddr::is_loopback).into_iter().collect(),
         };
-        addresses.into_iter().flat_map(|address| host::listener_owners(address, port)).collect()
+        addresses.into_iter().flat_map(|address| lockstep_host::listener_owners(address, port)).collect()
     }
 }
 

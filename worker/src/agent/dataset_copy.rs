@@ -13,7 +13,6 @@ use super::{
     remote::{Failed, Remote},
     state_dir::StoredAttempt,
 };
-use crate::data;
 use cache::About;
 use lockstep_protocol::{agent::ANEW_BYTES, reason::ReasonCode};
 use reqwest::StatusCode;
@@ -167,7 +166,7 @@ impl RetryCounts {
 /// Whether the dataset is on this machine. An empty folder is none: it is the mount point of a dataset that is not mounted here.
 fn is_here(path: &Path) -> bool {
     let is_empty = || fs::read_dir(path).is_ok_and(|mut inside| inside.next().is_none());
-    data::exists(path) && !is_empty()
+    lockstep_data::exists(path) && !is_empty()
 }
 
 /// One try. Returns the path of the copy, or `None` if the server does not have the files either. What has arrived stays for the

@@ -66,7 +66,7 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
         let text = serde_json::to_vec(note).map_err(|e| Refusal::other(e.to_string()))?;
-        crate::host::write_whole(&path, &text).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
+        lockstep_host::write_whole(&path, &text).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
     // Rank 0 reads checkpoints, and sends the others what is in them.
     if !start.ranks.iter().any(|(rank, _)| *rank == 0) {

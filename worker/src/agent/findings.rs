@@ -1,7 +1,7 @@
 //! What `lockstep doctor`'s quick checks find on this machine, in a process of their own: they load NVIDIA's libraries, which the
 //! agent, who stays, does not.
 
-use crate::host::SECRETS;
+use lockstep_host::SECRETS;
 use lockstep_protocol::{
     agent::MachineWarning,
     limits::{FINDING_CHARS, FINDINGS},

@@ -1,6 +1,6 @@
 //! The description of this machine.
 
-use crate::host::{cores, cpu_name, hostname, usage::memory_bytes};
+use lockstep_host::{cores, cpu_name, hostname, usage::memory_bytes};
 use lockstep_protocol::agent::Machine;
 use std::path::Path;
 

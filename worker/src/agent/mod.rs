@@ -30,7 +30,7 @@ mod uploads;
 pub use options::{AgentError, Options};
 pub use place::Datasets;
 
-use crate::{fence::Fence, host, supervisor::RankProcess, tls::IdentityFiles};
+use crate::{fence::Fence, supervisor::RankProcess, tls::IdentityFiles};
 use address::{Address, same_account};
 use attempt::{Attempt, AttemptContext};
 use lease::Lease;
@@ -83,7 +83,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let fence = Fence::open(state_dir.dir())?;
     let fence_path = fence.path().to_owned();
     let lease = Arc::new(Lease::new(fence));
-    let name = options.name.clone().or(certified.flatten()).unwrap_or_else(host::hostname);
+    let name = options.name.clone().or(certified.flatten()).unwrap_or_else(lockstep_host::hostname);
     let remote = Arc::new(Remote {
         address: request.clone(),
         agent_id: state_dir.agent_id().to_owned(),
@@ -93,7 +93,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     let adopted = state_dir.stored_attempts();
     let copies = dataset_copy::open(&options, state_dir.dir(), &adopted)?;
     let context = AttemptContext {
-        program: options.program.clone().map_or_else(host::own_program, Ok)?,
+        program: options.program.clone().map_or_else(lockstep_host::own_program, Ok)?,
         lease: lease.clone(),
         fence: fence_path,
         check: preflight::check,

@@ -1,7 +1,7 @@
 //! The address by which ranks of other machines reach the ranks here.
 
 use super::{AgentError, Options};
-use crate::host::{
+use lockstep_host::{
     interfaces::{first_of, interfaces, of_variable, speed_mbits},
     nccl_variable, network_id,
 };

@@ -3,11 +3,8 @@
 pub(super) mod dataset;
 
 use super::state_dir::StoredAttempt;
-use crate::{
-    engine::{SharedMemory, registry, slots},
-    gpu::RankGpu,
-    net,
-};
+use lockstep_engine::{SharedMemory, net, registry, slots};
+use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::{reason::ReasonCode, spec::JobSpec};
 use std::{path::Path, sync::atomic::AtomicBool};
 

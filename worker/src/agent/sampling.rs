@@ -1,11 +1,11 @@
 //! What this machine is doing, measured every few seconds, also while no rank runs.
 
 use super::cpu_slots;
-use crate::{
-    gpu::metrics::Reader,
-    host::usage::{Usage, UsageSampler},
-};
 use jiff::Timestamp;
+use lockstep_host::{
+    gpu::metrics::Reader,
+    usage::{Usage, UsageSampler},
+};
 use lockstep_protocol::agent::{GpuSample, MachineSample, Slot};
 use std::{path::PathBuf, time::Duration};
 use tokio::sync::watch;

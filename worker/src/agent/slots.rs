@@ -1,10 +1,8 @@
 //! The slots that an agent offers.
 
 use super::Options;
-use crate::{
-    engine::{Devices, Selection, registry},
-    gpu::metrics::Reader,
-};
+use lockstep_engine::{Devices, Selection, registry};
+use lockstep_host::gpu::metrics::Reader;
 use lockstep_protocol::agent::Slot;
 
 /// The slots of this machine.

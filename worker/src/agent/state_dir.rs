@@ -8,7 +8,7 @@
 //! <dir>/jobs/<job>/                  job folders, when the server's disk is not this machine's (place.rs)
 //! ```
 
-use crate::host::{write_private, write_whole};
+use lockstep_host::{write_private, write_whole};
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     spec::upgrade,

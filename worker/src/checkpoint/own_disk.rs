@@ -30,6 +30,6 @@ impl OwnDiskNote {
     /// # Errors
     /// Those of the file system.
     pub(crate) fn write(&self, job_dir: &Path) -> io::Result<()> {
-        crate::host::write_private(&Self::path(job_dir), &serde_json::to_vec(self)?)
+        lockstep_host::write_private(&Self::path(job_dir), &serde_json::to_vec(self)?)
     }
 }

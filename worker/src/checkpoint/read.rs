@@ -6,10 +6,8 @@ use super::{
     manifest::{manifest, size_of, validate},
     tensors::read as read_tensors,
 };
-use crate::{
-    engine::{NamedTensors, first_not_finite, slot_name},
-    files,
-};
+use lockstep_engine::{first_not_finite, slot_name};
+use lockstep_host::{files, tensors::NamedTensors};
 use lockstep_protocol::{agent::CheckpointInfo, limits::STATE_FILE_BYTES};
 use std::{fs, path::Path};
 

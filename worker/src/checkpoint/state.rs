@@ -1,9 +1,8 @@
 //! What a checkpoint holds, in memory.
 
-use crate::{
-    engine::{LossScaling, NamedTensors, first_not_finite},
-    precision::SkippedSteps,
-};
+use crate::precision::SkippedSteps;
+use lockstep_engine::{LossScaling, first_not_finite};
+use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::{
     agent::CheckpointInfo,
     best::is_better,
@@ -57,7 +56,7 @@ pub struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OptimizerNote {
     pub kind: OptimizerKind,
-    /// As [`crate::engine::OptimizerState::updates`].
+    /// As [`lockstep_engine::OptimizerState::updates`].
     pub updates: u64,
 }
 
@@ -114,7 +113,7 @@ impl Best {
 pub struct Snapshot {
     pub state: State,
     pub parameters: NamedTensors,
-    /// As [`crate::engine::OptimizerState::slots`].
+    /// As [`lockstep_engine::OptimizerState::slots`].
     pub optimizer: NamedTensors,
     /// The running average of the parameters, if there is one.
     pub average: Option<NamedTensors>,

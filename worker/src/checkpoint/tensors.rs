@@ -2,9 +2,9 @@
 //! because the crate's header has another order in every run, and equal jobs must give equal bytes.
 
 use super::header::{self, Entry, Header, NoHeader};
-use crate::{
-    engine::{HostTensor, NamedTensors},
+use lockstep_host::{
     files,
+    tensors::{HostTensor, NamedTensors},
 };
 use lockstep_protocol::pickle;
 use safetensors::{Dtype, SafeTensors};

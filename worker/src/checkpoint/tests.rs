@@ -3,10 +3,9 @@ use super::{
     manifest::{self, size_of},
     *,
 };
-use crate::{
-    engine::{HostTensor, LossScaling, NamedTensors},
-    precision::SkippedSteps,
-};
+use crate::precision::SkippedSteps;
+use lockstep_engine::LossScaling;
+use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_protocol::{
     dataset::ValidationSet,
     spec::{DataSpec, Division, OptimizerKind, Precision},

@@ -1,15 +1,14 @@
 //! What the machines of a job must agree about, and where others reach this one.
 
-use crate::{
+use lockstep_host::{
+    NCCL_INTERFACE, boot_id, cores,
     gpu::{
         devices::{self, Usable},
         libraries::{Libraries, Library},
     },
-    host::{
-        NCCL_INTERFACE, boot_id, cores, hostname,
-        interfaces::{interfaces, is_link_local, of_variable},
-        network_id,
-    },
+    hostname,
+    interfaces::{interfaces, is_link_local, of_variable},
+    network_id,
 };
 use serde::{Deserialize, Serialize};
 use std::{

@@ -1,10 +1,10 @@
 //! The doctor's findings about GPUs.
 
 use super::{Finding, Grade, finding, gib};
-use crate::gpu::{
+use lockstep_engine::nvjpeg;
+use lockstep_host::gpu::{
     devices::{self, Gpu, Link},
     libraries::{Libraries, Library},
-    nvjpeg,
 };
 use std::fs;
 

@@ -4,7 +4,7 @@
 //! Each machine listens on a port that its kernel chooses, as ranks do. A probe connects to it from another machine and proves that it knows
 //! the secret. Then the caller sends one byte for each thing that it wants.
 
-use crate::comm::handshake::HandshakeTerms;
+use lockstep_comm::handshake::HandshakeTerms;
 use serde::{Deserialize, Serialize};
 use std::{
     io::{self, Read, Write},

@@ -1,10 +1,8 @@
 //! Evaluates a checkpoint on its job's validation pictures: scores per class and the confusion matrix.
 
 use super::model::{BATCH, Model, cross_entropy, softmax};
-use crate::{
-    checkpoint,
-    data::{self, held_out::foreign_divisions, loader::DataSource},
-};
+use crate::checkpoint;
+use lockstep_data::{held_out::foreign_divisions, loader::DataSource};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     dataset::{ValidationSet, classes_differ},
@@ -33,7 +31,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         random_resized_crop: false,
         ..spec.data.clone()
     };
-    let dataset = data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
+    let dataset = lockstep_data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
     let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(

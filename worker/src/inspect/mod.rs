@@ -10,7 +10,7 @@ mod samples;
 
 pub use predict::predict;
 
-use crate::{data, files::allowed::have, host::SECRETS};
+use lockstep_host::{SECRETS, files::allowed::have};
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, RequestQueue},
     inspect::{CONCURRENT_REQUESTS, PROCESS_ENDED},
@@ -181,27 +181,33 @@ pub fn run() -> std::io::Result<()> {
 /// A sentence: what is wrong with the request or with the files.
 pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
     match request {
-        AgentRequest::HasFiles { paths } => {
-            Ok(AgentReply::Files { there: paths.iter().map(|path| data::exists(Path::new(path))).collect() })
-        }
+        AgentRequest::HasFiles { paths } => Ok(AgentReply::Files {
+            there: paths.iter().map(|path| lockstep_data::exists(Path::new(path))).collect(),
+        }),
         AgentRequest::InspectProgress { path } => {
-            let path = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
-            let inspected = data::index_progress(&path).map(|progress| (progress.done, progress.total));
+            let path = lockstep_data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
+            let inspected =
+                lockstep_data::index_progress(&path).map(|progress| (progress.done, progress.total));
             Ok(AgentReply::Progress { inspected })
         }
         AgentRequest::Fingerprint { path, known } => {
-            let look = if known { data::ChangeDetection::Folders } else { data::ChangeDetection::Files };
-            let found = data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
+            let look = if known {
+                lockstep_data::ChangeDetection::Folders
+            } else {
+                lockstep_data::ChangeDetection::Files
+            };
+            let found =
+                lockstep_data::fingerprint::of_pictures(Path::new(&path), look).map_err(|e| e.to_string())?;
             Ok(AgentReply::Fingerprint { found })
         }
         AgentRequest::InspectDataset { path, allowed } => {
-            let resolved = data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
+            let resolved = lockstep_data::canonical(Path::new(&path)).map_err(|e| format!("{path}: {e}"))?;
             if let Some(allowed) = allowed.filter(|allowed| !have(allowed, &resolved)) {
                 return Err(allowed.refusal(&path));
             }
-            let mut info = data::inspect(&resolved).map_err(|e| e.to_string())?;
+            let mut info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;
             // Without one, machines compare their copies with each other alone.
-            let found = data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
+            let found = lockstep_data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
             info.fingerprint = found.and_then(|found| serde_json::to_value(found).ok());
             let Some(resolved) = resolved.to_str() else {
                 return Err(format!("{path} leads to a folder whose name is not UTF-8; rename it"));
@@ -209,7 +215,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             Ok(AgentReply::Dataset { path: resolved.into(), info })
         }
         AgentRequest::Samples { path, pick, allowed } => {
-            let path = data::resolve(Path::new(&path), allowed.as_ref())?;
+            let path = lockstep_data::resolve(Path::new(&path), allowed.as_ref())?;
             samples::pick(&path, pick).map(AgentReply::Samples).map_err(|e| e.to_string())
         }
         AgentRequest::FitWeights(request) => {
@@ -219,8 +225,8 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
             evaluate::evaluate(&request).map(|found| AgentReply::Evaluation(Box::new(found)))
         }
         AgentRequest::ValidationSet { path, data, allowed } => {
-            let path = data::resolve(Path::new(&path), allowed.as_ref())?;
-            let found = data::held_out::validation_set(&path, &data).map_err(|e| e.to_string())?;
+            let path = lockstep_data::resolve(Path::new(&path), allowed.as_ref())?;
+            let found = lockstep_data::held_out::validation_set(&path, &data).map_err(|e| e.to_string())?;
             Ok(AgentReply::ValidationSet { found })
         }
         AgentRequest::Predict { model, pictures } => {
@@ -271,7 +277,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let answering = |body: &str| {
             let program = dir.path().join("program");
-            crate::host::write_script(&program, body);
+            crate::test_script::write_script(&program, body);
             let (tell, reported) = std::sync::mpsc::channel();
             std::thread::spawn(move || {
                 let asked = AgentRequest::Fingerprint { path: "/data".into(), known: false };

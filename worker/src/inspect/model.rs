@@ -1,12 +1,9 @@
 //! A trained model as its safetensors file describes it: weights, class names, and how its pictures were prepared.
 
-use crate::{
-    checkpoint,
-    comm::SingleRank,
-    data::loader::Batch,
-    engine::{self, Engine, EngineConfig, Optimizer},
-    net,
-};
+use crate::checkpoint;
+use lockstep_comm::SingleRank;
+use lockstep_data::loader::Batch;
+use lockstep_engine::{Engine, EngineConfig, Optimizer, net};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::ModelSpec;
 use serde::de::DeserializeOwned;
@@ -65,7 +62,7 @@ impl Model {
             .map_err(|e| naming(e.to_string()))?;
         let network = net::build(&model, image_size, channels, classes.len()).map_err(naming)?;
         let weights = checkpoint::read_tensors(&path)?;
-        if let Some(found) = engine::first_not_finite(&weights) {
+        if let Some(found) = lockstep_engine::first_not_finite(&weights) {
             return Err(naming(format!(
                 "{found}; its training has diverged, so it has no answers: choose another checkpoint"
             )));
@@ -80,7 +77,7 @@ impl Model {
             gradients_mean: true,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
         };
-        let engine = engine::build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank))
+        let engine = lockstep_engine::build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank))
             .map_err(|e| naming(e.to_string()))?;
         let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
         let resize = about.get("resize").map(|_| number("resize")).transpose()?;
@@ -118,7 +115,7 @@ fn check_sizes(
             plural(classes as u64, "class")
         ));
     }
-    let sound = |values: &[f32]| values.len() == channels && engine::all_finite(values);
+    let sound = |values: &[f32]| values.len() == channels && lockstep_engine::all_finite(values);
     if !sound(mean) || !sound(std) || std.iter().any(|s| *s <= 0.0) {
         return Err(format!("its mean and std are not those of {}", plural(channels as u64, "channel")));
     }

@@ -1,8 +1,8 @@
 //! Classifies pictures of users.
 
 use super::model::{BATCH, Model, softmax};
-use crate::data::{Picture, loader::Batch};
 use base64::Engine as _;
+use lockstep_data::{Picture, loader::Batch};
 use lockstep_protocol::inspect::{NamedPicture, Prediction, Probability};
 use std::path::Path;
 

@@ -1,10 +1,10 @@
 //! Whether a job can start from given weights (`model.pretrained`), checked when it is submitted. Only the file's header is read;
 //! ranks check the values too, with the same messages for names and shapes (`train/pretrained.rs`).
 
-use crate::{
-    checkpoint,
+use crate::checkpoint;
+use lockstep_engine::net;
+use lockstep_host::{
     files::allowed,
-    net,
     tensors::fit::{Shapes, compare},
 };
 use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights};
@@ -42,7 +42,7 @@ fn shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, Sha
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::HostTensor;
+    use lockstep_host::tensors::HostTensor;
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
     use safetensors::{Dtype, tensor::TensorView};
     use std::{collections::BTreeMap, path::PathBuf};

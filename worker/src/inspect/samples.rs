@@ -1,8 +1,8 @@
 //! Pictures of a dataset: as stored, or as a job sees them.
 
-use crate::data::{DataError, Picture, loader::DataSource, stored};
 use base64::Engine as _;
 use image::{ExtendedColorType, ImageEncoder, codecs::png::PngEncoder, imageops::FilterType};
+use lockstep_data::{DataError, Picture, loader::DataSource, stored};
 use lockstep_protocol::inspect::{Pick, Sample, Samples};
 use std::path::Path;
 

@@ -1,9 +1,7 @@
 //! The configuration of a rank process, written by the program that starts it.
 
-use crate::{
-    engine::{DeviceChoice, registry},
-    gpu::RankGpu,
-};
+use lockstep_engine::{DeviceChoice, registry};
+use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::agent::StartAttempt;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;

@@ -1,6 +1,8 @@
 //! Why a rank could not continue, and what follows from it.
 
-use crate::{comm::rendezvous::RendezvousError, engine::EngineError, train::TrainError};
+use crate::train::TrainError;
+use lockstep_comm::rendezvous::RendezvousError;
+use lockstep_engine::EngineError;
 use lockstep_protocol::reason::ReasonCode;
 
 /// Why a rank could not continue.

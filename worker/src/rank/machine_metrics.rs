@@ -1,16 +1,16 @@
-//! Metrics of the machine (CPU, memory, disk, network) as metrics of the job, reported by one rank of each machine.
+//! Metrics of the machine (CPU, memory, disk, network) as metrics of the job, reported by one rank of each machine, and those of
+//! each rank's device.
 
 use super::RankConfig;
-use crate::{
-    host::usage::{Usage, UsageSampler},
-    report::{Observer, Sampler},
-};
+use crate::report::{Observer, Sampler};
+use lockstep_host::usage::{Usage, UsageSampler};
 use std::{
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
 
 const EVERY: Duration = Duration::from_secs(2);
+const DEVICE_EVERY: Duration = Duration::from_secs(1);
 
 /// Reports until it is dropped; `None` where another rank of this machine does.
 ///
@@ -30,6 +30,20 @@ pub(super) fn start(
     usage.sample();
     let measure = move || metrics(&usage.sample());
     Sampler::start("machine metrics", EVERY, observer, progress, measure).map(Some)
+}
+
+/// Reports the metrics of the rank's device once a second until the result is dropped; `None` where it has none.
+///
+/// # Errors
+/// The device cannot be watched; a sentence. Training does without.
+pub(super) fn start_device(
+    config: &RankConfig,
+    observer: Arc<dyn Observer>,
+    progress: Arc<AtomicU64>,
+) -> Result<Option<Sampler>, String> {
+    let measure = config.device().backend.device_metrics(config.gpu.as_ref())?;
+    let start = |measure| Sampler::start("gpu metrics", DEVICE_EVERY, observer, progress, measure);
+    measure.map(start).transpose().map_err(|e| e.to_string())
 }
 
 fn metrics(usage: &Usage) -> Vec<(&'static str, f32)> {

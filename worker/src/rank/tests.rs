@@ -1,7 +1,8 @@
 //! A rank from its file's content to its checkpoint, on a backend that only the registry knows.
 
 use super::*;
-use crate::{checkpoint, engine::toy, gpu::RankGpu, tensors::NamedTensors};
+use crate::{checkpoint, toy};
+use lockstep_host::{gpu::RankGpu, tensors::NamedTensors};
 use lockstep_protocol::{
     agent::{AllowedFolders, AttemptRef, StartAttempt},
     job::JobId,
@@ -131,7 +132,7 @@ fn weights_and_datasets_are_not_read_by_a_link_that_leads_out_of_the_folders_the
 
 #[test]
 fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
-    let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), format!("{}b", toy::DEVICE)] };
+    let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), toy::device("b")] };
     let weights = trained(Some(gpu));
     // Another test ends what is under way, at any time.
     let asked = || {
@@ -149,6 +150,7 @@ fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
 fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
     let why = "steps have stopped for 60 s";
     let noted = || toy::ASKED.lock().unwrap().iter().filter(|what| **what == format!("abort: {why}")).count();
+    toy::device("");
     assert_eq!(noted(), 0);
     RankState::default().abort(why);
     assert_eq!(noted(), 1, "{:?}", toy::ASKED.lock().unwrap());
@@ -170,7 +172,7 @@ fn what_leaves_the_machine_in_clear_is_said_with_what_to_do() {
 
 #[test]
 fn ranks_of_different_backends_are_refused_with_the_rank() {
-    use crate::comm::rendezvous::tests::{rendezvous_config, unused_port};
+    use lockstep_comm::rendezvous::loopback::{rendezvous_config, unused_port};
     let port = unused_port();
     let said: Vec<String> = std::thread::scope(|scope| {
         let ranks = [(0, "cuda"), (1, "cuda"), (2, "cpu")].map(|(rank, backend)| {

@@ -68,3 +68,46 @@ impl Drop for Sampler {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::agent::AttemptEvent;
+    use std::{sync::mpsc, time::Instant};
+
+    struct Reports(Mutex<mpsc::Sender<(String, u64, f32)>>);
+
+    impl Observer for Reports {
+        fn metric(&self, name: &str, step: u64, value: f32) {
+            self.0.lock().unwrap().send((name.into(), step, value)).unwrap();
+        }
+        fn log(&self, _: &str) {}
+        fn event(&self, _: &AttemptEvent) {}
+    }
+
+    #[test]
+    fn every_metric_is_told_once_a_step_and_none_while_training_stands_still() {
+        let (sender, reports) = mpsc::channel();
+        let observer = Arc::new(Reports(Mutex::new(sender)));
+        let progress = Arc::new(AtomicU64::new(3));
+        let looks = Arc::new(AtomicU64::new(0));
+        let counted = looks.clone();
+        let look = move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            vec![("gpu_power_watts", 650.5), ("gpu_memory_bytes", 3e9)]
+        };
+        let every = Duration::from_millis(1);
+        let sampler = Sampler::start("made up", every, observer, progress.clone(), look).unwrap();
+        // Continues only when the rank does.
+        progress.store(7, Ordering::Relaxed);
+        let next = || reports.recv_timeout(Duration::from_secs(20)).unwrap();
+        assert_eq!(next(), ("gpu_power_watts".into(), 7, 650.5));
+        assert_eq!(next(), ("gpu_memory_bytes".into(), 7, 3e9));
+        progress.store(8, Ordering::Relaxed);
+        assert_eq!(next().1, 8);
+        let began = Instant::now();
+        drop(sampler);
+        assert!(began.elapsed() < Duration::from_secs(10));
+        assert_eq!(looks.load(Ordering::Relaxed), 2, "it was read while nothing moved");
+    }
+}

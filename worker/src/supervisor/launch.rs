@@ -7,10 +7,9 @@ use super::{
     proc_fs::find_rank,
     process::{Identity, RankProcess, UnixProcessGroup},
 };
-use crate::{
-    gpu::RankGpu,
-    host::{NCCL_INTERFACE, boot_id, cores, nccl_variable, write_private, write_whole},
-    rank::{RankConfig, stop_within_secs},
+use crate::rank::{RankConfig, stop_within_secs};
+use lockstep_host::{
+    NCCL_INTERFACE, boot_id, cores, gpu::RankGpu, nccl_variable, write_private, write_whole,
 };
 use lockstep_protocol::agent::StartAttempt;
 use std::{
@@ -118,7 +117,7 @@ mod tests {
         super::{Exit, proc_fs::stat},
         *,
     };
-    use crate::engine::toy;
+    use crate::toy;
     use lockstep_protocol::{agent::AttemptRef, job::JobId, spec::JobSpec};
     use rustix::process::Signal;
     use std::time::{Duration, Instant};
@@ -126,7 +125,7 @@ mod tests {
     /// A program that takes a rank's place: `rank <file> --job ...` as shell script.
     fn program(dir: &Path, script: &str) -> PathBuf {
         let path = dir.join("program");
-        crate::host::write_script(&path, script);
+        crate::test_script::write_script(&path, script);
         path
     }
 
@@ -210,7 +209,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let script = program(dir.path(), &format!("echo \"${}\"", toy::VISIBLE));
         let mut config = config(dir.path());
-        let device = format!("{}a", toy::DEVICE);
+        let device = toy::device("a");
         config.gpu = Some(RankGpu { ordinal: 0, visible: vec![device.clone()] });
         let mut process = RankProcess::start(&script, &config).unwrap();
         assert_eq!(wait(&mut process), Exit::Status(0));

@@ -1,7 +1,7 @@
 //! One rank's process: signals, polling, and making sure that it has ended.
 
 use super::proc_fs::{self, stat};
-use crate::host::{SECRETS, boot_id};
+use lockstep_host::{SECRETS, boot_id};
 use lockstep_protocol::fault;
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};

@@ -5,10 +5,8 @@ use super::{
     launch::rank_file,
     process::RankProcess,
 };
-use crate::{
-    files,
-    report::{Tail, TailError, events_path},
-};
+use crate::report::{Tail, TailError, events_path};
+use lockstep_host::files;
 use lockstep_protocol::agent::AttemptEvent;
 use std::{
     path::{Path, PathBuf},

@@ -1,10 +1,8 @@
 //! Which of a rank's GPU and CPU cores decode JPEG files.
 
 use super::{TrainError, Training};
-use crate::{
-    data::{device::Sharing, loader::DataSource},
-    engine::DeviceChoice,
-};
+use lockstep_data::{device::Sharing, loader::DataSource};
+use lockstep_engine::DeviceChoice;
 use lockstep_protocol::spec::Precision;
 use std::ffi::OsStr;
 

@@ -1,6 +1,9 @@
 //! Why training ends early, and whether another attempt may succeed.
 
-use crate::{checkpoint::CheckpointError, comm::CommError, data::DataError, engine::EngineError};
+use crate::checkpoint::CheckpointError;
+use lockstep_comm::CommError;
+use lockstep_data::DataError;
+use lockstep_engine::EngineError;
 
 /// Why training ended early.
 #[derive(Debug, thiserror::Error)]

@@ -2,11 +2,9 @@
 //! reported of them.
 
 use super::{Run, TrainError, Training, setup, votes::Votes};
-use crate::{
-    comm::Reduction,
-    data::{DataError, loader::replaced},
-    engine::NamedTensors,
-};
+use lockstep_comm::Reduction;
+use lockstep_data::{DataError, loader::replaced};
+use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::numbers::{plural, standard_error};
 use lockstep_protocol::{
     agent::{AttemptEvent, Evaluation},

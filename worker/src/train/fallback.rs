@@ -1,7 +1,7 @@
 //! The change from float16 to bfloat16 in the middle of a run: another engine takes over with the last finite state.
 
 use super::{BuildEngine, Run, TrainError};
-use crate::engine::Engine;
+use lockstep_engine::Engine;
 use lockstep_protocol::{agent::AttemptEvent, spec::Precision};
 use std::ops::{Deref, DerefMut};
 

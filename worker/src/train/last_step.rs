@@ -12,10 +12,8 @@
 //! - The ranks evaluate the averaged weights, which replace the trained ones meanwhile.
 
 use super::{Run, TrainError, saving::announce};
-use crate::{
-    checkpoint::{self, CheckpointEvent, OwnDiskNote},
-    host::{lock_within, open_lock},
-};
+use crate::checkpoint::{self, CheckpointEvent, OwnDiskNote};
+use lockstep_host::{lock_within, open_lock};
 use std::{
     fs::{self, File},
     io,

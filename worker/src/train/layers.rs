@@ -4,11 +4,9 @@
 mod histogram;
 
 use super::{Run, TrainError, Training};
-use crate::{
-    data::loader::Shape,
-    net::{self, TensorId},
-};
 use histogram::histograms;
+use lockstep_data::loader::Shape;
+use lockstep_engine::net::{self, TensorId};
 use lockstep_protocol::{
     agent::AttemptEvent,
     network::{LayerDescription, NetworkDescription},

@@ -2,10 +2,7 @@
 //! processes when memory runs out.
 
 use super::TrainError;
-use crate::{
-    engine::{EngineConfig, Needs},
-    net::Network,
-};
+use lockstep_engine::{EngineConfig, Needs, net::Network};
 use lockstep_protocol::spec::JobSpec;
 use std::{fs, path::Path};
 
@@ -129,7 +126,7 @@ fn limits(groups: &str, root: &Path, swap: u64) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::Optimizer, net::resnet};
+    use lockstep_engine::{Optimizer, net::resnet};
     use lockstep_protocol::spec::{Arch, ModelSpec};
 
     fn config(batch_size: usize) -> EngineConfig {

@@ -2,11 +2,14 @@
 //! timm has the same names for these networks.
 
 use super::{TrainError, Training};
-use crate::{
-    checkpoint,
-    engine::{HostTensor, NamedTensors, first_not_finite},
+use crate::checkpoint;
+use lockstep_engine::first_not_finite;
+use lockstep_host::{
     files::allowed,
-    tensors::fit::{Mapping, compare, is_in, shapes},
+    tensors::{
+        HostTensor, NamedTensors,
+        fit::{Mapping, compare, is_in, shapes},
+    },
 };
 use std::path::Path;
 
@@ -75,7 +78,7 @@ fn sum_channels(weights: &HostTensor, shape: Vec<usize>) -> HostTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net;
+    use lockstep_engine::net;
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 
     fn network(arch: Arch, stem: Stem, channels: usize, classes: usize, seed: u64) -> NamedTensors {

@@ -1,12 +1,10 @@
 //! Checkpoints of a run: what is in them, when they are waited for, and how a run ends with one.
 
 use super::{Outcome, Run, TrainError, Training};
-use crate::{
-    checkpoint::{
-        Best, CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
-    },
-    engine::{Contribution, StateDict},
+use crate::checkpoint::{
+    Best, CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
 };
+use lockstep_engine::{Contribution, StateDict};
 use lockstep_protocol::agent::AttemptEvent;
 use std::{
     collections::BTreeMap,

@@ -4,13 +4,10 @@ use super::{
     TrainError, Training,
     memory::{self, RequiredMemory},
 };
-use crate::{
-    checkpoint,
-    comm::ProcessGroup,
-    data::loader::{DataSource, Mixing, Shape},
-    engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer},
-    net,
-};
+use crate::checkpoint;
+use lockstep_comm::ProcessGroup;
+use lockstep_data::loader::{DataSource, Mixing, Shape};
+use lockstep_engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer, net};
 use lockstep_protocol::spec::{JobSpec, ModelSpec, Precision, ScheduleKind};
 use lockstep_protocol::throughput::Throughput;
 use lockstep_protocol::{dataset::too_few_classes, numbers::plural};
@@ -382,7 +379,8 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::registry, gpu::RankGpu};
+    use lockstep_engine::registry;
+    use lockstep_host::gpu::RankGpu;
     use lockstep_protocol::spec::Device;
 
     #[test]

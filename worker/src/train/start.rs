@@ -4,12 +4,14 @@
 use super::{TrainError, Training, pretrained, setup::Plan};
 use crate::{
     checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, OptimizerNote, State},
-    comm::{ProcessGroup, Reduction},
-    data::{held_out::foreign_divisions, loader::DataSource},
-    engine::{Engine, NamedTensors, OptimizerState, StateDict, slots},
-    net,
     precision::SkippedSteps,
-    tensors::fit::{compare, shapes},
+};
+use lockstep_comm::{ProcessGroup, Reduction};
+use lockstep_data::{held_out::foreign_divisions, loader::DataSource};
+use lockstep_engine::{Engine, OptimizerState, StateDict, net, slots};
+use lockstep_host::tensors::{
+    NamedTensors,
+    fit::{compare, shapes},
 };
 use lockstep_protocol::{
     agent::AttemptEvent,

@@ -1,13 +1,11 @@
 //! One optimizer step: its batches, its start, and its result, which may come steps later.
 
 use super::{Run, TrainError, setup};
-use crate::{
-    data::{
-        DataError,
-        loader::{Batch, EpochPlan},
-    },
-    engine::StepResult,
+use lockstep_data::{
+    DataError,
+    loader::{Batch, EpochPlan},
 };
+use lockstep_engine::StepResult;
 use std::{sync::atomic::Ordering, time::Instant};
 
 /// A step that was started and whose result has not been reported.

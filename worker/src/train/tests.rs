@@ -4,16 +4,17 @@
 mod scripted;
 
 use super::*;
-use crate::{
-    checkpoint::{self, State},
-    comm::{
-        ProcessGroup, SingleRank,
-        rendezvous::{RendezvousConfig, tests::unused_port},
-        ring::Ring,
+use crate::checkpoint::{self, State};
+use lockstep_comm::{
+    ProcessGroup, SingleRank,
+    rendezvous::{
+        RendezvousConfig,
+        loopback::{rendezvous_config, unused_port},
     },
-    engine::registry,
-    gpu::RankGpu,
+    ring::Ring,
 };
+use lockstep_engine::registry;
+use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::spec::Device;
 use scripted::{Overflow, Scripted, one_value};
 use std::{
@@ -137,15 +138,8 @@ impl Bench {
         let is_asked = rank + 1 == self.ranks;
         let timeout = Duration::from_secs(60);
         let store = (self.ranks > 1).then(|| {
-            let config = RendezvousConfig {
-                addr: "127.0.0.1".into(),
-                port,
-                secret: b"of these ranks".to_vec(),
-                rank,
-                world_size: self.ranks,
-                timeout,
-                stop: stop.clone(),
-            };
+            let config = rendezvous_config(port, rank, self.ranks);
+            let config = RendezvousConfig { timeout, stop: stop.clone(), ..config };
             Arc::new(Store::join(config).unwrap())
         });
         let group: Arc<dyn ProcessGroup> = match &store {

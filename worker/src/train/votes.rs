@@ -6,7 +6,8 @@
 //! all ranks come to the same step.
 
 use super::{Run, TrainError};
-use crate::{comm::Reduction, engine::StepResult};
+use lockstep_comm::Reduction;
+use lockstep_engine::StepResult;
 use std::{
     sync::atomic::Ordering,
     time::{Duration, Instant},

@@ -1,10 +1,10 @@
 //! Folders as people have them: every kind of picture, and everything that lies among them and is none.
 
+use lockstep_data::{Picture, fingerprint::Fingerprint, inspect, loader::DataSource};
 use lockstep_protocol::{
     dataset::DatasetInfo,
     spec::{BrokenFiles, DataSpec, ImageSize, Validation},
 };
-use lockstep_worker::data::{Picture, fingerprint::Fingerprint, inspect, loader::DataSource};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::{
     collections::BTreeSet,

@@ -1,13 +1,14 @@
 //! Whole networks against PyTorch (`tests/pytorch/fixtures`, written by `make_fixtures.py` there).
 
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
-use lockstep_worker::{
-    comm::SingleRank,
-    data::loader::{Batch, Mix},
-    engine::{Engine, EngineConfig, HostTensor, NamedTensors, Optimizer, build_cpu},
+use lockstep_comm::SingleRank;
+use lockstep_data::loader::{Batch, Mix};
+use lockstep_engine::{
+    Engine, EngineConfig, Optimizer, build_cpu,
     net::{Network, resnet},
-    synthetic::{labels, values},
 };
+use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_kernels::synthetic::{labels, values};
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::{collections::BTreeMap, sync::Arc};

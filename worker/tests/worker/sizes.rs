@@ -1,13 +1,13 @@
 //! Progressive resizing: pictures of each epoch's size, and engines that go from one size to another as if they had been
 //! built for it.
 
-use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, ModelSpec, SizeFrom, Stem};
-use lockstep_worker::{
-    comm::SingleRank,
-    data::loader::{Batch, DataSource, EpochPlan},
-    engine::{Engine, EngineConfig, Optimizer, build_cpu},
+use lockstep_comm::SingleRank;
+use lockstep_data::loader::{Batch, DataSource, EpochPlan};
+use lockstep_engine::{
+    Engine, EngineConfig, Optimizer, build_cpu,
     net::{Network, init, resnet},
 };
+use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, ModelSpec, SizeFrom, Stem};
 use std::{path::Path, sync::Arc};
 
 const BATCH: usize = 8;

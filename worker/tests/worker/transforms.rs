@@ -1,11 +1,11 @@
 //! What jobs make of pictures in folders: the same at any number of ranks and threads, after a resume, and in the
 //! preview.
 
-use lockstep_protocol::spec::{Augment, DataSpec, ImageSize, Validation};
-use lockstep_worker::data::{
+use lockstep_data::{
     Picture,
     loader::{Batch, BatchFormat, DataSource, EpochPlan},
 };
+use lockstep_protocol::spec::{Augment, DataSpec, ImageSize, Validation};
 use std::{fs, path::Path};
 use tempfile::TempDir;
 

@@ -5,7 +5,6 @@ use super::{
     watch::{RecordSummary, Watch},
 };
 use crate::{
-    host,
     rank::EXIT_STOPPED,
     report::Records,
     supervisor::{Exit, RankEnd, RankGroup},
@@ -90,7 +89,8 @@ impl Watch {
         // A rank that has reported its failure ends itself by a signal.
         let killed =
             |end: &RankEnd| end.exit == Some(Exit::Signal(9)) && !end.asked_to_end && end.failure.is_none();
-        let by_kernel = self.oom_kills.zip(host::oom_kills()).is_some_and(|(before, now)| now > before);
+        let by_kernel =
+            self.oom_kills.zip(lockstep_host::oom_kills()).is_some_and(|(before, now)| now > before);
         let by_kernel = by_kernel && ends.iter().any(killed);
         let refused = ends.iter().any(RankEnd::was_refused_memory);
         match (ending, left) {
@@ -101,7 +101,7 @@ impl Watch {
                 };
                 let facts = Facts {
                     detail: Some(format!("{before}{left}")),
-                    agent: Some(host::hostname()),
+                    agent: Some(lockstep_host::hostname()),
                     ..Facts::default()
                 };
                 Ending::Failed { reason: Reason::new(ReasonCode::Unkillable, facts), retriable: false }

@@ -26,7 +26,7 @@ struct Place {
 fn place(ranks: u32, script: &str) -> Place {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
-    crate::host::write_script(&program, &format!("R=$8\n{script}"));
+    crate::test_script::write_script(&program, &format!("R=$8\n{script}"));
     let start = StartAttempt {
         attempt: AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() },
         spec: JobSpec::default(),
@@ -316,8 +316,9 @@ async fn a_program_that_does_not_start_is_named() {
 /// What `a_rank_is_started_with_what_its_backend_wants` does not show: where its devices come from.
 #[tokio::test]
 async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
-    use crate::engine::{Selection, registry, toy};
-    let list = format!("{0}a,{0}b", toy::DEVICE);
+    use crate::toy;
+    use lockstep_engine::{Selection, registry};
+    let list = format!("{},{}", toy::device("a"), toy::device("b"));
     let slots = registry::offer(Selection { list: Some(&list), ..Selection::default() }).unwrap().slots;
     assert_eq!(slots.iter().map(|slot| slot.device.as_str()).collect::<Vec<_>>(), ["toy", "toy"]);
     let mut place = place(2, &format!("echo $R of ${}", toy::VISIBLE));

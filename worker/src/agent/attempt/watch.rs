@@ -5,7 +5,7 @@ use super::{
     AttemptContext, Order, StartMode,
 };
 use crate::{
-    checkpoint, host,
+    checkpoint,
     rank::RankConfig,
     supervisor::{
         EndDelays, Orphans, Policy, Rank, RankEnd, RankGroup, RankProcess, RecordSink, Stop, configs,
@@ -93,7 +93,7 @@ impl Watch {
             peer_died: false,
             leave_within: Duration::from_secs(context.stop_within_secs.into()),
             leaves: false,
-            oom_kills: host::oom_kills(),
+            oom_kills: lockstep_host::oom_kills(),
         };
         let mut ranks = RankGroup::new(Orphans::Stay).killing_suspended();
         let decided = match beginning {

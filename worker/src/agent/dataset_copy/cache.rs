@@ -141,7 +141,7 @@ impl Entry {
     }
 
     fn note_used(&self) -> io::Result<()> {
-        crate::host::write_whole(
+        lockstep_host::write_whole(
             &self.dir.join("used"),
             jiff::Timestamp::now().as_nanosecond().to_string().as_bytes(),
         )
@@ -307,7 +307,7 @@ impl Copies {
                 make(&new)?;
                 fs::create_dir(new.join("uses"))?;
                 list.file.persist(new.join("list"))?;
-                crate::host::write_whole(&new.join("about.json"), &serde_json::to_vec(about)?)?;
+                lockstep_host::write_whole(&new.join("about.json"), &serde_json::to_vec(about)?)?;
                 if entry.dir.exists() {
                     gone.push(self.hide(&entry)?);
                 }

@@ -10,7 +10,7 @@ use super::{
     on_disk,
     size::{down, up},
 };
-use crate::{agent::remote::AttemptClient, host};
+use crate::agent::remote::AttemptClient;
 use incoming::receive;
 use lockstep_protocol::{
     agent::{
@@ -107,7 +107,7 @@ struct Synced {
 
 impl Synced {
     fn here(lines: u64) -> Self {
-        Self { boot_id: host::boot_id(), lines }
+        Self { boot_id: lockstep_host::boot_id(), lines }
     }
 
     fn path(entry: &Entry) -> PathBuf {
@@ -121,7 +121,7 @@ impl Synced {
 
     fn note(&self, entry: &Entry) -> Result<(), CopyError> {
         let text = serde_json::to_vec(self).unwrap_or_default();
-        host::write_whole(&Self::path(entry), &text).map_err(on_disk(entry.dir()))
+        lockstep_host::write_whole(&Self::path(entry), &text).map_err(on_disk(entry.dir()))
     }
 }
 
@@ -144,7 +144,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     }
     fs::create_dir_all(&part).map_err(on_disk(&part))?;
     let synced = Synced::of(entry);
-    if synced.boot_id != host::boot_id() {
+    if synced.boot_id != lockstep_host::boot_id() {
         // The machine has restarted: a file that was not synced may have the right size and the wrong content.
         for (line, found) in (1..).zip(entries(entry)?) {
             if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?

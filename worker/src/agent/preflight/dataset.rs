@@ -1,14 +1,9 @@
 //! Whether a machine's dataset can be read, and is the one that was registered and that the job began with.
 
 use super::StoredAttempt;
-use crate::{
-    data::{
-        self,
-        fingerprint::{self, DatasetFingerprint, Fingerprint},
-    },
-    host::write_whole,
-    inspect,
-};
+use crate::inspect;
+use lockstep_data::fingerprint::{self, DatasetFingerprint, Fingerprint};
+use lockstep_host::write_whole;
 use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use serde::{Deserialize, Serialize};
 use std::{
@@ -53,7 +48,10 @@ pub(super) fn check(
     cancelled: &AtomicBool,
     machine: Option<&str>,
 ) -> Result<(), String> {
-    let path = data::resolve(Path::new(&stored.start.dataset_path), stored.start.files.dataset_in.as_ref())?;
+    let path = lockstep_data::resolve(
+        Path::new(&stored.start.dataset_path),
+        stored.start.files.dataset_in.as_ref(),
+    )?;
     let path = path.as_path();
     let note = stored.job_dir.join(DATASET_NOTE);
     let before = DatasetNote::read(&note);

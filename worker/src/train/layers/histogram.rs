@@ -1,6 +1,6 @@
 //! Histograms of tensors.
 
-use crate::engine::NamedTensors;
+use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::{
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
     limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS},
@@ -67,7 +67,8 @@ fn histogram(name: String, kind: HistogramKind, values: &[f32]) -> LayerHistogra
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{engine::HostTensor, synthetic::values};
+    use lockstep_host::tensors::HostTensor;
+    use lockstep_kernels::synthetic::values;
 
     fn of(values: &[f32]) -> LayerHistogram {
         let found = histogram("a".into(), HistogramKind::Weight, values);

@@ -1,9 +1,8 @@
 //! An engine that trains nothing and whose float16 overflows on demand.
 
-use crate::{
-    data::loader::Batch,
-    engine::{Engine, EngineError, EvalResult, HostTensor, NamedTensors, OptimizerState, StepResult},
-};
+use lockstep_data::loader::Batch;
+use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StepResult};
+use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_protocol::spec::Precision;
 use std::sync::{
     Arc,

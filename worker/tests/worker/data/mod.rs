@@ -4,11 +4,11 @@ mod formats;
 mod mixing;
 
 use flate2::{Compression, write::GzEncoder};
-use lockstep_protocol::spec::{BrokenFiles, DataSpec, ImageSize, Validation};
-use lockstep_worker::data::{
+use lockstep_data::{
     inspect,
     loader::{Batch, BatchFormat, DataSource, EpochPlan, MixParams, Mixing},
 };
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, ImageSize, Validation};
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,

@@ -3,12 +3,14 @@
 
 mod pictures;
 
+use lockstep_engine::net::resnet;
+use lockstep_kernels::synthetic;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
     spec::{Arch, DataSpec, JobSpec, ModelSpec, Stem, Validation},
 };
-use lockstep_worker::{inspect, net::resnet, synthetic};
+use lockstep_worker::inspect;
 use serde::Deserialize;
 use serde_json::json;
 use std::{fs, io::Write, path::Path};

@@ -5,22 +5,21 @@ mod frozen;
 mod kept;
 mod optimizers;
 
-use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
-use lockstep_worker::{
-    comm::{
-        CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
-        rendezvous::{RendezvousConfig, Store, free_port},
-        ring::Ring,
-        shm::ShmProcessGroup,
-    },
-    data::loader::Batch,
-    engine::{
-        Engine, EngineConfig, EngineError, HostTensor, NamedTensors, Optimizer, OptimizerState, StepResult,
-        build_cpu, slots,
-    },
-    net::{Network, init, resnet},
-    synthetic::{labels, values},
+use lockstep_comm::{
+    CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,
+    rendezvous::{RendezvousConfig, Store, free_port},
+    ring::Ring,
+    shm::ShmProcessGroup,
 };
+use lockstep_data::loader::Batch;
+use lockstep_engine::{
+    Engine, EngineConfig, EngineError, Optimizer, OptimizerState, StepResult, build_cpu,
+    net::{Network, init, resnet},
+    slots,
+};
+use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_kernels::synthetic::{labels, values};
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
 use std::{sync::Arc, time::Duration};
 
 const SIDE: usize = 8;

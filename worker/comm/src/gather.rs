@@ -1,0 +1,135 @@
+//! A test of a machine's GPUs: a real all-gather and timed all-reduces over NCCL, and whether they share memory.
+#![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
+
+use crate::{CommError, DataType, Exchange, Reduction, nccl::Nccl, peers::Peers, rendezvous::Store};
+use cudarc::driver::{
+    CudaContext, DriverError, result,
+    result::stream::StreamKind,
+    sys::{self, CUdeviceptr, CUresult, CUstream},
+};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Longest wait for what was enqueued.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// Values of the short and the long all-reduce.
+const SHORT: usize = 256;
+const LONG: usize = 4 << 20;
+
+/// What was found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Found {
+    /// Every rank's value: its own number.
+    pub values: Vec<f32>,
+    /// Mean time of an all-reduce of 1 KiB in microseconds, enqueued one after the other.
+    pub short_us: f64,
+    /// All-reduced bytes of a 16 MiB vector, a second.
+    pub bytes_per_second: f64,
+    /// Why ranks do not share memory, if they do not.
+    pub no_peer_memory: Option<String>,
+}
+
+/// Gathers over the GPUs of all ranks that meet at `store`.
+///
+/// # Errors
+/// NCCL or a GPU fails, or does not come to an end.
+pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
+    const OPERATION: &str = "all-gather over NCCL";
+    let failed =
+        |e: DriverError| CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {e}") };
+    let nccl = Nccl::connect(Exchange::Store(store, PATIENCE), "doctor", ordinal, PATIENCE)?;
+    let gpu = Gpu::open(ordinal).map_err(failed)?;
+    let ranks = nccl.size() as usize;
+    let from = gpu.memory(4).map_err(failed)?;
+    let to = gpu.memory(4 * ranks).map_err(failed)?;
+    let vector = gpu.memory(4 * LONG).map_err(failed)?;
+    let finish = || {
+        gpu.finish(PATIENCE).map_err(|error| {
+            let detail = error.unwrap_or_else(|| format!("not done after {} s", PATIENCE.as_secs()));
+            nccl.abort(&detail);
+            CommError::Failed { operation: OPERATION, detail: format!("GPU {ordinal}: {detail}") }
+        })
+    };
+    let mut values = vec![f32::NAN; ranks];
+    // SAFETY: `from`, `to` and `vector` are large enough for what is copied, gathered and reduced, and live until `finish` has
+    // waited for all of it.
+    unsafe {
+        result::memcpy_htod_sync(from.0, &[nccl.rank() as f32]).map_err(failed)?;
+        nccl.all_gather(from.0, to.0, 1, DataType::F32, gpu.stream)?;
+        finish()?;
+        result::memcpy_dtoh_sync(&mut values, to.0).map_err(failed)?;
+    }
+    let mean_secs = |count: usize, rounds: u32| -> Result<f64, CommError> {
+        let once = |rounds: u32| -> Result<f64, CommError> {
+            let began = Instant::now();
+            for _ in 0..rounds {
+                // SAFETY: as above; `count` is at most LONG.
+                unsafe { nccl.all_reduce(vector.0, count, DataType::F32, Reduction::Sum, gpu.stream)? };
+            }
+            finish()?;
+            Ok(began.elapsed().as_secs_f64() / f64::from(rounds))
+        };
+        once(5)?;
+        once(rounds)
+    };
+    let short_us = mean_secs(SHORT, 200)? * 1e6;
+    let bytes_per_second = 4.0 * LONG as f64 / mean_secs(LONG, 20)?.max(1e-9);
+    let no_peer_memory =
+        Peers::connect(Exchange::Store(store, PATIENCE), "doctor", ordinal, 4096, 256, Ok(()))?.err();
+    Ok(Found { values, short_us, bytes_per_second, no_peer_memory })
+}
+
+/// A GPU with a stream of its own.
+struct Gpu {
+    context: Arc<CudaContext>,
+    stream: CUstream,
+}
+
+impl Gpu {
+    fn open(ordinal: i32) -> Result<Self, DriverError> {
+        let context = CudaContext::new(usize::try_from(ordinal).unwrap_or(usize::MAX))?;
+        Ok(Self { context, stream: result::stream::create(StreamKind::NonBlocking)? })
+    }
+
+    fn memory(&self, bytes: usize) -> Result<Memory, DriverError> {
+        // SAFETY: the context is current on this thread; freed when the value goes.
+        unsafe {
+            let memory = Memory(result::malloc_sync(bytes)?);
+            result::memset_d8_sync(memory.0, 0, bytes)?;
+            self.context.synchronize()?;
+            Ok(memory)
+        }
+    }
+
+    /// Waits until the stream is done; not for ever, as a synchronisation would.
+    fn finish(&self, patience: Duration) -> Result<(), Option<String>> {
+        let began = Instant::now();
+        loop {
+            // SAFETY: the stream lives as long as `self`.
+            match unsafe { sys::cuStreamQuery(self.stream) } {
+                CUresult::CUDA_SUCCESS => return Ok(()),
+                CUresult::CUDA_ERROR_NOT_READY if began.elapsed() > patience => return Err(None),
+                CUresult::CUDA_ERROR_NOT_READY => std::thread::yield_now(),
+                error => return Err(Some(DriverError(error).to_string())),
+            }
+        }
+    }
+}
+
+impl Drop for Gpu {
+    fn drop(&mut self) {
+        // SAFETY: made by `open`. What is still on it is finished by CUDA before it goes.
+        let _ = unsafe { result::stream::destroy(self.stream) };
+    }
+}
+
+struct Memory(CUdeviceptr);
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `Gpu::memory`.
+        let _ = unsafe { result::free_sync(self.0) };
+    }
+}

@@ -1,0 +1,110 @@
+//! Both ends of a new connection prove that they know the attempt's secret before anything else is
+//! read: HMAC-SHA256 over both sides' random numbers, so nothing that was overheard helps.
+//!
+//! caller: magic, nonce, rank | listener: nonce, proof | caller: proof | listener: one byte.
+
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+use std::{
+    io::{self, Read, Write},
+    net::TcpStream,
+    time::Duration,
+};
+
+const MAGIC: &[u8; 8] = b"lockstp1";
+const NONCE: usize = 32;
+const PROOF: usize = 32;
+/// An unknown peer that sends nothing is dropped after this.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// What must be the same at both ends of a connection.
+#[derive(Debug, Clone, Copy)]
+pub struct HandshakeTerms<'a> {
+    /// The attempt's secret.
+    pub secret: &'a [u8],
+    /// What the connection is for, such as `store` or `ring/gradients`.
+    pub purpose: &'a str,
+}
+
+impl HandshakeTerms<'_> {
+    fn proof(&self, side: &str, caller: &[u8], listener: &[u8], rank: u32) -> Hmac<Sha256> {
+        // HMAC takes keys of any length.
+        let mut mac = Hmac::<Sha256>::new_from_slice(self.secret).unwrap_or_else(|_| unreachable!());
+        for part in [side.as_bytes(), self.purpose.as_bytes(), caller, listener, &rank.to_le_bytes()] {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
+        mac
+    }
+
+    /// The caller's part; `rank` is the caller's. Afterwards the stream has no time-outs.
+    ///
+    /// # Errors
+    /// `PermissionDenied` when the other side has another secret or purpose.
+    pub fn call(&self, stream: &mut TcpStream, rank: u32) -> io::Result<()> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let mine = nonce();
+        let mut hello = Vec::from(MAGIC);
+        hello.extend_from_slice(&mine);
+        hello.extend_from_slice(&rank.to_le_bytes());
+        stream.write_all(&hello)?;
+        let mut answer = [0; NONCE + PROOF];
+        stream.read_exact(&mut answer)?;
+        let (theirs, proof) = answer.split_at(NONCE);
+        self.proof("listener", &mine, theirs, rank).verify_slice(proof).map_err(|_| wrong_secret())?;
+        let proof = self.proof("caller", &mine, theirs, rank).finalize().into_bytes();
+        stream.write_all(&proof)?;
+        let mut accepted = [0];
+        stream.read_exact(&mut accepted)?;
+        stream.set_read_timeout(None)?;
+        stream.set_write_timeout(None)
+    }
+
+    /// The listener's part; gives the caller's rank. Afterwards the stream has no time-outs.
+    ///
+    /// # Errors
+    /// `PermissionDenied` when the caller has another secret or purpose, `InvalidData` when it
+    /// speaks something else.
+    pub fn answer(&self, stream: &mut TcpStream) -> io::Result<u32> {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let mut hello = [0; MAGIC.len() + NONCE + 4];
+        stream.read_exact(&mut hello)?;
+        let (magic, rest) = hello.split_at(MAGIC.len());
+        if magic != MAGIC {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the caller is no rank"));
+        }
+        let (theirs, rank) = rest.split_at(NONCE);
+        let rank = rank.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte));
+        let mine = nonce();
+        let mut answer = Vec::from(mine);
+        answer.extend_from_slice(&self.proof("listener", theirs, &mine, rank).finalize().into_bytes());
+        stream.write_all(&answer)?;
+        let mut proof = [0; PROOF];
+        stream.read_exact(&mut proof)?;
+        self.proof("caller", theirs, &mine, rank).verify_slice(&proof).map_err(|_| wrong_secret())?;
+        stream.write_all(&[1])?;
+        stream.set_read_timeout(None)?;
+        stream.set_write_timeout(None)?;
+        Ok(rank)
+    }
+}
+
+fn wrong_secret() -> io::Error {
+    io::Error::new(
+        io::ErrorKind::PermissionDenied,
+        "the other side belongs to another attempt (wrong secret)",
+    )
+}
+
+/// 244 random bits.
+fn nonce() -> [u8; NONCE] {
+    let mut nonce = [0; NONCE];
+    let (left, right) = nonce.split_at_mut(16);
+    left.copy_from_slice(uuid::Uuid::new_v4().as_bytes());
+    right.copy_from_slice(uuid::Uuid::new_v4().as_bytes());
+    nonce
+}

@@ -1,0 +1,36 @@
+//! Ranks of tests, which meet on this machine.
+
+use super::RendezvousConfig;
+use std::{
+    net::TcpListener,
+    sync::{
+        Arc,
+        atomic::{AtomicU16, Ordering},
+    },
+    time::Duration,
+};
+
+/// Where and how `rank` of `world_size` meets the others.
+pub fn rendezvous_config(port: u16, rank: u32, world_size: u32) -> RendezvousConfig {
+    RendezvousConfig {
+        addr: "127.0.0.1".into(),
+        port,
+        secret: b"of these ranks".to_vec(),
+        rank,
+        world_size,
+        timeout: Duration::from_secs(20),
+        stop: Arc::default(),
+    }
+}
+
+/// A port that nothing listens on, outside the range from which the system gives ports to clients: other tests have many of those.
+pub fn unused_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = std::process::id() % 10_000;
+    let ports = (0..10_000u16).map(|_| {
+        let next = u32::from(NEXT.fetch_add(1, Ordering::Relaxed));
+        21_000 + ((first + next) % 10_000) as u16
+    });
+    let mut unused = ports.filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    unused.next().expect("one of 10,000 ports is free")
+}

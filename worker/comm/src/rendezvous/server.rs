@@ -1,0 +1,131 @@
+//! The server of the key-value store, which runs in rank 0's process.
+
+use super::{
+    RendezvousConfig, RendezvousError, SLICE,
+    message::{Reply, Request, receive, send},
+};
+use crate::handshake::HandshakeTerms;
+use std::{
+    collections::BTreeMap,
+    io,
+    net::{TcpListener, TcpStream},
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+#[derive(Debug, Default)]
+struct SharedValues {
+    values: Mutex<Values>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Values {
+    values: BTreeMap<String, Vec<u8>>,
+    counters: BTreeMap<String, i64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Listener {
+    closed: Arc<AtomicBool>,
+    wake: std::net::SocketAddr,
+}
+
+/// Whether an address is a name other than `localhost` that resolves to loopback on this machine.
+fn is_own_name(address: &str, socket: &TcpListener) -> bool {
+    let is_name = address.parse::<std::net::IpAddr>().is_err() && !address.eq_ignore_ascii_case("localhost");
+    is_name && socket.local_addr().is_ok_and(|at| at.ip().is_loopback())
+}
+
+impl Listener {
+    pub(super) fn open(config: &RendezvousConfig) -> Result<Self, RendezvousError> {
+        let (addr, port) = (config.addr.clone(), config.port);
+        let listen = |error: io::Error| {
+            if error.kind() == io::ErrorKind::AddrInUse {
+                RendezvousError::PortTaken { addr: addr.clone(), port }
+            } else {
+                RendezvousError::Listen { addr: addr.clone(), port, error }
+            }
+        };
+        let socket = match TcpListener::bind((config.addr.as_str(), port)) {
+            // The name may be that of a router or a service in front of this machine.
+            Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
+            // Debian gives a machine's own name an address that only the machine itself reaches.
+            Ok(socket) if is_own_name(&config.addr, &socket) => {
+                drop(socket);
+                TcpListener::bind(("0.0.0.0", port))
+            }
+            other => other,
+        }
+        .map_err(&listen)?;
+        let wake = socket.local_addr().map_err(&listen)?;
+        let closed = Arc::new(AtomicBool::new(false));
+        let shared = Arc::new(SharedValues::default());
+        let secret: Arc<[u8]> = config.secret.as_slice().into();
+        let serving = closed.clone();
+        let serve = move || {
+            for stream in socket.incoming().flatten() {
+                if serving.load(Ordering::Relaxed) {
+                    return;
+                }
+                let (shared, secret) = (shared.clone(), secret.clone());
+                // A thread per rank. If none can be started, the connection is closed and the rank tries again.
+                let _ = std::thread::Builder::new()
+                    .name("rendezvous".into())
+                    .stack_size(128 << 10)
+                    .spawn(move || serve_rank(stream, &secret, &shared));
+            }
+        };
+        std::thread::Builder::new().name("rendezvous".into()).spawn(serve).map_err(&listen)?;
+        Ok(Self { closed, wake })
+    }
+
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+        let _ = TcpStream::connect_timeout(&self.wake, Duration::from_millis(200));
+    }
+}
+
+fn serve_rank(mut stream: TcpStream, secret: &[u8], shared: &SharedValues) {
+    let terms = HandshakeTerms { secret, purpose: "store" };
+    if terms.answer(&mut stream).is_err() {
+        return;
+    }
+    // Ends when the rank hangs up.
+    while let Ok(request) = receive::<Request>(&mut stream) {
+        let reply = shared.answer(request);
+        if send(&mut stream, &reply).is_err() {
+            return;
+        }
+    }
+}
+
+impl SharedValues {
+    fn answer(&self, request: Request) -> Reply {
+        let mut shelved = self.values.lock().unwrap_or_else(PoisonError::into_inner);
+        match request {
+            Request::Set { key, value } => {
+                shelved.values.insert(key, value);
+                self.changed.notify_all();
+                Reply::Done
+            }
+            Request::Add { key, amount } => {
+                let count = shelved.counters.entry(key).or_default();
+                *count += amount;
+                Reply::Count(*count)
+            }
+            Request::Get { keys, wait_ms } => {
+                let wait = Duration::from_millis(wait_ms.min(SLICE.as_millis() as u64));
+                let lacking = |s: &mut Values| keys.iter().any(|key| !s.values.contains_key(key));
+                let (shelved, _) = self
+                    .changed
+                    .wait_timeout_while(shelved, wait, lacking)
+                    .unwrap_or_else(PoisonError::into_inner);
+                Reply::Values(keys.iter().map(|key| shelved.values.get(key).cloned()).collect())
+            }
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! The client of the key-value store, which each rank has.
+
+use super::{
+    RendezvousConfig, RendezvousError, SLICE,
+    message::{Reply, Request, receive, send},
+    server::Listener,
+};
+use crate::handshake::HandshakeTerms;
+use std::{
+    io,
+    net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Between two tries to reach rank 0, whose process may still be starting.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// A rank's connection to the store; on rank 0 it also owns the server.
+#[derive(Debug)]
+pub struct Store {
+    config: RendezvousConfig,
+    stream: Mutex<TcpStream>,
+    local_ip: IpAddr,
+    listener: Option<Listener>,
+    stops_are_voted_on: AtomicBool,
+}
+
+impl Store {
+    /// Rank 0 opens the store; every rank connects to it.
+    ///
+    /// # Errors
+    /// The port is taken, rank 0 does not answer in time, the secrets differ.
+    pub fn join(config: RendezvousConfig) -> Result<Self, RendezvousError> {
+        let listener = if config.rank == 0 { Some(Listener::open(&config)?) } else { None };
+        let began = Instant::now();
+        let terms = HandshakeTerms { secret: &config.secret, purpose: "store" };
+        let stream = loop {
+            if config.stop.load(Ordering::Relaxed) {
+                return Err(RendezvousError::Stopped);
+            }
+            let left = config.timeout.saturating_sub(began.elapsed());
+            let attempt = connect(&config.addr, config.port, left).and_then(|mut stream| {
+                terms.call(&mut stream, config.rank)?;
+                Ok(stream)
+            });
+            match attempt {
+                Ok(stream) => break stream,
+                Err(e) if left.is_zero() || e.kind() == io::ErrorKind::PermissionDenied => {
+                    return Err(RendezvousError::Unreachable {
+                        addr: config.addr.clone(),
+                        port: config.port,
+                        secs: began.elapsed().as_secs_f64(),
+                        detail: e.to_string(),
+                    });
+                }
+                Err(_) => std::thread::sleep(RETRY.min(left)),
+            }
+        };
+        let local_ip = stream.local_addr().map_err(RendezvousError::Lost)?.ip();
+        let (stream, stops_are_voted_on) = (Mutex::new(stream), AtomicBool::new(false));
+        Ok(Self { config, stream, local_ip, listener, stops_are_voted_on })
+    }
+
+    /// The configuration that this rank has joined with.
+    pub fn config(&self) -> &RendezvousConfig {
+        &self.config
+    }
+
+    /// From now on a stop does not end a wait here. For ranks that are training: they vote on a stop and end after the same step, so a rank
+    /// that is asked to stop must still take part in exchanges until then.
+    pub fn leave_stops_to_votes(&self) {
+        self.stops_are_voted_on.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether this rank is asked to stop and should give up waiting for the others.
+    pub fn gives_up(&self) -> bool {
+        self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
+    }
+
+    /// Makes this rank listen for other ranks at `ip`, if it is an address of this machine, which may have several.
+    pub fn listen_at(&mut self, ip: IpAddr) {
+        if TcpListener::bind((ip, 0)).is_ok() {
+            self.local_ip = ip;
+        }
+    }
+
+    /// This machine's address for other ranks; unless [`Store::listen_at`] said another, the one with which it reaches rank 0's machine.
+    pub fn local_ip(&self) -> IpAddr {
+        self.local_ip
+    }
+
+    /// Sets a value, for all ranks to see.
+    ///
+    /// # Errors
+    /// Rank 0 is gone.
+    pub fn set(&self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
+        match self.ask(&Request::Set { key: key.into(), value: value.into() })? {
+            Reply::Done => Ok(()),
+            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+        }
+    }
+
+    /// A value, as soon as some rank has set it; `None` when none has within the time-out.
+    ///
+    /// # Errors
+    /// Rank 0 is gone, or this rank was asked to stop.
+    pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, RendezvousError> {
+        Ok(self.wait_for(vec![key.into()], self.config.timeout)?.pop().flatten())
+    }
+
+    /// The values that are there now, without waiting for the rest.
+    ///
+    /// # Errors
+    /// Rank 0 is gone.
+    pub fn peek(&self, keys: &[String]) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
+        match self.ask(&Request::Get { keys: keys.to_vec(), wait_ms: 0 })? {
+            Reply::Values(values) => Ok(values),
+            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+        }
+    }
+
+    /// Adds to a counter (0 at first) and gives its new value.
+    ///
+    /// # Errors
+    /// Rank 0 is gone.
+    pub fn add(&self, key: &str, amount: i64) -> Result<i64, RendezvousError> {
+        match self.ask(&Request::Add { key: key.into(), amount })? {
+            Reply::Count(count) => Ok(count),
+            other => Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+        }
+    }
+
+    /// Gives every rank the values of all, in rank order; returns when all have called it. `what`
+    /// names the exchange and may be used once.
+    ///
+    /// # Errors
+    /// [`RendezvousError::Missing`] names those who did not come in time.
+    pub fn exchange(&self, what: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
+        self.exchange_within(what, value, self.config.timeout)
+    }
+
+    /// As [`Store::exchange`], with another time-out.
+    ///
+    /// # Errors
+    /// As [`Store::exchange`].
+    pub fn exchange_within(
+        &self,
+        what: &str,
+        value: &[u8],
+        timeout: Duration,
+    ) -> Result<Vec<Vec<u8>>, RendezvousError> {
+        let key = |rank: u32| format!("{what}/{rank}");
+        self.set(&key(self.config.rank), value)?;
+        let values = self.wait_for((0..self.config.world_size).map(key).collect(), timeout)?;
+        let missing: Vec<u32> =
+            (0..).zip(&values).filter(|(_, value)| value.is_none()).map(|(rank, _)| rank).collect();
+        if missing.is_empty() {
+            return Ok(values.into_iter().flatten().collect());
+        }
+        Err(RendezvousError::Missing { ranks: missing, secs: timeout.as_secs_f64(), what: what.into() })
+    }
+
+    /// Returns when every rank has called it; `what` may be used once.
+    ///
+    /// # Errors
+    /// As [`Store::exchange`].
+    pub fn barrier(&self, what: &str) -> Result<(), RendezvousError> {
+        self.exchange(&format!("barrier/{what}"), &[]).map(drop)
+    }
+
+    fn wait_for(
+        &self,
+        keys: Vec<String>,
+        timeout: Duration,
+    ) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
+        let began = Instant::now();
+        loop {
+            let left = timeout.saturating_sub(began.elapsed());
+            let wait_ms = left.min(SLICE).as_millis() as u64;
+            match self.ask(&Request::Get { keys: keys.clone(), wait_ms })? {
+                Reply::Values(values) if left.is_zero() || values.iter().all(Option::is_some) => {
+                    return Ok(values);
+                }
+                Reply::Values(_) => {}
+                other => return Err(RendezvousError::Protocol(format!("unexpected {other:?}"))),
+            }
+            if self.gives_up() {
+                return Err(RendezvousError::Stopped);
+            }
+        }
+    }
+
+    fn ask(&self, request: &Request) -> Result<Reply, RendezvousError> {
+        let mut stream = self.stream.lock().unwrap_or_else(PoisonError::into_inner);
+        send(&mut stream, request).map_err(RendezvousError::Lost)?;
+        receive(&mut stream).map_err(RendezvousError::Lost)
+    }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        // Others may still be asking: the store goes with the process, but not its port.
+        if let Some(listener) = self.listener.take() {
+            listener.close();
+        }
+    }
+}
+
+fn connect(addr: &str, port: u16, timeout: Duration) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, format!("{addr} has no address"));
+    for address in (addr, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, timeout.max(RETRY)) {
+            Ok(stream) => return Ok(stream),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}

@@ -1,0 +1,102 @@
+use super::{
+    loopback::{rendezvous_config, unused_port},
+    *,
+};
+use crate::Exchange;
+use std::{sync::atomic::Ordering, time::Instant};
+
+#[test]
+fn ranks_exchange_values_and_count() {
+    let port = unused_port();
+    let all = |rank| {
+        let store = Store::join(rendezvous_config(port, rank, 4)).unwrap();
+        let values = store.exchange("names", format!("rank {rank}").as_bytes()).unwrap();
+        let count = store.add("arrived", 1).unwrap();
+        if rank == 2 {
+            store.set("late", b"word").unwrap();
+        }
+        assert_eq!(store.get("late").unwrap().as_deref(), Some(b"word".as_slice()));
+        store.barrier("end").unwrap();
+        (values, count)
+    };
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..4).rev().map(|rank| scope.spawn(move || all(rank))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let mut counts: Vec<_> = results.iter().map(|(_, count)| *count).collect();
+    counts.sort_unstable();
+    assert_eq!(counts, [1, 2, 3, 4]);
+    for (values, _) in results {
+        assert_eq!(values, [b"rank 0", b"rank 1", b"rank 2", b"rank 3"]);
+    }
+}
+
+#[test]
+fn who_does_not_come_is_named() {
+    let port = unused_port();
+    let store =
+        Store::join(RendezvousConfig { timeout: Duration::from_millis(50), ..rendezvous_config(port, 0, 4) })
+            .unwrap();
+    store.set("ring/2", b"").unwrap();
+    let error = store.exchange("ring", b"").unwrap_err();
+    assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
+}
+
+/// As on a machine that compiles kernels first.
+#[test]
+fn an_exchange_may_wait_longer_than_ranks_take_to_meet() {
+    const SHORT: Duration = Duration::from_millis(50);
+    let port = unused_port();
+    let config = move |rank| RendezvousConfig { timeout: SHORT, ..rendezvous_config(port, rank, 2) };
+    let store = Store::join(config(0)).unwrap();
+    let late = std::thread::spawn(move || {
+        std::thread::sleep(4 * SHORT);
+        Store::join(config(1)).unwrap().set("handles/1", b"rank 1").unwrap();
+    });
+    let values = Exchange::Store(&store, Duration::from_secs(20)).exchange("test", "handles", b"rank 0");
+    assert_eq!(values.unwrap(), [b"rank 0", b"rank 1"]);
+    late.join().unwrap();
+}
+
+#[test]
+fn another_secret_is_refused_at_once() {
+    let port = unused_port();
+    let _store = Store::join(rendezvous_config(port, 0, 2)).unwrap();
+    let began = Instant::now();
+    let error =
+        Store::join(RendezvousConfig { secret: b"guessed".to_vec(), ..rendezvous_config(port, 1, 2) })
+            .unwrap_err();
+    assert!(error.to_string().contains("wrong secret"), "{error}");
+    assert!(began.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn a_taken_port_is_said_so() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = Store::join(rendezvous_config(port, 0, 1)).unwrap_err();
+    assert_eq!(error.to_string(), format!("port {port} of 127.0.0.1 is taken by another program"));
+}
+
+#[test]
+fn told_to_stop_a_waiting_rank_gives_up() {
+    let port = unused_port();
+    let store =
+        Store::join(RendezvousConfig { timeout: Duration::from_secs(600), ..rendezvous_config(port, 0, 2) })
+            .unwrap();
+    store.config().stop.store(true, Ordering::Relaxed);
+    assert!(matches!(store.exchange("ring", b""), Err(RendezvousError::Stopped)));
+}
+
+#[test]
+fn once_stops_are_voted_on_a_rank_that_is_told_to_stop_waits_for_the_others() {
+    let port = unused_port();
+    let short = Duration::from_millis(300);
+    let store = Store::join(RendezvousConfig { timeout: short, ..rendezvous_config(port, 0, 2) }).unwrap();
+    store.leave_stops_to_votes();
+    store.config().stop.store(true, Ordering::Relaxed);
+    let missing = store.exchange("alone", b"").unwrap_err();
+    assert!(matches!(&missing, RendezvousError::Missing { ranks, .. } if *ranks == [1]), "{missing}");
+    store.set("met/1", b"rank 1").unwrap();
+    assert_eq!(store.exchange("met", b"rank 0").unwrap(), [b"rank 0", b"rank 1"]);
+}

@@ -1,0 +1,253 @@
+//! The collectives, hop by hop.
+
+use super::{
+    BLOCK, Ring, SHORT, Wire,
+    element::Element,
+    header::{self, HEADER},
+    link::Link,
+    sink::{Combine, Fill, HeaderSink, Sink},
+};
+use crate::{CommError, Reduction};
+use std::ops::Range;
+
+impl Wire<'_> {
+    /// Sends the header and checks the one before's, if that has not been done with the call's first bytes.
+    pub(super) fn open(&mut self) -> Result<(), CommError> {
+        match self.unopened {
+            Some(_) => self.exchange(&[], &mut Fill::new(&mut [])),
+            None => Ok(()),
+        }
+    }
+
+    /// Sends `out` to the next rank while receiving what `sink` wants from the one before. The call's header goes and comes before the
+    /// first bytes: sent by itself it would cost each call a hop.
+    fn exchange(&mut self, out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
+        let link = Link {
+            next: &self.sockets.next,
+            next_rank: self.ring.next_rank(),
+            previous: &self.sockets.previous,
+            previous_rank: self.ring.previous_rank(),
+            timeout: self.ring.timeout,
+            operation: self.operation,
+        };
+        let Some(call) = self.unopened.take() else {
+            link.exchange(&[], out, sink)?;
+            self.sockets.sent_bytes += out.len() as u64;
+            return Ok(());
+        };
+        let of_call = (call, self.sockets.sequence);
+        let mut sink = HeaderSink::new(sink, |theirs| {
+            header::compare(link.operation, link.previous_rank, theirs, of_call)
+        });
+        let done = link.exchange(&header::encode(call, self.sockets.sequence), out, &mut sink);
+        if done.is_err() {
+            // A neighbour that found another call than its own has gone; what it called explains that better than its end does.
+            sink.read_header(link.previous);
+        }
+        sink.result()?;
+        done?;
+        self.sockets.sent_bytes += (HEADER + out.len()) as u64;
+        Ok(())
+    }
+
+    /// Fills `slots` (one equal part a rank, this rank's already there) from all ranks.
+    pub(super) fn gather(&mut self, slots: &mut [u8]) -> Result<(), CommError> {
+        let n = self.ring.size as usize;
+        let rank = self.ring.rank as usize;
+        let size = slots.len() / n;
+        if size == 0 {
+            return Ok(());
+        }
+        for hop in 0..n - 1 {
+            let (from, to) = ((rank + n - hop) % n, (rank + 2 * n - hop - 1) % n);
+            let (out, into) = two_of(slots, from * size..(from + 1) * size, to * size..(to + 1) * size);
+            self.exchange(out, &mut Fill::new(into))?;
+        }
+        Ok(())
+    }
+
+    /// Replaces `bytes` by those of rank `root`, which come round the ring.
+    pub(super) fn broadcast(&mut self, bytes: &mut [u8], root: u32) -> Result<(), CommError> {
+        let (rank, next) = (self.ring.rank, self.ring.next_rank());
+        if rank == root {
+            let out = if next == root { &mut [] } else { bytes };
+            return self.exchange(out, &mut Fill::new(&mut []));
+        }
+        // One block comes in while the one before it goes out.
+        let mut passed = 0..0;
+        loop {
+            let coming = passed.end..bytes.len().min(passed.end + BLOCK);
+            if coming.is_empty() && passed.is_empty() {
+                return Ok(());
+            }
+            let (out, into) = two_of(bytes, passed, coming.clone());
+            let out = if next == root { &[] } else { out };
+            self.exchange(out, &mut Fill::new(into))?;
+            passed = coming;
+        }
+    }
+
+    /// `input` has a part for each rank; each part travels on until it is at its rank, so a rank sends `(n - 1) / 2` times
+    /// its input.
+    pub(super) fn all_to_all(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CommError> {
+        let n = self.ring.size as usize;
+        let rank = self.ring.rank as usize;
+        let size = input.len() / n;
+        let part = |rank: usize| rank * size..(rank + 1) * size;
+        output[part(rank)].copy_from_slice(&input[part(rank)]);
+        if size == 0 {
+            return Ok(());
+        }
+        // Those that are furthest from their rank last.
+        let mut travelling: Vec<u8> =
+            (1..n).flat_map(|ahead| &input[part((rank + ahead) % n)]).copied().collect();
+        for hop in 1..n {
+            let mut arriving = vec![0; travelling.len()];
+            self.exchange(&travelling, &mut Fill::new(&mut arriving))?;
+            output[part((rank + n - hop) % n)].copy_from_slice(&arriving[..size]);
+            travelling = arriving.split_off(size);
+        }
+        Ok(())
+    }
+
+    /// Replaces `values` by their reduction over all ranks.
+    pub(super) fn all_reduce<E: Element>(
+        &mut self,
+        values: &mut [E::Raw],
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        let n = self.ring.size;
+        match reduction {
+            Reduction::Sum => self.reduce(values, E::add, |_| ()),
+            Reduction::Mean => {
+                self.reduce(values, E::add, |part| part.iter_mut().for_each(|v| *v = E::divide(*v, n)))
+            }
+            Reduction::Max => self.reduce(values, E::max, |_| ()),
+        }
+    }
+
+    /// The reduction over all ranks of the part of `input` that is this rank's: part `r` is added up from rank `r + 1` on
+    /// round the ring.
+    pub(super) fn reduce_scatter<E: Element>(
+        &mut self,
+        input: &[E::Raw],
+        output: &mut [E::Raw],
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        match reduction {
+            Reduction::Sum | Reduction::Mean => self.scatter(input, output, E::add)?,
+            Reduction::Max => self.scatter(input, output, E::max)?,
+        }
+        if reduction == Reduction::Mean {
+            let n = self.ring.size;
+            output.iter_mut().for_each(|value| *value = E::divide(*value, n));
+        }
+        Ok(())
+    }
+
+    fn scatter<T: bytemuck::Pod>(
+        &mut self,
+        input: &[T],
+        output: &mut [T],
+        combine: impl Fn(T, T) -> T + Copy,
+    ) -> Result<(), CommError> {
+        let n = self.ring.size as usize;
+        let rank = self.ring.rank as usize;
+        let size = output.len();
+        let part = |rank: usize| &input[rank % n * size..][..size];
+        // What goes out; what comes in is combined with this rank's own part meanwhile.
+        let mut out = part(rank + n - 1).to_vec();
+        for hop in 1..n {
+            output.copy_from_slice(part(rank + 2 * n - 1 - hop));
+            self.exchange_combining(&out, output, combine)?;
+            out.copy_from_slice(output);
+        }
+        if n == 1 {
+            output.copy_from_slice(input);
+        }
+        Ok(())
+    }
+
+    /// Sends `out` while what comes in is combined with `target`.
+    fn exchange_combining<T: bytemuck::Pod>(
+        &mut self,
+        out: &[T],
+        target: &mut [T],
+        combine: impl Fn(T, T) -> T,
+    ) -> Result<(), CommError> {
+        let mut block = std::mem::take(&mut self.sockets.block);
+        let mut sink =
+            Combine { target, combine, done: 0, block: bytemuck::cast_slice_mut(&mut block), held: 0 };
+        let done = self.exchange(bytemuck::cast_slice(out), &mut sink);
+        self.sockets.block = block;
+        done
+    }
+
+    /// Up to [`SHORT`] bytes everybody gets everybody's and adds them in the order of ranks. Longer ones are cut into
+    /// a part a rank: part `r` is added up from rank `r` on round the ring, and then goes round once more. `scale` is
+    /// applied to a part when it is complete, by the one rank that has it.
+    fn reduce<T: bytemuck::Pod>(
+        &mut self,
+        values: &mut [T],
+        combine: impl Fn(T, T) -> T + Copy,
+        scale: impl Fn(&mut [T]),
+    ) -> Result<(), CommError> {
+        if size_of_val(values) > SHORT {
+            return self.reduce_long(values, combine, scale);
+        }
+        let n = self.ring.size as usize;
+        let (length, at) = (values.len(), self.ring.rank as usize * values.len());
+        let mut slots = vec![T::zeroed(); n * length];
+        slots[at..at + length].copy_from_slice(values);
+        self.gather(bytemuck::cast_slice_mut(&mut slots))?;
+        for (i, value) in values.iter_mut().enumerate() {
+            *value = (1..n).fold(slots[i], |sum, rank| combine(sum, slots[rank * length + i]));
+        }
+        scale(values);
+        Ok(())
+    }
+
+    fn reduce_long<T: bytemuck::Pod>(
+        &mut self,
+        values: &mut [T],
+        combine: impl Fn(T, T) -> T + Copy,
+        scale: impl Fn(&mut [T]),
+    ) -> Result<(), CommError> {
+        let n = self.ring.size as usize;
+        let rank = self.ring.rank as usize;
+        let length = values.len();
+        let chunk = |index: usize| {
+            let index = index % n;
+            length * index / n..length * (index + 1) / n
+        };
+        for hop in 0..n - 1 {
+            let (out, target) = two_of(values, chunk(rank + n - hop), chunk(rank + 2 * n - hop - 1));
+            self.exchange_combining(out, target, combine)?;
+        }
+        scale(&mut values[chunk(rank + 1)]);
+        for hop in 0..n - 1 {
+            let (out, into) = two_of(values, chunk(rank + 1 + n - hop), chunk(rank + n - hop));
+            self.exchange(bytemuck::cast_slice(out), &mut Fill::new(bytemuck::cast_slice_mut(into)))?;
+        }
+        Ok(())
+    }
+}
+
+impl Ring {
+    /// Bytes sent to the next rank so far, headers included.
+    #[cfg(test)]
+    pub(super) fn sent_bytes(&self) -> u64 {
+        self.sockets.lock().unwrap().sent_bytes
+    }
+}
+
+/// Two parts of a slice that do not overlap.
+fn two_of<T>(values: &mut [T], read: Range<usize>, write: Range<usize>) -> (&[T], &mut [T]) {
+    if read.end <= write.start {
+        let (left, right) = values.split_at_mut(write.start);
+        (&left[read], &mut right[..write.end - write.start])
+    } else {
+        let (left, right) = values.split_at_mut(read.start);
+        (&right[..read.end - read.start], &mut left[write])
+    }
+}

@@ -1,0 +1,248 @@
+//! How the ranks of a ring connect: all listen and exchange addresses, and each connects to the next one.
+
+use super::{
+    BLOCK, End, Identity, Mesh, Ring, RingSockets,
+    liveness::{self, Neighbour},
+};
+use crate::{
+    handshake::HandshakeTerms,
+    rendezvous::{RendezvousError, Store},
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::{Deserialize, Serialize};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    sync::{Arc, Mutex, OnceLock, atomic::AtomicU64},
+    time::{Duration, Instant},
+};
+
+/// Where a rank listens: for the group itself, for the one concurrent to it, and for messages.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(super) struct Addresses {
+    main: SocketAddr,
+    concurrent: SocketAddr,
+    mesh: SocketAddr,
+}
+
+/// The listeners of [`Addresses`].
+#[derive(Debug)]
+pub(super) struct Listeners {
+    main: TcpListener,
+    concurrent: TcpListener,
+    mesh: TcpListener,
+}
+
+impl Listeners {
+    pub(super) fn bind(ip: IpAddr) -> io::Result<Self> {
+        let bind = || TcpListener::bind((ip, 0));
+        Ok(Self { main: bind()?, concurrent: bind()?, mesh: bind()? })
+    }
+
+    pub(super) fn addresses(&self) -> io::Result<Addresses> {
+        let Self { main, concurrent, mesh } = self;
+        Ok(Addresses {
+            main: main.local_addr()?,
+            concurrent: concurrent.local_addr()?,
+            mesh: mesh.local_addr()?,
+        })
+    }
+}
+
+/// A group that is about to connect.
+pub(super) struct Joining<'a> {
+    pub(super) identity: Identity,
+    pub(super) rank: u32,
+    /// By rank.
+    pub(super) addresses: Vec<Addresses>,
+    /// Longest wait for others to connect.
+    pub(super) patience: Duration,
+    /// The time-out of the group's calls.
+    pub(super) timeout: Duration,
+    /// Whether this rank should give up connecting.
+    pub(super) gives_up: &'a (dyn Fn() -> bool + Sync),
+}
+
+impl Ring {
+    /// Collective: connects the ranks that meet at `store`, to a group and the one concurrent to it.
+    ///
+    /// # Errors
+    /// Ranks that do not come or do not answer in the store's time-out.
+    pub fn connect(store: &Store, timeout: Duration) -> Result<Arc<Self>, RendezvousError> {
+        let rendezvous = store.config();
+        let listeners = Listeners::bind(store.local_ip()).map_err(protocol)?;
+        let own = listeners.addresses().map_err(protocol)?;
+        let all = store.exchange("ring", &serde_json::to_vec(&own).unwrap_or_default())?;
+        let addresses = (0..)
+            .zip(&all)
+            .map(|(rank, text): (u32, _)| {
+                serde_json::from_slice(text)
+                    .map_err(|_| RendezvousError::Protocol(format!("rank {rank} gave no address")))
+            })
+            .collect::<Result<Vec<Addresses>, _>>()?;
+        let joining = Joining {
+            identity: Identity {
+                name: "ring".into(),
+                secret: rendezvous.secret.clone(),
+                local_ip: store.local_ip(),
+            },
+            rank: rendezvous.rank,
+            addresses,
+            patience: rendezvous.timeout,
+            timeout,
+            gives_up: &|| store.gives_up(),
+        };
+        joining.connect(listeners)
+    }
+}
+
+impl Joining<'_> {
+    /// Every rank of the group calls it.
+    pub(super) fn connect(self, listeners: Listeners) -> Result<Arc<Ring>, RendezvousError> {
+        let end = Arc::new(End::default());
+        let connected = self.connect_all(listeners, &end);
+        if connected.is_err() {
+            // The thread that accepts connections runs already.
+            end.call("the ranks did not connect".into());
+        }
+        connected
+    }
+
+    fn connect_all(self, listeners: Listeners, end: &Arc<End>) -> Result<Arc<Ring>, RendezvousError> {
+        let Listeners { main, concurrent, mesh } = listeners;
+        let places = self.addresses.iter().map(|a| a.mesh).collect();
+        let mesh = Mesh::start(&self.identity, self.rank, mesh, places, self.timeout, end.clone());
+        let mesh = Arc::new(mesh.map_err(protocol)?);
+        // Statistics, and gradients.
+        let sockets = self.sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
+        let identity =
+            Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
+        let concurrent = self.ring(identity, sockets, mesh.clone(), end, None);
+        let sockets = self.sockets("main", &main, |a| a.main, end)?;
+        let is_apart = |a: &Addresses| a.main.ip() != self.addresses[0].main.ip();
+        if self.addresses.iter().any(is_apart) {
+            self.watch_neighbours(&main, end)?;
+        }
+        Ok(Arc::new(self.ring(self.identity.clone(), sockets, mesh, end, Some(Arc::new(concurrent)))))
+    }
+
+    fn ring(
+        &self,
+        identity: Identity,
+        sockets: RingSockets,
+        mesh: Arc<Mesh>,
+        end: &Arc<End>,
+        concurrent: Option<Arc<Ring>>,
+    ) -> Ring {
+        Ring {
+            rank: self.rank,
+            size: self.addresses.len() as u32,
+            timeout: self.timeout,
+            identity,
+            sockets: Mutex::new(sockets),
+            mesh,
+            end: end.clone(),
+            concurrent,
+            splits: AtomicU64::new(0),
+            shm_unavailable_reason: OnceLock::new(),
+        }
+    }
+
+    /// The connections for collectives.
+    fn sockets(
+        &self,
+        name: &str,
+        listener: &TcpListener,
+        address: impl Fn(&Addresses) -> SocketAddr,
+        end: &End,
+    ) -> Result<RingSockets, RendezvousError> {
+        let (next, previous) = self.neighbours(name, listener, address, end)?;
+        Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
+    }
+
+    /// For ranks on several machines: sets the socket options by which a lost machine is noticed.
+    fn watch_neighbours(&self, listener: &TcpListener, end: &Arc<End>) -> Result<(), RendezvousError> {
+        let (next, previous) = self.neighbours("liveness", listener, |a| a.main, end)?;
+        let size = self.addresses.len() as u32;
+        let neighbour = |rank: u32, stream| Neighbour {
+            rank,
+            ip: self.addresses[rank as usize].main.ip(),
+            stream,
+            heard: Instant::now(),
+            has_left: false,
+        };
+        let ranks = [(self.rank + 1) % size, (self.rank + size - 1) % size];
+        let both = [neighbour(ranks[0], next), neighbour(ranks[1], previous)];
+        liveness::watch(both, end.clone()).map_err(protocol)
+    }
+
+    /// Connects to the next rank and accepts the connection of the previous one.
+    fn neighbours(
+        &self,
+        name: &str,
+        listener: &TcpListener,
+        address: impl Fn(&Addresses) -> SocketAddr,
+        end: &End,
+    ) -> Result<(TcpStream, TcpStream), RendezvousError> {
+        let (rank, size) = (self.rank, self.addresses.len() as u32);
+        let purpose = format!("{}/{name}", self.identity.name);
+        let next_rank = (rank + 1) % size;
+        let next = address(&self.addresses[next_rank as usize]);
+        let terms = HandshakeTerms { secret: &self.identity.secret, purpose: &purpose };
+        let previous_rank = (rank + size - 1) % size;
+        // Both at once, or every rank would wait for the next one's answer.
+        let (called, accepted) = std::thread::scope(|scope| {
+            let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
+            let called = TcpStream::connect_timeout(&next, self.patience)
+                .and_then(|mut stream| terms.call(&mut stream, rank).map(|()| stream))
+                .map_err(|e| RendezvousError::Protocol(format!("rank {next_rank} at {next}: {e}")));
+            (called, accepting.join())
+        });
+        let next = called?;
+        let previous =
+            accepted.map_err(|_| RendezvousError::Protocol("the accepting thread died".into()))??;
+        for stream in [&next, &previous] {
+            stream.set_nonblocking(true).map_err(protocol)?;
+            end.add(stream).map_err(protocol)?;
+        }
+        Ok((next, previous))
+    }
+
+    fn accept(
+        &self,
+        listener: &TcpListener,
+        terms: &HandshakeTerms<'_>,
+        expected: u32,
+    ) -> Result<TcpStream, RendezvousError> {
+        let began = Instant::now();
+        let slice = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+        listener.set_nonblocking(true).map_err(protocol)?;
+        loop {
+            match listener.accept() {
+                Ok((mut stream, _)) => {
+                    stream.set_nonblocking(false).map_err(protocol)?;
+                    // A peer that is unknown or hung up does not keep the expected one out.
+                    if terms.answer(&mut stream).is_ok_and(|rank| rank == expected) {
+                        return Ok(stream);
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    let _ = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&slice));
+                }
+                Err(e) => return Err(protocol(e)),
+            }
+            if (self.gives_up)() {
+                return Err(RendezvousError::Stopped);
+            }
+            if began.elapsed() > self.patience {
+                let secs = self.patience.as_secs_f64();
+                let what = terms.purpose.into();
+                return Err(RendezvousError::Missing { ranks: vec![expected], secs, what });
+            }
+        }
+    }
+}
+
+fn protocol(error: io::Error) -> RendezvousError {
+    RendezvousError::Protocol(format!("ring: {error}"))
+}

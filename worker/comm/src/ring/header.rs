@@ -1,0 +1,134 @@
+//! The header of a call or a message.
+
+use crate::{
+    CommError, Reduction,
+    values::{DataType, Values},
+};
+
+/// `lock` in the byte order of this machine; it reads differently on a machine of the other order.
+const MAGIC: u32 = 0x6c6f_636b;
+pub(super) const HEADER: usize = 32;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operation {
+    AllReduce = 1,
+    ReduceScatter = 2,
+    Broadcast = 3,
+    AllGather = 4,
+    Barrier = 5,
+    SharedMemory = 6,
+    AllToAll = 7,
+    Message = 8,
+    Split = 9,
+}
+
+impl Operation {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Operation::AllReduce => "all_reduce",
+            Operation::ReduceScatter => "reduce_scatter",
+            Operation::Broadcast => "broadcast",
+            Operation::AllGather => "all_gather",
+            Operation::Barrier => "barrier",
+            Operation::SharedMemory => "shared_memory",
+            Operation::AllToAll => "all_to_all",
+            Operation::Message => "send",
+            Operation::Split => "split",
+        }
+    }
+
+    fn from_code(code: u32) -> Option<Self> {
+        use Operation::{
+            AllGather, AllReduce, AllToAll, Barrier, Broadcast, Message, ReduceScatter, SharedMemory, Split,
+        };
+        [AllReduce, ReduceScatter, Broadcast, AllGather, Barrier, SharedMemory, AllToAll, Message, Split]
+            .into_iter()
+            .find(|o| *o as u32 == code)
+    }
+}
+
+/// What must be the same on all ranks of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Call {
+    pub(crate) operation: Operation,
+    /// The root, or the reduction.
+    pub(crate) detail: u32,
+    pub(crate) data_type: DataType,
+    /// Values.
+    pub(crate) length: usize,
+}
+
+impl Call {
+    /// A call without values.
+    pub(crate) fn empty(operation: Operation) -> Self {
+        Self { operation, detail: 0, data_type: DataType::U8, length: 0 }
+    }
+
+    pub(crate) fn of(operation: Operation, values: &Values<'_>) -> Self {
+        Self { operation, detail: 0, data_type: values.data_type(), length: values.len() }
+    }
+
+    pub(crate) fn reducing(self, reduction: Reduction) -> Self {
+        Self { detail: reduction as u32, ..self }
+    }
+
+    pub(crate) fn of_root(self, root: u32) -> Self {
+        Self { detail: root, ..self }
+    }
+
+    /// As two numbers, of which the second is the length.
+    pub(crate) fn packed(&self) -> [u64; 2] {
+        let what = (self.operation as u64) << 40 | (self.data_type as u64) << 32 | u64::from(self.detail);
+        [what, self.length as u64]
+    }
+
+    /// Describes a call from [`Call::packed`]'s numbers, which another process may have filled with anything.
+    pub(crate) fn describe([what, length]: [u64; 2]) -> String {
+        words((what >> 40) as u32, (what >> 32) as u32 & 0xff, what as u32, length)
+    }
+}
+
+fn words(operation: u32, data_type: u32, detail: u32, length: u64) -> String {
+    let name = Operation::from_code(operation).map_or("an unknown operation", Operation::name);
+    format!("{name} of {length} {} values ({detail})", DataType::name_of_code(data_type))
+}
+
+/// Call number `sequence` of a connection.
+pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER] {
+    let mut header = [0; HEADER];
+    header[..4].copy_from_slice(&MAGIC.to_ne_bytes());
+    header[4..8].copy_from_slice(&(call.operation as u32).to_ne_bytes());
+    header[8..12].copy_from_slice(&call.detail.to_ne_bytes());
+    header[12..16].copy_from_slice(&(call.data_type as u32).to_ne_bytes());
+    header[16..24].copy_from_slice(&sequence.to_ne_bytes());
+    header[24..].copy_from_slice(&(call.length as u64).to_ne_bytes());
+    header
+}
+
+/// Compares the header that came from `peer` with the one that this rank has for the call.
+pub(super) fn compare(
+    operation: &'static str,
+    peer: u32,
+    theirs: &[u8; HEADER],
+    (call, sequence): (Call, u64),
+) -> Result<(), CommError> {
+    let mine = encode(call, sequence);
+    if mine == *theirs {
+        return Ok(());
+    }
+    let word = |at: usize| u32::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));
+    let long = |at: usize| u64::from_ne_bytes(std::array::from_fn(|i| theirs[at + i]));
+    let detail = if word(0) == MAGIC.swap_bytes() {
+        "runs on a machine of another byte order".to_string()
+    } else if word(0) != MAGIC {
+        "sent something that is no call".to_string()
+    } else {
+        format!(
+            "is at call {}: {}; this rank at call {sequence}: {}",
+            long(16),
+            words(word(4), word(12), word(8), long(24)),
+            words(call.operation as u32, call.data_type as u32, call.detail, call.length as u64),
+        )
+    };
+    Err(CommError::Mismatch { operation, peer, detail })
+}

@@ -1,0 +1,85 @@
+//! Sends bytes to one rank while receiving from another.
+
+use super::{BLOCK, sink::Sink};
+use crate::CommError;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::{
+    io::{self, IoSlice, Write},
+    net::TcpStream,
+    time::Duration,
+};
+
+/// Where a rank sends to and receives from; both may be one connection.
+pub(super) struct Link<'a> {
+    pub(super) next: &'a TcpStream,
+    pub(super) next_rank: u32,
+    pub(super) previous: &'a TcpStream,
+    pub(super) previous_rank: u32,
+    pub(super) timeout: Duration,
+    pub(super) operation: &'static str,
+}
+
+impl Link<'_> {
+    /// Sends `header` and `out` to the next rank while receiving what `sink` wants from the one before.
+    pub(super) fn exchange(&self, header: &[u8], out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
+        let (mut next, mut previous, operation) = (self.next, self.previous, self.operation);
+        let lost = |peer, detail: String| CommError::Disconnected { operation, peer, detail };
+        let (mut sent, length) = (0, header.len() + out.len());
+        while sent < length || sink.wanted() > 0 {
+            let mut moved = false;
+            if sent < length {
+                let of_out = sent.saturating_sub(header.len());
+                let block = &out[of_out..out.len().min(of_out + BLOCK)];
+                // In one packet where both fit.
+                let written = match &header[sent.min(header.len())..] {
+                    [] => next.write(block),
+                    rest => next.write_vectored(&[IoSlice::new(rest), IoSlice::new(block)]),
+                };
+                match written {
+                    Ok(n) => {
+                        sent += n;
+                        moved = true;
+                    }
+                    Err(e) if is_passing(&e) => {}
+                    Err(e) => return Err(lost(self.next_rank, e.to_string())),
+                }
+            }
+            if sink.wanted() > 0 {
+                match sink.take(&mut previous) {
+                    Ok(0) => return Err(lost(self.previous_rank, "it closed the connection".into())),
+                    Ok(_) => moved = true,
+                    Err(e) if is_passing(&e) => {}
+                    Err(e) => return Err(lost(self.previous_rank, e.to_string())),
+                }
+            }
+            if moved {
+                continue;
+            }
+            let mut ready = [
+                PollFd::new(next, if sent < length { PollFlags::OUT } else { PollFlags::empty() }),
+                PollFd::new(previous, if sink.wanted() > 0 { PollFlags::IN } else { PollFlags::empty() }),
+            ];
+            let timeout = Timespec::try_from(self.timeout).ok();
+            match poll(&mut ready, timeout.as_ref()) {
+                Ok(0) => {
+                    let peer = if sink.wanted() > 0 { self.previous_rank } else { self.next_rank };
+                    return Err(CommError::TimedOut { operation, peer, secs: self.timeout.as_secs_f64() });
+                }
+                Ok(_) => {
+                    // While nothing is to be sent a lost connection to the next rank shows only here.
+                    let gone = PollFlags::HUP | PollFlags::ERR;
+                    if sent == length && ready[0].revents().intersects(gone) {
+                        return Err(lost(self.next_rank, "it closed the connection".into()));
+                    }
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(lost(self.previous_rank, e.to_string())),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn is_passing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}

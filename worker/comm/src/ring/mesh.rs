@@ -1,0 +1,233 @@
+//! Messages between any two ranks of a group: a connection for each direction, made when the first message is sent.
+//!
+//! Every rank listens as long as its group lives. A thread accepts connections and checks that the peer is of the group.
+
+use super::{
+    Identity,
+    end::End,
+    header::{self, Call, HEADER, Operation},
+    link::Link,
+    sink::Fill,
+};
+use crate::{
+    CommError,
+    handshake::HandshakeTerms,
+    values::{Values, ValuesMut},
+};
+use std::{
+    collections::BTreeMap,
+    io,
+    net::{SocketAddr, TcpListener, TcpStream},
+    sync::{Arc, Condvar, Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// How often a rank that waits for another's connection checks that the group still exists.
+const SLICE: Duration = Duration::from_millis(100);
+/// A live machine answers sooner. Kept short because an abort cannot interrupt this wait.
+const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+
+/// One rank's end of all connections for messages.
+#[derive(Debug)]
+pub(super) struct Mesh {
+    rank: u32,
+    terms: OwnedHandshakeTerms,
+    timeout: Duration,
+    /// By rank: where it listens.
+    addresses: Vec<SocketAddr>,
+    /// By rank: where this rank's messages to it go.
+    outgoing: Vec<Mutex<Option<Path>>>,
+    incoming: Arc<Incoming>,
+    end: Arc<End>,
+}
+
+#[derive(Debug, Clone)]
+struct OwnedHandshakeTerms {
+    secret: Vec<u8>,
+    purpose: String,
+}
+
+impl OwnedHandshakeTerms {
+    fn terms(&self) -> HandshakeTerms<'_> {
+        HandshakeTerms { secret: &self.secret, purpose: &self.purpose }
+    }
+}
+
+/// A connection for messages in one direction.
+#[derive(Debug)]
+struct Path {
+    stream: TcpStream,
+    /// So far.
+    messages: u64,
+}
+
+/// Connections that others have made, by their ranks.
+#[derive(Debug, Default)]
+struct Incoming {
+    paths: Mutex<BTreeMap<u32, Arc<Mutex<Path>>>>,
+    changed: Condvar,
+}
+
+impl Mesh {
+    /// Accepts connections at `listener` from now on, until `end`. `addresses` says where each rank listens.
+    ///
+    /// # Errors
+    /// No thread or file descriptor can be had.
+    pub(super) fn start(
+        identity: &Identity,
+        rank: u32,
+        listener: TcpListener,
+        addresses: Vec<SocketAddr>,
+        timeout: Duration,
+        end: Arc<End>,
+    ) -> io::Result<Self> {
+        let terms = OwnedHandshakeTerms {
+            secret: identity.secret.clone(),
+            purpose: format!("{}/mesh", identity.name),
+        };
+        let incoming = Arc::new(Incoming::default());
+        let outgoing = addresses.iter().map(|_| Mutex::default()).collect();
+        end.add_listener(&listener)?;
+        let accepting = Acceptor {
+            listener,
+            terms: terms.clone(),
+            size: addresses.len() as u32,
+            incoming: incoming.clone(),
+            end: end.clone(),
+        };
+        let accept = move || accepting.run();
+        std::thread::Builder::new().name("messages".into()).stack_size(128 << 10).spawn(accept)?;
+        Ok(Self { rank, terms, timeout, addresses, outgoing, incoming, end })
+    }
+
+    /// `to` is another rank of the group.
+    pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
+        const OPERATION: &str = "send";
+        self.end.not_ended(OPERATION)?;
+        let mut place = self.outgoing[to as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        let path = match place.take() {
+            Some(path) => Ok(path),
+            None => self.connect(to).map_err(|error| {
+                let detail = error.to_string();
+                CommError::Disconnected { operation: OPERATION, peer: to, detail }
+            }),
+        };
+        let sent = path.and_then(|mut path| {
+            path.messages += 1;
+            let header = header::encode(Call::of(Operation::Message, &values), path.messages);
+            let link = self.link(&path.stream, to, OPERATION);
+            link.exchange(&header, values.bytes(), &mut Fill::new(&mut []))?;
+            Ok(path)
+        });
+        *place = Some(sent.map_err(|error| self.end.failed(error))?);
+        Ok(())
+    }
+
+    /// `from` is another rank of the group; `check` says whether the group still stands.
+    pub(super) fn recv(
+        &self,
+        mut values: ValuesMut<'_>,
+        from: u32,
+        check: impl Fn() -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        const OPERATION: &str = "recv";
+        self.end.not_ended(OPERATION)?;
+        let received = self.path_from(from, OPERATION, check).and_then(|path| {
+            let mut path = path.lock().unwrap_or_else(PoisonError::into_inner);
+            path.messages += 1;
+            let call = Call::of(Operation::Message, &values.as_values());
+            let link = self.link(&path.stream, from, OPERATION);
+            let mut theirs = [0; HEADER];
+            link.exchange(&[], &[], &mut Fill::new(&mut theirs))?;
+            header::compare(OPERATION, from, &theirs, (call, path.messages))?;
+            link.exchange(&[], &[], &mut Fill::new(values.bytes_mut()))
+        });
+        received.map_err(|error| self.end.failed(error))
+    }
+
+    fn link<'a>(&self, stream: &'a TcpStream, peer: u32, operation: &'static str) -> Link<'a> {
+        let timeout = self.timeout;
+        Link { next: stream, next_rank: peer, previous: stream, previous_rank: peer, timeout, operation }
+    }
+
+    fn connect(&self, to: u32) -> io::Result<Path> {
+        let within = self.timeout.min(CONNECT_WITHIN);
+        let mut stream = TcpStream::connect_timeout(&self.addresses[to as usize], within)?;
+        self.end.add(&stream)?;
+        self.terms.terms().call(&mut stream, self.rank)?;
+        stream.set_nonblocking(true)?;
+        Ok(Path { stream, messages: 0 })
+    }
+
+    /// The connection that rank `from` has made, or makes now.
+    fn path_from(
+        &self,
+        from: u32,
+        operation: &'static str,
+        check: impl Fn() -> Result<(), CommError>,
+    ) -> Result<Arc<Mutex<Path>>, CommError> {
+        let began = Instant::now();
+        let mut paths = self.incoming.paths.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(path) = paths.get(&from) {
+                return Ok(path.clone());
+            }
+            if began.elapsed() >= self.timeout {
+                let secs = self.timeout.as_secs_f64();
+                return Err(CommError::TimedOut { operation, peer: from, secs });
+            }
+            let left = self.timeout.saturating_sub(began.elapsed());
+            paths = self
+                .incoming
+                .changed
+                .wait_timeout(paths, left.min(SLICE))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+            // A rank that connected, sent and exited meanwhile has left a message that can still be read.
+            if !paths.contains_key(&from) {
+                check()?;
+            }
+        }
+    }
+}
+
+/// What the accepting thread owns.
+struct Acceptor {
+    listener: TcpListener,
+    terms: OwnedHandshakeTerms,
+    size: u32,
+    incoming: Arc<Incoming>,
+    end: Arc<End>,
+}
+
+impl Acceptor {
+    fn run(self) {
+        while !self.end.has_come() {
+            match self.listener.accept() {
+                // One at a time: an unknown peer that sends nothing delays the others for at most the handshake's time limit.
+                Ok((stream, _)) => {
+                    let _ = self.take(stream);
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                // The group has ended; or there are no file descriptors at the moment.
+                Err(_) if self.end.has_come() => return,
+                Err(_) => std::thread::sleep(SLICE),
+            }
+        }
+    }
+
+    fn take(&self, mut stream: TcpStream) -> io::Result<()> {
+        let rank = self.terms.terms().answer(&mut stream)?;
+        if rank >= self.size {
+            return Ok(());
+        }
+        stream.set_nonblocking(true)?;
+        self.end.add(&stream)?;
+        let mut paths = self.incoming.paths.lock().unwrap_or_else(PoisonError::into_inner);
+        // A rank connects once.
+        paths.entry(rank).or_insert_with(|| Arc::new(Mutex::new(Path { stream, messages: 0 })));
+        drop(paths);
+        self.incoming.changed.notify_all();
+        Ok(())
+    }
+}

@@ -1,0 +1,116 @@
+//! The ring as a [`ProcessGroup`].
+
+use super::{Call, Operation, Part, Ring};
+use crate::{
+    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut, values::check,
+};
+use half::{bf16, f16};
+use std::{sync::Arc, time::Duration};
+
+impl ProcessGroup for Ring {
+    fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    fn size(&self) -> u32 {
+        self.size
+    }
+
+    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+        check::reducible("all_reduce", values.data_type())?;
+        let call = Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction);
+        self.call(call, |wire| match values {
+            ValuesMut::F16(values) => wire.all_reduce::<f16>(values, reduction),
+            ValuesMut::Bf16(values) => wire.all_reduce::<bf16>(values, reduction),
+            ValuesMut::F32(values) => wire.all_reduce::<f32>(values, reduction),
+            ValuesMut::F64(values) => wire.all_reduce::<f64>(values, reduction),
+            // Refused above.
+            ValuesMut::U8(_) => Ok(()),
+        })
+    }
+
+    fn reduce_scatter(
+        &self,
+        input: Values<'_>,
+        output: ValuesMut<'_>,
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        check::reducible("reduce_scatter", input.data_type())?;
+        check::parts("reduce_scatter", (&input, self.size), (&output, 1))?;
+        let call = Call::of(Operation::ReduceScatter, &input).reducing(reduction);
+        self.call(call, |wire| match (input, output) {
+            (Values::F16(from), ValuesMut::F16(to)) => wire.reduce_scatter::<f16>(from, to, reduction),
+            (Values::Bf16(from), ValuesMut::Bf16(to)) => wire.reduce_scatter::<bf16>(from, to, reduction),
+            (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter::<f32>(from, to, reduction),
+            (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter::<f64>(from, to, reduction),
+            // Refused above.
+            _ => Ok(()),
+        })
+    }
+
+    fn all_gather(&self, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
+        check::parts("all_gather", (&input, 1), (&output, self.size))?;
+        self.call(Call::of(Operation::AllGather, &input), |wire| {
+            let (own, slots) = (input.bytes(), output.bytes_mut());
+            let at = wire.ring.rank as usize * own.len();
+            slots[at..at + own.len()].copy_from_slice(own);
+            wire.gather(slots)
+        })
+    }
+
+    fn all_to_all(&self, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
+        check::parts("all_to_all", (&input, self.size), (&output, self.size))?;
+        let call = Call::of(Operation::AllToAll, &input);
+        self.call(call, |wire| wire.all_to_all(input.bytes(), output.bytes_mut()))
+    }
+
+    fn broadcast(&self, mut values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
+        check::root("broadcast", root, self.size)?;
+        let call = Call::of(Operation::Broadcast, &values.as_values()).of_root(root);
+        self.call(call, |wire| wire.broadcast(values.bytes_mut(), root))
+    }
+
+    fn barrier(&self) -> Result<(), CommError> {
+        self.announce(Call::empty(Operation::Barrier))
+    }
+
+    fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
+        check::peer("send", to, self.rank, self.size)?;
+        self.mesh.send(values, to)
+    }
+
+    fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
+        check::peer("recv", from, self.rank, self.size)?;
+        self.mesh.recv(values, from, || self.neighbours_are_there("recv"))
+    }
+
+    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+        self.split_with(color, key, |part| {
+            Ok(match part {
+                Part::Single => Arc::new(SingleRank) as Arc<dyn ProcessGroup>,
+                Part::Ring(ring) => ring,
+            })
+        })
+    }
+
+    fn abort(&self, reason: &str) {
+        self.end.abort(reason);
+    }
+
+    fn check(&self, operation: &'static str) -> Result<(), CommError> {
+        self.neighbours_are_there(operation)
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    fn concurrent(&self) -> Option<Arc<dyn ProcessGroup>> {
+        self.concurrent.clone().map(|ring| ring as Arc<dyn ProcessGroup>)
+    }
+
+    fn shared_memory(&self, _: usize) -> Result<SharedMemoryOrReason, CommError> {
+        let reason = self.shm_unavailable_reason.get();
+        Ok(Err(reason.map_or("the ranks are not known to be on one machine", String::as_str).into()))
+    }
+}

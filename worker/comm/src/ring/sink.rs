@@ -1,0 +1,133 @@
+//! Where received bytes go.
+
+use super::{BLOCK, header::HEADER};
+use crate::CommError;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::{
+    io::{self, Read},
+    net::TcpStream,
+};
+
+/// How long, in nanoseconds, to wait for the header of a neighbour that has failed the call: it sent the header before it closed
+/// the connection.
+const LAST_HEADER: i64 = 200_000_000;
+
+/// Receives bytes from a connection.
+pub(super) trait Sink {
+    /// Bytes still to come.
+    fn wanted(&self) -> usize;
+    /// Reads what is available, up to [`Sink::wanted`] bytes, and returns how many that was.
+    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize>;
+}
+
+/// Copies bytes into a buffer.
+pub(super) struct Fill<'a> {
+    buffer: &'a mut [u8],
+    filled: usize,
+}
+
+impl<'a> Fill<'a> {
+    pub(super) fn new(buffer: &'a mut [u8]) -> Self {
+        Self { buffer, filled: 0 }
+    }
+}
+
+impl Sink for Fill<'_> {
+    fn wanted(&self) -> usize {
+        self.buffer.len() - self.filled
+    }
+
+    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+        let end = self.buffer.len().min(self.filled + 8 * BLOCK);
+        let taken = from.read(&mut self.buffer[self.filled..end])?;
+        self.filled += taken;
+        Ok(taken)
+    }
+}
+
+/// Combines the values that arrive with those of `target`, block by block.
+pub(super) struct Combine<'a, T, F> {
+    pub(super) target: &'a mut [T],
+    /// The new value from the target's and the one that arrived.
+    pub(super) combine: F,
+    /// Values combined.
+    pub(super) done: usize,
+    pub(super) block: &'a mut [T],
+    /// Bytes at the block's start that belong to an incomplete value.
+    pub(super) held: usize,
+}
+
+impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
+    fn wanted(&self) -> usize {
+        size_of_val(&self.target[self.done..]) - self.held
+    }
+
+    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+        let wanted = self.wanted();
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
+        let room = (bytes.len() - self.held).min(wanted);
+        let taken = from.read(&mut bytes[self.held..self.held + room])?;
+        let total = self.held + taken;
+        let whole = total / size_of::<T>();
+        for (target, value) in self.target[self.done..].iter_mut().zip(&self.block[..whole]) {
+            *target = (self.combine)(*target, *value);
+        }
+        self.done += whole;
+        self.held = total % size_of::<T>();
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(self.block);
+        bytes.copy_within(whole * size_of::<T>()..total, 0);
+        Ok(taken)
+    }
+}
+
+/// Reads a call's header and checks it before `inner` gets any bytes.
+pub(super) struct HeaderSink<'a, C> {
+    inner: &'a mut dyn Sink,
+    check: C,
+    header: [u8; HEADER],
+    filled: usize,
+    result: Result<(), CommError>,
+}
+
+impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> HeaderSink<'a, C> {
+    pub(super) fn new(inner: &'a mut dyn Sink, check: C) -> Self {
+        Self { inner, check, header: [0; HEADER], filled: 0, result: Ok(()) }
+    }
+
+    /// The result of the check; `Ok` if the header has not arrived.
+    pub(super) fn result(self) -> Result<(), CommError> {
+        self.result
+    }
+
+    /// Reads what is left of the header and checks it, after the connection has failed: the header may say why.
+    pub(super) fn read_header(&mut self, mut from: &TcpStream) {
+        while self.filled < HEADER {
+            let wait = Timespec { tv_sec: 0, tv_nsec: LAST_HEADER };
+            let ready = poll(&mut [PollFd::new(&from, PollFlags::IN)], Some(&wait));
+            if !matches!(ready, Ok(1)) || !self.take(&mut from).is_ok_and(|taken| taken > 0) {
+                return;
+            }
+        }
+    }
+}
+
+impl<C: Fn(&[u8; HEADER]) -> Result<(), CommError>> Sink for HeaderSink<'_, C> {
+    fn wanted(&self) -> usize {
+        HEADER - self.filled + self.inner.wanted()
+    }
+
+    fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize> {
+        if self.filled == HEADER {
+            return self.inner.take(from);
+        }
+        let taken = from.read(&mut self.header[self.filled..])?;
+        self.filled += taken;
+        if self.filled == HEADER {
+            self.result = (self.check)(&self.header);
+            if self.result.is_err() {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+        }
+        Ok(taken)
+    }
+}

@@ -1,0 +1,122 @@
+//! Groups of some of a ring's ranks.
+
+use super::{
+    Call, Identity, Operation, Ring,
+    connect::{Addresses, Joining, Listeners},
+};
+use crate::{CommError, ProcessGroup};
+use serde::{Deserialize, Serialize};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+/// Limit for connecting. Live ranks connect sooner, and the others need not wait as long as for a call.
+const CONNECT_WITHIN: Duration = Duration::from_secs(60);
+/// Most bytes of a reason that are sent to other ranks.
+const LONGEST_REASON: usize = 1000;
+
+/// What a rank sends to the others before a split.
+#[derive(Debug, Serialize, Deserialize)]
+struct SplitRequest {
+    color: Option<u32>,
+    key: i32,
+    /// Or why it cannot listen.
+    addresses: Result<Addresses, String>,
+}
+
+/// A rank's place in a group that was split from a ring.
+pub(crate) enum Part {
+    /// It is the only one of its color.
+    Single,
+    Ring(Arc<Ring>),
+}
+
+impl Ring {
+    /// Collective: as [`ProcessGroup::split`]. `build` makes the group of what connects its ranks; all of them fail where it
+    /// fails on one.
+    pub(crate) fn split_with<T>(
+        &self,
+        color: Option<u32>,
+        key: i32,
+        build: impl FnOnce(Part) -> Result<T, CommError>,
+    ) -> Result<Option<T>, CommError> {
+        self.announce(Call::empty(Operation::Split))?;
+        let number = self.splits.fetch_add(1, Ordering::Relaxed);
+        let listeners = Listeners::bind(self.identity.local_ip);
+        let addresses = listeners.as_ref().map_err(ToString::to_string);
+        let addresses = addresses.and_then(|listeners| listeners.addresses().map_err(|e| e.to_string()));
+        let request = serde_json::to_vec(&SplitRequest { color, key, addresses }).unwrap_or_default();
+        let tickets = self.tickets(&request)?;
+        let joined = match (color, listeners) {
+            (Some(color), Ok(listeners)) => {
+                self.join(&tickets, color, number, listeners).and_then(build).map(Some)
+            }
+            _ => Ok(None),
+        };
+        // All or none: a rank in a group that other ranks could not join would wait for them.
+        let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
+        let reason: String = reason.chars().take(LONGEST_REASON / 4).collect();
+        let reasons = self.all_gather_bytes(reason.as_bytes())?;
+        match reasons.iter().position(|reason| !reason.is_empty()) {
+            None => joined,
+            Some(rank) => {
+                let reason = String::from_utf8_lossy(&reasons[rank]);
+                Err(failed(format!("rank {rank} could not join its group: {reason}")))
+            }
+        }
+    }
+
+    /// The requests of all ranks, if all can listen.
+    fn tickets(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
+        let all = self.all_gather_bytes(own)?;
+        let read = |(rank, text): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {
+            let request: SplitRequest = serde_json::from_slice(text)
+                .map_err(|e| failed(format!("rank {rank} said what this rank cannot read: {e}")))?;
+            match &request.addresses {
+                Err(why) => Err(failed(format!("rank {rank} cannot listen for others: {why}"))),
+                Ok(_) => Ok(request),
+            }
+        };
+        all.iter().enumerate().map(read).collect()
+    }
+
+    /// Connects the ranks of `color`.
+    fn join(
+        &self,
+        tickets: &[SplitRequest],
+        color: u32,
+        number: u64,
+        listeners: Listeners,
+    ) -> Result<Part, CommError> {
+        let mut members: Vec<(i32, u32, Addresses)> = (0..)
+            .zip(tickets)
+            .filter(|(_, request)| request.color == Some(color))
+            .filter_map(|(rank, request)| Some((request.key, rank, *request.addresses.as_ref().ok()?)))
+            .collect();
+        members.sort_by_key(|(key, rank, _)| (*key, *rank));
+        let rank = members.iter().position(|(_, rank, _)| *rank == self.rank).unwrap_or(0) as u32;
+        if members.len() == 1 {
+            return Ok(Part::Single);
+        }
+        let end = self.end.clone();
+        let joining = Joining {
+            identity: Identity {
+                name: format!("{}/split {number} color {color}", self.identity.name),
+                ..self.identity.clone()
+            },
+            rank,
+            addresses: members.into_iter().map(|(_, _, addresses)| addresses).collect(),
+            patience: self.timeout.min(CONNECT_WITHIN),
+            timeout: self.timeout,
+            gives_up: &|| end.has_come(),
+        };
+        let ring = joining.connect(listeners).map_err(|error| failed(error.to_string()))?;
+        self.end.split_off(&ring.end);
+        Ok(Part::Ring(ring))
+    }
+}
+
+fn failed(detail: String) -> CommError {
+    CommError::Failed { operation: Operation::Split.name(), detail }
+}

@@ -1,0 +1,304 @@
+//! Rings of threads on loopback.
+
+use super::header::HEADER;
+use super::*;
+use crate::{
+    ProcessGroup, Reduction,
+    rendezvous::{
+        RendezvousConfig, Store,
+        loopback::{rendezvous_config, unused_port},
+    },
+    tests::{on_connected_ranks, values},
+};
+use std::time::Instant;
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Runs `body` on `world` ranks, in a thread each, and gives what each returned.
+fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Ring>) -> T + Sync) -> Vec<T> {
+    on_connected_ranks(world, timeout, |_, ring| ring, body)
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|v| v.to_bits()).collect()
+}
+
+#[test]
+fn sums_are_right_and_bit_equal_at_any_size() {
+    for world in 1..=5 {
+        for length in [0, 1, 7, 1023, 8192, 8193, 1_000_003] {
+            let run = || {
+                on_ranks(world, TIMEOUT, |ring| {
+                    let mut sum = values(ring.rank(), length);
+                    ring.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
+                    let mut mean = values(ring.rank(), length);
+                    ring.all_reduce((&mut mean).into(), Reduction::Mean).unwrap();
+                    (sum, mean)
+                })
+            };
+            let results = run();
+            let inputs: Vec<_> = (0..world).map(|rank| values(rank, length)).collect();
+            for i in 0..length {
+                let exact: f64 = inputs.iter().map(|v| f64::from(v[i])).sum();
+                let (sum, mean) = (f64::from(results[0].0[i]), f64::from(results[0].1[i]));
+                assert!((sum - exact).abs() < 1e-5, "{world} ranks, {length} values, {i}: {sum} {exact}");
+                assert!((mean - exact / f64::from(world)).abs() < 1e-5);
+            }
+            for (sum, mean) in results.iter().chain(&run()) {
+                assert_eq!(bits(sum), bits(&results[0].0), "{world} ranks, {length} values");
+                assert_eq!(bits(mean), bits(&results[0].1));
+            }
+        }
+    }
+}
+
+/// What rank 0 gets, when all others got the same bits.
+fn same_bits<T: Copy + PartialEq + std::fmt::Debug>(of_ranks: &[Vec<T>], bits: impl Fn(T) -> u64) -> Vec<T> {
+    for theirs in of_ranks {
+        assert!(theirs.iter().zip(&of_ranks[0]).all(|(a, b)| bits(*a) == bits(*b)), "ranks differ");
+    }
+    of_ranks[0].clone()
+}
+
+#[test]
+fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
+    // At the last length that is gathered whole, one value more, and where parts are uneven.
+    let limit = SHORT / 8;
+    for world in 1..=5 {
+        for length in [0, 1, 7, limit, limit + 1, 100_003] {
+            let run = || {
+                let of_ranks = on_ranks(world, TIMEOUT, |ring| {
+                    let mut sum: Vec<f64> =
+                        values(ring.rank(), length).into_iter().map(|v| f64::from(v) / 3.0).collect();
+                    ring.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
+                    sum
+                });
+                same_bits(&of_ranks, f64::to_bits)
+            };
+            let sums = run();
+            let inputs: Vec<_> = (0..world).map(|rank| values(rank, length)).collect();
+            for (i, sum) in sums.iter().enumerate() {
+                let exact: f64 = inputs.iter().map(|v| f64::from(v[i]) / 3.0).sum();
+                assert!((sum - exact).abs() < 1e-13, "{world} ranks, {length} values, {i}: {sum} {exact}");
+            }
+            assert!(sums.iter().zip(&run()).all(|(a, b)| a.to_bits() == b.to_bits()), "every run");
+        }
+    }
+}
+
+#[test]
+fn sums_of_float32_gradients_in_double_precision_do_not_depend_on_their_order() {
+    // Whole multiples of a small power of two, as float32 gradients of similar size are: nothing is rounded.
+    let length = 50_001;
+    let input = |rank| values(rank, length).into_iter().map(f64::from).collect::<Vec<f64>>();
+    let of_ranks = on_ranks(4, TIMEOUT, |ring| {
+        let mut sum = input(ring.rank());
+        ring.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
+        sum
+    });
+    let inputs = [0, 1, 2, 3].map(input);
+    for (i, sum) in same_bits(&of_ranks, f64::to_bits).iter().enumerate() {
+        let in_order: f64 = inputs.iter().map(|of_rank| of_rank[i]).sum();
+        assert_eq!(sum.to_bits(), in_order.to_bits(), "{i}");
+    }
+}
+
+#[test]
+fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
+    let length = 40_000;
+    for world in [2, 3, 5, 8] {
+        let sent = on_ranks(world, TIMEOUT, |ring| {
+            let of = |reduce: &dyn Fn()| {
+                let bytes = || ring.sent_bytes();
+                let before = bytes();
+                reduce();
+                bytes() - before
+            };
+            let double = of(&|| ring.all_reduce((&mut vec![1.0f64; length]).into(), Reduction::Sum).unwrap());
+            let single =
+                of(&|| ring.all_reduce((&mut vec![1.0f32; length]).into(), Reduction::Mean).unwrap());
+            (double, single)
+        });
+        let n = u64::from(world);
+        for (double, single) in sent {
+            for (bytes, vector) in [(double, 8 * length as u64), (single, 4 * length as u64)] {
+                // Parts differ by a value.
+                let parts = 2 * (n - 1) * (vector / n + 8) + HEADER as u64;
+                assert!(bytes <= parts && bytes < 2 * vector, "{world} ranks: {bytes} of {vector}");
+            }
+        }
+    }
+}
+
+#[test]
+fn broadcast_gather_f64_and_barrier() {
+    for world in 1..=5 {
+        on_ranks(world, TIMEOUT, |ring| {
+            for length in [0, 1, 1000, 200_001] {
+                for root in 0..world {
+                    let mut got = values(ring.rank(), length);
+                    ring.broadcast((&mut got).into(), root).unwrap();
+                    assert_eq!(got, values(root, length));
+                }
+                let all: Vec<f32> = (0..world).flat_map(|rank| values(rank, length)).collect();
+                let mut gathered = vec![0.0f32; all.len()];
+                ring.all_gather((&values(ring.rank(), length)).into(), (&mut gathered).into()).unwrap();
+                assert_eq!(gathered, all);
+            }
+            let mut counts = [1.0, f64::from(ring.rank()), 1e-17];
+            ring.all_reduce((&mut counts).into(), Reduction::Sum).unwrap();
+            let n = f64::from(world);
+            assert_eq!(counts[..2], [n, n * (n - 1.0) / 2.0]);
+            ring.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn the_concurrent_group_runs_at_the_same_time_in_its_own_order() {
+    on_ranks(3, TIMEOUT, |ring| {
+        let concurrent = ring.concurrent().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    let mut big = vec![1.0f32; 300_000];
+                    ring.all_reduce((&mut big).into(), Reduction::Sum).unwrap();
+                    assert!(big.iter().all(|v| *v == 3.0));
+                }
+            });
+            for _ in 0..200 {
+                let mut small = [1.0f64; 64];
+                concurrent.all_reduce((&mut small).into(), Reduction::Sum).unwrap();
+                assert_eq!(small, [3.0; 64]);
+            }
+        });
+    });
+}
+
+#[test]
+fn ranks_that_disagree_get_an_error() {
+    let results = on_ranks(2, TIMEOUT, |ring| {
+        if ring.rank() == 0 {
+            ring.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err().to_string()
+        } else {
+            ring.broadcast((&mut [0.0f32; 12]).into(), 0).unwrap_err().to_string()
+        }
+    });
+    let reported = results.iter().any(|e| {
+        e.contains("broadcast of 12 float32 values") && e.contains("all_reduce of 10 float32 values")
+    });
+    assert!(reported, "{results:?}");
+}
+
+#[test]
+fn a_silent_rank_times_out_and_a_dead_one_does_not_take_that_long() {
+    let timeout = Duration::from_millis(300);
+    let over = std::sync::Barrier::new(3);
+    let results = on_ranks(3, timeout, |ring| {
+        if ring.rank() == 1 {
+            over.wait();
+            return None;
+        }
+        let error = ring.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err();
+        over.wait();
+        Some(error)
+    });
+    let timed_out = |e: &CommError| matches!(e, CommError::TimedOut { secs, .. } if *secs == 0.3);
+    assert!(results.iter().flatten().any(timed_out), "{results:?}");
+
+    let results = on_ranks(3, Duration::from_secs(600), |ring| {
+        let rank = ring.rank();
+        if rank == 1 {
+            drop(ring);
+            return None;
+        }
+        let mut values = vec![0.0f32; 100_000];
+        Some(ring.all_reduce((&mut values).into(), Reduction::Sum).unwrap_err())
+    });
+    for error in results.iter().flatten() {
+        assert!(matches!(error, CommError::Disconnected { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_that_waits_for_something_else_sees_at_once_that_a_neighbour_is_gone() {
+    let waiting = std::sync::Barrier::new(3);
+    on_ranks(3, Duration::from_secs(600), |ring| {
+        ring.check("a step").unwrap();
+        waiting.wait();
+        if ring.rank() == 1 {
+            return;
+        }
+        let began = Instant::now();
+        let error = loop {
+            if let Err(error) = ring.check("a step") {
+                break error;
+            }
+            assert!(began.elapsed() < Duration::from_secs(20), "nobody noticed");
+            std::thread::yield_now();
+        };
+        assert!(matches!(error, CommError::Disconnected { operation: "a step", .. }), "{error}");
+    });
+}
+
+#[test]
+fn abort_ends_a_call_from_another_thread() {
+    // Rank 1 says nothing before that, so rank 0 has nobody else to hear an end from.
+    let over = std::sync::Barrier::new(2);
+    let results = on_ranks(2, Duration::from_secs(600), |ring| {
+        if ring.rank() == 1 {
+            over.wait();
+            return ring.barrier().unwrap_err();
+        }
+        let error = std::thread::scope(|scope| {
+            let waiting =
+                scope.spawn(|| ring.all_reduce((&mut [0.0f32]).into(), Reduction::Sum).unwrap_err());
+            ring.abort("asked to stop");
+            waiting.join().unwrap()
+        });
+        over.wait();
+        error
+    });
+    assert_eq!(results[0].to_string(), "all_reduce: aborted: asked to stop");
+    // Rank 1 finds out by the header that came first, or by the connection that went.
+    let found_out = matches!(results[1], CommError::Disconnected { .. } | CommError::Mismatch { .. });
+    assert!(found_out, "{:?}", results[1]);
+}
+
+/// `cargo test --release -p lockstep-comm ring::tests::speed -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement"]
+fn speed() {
+    for world in [2, 4] {
+        for length in [64, 1024, 250_000, 2_500_000] {
+            let secs = on_ranks(world, TIMEOUT, |ring| {
+                let mut values = vec![1.0f32; length];
+                let rounds = if length > 10_000 { 20 } else { 2000 };
+                (0..rounds).fold(f64::MAX, |best, _| {
+                    let began = Instant::now();
+                    ring.all_reduce((&mut values).into(), Reduction::Mean).unwrap();
+                    best.min(began.elapsed().as_secs_f64())
+                })
+            });
+            eprintln!("{world} ranks, {length} values: {:.1} us", secs[0] * 1e6);
+        }
+    }
+}
+
+#[test]
+fn a_rank_with_another_secret_is_kept_out_of_the_ring() {
+    let port = unused_port();
+    let rank_0 = Store::join(rendezvous_config(port, 0, 2)).unwrap();
+    let stranger = RendezvousConfig { secret: b"guessed".to_vec(), ..rendezvous_config(port, 1, 2) };
+    assert!(Store::join(stranger).is_err());
+    let short = RendezvousConfig { timeout: Duration::from_millis(50), ..rank_0.config().clone() };
+    drop(rank_0);
+    let short = Store::join(RendezvousConfig { port: unused_port(), ..short }).unwrap();
+    let error = Ring::connect(&short, TIMEOUT).unwrap_err();
+    assert!(error.to_string().contains("rank 1 has not arrived"), "{error}");
+}
+
+#[test]
+fn on_loopback_no_rank_s_neighbour_is_elsewhere() {
+    assert_eq!(on_ranks(3, TIMEOUT, |ring| ring.next_is_elsewhere().unwrap()), [false; 3]);
+}

@@ -1,0 +1,79 @@
+//! How the other ranks open rank 0's shared memory.
+
+use super::{
+    VARIABLE,
+    layout::{Head, beginning},
+    mapping::{Anonymous, Mapping, SharedSlice},
+};
+use lockstep_host::boot_id;
+use serde::{Deserialize, Serialize};
+use std::{
+    io,
+    sync::{Arc, atomic::Ordering},
+};
+
+/// Rank 0's description of its shared memory.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct ShmDescriptor {
+    /// The boot id, by which ranks on another machine are recognised.
+    boot_id: String,
+    pid: u32,
+    fd: i32,
+    /// Random bytes at the beginning of the memory, which prove that the right file was opened.
+    token: [u64; 2],
+}
+
+/// The memory, in this process.
+pub(super) type Opened = (Anonymous, Arc<Mapping>);
+
+/// Makes memory for `world` ranks, or says why not.
+pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
+    allowed()?;
+    let made = || -> io::Result<Opened> {
+        let file = Anonymous::create()?;
+        file.grow(0, beginning(world))?;
+        let memory = file.map(0, beginning(world))?;
+        Ok((file, memory))
+    };
+    let (file, memory) = made().map_err(|e| format!("no memory to share: {e}"))?;
+    let (left, right) = uuid::Uuid::new_v4().as_u64_pair();
+    let descriptor =
+        ShmDescriptor { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
+    for (place, value) in head(&memory)[0].token.iter().zip(descriptor.token) {
+        place.store(value, Ordering::Release);
+    }
+    Ok((descriptor, (file, memory)))
+}
+
+/// Opens what rank 0 describes, or says why not.
+pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, String> {
+    allowed()?;
+    if descriptor.boot_id != boot_id() {
+        return Err("it runs on another machine than rank 0".into());
+    }
+    let open = || -> io::Result<Opened> {
+        let file = Anonymous::of_process(descriptor.pid, descriptor.fd)?;
+        let memory = file.map(0, beginning(world))?;
+        Ok((file, memory))
+    };
+    let (file, memory) = open().map_err(|e| format!("rank 0's memory cannot be opened: {e}"))?;
+    let head = head(&memory);
+    let found = head[0].token.each_ref().map(|place| place.load(Ordering::Acquire));
+    if found != descriptor.token {
+        return Err("rank 0's memory cannot be opened: another process has its number here".into());
+    }
+    Ok((file, memory))
+}
+
+#[allow(unsafe_code)]
+pub(super) fn head(memory: &Arc<Mapping>) -> SharedSlice<Head> {
+    // SAFETY: atomic numbers only.
+    unsafe { memory.view(0, 1) }
+}
+
+fn allowed() -> Result<(), String> {
+    match std::env::var(VARIABLE) {
+        Ok(value) if value == "0" => Err(format!("{VARIABLE} is 0")),
+        _ => Ok(()),
+    }
+}

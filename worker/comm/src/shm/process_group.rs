@@ -1,0 +1,330 @@
+//! The group of ranks on one machine.
+
+use super::{
+    SharedMemory, descriptor,
+    layout::{Head, Line, SLOT, beginning, slots_at},
+    mapping::{Anonymous, Mapping, SharedSlice, whole_pages},
+    wait_queue::WaitQueue,
+};
+use crate::{
+    CommError, ProcessGroup, Reduction, SharedMemoryOrReason, SingleRank, Values, ValuesMut,
+    rendezvous::{RendezvousError, Store},
+    ring::{Call, Operation, Part, Ring},
+    values::check,
+};
+use std::{
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+    time::Duration,
+};
+
+/// Ranks of one machine that share memory. Their ring stays connected, for messages and to notice lost ranks.
+#[derive(Debug)]
+pub struct ShmProcessGroup {
+    ring: Arc<Ring>,
+    /// Whether a rank that waits may spin: there is a core for each.
+    spins: bool,
+    file: Anonymous,
+    head: SharedSlice<Head>,
+    lines: SharedSlice<Line>,
+    slots: [SharedSlice<f64>; 2],
+    own: Mutex<FilePosition>,
+}
+
+/// This rank's position in the calls and the file; the same on every rank between calls.
+#[derive(Debug)]
+struct FilePosition {
+    calls: u64,
+    /// Bytes of the file that are in use.
+    used: usize,
+}
+
+impl ShmProcessGroup {
+    /// Collective: makes a group of the ranks of `ring`, which met at `store`, that share memory. Returns the ring itself if any of them
+    /// cannot.
+    ///
+    /// # Errors
+    /// A rank does not answer within the store's time-out.
+    pub fn meet(store: &Store, ring: Arc<Ring>) -> Result<Arc<dyn ProcessGroup>, RendezvousError> {
+        Self::over(&ring, |what, value| store.exchange(what, value))
+    }
+
+    /// The group over `ring`, or the ring where memory cannot be shared.
+    fn over<E>(
+        ring: &Arc<Ring>,
+        exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Arc<dyn ProcessGroup>, E> {
+        Ok(match Self::among(ring, exchange)? {
+            Ok(group) => Arc::new(group),
+            Err(reason) => {
+                ring.set_shm_unavailable(reason);
+                ring.clone()
+            }
+        })
+    }
+
+    /// The group, or the reason that there is none, which is the same on all ranks. `exchange` is an all-gather of bytes.
+    pub(super) fn among<E>(
+        ring: &Arc<Ring>,
+        exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
+    ) -> Result<Result<Arc<Self>, String>, E> {
+        let size = ring.size() as usize;
+        let made = (ring.rank() == 0).then(|| descriptor::make(size));
+        let word = match &made {
+            Some(Ok((descriptor, _))) => serde_json::to_vec(&Ok::<_, String>(descriptor)).unwrap_or_default(),
+            Some(Err(reason)) => serde_json::to_vec(&Err::<(), _>(reason)).unwrap_or_default(),
+            None => Vec::new(),
+        };
+        let words = exchange("shm/descriptor", &word)?;
+        let opened = match made {
+            Some(made) => made.map(|(_, opened)| opened),
+            None => serde_json::from_slice::<Result<descriptor::ShmDescriptor, String>>(&words[0])
+                .map_err(|e| e.to_string())
+                .and_then(|described| described.map_err(|_| String::new()))
+                .and_then(|descriptor| descriptor::open(&descriptor, size)),
+        };
+        // The first rank that cannot open the memory gives the reason; rank 0's own failure is reported separately.
+        let word = match &opened {
+            Ok(_) => "joined",
+            Err(reason) => reason,
+        };
+        let words = exchange("shm/joined", word.as_bytes())?;
+        let refused = (0..).zip(&words).find(|(_, word)| word.as_slice() != b"joined");
+        Ok(match (refused, opened) {
+            (None, Ok((file, memory))) => Ok(Arc::new(Self::new(ring.clone(), file, &memory))),
+            (Some((rank, reason)), _) => {
+                let rank: u32 = rank;
+                Err(format!("rank {rank}: {}", String::from_utf8_lossy(reason)))
+            }
+            (None, Err(reason)) => Err(reason),
+        })
+    }
+
+    fn new(ring: Arc<Ring>, file: Anonymous, memory: &Arc<Mapping>) -> Self {
+        let world = ring.size() as usize;
+        let slots = |half| slots_at(world) + half * world * SLOT * size_of::<f64>();
+        // SAFETY: numbers, most of them atomic; `round` says who uses which slot when.
+        #[allow(unsafe_code)]
+        let (lines, slots) = unsafe {
+            let slots = [0, 1].map(|half| memory.view(slots(half), world * SLOT));
+            (memory.view(size_of::<Head>(), world), slots)
+        };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let own = Mutex::new(FilePosition { calls: 0, used: beginning(world) });
+        Self { ring, spins: world <= cores, file, head: descriptor::head(memory), lines, slots, own }
+    }
+
+    #[cfg(test)]
+    pub(super) fn file(&self) -> &Anonymous {
+        &self.file
+    }
+
+    pub(super) fn queue(&self) -> &WaitQueue {
+        &self.head[0].queue
+    }
+
+    /// See [`SharedMemory::wait`].
+    pub(super) fn wait(
+        &self,
+        operation: &'static str,
+        idle: &mut dyn FnMut() -> bool,
+        ready: &dyn Fn() -> bool,
+        behind: &dyn Fn() -> usize,
+    ) -> Result<Duration, CommError> {
+        let limit = self.ring.timeout();
+        let watch = |quiet: Duration| {
+            self.ring.neighbours_are_there(operation)?;
+            if quiet > limit {
+                let (peer, secs) = (behind() as u32, limit.as_secs_f64());
+                return Err(CommError::TimedOut { operation, peer, secs });
+            }
+            Ok(())
+        };
+        match self.queue().wait(self.spins, idle, ready, watch) {
+            // A rank that is gone may have reported its reason before.
+            Err(_) if ready() => Ok(Duration::ZERO),
+            Err(error) => Err(self.ring.failed(error)),
+            Ok(waited) => Ok(waited),
+        }
+    }
+
+    /// One call: publishes `mine`, and passes to `read` what every rank has published, in rank order.
+    ///
+    /// A rank writes its slot and then increments its counter. The others read the slot from then until their own next call. The rank
+    /// writes this slot again two calls later, which is after all others have made the call in between.
+    fn round<R>(
+        &self,
+        what: Call,
+        mine: &[f64],
+        idle: &mut dyn FnMut() -> bool,
+        read: impl FnOnce(&[f64], Duration) -> R,
+    ) -> Result<R, CommError> {
+        let name = what.operation.name();
+        self.ring.not_ended(name)?;
+        let mut own = self.own.lock().unwrap_or_else(PoisonError::into_inner);
+        own.calls += 1;
+        let (call, half) = (own.calls, (own.calls % 2) as usize);
+        let rank = self.ring.rank() as usize;
+        // SAFETY: nobody reads this rank's slot before its call is counted.
+        #[allow(unsafe_code)]
+        unsafe { self.slots[half].part(rank * SLOT..rank * SLOT + mine.len()) }.copy_from_slice(mine);
+        let packed = what.packed();
+        let line = &self.lines[rank];
+        line.what[half].iter().zip(packed).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
+        line.calls.store(call, Ordering::Release);
+        self.queue().notify_all();
+
+        let late = || self.lines.iter().position(|line| line.calls.load(Ordering::Acquire) < call);
+        let waited = self.wait(name, idle, &|| late().is_none(), &|| late().unwrap_or(rank))?;
+        for (peer, line) in (0..).zip(self.lines.iter()) {
+            let theirs = line.what[half].each_ref().map(|word| word.load(Ordering::Relaxed));
+            if theirs != packed {
+                let detail = format!(
+                    "is at call {call}: {}; this rank: {}",
+                    Call::describe(theirs),
+                    Call::describe(packed)
+                );
+                return Err(self.ring.failed(CommError::Mismatch { operation: name, peer, detail }));
+            }
+        }
+        Ok(read(&self.slots[half], waited))
+    }
+
+    /// Announces a call that uses the ring: ranks that make different calls notice it, also where some do not use the ring.
+    fn announce(&self, what: Call) -> Result<(), CommError> {
+        self.round(what, &[], &mut || false, |_, _| ())
+    }
+
+    /// See [`SharedMemory::all_reduce_f64`].
+    pub(super) fn sum(
+        &self,
+        values: &mut [f64],
+        idle: &mut dyn FnMut() -> bool,
+    ) -> Result<Duration, CommError> {
+        let what = Call::of(Operation::AllReduce, &(&*values).into()).reducing(Reduction::Sum);
+        if values.len() > SLOT {
+            self.announce(what)?;
+            return self.ring.all_reduce(values.into(), Reduction::Sum).map(|()| Duration::ZERO);
+        }
+        let mine = values.to_vec();
+        self.round(what, &mine, idle, |slots, waited| {
+            values.fill(-0.0);
+            for slot in slots.chunks_exact(SLOT) {
+                values.iter_mut().zip(slot).for_each(|(sum, value)| *sum += value);
+            }
+            waited
+        })
+    }
+
+    /// See [`ProcessGroup::shared_memory`].
+    fn share(self: &Arc<Self>, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
+        let bytes = whole_pages(bytes.max(1));
+        let offset = self.own.lock().unwrap_or_else(PoisonError::into_inner).used;
+        let what = Call { length: bytes, ..Call::empty(Operation::SharedMemory) };
+        self.announce(what)?;
+        let grown = if self.ring.rank() == 0 { self.file.grow(offset, bytes) } else { Ok(()) };
+        self.announce(Call { detail: 1, ..what })?;
+        let mapped = grown.and_then(|()| self.file.map(offset, bytes));
+        let mut without = [f64::from(u8::from(mapped.is_err()))];
+        self.sum(&mut without, &mut || false)?;
+        self.own.lock().unwrap_or_else(PoisonError::into_inner).used = offset + bytes;
+        let mib = bytes >> 20;
+        Ok(match mapped {
+            Ok(mapping) if without[0] == 0.0 => Ok(SharedMemory { mapping, group: self.clone() }),
+            Ok(_) => Err(format!("another rank cannot allocate {mib} MiB of shared memory")),
+            Err(why) => Err(format!("cannot allocate {mib} MiB of shared memory: {why}")),
+        })
+    }
+}
+
+impl ProcessGroup for Arc<ShmProcessGroup> {
+    fn rank(&self) -> u32 {
+        self.ring.rank()
+    }
+
+    fn size(&self) -> u32 {
+        self.ring.size()
+    }
+
+    fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+        check::reducible("all_reduce", values.data_type())?;
+        match (values, reduction) {
+            (ValuesMut::F64(values), Reduction::Sum) => self.sum(values, &mut || false).map(drop),
+            (values, reduction) => {
+                self.announce(Call::of(Operation::AllReduce, &values.as_values()).reducing(reduction))?;
+                self.ring.all_reduce(values, reduction)
+            }
+        }
+    }
+
+    fn reduce_scatter(
+        &self,
+        input: Values<'_>,
+        output: ValuesMut<'_>,
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        check::reducible("reduce_scatter", input.data_type())?;
+        check::parts("reduce_scatter", (&input, self.size()), (&output, 1))?;
+        self.announce(Call::of(Operation::ReduceScatter, &input).reducing(reduction))?;
+        self.ring.reduce_scatter(input, output, reduction)
+    }
+
+    fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        check::parts("all_gather", (&input, 1), (&output, self.size()))?;
+        self.announce(Call::of(Operation::AllGather, &input))?;
+        self.ring.all_gather(input, output)
+    }
+
+    fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        check::parts("all_to_all", (&input, self.size()), (&output, self.size()))?;
+        self.announce(Call::of(Operation::AllToAll, &input))?;
+        self.ring.all_to_all(input, output)
+    }
+
+    fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError> {
+        check::root("broadcast", root, self.size())?;
+        self.announce(Call::of(Operation::Broadcast, &values.as_values()).of_root(root))?;
+        self.ring.broadcast(values, root)
+    }
+
+    fn barrier(&self) -> Result<(), CommError> {
+        self.announce(Call::empty(Operation::Barrier))
+    }
+
+    fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
+        self.ring.send(values, to)
+    }
+
+    fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
+        self.ring.recv(values, from)
+    }
+
+    /// The ranks of each new group share memory of its own, if they can.
+    fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
+        self.announce(Call::empty(Operation::Split))?;
+        self.ring.split_with(color, key, |part| match part {
+            Part::Single => Ok(Arc::new(SingleRank) as Arc<dyn ProcessGroup>),
+            Part::Ring(ring) => ShmProcessGroup::over(&ring, |_, value| ring.all_gather_bytes(value)),
+        })
+    }
+
+    fn abort(&self, reason: &str) {
+        self.ring.abort(reason);
+        self.queue().notify_all();
+    }
+
+    fn check(&self, operation: &'static str) -> Result<(), CommError> {
+        self.ring.neighbours_are_there(operation)
+    }
+
+    fn timeout(&self) -> Duration {
+        self.ring.timeout()
+    }
+
+    fn concurrent(&self) -> Option<Arc<dyn ProcessGroup>> {
+        self.ring.concurrent()
+    }
+
+    fn shared_memory(&self, bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
+        self.share(bytes)
+    }
+}

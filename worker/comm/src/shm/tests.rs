@@ -1,0 +1,193 @@
+//! Ranks of one machine, as threads that map the memory each for itself.
+
+use super::*;
+use crate::{
+    ProcessGroup, Reduction,
+    rendezvous::{
+        Store,
+        loopback::{rendezvous_config, unused_port},
+    },
+    ring::Ring,
+    tests::on_connected_ranks,
+};
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::Instant,
+};
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+fn on_ranks<T: Send>(
+    world: u32,
+    timeout: Duration,
+    body: impl Fn(Arc<ShmProcessGroup>) -> T + Sync,
+) -> Vec<T> {
+    let connect = |store: &Store, ring: Arc<Ring>| {
+        ShmProcessGroup::among(&ring, |what, value| store.exchange(what, value)).unwrap().unwrap()
+    };
+    on_connected_ranks(world, timeout, connect, body)
+}
+
+#[test]
+fn sums_of_any_length_are_the_same_on_every_rank_call_after_call() {
+    for world in [1, 2, 3, 5] {
+        let results = on_ranks(world, TIMEOUT, |group| {
+            let mut all = Vec::new();
+            for call in 0..200 {
+                let length = [0, 1, 128, 8192, 8193][call % 5];
+                let value = |i: usize| (i as f64 + 0.1) * f64::from(group.rank() + 1) / (call as f64 + 3.0);
+                let mut values: Vec<f64> = (0..length).map(value).collect();
+                group.all_reduce((&mut values).into(), Reduction::Sum).unwrap();
+                for (i, sum) in values.iter().enumerate() {
+                    let ranks = f64::from(world * (world + 1) / 2);
+                    let exact = (i as f64 + 0.1) * ranks / (call as f64 + 3.0);
+                    assert!((sum - exact).abs() < 1e-12 * exact, "{world} ranks, call {call}: {sum} {exact}");
+                }
+                all.push(values);
+            }
+            all
+        });
+        assert!(results.iter().all(|r| *r == results[0]), "{world} ranks");
+    }
+}
+
+#[test]
+fn what_goes_over_the_ring_keeps_its_place_among_the_calls() {
+    on_ranks(3, TIMEOUT, |group| {
+        for _ in 0..3 {
+            let mut values = vec![group.rank() as f32; 100_000];
+            group.all_reduce((&mut values).into(), Reduction::Mean).unwrap();
+            assert!(values.iter().all(|v| *v == 1.0));
+            let mut count = [1.0f64];
+            group.all_reduce((&mut count).into(), Reduction::Sum).unwrap();
+            assert_eq!(count, [3.0]);
+            group.broadcast((&mut values).into(), 2).unwrap();
+            let mut all = [0.0f32; 3];
+            group.all_gather((&[group.rank() as f32]).into(), (&mut all).into()).unwrap();
+            assert_eq!(all, [0.0, 1.0, 2.0]);
+            group.barrier().unwrap();
+        }
+    });
+}
+
+#[test]
+fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
+    on_ranks(3, TIMEOUT, |group| {
+        let memory = group.shared_memory(3 << 20).unwrap().unwrap();
+        let second = group.shared_memory(100).unwrap().unwrap();
+        // SAFETY: atomic numbers.
+        #[allow(unsafe_code)]
+        let (numbers, others): (SharedSlice<AtomicU64>, SharedSlice<AtomicU64>) =
+            unsafe { (memory.view(0, 3), second.view(8, 2)) };
+        assert!(others.iter().all(|n| n.load(Ordering::Acquire) == 0), "memory of its own, zeroed");
+        let rank = group.rank() as usize;
+        group.barrier().unwrap();
+        if rank == 0 {
+            // The others are asleep by then.
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        numbers[rank].store(7 + rank as u64, Ordering::Release);
+        memory.notify_all();
+        let mut chores = 5;
+        let mut idle = || {
+            chores -= i32::from(chores > 0);
+            chores > 0
+        };
+        let all = || numbers.iter().all(|n| n.load(Ordering::Acquire) > 0);
+        let waited = memory.wait("numbers", &mut idle, &all, &|| 0).unwrap();
+        if rank != 0 {
+            assert!(chores == 0 && waited > Duration::from_millis(10), "{chores} {waited:?}");
+        }
+        assert_eq!(numbers.iter().map(|n| n.load(Ordering::Acquire)).sum::<u64>(), 7 + 8 + 9);
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn ranks_that_disagree_get_an_error() {
+    let errors = on_ranks(2, TIMEOUT, |group| {
+        if group.rank() == 0 {
+            group.all_reduce((&mut [0.0f32; 10]).into(), Reduction::Sum).unwrap_err().to_string()
+        } else {
+            group.all_reduce((&mut [0.0f64; 12]).into(), Reduction::Sum).unwrap_err().to_string()
+        }
+    });
+    let reported = |e: &String| {
+        e.contains("all_reduce of 12 float64 values") && e.contains("all_reduce of 10 float32 values")
+    };
+    assert!(errors.iter().any(reported), "{errors:?}");
+}
+
+#[test]
+fn a_silent_rank_times_out_by_name_and_a_dead_one_is_noticed_at_once() {
+    let over = std::sync::Barrier::new(3);
+    let errors = on_ranks(3, Duration::from_millis(300), |group| {
+        if group.rank() == 1 {
+            over.wait();
+            return None;
+        }
+        let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
+        over.wait();
+        Some(error)
+    });
+    let timed_out = |e: &&CommError| matches!(e, CommError::TimedOut { peer: 1, secs, .. } if *secs == 0.3);
+    assert!(errors.iter().flatten().any(|e| timed_out(&e)), "{errors:?}");
+
+    let errors = on_ranks(3, Duration::from_secs(600), |group| {
+        if group.rank() == 1 {
+            return None;
+        }
+        let began = Instant::now();
+        let error = group.all_reduce((&mut [0.0f64; 10]).into(), Reduction::Sum).unwrap_err();
+        assert!(began.elapsed() < Duration::from_secs(5));
+        assert!(group.barrier().is_err(), "the group is over");
+        Some(error)
+    });
+    for error in errors.iter().flatten() {
+        assert!(matches!(error, CommError::Disconnected { .. }), "{error}");
+    }
+}
+
+#[test]
+fn abort_ends_a_wait_from_another_thread() {
+    let errors = on_ranks(2, Duration::from_secs(600), |group| {
+        if group.rank() == 1 {
+            return group.barrier().and_then(|()| group.barrier()).unwrap_err();
+        }
+        group.barrier().unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                let memory =
+                    SharedMemory { mapping: group.file().map(0, 1 << 16).unwrap(), group: group.clone() };
+                memory.wait("update", &mut || false, &|| false, &|| 1).unwrap_err()
+            });
+            group.abort("asked to stop");
+            waiting.join().unwrap()
+        })
+    });
+    assert_eq!(errors[0].to_string(), "update: aborted: asked to stop");
+    assert!(matches!(errors[1], CommError::Disconnected { peer: 0, .. }), "{:?}", errors[1]);
+}
+
+#[test]
+fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
+    let port = unused_port();
+    let why = "it runs on another machine than rank 0";
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
+                let ring = Ring::connect(&store, TIMEOUT).unwrap();
+                if rank == 2 {
+                    store.exchange("shm/descriptor", b"").unwrap();
+                    store.exchange("shm/joined", why.as_bytes()).unwrap();
+                } else {
+                    let comm = ShmProcessGroup::meet(&store, ring).unwrap();
+                    let reported = comm.shared_memory(1000).unwrap().unwrap_err();
+                    assert_eq!(reported, format!("rank 2: {why}"));
+                }
+                store.barrier("reported").unwrap();
+            });
+        }
+    });
+}

@@ -1,0 +1,287 @@
+//! What every implementation of a group does, as threads with real sockets between them.
+
+mod errors;
+mod split;
+
+use super::*;
+use half::{bf16, f16};
+use rendezvous::{
+    Store,
+    loopback::{rendezvous_config, unused_port},
+};
+use ring::Ring;
+use shm::ShmProcessGroup;
+
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What connects the ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Ring,
+    Shm,
+}
+
+const KINDS: [Kind; 2] = [Kind::Ring, Kind::Shm];
+
+/// Runs `body` on the ranks of a group, in a thread each, and gives what each returned.
+fn on_ranks<T: Send>(
+    kind: Kind,
+    size: u32,
+    timeout: Duration,
+    body: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync,
+) -> Vec<T> {
+    let connect = |store: &Store, ring: Arc<Ring>| -> Arc<dyn ProcessGroup> {
+        let group: Arc<dyn ProcessGroup> = match kind {
+            Kind::Ring => ring,
+            Kind::Shm => ShmProcessGroup::meet(store, ring).unwrap(),
+        };
+        store.barrier("met").unwrap();
+        group
+    };
+    on_connected_ranks(size, timeout, connect, body)
+}
+
+/// Runs `body` on what `connect` makes of each rank's ring, in a thread each, and gives what each returned.
+pub(super) fn on_connected_ranks<G, T: Send>(
+    size: u32,
+    timeout: Duration,
+    connect: impl Fn(&Store, Arc<Ring>) -> G + Sync,
+    body: impl Fn(G) -> T + Sync,
+) -> Vec<T> {
+    let port = unused_port();
+    std::thread::scope(|scope| {
+        let (connect, body) = (&connect, &body);
+        let rank = |rank| {
+            scope.spawn(move || {
+                let store = Store::join(rendezvous_config(port, rank, size)).unwrap();
+                let ring = Ring::connect(&store, timeout).unwrap();
+                store.barrier("connected").unwrap();
+                body(connect(&store, ring))
+            })
+        };
+        let ranks: Vec<_> = (0..size).map(rank).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// `length` values of a rank that do not add up exactly, so that order shows.
+pub(super) fn values(rank: u32, length: usize) -> Vec<f32> {
+    let seed = |i: usize| (i as u32).wrapping_mul(2_654_435_761).wrapping_add(rank * 40_503);
+    (0..length).map(|i| (seed(i) % 10_007) as f32 * 1.37e-3 - 5.0).collect()
+}
+
+/// The same as bytes of any type.
+fn bytes(rank: u32, length: usize) -> Vec<u8> {
+    (0..length).map(|i| (i as u32 * 7 + rank * 31) as u8).collect()
+}
+
+#[test]
+fn each_rank_gets_the_sum_of_its_part() {
+    for (kind, size) in [(Kind::Ring, 1), (Kind::Ring, 2), (Kind::Ring, 5), (Kind::Shm, 3)] {
+        on_ranks(kind, size, TIMEOUT, |group| {
+            let n = size as usize;
+            for part in [0, 1, 1023, 40_001] {
+                let exact =
+                    |i: usize| -> f64 { (0..size).map(|rank| f64::from(values(rank, n * part)[i])).sum() };
+                let first = group.rank() as usize * part;
+                let looked_at = |i: usize| part < 100 || i.is_multiple_of(997);
+                for (reduction, scale) in [(Reduction::Sum, 1.0), (Reduction::Mean, f64::from(size))] {
+                    let single = values(group.rank(), n * part);
+                    let mut of_single = vec![0.0f32; part];
+                    group.reduce_scatter((&single).into(), (&mut of_single).into(), reduction).unwrap();
+                    let double: Vec<f64> = single.iter().copied().map(f64::from).collect();
+                    let mut of_double = vec![0.0f64; part];
+                    group.reduce_scatter((&double).into(), (&mut of_double).into(), reduction).unwrap();
+                    for i in (0..part).filter(|i| looked_at(*i)) {
+                        let wanted = exact(first + i) / scale;
+                        assert!(
+                            (f64::from(of_single[i]) - wanted).abs() < 1e-5,
+                            "{kind:?} {size} {part} {i}"
+                        );
+                        assert!((of_double[i] - wanted).abs() < 1e-12, "{kind:?} {size} {part} {i}");
+                    }
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn parts_go_to_their_ranks_and_come_from_them_whatever_their_type() {
+    for (kind, size) in [(Kind::Ring, 1), (Kind::Ring, 2), (Kind::Ring, 5), (Kind::Shm, 3)] {
+        on_ranks(kind, size, TIMEOUT, |group| {
+            let (rank, n) = (group.rank(), size as usize);
+            for part in [0, 1, 3, 50_001] {
+                let own = bytes(rank, n * part);
+                let mut got = vec![0u8; n * part];
+                group.all_to_all((&own).into(), (&mut got).into()).unwrap();
+                let at = rank as usize * part;
+                let wanted: Vec<u8> =
+                    (0..size).flat_map(|from| bytes(from, n * part)[at..at + part].to_vec()).collect();
+                assert_eq!(got, wanted, "all_to_all, {kind:?}, {size} ranks, {part} bytes");
+
+                let mut got = vec![0u8; n * part];
+                group.all_gather((&own[..part]).into(), (&mut got).into()).unwrap();
+                let wanted: Vec<u8> =
+                    (0..size).flat_map(|from| bytes(from, n * part)[..part].to_vec()).collect();
+                assert_eq!(got, wanted, "all_gather, {kind:?}, {size} ranks, {part} bytes");
+
+                let halves: Vec<u16> = (0..part).map(|i| i as u16 ^ (rank as u16) << 8).collect();
+                let mut got = halves.clone();
+                group.broadcast(ValuesMut::Bf16(&mut got), size - 1).unwrap();
+                let wanted: Vec<u16> = (0..part).map(|i| i as u16 ^ (size as u16 - 1) << 8).collect();
+                assert_eq!(got, wanted);
+                let mut got = vec![0; n * part];
+                group.all_to_all(Values::F16(&halves.repeat(n)), ValuesMut::F16(&mut got)).unwrap();
+                assert!(part == 0 || (0..n).all(|from| got[from * part] == (from as u16) << 8));
+            }
+        });
+    }
+}
+
+#[test]
+fn sixteen_bit_sums_are_rounded_once_an_addition_and_equal_on_every_rank() {
+    for kind in KINDS {
+        // Gathered whole, and in parts.
+        for length in [100, 40_000] {
+            let of_ranks = on_ranks(kind, 3, TIMEOUT, |group| {
+                let own = values(group.rank(), length);
+                let mut half: Vec<u16> = own.iter().map(|v| f16::from_f32(*v).to_bits()).collect();
+                group.all_reduce(ValuesMut::F16(&mut half), Reduction::Sum).unwrap();
+                let mut brain: Vec<u16> = own.iter().map(|v| bf16::from_f32(*v).to_bits()).collect();
+                group.all_reduce(ValuesMut::Bf16(&mut brain), Reduction::Mean).unwrap();
+                (half, brain)
+            });
+            assert!(of_ranks.iter().all(|of_rank| *of_rank == of_ranks[0]), "{kind:?} {length}");
+            let (half, brain) = &of_ranks[0];
+            for i in (0..length).step_by(97) {
+                let exact: f32 = (0..3).map(|rank| values(rank, length)[i]).sum();
+                // Three roundings of the values and two of the sums, each by half a unit in the last place of at most 32.
+                let is = f16::from_bits(half[i]).to_f32();
+                assert!((is - exact).abs() <= 5.0 * 32.0 / 4096.0, "{kind:?} {length}: {is} {exact}");
+                let is = bf16::from_bits(brain[i]).to_f32();
+                assert!((is - exact / 3.0).abs() <= 5.0 * 32.0 / 512.0, "{kind:?} {length}: {is} {exact}");
+            }
+            if length == 100 {
+                let in_order = |i: usize| {
+                    let add = |sum: f16, rank| {
+                        f16::from_f32(sum.to_f32() + f16::from_f32(values(rank, length)[i]).to_f32())
+                    };
+                    (1..3).fold(f16::from_f32(values(0, length)[i]), add).to_bits()
+                };
+                assert_eq!(*half, (0..length).map(in_order).collect::<Vec<_>>());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_largest_of_all_ranks_and_no_nan_is_lost() {
+    for kind in KINDS {
+        on_ranks(kind, 3, TIMEOUT, |group| {
+            let rank = group.rank() as f32;
+            let mut values = [rank, -rank, if rank == 1.0 { f32::NAN } else { 7.0 }];
+            group.all_reduce((&mut values).into(), Reduction::Max).unwrap();
+            assert_eq!(values[..2], [2.0, 0.0]);
+            assert!(values[2].is_nan());
+            let mut long = vec![f64::from(rank); 20_000];
+            group.all_reduce((&mut long).into(), Reduction::Max).unwrap();
+            assert!(long.iter().all(|v| *v == 2.0));
+            let mut own = [0.0f32];
+            group
+                .reduce_scatter((&[rank, 2.0 * rank, -rank]).into(), (&mut own).into(), Reduction::Max)
+                .unwrap();
+            assert_eq!(own, [[2.0], [4.0], [0.0]][group.rank() as usize]);
+        });
+    }
+}
+
+#[test]
+fn messages_between_any_two_ranks_keep_their_order_beside_collectives() {
+    for kind in KINDS {
+        on_ranks(kind, 4, TIMEOUT, |group| {
+            let (rank, size) = (group.rank(), group.size());
+            for round in 0..3 {
+                for to in (0..size).filter(|to| *to != rank) {
+                    group.send((&[f64::from(rank), f64::from(round)]).into(), to).unwrap();
+                    group.send(Values::U8(&[]), to).unwrap();
+                    group.send(Values::Bf16(&[rank as u16, 7]), to).unwrap();
+                }
+                group.barrier().unwrap();
+                for from in (0..size).rev().filter(|from| *from != rank) {
+                    let mut first = [0.0f64; 2];
+                    group.recv((&mut first).into(), from).unwrap();
+                    assert_eq!(first, [f64::from(from), f64::from(round)]);
+                    group.recv(ValuesMut::U8(&mut []), from).unwrap();
+                    let mut last = [0; 2];
+                    group.recv(ValuesMut::Bf16(&mut last), from).unwrap();
+                    assert_eq!(last, [from as u16, 7]);
+                }
+            }
+            // Longer than what is on its way: even ranks send first.
+            let long = values(rank, 2_000_000);
+            let (to, from) = ((rank + 2) % size, (rank + size - 2) % size);
+            let mut got = vec![0.0f32; long.len()];
+            if rank < 2 {
+                group.send((&long).into(), to).unwrap();
+                group.recv((&mut got).into(), from).unwrap();
+            } else {
+                group.recv((&mut got).into(), from).unwrap();
+                group.send((&long).into(), to).unwrap();
+            }
+            assert!(got == values(from, got.len()));
+        });
+    }
+}
+
+#[test]
+fn what_ranks_say_may_be_of_any_length_up_to_the_limit() {
+    for kind in KINDS {
+        on_ranks(kind, 3, TIMEOUT, |group| {
+            let said = |lengths: [usize; 3]| {
+                let all = group.all_gather_bytes(&bytes(group.rank(), lengths[group.rank() as usize]));
+                all.map(|all| {
+                    let wanted: Vec<_> =
+                        (0..3).zip(lengths).map(|(rank, length)| bytes(rank, length)).collect();
+                    assert_eq!(all, wanted);
+                })
+            };
+            said([0, 0, 0]).unwrap();
+            said([5, 0, 300]).unwrap();
+            said([1, LONGEST_MESSAGE, 2]).unwrap();
+            let error = said([1, LONGEST_MESSAGE + 1, 2]).unwrap_err();
+            assert!(matches!(error, CommError::Invalid { .. }), "{error}");
+            assert!(error.to_string().contains("rank 1 gives 1048577 bytes"), "{error}");
+            said([1, 2, 3]).unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_group_of_one_has_what_it_gives() {
+    let group = SingleRank;
+    let mut sum = [3.0f32];
+    group.all_reduce((&mut sum).into(), Reduction::Mean).unwrap();
+    assert_eq!(sum, [3.0]);
+    let mut to = [0.0f64; 2];
+    group.reduce_scatter((&[1.0, 2.0]).into(), (&mut to).into(), Reduction::Sum).unwrap();
+    assert_eq!(to, [1.0, 2.0]);
+    group.all_gather((&[3.0, 4.0]).into(), (&mut to).into()).unwrap();
+    assert_eq!(to, [3.0, 4.0]);
+    group.all_to_all((&[5.0, 6.0]).into(), (&mut to).into()).unwrap();
+    assert_eq!(to, [5.0, 6.0]);
+    assert_eq!(group.all_gather_bytes(b"word").unwrap(), [b"word"]);
+    group.broadcast((&mut to).into(), 0).unwrap();
+    group.barrier().unwrap();
+    assert!(group.split(None, 0).unwrap().is_none());
+    assert_eq!(group.split(Some(7), 0).unwrap().unwrap().size(), 1);
+    for error in [
+        group.broadcast((&mut to).into(), 1),
+        group.send((&[1u8]).into(), 0),
+        group.recv((&mut [0u8]).into(), 1),
+        group.all_reduce(ValuesMut::U8(&mut [1]), Reduction::Sum),
+        group.all_gather((&[1.0f64]).into(), (&mut to).into()),
+    ] {
+        assert!(matches!(error, Err(CommError::Invalid { .. })), "{error:?}");
+    }
+}

@@ -1,0 +1,184 @@
+//! Groups that are split from groups, and what an end of one ends.
+
+use super::*;
+use crate::ring::Part;
+use std::sync::Barrier;
+
+/// This rank's number in the group that `group` was made of.
+fn sum_of(group: &dyn ProcessGroup, value: u32) -> f64 {
+    let mut sum = [f64::from(value)];
+    group.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
+    sum[0]
+}
+
+#[test]
+fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
+    for kind in KINDS {
+        on_ranks(kind, 6, TIMEOUT, |all| {
+            let rank = all.rank();
+            // Even ranks backwards; odd ones as they are; rank 5 takes no part.
+            let (color, key) = match rank {
+                5 => (None, 0),
+                even if even.is_multiple_of(2) => (Some(10), -(even as i32)),
+                _ => (Some(3), 0),
+            };
+            let part = all.split(color, key).unwrap();
+            let Some(part) = part else {
+                assert_eq!(rank, 5);
+                assert_eq!(sum_of(all.as_ref(), 1), 6.0);
+                return;
+            };
+            let (wanted_rank, wanted_size) = [(2, 3), (0, 2), (1, 3), (1, 2), (0, 3)][rank as usize];
+            assert_eq!((part.rank(), part.size()), (wanted_rank, wanted_size));
+            assert_eq!(sum_of(part.as_ref(), rank), [6.0, 4.0][rank as usize % 2]);
+            let mut who = vec![0.0f64; part.size() as usize];
+            part.all_gather((&[f64::from(rank)]).into(), (&mut who).into()).unwrap();
+            assert_eq!(who, [vec![4.0, 2.0, 0.0], vec![1.0, 3.0]][rank as usize % 2]);
+            // Its concurrent group, and messages of its own numbers.
+            let concurrent = part.concurrent().unwrap();
+            assert_eq!(sum_of(concurrent.as_ref(), 1), f64::from(part.size()));
+            let next = (part.rank() + 1) % part.size();
+            part.send((&[rank as u8]).into(), next).unwrap();
+            let previous = (part.rank() + part.size() - 1) % part.size();
+            let mut from = [0];
+            part.recv((&mut from).into(), previous).unwrap();
+            assert_eq!(f64::from(from[0]), who[previous as usize]);
+            match (kind, part.shared_memory(100).unwrap()) {
+                (Kind::Shm, Err(why)) => panic!("{why}"),
+                (Kind::Ring, Ok(_)) => panic!("a ring has no memory to share"),
+                _ => {}
+            }
+            // The one that it was split from is as it was.
+            assert_eq!(sum_of(all.as_ref(), 1), 6.0);
+        });
+    }
+}
+
+#[test]
+fn a_group_that_was_split_is_split_again_down_to_one() {
+    for kind in KINDS {
+        on_ranks(kind, 4, TIMEOUT, |all| {
+            let half = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
+            let one = half.split(Some(half.rank()), 0).unwrap().unwrap();
+            assert_eq!((half.size(), one.size(), one.rank()), (2, 1, 0));
+            assert_eq!(sum_of(one.as_ref(), all.rank()), f64::from(all.rank()));
+            // The same colors once more are other groups.
+            let again = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
+            assert_eq!(sum_of(again.as_ref(), 1) + sum_of(half.as_ref(), 1), 4.0);
+        });
+    }
+}
+
+#[test]
+fn an_abort_of_a_part_leaves_the_whole_and_the_other_part_alone() {
+    for kind in KINDS {
+        on_ranks(kind, 4, TIMEOUT, |all| {
+            let part = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
+            if all.rank() < 2 {
+                let error = match part.rank() {
+                    0 => {
+                        part.abort("enough");
+                        part.barrier().unwrap_err()
+                    }
+                    _ => part.barrier().unwrap_err(),
+                };
+                let wanted = matches!(
+                    (&error, part.rank()),
+                    (CommError::Aborted { .. }, 0) | (CommError::Disconnected { peer: 0, .. }, 1)
+                );
+                assert!(wanted, "{error}");
+                assert!(part.send((&[1u8]).into(), 1 - part.rank()).is_err());
+            } else {
+                assert_eq!(sum_of(part.as_ref(), 1), 2.0);
+            }
+            assert_eq!(sum_of(all.as_ref(), 1), 4.0);
+            let new = all.split(Some(0), 0).unwrap().unwrap();
+            assert_eq!(sum_of(new.as_ref(), 1), 4.0);
+            all.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn an_abort_of_the_whole_ends_its_parts_and_theirs() {
+    for kind in KINDS {
+        let over = Barrier::new(4);
+        on_ranks(kind, 4, Duration::from_secs(600), |all| {
+            let part = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
+            let inner = part.split(Some(0), 0).unwrap().unwrap();
+            all.barrier().unwrap();
+            if all.rank() == 0 {
+                // Nobody else comes to these.
+                std::thread::scope(|scope| {
+                    let waiting = scope.spawn(|| inner.barrier().unwrap_err());
+                    all.abort("asked to stop");
+                    assert_eq!(waiting.join().unwrap().to_string(), "barrier: aborted: asked to stop");
+                });
+                assert!(matches!(part.barrier(), Err(CommError::Aborted { .. })));
+                assert!(matches!(all.split(None, 0), Err(CommError::Aborted { .. })));
+            }
+            over.wait();
+        });
+    }
+}
+
+#[test]
+fn a_part_that_fails_does_not_end_the_whole() {
+    for kind in KINDS {
+        on_ranks(kind, 2, Duration::from_secs(5), |all| {
+            let part = all.split(Some(0), 0).unwrap().unwrap();
+            let length = 10 + all.rank() as usize;
+            part.all_reduce((&mut vec![0.0f32; length]).into(), Reduction::Sum).unwrap_err();
+            assert_eq!(sum_of(all.as_ref(), 1), 2.0);
+            all.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn where_one_rank_cannot_join_its_group_none_gets_one_and_all_learn_why() {
+    let port = unused_port();
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
+                let ring = Ring::connect(&store, TIMEOUT).unwrap();
+                store.barrier("connected").unwrap();
+                let build = |part: Part| match rank {
+                    1 => {
+                        drop(part);
+                        Err(CommError::Failed { operation: "NCCL start", detail: "no GPU 9".into() })
+                    }
+                    _ => Ok(()),
+                };
+                let error = ring.split_with(Some(rank % 2), 0, build).unwrap_err();
+                assert_eq!(error.to_string(), "split: rank 1 could not join its group: NCCL start: no GPU 9");
+                assert_eq!(sum_of(ring.as_ref(), 1), 3.0);
+                store.barrier("done").unwrap();
+            });
+        }
+    });
+}
+
+#[test]
+fn a_group_of_all_ranks_meets_at_the_store_and_any_other_over_itself() {
+    let port = unused_port();
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            scope.spawn(move || {
+                let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
+                let ring = Ring::connect(&store, TIMEOUT).unwrap();
+                assert!(matches!(Exchange::of(ring.as_ref(), Some(&store)), Exchange::Store(..)));
+                let pair = ring.split((rank > 0).then_some(1), 0).unwrap();
+                if let Some(pair) = &pair {
+                    let place = Exchange::of(pair.as_ref(), Some(&store));
+                    assert!(matches!(place, Exchange::Group(_)));
+                    let said = format!("rank {rank}");
+                    let all = place.exchange("test", "names", said.as_bytes()).unwrap();
+                    assert_eq!(all, [b"rank 1", b"rank 2"]);
+                }
+                store.barrier("done").unwrap();
+            });
+        }
+    });
+}

@@ -1,0 +1,333 @@
+//! Notices when steps no longer complete, and says which ranks hold up the others.
+//!
+//! A collective that one rank never joins runs on the other GPUs for ever, and nothing in their
+//! processes fails. So every rank posts the last step that it finished at the rendezvous, about once a second. A rank whose steps
+//! stop for longer than the stall time-out compares these numbers, reports which ranks are behind, and ends its attempt.
+
+use crate::rendezvous::Store;
+use std::{
+    fmt::Write as _,
+    io,
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Between two posts.
+const POST_EVERY: Duration = Duration::from_secs(1);
+/// A rank whose posts have not changed for this long is silent.
+const SILENT: Duration = Duration::from_secs(5);
+
+/// Watches the steps of one rank, until it is dropped.
+#[derive(Debug)]
+pub struct Watchdog {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    began: Instant,
+    rank: u32,
+    /// The step of the checkpoint that this attempt continues from.
+    base: AtomicU64,
+    submitted: AtomicU64,
+    done: AtomicU64,
+    /// Milliseconds after `began` at which a step was last completed, or submitted when no other was pending.
+    moved_ms: AtomicU64,
+    over: AtomicBool,
+    posted: Mutex<PostedSteps>,
+    stall_reason: OnceLock<String>,
+}
+
+/// What the ranks have posted.
+#[derive(Debug, Default)]
+struct PostedSteps {
+    /// By rank: the last finished step, what was posted, and when that was first seen.
+    ranks: Vec<Option<(u64, Vec<u8>, Instant)>>,
+    /// When rank 0, which stores the posts, last answered.
+    answered: Option<Instant>,
+}
+
+impl Watchdog {
+    /// Starts watching. `stalled` is called once, on a thread of its own, with a sentence, when a step that
+    /// was submitted is not done within `limit` after the one before.
+    ///
+    /// # Errors
+    /// No thread can be had.
+    pub fn start(
+        store: Option<Arc<Store>>,
+        limit: Duration,
+        stalled: impl FnOnce(&str) + Send + 'static,
+    ) -> io::Result<Arc<Self>> {
+        Self::with(store, limit, POST_EVERY, stalled)
+    }
+
+    fn with(
+        store: Option<Arc<Store>>,
+        limit: Duration,
+        post_every: Duration,
+        stalled: impl FnOnce(&str) + Send + 'static,
+    ) -> io::Result<Arc<Self>> {
+        let (rank, world_size) =
+            store.as_ref().map_or((0, 1), |store| (store.config().rank, store.config().world_size));
+        let posted = PostedSteps { ranks: vec![None; world_size as usize], answered: None };
+        let shared = Arc::new(Shared {
+            began: Instant::now(),
+            rank,
+            base: AtomicU64::new(0),
+            submitted: AtomicU64::new(0),
+            done: AtomicU64::new(0),
+            moved_ms: AtomicU64::new(0),
+            over: AtomicBool::new(false),
+            posted: Mutex::new(posted),
+            stall_reason: OnceLock::new(),
+        });
+        if let Some(store) = store {
+            // A thread of its own: it blocks when rank 0's process is suspended.
+            let shared = shared.clone();
+            let post = move || shared.post(&store, post_every);
+            std::thread::Builder::new().name("watchdog post".into()).spawn(post)?;
+        }
+        let watched = shared.clone();
+        let watch = move || watched.watch(limit, stalled);
+        std::thread::Builder::new().name("watchdog".into()).spawn(watch)?;
+        Ok(Arc::new(Self { shared }))
+    }
+
+    /// Steps are counted from here, when training continues from a checkpoint of step `base`.
+    pub fn continues_from(&self, base: u64) {
+        self.shared.base.store(base, Ordering::Release);
+    }
+
+    /// Step number `step` (from 1, of this process) was submitted to the GPU: it has to complete within the limit.
+    pub fn submitted(&self, step: u64) {
+        let shared = &self.shared;
+        if shared.submitted.fetch_max(step, Ordering::AcqRel) <= shared.done.load(Ordering::Acquire) {
+            shared.moved();
+        }
+    }
+
+    /// Step number `step`, and all before it, are done.
+    pub fn done(&self, step: u64) {
+        self.shared.done.fetch_max(step, Ordering::AcqRel);
+        self.shared.moved();
+    }
+
+    /// Steps of this process that are done.
+    pub fn steps_done(&self) -> u64 {
+        self.shared.done.load(Ordering::Acquire)
+    }
+
+    /// Why it ended the attempt, if it did.
+    pub fn stall_reason(&self) -> Option<&str> {
+        self.shared.stall_reason.get().map(String::as_str)
+    }
+}
+
+impl Drop for Watchdog {
+    fn drop(&mut self) {
+        self.shared.over.store(true, Ordering::Release);
+    }
+}
+
+impl Shared {
+    fn moved(&self) {
+        self.moved_ms.store(self.began.elapsed().as_millis() as u64, Ordering::Release);
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
+    }
+
+    fn watch(&self, limit: Duration, stalled: impl FnOnce(&str)) {
+        let poll_every = (limit / 20).clamp(Duration::from_millis(5), Duration::from_millis(500));
+        while !self.is_over() {
+            std::thread::sleep(poll_every);
+            let done = self.done.load(Ordering::Acquire);
+            let waits = self.submitted.load(Ordering::Acquire) > done;
+            let moved = Duration::from_millis(self.moved_ms.load(Ordering::Acquire));
+            let since = self.began.elapsed().saturating_sub(moved);
+            if waits && since > limit && !self.is_over() {
+                let posted = self.posted.lock().unwrap_or_else(PoisonError::into_inner);
+                let text = posted.describe(
+                    limit,
+                    self.rank,
+                    self.base.load(Ordering::Acquire) + done,
+                    Instant::now(),
+                );
+                drop(posted);
+                stalled(self.stall_reason.get_or_init(|| text));
+                return;
+            }
+        }
+    }
+
+    fn post(&self, store: &Store, every: Duration) {
+        let world_size = store.config().world_size;
+        let key = |rank: u32| format!("watchdog/{rank}");
+        let keys: Vec<String> = (0..world_size).map(key).collect();
+        let mut beat = 0u64;
+        while !self.is_over() {
+            beat += 1;
+            let at = self.base.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
+            let mut value = at.to_le_bytes().to_vec();
+            // A counter, so that the posts of a live rank change even while its step does not.
+            value.extend_from_slice(&beat.to_le_bytes());
+            let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
+            let Ok(values) = posted else { return };
+            self.posted.lock().unwrap_or_else(PoisonError::into_inner).take(values, Instant::now());
+            std::thread::sleep(every);
+        }
+    }
+}
+
+impl PostedSteps {
+    fn take(&mut self, values: Vec<Option<Vec<u8>>>, now: Instant) {
+        self.answered = Some(now);
+        for (known, value) in self.ranks.iter_mut().zip(values) {
+            let Some(value) = value else { continue };
+            let Some(step) = value.first_chunk().map(|bytes| u64::from_le_bytes(*bytes)) else { continue };
+            if known.as_ref().is_none_or(|(_, before, _)| *before != value) {
+                *known = Some((step, value, now));
+            }
+        }
+    }
+
+    /// `no step for 120 s: rank 1 is at step 812, the others at 813`.
+    fn describe(&self, limit: Duration, own: u32, own_step: u64, now: Instant) -> String {
+        let mut text = format!("no step for {:.0} s", limit.as_secs_f64());
+        let away = self.answered.map(|at| now.saturating_duration_since(at));
+        let steps: Vec<(u32, Option<u64>, Duration)> = (0..)
+            .zip(&self.ranks)
+            .map(|(rank, known)| match known {
+                _ if rank == own => (rank, Some(own_step), Duration::ZERO),
+                Some((step, _, at)) => {
+                    // While rank 0 does not answer, no post is seen: silence is measured up to its last answer.
+                    let seen = away.map_or(now, |away| now - away);
+                    (rank, Some(*step), seen.saturating_duration_since(*at))
+                }
+                None => (rank, None, Duration::ZERO),
+            })
+            .collect();
+        if steps.len() < 2 {
+            let _ = write!(text, " after step {own_step}: the GPU does not finish what it was given");
+            return text;
+        }
+        let ahead = steps.iter().filter_map(|(_, step, _)| *step).max().unwrap_or(own_step);
+        let mut behind = Vec::new();
+        for (rank, step, silence) in &steps {
+            let silent =
+                if *rank == 0 && own != 0 { (*silence).max(away.unwrap_or_default()) } else { *silence };
+            let silent = match silent {
+                silence if silence >= SILENT => {
+                    format!(" and silent for {:.0} s (suspended?)", silence.as_secs_f64())
+                }
+                _ => String::new(),
+            };
+            match step {
+                None => behind.push(format!("rank {rank} has not finished a step")),
+                Some(step) if *step < ahead || !silent.is_empty() => {
+                    behind.push(format!("rank {rank} is at step {step}{silent}"));
+                }
+                Some(_) => {}
+            }
+        }
+        let others = steps.len() - behind.len();
+        let _ = match (behind.is_empty(), others) {
+            (true, _) => write!(text, ": all ranks are at step {ahead}, in a collective that does not end"),
+            (false, 0) => write!(text, ": {}", behind.join(", ")),
+            (false, 1) => write!(text, ": {}, the other at {ahead}", behind.join(", ")),
+            (false, _) => write!(text, ": {}, the others at {ahead}", behind.join(", ")),
+        };
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rendezvous::loopback::{rendezvous_config, unused_port};
+    use std::sync::mpsc;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn the_rank_behind_is_named_by_those_that_wait_for_it() {
+        let port = unused_port();
+        let (sender, receiver) = mpsc::channel();
+        let store = |rank| Arc::new(Store::join(rendezvous_config(port, rank, 3)).unwrap());
+        let stores: Vec<_> = std::thread::scope(|scope| {
+            let joining: Vec<_> = (0..3).map(|rank| scope.spawn(move || store(rank))).collect();
+            joining.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let dogs: Vec<_> = stores
+            .iter()
+            .map(|store| {
+                let (rank, sender) = (store.config().rank, sender.clone());
+                let stalled = move |text: &str| sender.send((rank, text.to_owned())).unwrap();
+                let limit = Duration::from_millis(400);
+                Watchdog::with(Some(store.clone()), limit, Duration::from_millis(5), stalled).unwrap()
+            })
+            .collect();
+        // Rank 1 never gets to step 813, and waits for nothing itself.
+        for (rank, dog) in dogs.iter().enumerate() {
+            // From a checkpoint: a process counts its own steps.
+            dog.continues_from(800);
+            dog.submitted(12);
+            dog.done(12);
+            if rank != 1 {
+                dog.submitted(13);
+                dog.done(13);
+                dog.submitted(14);
+            }
+        }
+        for _ in 0..2 {
+            let (rank, text) = receiver.recv_timeout(PATIENCE).unwrap();
+            assert_ne!(rank, 1);
+            assert_eq!(text, "no step for 0 s: rank 1 is at step 812, the others at 813");
+            assert_eq!(dogs[rank as usize].stall_reason(), Some(text.as_str()));
+        }
+        assert_eq!(dogs[1].stall_reason(), None);
+    }
+
+    #[test]
+    fn a_rank_that_does_something_else_than_steps_is_left_alone() {
+        let (sender, receiver) = mpsc::channel();
+        let stalled = move |text: &str| sender.send(text.to_owned()).unwrap();
+        let limit = Duration::from_millis(100);
+        let dog = Watchdog::with(None, limit, limit, stalled).unwrap();
+        dog.submitted(1);
+        dog.done(1);
+        // An evaluation, a checkpoint: longer than the limit, and nothing is waited for.
+        assert!(receiver.recv_timeout(Duration::from_millis(500)).is_err());
+        dog.submitted(2);
+        let text = receiver.recv_timeout(PATIENCE).unwrap();
+        assert!(text.contains("after step 1"), "{text}");
+    }
+
+    #[test]
+    fn a_suspended_rank_and_a_hung_collective_read_differently() {
+        let now = Instant::now();
+        let Some(long_ago) = now.checked_sub(Duration::from_secs(60)) else { return };
+        let at = |step: u64, when| Some((step, step.to_le_bytes().to_vec(), when));
+        let limit = Duration::from_secs(120);
+        let mut posted = PostedSteps { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
+        assert_eq!(
+            posted.describe(limit, 0, 7, now),
+            "no step for 120 s: all ranks are at step 7, in a collective that does not end"
+        );
+        posted.ranks[1] = at(7, long_ago);
+        assert_eq!(
+            posted.describe(limit, 0, 7, now),
+            "no step for 120 s: rank 1 is at step 7 and silent for 60 s (suspended?), the other at 7"
+        );
+        // Rank 0 stores the posts: suspended, it does not answer.
+        posted = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
+        assert_eq!(
+            posted.describe(limit, 1, 7, now),
+            "no step for 120 s: rank 0 is at step 7 and silent for 60 s (suspended?), the other at 7"
+        );
+    }
+}

@@ -1,0 +1,117 @@
+//! CIFAR-10 and CIFAR-100, binary version (Krizhevsky 2009): records of one or two label bytes and
+//! 3,072 bytes of red, green and blue planes.
+
+use super::{Catalog, DataError, Format, Samples, Split, names_from, packed};
+use lockstep_host::files::{self, Found};
+use lockstep_protocol::dataset::BrokenFile;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+const SIDE: usize = 32;
+const PLANE: usize = SIDE * SIDE;
+/// Larger files are none of CIFAR's, whose largest has 154 MB.
+const MAX_BYTES: u64 = 8 << 30;
+
+struct Layout {
+    format: Format,
+    /// Bytes before the pixels; the last one is the label.
+    label_bytes: usize,
+    classes: usize,
+    names: &'static str,
+    train: Vec<PathBuf>,
+    test: Vec<PathBuf>,
+}
+
+/// Finds the files in `dir`; `None` when there are none.
+pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
+    let existing = |names: &[String]| -> Vec<PathBuf> {
+        // Also what cannot be read: it is named then, not left out.
+        names.iter().map(|n| dir.join(n)).filter(|p| fs::symlink_metadata(p).is_ok()).collect()
+    };
+    let batches: Vec<String> = (1..=99).map(|i| format!("data_batch_{i}.bin")).collect();
+    let ten = Layout {
+        format: Format::Cifar10,
+        label_bytes: 1,
+        classes: 10,
+        names: "batches.meta.txt",
+        train: existing(&batches),
+        test: existing(&["test_batch.bin".into()]),
+    };
+    let hundred = Layout {
+        format: Format::Cifar100,
+        label_bytes: 2,
+        classes: 100,
+        names: "fine_label_names.txt",
+        train: existing(&["train.bin".into()]),
+        test: existing(&["test.bin".into()]),
+    };
+    let layout = [ten, hundred].into_iter().find(|l| !l.train.is_empty())?;
+    Some(read(dir, &layout))
+}
+
+fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
+    let classes = names_from(&dir.join(layout.names), layout.classes)?;
+    let mut splits = Vec::new();
+    for (name, paths) in [("train", &layout.train), ("test", &layout.test)] {
+        if paths.is_empty() {
+            continue;
+        }
+        // The pictures, and the largest file while it is read. What cannot be read is named below.
+        let size = |path: &PathBuf| match files::stat(path) {
+            Ok(Found::File { size_bytes }) => size_bytes,
+            _ => 0,
+        };
+        let (all, largest) = paths.iter().map(size).fold((0, 0), |(all, most), n| (all + n, n.max(most)));
+        packed::check_fits(all + largest)
+            .map_err(|detail| DataError::Invalid(format!("{}: its split {name} {detail}", dir.display())))?;
+        let (mut pixels, mut labels, mut broken) = (Vec::new(), Vec::new(), Vec::new());
+        for file in paths {
+            match files::read(file, MAX_BYTES)
+                .and_then(|bytes| append(&bytes, layout, &mut pixels, &mut labels))
+            {
+                Ok(()) => {}
+                Err(detail) => broken.push(BrokenFile { file: file.display().to_string(), detail }),
+            }
+        }
+        splits.push(Split {
+            name: name.into(),
+            labels,
+            samples: Samples::Memory {
+                pixels,
+                measured: None,
+                height: SIDE as u32,
+                width: SIDE as u32,
+                channels: 3,
+            },
+            broken,
+        });
+    }
+    Ok(Catalog { format: layout.format, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
+}
+
+/// Checks a whole file before it takes anything of it.
+fn append(bytes: &[u8], layout: &Layout, pixels: &mut Vec<u8>, labels: &mut Vec<u32>) -> Result<(), String> {
+    let record = layout.label_bytes + 3 * PLANE;
+    if bytes.is_empty() || !bytes.len().is_multiple_of(record) {
+        return Err(format!(
+            "has {} bytes, which is no multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; get it again",
+            bytes.len()
+        ));
+    }
+    for (i, record) in bytes.chunks_exact(record).enumerate() {
+        let label = usize::from(record[layout.label_bytes - 1]);
+        if label >= layout.classes {
+            return Err(format!("record {i} has label {label}; labels go from 0 to {}", layout.classes - 1));
+        }
+    }
+    for record in bytes.chunks_exact(record) {
+        labels.push(u32::from(record[layout.label_bytes - 1]));
+        let planes = &record[layout.label_bytes..];
+        let (red, rest) = planes.split_at(PLANE);
+        let (green, blue) = rest.split_at(PLANE);
+        pixels.extend(red.iter().zip(green).zip(blue).flat_map(|((r, g), b)| [*r, *g, *b]));
+    }
+    Ok(())
+}

@@ -1,0 +1,296 @@
+//! Whether a dataset is still the one that it was: its files' names, sizes and content.
+//!
+//! The index has the contents of pictures in folders and shards, so only files are read whose size or time of change differs;
+//! with [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of a dataset has the same fingerprint, and
+//! so has one whose files were only touched.
+
+use super::{Catalog, ChangeDetection, DataError, Format, Samples, pattern};
+use lockstep_host::files::{self, Found};
+use lockstep_protocol::{dataset::PicturesFingerprint, numbers::plural};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::{
+    fs,
+    io::{self, Read, Seek, SeekFrom},
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+/// Up to this much is read whole; of more, the beginning and the end of every file.
+const WHOLE: u64 = 1 << 30;
+const EDGE: u64 = 64 << 10;
+/// Limit of folders within folders: links may make a few folders look like many.
+const DEPTH: usize = 32;
+const FILES: usize = 100_000_000;
+
+/// The fingerprint of a file, or of all files in a folder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    pub files: u64,
+    pub bytes: u64,
+    /// Hexadecimal.
+    pub sha256: String,
+}
+
+/// A dataset's fingerprint, in whichever form it is taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum DatasetFingerprint {
+    /// Of all files, computed by reading them.
+    Files(Fingerprint),
+    /// Of the pictures, from their index.
+    Pictures(PicturesFingerprint),
+}
+
+impl DatasetFingerprint {
+    /// Of a dataset that this process has just inspected; none where its files cannot be read any more.
+    pub fn of_inspected(path: &Path) -> Option<Self> {
+        match of_pictures(path, ChangeDetection::Folders).ok()? {
+            Some(found) => Some(Self::Pictures(found)),
+            None => Fingerprint::of(path, &AtomicBool::new(false)).ok().map(Self::Files),
+        }
+    }
+
+    /// `640 pictures of 3 MB`.
+    pub fn in_words(&self) -> String {
+        let (count, what, bytes) = match self {
+            Self::Files(found) => (found.files, "file", found.bytes),
+            Self::Pictures(found) => (found.pictures, "picture", found.picture_bytes),
+        };
+        format!("{} of {:.0} MB", plural(count, what), bytes as f64 / 1e6)
+    }
+}
+
+/// What there is at a path; what cannot be read is part of it, in words: whether a job can do without is not decided here.
+struct Entry {
+    path: PathBuf,
+    size_bytes: Result<u64, String>,
+}
+
+impl Fingerprint {
+    /// Looks at every file below `path`, until `cancelled`.
+    ///
+    /// # Errors
+    /// There is no file at all, more than the limit, or `path` itself cannot be read; the sentence names it.
+    pub fn of(path: &Path, cancelled: &AtomicBool) -> io::Result<Self> {
+        let mut entries = Vec::new();
+        collect(path, 0, &mut entries, cancelled)?;
+        entries.sort_by(|a, b| a.path.cmp(&b.path));
+        let bytes = entries.iter().map(|e| e.size_bytes.as_ref().unwrap_or(&0)).sum();
+        if entries.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::NotFound, format!("{} holds no file", path.display())));
+        }
+        let mut hash = Sha256::new();
+        for Entry { path: file, size_bytes } in &entries {
+            let name = file.strip_prefix(path).unwrap_or(file);
+            hash.update(name.as_os_str().as_encoded_bytes());
+            hash.update([0]);
+            let unread = match size_bytes {
+                Ok(size) => {
+                    hash.update(size.to_le_bytes());
+                    content(file, *size, bytes <= WHOLE, &mut hash, cancelled)
+                }
+                Err(detail) => Err(detail.clone()),
+            };
+            if let Err(detail) = unread {
+                hash.update(detail.as_bytes());
+            }
+            go_on(cancelled)?;
+        }
+        let sha256 = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        Ok(Self { files: entries.len() as u64, bytes, sha256 })
+    }
+}
+
+/// Which pictures the dataset at `path` holds; `None` of a format whose files are few: see [`Fingerprint`].
+///
+/// # Errors
+/// It is no dataset any more.
+pub fn of_pictures(path: &Path, changes: ChangeDetection) -> Result<Option<PicturesFingerprint>, DataError> {
+    Catalog::open_with(path, &changes.store()).map(|catalog| catalog.fingerprint(path))
+}
+
+/// Whether [`of_pictures`] has a fingerprint for `path`, as far as a few directory entries show.
+pub fn has_pictures(path: &Path) -> bool {
+    super::pattern::fixed_part(path).is_some()
+        || super::image_folder::training_folder(path).is_some_and(|train| train.is_dir())
+        || [path.to_owned(), path.join("data")].iter().any(|dir| super::shards::has_any(dir))
+}
+
+impl Catalog {
+    pub(super) fn fingerprint(&self, path: &Path) -> Option<PicturesFingerprint> {
+        if !matches!(self.format, Format::ImageFolder | Format::Shards | Format::Parquet) {
+            return None;
+        }
+        let (mut names, mut contents) = (Sha256::new(), Sha256::new());
+        let mut add = |name: &[u8]| {
+            names.update((name.len() as u64).to_le_bytes());
+            names.update(name);
+        };
+        self.classes.iter().for_each(|class| add(class.as_bytes()));
+        let (mut pictures, mut picture_bytes) = (0, 0);
+        for split in &self.splits {
+            let Samples::Listed(listing) = &split.samples else { continue };
+            add(split.name.as_bytes());
+            for (number, label) in split.labels.iter().enumerate() {
+                let (name, size, hash) = listing.identity(number);
+                add(name.as_os_str().as_encoded_bytes());
+                add(&label.to_le_bytes());
+                add(&size.to_le_bytes());
+                contents.update(hash.to_le_bytes());
+                pictures += 1;
+                picture_bytes += size;
+            }
+        }
+        // Whatever is wrong with them, they are not trained on. Of a pattern's path no file has the whole.
+        let folder = pattern::fixed_part(path).map_or_else(|| path.to_owned(), |(fixed, _)| fixed);
+        for broken in self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken)) {
+            let name = Path::new(&broken.file);
+            add(name.strip_prefix(&folder).unwrap_or(name).as_os_str().as_encoded_bytes());
+        }
+        let hexadecimal =
+            |hash: Sha256| hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        Some(PicturesFingerprint {
+            pictures,
+            picture_bytes,
+            names_sha256: hexadecimal(names),
+            contents_sha256: hexadecimal(contents),
+        })
+    }
+}
+
+fn go_on(cancelled: &AtomicBool) -> io::Result<()> {
+    if cancelled.load(Ordering::Relaxed) { Err(io::Error::other("cancelled")) } else { Ok(()) }
+}
+
+fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &AtomicBool) -> io::Result<()> {
+    go_on(cancelled)?;
+    let wrong = |what: String| io::Error::other(format!("{} {what}", path.display()));
+    if depth > DEPTH {
+        return Err(wrong(format!("lies deeper than {DEPTH} folders; is a link leading round in circles?")));
+    }
+    let listed = match files::stat(path) {
+        Ok(Found::Folder) => fs::read_dir(path)
+            .and_then(Iterator::collect::<io::Result<Vec<_>>>)
+            .map_err(files::cannot_be_read),
+        Ok(Found::File { size_bytes }) => {
+            found.push(Entry { path: path.into(), size_bytes: Ok(size_bytes) });
+            return Ok(());
+        }
+        Err(detail) => Err(detail),
+    };
+    match listed {
+        Ok(inside) => {
+            for entry in inside {
+                if found.len() >= FILES {
+                    return Err(wrong(format!("is one of more than {FILES} files")));
+                }
+                collect(&entry.path(), depth + 1, found, cancelled)?;
+            }
+        }
+        // Nothing can be said of the dataset itself.
+        Err(detail) if depth == 0 => return Err(wrong(detail)),
+        Err(detail) => found.push(Entry { path: path.into(), size_bytes: Err(detail) }),
+    }
+    Ok(())
+}
+
+/// Adds what a file holds to `hash`; what cannot be read is said in words.
+fn content(
+    path: &Path,
+    size: u64,
+    whole: bool,
+    hash: &mut Sha256,
+    cancelled: &AtomicBool,
+) -> Result<(), String> {
+    let (mut file, _) = files::open(path)?;
+    if whole || size <= 2 * EDGE {
+        let mut block = vec![0; 1 << 18];
+        loop {
+            match file.read(&mut block).map_err(files::cannot_be_read)? {
+                0 => return Ok(()),
+                n => hash.update(&block[..n]),
+            }
+            // The caller lists it again.
+            if cancelled.load(Ordering::Relaxed) {
+                return Ok(());
+            }
+        }
+    }
+    let mut edge = vec![0; EDGE as usize];
+    file.read_exact(&mut edge).map_err(files::cannot_be_read)?;
+    hash.update(&edge);
+    file.seek(SeekFrom::End(-(EDGE as i64))).map_err(files::cannot_be_read)?;
+    file.read_exact(&mut edge).map_err(files::cannot_be_read)?;
+    hash.update(&edge);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(path: &Path) -> io::Result<Fingerprint> {
+        Fingerprint::of(path, &AtomicBool::new(false))
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_part_of_it_and_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("x"), "one").unwrap();
+        let without = of(dir.path()).unwrap();
+        let odd = dir.path().join("odd");
+        let mode = rustix::fs::Mode::RUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, &odd, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+        let pipe = of(dir.path()).unwrap();
+        assert_eq!((pipe.files, pipe.bytes), (2, 3));
+        let mut seen = vec![without.sha256, pipe.sha256];
+        for target in ["odd", "gone", "/proc/self/mem", ".."] {
+            fs::remove_file(&odd).unwrap();
+            std::os::unix::fs::symlink(target, &odd).unwrap();
+            let found = of(dir.path()).unwrap();
+            assert!(!seen.contains(&found.sha256), "{target}");
+            seen.push(found.sha256);
+        }
+        assert!(Fingerprint::of(dir.path(), &AtomicBool::new(true)).is_err(), "cancelled");
+    }
+
+    #[test]
+    fn folders_lie_in_folders_up_to_a_limit() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut inner = dir.path().to_path_buf();
+        for _ in 0..DEPTH - 1 {
+            inner.push("d");
+        }
+        fs::create_dir_all(&inner).unwrap();
+        fs::write(inner.join("x"), "one").unwrap();
+        assert_eq!(of(dir.path()).unwrap().files, 1);
+        inner.push("d");
+        fs::create_dir(&inner).unwrap();
+        fs::write(inner.join("x"), "two").unwrap();
+        let words = of(dir.path()).unwrap_err().to_string();
+        assert!(words.contains("deeper than 32 folders"), "{words}");
+    }
+
+    #[test]
+    fn names_sizes_and_content_count_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(of(dir.path()).is_err(), "an empty folder");
+        assert!(of(&dir.path().join("gone")).unwrap_err().to_string().contains("gone"));
+        fs::create_dir(dir.path().join("a")).unwrap();
+        fs::write(dir.path().join("a/x"), "one").unwrap();
+        fs::write(dir.path().join("y"), "two").unwrap();
+        let first = of(dir.path()).unwrap();
+        assert_eq!((first.files, first.bytes), (2, 6));
+        // Written again, at another time, elsewhere.
+        let other = tempfile::tempdir().unwrap();
+        fs::write(other.path().join("y"), "two").unwrap();
+        fs::create_dir(other.path().join("a")).unwrap();
+        fs::write(other.path().join("a/x"), "one").unwrap();
+        assert_eq!(of(other.path()).unwrap(), first);
+        fs::write(other.path().join("a/x"), "onE").unwrap();
+        assert_ne!(of(other.path()).unwrap(), first);
+        fs::rename(dir.path().join("y"), dir.path().join("z")).unwrap();
+        assert_ne!(of(dir.path()).unwrap(), first);
+    }
+}

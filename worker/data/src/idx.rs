@@ -1,0 +1,304 @@
+//! IDX files, as MNIST and its kin have them (LeCun, Cortes, Burges): gzip or not, one channel.
+
+use super::{
+    Catalog, DataError, Format, Samples, Split,
+    inspect::{STATISTICS_SAMPLES, Statistics},
+    names_from,
+    packed::{self, Reading},
+    picture::too_large,
+};
+use flate2::bufread::MultiGzDecoder;
+use lockstep_host::files;
+use std::{
+    fs,
+    io::{self, BufRead, BufReader, ErrorKind, Read},
+    path::{Path, PathBuf},
+};
+
+/// Type 8 (unsigned byte) with three dimensions, and with one.
+const PICTURES: u32 = 0x0803;
+const LABELS: u32 = 0x0801;
+/// Nothing larger is read or unpacked, whatever a header says.
+const MAX_BYTES: u64 = 8 << 30;
+/// What is read of a file at once.
+const BUFFER_BYTES: usize = 64 << 10;
+
+/// Finds the files in `dir`; `None` when there are none.
+pub(super) fn find(dir: &Path, reading: Reading) -> Option<Result<Catalog, DataError>> {
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .ok()?
+        .filter_map(|e| e.ok()?.file_name().into_string().ok())
+        .filter(|n| n.contains("idx"))
+        .collect();
+    names.sort();
+    let file = |split: &[&str], what: &str| -> Option<PathBuf> {
+        let fits = |n: &&String| split.iter().any(|s| n.contains(s)) && n.contains(what);
+        names.iter().find(fits).map(|n| dir.join(n))
+    };
+    let mut found = Vec::new();
+    for (name, words) in [("train", &["train"][..]), ("test", &["t10k", "test"][..])] {
+        if let Some(pictures) = file(words, "images") {
+            found.push((name, pictures, file(words, "labels")));
+        }
+    }
+    if found.is_empty() { None } else { Some(read(dir, found, reading)) }
+}
+
+fn read(
+    dir: &Path,
+    found: Vec<(&str, PathBuf, Option<PathBuf>)>,
+    reading: Reading,
+) -> Result<Catalog, DataError> {
+    let mut splits: Vec<Split> = Vec::new();
+    for (name, pictures, labels) in found {
+        let Some(labels) = labels else {
+            return Err(DataError::Invalid(format!("{} has no labels file next to it", pictures.display())));
+        };
+        // Of a packed file, both headers are known before much of it is unpacked.
+        let pictures = IdxFile::open(&pictures, PICTURES)?;
+        let mut labels = IdxFile::open(&labels, LABELS)?;
+        if pictures.shape[0] != labels.shape[0] {
+            return Err(DataError::Invalid(format!(
+                "{} has {} pictures, but {} has {} labels: they are not of one set",
+                pictures.path.display(),
+                pictures.shape[0],
+                labels.path.display(),
+                labels.shape[0]
+            )));
+        }
+        let size = (pictures.shape[1] as u32, pictures.shape[2] as u32);
+        if let Some(Samples::Memory { height, width, .. }) = splits.first().map(|s| &s.samples)
+            && (*height, *width) != size
+        {
+            return Err(DataError::Invalid(format!(
+                "{} has pictures of {} x {}, but those of the training split are {width} x {height}: they are not of one set",
+                pictures.path.display(),
+                size.1,
+                size.0
+            )));
+        }
+        // One byte in the file, and four in memory.
+        labels.check_fits(5)?;
+        let labels = labels.whole()?;
+        let samples = pictures.samples(reading)?;
+        splits.push(Split {
+            name: name.into(),
+            labels: labels.into_iter().map(u32::from).collect(),
+            samples,
+            broken: Vec::new(),
+        });
+    }
+    let classes = splits.iter().flat_map(|s| &s.labels).max().map_or(0, |m| *m as usize + 1);
+    let classes = names_from(&dir.join("classes.txt"), classes)?;
+    Ok(Catalog { format: Format::Idx, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
+}
+
+/// A file whose header was read.
+struct IdxFile {
+    path: PathBuf,
+    shape: Vec<usize>,
+    /// What follows the header.
+    data: Box<dyn Read>,
+}
+
+impl IdxFile {
+    fn open(path: &Path, magic: u32) -> Result<Self, DataError> {
+        let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
+        let (file, size) = files::open(path).map_err(broken)?;
+        if size > MAX_BYTES {
+            return Err(broken(format!("has {size} bytes; up to {MAX_BYTES} are read")));
+        }
+        let mut file = BufReader::with_capacity(BUFFER_BYTES, file);
+        let begun = file.fill_buf().map_err(|e| broken(files::cannot_be_read(e)))?;
+        let mut data: Box<dyn Read> = match begun.starts_with(&[0x1f, 0x8b]) {
+            true => Box::new(MultiGzDecoder::new(file).take(MAX_BYTES)),
+            false => Box::new(file.take(MAX_BYTES)),
+        };
+        let dimensions = (magic & 0xff) as usize;
+        let mut header = Vec::new();
+        let read = data.by_ref().take(4 * (dimensions as u64 + 1)).read_to_end(&mut header);
+        read.map_err(|e| broken(not_read(e)))?;
+        let word =
+            |i: usize| header.get(4 * i..4 * i + 4).map(|b| u32::from_be_bytes([b[0], b[1], b[2], b[3]]));
+        let found = word(0).ok_or_else(|| broken("is too short for an IDX file".into()))?;
+        if found != magic {
+            return Err(broken(format!(
+                "starts with {found:#010x}; an IDX file of {} starts with {magic:#010x}",
+                if magic == PICTURES { "pictures" } else { "labels" }
+            )));
+        }
+        let shape: Option<Vec<usize>> = (1..=dimensions).map(|i| word(i).map(|n| n as usize)).collect();
+        let shape = shape.ok_or_else(|| broken("is cut off in its header".into()))?;
+        Ok(Self { path: path.to_owned(), shape, data })
+    }
+
+    fn broken(&self, detail: String) -> DataError {
+        DataError::File { path: self.path.display().to_string(), detail }
+    }
+
+    /// Bytes that the header promises.
+    fn promised(&self) -> usize {
+        self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX)
+    }
+
+    /// Whether there is memory for what the header promises, with so many bytes for each of the file's.
+    fn check_fits(&self, each: u64) -> Result<(), DataError> {
+        let bytes = (self.promised() as u64).saturating_mul(each);
+        packed::check_fits(bytes).map_err(|detail| self.broken(detail))
+    }
+
+    /// Appends up to so many bytes.
+    fn read(&mut self, bytes: usize, to: &mut Vec<u8>) -> Result<(), DataError> {
+        let read = self.data.by_ref().take(bytes as u64).read_to_end(to);
+        read.map(|_| ()).map_err(|e| self.broken(not_read(e)))
+    }
+
+    /// All that follows the header.
+    fn whole(&mut self) -> Result<Vec<u8>, DataError> {
+        let mut bytes = Vec::new();
+        self.read(self.promised(), &mut bytes)?;
+        self.end(bytes.len())?;
+        Ok(bytes)
+    }
+
+    /// Whether the file ends after `read` bytes, as its header says.
+    fn end(&mut self, read: usize) -> Result<(), DataError> {
+        let mut more = Vec::new();
+        self.read(1, &mut more)?;
+        if read == self.promised() && more.is_empty() && !self.shape.contains(&0) {
+            return Ok(());
+        }
+        let follow = if more.is_empty() { read.to_string() } else { "more".to_owned() };
+        Err(self.broken(format!(
+            "says that it holds {:?} bytes, but {follow} follow its header: it is cut off or damaged; get it again",
+            self.shape
+        )))
+    }
+
+    /// The pictures of a file of pictures.
+    fn samples(mut self, reading: Reading) -> Result<Samples, DataError> {
+        let [count, height, width] = self.shape[..] else {
+            return Err(self.broken("has no pictures".into()));
+        };
+        let size = height.saturating_mul(width);
+        let (mut pixels, mut measured) = (Vec::new(), None);
+        match reading {
+            // Says itself what is wrong with a file that promises nothing.
+            _ if size == 0 || count == 0 => self.end(0)?,
+            Reading::Whole => {
+                self.check_fits(1)?;
+                pixels = self.whole()?;
+            }
+            Reading::Measure => {
+                if let Some(words) = too_large(width as u32, height as u32) {
+                    return Err(self.broken(format!("has pictures of which each {words}")));
+                }
+                measured = Some(self.measure(count, size)?);
+            }
+        }
+        Ok(Samples::Memory { pixels, measured, height: height as u32, width: width as u32, channels: 1 })
+    }
+
+    /// As [`Statistics::of_packed`], of which only one picture is in memory.
+    fn measure(&mut self, count: usize, size: usize) -> Result<Statistics, DataError> {
+        let every = count.div_ceil(STATISTICS_SAMPLES).max(1);
+        let (mut statistics, mut picture) = (Statistics::default(), Vec::new());
+        for i in 0..count {
+            picture.clear();
+            self.read(size, &mut picture)?;
+            if picture.len() < size {
+                self.end(i * size + picture.len())?;
+            }
+            if i.is_multiple_of(every) {
+                statistics.add(&Statistics::of(&picture, 1));
+            }
+        }
+        self.end(count * size)?;
+        Ok(statistics)
+    }
+}
+
+/// What is wrong where reading or unpacking fails, to stand after the file's name.
+fn not_read(error: io::Error) -> String {
+    match error.kind() {
+        ErrorKind::InvalidInput | ErrorKind::InvalidData | ErrorKind::UnexpectedEof => {
+            format!("cannot be unpacked: {error}; get it again")
+        }
+        _ => files::cannot_be_read(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flate2::{Compression, write::GzEncoder};
+    use std::io::Write;
+
+    const SIDE: usize = 64;
+
+    fn file(dir: &Path, name: &str, magic: u32, shape: &[usize], data: &[u8]) {
+        let header: Vec<u8> = std::iter::once(magic)
+            .chain(shape.iter().map(|n| *n as u32))
+            .flat_map(u32::to_be_bytes)
+            .collect();
+        let mut packed = GzEncoder::new(Vec::new(), Compression::fast());
+        packed.write_all(&header).and_then(|()| packed.write_all(data)).unwrap();
+        fs::write(dir.join(format!("{name}.gz")), packed.finish().unwrap()).unwrap();
+    }
+
+    fn set(dir: &Path, shape: [usize; 3], pixels: &[u8], labels: usize) {
+        file(dir, "train-images-idx3-ubyte", PICTURES, &shape, pixels);
+        let classes: Vec<u8> = (0..labels).map(|i| (i % 3) as u8).collect();
+        file(dir, "train-labels-idx1-ubyte", LABELS, &[labels], &classes);
+    }
+
+    fn error(dir: &Path, reading: Reading) -> String {
+        find(dir, reading).unwrap().unwrap_err().to_string()
+    }
+
+    #[test]
+    fn an_inspection_holds_no_pictures_and_finds_the_same_of_them() {
+        let dir = tempfile::tempdir().unwrap();
+        // More than are measured, so every second one is.
+        let count = STATISTICS_SAMPLES + 7;
+        let pixels: Vec<u8> = (0..count * 6).map(|i| (i * i % 251) as u8).collect();
+        set(dir.path(), [count, 2, 3], &pixels, count);
+        let of = |reading| find(dir.path(), reading).unwrap().unwrap();
+        let (measured, whole) = (of(Reading::Measure), of(Reading::Whole));
+        assert_eq!(measured.splits[0].labels, whole.splits[0].labels);
+        let Samples::Memory { pixels: none, measured: Some(found), height: 2, width: 3, channels: 1 } =
+            &measured.splits[0].samples
+        else {
+            panic!("{measured:?}")
+        };
+        assert!(none.is_empty());
+        let Samples::Memory { pixels: all, measured: None, .. } = &whole.splits[0].samples else {
+            panic!("they are held")
+        };
+        assert!(*all == pixels);
+        assert_eq!(found.mean_std(), Statistics::of_packed(all, 6, 1).mean_std());
+    }
+
+    #[test]
+    fn no_more_is_unpacked_than_fits_the_labels_and_the_memory() {
+        let dir = tempfile::tempdir().unwrap();
+        let some = vec![0; SIDE * SIDE];
+        for reading in [Reading::Whole, Reading::Measure] {
+            // Its end is missing, too, which would be found by unpacking it.
+            set(dir.path(), [1500, SIDE, SIDE], &some, 7);
+            let why = error(dir.path(), reading);
+            assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");
+            set(dir.path(), [7, SIDE, SIDE], &some, 7);
+            let why = error(dir.path(), reading);
+            assert!(why.contains("[7, 64, 64] bytes, but 4096 follow"), "{why}");
+        }
+        // More than any machine has.
+        set(dir.path(), [7, u32::MAX as usize, 1 << 31], &some, 7);
+        assert!(error(dir.path(), Reading::Whole).contains("are free on this machine"));
+        assert!(error(dir.path(), Reading::Measure).contains("up to 64 megapixels are read"));
+        file(dir.path(), "train-images-idx3-ubyte", PICTURES, &[u32::MAX as usize, 1, 1], &some);
+        file(dir.path(), "train-labels-idx1-ubyte", LABELS, &[u32::MAX as usize], &some);
+        let why = error(dir.path(), Reading::Measure);
+        assert!(why.contains("4096 follow") || why.contains("are free on this machine"), "{why}");
+    }
+}

@@ -1,0 +1,358 @@
+//! Folders of pictures: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`, also under the other usual
+//! names of these splits, in any case.
+//! Of any size; their format is read from their first bytes, not from their names.
+//!
+//! What cannot be read, or lies where no class is, is named: nothing that might be a picture is left out in silence.
+//! Folders are listed unless the index shows that they have not changed (`index/folders.rs`); files that are not in the index are
+//! read.
+
+use super::{
+    Catalog, DataError, Format, Samples, Split,
+    index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
+    label::composed,
+    listing::{Listing, Place},
+    picture::{self, is_named_like_one},
+};
+use lockstep_host::files::{self, Found};
+use lockstep_protocol::dataset::BrokenFile;
+use lockstep_protocol::numbers::plural;
+use rayon::prelude::*;
+use std::{
+    collections::{BTreeMap, btree_map::Entry},
+    fs,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+
+/// Names of folders that always mean a split, in any case, and what it is called.
+const SPLITS: [(&str, &str); 7] = [
+    ("train", "train"),
+    ("training", "train"),
+    ("val", "val"),
+    ("valid", "valid"),
+    ("validation", "validation"),
+    ("test", "test"),
+    ("testing", "test"),
+];
+
+/// The split that a folder's name always means.
+pub(super) fn split_of(folder: &Path) -> Option<&'static str> {
+    let name = folder.file_name()?;
+    SPLITS.iter().find(|(usual, _)| name.eq_ignore_ascii_case(usual)).map(|(_, split)| *split)
+}
+
+/// Where the training split lies, if there is one.
+pub(super) fn training_folder(dir: &Path) -> Option<PathBuf> {
+    let all = entries(dir).ok()?.into_iter();
+    let mut named: Vec<_> = all.filter(|path| split_of(path) == Some("train")).collect();
+    // What holds classes counts first, then the usual name.
+    named.sort_by_key(|path| (!holds_folders(path), !path.ends_with("train")));
+    named.into_iter().next()
+}
+
+fn holds_folders(dir: &Path) -> bool {
+    entries(dir).is_ok_and(|all| all.iter().any(|path| path.is_dir()))
+}
+
+/// Finds the files under `dir`; `None` when there is no folder `train` with folders in it.
+pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+    let train = training_folder(dir)?;
+    match files::stat(&train) {
+        Ok(Found::Folder) => holds_folders(&train).then(|| read(dir, &train, store)),
+        Ok(Found::File { .. }) => None,
+        // A link that leads nowhere, and the like.
+        Err(detail) => Some(Err(DataError::File { path: train.display().to_string(), detail })),
+    }
+}
+
+/// What to do with a folder of classes that has pictures to measure with and none to train on; `None` where it is something
+/// else.
+pub(super) fn only_measures(dir: &Path) -> Option<String> {
+    let all = entries(dir).ok()?;
+    let split = all
+        .iter()
+        .find(|path| split_of(path) != Some("train") && split_of(path).is_some() && holds_folders(path))?;
+    let split = split.file_name()?.to_string_lossy();
+    // Another folder may hold the training pictures.
+    let is_alone = all.iter().filter(|path| path.is_dir()).count() == 1 && training_folder(dir).is_none();
+    let link = if is_alone {
+        format!(
+            ". Where {split}/ is only to be evaluated on (`lockstep evaluate JOB --dataset NAME`), let it stand for both: ln -s \
+             {split} '{}'",
+            dir.join("train").display()
+        )
+    } else {
+        String::new()
+    };
+    Some(format!("; it has {split}/<class>/ and no train/<class>/: put training pictures there{link}"))
+}
+
+fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, DataError> {
+    let mut broken = Vec::new();
+    let mut splits: Vec<Listed> = Vec::new();
+    let began = SystemTime::now();
+    let cached = index::load_cached(dir, store);
+    let train = classes(training)?;
+    let names: Vec<String> = train.folders.keys().cloned().collect();
+    if names.is_empty() {
+        let why: Vec<_> = train.broken.iter().take(5).map(|b| format!("{} {}", b.file, b.detail)).collect();
+        return Err(DataError::Invalid(format!(
+            "{} holds no class folder that can be used: {}",
+            training.display(),
+            why.join("; ")
+        )));
+    }
+    let mut folders = entries(dir).map_err(|detail| at(dir, detail))?;
+    // `train` first, as everywhere.
+    folders.sort_by_key(|path| path != training);
+    for path in folders {
+        let Some(name) = path.file_name().and_then(|n| n.to_str()) else { continue };
+        let split = split_of(&path).unwrap_or(name);
+        let always = split_of(&path).is_some();
+        match files::stat(&path) {
+            Ok(Found::Folder) => {}
+            Err(detail) if always => {
+                broken.push(named(&path, detail));
+                continue;
+            }
+            // Other things may lie there.
+            _ => continue,
+        }
+        let found = match classes(&path) {
+            Ok(found) => found,
+            Err(error) if always => return Err(error),
+            Err(_) => continue,
+        };
+        // So may other folders: one is a split by its name, or because its classes are known.
+        if !always && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
+            continue;
+        }
+        if splits.iter().any(|before| before.name == split) {
+            if found.folders.is_empty() {
+                broken.extend(found.broken);
+                continue;
+            }
+            return Err(DataError::Invalid(format!(
+                "{} has a second folder for the split {split:?}, {name}/: put their classes together, or give one another name",
+                dir.display()
+            )));
+        }
+        splits.push(list_split(dir, training, (split, found), &names, &cached)?);
+    }
+    let splits = examine(dir, splits, cached, store, began)?;
+    Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
+}
+
+/// A split whose folders are listed.
+struct Listed {
+    name: String,
+    /// With the class of each.
+    folders: Vec<(u32, Folder)>,
+    broken: Vec<BrokenFile>,
+}
+
+/// Describes all pictures, by the index where it knows them.
+fn examine(
+    dir: &Path,
+    splits: Vec<Listed>,
+    cached: CachedFolders,
+    store: &IndexStore,
+    began: SystemTime,
+) -> Result<Vec<Split>, DataError> {
+    let (mut labels, mut folders, mut counts) = (Vec::new(), Vec::new(), Vec::new());
+    let mut named = Vec::new();
+    for Listed { name, folders: own, broken } in splits {
+        counts.push(own.len());
+        named.push((name, broken));
+        for (label, folder) in own {
+            labels.push(label);
+            folders.push(folder);
+        }
+    }
+    let entries = index::of_files(dir, &folders, cached, store, began);
+    let mut all = labels.into_iter().zip(folders).zip(entries);
+    let mut found = Vec::new();
+    for ((name, mut broken), count) in named.into_iter().zip(counts) {
+        let (mut listing, mut labels) = (Listing::new(dir).folder_cache(store.folder_cache(dir)), Vec::new());
+        for ((label, folder), entries) in all.by_ref().take(count) {
+            if entries.is_empty() && !folder.has_broken {
+                return Err(empty(&dir.join(&folder.path)));
+            }
+            listing.add_container(&folder.path, Place::Folder);
+            for entry in entries {
+                match entry.broken {
+                    Some(detail) => {
+                        let name = std::ffi::OsStr::from_bytes(&entry.name);
+                        broken.push(self::named(&dir.join(&folder.path).join(name), detail));
+                    }
+                    None => {
+                        listing.push(&entry);
+                        labels.push(label);
+                    }
+                }
+            }
+        }
+        if !labels.is_empty() || !broken.is_empty() {
+            found.push(Split { name, labels, samples: Samples::Listed(listing), broken });
+        }
+    }
+    Ok(found)
+}
+
+fn empty(folder: &Path) -> DataError {
+    DataError::Invalid(format!(
+        "class folder {} has no picture: put some ({}) into it, or move it out of the dataset",
+        folder.display(),
+        picture::FORMATS
+    ))
+}
+
+fn list_split(
+    dir: &Path,
+    training: &Path,
+    (split, found): (&str, Classes),
+    names: &[String],
+    cached: &CachedFolders,
+) -> Result<Listed, DataError> {
+    let Classes { folders, mut broken } = found;
+    let mut labelled = Vec::new();
+    for (class, folder) in folders {
+        let Some(label) = names.iter().position(|c| *c == class) else {
+            return Err(DataError::Invalid(format!(
+                "{} is a class that the training split does not have: add {} or take it away",
+                folder.display(),
+                training.join(&class).display()
+            )));
+        };
+        labelled.push((label as u32, folder));
+    }
+    let list = |(_, folder): &(u32, PathBuf)| {
+        let path = folder.strip_prefix(dir).unwrap_or(folder).to_owned();
+        match cached.stamp(&path) {
+            Some(stamp) => (path, Some(stamp), None),
+            None => (path, FolderStamp::of(folder), Some(list_class(folder))),
+        }
+    };
+    let listed: Vec<_> = labelled.par_iter().map(list).collect();
+    let mut folders = Vec::new();
+    for ((label, folder), (path, stamp, listed)) in labelled.into_iter().zip(listed) {
+        let (files, odd) = match listed {
+            None => (Vec::new(), Vec::new()),
+            Some((files, odd)) if files.is_empty() && odd.is_empty() => return Err(empty(&folder)),
+            Some(found) => found,
+        };
+        // What is odd is no picture, and may change without a sign in the folder.
+        let stamp = stamp.filter(|_| odd.is_empty());
+        folders.push((label, Folder { path, stamp, files, has_broken: !odd.is_empty() }));
+        broken.extend(odd);
+    }
+    Ok(Listed { name: split.into(), folders, broken })
+}
+
+/// What lies in a split's folder.
+struct Classes {
+    folders: BTreeMap<String, PathBuf>,
+    broken: Vec<BrokenFile>,
+}
+
+fn classes(split: &Path) -> Result<Classes, DataError> {
+    let mut found = Classes { folders: BTreeMap::new(), broken: Vec::new() };
+    for path in entries(split).map_err(|detail| at(split, detail))? {
+        match files::stat(&path) {
+            Ok(Found::Folder) => match path.file_name().and_then(|n| n.to_str()) {
+                Some(name) => match found.folders.entry(composed(name)) {
+                    Entry::Vacant(class) => drop(class.insert(path)),
+                    Entry::Occupied(first) => {
+                        let detail = format!(
+                            "has the name of {} in another Unicode normalisation; put their pictures into one folder",
+                            first.get().display()
+                        );
+                        found.broken.push(named(&path, detail));
+                    }
+                },
+                None => {
+                    let inside = entries(&path).map_or(0, |all| all.len());
+                    found.broken.push(named(
+                        &path,
+                        format!(
+                            "is a class folder whose name is not UTF-8 ({} in it); rename it",
+                            plural(inside as u64, "file")
+                        ),
+                    ));
+                }
+            },
+            Ok(Found::File { .. }) => {
+                if is_picture(&path).unwrap_or(true) {
+                    let detail = "lies in no class folder; move it into one, or out of the dataset".into();
+                    found.broken.push(named(&path, detail));
+                }
+            }
+            Err(detail) => found.broken.push(named(&path, detail)),
+        }
+    }
+    Ok(found)
+}
+
+/// The files of a class that may be pictures, and what is none and should not be there.
+fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
+    let all = match entries(folder) {
+        Ok(all) => all,
+        Err(detail) => return (Vec::new(), vec![named(folder, detail)]),
+    };
+    let opened = files::Folder::open(folder);
+    let look = |path: &PathBuf| match opened.stat_with_time(path)? {
+        (Found::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
+            name: name.to_owned(),
+            size: size_bytes,
+            modified_ns,
+            unsure: !is_named_like_one(path),
+        })),
+        (Found::Folder, _) => match entries(path)?.len() {
+            0 => Ok(None),
+            inside => Err(format!(
+                "is a folder inside a class folder ({} in it); move its pictures up, or it out of the dataset",
+                plural(inside as u64, "file")
+            )),
+        },
+    };
+    let examined: Vec<Result<Option<FoundFile>, String>> = all.par_iter().map(look).collect();
+    let (mut files, mut broken) = (Vec::new(), Vec::new());
+    for (path, found) in all.iter().zip(examined) {
+        match found {
+            Ok(file) => files.extend(file),
+            Err(detail) => broken.push(named(path, detail)),
+        }
+    }
+    (files, broken)
+}
+
+/// Whether a file is named like a picture, or is one.
+fn is_picture(path: &Path) -> Result<bool, String> {
+    if is_named_like_one(path) {
+        return Ok(true);
+    }
+    Ok(picture::format_of(&picture::head(path)?).is_some())
+}
+
+/// What lies in a folder, sorted, hidden files left out.
+pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
+        let entry = entry.map_err(files::cannot_be_read)?;
+        if !entry.file_name().as_encoded_bytes().starts_with(b".") {
+            found.push(entry.path());
+        }
+    }
+    // In one folder that is the order of the paths, and comes cheaper.
+    found.sort_unstable_by(|a, b| a.as_os_str().cmp(b.as_os_str()));
+    Ok(found)
+}
+
+fn named(path: &Path, detail: String) -> BrokenFile {
+    BrokenFile { file: path.display().to_string(), detail }
+}
+
+fn at(path: &Path, detail: String) -> DataError {
+    DataError::File { path: path.display().to_string(), detail }
+}

@@ -1,0 +1,300 @@
+//! What is known of a dataset's pictures without reading them: each is read once, and again when its file's size or time of
+//! change differs. The index only saves time: without it, all pictures are read. It is written in parts, so that an interrupted run
+//! continues, and under a lock, so that one rank writes it while the others wait.
+
+mod file;
+mod folders;
+mod store;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use file::{Entry, Stamp, content_hash};
+pub(super) use folders::{CachedFolders, FolderCacheFile, FolderStamp, load_cached};
+pub(crate) use store::IndexStore;
+pub use store::Progress;
+
+use super::picture;
+use file::{Block, BlockRef, Facts};
+use lockstep_host::files;
+use rayon::prelude::*;
+use std::{
+    collections::HashMap,
+    ffi::OsString,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    time::SystemTime,
+};
+use store::IndexBuilder;
+
+/// Pictures that are read between two writes of the results: about a second's work.
+const PART: usize = 2048;
+/// Shards count as so many pictures, by their size, before they are read.
+const PICTURE_BYTES: u64 = 64 << 10;
+
+/// A folder of pictures, as listing it found.
+#[derive(Debug)]
+pub(super) struct Folder {
+    /// Relative to the dataset.
+    pub(super) path: PathBuf,
+    /// From before it was listed; `None` when it has to be listed each time.
+    pub(super) stamp: Option<FolderStamp>,
+    /// By name; none where it was not listed, being [`CachedFolders`].
+    pub(super) files: Vec<FoundFile>,
+    /// Something else in it was named as broken.
+    pub(super) has_broken: bool,
+}
+
+/// A regular file.
+#[derive(Debug)]
+pub(super) struct FoundFile {
+    pub(super) name: OsString,
+    pub(super) size: u64,
+    pub(super) modified_ns: i64,
+    /// Its name does not say that it is a picture: it is one if its first bytes say so.
+    pub(super) unsure: bool,
+}
+
+/// What is in a shard.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Members {
+    pub(super) entries: Vec<Entry>,
+    /// What is wrong with it as a whole, to stand after its name.
+    pub(super) trouble: Option<String>,
+    /// It could not be read, which may succeed next time: this is not stored.
+    pub(super) passing: bool,
+}
+
+/// The pictures of each folder, in the order of the files. Only those are read of which nothing is known. `began`: when the
+/// first folder's stamp was taken.
+pub(super) fn of_files(
+    root: &Path,
+    folders: &[Folder],
+    cached: CachedFolders,
+    store: &IndexStore,
+    began: SystemTime,
+) -> Vec<Vec<Entry>> {
+    let CachedFolders { facts, folders: mut same } = cached;
+    let mut known = matched(&facts, root, folders);
+    drop(facts);
+    let missing = known.iter().flatten().filter(|slot| matches!(slot, Slot::Unknown)).count();
+    let mut builder = None;
+    let files = folders.iter().map(|f| f.files.len()).sum::<usize>()
+        + same.values().map(|(_, entries)| entries.len()).sum::<usize>();
+    if missing > 0 && store.keeps(files, missing) {
+        match store.begin(root) {
+            Ok(Some((begun, facts))) => {
+                known = matched(&facts, root, folders);
+                builder = Some(begun);
+            }
+            Ok(None) => {}
+            Err(error) => log_not_stored(&error),
+        }
+    }
+    for (folder, slots) in folders.iter().zip(&mut known) {
+        if let Some((_, entries)) = same.remove(&folder.path) {
+            *slots = entries.into_iter().map(Slot::Known).collect();
+        }
+    }
+    if missing > 0 {
+        read_unknown(root, folders, &mut known, builder);
+    }
+    let entry = |slot| match slot {
+        Slot::Known(entry) => Some(entry),
+        Slot::Unknown | Slot::NoPicture => None,
+    };
+    let entries: Vec<Vec<Entry>> =
+        known.into_par_iter().map(|folder| folder.into_iter().filter_map(entry).collect()).collect();
+    if store.keeps(files, usize::MAX) {
+        let examined = folders.iter().zip(&entries);
+        let examined = examined.filter_map(|(f, all)| Some((f.path.as_path(), f.stamp?, &all[..])));
+        store.folder_cache(root).note(examined, store.min_age(), began);
+    }
+    entries
+}
+
+/// What is known of a file.
+enum Slot {
+    Known(Entry),
+    Unknown,
+    NoPicture,
+}
+
+fn log_not_stored(error: &std::io::Error) {
+    tracing::warn!("{error}; the dataset's files will be read again at the next start");
+}
+
+fn matched(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
+    let one = |folder: &Folder| -> Vec<Slot> {
+        let mut by_name: HashMap<Vec<u8>, Entry> = HashMap::with_capacity(folder.files.len());
+        for block in facts.of(folder.path.as_os_str().as_bytes()) {
+            by_name.extend(block.entries.into_iter().map(|entry| (entry.name.clone(), entry)));
+        }
+        let slot = |file: &FoundFile| match by_name.remove(file.name.as_bytes()) {
+            Some(entry) if entry.size == file.size && entry.modified_ns == file.modified_ns => {
+                Slot::Known(entry)
+            }
+            _ if file.unsure && is_no_picture(&root.join(&folder.path).join(&file.name)) => Slot::NoPicture,
+            _ => Slot::Unknown,
+        };
+        folder.files.iter().map(slot).collect()
+    };
+    folders.par_iter().map(one).collect()
+}
+
+/// Surely none; one that cannot be read may be.
+fn is_no_picture(path: &Path) -> bool {
+    picture::head(path).is_ok_and(|head| picture::format_of(&head).is_none())
+}
+
+/// Reads what is unknown, in parts, and keeps what it finds.
+fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut builder: Option<IndexBuilder>) {
+    let unknown = |(f, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
+        let here = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
+        here.map(|(i, _)| (f, i)).collect()
+    };
+    let unknown: Vec<_> = known.iter().enumerate().flat_map(unknown).collect();
+    let total: u64 = known.iter().map(|slots| slots.len() as u64).sum();
+    let (mut done, mut learned) = (total - unknown.len() as u64, false);
+    for part in unknown.chunks(PART) {
+        let one = |&(folder, file): &(usize, usize)| {
+            let Folder { path, files, .. } = &folders[folder];
+            examine(&root.join(path).join(&files[file].name), &files[file])
+        };
+        let examined: Vec<Entry> = part.par_iter().map(one).collect();
+        done += part.len() as u64;
+        learned |= examined.iter().any(|entry| !entry.passing);
+        if let Some(index) = &mut builder {
+            index.publish(Progress { done, total });
+            let mut rest = &examined[..];
+            for group in part.chunk_by(|a, b| a.0 == b.0) {
+                let (entries, after) = rest.split_at(group.len());
+                rest = after;
+                let container = folders[group[0].0].path.as_os_str().as_bytes();
+                let block = block_of(None, None, entries.iter());
+                if block.entries.is_empty() {
+                    continue;
+                }
+                if let Err(error) = index.append(container, block) {
+                    log_not_stored(&error);
+                    builder = None;
+                    break;
+                }
+            }
+        }
+        for ((folder, file), entry) in part.iter().zip(examined) {
+            known[*folder][*file] = Slot::Known(entry);
+        }
+    }
+    // A file that could not be read is tried each time, which is no reason to write the whole index anew.
+    if let Some(builder) = builder.filter(|_| learned) {
+        let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
+            let entries = slots.iter().filter_map(|slot| match slot {
+                Slot::Known(entry) => Some(entry),
+                Slot::Unknown | Slot::NoPicture => None,
+            });
+            (folder.path.as_os_str().as_bytes(), block_of(None, None, entries))
+        });
+        if let Err(error) = builder.finish(blocks) {
+            log_not_stored(&error);
+        }
+    }
+}
+
+fn block_of<'a>(
+    stamp: Option<Stamp>,
+    trouble: Option<&'a str>,
+    entries: impl Iterator<Item = &'a Entry>,
+) -> BlockRef<'a> {
+    BlockRef { stamp, trouble, entries: entries.filter(|entry| !entry.passing).collect() }
+}
+
+fn examine(path: &Path, found: &FoundFile) -> Entry {
+    let entry = Entry {
+        name: found.name.as_bytes().to_vec(),
+        size: found.size,
+        modified_ns: found.modified_ns,
+        ..Entry::default()
+    };
+    match files::read(path, picture::MAX_BYTES) {
+        // It is being written, or its size is not known: what was read may be outdated already.
+        Ok(bytes) => {
+            let size = bytes.len() as u64;
+            Entry { size, passing: size != found.size, ..described(path, &bytes, entry) }
+        }
+        Err(detail) => Entry { broken: Some(detail), passing: true, ..entry },
+    }
+}
+
+/// Adds what a picture's bytes show to `entry`; kinds that are not read are recognised by `name`.
+pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
+    let format = picture::format_number(bytes);
+    match picture::dimensions(name, bytes) {
+        Ok((width, height)) => Entry { format, hash: content_hash(bytes), width, height, ..entry },
+        Err(detail) => Entry { format, broken: Some(detail), ..entry },
+    }
+}
+
+/// The members of each shard (named relative to `root`); `read` reads one. `dataset` names the index.
+pub(super) fn of_shards(
+    dataset: &Path,
+    shards: &[(PathBuf, Stamp)],
+    store: &IndexStore,
+    read: impl Fn(&Path) -> Members + Sync,
+) -> Vec<Members> {
+    let recall = |facts: &Facts| -> Vec<Option<Members>> {
+        let one = |(path, stamp): &(PathBuf, Stamp)| {
+            let blocks = facts.of(path.as_os_str().as_bytes());
+            let valid = blocks.filter(|block: &Block| block.stamp == Some(*stamp)).last()?;
+            Some(Members { entries: valid.entries, trouble: valid.trouble, passing: false })
+        };
+        shards.par_iter().map(one).collect()
+    };
+    let mut known = recall(&store.load(dataset));
+    if known.iter().any(Option::is_none) {
+        let pictures = |size: u64| (size / PICTURE_BYTES) as usize;
+        let all = shards.iter().map(|(_, stamp)| stamp.size).sum();
+        let missing = shards.iter().zip(&known).filter(|(_, known)| known.is_none());
+        let missing = missing.map(|((_, stamp), _)| stamp.size).sum();
+        let mut builder = None;
+        if store.keeps(pictures(all), pictures(missing)) {
+            match store.begin(dataset) {
+                Ok(Some((begun, facts))) => {
+                    known = recall(&facts);
+                    builder = Some(begun);
+                }
+                Ok(None) => {}
+                Err(error) => log_not_stored(&error),
+            }
+        }
+        let unknown: Vec<usize> = (0..shards.len()).filter(|i| known[*i].is_none()).collect();
+        let mut done = (shards.len() - unknown.len()) as u64;
+        for part in unknown.chunks(rayon::current_num_threads().max(1)) {
+            let examined: Vec<Members> = part.par_iter().map(|i| read(&shards[*i].0)).collect();
+            done += part.len() as u64;
+            for (i, members) in part.iter().zip(examined) {
+                let (path, stamp) = &shards[*i];
+                if let Some(index) = builder.as_mut().filter(|_| !members.passing) {
+                    index.publish(Progress { done, total: shards.len() as u64 });
+                    let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
+                    if let Err(error) = index.append(path.as_os_str().as_bytes(), block) {
+                        log_not_stored(&error);
+                        builder = None;
+                    }
+                }
+                known[*i] = Some(members);
+            }
+        }
+        let learned = unknown.iter().any(|i| known[*i].as_ref().is_some_and(|members| !members.passing));
+        if let Some(builder) = builder.filter(|_| learned) {
+            let blocks = shards.iter().zip(&known).filter_map(|((path, stamp), members)| {
+                let members = members.as_ref().filter(|members| !members.passing)?;
+                let block = block_of(Some(*stamp), members.trouble.as_deref(), members.entries.iter());
+                Some((path.as_os_str().as_bytes(), block))
+            });
+            if let Err(error) = builder.finish(blocks) {
+                log_not_stored(&error);
+            }
+        }
+    }
+    known.into_iter().map(Option::unwrap_or_default).collect()
+}

@@ -1,0 +1,194 @@
+//! Which folders of a dataset have not changed since all of their files were examined: `<key>.folders` next to the index.
+//!
+//! A file that is added, removed, renamed or put in another's place changes its folder's times, so a folder that is the
+//! same holds the files that the index has. A file that is overwritten in place does not change its folder: that is noticed when
+//! it is read, and then [`FolderCacheFile::forget`] makes the next start stat every file.
+
+use super::{Entry, Facts, IndexStore};
+use lockstep_host::files;
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::{BTreeMap, HashMap},
+    fs,
+    io::Write,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+/// The version of the file's format; other versions are ignored.
+const VERSION: u32 = 1;
+/// A hundred thousand folders have 10 MB.
+const MAX_BYTES: u64 = 256 << 20;
+
+/// Identifies a folder and the set of its files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct FolderStamp {
+    inode: u64,
+    modified: (i64, i64),
+    changed: (i64, i64),
+}
+
+impl FolderStamp {
+    /// Taken before the folder is listed. `None` where that fails: the folder is listed at every start.
+    pub(crate) fn of(folder: &Path) -> Option<Self> {
+        let found = fs::metadata(folder).ok()?;
+        Some(Self {
+            inode: found.ino(),
+            modified: (found.mtime(), found.mtime_nsec()),
+            changed: (found.ctime(), found.ctime_nsec()),
+        })
+    }
+
+    /// Whether it changed so long before `now` that any later change has another time.
+    fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
+        let Some(min_age) = min_age else { return true };
+        let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let newest = self.modified.max(self.changed).0;
+        u64::try_from(newest).is_ok_and(|secs| secs + min_age.as_secs() < now.as_secs())
+    }
+}
+
+/// A folder whose files are all in the index.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct Known {
+    stamp: FolderStamp,
+    files: u64,
+    /// A checksum of the entries: the index may have been rebuilt since.
+    check: u32,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    /// By their path in the dataset.
+    folders: BTreeMap<String, Known>,
+}
+
+fn check(entries: &[Entry]) -> u32 {
+    let mut hash = crc32fast::Hasher::new();
+    for entry in entries {
+        hash.update(&(entry.name.len() as u64).to_le_bytes());
+        hash.update(&entry.name);
+        hash.update(&entry.size.to_le_bytes());
+        hash.update(&entry.modified_ns.to_le_bytes());
+        hash.update(&entry.hash.to_le_bytes());
+    }
+    hash.finalize()
+}
+
+/// What is known of a dataset before its class folders are listed.
+#[derive(Debug, Default)]
+pub(crate) struct CachedFolders {
+    pub(super) facts: Facts,
+    /// All pictures of folders that need not be listed, by the folder's path in the dataset, in the order of their names.
+    pub(super) folders: HashMap<PathBuf, (FolderStamp, Vec<Entry>)>,
+}
+
+impl CachedFolders {
+    /// The stamp of a folder, by its path in the dataset, that need not be listed.
+    pub(crate) fn stamp(&self, folder: &Path) -> Option<FolderStamp> {
+        self.folders.get(folder).map(|(stamp, _)| *stamp)
+    }
+}
+
+/// Reads what is known of the dataset at `root`; of folders only where `store` trusts them.
+pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
+    let facts = store.load(root);
+    let record = if store.trusts_folders() { store.folder_cache(root).read() } else { Record::default() };
+    let same = |(path, known): (&String, &Known)| {
+        if FolderStamp::of(&root.join(path)) != Some(known.stamp) {
+            return None;
+        }
+        let entries = in_order(&facts, path.as_bytes());
+        let whole = entries.len() as u64 == known.files && check(&entries) == known.check;
+        whole.then(|| (PathBuf::from(path), (known.stamp, entries)))
+    };
+    let folders = record.folders.par_iter().filter_map(same).collect();
+    CachedFolders { facts, folders }
+}
+
+/// What the index has of a folder, by name.
+fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
+    let mut blocks: Vec<_> = facts.of(container).collect();
+    let ordered = |entries: &[Entry]| entries.is_sorted_by(|a, b| a.name < b.name);
+    if let [block] = &mut blocks[..]
+        && ordered(&block.entries)
+    {
+        return std::mem::take(&mut block.entries);
+    }
+    let all = blocks.into_iter().flat_map(|block| block.entries);
+    // The last of several counts.
+    all.map(|entry| (entry.name.clone(), entry)).collect::<BTreeMap<_, _>>().into_values().collect()
+}
+
+/// The file that says which folders are known.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct FolderCacheFile {
+    /// `None`: nothing is stored.
+    path: Option<PathBuf>,
+}
+
+impl IndexStore {
+    /// Which folders of a dataset are known.
+    pub(crate) fn folder_cache(&self, dataset: &Path) -> FolderCacheFile {
+        FolderCacheFile::at(self.file(dataset, "folders"))
+    }
+}
+
+impl FolderCacheFile {
+    pub(super) fn at(path: Option<PathBuf>) -> Self {
+        Self { path }
+    }
+
+    fn read(&self) -> Record {
+        let text = self.path.as_ref().and_then(|path| files::read(path, MAX_BYTES).ok());
+        let record: Option<Record> = text.and_then(|text| rmp_serde::from_slice(&text).ok());
+        record.filter(|record| record.version == VERSION).unwrap_or_default()
+    }
+
+    /// Stores the folders that were examined: their stamps from before they were listed, and all their entries. A folder that
+    /// could not be read or has just changed is left out. `began`: when the first stamp was taken.
+    pub(super) fn note<'a>(
+        &self,
+        examined: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
+        min_age: Option<Duration>,
+        began: SystemTime,
+    ) {
+        let Some(path) = &self.path else { return };
+        let known = examined.filter_map(|(path, stamp, entries)| {
+            // A broken file is not read again, so only its own size and time show that it was mended in place.
+            let sound = |entry: &Entry| !entry.passing && entry.broken.is_none();
+            let whole = !entries.is_empty() && entries.iter().all(sound);
+            let fits = whole && stamp.is_older_than(min_age, began);
+            let known = || Known { stamp, files: entries.len() as u64, check: check(entries) };
+            Some((path.to_str().filter(|_| fits)?.to_owned(), known()))
+        });
+        let record = Record { version: VERSION, folders: known.collect() };
+        let Ok(text) = rmp_serde::to_vec(&record) else { return };
+        if fs::read(path).is_ok_and(|before| before == text) {
+            return;
+        }
+        let write = || -> std::io::Result<()> {
+            let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
+            file.write_all(&text)?;
+            file.persist(path)?;
+            Ok(())
+        };
+        // Only time depends on it.
+        if let Err(error) = write() {
+            tracing::warn!(
+                "{}: {error}; the dataset's files will be examined again at the next start",
+                path.display()
+            );
+        }
+    }
+
+    /// A file was not as the index says: the next start examines all of them.
+    pub(crate) fn forget(&self) {
+        if let Some(path) = &self.path {
+            let _ = fs::remove_file(path);
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! What the index saves, and what it must not hide.
+
+mod folders;
+
+use super::*;
+use crate::{Catalog, DataError, Samples};
+use std::{
+    fs,
+    time::{Duration, SystemTime},
+};
+use tempfile::TempDir;
+
+/// `classes` folders of `each` names of one small picture.
+fn folder(classes: usize, each: usize) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for class in 0..classes {
+        let class_dir = dir.path().join(format!("train/class-{class:04}"));
+        fs::create_dir_all(&class_dir).unwrap();
+        // A file has a limited number of names.
+        let picture = class_dir.join("000000.png");
+        image::RgbImage::from_pixel(6, 4, image::Rgb([9, 80, 200])).save(&picture).unwrap();
+        for number in 1..each {
+            fs::hard_link(&picture, class_dir.join(format!("{number:06}.png"))).unwrap();
+        }
+    }
+    dir
+}
+
+/// A dataset and an index of it that is kept from four pictures on.
+struct Place {
+    data: TempDir,
+    cache: TempDir,
+}
+
+impl Place {
+    fn new(classes: usize, each: usize) -> Self {
+        Self { data: folder(classes, each), cache: tempfile::tempdir().unwrap() }
+    }
+
+    fn store(&self) -> IndexStore {
+        IndexStore::at(self.cache.path(), 4)
+    }
+
+    fn open(&self) -> Result<Catalog, DataError> {
+        Catalog::open_with(self.data.path(), &self.store())
+    }
+
+    fn picture(&self, name: &str) -> PathBuf {
+        self.data.path().join("train").join(name)
+    }
+
+    fn kept(&self, extension: &str) -> Option<PathBuf> {
+        let all = fs::read_dir(self.cache.path()).unwrap().map(|entry| entry.unwrap().path());
+        all.into_iter().find(|path| path.extension().is_some_and(|e| e == extension))
+    }
+
+    /// Makes the index say something else: who reads the files does not.
+    fn say(&self, alter: impl Fn(&mut Entry)) {
+        let folders = fs::read_dir(self.data.path().join("train")).unwrap();
+        let names = folders.map(|entry| Path::new("train").join(entry.unwrap().file_name()));
+        say(&self.store(), self.data.path(), names.collect(), alter);
+    }
+
+    fn widths(&self) -> Vec<u32> {
+        let catalog = self.open().unwrap();
+        let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
+        (0..listing.len()).map(|i| listing.dimensions(i).0).collect()
+    }
+}
+
+fn say(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl Fn(&mut Entry)) {
+    let (builder, facts) = store.begin(dataset).unwrap().unwrap();
+    let mut blocks = Vec::new();
+    for path in &containers {
+        let mut block = facts.of(path.as_os_str().as_bytes()).last().unwrap();
+        block.entries.iter_mut().for_each(&alter);
+        blocks.push((path.as_os_str().as_bytes(), block));
+    }
+    let refs =
+        blocks.iter().map(|(name, b)| (*name, block_of(b.stamp, b.trouble.as_deref(), b.entries.iter())));
+    builder.finish(refs).unwrap();
+}
+
+/// Other content of the same size, with the old time of writing, as `rsync -t` and `cp -p` leave it.
+fn replace(path: &Path, content: &[u8]) {
+    let before = fs::metadata(path).unwrap();
+    assert_eq!(before.len(), content.len() as u64);
+    fs::remove_file(path).unwrap();
+    fs::write(path, content).unwrap();
+    let modified = before.modified().unwrap();
+    fs::File::options().write(true).open(path).unwrap().set_modified(modified).unwrap();
+}
+
+fn touch(path: &Path, ahead_secs: u64) {
+    let file = fs::File::options().write(true).open(path).unwrap();
+    file.set_modified(SystemTime::now() + Duration::from_secs(ahead_secs)).unwrap();
+}
+
+fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
+    let train = &catalog.splits[0];
+    (train.labels.len(), train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect())
+}
+
+/// Opens the dataset as ranks do, examining folders alone.
+fn at_folders(place: &Place) -> Catalog {
+    Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
+}
+
+#[test]
+fn what_is_known_is_not_read_again_and_what_changed_is() {
+    let place = Place::new(2, 4);
+    let first = place.open().unwrap();
+    assert_eq!(counts(&first), (8, vec![]));
+    assert!(
+        place.kept("index").is_some()
+            && place.kept("part").is_none_or(|p| fs::metadata(p).unwrap().len() == 0)
+    );
+    place.say(|entry| entry.width = 77);
+    assert_eq!(place.widths(), [77; 8], "it was read");
+    // Same size and time of writing, other content: it is read, and found to be no picture.
+    let size = fs::metadata(place.picture("class-0000/000001.png")).unwrap().len() as usize;
+    replace(&place.picture("class-0000/000001.png"), &vec![b'x'; size]);
+    let (pictures, broken) = counts(&place.open().unwrap());
+    assert_eq!((pictures, broken.len()), (7, 1), "{broken:?}");
+    assert!(broken[0].contains("class-0000/000001.png is text"), "{broken:?}");
+    // Added, removed, and mended.
+    image::RgbImage::new(5, 5).save(place.picture("class-0001/new.png")).unwrap();
+    fs::remove_file(place.picture("class-0001/000000.png")).unwrap();
+    fs::remove_file(place.picture("class-0000/000001.png")).unwrap();
+    fs::hard_link(place.picture("class-0000/000002.png"), place.picture("class-0000/000001.png")).unwrap();
+    let last = place.open().unwrap();
+    assert_eq!(counts(&last), (8, vec![]));
+    let Samples::Listed(listing) = &last.splits[0].samples else { panic!("{last:?}") };
+    let all: Vec<_> = (0..8).map(|i| (listing.name(i), listing.dimensions(i))).collect();
+    assert_eq!(all[1], (place.picture("class-0000/000001.png").display().to_string(), (6, 4)));
+    assert_eq!(all[7], (place.picture("class-0001/new.png").display().to_string(), (5, 5)));
+}
+
+#[test]
+fn small_datasets_and_those_without_a_place_have_no_index_and_open_all_the_same() {
+    let place = Place::new(1, 3);
+    assert_eq!(counts(&place.open().unwrap()).0, 3);
+    assert!(place.kept("index").is_none(), "three are too few");
+    let place = Place::new(1, 4);
+    fs::write(place.cache.path().join("file"), "").unwrap();
+    let store = IndexStore::at(&place.cache.path().join("file/inside"), 4);
+    assert_eq!(counts(&Catalog::open_with(place.data.path(), &store).unwrap()).0, 4);
+    assert_eq!(counts(&place.open().unwrap()).0, 4);
+    assert!(place.kept("index").is_some(), "four are enough");
+}
+
+#[test]
+fn what_an_interrupted_run_found_is_not_looked_for_again() {
+    let place = Place::new(2, 4);
+    place.open().unwrap();
+    place.say(|entry| entry.width = 77);
+    // The index was never finished: its blocks lie in the part, the second class's torn off.
+    let index = place.kept("index").unwrap();
+    let bytes = fs::read(&index).unwrap();
+    fs::remove_file(&index).unwrap();
+    fs::write(index.with_extension("part"), &bytes[..bytes.len() - 7]).unwrap();
+    let mut widths = place.widths();
+    widths.sort_unstable();
+    assert_eq!(widths, [6, 6, 6, 6, 77, 77, 77, 77], "only what was torn off is read");
+    assert!(index.exists());
+}
+
+#[test]
+fn a_damaged_index_costs_time_and_nothing_else() {
+    let place = Place::new(2, 4);
+    let identity = |catalog: &Catalog| catalog.fingerprint(place.data.path()).unwrap();
+    let whole = identity(&place.open().unwrap());
+    let index = place.kept("index").unwrap();
+    let bytes = fs::read(&index).unwrap();
+    for at in (0..bytes.len()).step_by(5) {
+        let mut damaged = bytes.clone();
+        damaged[at] ^= 0x10;
+        fs::write(&index, &damaged).unwrap();
+        assert_eq!(identity(&place.open().unwrap()), whole, "byte {at}");
+    }
+    for length in (0..bytes.len()).step_by(11) {
+        fs::write(&index, &bytes[..length]).unwrap();
+        assert_eq!(identity(&place.open().unwrap()), whole, "{length} bytes");
+    }
+}
+
+#[test]
+fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_not() {
+    let place = Place::new(2, 4);
+    let first = place.open().unwrap().fingerprint(place.data.path()).unwrap();
+    assert_eq!(first.pictures, 8);
+    let copy = Place::new(2, 4);
+    assert_eq!(copy.open().unwrap().fingerprint(copy.data.path()).unwrap(), first);
+    touch(&place.picture("class-0000/000000.png"), 60);
+    assert_eq!(place.open().unwrap().fingerprint(place.data.path()).unwrap(), first);
+    // Other content of the same size.
+    let name = place.picture("class-0000/000000.png");
+    let mut bytes = fs::read(&name).unwrap();
+    // Behind the picture's own end nothing counts to a decoder, but it is another file.
+    bytes.push(0);
+    for (place, content) in [(&place, &bytes), (&copy, &bytes)] {
+        fs::remove_file(place.picture("class-0000/000000.png")).unwrap();
+        fs::write(place.picture("class-0000/000000.png"), content).unwrap();
+    }
+    let second = place.open().unwrap().fingerprint(place.data.path()).unwrap();
+    assert_ne!(second.names_sha256, first.names_sha256, "another size");
+    *bytes.last_mut().unwrap() = 1;
+    fs::write(&name, &bytes).unwrap();
+    touch(&name, 120);
+    let third = place.open().unwrap().fingerprint(place.data.path()).unwrap();
+    assert_eq!(third.names_sha256, second.names_sha256);
+    assert_ne!(third.contents_sha256, second.contents_sha256);
+    fs::rename(&name, place.picture("class-0000/another.png")).unwrap();
+    assert_ne!(
+        place.open().unwrap().fingerprint(place.data.path()).unwrap().names_sha256,
+        third.names_sha256
+    );
+}
+
+#[test]
+fn a_file_that_cannot_be_read_now_is_looked_at_again() {
+    let place = Place::new(1, 4);
+    // A regular file that nobody can read, not even root.
+    let odd = place.picture("class-0000/odd.png");
+    std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
+    let (pictures, broken) = counts(&place.open().unwrap());
+    assert!(pictures == 4 && broken[0].contains("odd.png cannot be read: Input/output error"), "{broken:?}");
+    let index = fs::metadata(place.kept("index").unwrap()).unwrap().modified().unwrap();
+    place.open().unwrap();
+    let later = fs::metadata(place.kept("index").unwrap()).unwrap().modified().unwrap();
+    assert_eq!(index, later, "nothing was learned, so nothing is written");
+}
+
+#[test]
+fn shards_are_remembered_until_they_change() {
+    let data = tempfile::tempdir().unwrap();
+    let cache = tempfile::tempdir().unwrap();
+    let fixture =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/shards/numbers/train-000000.tar");
+    let shard = data.path().join("train.tar");
+    let bytes = fs::read(fixture).unwrap();
+    fs::write(&shard, &bytes).unwrap();
+    let store = IndexStore::at(cache.path(), 0).of_few(0);
+    let open = || Catalog::open_with(data.path(), &store);
+    assert_eq!(open().unwrap().splits[0].labels.len(), 6);
+    say(&store, data.path(), vec!["train.tar".into()], |entry| entry.label = Some("cat".into()));
+    assert_eq!(open().unwrap().classes, ["cat"], "it was read");
+    replace(&shard, &vec![0; bytes.len()]);
+    assert!(open().unwrap_err().to_string().contains("holds no sample"));
+    fs::write(&shard, &bytes).unwrap();
+    touch(&shard, 90);
+    assert_eq!(open().unwrap().splits[0].labels.len(), 6);
+}
+
+#[test]
+fn copies_of_machines_that_share_the_cache_have_an_index_each() {
+    let place = Place::new(1, 4);
+    if fs::metadata(place.data.path()).unwrap().created().is_err() {
+        // No file system here distinguishes the folders.
+        return;
+    }
+    // Two machines, each with a folder of its own at this path.
+    let (here, there) = (place.data.path().to_owned(), tempfile::tempdir().unwrap());
+    let copies = ["first", "second"].map(|name| there.path().join(name));
+    let mount = |copy: &Path| fs::rename(copy, &here).unwrap();
+    let unmount = |copy: &Path| fs::rename(&here, copy).unwrap();
+    unmount(&copies[0]);
+    let second = folder(1, 4);
+    fs::rename(second.path().join("train"), there.path().join("train")).unwrap();
+    fs::create_dir(&copies[1]).unwrap();
+    fs::rename(there.path().join("train"), copies[1].join("train")).unwrap();
+    for (copy, width) in copies.iter().zip([71, 72]) {
+        mount(copy);
+        place.open().unwrap();
+        place.say(|entry| entry.width = width);
+        unmount(copy);
+    }
+    for (copy, width) in copies.iter().zip([71, 72]) {
+        mount(copy);
+        assert_eq!(place.widths(), [width; 4]);
+        unmount(copy);
+    }
+    mount(&copies[0]);
+    // Who copies a dataset anew for each job does not fill the cache: others go when nobody has used them for a month.
+    let used = fs::read_dir(place.cache.path()).unwrap().map(|entry| entry.unwrap().path());
+    let indexes: Vec<_> = used.filter(|path| path.extension().is_some_and(|e| e == "index")).collect();
+    assert_eq!(indexes.len(), 2);
+    for index in &indexes {
+        let old = SystemTime::now() - Duration::from_secs(31 * 24 * 3600);
+        fs::File::options().write(true).open(index).unwrap().set_modified(old).unwrap();
+    }
+    touch(&place.picture("class-0000/000001.png"), 5);
+    place.open().unwrap();
+    assert_eq!(indexes.iter().filter(|index| index.exists()).count(), 1);
+}
+
+#[test]
+fn what_another_version_found_broken_is_looked_at_again() {
+    let place = Place::new(1, 4);
+    place.open().unwrap();
+    place.say(|entry| {
+        entry.width = 77;
+        if entry.name == b"000001.png" {
+            entry.broken = Some("is of a kind that is not read".into());
+        }
+    });
+    let (pictures, broken) = counts(&place.open().unwrap());
+    assert!(pictures == 3 && broken[0].contains("of a kind that is not read"), "{broken:?}");
+    let newer = place.store().of_reader(u32::MAX);
+    let reopened = Catalog::open_with(place.data.path(), &newer).unwrap();
+    assert_eq!(counts(&reopened), (4, vec![]));
+    let Samples::Listed(listing) = &reopened.splits[0].samples else { panic!("{reopened:?}") };
+    let widths: Vec<_> = (0..4).map(|i| listing.dimensions(i).0).collect();
+    assert_eq!(widths, [77, 6, 77, 77], "the others are not");
+}
+
+#[test]
+fn a_few_pictures_are_looked_at_without_the_lock() {
+    let place = Place::new(1, 8);
+    let open = |few: usize| Catalog::open_with(place.data.path(), &place.store().of_few(few)).unwrap();
+    assert_eq!(counts(&open(9)).0, 8);
+    assert!(place.kept("index").is_none() && place.kept("lock").is_none());
+    assert_eq!(counts(&open(8)).0, 8);
+    assert!(place.kept("index").is_some());
+}
+
+#[test]
+fn progress_is_told_only_while_somebody_makes_an_index() {
+    let place = Place::new(1, 4);
+    place.open().unwrap();
+    let (store, dataset) = (place.store(), place.data.path());
+    let at = Progress { done: 1, total: 4 };
+    let (mut builder, _) = store.begin(dataset).unwrap().unwrap();
+    builder.publish(at);
+    assert_eq!(store.progress(dataset), Some(at));
+    // Killed, it leaves its progress.
+    let file = place.kept("progress").unwrap();
+    let left = fs::read(&file).unwrap();
+    drop(builder);
+    fs::write(&file, left).unwrap();
+    // A process that another test starts may hold the lock's file for a moment.
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    while store.progress(dataset).is_some() {
+        assert!(std::time::Instant::now() < deadline, "nobody makes one");
+        std::thread::yield_now();
+    }
+    let (_making, _) = store.begin(dataset).unwrap().unwrap();
+    assert_eq!(store.progress(dataset), None, "nothing of this one yet");
+}
+
+#[test]
+fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
+    let dir = folder(1, 1);
+    let path = dir.path().join("train/class-0000/000000.png");
+    let bytes = fs::read(&path).unwrap();
+    let (_, modified_ns) = lockstep_host::files::stat_with_time(&path).unwrap();
+    let found = FoundFile { name: "000000.png".into(), size: 0, modified_ns, unsure: false };
+    let entry = examine(&path, &found);
+    assert!(entry.passing, "it may be one that is being written");
+    let mut listing = crate::Listing::new(dir.path());
+    listing.add_container(Path::new("train/class-0000"), crate::listing::Place::Folder);
+    listing.push(&entry);
+    assert_eq!(listing.read(0).unwrap(), bytes);
+}
+
+/// By hand: `LOCKSTEP_INDEX_PICTURES=1300000 cargo test -p lockstep-data --release --lib -- --ignored --nocapture
+/// many_pictures` says how long an index takes and how large it is.
+#[test]
+#[ignore = "takes minutes at the size that it is for"]
+fn many_pictures() {
+    let count = std::env::var("LOCKSTEP_INDEX_PICTURES").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
+    let began = std::time::Instant::now();
+    let place = Place::new(1000, count / 1000);
+    eprintln!("{count} files in 1000 folders: made in {:.1} s", began.elapsed().as_secs_f64());
+    for look in ["first", "second", "third", "folders'", "folders' second"] {
+        let began = std::time::Instant::now();
+        let catalog = if look.starts_with("folders'") { at_folders(&place) } else { place.open().unwrap() };
+        assert_eq!(counts(&catalog), (count, vec![]));
+        let status = fs::read_to_string("/proc/self/status").unwrap();
+        let most = status.lines().find(|l| l.starts_with("VmHWM")).unwrap_or_default().to_owned();
+        eprintln!(
+            "{look} look: {:.2} s; index {:.1} MB; {most}",
+            began.elapsed().as_secs_f64(),
+            fs::metadata(place.kept("index").unwrap()).unwrap().len() as f64 / 1e6
+        );
+    }
+}

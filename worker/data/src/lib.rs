@@ -1,0 +1,324 @@
+//! Datasets, sharding, augmentation and batches.
+
+// What a call can fail with is part of what its caller has to know.
+#![warn(clippy::missing_errors_doc)]
+
+mod cifar;
+mod copy;
+pub mod device;
+pub mod fingerprint;
+pub mod held_out;
+mod idx;
+mod image_folder;
+mod index;
+mod inspect;
+mod label;
+mod listing;
+pub mod loader;
+mod packed;
+mod parquet;
+mod pattern;
+mod picture;
+mod prepare;
+mod random;
+mod shard;
+mod shards;
+mod stored;
+mod transform;
+
+pub use index::Progress;
+pub use inspect::{inspect, split_names};
+pub use picture::Picture;
+pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
+pub use random::Random;
+pub use stored::{Stored, stored};
+
+use index::IndexStore;
+use inspect::Statistics;
+use listing::Listing;
+use lockstep_host::files::{self, allowed::have};
+use lockstep_protocol::{
+    agent::AllowedFolders,
+    dataset::{BrokenFile, class_names_mistake},
+};
+use packed::Reading;
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+/// Why data could not be read; each sentence names the file and what to change.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// Something about the dataset, or about it and the job together.
+    #[error("{0}")]
+    Invalid(String),
+    /// One file.
+    #[error("{path} {detail}")]
+    File {
+        /// As it was opened.
+        path: String,
+        /// What is wrong, to be read after the path.
+        detail: String,
+    },
+}
+
+/// How changes of a dataset of pictures in folders are detected when it is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChangeDetection {
+    /// At each file's size and time of change.
+    Files,
+    /// At the folders': files that were added, removed, renamed or put in another's place are noticed. One that was written
+    /// in place is when it is read.
+    Folders,
+}
+
+impl ChangeDetection {
+    fn store(self) -> IndexStore {
+        match self {
+            ChangeDetection::Files => IndexStore::of_user(),
+            ChangeDetection::Folders => IndexStore::of_user().trusting_folders(),
+        }
+    }
+}
+
+/// The formats that are recognised by their files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    Cifar10,
+    Cifar100,
+    Idx,
+    ImageFolder,
+    Shards,
+    Parquet,
+}
+
+impl Format {
+    fn name(self) -> &'static str {
+        match self {
+            Format::Cifar10 => "cifar10",
+            Format::Cifar100 => "cifar100",
+            Format::Idx => "idx",
+            Format::ImageFolder => "image_folder",
+            Format::Shards => "webdataset",
+            Format::Parquet => "parquet",
+        }
+    }
+}
+
+/// What lies under a dataset's path.
+#[derive(Debug)]
+pub(crate) struct Catalog {
+    format: Format,
+    classes: Vec<String>,
+    /// `train` first.
+    splits: Vec<Split>,
+    /// What should be a split and is none.
+    broken: Vec<BrokenFile>,
+    /// Splits that were left out, as none of their samples has a label.
+    unlabelled: Vec<String>,
+}
+
+/// One split: as many labels as samples.
+#[derive(Debug)]
+pub(crate) struct Split {
+    name: String,
+    labels: Vec<u32>,
+    samples: Samples,
+    /// Files and folders left out, in a fixed order.
+    broken: Vec<BrokenFile>,
+}
+
+/// Where a split's pictures are.
+#[derive(Debug)]
+pub(crate) enum Samples {
+    /// One after another: height, width, channels.
+    Memory {
+        pixels: Vec<u8>,
+        /// In the place of `pixels`, where an inspection does not hold them.
+        measured: Option<Statistics>,
+        height: u32,
+        width: u32,
+        channels: u32,
+    },
+    /// Encoded, in files or shards; read as RGB.
+    Listed(Listing),
+}
+
+impl Catalog {
+    /// Looks at `path`. CIFAR and IDX files are read; of other pictures those that the user's index does not know.
+    fn open(path: &Path) -> Result<Self, DataError> {
+        Self::open_with(path, &IndexStore::of_user())
+    }
+
+    /// As [`Catalog::open`], with an index of its own.
+    fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
+        Self::open_reading(path, store, Reading::Whole)
+    }
+
+    /// As [`Catalog::open`], for an inspection: of pictures that jobs hold in memory there are only the measures.
+    fn measure(path: &Path) -> Result<Self, DataError> {
+        Self::open_reading(path, &IndexStore::of_user(), Reading::Measure)
+    }
+
+    fn open_reading(path: &Path, store: &IndexStore, reading: Reading) -> Result<Self, DataError> {
+        let usable = |catalog: Catalog| {
+            let wrong = match catalog.splits.iter().any(|s| s.name == "train") {
+                true => class_names_mistake(&catalog.classes),
+                false => Some(no_training_split(&catalog)),
+            };
+            match wrong {
+                None => Ok(catalog),
+                Some(wrong) => Err(DataError::Invalid(format!("{} {wrong}", path.display()))),
+            }
+        };
+        if let Some(found) = shards::named(path, store) {
+            return found.and_then(usable);
+        }
+        if !path.is_dir() {
+            let what =
+                if path.exists() { "is a file; give the folder that it lies in" } else { "does not exist" };
+            return Err(DataError::File { path: path.display().to_string(), detail: what.into() });
+        }
+        // Archives unpack into a folder of their own; people give either.
+        for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
+            if let Some(found) = cifar::find(&dir)
+                .or_else(|| idx::find(&dir, reading))
+                .or_else(|| image_folder::find(&dir, store))
+            {
+                return found.and_then(usable);
+            }
+        }
+        // Last: the files of other formats may lie next to the archive that they came in.
+        // A repository of the Hugging Face hub has them in `data`.
+        for dir in [path.to_owned(), path.join("data")] {
+            if let Some(found) = shards::find(path, &dir, store) {
+                return found.and_then(usable);
+            }
+        }
+        let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
+            "; this is CIFAR's Python version, which holds pickles: get the binary version"
+        } else if shards::only_compressed(path) {
+            "; its shards are compressed, and pictures are read from the middle of them: unpack them (gunzip) to *.tar"
+        } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
+            "; the folder is empty"
+        } else {
+            ""
+        };
+        let there = image_folder::entries(path).unwrap_or_default();
+        let first = there.iter().take(ENTRIES_READ).filter(|path| has_pictures(path));
+        let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
+            first.partition(|path| image_folder::split_of(path).is_some());
+        let hint = if !classes.is_empty() {
+            let are = if classes.len() == 1 { "is a folder" } else { "are folders" };
+            format!("; {} {are} of pictures: put each class in train/, as train/<class>/", some_of(&classes))
+        } else if !splits.is_empty() || has_pictures(path) {
+            let has = if splits.is_empty() { "this folder".into() } else { some_of(&splits) };
+            format!(
+                "; pictures lie directly in {has}, and a picture's class is the folder that it lies in: move them to train/<class>/"
+            )
+        } else {
+            image_folder::only_measures(path).unwrap_or_else(|| hint.to_owned())
+        };
+        let it_has = if there.is_empty() { String::new() } else { format!("; it has {}", some_of(&there)) };
+        Err(DataError::Invalid(format!(
+            "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
+             train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
+             *.parquet{it_has}{hint}",
+            path.display()
+        )))
+    }
+
+    fn split(&self, name: &str) -> Option<&Split> {
+        self.splits.iter().find(|s| s.name == name)
+    }
+}
+
+fn no_training_split(catalog: &Catalog) -> String {
+    let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
+    format!(
+        "has no training split, only {}: a dataset needs training pictures, in files whose names begin with train",
+        names.join(", ")
+    )
+}
+
+/// Entries that are read of a folder that is no dataset: the first ones are representative.
+const ENTRIES_READ: usize = 1000;
+
+/// Whether some of a folder's files are named like pictures.
+fn has_pictures(folder: &Path) -> bool {
+    let files = fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
+    files.map(|file| file.path()).any(|path| picture::is_named_like_one(&path))
+}
+
+/// The names of the first files and folders, and how many more there are.
+fn some_of(paths: &[impl AsRef<Path>]) -> String {
+    const NAMED: usize = 5;
+    let name = |path: &Path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        if path.is_dir() { format!("{name}/") } else { name.into_owned() }
+    };
+    let named: Vec<_> = paths.iter().take(NAMED).map(|path| name(path.as_ref())).collect();
+    let more = paths.len().saturating_sub(NAMED);
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    format!("{}{more}", named.join(", "))
+}
+
+/// A dataset's path without links, also where it is a pattern of shards (`train-{000..127}.tar`).
+///
+/// # Errors
+/// There is nothing there.
+pub fn canonical(path: &Path) -> io::Result<PathBuf> {
+    match pattern::fixed_part(path) {
+        Some((folder, rest)) if folder.as_os_str().is_empty() => {
+            Ok(Path::new(".").canonicalize()?.join(rest))
+        }
+        Some((folder, rest)) => Ok(folder.canonicalize()?.join(rest)),
+        None => path.canonicalize(),
+    }
+}
+
+/// The path of a registered dataset without links, if it leads where it may. It had none when it was registered, so a link below
+/// `allowed` may have been made since, and is followed here for the last time: what is returned is what is opened. What is not
+/// there is left to whoever opens it.
+///
+/// # Errors
+/// It leads where nothing may be read, in words.
+pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
+    let Some(allowed) = allowed else { return Ok(path.to_owned()) };
+    match canonical(path) {
+        Ok(real) if real == path || have(allowed, &real) => Ok(real),
+        Ok(_) => Err(allowed.refusal(&path.display().to_string())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(path.to_owned()),
+        Err(error) => Err(format!("{} cannot be read: {error}", path.display())),
+    }
+}
+
+/// Whether a dataset's path, or some shard of its pattern, is there.
+pub fn exists(path: &Path) -> bool {
+    pattern::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| pattern::exists(&folder, &rest))
+}
+
+/// The progress of building a dataset's index; `None` if it is not being built, or is small.
+pub fn index_progress(path: &Path) -> Option<Progress> {
+    IndexStore::of_user().progress(path)
+}
+
+/// Class names are a few kilobytes.
+const MAX_NAMES_BYTES: u64 = 16 << 20;
+
+/// Class names from a text file with one a line; numbers when there is no such file.
+fn names_from(path: &Path, classes: usize) -> Result<Vec<String>, DataError> {
+    if fs::symlink_metadata(path).is_err() {
+        return Ok((0..classes).map(|c| c.to_string()).collect());
+    }
+    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
+    let text = files::read(path, MAX_NAMES_BYTES).map_err(wrong)?;
+    let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
+    let names: Vec<String> =
+        text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
+    if names.len() != classes {
+        return Err(wrong(format!("names {} classes, but the data has {classes}", names.len())));
+    }
+    Ok(names)
+}

@@ -1,0 +1,278 @@
+//! Encoded pictures, each in a file of its own or in a shard, as the index describes them: a million take about 70 MB.
+
+use super::{
+    DataError, Picture,
+    index::{Entry, FolderCacheFile, Stamp, content_hash},
+    parquet::ParquetFile,
+    picture,
+};
+use lockstep_host::files;
+use std::{
+    ffi::OsStr,
+    fs::File,
+    os::unix::{ffi::OsStrExt, fs::FileExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Pictures of one split, read when they are needed.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Listing {
+    root: PathBuf,
+    containers: Vec<Container>,
+    /// One after another.
+    names: Vec<u8>,
+    rows: Vec<Row>,
+    /// Notified of a file that has changed.
+    folder_cache: FolderCacheFile,
+}
+
+/// A folder or a shard.
+#[derive(Debug, Clone)]
+struct Container {
+    /// Relative to the root.
+    path: PathBuf,
+    place: Place,
+}
+
+/// What pictures lie in.
+#[derive(Debug, Clone)]
+pub(super) enum Place {
+    /// Each is a file.
+    Folder,
+    /// Each has an offset.
+    Tar(Stamp),
+    /// Each has a row.
+    Parquet(Stamp, Arc<ParquetFile>),
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Row {
+    container: u32,
+    /// Its name ends here in `names`, and begins where the one before ends.
+    name_end: u64,
+    offset: u64,
+    size: u64,
+    modified_ns: i64,
+    hash: u64,
+    width: u32,
+    height: u32,
+    /// See [`Entry::format`].
+    format: u8,
+}
+
+impl Listing {
+    pub(super) fn new(root: &Path) -> Self {
+        Self { root: root.to_owned(), ..Self::default() }
+    }
+
+    /// Reports files that have changed to the folder cache.
+    pub(super) fn folder_cache(self, folder_cache: FolderCacheFile) -> Self {
+        Self { folder_cache, ..self }
+    }
+
+    /// What is pushed next lies in it.
+    pub(super) fn add_container(&mut self, path: &Path, place: Place) {
+        self.containers.push(Container { path: path.to_owned(), place });
+    }
+
+    /// A picture in the newest container.
+    pub(super) fn push(&mut self, entry: &Entry) {
+        self.names.extend_from_slice(&entry.name);
+        let Entry { offset, size, modified_ns, hash, width, height, format, .. } = *entry;
+        self.rows.push(Row {
+            container: (self.containers.len() - 1) as u32,
+            name_end: self.names.len() as u64,
+            offset,
+            size,
+            modified_ns,
+            hash,
+            width,
+            height,
+            format,
+        });
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Width and height in pixels, as the index has them.
+    pub(crate) fn dimensions(&self, number: usize) -> (u32, u32) {
+        (self.rows[number].width, self.rows[number].height)
+    }
+
+    /// Whether a picture is a JPEG file, as the index has it.
+    pub(crate) fn is_jpeg(&self, number: usize) -> bool {
+        self.rows[number].format == picture::JPEG
+    }
+
+    /// Path of the file; of a shard's member, that of the shard and its own.
+    pub(crate) fn name(&self, number: usize) -> String {
+        self.path(number).display().to_string()
+    }
+
+    /// Adds what identifies a picture, here and on other machines: name, size and content.
+    pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher, number: usize) {
+        let (name, size, content) = self.identity(number);
+        hash.update(name.as_os_str().as_encoded_bytes());
+        hash.update(&size.to_le_bytes());
+        hash.update(&content.to_le_bytes());
+    }
+
+    /// As [`Listing::name`], relative to the dataset; size in bytes; hash of the content.
+    pub(super) fn identity(&self, number: usize) -> (PathBuf, u64, u64) {
+        let row = &self.rows[number];
+        (self.containers[row.container as usize].path.join(self.own_name(number)), row.size, row.hash)
+    }
+
+    /// The hash of the picture's bytes.
+    pub(super) fn content(&self, number: usize) -> u64 {
+        self.rows[number].hash
+    }
+
+    /// The name of the picture's file; `None` where it is a part of a file.
+    pub(super) fn file_name(&self, number: usize) -> Option<&OsStr> {
+        let container = &self.containers[self.rows[number].container as usize];
+        matches!(container.place, Place::Folder).then(|| self.own_name(number))
+    }
+
+    /// The picture's bytes as they are stored.
+    ///
+    /// # Errors
+    /// [`DataError::File`]: it cannot be read, or is another than the index says.
+    pub(crate) fn read(&self, number: usize) -> Result<Vec<u8>, DataError> {
+        let row = &self.rows[number];
+        let container = &self.containers[row.container as usize];
+        let found = match &container.place {
+            Place::Folder => read_file(&self.path(number), row, &self.folder_cache),
+            Place::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
+            Place::Parquet(stamp, file) => read_row(row, &self.root.join(&container.path), *stamp, file),
+        };
+        found.map_err(|detail| self.broken(number, detail))
+    }
+
+    /// Whether pictures are rows of Parquet files, which are read best in their order.
+    pub(super) fn is_of_rows(&self) -> bool {
+        self.containers.iter().any(|container| matches!(container.place, Place::Parquet(..)))
+    }
+
+    /// As [`Listing::read`] of `count` pictures that follow each other; rows of one file are read in one go.
+    pub(super) fn read_run(&self, first: usize, count: usize) -> Vec<Result<Vec<u8>, DataError>> {
+        let rows = &self.rows[first..first + count];
+        let run = || -> Option<Vec<Vec<u8>>> {
+            let (begin, last) = (rows.first()?, rows.last()?);
+            let container = &self.containers[begin.container as usize];
+            let Place::Parquet(stamp, known) = &container.place else { return None };
+            // Rows that are none lie between, at times.
+            let length = last.offset.checked_sub(begin.offset)?.checked_add(1)?;
+            if begin.container != last.container || length > 2 * count as u64 {
+                return None;
+            }
+            let (file, found) = open(&self.root.join(&container.path)).ok()?;
+            let read = known.read_run(file, found.size, begin.offset, length).ok()?;
+            let one = |row: &Row| {
+                let bytes = read.get((row.offset - begin.offset) as usize)?.clone()?;
+                (bytes.len() as u64 == row.size && content_hash(&bytes) == row.hash).then_some(bytes)
+            };
+            (found == *stamp).then(|| rows.iter().map(one).collect())?
+        };
+        match run() {
+            Some(read) => read.into_iter().map(Ok).collect(),
+            // One by one, to say of each what is wrong.
+            None => (first..first + count).map(|number| self.read(number)).collect(),
+        }
+    }
+
+    /// The whole picture, decoded as RGB.
+    ///
+    /// # Errors
+    /// [`DataError::File`]: as [`Listing::read`], or it cannot be decoded.
+    pub(crate) fn picture(&self, number: usize) -> Result<Picture, DataError> {
+        Picture::decode(&self.read(number)?).map_err(|detail| self.broken(number, detail))
+    }
+
+    /// Leaves out those of which `keep` says no.
+    pub(super) fn retain(&mut self, keep: &[bool]) {
+        if keep.iter().all(|keep| *keep) {
+            return;
+        }
+        let (mut names, mut rows) = (Vec::new(), Vec::new());
+        for number in (0..self.len()).filter(|number| keep.get(*number) == Some(&true)) {
+            names.extend_from_slice(self.own_name(number).as_bytes());
+            rows.push(Row { name_end: names.len() as u64, ..self.rows[number] });
+        }
+        (self.names, self.rows) = (names, rows);
+    }
+
+    /// What is wrong with a picture.
+    pub(crate) fn broken(&self, number: usize, detail: String) -> DataError {
+        DataError::File { path: self.name(number), detail }
+    }
+
+    fn own_name(&self, number: usize) -> &OsStr {
+        let begin = number.checked_sub(1).map_or(0, |before| self.rows[before].name_end);
+        OsStr::from_bytes(&self.names[begin as usize..self.rows[number].name_end as usize])
+    }
+
+    fn path(&self, number: usize) -> PathBuf {
+        let container = &self.containers[self.rows[number].container as usize];
+        self.root.join(&container.path).join(self.own_name(number))
+    }
+}
+
+fn read_member(row: &Row, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String> {
+    let (file, found) = open(shard)?;
+    if row.offset.saturating_add(row.size) > found.size {
+        return Err(format!("is no longer there: its shard has {} bytes now", found.size));
+    }
+    let mut bytes = vec![0; row.size as usize];
+    file.read_exact_at(&mut bytes, row.offset).map_err(files::cannot_be_read)?;
+    if found != stamp && content_hash(&bytes) != row.hash {
+        return Err("has changed since it was first inspected: its shard was written again".into());
+    }
+    Ok(bytes)
+}
+
+fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result<Vec<u8>, String> {
+    let (file, found) = open(path)?;
+    let bytes = if found == stamp {
+        known.read(file, found.size, row.offset)?
+    } else {
+        // Its pages may lie elsewhere.
+        let now = known.again(path, found);
+        let now = now.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
+        now.read(file, found.size, row.offset)?
+    };
+    // Always: a file's offset index may be wrong, and another row's picture would have this one's class.
+    if bytes.len() as u64 != row.size || content_hash(&bytes) != row.hash {
+        return Err("has changed since it was first inspected: its file was written again".into());
+    }
+    Ok(bytes)
+}
+
+fn open(shard: &Path) -> Result<(File, Stamp), String> {
+    let (file, size) = files::open(shard)?;
+    let modified_ns = files::modified_ns(&file.metadata().map_err(files::cannot_be_read)?);
+    Ok((file, Stamp { size, modified_ns }))
+}
+
+fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<Vec<u8>, String> {
+    // Where a link leads to has times of its own.
+    let bytes = files::read(path, picture::MAX_BYTES).inspect_err(|_| folder_cache.forget())?;
+    if bytes.len() as u64 != row.size {
+        folder_cache.forget();
+        return Err(format!(
+            "has changed since it was first inspected: it had {} bytes then, and has {} now",
+            row.size,
+            bytes.len()
+        ));
+    }
+    // A file that was only touched, or replaced by the same one, has not changed.
+    let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
+    if !same_time && content_hash(&bytes) != row.hash {
+        folder_cache.forget();
+        return Err("has changed since it was first inspected".into());
+    }
+    Ok(bytes)
+}

@@ -1,0 +1,58 @@
+//! Threads that prepare batches ahead of the step.
+
+use super::{batch::Batch, demand::Demand};
+use crate::DataError;
+use std::{
+    sync::{Arc, mpsc},
+    thread,
+};
+
+/// Runs `make(0)`, `make(1)`, ... on `threads` threads, `ahead` of them waiting for each, and gives the results in order.
+/// Dropping the iterator ends the threads.
+pub(super) fn prepare_ahead(
+    count: usize,
+    threads: usize,
+    ahead: usize,
+    make: impl Fn(usize, &Demand) -> Result<Batch, DataError> + Send + Sync + 'static,
+) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
+    let threads = threads.clamp(1, count.max(1));
+    let (make, demand) = (Arc::new(make), Arc::new(Demand::default()));
+    let lanes: Vec<_> = (0..threads)
+        .map(|lane| {
+            let (sender, receiver) = mpsc::sync_channel(ahead);
+            let (make, demand) = (make.clone(), demand.clone());
+            let work = move || {
+                for number in (lane..count).step_by(threads) {
+                    let batch = make(number, &demand);
+                    let last = batch.is_err();
+                    if sender.send(batch).is_err() || last {
+                        break;
+                    }
+                }
+            };
+            let started = thread::Builder::new().name(format!("data {lane}")).spawn(work);
+            (receiver, started.err())
+        })
+        .collect();
+    let mut number = 0;
+    Box::new(std::iter::from_fn(move || {
+        if number == count {
+            return None;
+        }
+        let (lane, refused) = &lanes[number % threads];
+        number += 1;
+        let batch = lane.try_recv().or_else(|_| {
+            demand.set(true);
+            let batch = lane.recv();
+            demand.set(false);
+            batch
+        });
+        Some(batch.unwrap_or_else(|_| {
+            let why = refused
+                .as_ref()
+                .map_or_else(|| "a thread that prepares data ended".to_owned(), ToString::to_string);
+            number = count;
+            Err(DataError::Invalid(why))
+        }))
+    }))
+}

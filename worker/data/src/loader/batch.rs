@@ -1,0 +1,232 @@
+//! What a batch is, and how one is made: its pictures are opened, transformed and put together.
+
+use super::{
+    demand::Demand,
+    mix::MixParams,
+    on_device::{self, PartialPicture},
+    part::Part,
+    workers::{Scratch, Work, Workers},
+};
+use crate::{
+    DataError,
+    device::OnDevice,
+    picture::{PictureRef, Region},
+    transform::{AugmentParams, Transform},
+};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Which fields of a [`Batch`] hold its pictures. It depends on how much of the transform the engine does itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum BatchFormat {
+    /// [`Batch::images`].
+    #[default]
+    Normalised,
+    /// [`Batch::bytes`]: transformed, but not normalised.
+    Bytes,
+    /// [`Batch::augment_params`]: the engine has all pictures in its memory and augments them itself.
+    AugmentParams,
+}
+
+/// A batch ready for an engine, in one [`BatchFormat`].
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Batch {
+    /// NHWC, normalised: `labels.len() * image_size * image_size * channels` values.
+    pub images: Vec<f32>,
+    /// NHWC, as many bytes.
+    pub bytes: Vec<u8>,
+    /// The augmentation parameters of each picture; see `AugmentParams::packed`.
+    pub augment_params: Vec<u32>,
+    /// Class of each picture.
+    pub labels: Vec<u32>,
+    /// With mixup or cutmix: the class of the picture that each one is mixed with. Empty when pictures are not mixed.
+    pub mixed_labels: Vec<u32>,
+    /// The weight of a picture in its mixture: the target is `lambda` on its own label and `1 - lambda` on the other one's.
+    pub lambda: f32,
+    /// With mixup or cutmix and [`BatchFormat::AugmentParams`]: how the engine mixes the pictures. In other formats they are mixed already.
+    pub mix_params: Option<MixParams>,
+    /// Position of each picture in its split, for tests and for error messages.
+    pub indices: Vec<u64>,
+    /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need
+    /// not ask each other. A single rank does not read it and counts `labels`.
+    pub global_samples: usize,
+}
+
+impl Batch {
+    /// The class of the other picture for each picture, and `lambda`; `None` when pictures are not mixed.
+    pub fn mixed(&self) -> Option<(&[u32], f32)> {
+        (!self.mixed_labels.is_empty()).then_some((&self.mixed_labels[..], self.lambda))
+    }
+
+    /// Checks that each label is below `classes`, and that mixed pictures have one label each.
+    ///
+    /// # Errors
+    /// A sentence that says which label does not fit.
+    pub fn check_labels(&self, classes: usize) -> Result<(), String> {
+        let (own, others) = (self.labels.len(), self.mixed_labels.len());
+        if others != 0 && others != own {
+            return Err(format!("a batch of {own} labels has {others} of the pictures they are mixed with"));
+        }
+        match self.labels.iter().chain(&self.mixed_labels).find(|label| **label as usize >= classes) {
+            Some(label) => Err(format!(
+                "label {label} does not exist: the network has {classes} classes, numbered from 0"
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// Pictures that all ranks together have in this micro-batch.
+    ///
+    /// # Errors
+    /// The batch says fewer than this rank alone has.
+    pub fn of_all_ranks(&self, world_size: u32) -> Result<usize, String> {
+        let (own, all) = (self.labels.len(), self.global_samples);
+        match world_size {
+            1 => Ok(own),
+            _ if all < own => {
+                Err(format!("a batch of {own} pictures is said to be one of {all} on all {world_size} ranks"))
+            }
+            _ => Ok(all),
+        }
+    }
+}
+
+/// Makes batches of a part's pictures.
+pub(super) struct BatchBuilder<'a> {
+    pub(super) part: &'a Part,
+    pub(super) transform: &'a Transform,
+    pub(super) format: BatchFormat,
+    pub(super) workers: &'a Workers,
+    /// Decodes JPEG files, if there is one; cores decode those that it does not take.
+    pub(super) device: Option<&'a OnDevice>,
+    /// Whether a step waits for its batch.
+    pub(super) demand: &'a Demand,
+}
+
+impl BatchBuilder<'_> {
+    /// A batch of the pictures at the places `chosen` of the split; `epoch` is `None` for evaluation.
+    pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
+        let Self { part, transform, format, workers, demand, .. } = *self;
+        let size = transform.side * transform.side * transform.channels;
+        let room = |wanted: BatchFormat| if format == wanted { chosen.len() * size } else { 0 };
+        let mut batch = Batch {
+            images: vec![0.0; room(BatchFormat::Normalised)],
+            bytes: vec![0; room(BatchFormat::Bytes)],
+            augment_params: Vec::new(),
+            labels: chosen.iter().map(|c| part.labels[*c as usize]).collect(),
+            indices: chosen.iter().map(|c| u64::from(*c)).collect(),
+            global_samples: chosen.len(),
+            ..Batch::default()
+        };
+        if format == BatchFormat::AugmentParams {
+            let packed =
+                |place: &u32| epoch.map_or(0, |e| AugmentParams::new(transform, e, (*place).into()).packed());
+            batch.augment_params = chosen.iter().map(packed).collect();
+            return Ok(batch);
+        }
+        let all: Vec<usize> = (0..chosen.len()).collect();
+        let pictures = Pictures {
+            outputs: match format {
+                BatchFormat::Bytes => {
+                    Outputs::Bytes(batch.bytes.chunks_exact_mut(size).map(Mutex::new).collect())
+                }
+                _ => Outputs::Normalised(batch.images.chunks_exact_mut(size).map(Mutex::new).collect()),
+            },
+            builder: self,
+            chosen,
+            epoch,
+        };
+        match self.device.filter(|device| device.is_in_use()) {
+            Some(device) => {
+                let fill = |work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]| {
+                    pictures.fill(work, numbers, begun)
+                };
+                on_device::make(device, part, transform, chosen, epoch, (workers, demand), &fill)?;
+            }
+            None => pictures.fill(Work::Decoding, &all, &[])?,
+        }
+        Ok(batch)
+    }
+}
+
+/// A batch whose pictures are being made, each by whichever thread takes it first.
+struct Pictures<'a> {
+    builder: &'a BatchBuilder<'a>,
+    chosen: &'a [u32],
+    epoch: Option<u32>,
+    outputs: Outputs<'a>,
+}
+
+/// The place in the batch that each picture is written to.
+enum Outputs<'a> {
+    Bytes(Vec<Mutex<&'a mut [u8]>>),
+    Normalised(Vec<Mutex<&'a mut [f32]>>),
+}
+
+impl Pictures<'_> {
+    /// Makes the pictures with these numbers. `begun` says how far each picture of the batch is prepared; it is empty if none is.
+    fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
+        let BatchBuilder { transform, workers, .. } = *self.builder;
+        let Transform { side, channels, .. } = *transform;
+        workers.each(work, numbers, |number, scratch| {
+            let begun = begun.get(number).copied().unwrap_or(PartialPicture::Nothing);
+            self.one(number, begun, scratch, &mut |bytes, erased| match &self.outputs {
+                Outputs::Bytes(outputs) => locked(&outputs[number]).copy_from_slice(bytes),
+                Outputs::Normalised(outputs) => {
+                    let mut out = locked(&outputs[number]);
+                    transform.normalise(bytes, &mut out);
+                    if let Some(erased) = erased {
+                        erase(&mut out, side * channels, channels, erased);
+                    }
+                }
+            })
+        })
+    }
+
+    /// Makes one picture, and calls `then` with its pixels and the rectangle to erase.
+    fn one(
+        &self,
+        number: usize,
+        begun: PartialPicture<'_>,
+        scratch: &mut Scratch,
+        then: &mut dyn FnMut(&[u8], Option<Region>),
+    ) -> Result<(), DataError> {
+        let BatchBuilder { part, transform, .. } = *self.builder;
+        let place = self.chosen[number] as usize;
+        let Scratch { opener, pipeline } = scratch;
+        let params = self.epoch.map(|epoch| AugmentParams::new(transform, epoch, place as u64));
+        let erased = params.as_ref().and_then(|params| params.erased);
+        let [height, width, _] = part.size.map(|length| length as u32);
+        let channels = transform.channels as u32;
+        let picture = match begun {
+            PartialPicture::Nothing => part.picture(place, opener)?,
+            PartialPicture::Read(bytes) => part.decoded(place, bytes, opener)?,
+            PartialPicture::Picture(pixels) => PictureRef { width, height, channels, pixels },
+            PartialPicture::Cropped(pixels) => {
+                let made = match &params {
+                    Some(params) => pipeline.train_cropped(transform, pixels, params),
+                    None => pixels,
+                };
+                then(made, erased);
+                return Ok(());
+            }
+        };
+        match &params {
+            Some(params) => then(pipeline.train(transform, picture, params), erased),
+            None => then(pipeline.evaluate(transform, picture), None),
+        }
+        Ok(())
+    }
+}
+
+/// One thread makes each picture, so nobody waits for this lock.
+fn locked<T>(output: &Mutex<T>) -> MutexGuard<'_, T> {
+    output.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes a rectangle 0, as torchvision's `RandomErasing` does after normalisation.
+fn erase(image: &mut [f32], row: usize, channels: usize, erased: Region) {
+    let (left, width) = (erased.left as usize * channels, erased.width as usize * channels);
+    for line in image.chunks_exact_mut(row).skip(erased.top as usize).take(erased.height as usize) {
+        line[left..left + width].fill(0.0);
+    }
+}

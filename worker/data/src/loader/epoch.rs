@@ -1,0 +1,123 @@
+//! Batches of an epoch and of validation, in order, prepared ahead of the step that needs them.
+
+use super::{
+    DataSource,
+    ahead::prepare_ahead,
+    batch::{Batch, BatchBuilder},
+    part::Part,
+    workers::Workers,
+};
+use crate::{
+    DataError,
+    shard::{self, EpochPlan},
+    transform::Transform,
+};
+use std::sync::{Arc, PoisonError};
+
+/// Batches in the order of steps. The first error ends them.
+pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
+
+/// The threads that prepare batches, and how far ahead.
+struct Preparation {
+    /// Threads that put batches together.
+    lanes: usize,
+    /// Finished batches that wait for each of these threads.
+    ahead: usize,
+    /// The threads that make the pictures.
+    workers: Arc<Workers>,
+}
+
+impl DataSource {
+    /// The micro-batches of the plan's rank in one epoch, in order, prepared ahead.
+    ///
+    /// The epoch is one seeded permutation of the split. Optimizer step `s` takes its pictures
+    /// `[s * global, (s + 1) * global)`; micro-batch `a` of rank `r` is a contiguous run of them,
+    /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
+    /// Augmentation is seeded by (seed, epoch, place of the picture in its split), mixing by (seed, epoch, step).
+    pub fn epoch(&self, plan: EpochPlan) -> Batches {
+        let (part, transform) = (self.train.clone(), self.transform(Some(plan.epoch)).clone());
+        let (samples, mixing, seed) = (part.chosen.len(), self.mixing, self.seed);
+        let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
+        let order = shard::epoch_order(samples, seed, plan.epoch);
+        let count = steps as usize * plan.accumulate;
+        self.prepare(part, transform, count, plan.threads, move |builder, number| {
+            let step = plan.first_step + (number / plan.accumulate) as u64;
+            let micro = number % plan.accumulate;
+            let places = shard::places(samples, &plan, step, micro);
+            let all = shard::of_step(samples, &plan, step);
+            let Transform { side, channels, .. } = *builder.transform;
+            let mix = mixing.draw(seed, plan.epoch, all.start, side);
+            // The picture that the first one is mixed with comes last, and `Mix::apply` takes it out of the batch again.
+            let before = if places.start > all.start { places.start - 1 } else { all.end - 1 };
+            let places = places.chain(mix.as_ref().map(|_| before));
+            let part = builder.part;
+            let chosen = places.map(|p| part.chosen[order[p % samples] as usize]).collect::<Vec<_>>();
+            let make = |chosen: &[u32]| builder.make(chosen, Some(plan.epoch));
+            let mut batch = part.with_others(&chosen, make)?;
+            if let Some(mix) = mix {
+                batch = mix.apply(batch, side, channels);
+            }
+            Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
+        })
+    }
+
+    /// The part of the validation split that is `rank`'s, in batches: every sample is on exactly one rank.
+    pub fn validation(&self, rank: u32, world_size: u32, batch_size: usize, threads: usize) -> Batches {
+        let (part, transform) = (self.validation.clone(), self.evaluation.clone());
+        let share = shard::even_share(part.chosen.len(), rank, world_size);
+        let batch_size = batch_size.max(1);
+        let count = share.len().div_ceil(batch_size);
+        let batches = self.prepare(part, transform, count, threads, move |builder, number| {
+            let first = share.start + number * batch_size;
+            let chosen = &builder.part.chosen[first..(first + batch_size).min(share.end)];
+            builder.part.without(chosen, |chosen| builder.make(chosen, None))
+        });
+        // A batch of which every file is broken is empty.
+        Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))
+    }
+
+    /// `make(builder, 0)`, `make(builder, 1)`, ... up to `count`, where `builder` makes batches of `part`'s pictures.
+    fn prepare(
+        &self,
+        part: Arc<Part>,
+        transform: Arc<Transform>,
+        count: usize,
+        threads: usize,
+        make: impl Fn(&BatchBuilder<'_>, usize) -> Result<Batch, DataError> + Send + Sync + 'static,
+    ) -> Batches {
+        let (format, device) = (self.format, self.device.clone());
+        let Preparation { lanes, ahead, workers } = match self.preparation(threads) {
+            Ok(preparation) => preparation,
+            Err(error) => return Box::new(std::iter::once(Err(error))),
+        };
+        prepare_ahead(count, lanes, ahead, move |number, demand| {
+            let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
+            make(
+                &BatchBuilder { part, transform, format, workers, device: device.as_deref(), demand },
+                number,
+            )
+        })
+    }
+
+    /// How `threads` threads prepare batches.
+    ///
+    /// Simple pictures are made by the thread that puts the batch together. Where there is more to do, all threads work on the
+    /// pictures of two batches: the second one keeps them busy at the end of the first, and memory does not grow with their
+    /// number. A device that decodes gets a third batch, so that it can continue without a pause.
+    fn preparation(&self, threads: usize) -> Result<Preparation, DataError> {
+        const AHEAD: usize = 2;
+        if threads <= 1 || !self.is_prepared_each_step() {
+            let workers = Arc::new(Workers::alone(threads));
+            return Ok(Preparation { lanes: threads, ahead: AHEAD, workers });
+        }
+        let mut kept = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
+        let has_device = self.device.is_some();
+        let wanted = (threads, has_device);
+        let workers = match kept.as_ref().filter(|(of, _)| *of == wanted) {
+            Some((_, workers)) => workers.clone(),
+            None => Arc::new(Workers::pool(threads, has_device)?),
+        };
+        *kept = Some((wanted, workers.clone()));
+        Ok(Preparation { lanes: if has_device { 3 } else { 2 }, ahead: 1, workers })
+    }
+}

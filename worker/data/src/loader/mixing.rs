@@ -1,0 +1,211 @@
+//! mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019), with the meaning of torchvision's `RandomMixUp` and
+//! `RandomCutMix`.
+//!
+//! Each picture of an optimizer step is mixed with the one before it in the step, and the first with the last:
+//! torchvision's `batch.roll(1, 0)`, the batch being what all ranks and micro-batches have in a step. A rank's pictures
+//! follow each other there, so it opens one picture more for each micro-batch, the one before its first. How they are mixed
+//! is drawn once for a step, from (seed, epoch, the step's first place in the epoch's order).
+
+use super::{Batch, Mix, MixParams};
+use crate::random::Random;
+use lockstep_protocol::spec::TrainSpec;
+
+/// What a random stream is for (see `shard.rs` and `transform/params.rs` for the others).
+const MIXING: u64 = 9;
+
+/// The sum of both weights in the arithmetic on bytes.
+const ONE: u32 = 1 << 16;
+
+/// Which of the two a job uses: both are the parameter of lambda's Beta distribution (alpha); 0: not.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Mixing {
+    pub mixup: f64,
+    pub cutmix: f64,
+}
+
+impl From<&TrainSpec> for Mixing {
+    fn from(spec: &TrainSpec) -> Self {
+        Self { mixup: spec.mixup.into(), cutmix: spec.cutmix.into() }
+    }
+}
+
+impl Mixing {
+    pub fn is_on(self) -> bool {
+        self.mixup > 0.0 || self.cutmix > 0.0
+    }
+
+    /// For the step of `epoch` (from 0) that begins at place `first` of its order; `None` when both are off.
+    pub(super) fn draw(self, seed: u64, epoch: u32, first: usize, side: usize) -> Option<Mix> {
+        if !self.is_on() {
+            return None;
+        }
+        let mut random = Random::new(&[seed, MIXING, u64::from(epoch), first as u64]);
+        let coin = random.below(2) == 1;
+        let centre = [(); 2].map(|()| random.below(side as u64) as usize);
+        let cuts = self.mixup <= 0.0 || (coin && self.cutmix > 0.0);
+        Some(match cuts {
+            true => Mix::cutmix(beta(&mut random, self.cutmix), centre, side),
+            false => Mix { lambda: beta(&mut random, self.mixup) as f32, cut: None },
+        })
+    }
+}
+
+impl Mix {
+    /// A rectangle of the share `1 - lambda` of a square picture, in its proportion, around `centre` (row, column). What
+    /// the borders cut off is not compensated: lambda becomes the share of pixels that stay.
+    pub fn cutmix(lambda: f64, centre: [usize; 2], side: usize) -> Self {
+        let half = (0.5 * (1.0 - lambda).sqrt() * side as f64) as usize;
+        let [rows, columns] = centre.map(|at| at.saturating_sub(half)..(at + half).min(side));
+        let area = (rows.len() * columns.len()) as f64;
+        let lambda = (1.0 - area / (side * side) as f64) as f32;
+        Self { lambda, cut: Some([rows, columns]) }
+    }
+
+    /// Mixes each picture of `batch`, NHWC of `side` pixels, with the one before it, and the first with the last, which is
+    /// taken out of the batch then. Pictures that the engine has are left to it.
+    pub fn apply(&self, mut batch: Batch, side: usize, channels: usize) -> Batch {
+        let (lambda, rest) = (self.lambda, 1.0 - self.lambda);
+        self.mix(&mut batch.images, side, channels, |own, other| own * lambda + other * rest);
+        let weight = (f64::from(lambda) * f64::from(ONE)).round() as u32;
+        self.mix(&mut batch.bytes, side, channels, |own, other| {
+            ((u32::from(own) * weight + u32::from(other) * (ONE - weight) + ONE / 2) / ONE) as u8
+        });
+        let before_index = batch.indices.pop().unwrap_or_default();
+        if let Some(before_params) = batch.augment_params.pop() {
+            batch.mix_params = Some(MixParams { mix: self.clone(), before_index, before_params });
+        }
+        if let Some(before) = batch.labels.pop() {
+            let others = std::iter::once(before).chain(batch.labels.iter().copied());
+            batch.mixed_labels = others.take(batch.labels.len()).collect();
+        }
+        batch.lambda = lambda;
+        batch
+    }
+
+    fn mix<T: Copy>(
+        &self,
+        values: &mut Vec<T>,
+        side: usize,
+        channels: usize,
+        blend: impl Fn(T, T) -> T + Copy,
+    ) {
+        let (row, size) = (side * channels, side * side * channels);
+        let Some(count) = (values.len() / size).checked_sub(1) else { return };
+        // From the last, so that every picture meets the one before it as it was.
+        for number in (0..count).rev() {
+            let (own, other) = match number {
+                0 => {
+                    let (own, others) = values.split_at_mut(size);
+                    (own, &others[others.len() - size..])
+                }
+                _ => {
+                    let (others, own) = values.split_at_mut(number * size);
+                    (&mut own[..size], &others[others.len() - size..])
+                }
+            };
+            match &self.cut {
+                None => own.iter_mut().zip(other).for_each(|(own, other)| *own = blend(*own, *other)),
+                Some([rows, columns]) => {
+                    for y in rows.clone() {
+                        let of = y * row + columns.start * channels..y * row + columns.end * channels;
+                        own[of.clone()].copy_from_slice(&other[of]);
+                    }
+                }
+            }
+        }
+        values.truncate(count * size);
+    }
+}
+
+/// A number of Beta(alpha, alpha): the share that one of two numbers of Gamma(alpha) has of their sum.
+fn beta(random: &mut Random, alpha: f64) -> f64 {
+    let [a, b] = [(); 2].map(|()| ln_gamma(random, alpha));
+    1.0 / (1.0 + (b - a).exp())
+}
+
+/// The logarithm of a number of Gamma(alpha, 1) (Marsaglia, Tsang 2000). For alpha below 1 it is one of Gamma(alpha + 1) by
+/// a power of a uniform one, whose logarithm is finite where the number itself would be 0.
+fn ln_gamma(random: &mut Random, alpha: f64) -> f64 {
+    let positive = |random: &mut Random| 1.0 - random.uniform(0.0, 1.0);
+    let (shape, boost) =
+        if alpha < 1.0 { (alpha + 1.0, positive(random).ln() / alpha) } else { (alpha, 0.0) };
+    let d = shape - 1.0 / 3.0;
+    let c = 1.0 / (9.0 * d).sqrt();
+    loop {
+        // Box, Muller 1958.
+        let radius = (-2.0 * positive(random).ln()).sqrt();
+        let x = radius * (std::f64::consts::TAU * random.uniform(0.0, 1.0)).cos();
+        let (v, u) = ((1.0 + c * x).powi(3), positive(random));
+        if v > 0.0 && u.ln() < 0.5 * x * x + d * (1.0 - v + v.ln()) {
+            return d.ln() + v.ln() + boost;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn draws(mixing: Mixing) -> Vec<Mix> {
+        (0..20_000).map(|first| mixing.draw(7, 3, first, 20).expect("mixing is on")).collect()
+    }
+
+    #[test]
+    fn lambda_has_the_moments_of_its_beta_distribution() {
+        for alpha in [0.05, 0.2, 1.0, 4.0, 100.0] {
+            let all = draws(Mixing { mixup: alpha, cutmix: 0.0 });
+            let lambdas: Vec<f64> = all.iter().map(|mix| f64::from(mix.lambda)).collect();
+            assert!(lambdas.iter().all(|l| (0.0..=1.0).contains(l)), "alpha {alpha}");
+            let mean = lambdas.iter().sum::<f64>() / lambdas.len() as f64;
+            let variance = lambdas.iter().map(|l| (l - mean).powi(2)).sum::<f64>() / lambdas.len() as f64;
+            let wanted = 0.25 / (2.0 * alpha + 1.0);
+            assert!((mean - 0.5).abs() < 5.0 * (wanted / 20_000.0).sqrt(), "alpha {alpha}: mean {mean}");
+            assert!(
+                (variance / wanted - 1.0).abs() < 0.05,
+                "alpha {alpha}: variance {variance}, not {wanted}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_smallest_alpha_that_a_job_may_have_takes_one_of_the_two() {
+        let mixing = Mixing { mixup: f64::from(f32::from_bits(1)), cutmix: 0.0 };
+        assert!(draws(mixing).iter().all(|mix| mix.lambda == 0.0 || mix.lambda == 1.0));
+    }
+
+    #[test]
+    fn a_fair_coin_chooses_where_both_are_on() {
+        let all = draws(Mixing { mixup: 0.2, cutmix: 1.0 });
+        let cuts = all.iter().filter(|mix| mix.cut.is_some()).count();
+        assert!((9_650..=10_350).contains(&cuts), "{cuts} of 20,000 are cut");
+        assert!(draws(Mixing { mixup: 0.0, cutmix: 1.0 }).iter().all(|mix| mix.cut.is_some()));
+        assert!(draws(Mixing { mixup: 1.0, cutmix: 0.0 }).iter().all(|mix| mix.cut.is_none()));
+        assert!(Mixing::default().draw(7, 3, 0, 20).is_none());
+    }
+
+    #[test]
+    fn lambda_of_a_cut_is_the_share_of_pixels_that_stay() {
+        for mix in draws(Mixing { mixup: 0.0, cutmix: 1.0 }) {
+            let bytes: Vec<u8> = [[1u8; 400], [0u8; 400]].concat();
+            let batch = Batch { bytes, labels: vec![3, 5], indices: vec![0, 1], ..Batch::default() };
+            let mixed = mix.apply(batch, 20, 1);
+            let stay = mixed.bytes.iter().filter(|v| **v == 1).count();
+            assert_eq!(mix.lambda, (stay as f64 / 400.0) as f32, "{mix:?}");
+            assert_eq!((mixed.labels, mixed.mixed_labels, mixed.indices), (vec![3], vec![5], vec![0]));
+        }
+    }
+
+    #[test]
+    fn bytes_are_mixed_to_the_nearest() {
+        for lambda in [0.0f32, 0.1, 0.37, 0.5, 0.999, 1.0] {
+            let pairs: Vec<[u8; 2]> = (0..=255u8).flat_map(|a| [0, 1, 100, 255].map(|b| [a, b])).collect();
+            let bytes = [0, 1].iter().flat_map(|i| pairs.iter().map(|pair| pair[*i])).collect();
+            let batch = Batch { bytes, labels: vec![0, 1], indices: vec![0, 1], ..Batch::default() };
+            let mixed = Mix { lambda, cut: None }.apply(batch, 32, 1);
+            for ([a, b], found) in pairs.iter().zip(mixed.bytes) {
+                let wanted = f64::from(*a) * f64::from(lambda) + f64::from(*b) * f64::from(1.0 - lambda);
+                assert!((f64::from(found) - wanted).abs() < 0.51, "{lambda} {a} {b}: {found}, not {wanted}");
+            }
+        }
+    }
+}

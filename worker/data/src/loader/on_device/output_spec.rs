@@ -1,0 +1,88 @@
+//! What a device makes of a picture: the part of it that is cut out, and the size that it is resized to.
+
+use super::CropParams;
+use crate::{
+    device::CpuDecodeReason,
+    loader::part::Part,
+    picture::{Area, PictureRef, ScaleTable, jpeg},
+    transform::{AugmentParams, Crop, Transform},
+};
+
+/// What the device produces of each picture of a batch.
+pub(super) struct OutputSpec {
+    kind: Kind,
+    /// Width and height.
+    pub(super) size: (u32, u32),
+    /// Whether it is what comes after the crop, not before it.
+    pub(super) is_input: bool,
+}
+
+enum Kind {
+    RandomResizedCrop {
+        scale: [f64; 2],
+        ratio: [f64; 2],
+    },
+    /// The short side, then the centre.
+    CentreCrop {
+        resize: u32,
+    },
+    CentreSquare,
+    AsItIs,
+}
+
+impl OutputSpec {
+    /// As [`Part::picture`] and [`crate::transform::Pipeline`] go about it.
+    pub(super) fn new(part: &Part, transform: &Transform, training: bool) -> Self {
+        let side = transform.side as u32;
+        let [height, width, _] = part.size.map(|length| length as u32);
+        let input = |kind| Self { kind, size: (side, side), is_input: true };
+        match (transform.crop, transform.resize, part.square()) {
+            (Crop::RandomResized { scale, ratio }, ..) if training => {
+                input(Kind::RandomResizedCrop { scale, ratio })
+            }
+            (_, Some(resize), _) if !training => input(Kind::CentreCrop { resize }),
+            (_, _, Some(square)) => {
+                Self { kind: Kind::CentreSquare, size: (square, square), is_input: false }
+            }
+            (_, _, None) => Self { kind: Kind::AsItIs, size: (width, height), is_input: false },
+        }
+    }
+
+    pub(super) fn wanted(
+        &self,
+        stored: jpeg::Stored,
+        transform: &Transform,
+        params: Option<&AugmentParams>,
+    ) -> Result<CropParams, CpuDecodeReason> {
+        let (width, height) = stored.upright();
+        let picture = PictureRef { width, height, channels: 3, pixels: &[] };
+        let (area, flip) = match self.kind {
+            Kind::RandomResizedCrop { scale, ratio } => {
+                let params = params.ok_or(CpuDecodeReason::Damaged)?;
+                (Area::Cut(params.region((width, height), scale, ratio)), params.is_flipped())
+            }
+            Kind::CentreCrop { resize } => (picture.centre_crop(resize, transform.side as u32), false),
+            Kind::CentreSquare => (picture.centre_square(self.size.0).unwrap_or(Area::Whole), false),
+            // Cores say that it has changed.
+            Kind::AsItIs if (width, height) != self.size => return Err(CpuDecodeReason::Damaged),
+            Kind::AsItIs => (Area::Whole, false),
+        };
+        let (to_width, to_height) = self.size;
+        let (left, top, columns, rows) = match area {
+            Area::Whole => (0, 0, ScaleTable::new(width, to_width), ScaleTable::new(height, to_height)),
+            Area::Cut(cut) => (
+                cut.left,
+                cut.top,
+                ScaleTable::new(cut.width, to_width),
+                ScaleTable::new(cut.height, to_height),
+            ),
+            Area::Window(left, top, w, h) => (
+                0,
+                0,
+                ScaleTable::window(width, left, w, to_width),
+                ScaleTable::window(height, top, h, to_height),
+            ),
+        };
+        Ok(CropParams { stored, left, top, rows, columns, flip })
+    }
+}

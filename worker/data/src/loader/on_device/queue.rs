@@ -1,0 +1,89 @@
+//! The pictures of a batch that the device and the cores share out among themselves.
+
+use crate::DataError;
+use std::{
+    ops::Range,
+    sync::{Mutex, PoisonError},
+};
+
+/// Numbers of pictures, each of which is claimed once: from the front or from the end.
+pub(super) struct Queue {
+    numbers: Vec<usize>,
+    /// What nobody has claimed.
+    left: Mutex<Range<usize>>,
+    /// The error of the picture that comes first in the batch, so that the same one is reported in whichever order they fail.
+    first_error: Mutex<Option<(usize, DataError)>>,
+}
+
+impl Queue {
+    pub(super) fn new(numbers: Vec<usize>) -> Self {
+        Self { left: Mutex::new(0..numbers.len()), numbers, first_error: Mutex::default() }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    /// Claims up to `most` from the front: where they begin and end.
+    pub(super) fn front(&self, most: usize) -> (usize, usize) {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let from = left.start;
+        left.start += most.min(left.len());
+        (from, left.start)
+    }
+
+    /// Claims the last one.
+    pub(super) fn back(&self) -> Option<usize> {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).next_back()
+    }
+
+    pub(super) fn numbers(&self, (from, to): (usize, usize)) -> &[usize] {
+        &self.numbers[from..to]
+    }
+
+    /// Notes how those that begin at `at` ended.
+    pub(super) fn note(&self, at: usize, outcome: Result<(), DataError>) {
+        if let Err(error) = outcome {
+            let mut first = self.first_error.lock().unwrap_or_else(PoisonError::into_inner);
+            if first.as_ref().is_none_or(|(other, _)| at < *other) {
+                *first = Some((at, error));
+            }
+        }
+    }
+
+    pub(super) fn outcome(self) -> Result<(), DataError> {
+        match self.first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_is_claimed_once_from_the_front_or_from_the_end() {
+        let queue = Queue::new(vec![3, 5, 8, 9, 11]);
+        assert_eq!(queue.numbers(queue.front(2)), [3, 5]);
+        assert_eq!(queue.back().map(|at| queue.numbers((at, at + 1))), Some(&[11][..]));
+        assert!(!queue.is_empty());
+        assert_eq!(queue.numbers(queue.front(usize::MAX)), [8, 9]);
+        assert!(queue.is_empty());
+        assert_eq!(queue.back(), None);
+        assert_eq!(queue.numbers(queue.front(1)), [] as [usize; 0]);
+        queue.outcome().unwrap();
+    }
+
+    #[test]
+    fn of_several_errors_the_first_in_the_batch_is_reported() {
+        let queue = Queue::new((0..9).collect());
+        let wrong = |what: &str| Err(DataError::Invalid(what.into()));
+        queue.note(4, wrong("the fifth"));
+        queue.note(2, wrong("the third"));
+        queue.note(1, Ok(()));
+        queue.note(7, wrong("the eighth"));
+        assert!(queue.outcome().unwrap_err().to_string().contains("the third"));
+    }
+}

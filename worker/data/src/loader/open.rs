@@ -1,0 +1,329 @@
+//! Opens a dataset for a job: its splits, sizes and normalisation, checked against the job file.
+
+use super::{
+    DataSource, Mixing,
+    batch::BatchFormat,
+    broken::Broken,
+    part::{Part, Pixels},
+    shape::Shape,
+    splits::{self, Opened, normalisation, open_splits, sizes},
+};
+use crate::{
+    Catalog, ChangeDetection, DataError, Random,
+    held_out::{self, Identity},
+    transform::{Transform, evaluation_resize},
+};
+use lockstep_protocol::numbers::plural;
+use lockstep_protocol::spec::{BrokenFiles, DataSpec, Division, Validation};
+use std::{
+    path::Path,
+    sync::{Arc, Mutex},
+};
+
+impl DataSource {
+    /// Reads the dataset's index and, when they fit into memory, its pictures.
+    ///
+    /// With padded crops, CIFAR and IDX pictures, and square files of one size that is no larger than the network's largest
+    /// input, are cropped at their own size and then scaled to the epoch's `image_size`. Of other files the largest centred
+    /// square is scaled to that largest input first, and then cropped. Random resized crops are taken from the whole picture, and
+    /// so are validation pictures that are resized and cropped at their centre; files are then decoded for each step.
+    ///
+    /// # Errors
+    /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
+    pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
+        Self::open_as(path, spec, seed, ChangeDetection::Files)
+    }
+
+    /// As [`DataSource::open`], which inspects each file; `changes` says what is inspected here.
+    ///
+    /// # Errors
+    /// As [`DataSource::open`].
+    pub fn open_as(
+        path: &Path,
+        spec: &DataSpec,
+        seed: u64,
+        changes: ChangeDetection,
+    ) -> Result<Self, DataError> {
+        Self::of_catalog(Catalog::open_with(path, &changes.store())?, spec, seed, splits::CACHE_BYTES)
+    }
+
+    /// As [`DataSource::open`], with another limit for decoded pictures in memory, in bytes a split.
+    #[cfg(test)]
+    pub(super) fn open_with_room(
+        path: &Path,
+        spec: &DataSpec,
+        seed: u64,
+        room: usize,
+    ) -> Result<Self, DataError> {
+        Self::of_catalog(Catalog::open(path)?, spec, seed, room)
+    }
+
+    fn of_catalog(mut catalog: Catalog, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
+        let validation_split = match &spec.validation {
+            Validation::Split(name) if name != "none" => Some(name.clone()),
+            _ => None,
+        };
+        if let Some(name) = &validation_split
+            && catalog.split(name).is_none()
+        {
+            let names: Vec<_> = catalog.splits.iter().map(|s| s.name.as_str()).collect();
+            let why = if catalog.unlabelled.contains(name) { " that has labels" } else { "" };
+            return Err(DataError::Invalid(format!(
+                "data.validation: the dataset has no split {name:?}{why}; it has {}. Give one of these, a fraction such as 0.1, or \"none\"",
+                names.join(", ")
+            )));
+        }
+        let needed = |name: &str| name == "train" || validation_split.as_deref() == Some(name);
+        catalog.splits.retain(|s| needed(&s.name));
+        let of_splits = catalog.splits.iter().flat_map(|s| &s.broken);
+        let mut skipped: Vec<String> =
+            catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect();
+        let sizes = sizes(&catalog, &skipped)?;
+        let whole = spec.random_resized_crop || spec.resize_size.is_some();
+        let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
+        if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
+            return Err(DataError::Invalid(format!(
+                "{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
+                plural(skipped.len() as u64, "broken file"),
+                skipped.iter().take(5).cloned().collect::<Vec<_>>().join("; "),
+                if skipped.len() > 5 { "; ..." } else { "" },
+                if skipped.len() == 1 { "it" } else { "them" },
+            )));
+        }
+        Self::assemble(catalog, opened, spec, seed, validation_split.is_some(), skipped)
+    }
+
+    fn assemble(
+        catalog: Catalog,
+        opened: Vec<Opened>,
+        spec: &DataSpec,
+        seed: u64,
+        has_validation_split: bool,
+        skipped: Vec<String>,
+    ) -> Result<Self, DataError> {
+        let mut opened = opened.into_iter();
+        let Some(train) = opened.next() else {
+            return Err(DataError::Invalid("the dataset has no training split".into()));
+        };
+        let (height, width, channels) = (train.height, train.width, train.channels);
+        let (training_sizes, side) = network_sizes(spec, height, width)?;
+        let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
+        let is_fraction = matches!(spec.validation, Validation::Fraction(_));
+        let division = Division::of(spec);
+        let held_out =
+            |place: &u32| is_fraction && held_out::is_held_out(&division, train.identities[*place as usize]);
+        let (held_out, train_chosen): (Vec<u32>, Vec<u32>) =
+            all(train.labels.len()).into_iter().partition(held_out);
+        let notes = match &spec.validation {
+            Validation::Fraction(fraction) => {
+                check_held_out(&catalog.classes, &train.labels, &held_out, &train_chosen, *fraction)?
+            }
+            Validation::Split(_) => Vec::new(),
+        };
+        let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
+        let size = [height, width, channels];
+        let resize = evaluation_resize(spec, side);
+        let broken = || Broken::new(spec.broken_files == BrokenFiles::Skip);
+        let mut identities = train.identities;
+        let validation = match opened.next().filter(|_| has_validation_split) {
+            Some(split) => {
+                let (chosen, whole) = (all(split.labels.len()), resize.is_some());
+                let Opened { pixels, files_digest, labels, .. } = split;
+                identities = split.identities;
+                Part { pixels, files_digest, labels, chosen, size, whole, broken: broken() }
+            }
+            None => {
+                let (pixels, labels, whole) = (train.pixels.clone(), train.labels.clone(), resize.is_some());
+                let files_digest = train.files_digest;
+                Part { pixels, files_digest, labels, chosen: held_out, size, whole, broken: broken() }
+            }
+        };
+        let train = Part {
+            pixels: train.pixels,
+            files_digest: train.files_digest,
+            labels: train.labels,
+            chosen: train_chosen,
+            size,
+            whole: spec.random_resized_crop,
+            broken: broken(),
+        };
+        let measured: Vec<Identity> =
+            validation.chosen.iter().map(|place| identities[*place as usize]).collect();
+        let of_chosen = validation.chosen.iter().map(|place| validation.labels[*place as usize]);
+        let validation_set = held_out::fingerprint(measured.iter().copied().zip(of_chosen));
+        let transform = |side: usize| Arc::new(Transform::new(spec, size, side, seed, (&mean, &std)));
+        let training = training_sizes.iter().map(|(_, side)| transform(*side)).collect();
+        let evaluation = transform(side);
+        let shape = Shape {
+            image_size: side,
+            training_sizes,
+            channels,
+            classes: catalog.classes,
+            train_samples: train.chosen.len() as u64,
+            validation_samples: validation.chosen.len() as u64,
+            validation: validation_set,
+            mean,
+            std,
+            skipped,
+            notes,
+            whole_pictures: height != width,
+            resize,
+        };
+        Ok(Self { measured, ..Self::new(shape, training, evaluation, train, validation) })
+    }
+
+    /// A source with batches in their default format, without mixing and without a device that decodes.
+    fn new(
+        shape: Shape,
+        training: Vec<Arc<Transform>>,
+        evaluation: Arc<Transform>,
+        train: Part,
+        validation: Part,
+    ) -> Self {
+        Self {
+            shape,
+            seed: evaluation.seed,
+            training,
+            evaluation,
+            train: Arc::new(train),
+            validation: Arc::new(validation),
+            measured: Vec::new(),
+            format: BatchFormat::default(),
+            mixing: Mixing::default(),
+            stays: false,
+            device: None,
+            workers: Mutex::default(),
+        }
+    }
+
+    /// `count` random colour pictures of 32 x 32 pixels in 10 classes, cropped, flipped and scaled to `side`, without
+    /// validation. They take as long to prepare as CIFAR-10's.
+    pub fn synthetic(count: usize, side: usize, seed: u64) -> Self {
+        let size = [32, 32, 3];
+        let mut random = Random::new(&[seed, count as u64]);
+        let bytes: Vec<u8> = (0..count * size.iter().product::<usize>() / 8)
+            .flat_map(|_| random.next_u64().to_le_bytes())
+            .collect();
+        let labels = Arc::new((0..count as u32).map(|i| i % 10).collect::<Vec<_>>());
+        let bytes = Arc::new(bytes);
+        let part = |chosen| Part {
+            pixels: Pixels::Memory(bytes.clone()),
+            files_digest: None,
+            labels: labels.clone(),
+            chosen,
+            size,
+            whole: false,
+            broken: Broken::new(false),
+        };
+        let (mean, std) = (vec![0.4914, 0.4822, 0.4465], vec![0.2023, 0.1994, 0.2010]);
+        let spec = DataSpec { crop_padding: 4, horizontal_flip: true, ..DataSpec::default() };
+        let transform = Arc::new(Transform::new(&spec, size, side, seed, (&mean, &std)));
+        let shape = Shape {
+            image_size: side,
+            training_sizes: vec![(0, side)],
+            channels: size[2],
+            classes: (0..10).map(|c| c.to_string()).collect(),
+            train_samples: count as u64,
+            validation_samples: 0,
+            validation: None,
+            mean,
+            std,
+            skipped: Vec::new(),
+            notes: Vec::new(),
+            whole_pictures: false,
+            resize: None,
+        };
+        let (train, validation) = (part((0..count as u32).collect()), part(Vec::new()));
+        Self::new(shape, vec![transform.clone()], transform, train, validation)
+    }
+}
+
+/// What to say of the classes of which a fraction holds out no picture, or every one. Of few pictures that happens by chance.
+///
+/// # Errors
+/// It holds out none at all, or leaves none to train on.
+fn check_held_out(
+    classes: &[String],
+    labels: &[u32],
+    held_out: &[u32],
+    trained_on: &[u32],
+    fraction: f64,
+) -> Result<Vec<String>, DataError> {
+    /// Classes that are named.
+    const NAMED: usize = 5;
+    let all = labels.len() as u64;
+    if held_out.is_empty() {
+        return Err(DataError::Invalid(format!(
+            "data.validation = {fraction} holds out none of {}: give a larger fraction, another data.validation_seed, or \"none\"",
+            plural(all, "training picture")
+        )));
+    }
+    if trained_on.is_empty() {
+        return Err(DataError::Invalid(format!(
+            "data.validation = {fraction} holds out all of {}, and none is left to train on: give a smaller fraction, or another \
+             data.validation_seed",
+            plural(all, "training picture")
+        )));
+    }
+    let lacking = |places: &[u32], what: &str| -> Option<String> {
+        let mut has = vec![false; classes.len()];
+        places.iter().for_each(|place| has[labels[*place as usize] as usize] = true);
+        let without: Vec<_> = classes.iter().zip(has).filter(|(_, has)| !has).map(|(name, _)| name).collect();
+        let named: Vec<_> = without.iter().take(NAMED).map(|name| format!("{name:?}")).collect();
+        let more = without.len().saturating_sub(NAMED);
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        let have = if without.len() == 1 { "has" } else { "have" };
+        (!without.is_empty()).then(|| {
+            format!(
+                "{} {have} no {what} picture, as data.validation = {fraction} decides for each picture by itself: {}{more}",
+                plural(without.len() as u64, "class"),
+                named.join(", ")
+            )
+        })
+    };
+    Ok([lacking(held_out, "validation"), lacking(trained_on, "training")].into_iter().flatten().collect())
+}
+
+/// The sides of the network's input: those of training, each with the epoch (from 0) that it begins in, and that of
+/// evaluation. Pictures are `height` x `width`.
+///
+/// # Errors
+/// The job's sizes do not fit each other or the pictures.
+fn network_sizes(
+    spec: &DataSpec,
+    height: usize,
+    width: usize,
+) -> Result<(Vec<(u32, usize)>, usize), DataError> {
+    let training_sizes: Vec<(u32, usize)> = match &spec.image_size {
+        Some(sizes) => {
+            sizes.sizes().iter().map(|from| (from.epoch.saturating_sub(1), from.size as usize)).collect()
+        }
+        None if height == width => vec![(0, height)],
+        None => {
+            return Err(DataError::Invalid(format!(
+                "pictures are {width} x {height}: set data.image_size, the side of the square that the network sees"
+            )));
+        }
+    };
+    let largest = training_sizes.last().map_or(height, |(_, side)| *side);
+    let side = spec.evaluation_size().map_or(largest, |side| side as usize);
+    if side < largest {
+        return Err(DataError::Invalid(format!(
+            "data.validation_size: {side} pixels are less than training's {largest}; give {largest} or more"
+        )));
+    }
+    if let Some(resize) = spec.resize_size.filter(|resize| (*resize as usize) < side) {
+        return Err(DataError::Invalid(format!(
+            "data.resize_size: a short side of {resize} pixels is less than the network sees ({side}); give {} or more, or \
+             lower data.image_size",
+            side * 256 / 224
+        )));
+    }
+    if !spec.random_resized_crop && spec.crop_padding as usize >= height.min(width) {
+        return Err(DataError::Invalid(format!(
+            "data.crop_padding: {} pixels around pictures of {width} x {height} would make crops of nothing but padding; 1/8 of a side is usual",
+            spec.crop_padding
+        )));
+    }
+    Ok((training_sizes, side))
+}

@@ -1,0 +1,128 @@
+//! The pictures that training or validation uses, and how one of them is opened.
+
+use super::broken::Broken;
+use crate::{
+    DataError,
+    listing::Listing,
+    picture::{Decoder, PictureRef, Resize},
+};
+use std::sync::Arc;
+
+/// Pictures of one size in memory, or files that are decoded to one size.
+#[derive(Debug, Clone)]
+pub(super) enum Pixels {
+    Memory(Arc<Vec<u8>>),
+    Files {
+        files: Arc<Listing>,
+        /// The centred square of each picture is scaled to this side; `None` when all files have the size already.
+        square: Option<u32>,
+    },
+}
+
+/// The pictures that one purpose uses: training or validation.
+#[derive(Debug)]
+pub(super) struct Part {
+    pub(super) pixels: Pixels,
+    /// See [`Opened::files_digest`](super::splits::Opened::files_digest).
+    pub(super) files_digest: Option<u32>,
+    /// The labels of the whole split.
+    pub(super) labels: Arc<Vec<u32>>,
+    /// Places in the split, ascending.
+    pub(super) chosen: Vec<u32>,
+    /// Height, width and channels of a picture in memory, or of the square that is made of a file.
+    pub(super) size: [usize; 3],
+    /// The transform takes each file's whole picture, whatever its size.
+    pub(super) whole: bool,
+    /// Pictures that can no longer be read.
+    pub(super) broken: Broken,
+}
+
+/// The buffers with which a thread opens pictures.
+#[derive(Debug, Default)]
+pub(super) struct Opener {
+    decoder: Decoder,
+    resize: Resize,
+    square: Vec<u8>,
+}
+
+impl Part {
+    /// Adds what distinguishes this part from others: contents, labels and names, in order.
+    pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher) {
+        match (&self.pixels, self.files_digest) {
+            (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
+            (Pixels::Memory(bytes), None) => hash.update(bytes),
+            (Pixels::Files { .. }, None) => {}
+        }
+        for place in &self.chosen {
+            hash.update(&self.labels[*place as usize].to_le_bytes());
+            if let Pixels::Files { files, .. } = &self.pixels {
+                files.add_to(hash, *place as usize);
+            }
+        }
+    }
+
+    pub(super) fn is_decoded_each_step(&self) -> bool {
+        self.files().is_some()
+    }
+
+    /// The picture at `place` of the split, before the transform.
+    pub(super) fn picture<'a>(
+        &'a self,
+        place: usize,
+        opener: &'a mut Opener,
+    ) -> Result<PictureRef<'a>, DataError> {
+        let [height, width, channels] = self.size;
+        let size = height * width * channels;
+        let of = |pixels: &'a [u8]| PictureRef {
+            width: width as u32,
+            height: height as u32,
+            channels: channels as u32,
+            pixels,
+        };
+        match &self.pixels {
+            Pixels::Memory(bytes) => Ok(of(&bytes[place * size..][..size])),
+            Pixels::Files { files, .. } => self.decoded(place, &files.read(place)?, opener),
+        }
+    }
+
+    /// As [`Part::picture`], from the `bytes` of its file or of its member of a shard.
+    pub(super) fn decoded<'a>(
+        &self,
+        place: usize,
+        bytes: &[u8],
+        opener: &'a mut Opener,
+    ) -> Result<PictureRef<'a>, DataError> {
+        let broken = |detail: String| match self.files() {
+            Some(files) => files.broken(place, detail),
+            None => DataError::Invalid(detail),
+        };
+        let whole = opener.decoder.decode(bytes).map_err(broken)?;
+        let size = self.size.iter().product();
+        let square = self.square().filter(|_| !self.whole);
+        match square.and_then(|side| Some((side, whole.centre_square(side)?))) {
+            Some((side, area)) => {
+                opener.square.resize(size, 0);
+                opener.resize.run(whole, area, (side, side), &mut opener.square);
+                Ok(PictureRef { width: side, height: side, channels: whole.channels, pixels: &opener.square })
+            }
+            None if self.whole || whole.pixels.len() == size => Ok(whole),
+            None => Err(broken("has changed its size since the job began".into())),
+        }
+    }
+
+    /// The files that are read for each step; `None` when the pictures are in memory.
+    pub(super) fn files(&self) -> Option<&Listing> {
+        match &self.pixels {
+            Pixels::Files { files, .. } => Some(files),
+            Pixels::Memory(_) => None,
+        }
+    }
+
+    /// The side of the square that is made of each file.
+    pub(super) fn square(&self) -> Option<u32> {
+        match &self.pixels {
+            Pixels::Files { square, .. } => *square,
+            Pixels::Memory(_) => None,
+        }
+    }
+}

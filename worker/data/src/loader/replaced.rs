@@ -1,0 +1,329 @@
+//! Pictures that break while a job trains on them (`data.broken_files = "skip"`): in training another picture of the split
+//! takes the place, in validation there is one less.
+//!
+//! Which one takes a place follows from the split alone, not from what a rank has met before, so ranks that come to a file at
+//! different times, or another number of ranks, replace it by the same one.
+
+use super::{
+    batch::Batch,
+    part::{Opener, Part, Pixels},
+};
+use crate::{DataError, Random};
+use rayon::prelude::*;
+use std::collections::BTreeSet;
+
+/// What a random stream is for (see `shard.rs` for others).
+const REPLACEMENT: u64 = 10;
+/// So many may break in any split.
+const ALWAYS: usize = 16;
+/// And this share of it: when more are gone, a disk is, and nobody would want the rest.
+const SHARE: usize = 10;
+/// Pictures drawn for one place: with a tenth of them broken, more than a few are never needed.
+const DRAWN: usize = 1000;
+
+/// Whether so many of the `seen` pictures of a split of `all` are more than may break, while a job trains or a copy is made.
+pub fn too_many(broken: usize, seen: usize, all: usize) -> bool {
+    broken > ALWAYS.max(seen / SHARE) || (broken > 0 && broken >= all)
+}
+
+impl Part {
+    /// A batch of the `chosen` places, each broken one replaced by another of the part that can be read.
+    ///
+    /// # Errors
+    /// More are broken than allowed, of those that this rank has read: they come in random order, so they are representative.
+    pub(super) fn with_others(
+        &self,
+        chosen: &[u32],
+        make: impl Fn(&[u32]) -> Result<Batch, DataError>,
+    ) -> Result<Batch, DataError> {
+        let asked = {
+            let mut counts = self.broken.counts();
+            counts.asked = (counts.asked + chosen.len()).min(self.chosen.len());
+            counts.asked
+        };
+        loop {
+            let places: Vec<u32> = {
+                let broken = &self.broken.counts().broken;
+                chosen.iter().map(|place| other(self, *place, broken)).collect()
+            };
+            match make(&places) {
+                Err(error) if self.broken.allowed => self.note(&places, error)?,
+                made => return made,
+            }
+            let counts = self.broken.counts();
+            if too_many(counts.broken.len(), asked, self.chosen.len()) {
+                return Err(DataError::Invalid(gone(counts.broken.len(), asked, counts.news.last())));
+            }
+        }
+    }
+
+    /// A batch of the `chosen` places, broken ones left out. Too many broken ones are noticed when the pictures of all ranks are
+    /// counted: those of one rank lie next to each other in the split.
+    pub(super) fn without(
+        &self,
+        chosen: &[u32],
+        make: impl Fn(&[u32]) -> Result<Batch, DataError>,
+    ) -> Result<Batch, DataError> {
+        loop {
+            let places: Vec<u32> = {
+                let broken = &self.broken.counts().broken;
+                chosen.iter().copied().filter(|place| !broken.contains(place)).collect()
+            };
+            match make(&places) {
+                Err(error) if self.broken.allowed => self.note(&places, error)?,
+                made => return made,
+            }
+        }
+    }
+
+    /// Remembers which of `places` are broken: all of them at once, as they come in runs (a lost shard) and a batch is made
+    /// anew each time.
+    fn note(&self, places: &[u32], error: DataError) -> Result<(), DataError> {
+        let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
+            return Err(error);
+        };
+        let look = |opener: &mut Opener, place: &u32| match self.picture(*place as usize, opener) {
+            Err(DataError::File { path, detail }) => Some((*place, format!("{path} {detail}"))),
+            _ => None,
+        };
+        let mut found: Vec<_> =
+            places.par_iter().map_init(Opener::default, look).filter_map(|found| found).collect();
+        if found.is_empty() {
+            // It could be read this time. Once more is once too often for a picture that every epoch needs.
+            let named = places.iter().find(|place| files.name(**place as usize) == *path);
+            found.extend(named.map(|place| (*place, format!("{path} {detail}"))));
+        }
+        if found.is_empty() {
+            return Err(error);
+        }
+        let mut counts = self.broken.counts();
+        for (place, words) in found {
+            if counts.broken.insert(place) {
+                counts.news.push(words);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// In words, that too many pictures are broken.
+pub fn gone(broken: usize, all: usize, last: Option<&String>) -> String {
+    let last = last.map(|words| format!(", the last one {words}")).unwrap_or_default();
+    format!(
+        "{broken} of {all} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
+         the job"
+    )
+}
+
+/// What takes a place: its own picture, or else the first of some drawn at random that is not broken. Neighbours would be of
+/// one class, and all of a run of broken ones would get the same.
+fn other(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
+    if !broken.contains(&place) {
+        return place;
+    }
+    let mut random = Random::new(&[REPLACEMENT, place.into()]);
+    let mut drawn = (0..DRAWN).map(|_| part.chosen[random.below(part.chosen.len() as u64) as usize]);
+    drawn.find(|other| !broken.contains(other)).unwrap_or(place)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::loader::{DataSource, EpochPlan};
+    use lockstep_protocol::spec::{BrokenFiles, DataSpec, Validation};
+    use std::{collections::BTreeMap, fs, path::Path};
+    use tempfile::TempDir;
+
+    const EACH: u32 = 20;
+
+    /// Index, label and first pixel.
+    type Sample = (u64, u32, [u32; 3]);
+
+    /// Two classes of different pictures.
+    fn folder() -> TempDir {
+        let dir = tempfile::tempdir().unwrap();
+        for (c, class) in (0..).zip(["cat", "dog"]) {
+            let home = dir.path().join("train").join(class);
+            fs::create_dir_all(&home).unwrap();
+            for number in 0..EACH {
+                let colour = image::Rgb([c * 90, number as u8 * 9, 7]);
+                image::RgbImage::from_pixel(8, 8, colour)
+                    .save(home.join(format!("{number:02}.png")))
+                    .unwrap();
+            }
+        }
+        dir
+    }
+
+    fn open(dir: &Path, broken_files: BrokenFiles, validation: Validation) -> DataSource {
+        let (mean, std) = (Some(vec![0.0]), Some(vec![1.0 / 255.0]));
+        let spec = DataSpec {
+            validation,
+            broken_files,
+            crop_padding: 0,
+            horizontal_flip: false,
+            mean,
+            std,
+            ..DataSpec::default()
+        };
+        DataSource::open_with_room(dir, &spec, 3, 0).unwrap()
+    }
+
+    fn none() -> Validation {
+        Validation::Split("none".into())
+    }
+
+    /// What all ranks see in two epochs: for each place in the order of steps its index, label and first pixel.
+    fn seen(dir: &Path, world_size: u32) -> BTreeMap<(u32, usize), Vec<Sample>> {
+        let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
+        for rank in 0..world_size {
+            let source = open(dir, BrokenFiles::Skip, none());
+            // As if they were there when the job began.
+            break_some(dir);
+            for epoch in 0..2 {
+                let batch_size = 8 / world_size as usize;
+                let plan = EpochPlan {
+                    epoch,
+                    first_step: 0,
+                    rank,
+                    world_size,
+                    batch_size,
+                    accumulate: 1,
+                    drop_remainder: false,
+                    threads: 2,
+                };
+                for (step, batch) in source.epoch(plan).enumerate() {
+                    let batch = batch.unwrap();
+                    assert_eq!(batch.global_samples, 8);
+                    let picture = batch.images.len() / batch.labels.len();
+                    let samples = (0..batch.labels.len()).map(|i| {
+                        let pixel = &batch.images[i * picture..];
+                        let colour = [pixel[0], pixel[1], pixel[2]].map(|v| v.round() as u32);
+                        (batch.indices[i], batch.labels[i], colour)
+                    });
+                    all.entry((epoch, step)).or_default().extend(samples);
+                }
+            }
+            mend(dir);
+        }
+        all
+    }
+
+    /// Two that follow each other, and the last one of all: removed, and of another content.
+    fn break_some(dir: &Path) {
+        for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
+            let path = dir.join("train").join(name);
+            fs::rename(&path, path.with_extension("away")).unwrap();
+        }
+        fs::write(dir.join("train/cat/05.png"), "I am no picture").unwrap();
+    }
+
+    fn mend(dir: &Path) {
+        for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
+            let path = dir.join("train").join(name);
+            fs::rename(path.with_extension("away"), &path).unwrap();
+        }
+    }
+
+    #[test]
+    fn another_picture_takes_the_place_whatever_the_number_of_ranks() {
+        let dir = folder();
+        let alone = seen(dir.path(), 1);
+        assert_eq!(alone.len(), 10, "five steps in each of two epochs");
+        assert_eq!(seen(dir.path(), 2), alone);
+        assert_eq!(seen(dir.path(), 4), alone);
+        for epoch in 0..2 {
+            let mut counts = BTreeMap::new();
+            for samples in alone.iter().filter(|((e, _), _)| *e == epoch).map(|(_, samples)| samples) {
+                for (index, label, colour) in samples {
+                    let class = index / u64::from(EACH);
+                    assert_eq!((u64::from(*label), colour[0], colour[2]), (class, class as u32 * 90, 7));
+                    assert_eq!(u64::from(colour[1]), index % u64::from(EACH) * 9);
+                    *counts.entry(*index).or_insert(0) += 1;
+                }
+            }
+            assert_eq!(counts.values().sum::<i32>(), 40, "every place is taken");
+            let missing: Vec<u64> = (0..40).filter(|i| !counts.contains_key(i)).collect();
+            assert_eq!(missing, [4, 5, 39]);
+        }
+    }
+
+    #[test]
+    fn a_run_of_broken_pictures_is_not_all_replaced_by_one() {
+        let dir = folder();
+        let source = open(dir.path(), BrokenFiles::Skip, none());
+        for number in 2..16 {
+            fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
+        }
+        let plan = EpochPlan {
+            epoch: 0,
+            first_step: 0,
+            rank: 0,
+            world_size: 1,
+            batch_size: 40,
+            accumulate: 1,
+            drop_remainder: false,
+            threads: 2,
+        };
+        let batch = source.epoch(plan).next().unwrap().unwrap();
+        let mut counts = BTreeMap::new();
+        batch.indices.iter().for_each(|index| *counts.entry(*index).or_insert(0) += 1);
+        assert!(counts.values().all(|times| *times <= 5), "{counts:?}");
+        assert!(batch.labels.iter().filter(|label| **label == 1).count() > 20, "of other classes, too");
+        assert_eq!(source.newly_broken().1, 14);
+    }
+
+    #[test]
+    fn each_is_told_once_and_validation_has_one_less() {
+        let dir = folder();
+        let source = open(dir.path(), BrokenFiles::Skip, Validation::Fraction(0.5));
+        let counted = || -> usize {
+            let batches = source.validation(0, 1, 1, 2).map(|batch| batch.unwrap().labels.len());
+            batches.inspect(|count| assert_eq!(*count, 1)).sum()
+        };
+        let all = source.shape.validation_samples as usize;
+        assert_eq!((counted(), source.newly_broken()), (all, (vec![], 0)));
+        let held_out = source.validation(0, 1, 40, 1).next().unwrap().unwrap().indices;
+        let index = held_out[7];
+        let class = ["cat", "dog"][index as usize / 20];
+        fs::remove_file(dir.path().join(format!("train/{class}/{:02}.png", index % 20))).unwrap();
+        assert_eq!(counted(), all - 1);
+        let (news, count) = source.newly_broken();
+        assert!(
+            count == 1 && news[0].contains(&format!("{class}/{:02}.png cannot be read", index % 20)),
+            "{news:?}"
+        );
+        assert_eq!((counted(), source.newly_broken()), (all - 1, (vec![], 1)));
+    }
+
+    #[test]
+    fn without_skip_the_first_is_fatal_and_with_it_a_disk_that_is_gone() {
+        let dir = folder();
+        let plan = EpochPlan {
+            epoch: 0,
+            first_step: 0,
+            rank: 0,
+            world_size: 1,
+            batch_size: 8,
+            accumulate: 1,
+            drop_remainder: false,
+            threads: 1,
+        };
+        let first_error =
+            |source: &DataSource| source.epoch(plan).find_map(Result::err).map(|e| e.to_string());
+        let strict = open(dir.path(), BrokenFiles::Fail, none());
+        let (few, many) =
+            (open(dir.path(), BrokenFiles::Skip, none()), open(dir.path(), BrokenFiles::Skip, none()));
+        break_some(dir.path());
+        let words = first_error(&strict).expect("an error");
+        assert!(words.contains(".png "), "{words}");
+        // Sixteen of any split may break; the seventeenth is one too many.
+        mend(dir.path());
+        let remove =
+            |number: usize| fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();
+        (0..16).for_each(remove);
+        assert_eq!(first_error(&few), None);
+        remove(16);
+        let words = first_error(&many).expect("an error");
+        assert!(words.contains("17 of ") && words.contains("pictures cannot be read any more"), "{words}");
+    }
+}

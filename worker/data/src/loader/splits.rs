@@ -1,0 +1,186 @@
+//! The splits of a dataset as a job sees them: broken files found, pictures decoded when they are few.
+
+use super::part::Pixels;
+use crate::{
+    Catalog, DataError, Samples,
+    held_out::{self, Identity},
+    inspect::{Moments, STATISTICS_SAMPLES, Statistics},
+    listing::Listing,
+};
+use lockstep_protocol::spec::DataSpec;
+use rayon::prelude::*;
+use std::sync::Arc;
+
+/// Pictures of a folder are kept decoded up to this many bytes a split; past it they are decoded when needed.
+pub(super) const CACHE_BYTES: usize = 1 << 30;
+
+/// A split after its broken files were found.
+pub(super) struct Opened {
+    pub(super) pixels: Pixels,
+    /// For pictures that were decoded: identifies their files, which other machines may decode to other bits.
+    pub(super) files_digest: Option<u32>,
+    pub(super) labels: Arc<Vec<u32>>,
+    /// Of each picture, in the split that validation pictures are in; else empty.
+    pub(super) identities: Vec<Identity>,
+    pub(super) height: usize,
+    pub(super) width: usize,
+    pub(super) channels: usize,
+}
+
+pub(super) fn normalisation(
+    spec: &DataSpec,
+    train: &Opened,
+    channels: usize,
+    size: usize,
+) -> (Vec<f32>, Vec<f32>) {
+    let (found_mean, found_std) = if spec.mean.is_some() && spec.std.is_some() {
+        (Vec::new(), Vec::new())
+    } else {
+        match &train.pixels {
+            Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels).mean_std(),
+            Pixels::Files { files, square } => {
+                // Enough for three digits; decoding more would delay the first step.
+                let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
+                let look = |i: usize| {
+                    let picture = files.picture(i).ok()?;
+                    let picture = match square {
+                        Some(side) => picture.centre_square(*side),
+                        None => picture,
+                    };
+                    Some(Moments::of(&picture.pixels, channels))
+                };
+                let counted: Vec<_> =
+                    (0..files.len()).into_par_iter().step_by(every).filter_map(look).collect();
+                let mut all = Moments::default();
+                counted.iter().for_each(|one| all.add(one));
+                all.mean_std()
+            }
+        }
+    };
+    // A recipe's values are for colour: grey takes their average.
+    let fit = |given: &Option<Vec<f32>>, found: Vec<f32>| match given {
+        Some(values) if values.len() == channels => values.clone(),
+        Some(values) => vec![values.iter().sum::<f32>() / values.len() as f32; channels],
+        None => found,
+    };
+    (fit(&spec.mean, found_mean), fit(&spec.std, found_std))
+}
+
+/// The one size that all pictures have, if they do.
+pub(super) fn sizes(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32, u32)>, DataError> {
+    let (mut first, mut same) = (None, true);
+    for split in &catalog.splits {
+        let mut add = |size: (u32, u32)| same &= *first.get_or_insert(size) == size;
+        match &split.samples {
+            Samples::Memory { width, height, .. } => add((*width, *height)),
+            Samples::Listed(listing) => (0..listing.len()).for_each(|i| add(listing.dimensions(i))),
+        }
+        if split.labels.is_empty() {
+            return Err(none_left(&split.name, skipped));
+        }
+    }
+    Ok(first.filter(|_| same))
+}
+
+fn none_left(split: &str, skipped: &[String]) -> DataError {
+    DataError::Invalid(format!(
+        "no readable picture in split {split:?}: {}{}",
+        skipped.iter().take(20).cloned().collect::<Vec<_>>().join("; "),
+        if skipped.len() > 20 { "; ..." } else { "" }
+    ))
+}
+
+fn leave_out<T>(
+    listing: &mut Listing,
+    labels: &mut Vec<u32>,
+    examined: &[Result<T, DataError>],
+    skipped: &mut Vec<String>,
+) {
+    skipped.extend(examined.iter().filter_map(|r| r.as_ref().err().map(ToString::to_string)));
+    let good: Vec<bool> = examined.iter().map(Result::is_ok).collect();
+    listing.retain(&good);
+    let mut good = good.into_iter();
+    labels.retain(|_| good.next().unwrap_or(false));
+}
+
+/// Decodes splits that fit into `room` bytes, unless each step needs the `whole` pictures.
+pub(super) fn open_splits(
+    catalog: &mut Catalog,
+    common: Option<(u32, u32)>,
+    spec: &DataSpec,
+    whole: bool,
+    room: usize,
+    skipped: &mut Vec<String>,
+) -> Result<Vec<Opened>, DataError> {
+    let mut opened = Vec::new();
+    for split in &mut catalog.splits {
+        let mut labels = std::mem::take(&mut split.labels);
+        let (mut files_digest, mut identities) = (None, Vec::new());
+        let has_validation = split.name == held_out::split_of(&spec.validation);
+        let (pixels, width, height, channels) = match std::mem::replace(
+            &mut split.samples,
+            Samples::Listed(Listing::default()),
+        ) {
+            Samples::Memory { pixels, height, width, channels, .. } => {
+                if has_validation {
+                    identities = held_out::of_packed(&pixels, (height * width * channels) as usize);
+                }
+                (Pixels::Memory(Arc::new(pixels)), width, height, channels)
+            }
+            Samples::Listed(mut files) => {
+                let largest = spec.image_size.as_ref().and(spec.evaluation_size());
+                let (square, width, height) = match (common, largest) {
+                    (Some((width, height)), None) => (None, width, height),
+                    (Some((width, height)), Some(side)) if width == height && width <= side => {
+                        (None, width, height)
+                    }
+                    (_, Some(side)) => (Some(side), side, side),
+                    (None, None) => {
+                        return Err(DataError::Invalid(
+                            "the pictures differ in size: set data.image_size, the side of the square that the network sees".into(),
+                        ));
+                    }
+                };
+                let size = width as usize * height as usize * 3;
+                let pixels = if !whole && files.len().saturating_mul(size) <= room {
+                    let decoded: Vec<_> = (0..files.len())
+                        .into_par_iter()
+                        .map(|i| {
+                            files.picture(i).map(|p| match square {
+                                Some(side) => p.centre_square(side).pixels,
+                                None => p.pixels,
+                            })
+                        })
+                        .collect();
+                    leave_out(&mut files, &mut labels, &decoded, skipped);
+                    let mut hash = crc32fast::Hasher::new();
+                    (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
+                    files_digest = Some(hash.finalize());
+                    if has_validation {
+                        identities = held_out::of_listing(&files, &labels, &catalog.classes);
+                    }
+                    Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
+                } else {
+                    if has_validation {
+                        identities = held_out::of_listing(&files, &labels, &catalog.classes);
+                    }
+                    Pixels::Files { files: Arc::new(files), square }
+                };
+                (pixels, width, height, 3)
+            }
+        };
+        if labels.is_empty() {
+            return Err(none_left(&split.name, skipped));
+        }
+        opened.push(Opened {
+            pixels,
+            files_digest,
+            labels: Arc::new(labels),
+            identities,
+            height: height as usize,
+            width: width as usize,
+            channels: channels as usize,
+        });
+    }
+    Ok(opened)
+}

@@ -1,0 +1,132 @@
+//! Threads that make pictures, each with buffers of its own.
+
+use super::part::Opener;
+use crate::{DataError, transform::Pipeline};
+use rayon::{ThreadPool, ThreadPoolBuilder, prelude::*};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What one thread works with.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    pub(super) opener: Opener,
+    pub(super) pipeline: Pipeline,
+}
+
+/// Which threads do it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Work {
+    /// What cores decode.
+    Decoding,
+    /// What is done before and after a device decodes.
+    AroundDevice,
+}
+
+#[derive(Debug)]
+pub(super) struct Workers {
+    /// Absent: the calling thread does the work.
+    pool: Option<ThreadPool>,
+    /// For what must not wait until the others have decoded: reading files for a device, and what comes after it.
+    side_pool: Option<ThreadPool>,
+    /// One for each that works at a time.
+    scratch: Vec<Mutex<Scratch>>,
+}
+
+impl Workers {
+    /// For up to `callers` threads that do the work themselves.
+    pub(super) fn alone(callers: usize) -> Self {
+        Self { pool: None, side_pool: None, scratch: scratch(callers) }
+    }
+
+    /// `threads` of their own, and half as many for [`Work::AroundDevice`] if a device decodes.
+    ///
+    /// # Errors
+    /// The system gives no more threads.
+    pub(super) fn pool(threads: usize, has_device: bool) -> Result<Self, DataError> {
+        let pool = |threads: usize| {
+            ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(|number| format!("pictures {number}"))
+                .build()
+                .map_err(|e| DataError::Invalid(format!("threads that decode pictures: {e}")))
+        };
+        let others = threads.div_ceil(2);
+        let side_pool = has_device.then(|| pool(others)).transpose()?;
+        Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: scratch(threads + others) })
+    }
+
+    /// Absent: the calling thread does the work.
+    fn threads(&self, work: Work) -> Option<&ThreadPool> {
+        match work {
+            Work::Decoding => self.pool.as_ref(),
+            Work::AroundDevice => self.side_pool.as_ref().or(self.pool.as_ref()),
+        }
+    }
+
+    /// Calls `make` with each of `numbers`.
+    ///
+    /// # Errors
+    /// The first one in this order, whichever came first in time.
+    pub(super) fn each(
+        &self,
+        work: Work,
+        numbers: &[usize],
+        make: impl Fn(usize, &mut Scratch) -> Result<(), DataError> + Sync,
+    ) -> Result<(), DataError> {
+        match self.threads(work) {
+            None => {
+                let mut scratch = self.scratch();
+                numbers.iter().try_for_each(|number| make(*number, &mut scratch))
+            }
+            Some(pool) => pool.install(|| {
+                let all = numbers.par_iter().with_max_len(1);
+                let made: Vec<_> = all.map(|number| make(*number, &mut self.scratch())).collect();
+                made.into_iter().collect()
+            }),
+        }
+    }
+
+    /// Has every thread that decodes call `one` until that says that nothing is left.
+    pub(super) fn drain(&self, one: impl Fn() -> bool + Sync) {
+        match self.threads(Work::Decoding) {
+            None => while one() {},
+            Some(pool) => pool.install(|| {
+                let all = (0..pool.current_num_threads()).into_par_iter().with_max_len(1);
+                all.for_each(|_| while one() {});
+            }),
+        }
+    }
+
+    /// Whether others than who asks do the work.
+    pub(super) fn is_pool(&self) -> bool {
+        self.pool.is_some()
+    }
+
+    /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::AroundDevice`].
+    ///
+    /// # Errors
+    /// The first one in this order, whichever came first in time.
+    pub(super) fn map<T: Send>(
+        &self,
+        count: usize,
+        make: impl Fn(usize) -> Result<T, DataError> + Sync,
+    ) -> Result<Vec<T>, DataError> {
+        match self.threads(Work::AroundDevice) {
+            None => (0..count).map(&make).collect(),
+            Some(pool) => pool.install(|| {
+                let made: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(&make).collect();
+                made.into_iter().collect()
+            }),
+        }
+    }
+
+    fn scratch(&self) -> MutexGuard<'_, Scratch> {
+        let own = rayon::current_thread_index().unwrap_or(0) % self.scratch.len();
+        let others = (0..self.scratch.len()).map(|i| &self.scratch[(own + i) % self.scratch.len()]);
+        let free = others.into_iter().find_map(|scratch| scratch.try_lock().ok());
+        free.unwrap_or_else(|| self.scratch[own].lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+fn scratch(count: usize) -> Vec<Mutex<Scratch>> {
+    (0..count.max(1)).map(|_| Mutex::default()).collect()
+}

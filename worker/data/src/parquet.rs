@@ -1,0 +1,284 @@
+//! Pictures in Parquet files (parquet.apache.org), as Hugging Face's `datasets` and pyarrow write them: a row is a picture
+//! and its class. A picture is identified by its row; reading it decodes the page that it is in, and no other.
+
+mod columns;
+mod pages;
+mod rows;
+mod source;
+#[cfg(test)]
+mod tests;
+
+pub(super) use rows::{NO_LABEL, of as members};
+
+use super::index::{Members, Stamp};
+use ::parquet::{
+    basic::CompressionCodec,
+    column::{page::PageReader, reader::ColumnReaderImpl},
+    data_type::ByteArrayType,
+    errors::ParquetError,
+    file::{
+        metadata::{
+            ColumnChunkMask, PageIndexPolicy, ParquetMetaData, ParquetMetaDataOptions, ParquetMetaDataReader,
+            ParquetStatisticsPolicy,
+        },
+        serialized_reader::SerializedPageReader,
+    },
+};
+use columns::Columns;
+use lockstep_host::files;
+use pages::{MAX_PAGE_BYTES, Pages, TooLarge};
+use source::Source;
+use std::{
+    fs::File,
+    io::{self, ErrorKind},
+    os::unix::fs::FileExt,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// A file begins and ends with it.
+const MAGIC: &[u8; 4] = b"PAR1";
+/// The length of the footer and the magic behind it.
+const TAIL: u64 = 8;
+/// A row with a picture and a class takes more.
+const LEAST_ROW_BYTES: u64 = 8;
+/// A million pictures in row groups of a hundred have 10 MB.
+const MAX_FOOTER_BYTES: u64 = 256 << 20;
+
+/// What a file's footer says: where its pictures are, and what their classes are called.
+#[derive(Debug)]
+pub(crate) struct ParquetFile {
+    metadata: ParquetMetaData,
+    columns: Columns,
+    /// Number of each row group's first row, and behind the last one that of all rows.
+    first_rows: Vec<u64>,
+    /// Its footer after it was written again or touched, so that it is not read for each picture.
+    newer: Mutex<Option<(Stamp, Arc<ParquetFile>)>>,
+}
+
+/// Why a file cannot be used.
+#[derive(Debug, Clone)]
+pub(super) struct UnusableFile {
+    /// To stand after its name.
+    pub(super) detail: String,
+    /// It could not be read: a later try may succeed.
+    pub(super) passing: bool,
+}
+
+impl UnusableFile {
+    fn lasting(detail: impl Into<String>) -> Self {
+        Self { detail: detail.into(), passing: false }
+    }
+
+    fn passing(detail: String) -> Self {
+        Self { detail, passing: true }
+    }
+}
+
+impl From<UnusableFile> for Members {
+    fn from(UnusableFile { detail, passing }: UnusableFile) -> Self {
+        Self { trouble: Some(detail), passing, ..Self::default() }
+    }
+}
+
+impl From<ParquetError> for UnusableFile {
+    fn from(error: ParquetError) -> Self {
+        if let ParquetError::External(inner) = &error
+            && let Some(io) = inner.downcast_ref::<io::Error>()
+        {
+            if let Some(code) = io.raw_os_error() {
+                return Self::passing(files::cannot_be_read(io::Error::from_raw_os_error(code)));
+            }
+            if let Some(page) = io.get_ref().and_then(|inner| inner.downcast_ref::<TooLarge>()) {
+                return Self::lasting(page.to_string());
+            }
+        }
+        Self::lasting(format!("is damaged: {error}; get it again"))
+    }
+}
+
+/// The decoder's checks leave out a few things that only a damaged file has.
+fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, UnusableFile> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(done) => Ok(done?),
+        Err(_) => Err(UnusableFile::lasting("is damaged: its pages do not fit together; get it again")),
+    }
+}
+
+impl ParquetFile {
+    /// Reads the footer of the file at `path`.
+    pub(super) fn open(path: &Path) -> Result<Self, UnusableFile> {
+        let (file, size) = files::open(path).map_err(UnusableFile::passing)?;
+        Self::of(&Source::new(file, size))
+    }
+
+    fn of(source: &Source) -> Result<Self, UnusableFile> {
+        check_tail(source)?;
+        let options = ParquetMetaDataOptions::new()
+            .with_column_stats_policy(ParquetStatisticsPolicy::SkipAll)
+            .with_size_stats_policy(ParquetStatisticsPolicy::SkipAll);
+        let reader = ParquetMetaDataReader::new().with_metadata_options(Some(options));
+        let metadata = guarded(|| reader.parse_and_finish(source))?;
+        let columns = columns::choose(metadata.file_metadata()).map_err(UnusableFile::lasting)?;
+        let mut first_rows = vec![0u64];
+        for group in metadata.row_groups() {
+            for column in [columns.picture, columns.label] {
+                if let Some(codec) = not_read(group.column(column).compression_codec()) {
+                    return Err(UnusableFile::lasting(format!(
+                        "is compressed with {codec}, which is not read; write it with snappy, zstd, gzip or none"
+                    )));
+                }
+            }
+            let rows = u64::try_from(group.num_rows()).ok();
+            let end = rows.and_then(|rows| first_rows.last()?.checked_add(rows));
+            first_rows.push(
+                end.ok_or_else(|| UnusableFile::lasting("is damaged: its numbers of rows make no sense"))?,
+            );
+        }
+        // A null takes next to nothing, and a footer may claim any number of them.
+        if first_rows.last().is_some_and(|rows| *rows > source.size() / LEAST_ROW_BYTES) {
+            return Err(UnusableFile::lasting("is damaged: it has too many rows for its size"));
+        }
+        // Where there is one, it saves walking from page to page.
+        let mut indexed = ParquetMetaDataReader::new_with_metadata(metadata.clone())
+            .with_offset_index_policy(PageIndexPolicy::Optional)
+            .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
+        let metadata =
+            guarded(|| indexed.read_page_indexes(source).and_then(|()| indexed.finish())).unwrap_or(metadata);
+        Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
+    }
+
+    /// What the file at `path` says now that its stamp is `found`: read once for each stamp.
+    ///
+    /// # Errors
+    /// It cannot be used any more.
+    pub(super) fn again(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
+        let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
+            return Ok(Arc::clone(file));
+        }
+        let file = Arc::new(Self::open(path)?);
+        *newer = Some((found, Arc::clone(&file)));
+        Ok(file)
+    }
+
+    /// What the classes are called, where the file says it.
+    pub(super) fn class_names(&self) -> Option<&[String]> {
+        self.columns.names.as_deref()
+    }
+
+    fn rows(&self) -> u64 {
+        self.first_rows.last().copied().unwrap_or(0)
+    }
+
+    /// The bytes of the picture in `row`; `file` has `size` bytes.
+    ///
+    /// # Errors
+    /// What is wrong with it, to stand after its name.
+    pub(super) fn read(&self, file: File, size: u64, row: u64) -> Result<Vec<u8>, String> {
+        if row >= self.rows() {
+            return Err(format!("is no longer there: its file has {} rows now", self.rows()));
+        }
+        let group = self.first_rows.partition_point(|first| *first <= row) - 1;
+        let before = (row - self.first_rows[group]) as usize;
+        let source = Arc::new(Source::new(file, size));
+        let read = || {
+            let mut column = self.pictures(&source, group)?;
+            column.skip_records(before)?;
+            let (mut levels, mut values) = (Vec::new(), Vec::new());
+            column.read_records(1, Some(&mut levels), None, &mut values)?;
+            Ok(values.pop().map(|value| value.data().to_vec()))
+        };
+        let found = guarded(read).map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
+        found.ok_or_else(|| rows::NO_PICTURE.into())
+    }
+
+    /// As [`ParquetFile::read`], of `count` rows of one row group from `first` on; `None` where a picture is null.
+    ///
+    /// # Errors
+    /// They are not in one row group, or what is wrong with the file.
+    pub(super) fn read_run(
+        &self,
+        file: File,
+        size: u64,
+        first: u64,
+        count: u64,
+    ) -> Result<Vec<Option<Vec<u8>>>, String> {
+        let group = self.first_rows.partition_point(|row| *row <= first).saturating_sub(1);
+        let end = self.first_rows.get(group + 1).copied().unwrap_or(0);
+        if first.checked_add(count).is_none_or(|last| last > end) {
+            return Err("has other row groups".into());
+        }
+        let source = Arc::new(Source::new(file, size));
+        let read = || {
+            let mut column = self.pictures(&source, group)?;
+            column.skip_records((first - self.first_rows[group]) as usize)?;
+            rows::next(&mut column, count as usize)
+        };
+        let values = guarded(read).map_err(|error| error.detail)?;
+        Ok(values.into_iter().map(|value| value.map(|value| value.data().to_vec())).collect())
+    }
+
+    fn pictures(
+        &self,
+        source: &Arc<Source>,
+        group: usize,
+    ) -> Result<ColumnReaderImpl<ByteArrayType>, ParquetError> {
+        let descr = self.metadata.row_group(group).column(self.columns.picture).column_descr_ptr();
+        Ok(ColumnReaderImpl::new(descr, self.pages(source, group, self.columns.picture)?))
+    }
+
+    fn pages(
+        &self,
+        source: &Arc<Source>,
+        group: usize,
+        column: usize,
+    ) -> Result<Box<dyn PageReader>, ParquetError> {
+        let row_group = self.metadata.row_group(group);
+        let index = self.metadata.page_index().and_then(|index| index.offset_index(group, column));
+        let locations = index.map(|index| index.page_locations().clone());
+        let rows = usize::try_from(row_group.num_rows()).unwrap_or(0);
+        let chunk = row_group.column(column);
+        let gzip = chunk.compression_codec() == CompressionCodec::GZIP;
+        let pages = Pages::new(Arc::clone(source), locations.is_some(), gzip, MAX_PAGE_BYTES);
+        let pages = SerializedPageReader::new(Arc::new(pages), chunk, rows, locations)?;
+        Ok(Box::new(pages))
+    }
+}
+
+/// Tells what is no Parquet file, or only a part of one.
+fn check_tail(source: &Source) -> Result<(), UnusableFile> {
+    let (mut head, mut tail) = ([0; 4], [0; TAIL as usize]);
+    let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => Ok(()),
+        read => read.map_err(|error| UnusableFile::passing(files::cannot_be_read(error))),
+    };
+    at(&mut head, 0)?;
+    at(&mut tail, source.size().saturating_sub(TAIL))?;
+    if source.size() == 0 {
+        return Err(UnusableFile::lasting("is empty"));
+    }
+    if head == *b"PARE" || tail[4..] == *b"PARE" {
+        return Err(UnusableFile::lasting("is encrypted; write it without"));
+    }
+    if head != *MAGIC {
+        return Err(UnusableFile::lasting("is no Parquet file"));
+    }
+    if tail[4..] != *MAGIC || source.size() < TAIL + 4 {
+        return Err(UnusableFile::lasting("is cut off: a Parquet file without its footer; get it again"));
+    }
+    let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
+    if footer > MAX_FOOTER_BYTES {
+        return Err(UnusableFile::lasting(format!(
+            "has a footer of {footer} bytes; up to {MAX_FOOTER_BYTES} are read: write larger row groups, or more files"
+        )));
+    }
+    Ok(())
+}
+
+/// The name of a codec that is not built in.
+fn not_read(codec: CompressionCodec) -> Option<String> {
+    use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
+    (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())
+}

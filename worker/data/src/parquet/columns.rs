@@ -1,0 +1,144 @@
+//! Which of a file's columns are the pictures and their classes.
+
+use crate::{MAX_NAMES_BYTES, label::CLASSES};
+use ::parquet::{
+    basic::{ConvertedType, LogicalType, Type},
+    file::metadata::FileMetaData,
+    schema::types::ColumnDescriptor,
+};
+use serde_json::Value;
+
+/// What columns of pictures are called, those that are taken first.
+const PICTURES: [&str; 8] = ["image", "img", "picture", "jpg", "jpeg", "png", "webp", "bytes"];
+/// What columns of classes are called. CIFAR-100 has `fine_label` and `coarse_label`.
+const LABELS: [&str; 7] = ["label", "labels", "fine_label", "cls", "class", "target", "label_name"];
+/// Where `datasets` says what columns mean.
+const FEATURES_KEY: &str = "huggingface";
+/// Columns that a sentence names.
+const NAMED: usize = 20;
+
+/// Numbers of leaf columns.
+#[derive(Debug)]
+pub(super) struct Columns {
+    pub(super) picture: usize,
+    pub(super) label: usize,
+    /// The names of the classes, in the order of their numbers.
+    pub(super) names: Option<Vec<String>>,
+}
+
+/// # Errors
+/// What is wrong with the file, to stand after its name.
+pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
+    let all: Vec<&ColumnDescriptor> = about.schema_descr().columns().iter().map(AsRef::as_ref).collect();
+    let features = features(about)?;
+    let is_class = |column: &ColumnDescriptor| {
+        let feature = features.as_ref().and_then(|features| features.get(top(column)));
+        feature.is_some_and(|feature| feature["_type"] == "ClassLabel")
+    };
+    let with_columns = |why: &str| format!("{why}: its columns are {}", listed(&all));
+    let is_struct = |column: &ColumnDescriptor| holds_pictures(column) && column.path().parts().len() == 2;
+    let picture = named(&all, &PICTURES, holds_pictures)
+        .or_else(|| only(&all, is_struct))
+        .or_else(|| only(&all, holds_pictures))
+        .ok_or_else(|| {
+            with_columns(
+                "has no column that is surely the pictures (image or img: their bytes, or {bytes, path})",
+            )
+        })?;
+    let label = named(&all, &LABELS, holds_labels)
+        .or_else(|| only(&all, |column| holds_labels(column) && is_class(column)))
+        .ok_or_else(|| {
+            with_columns("has no column that is surely the classes (label: whole numbers or text)")
+        })?;
+    let names = match features.as_ref().map(|features| &features[top(all[label])]["names"]) {
+        Some(Value::Array(names)) if is_class(all[label]) => Some(texts(names)?),
+        _ => None,
+    };
+    Ok(Columns { picture, label, names })
+}
+
+/// The column of the first of `names` that is there and fits.
+fn named(
+    all: &[&ColumnDescriptor],
+    names: &[&str],
+    fits: impl Fn(&ColumnDescriptor) -> bool,
+) -> Option<usize> {
+    let called =
+        |name: &&str| all.iter().position(|column| top(column).eq_ignore_ascii_case(name) && fits(column));
+    names.iter().find_map(called)
+}
+
+/// The only column that fits.
+fn only(all: &[&ColumnDescriptor], fits: impl Fn(&ColumnDescriptor) -> bool) -> Option<usize> {
+    let mut fitting = (0..all.len()).filter(|i| fits(all[*i]));
+    fitting.next().filter(|_| fitting.next().is_none())
+}
+
+/// The column that a leaf is of.
+fn top(column: &ColumnDescriptor) -> &str {
+    column.path().parts().first().map_or("", String::as_str)
+}
+
+fn holds_pictures(column: &ColumnDescriptor) -> bool {
+    let fits = match column.path().parts() {
+        [_] => true,
+        [_, leaf] => leaf == "bytes",
+        _ => false,
+    };
+    fits && column.max_rep_level() == 0 && column.physical_type() == Type::BYTE_ARRAY && !is_text(column)
+}
+
+fn holds_labels(column: &ColumnDescriptor) -> bool {
+    let fits = match column.physical_type() {
+        Type::INT32 | Type::INT64 => true,
+        Type::BYTE_ARRAY => is_text(column),
+        _ => false,
+    };
+    fits && column.max_rep_level() == 0 && column.path().parts().len() == 1
+}
+
+fn is_text(column: &ColumnDescriptor) -> bool {
+    matches!(column.logical_type_ref(), Some(LogicalType::String))
+        || column.converted_type() == ConvertedType::UTF8
+}
+
+/// For a sentence.
+fn listed(all: &[&ColumnDescriptor]) -> String {
+    let one = |column: &&ColumnDescriptor| {
+        let kind = match column.physical_type() {
+            Type::BYTE_ARRAY if is_text(column) => "text".to_owned(),
+            Type::BYTE_ARRAY => "bytes".to_owned(),
+            other => other.to_string().to_lowercase(),
+        };
+        let list = if column.max_rep_level() > 0 { "list of " } else { "" };
+        format!("{} ({list}{kind})", column.path().string())
+    };
+    let mut words: Vec<String> = all.iter().take(NAMED).map(one).collect();
+    if all.len() > NAMED {
+        words.push(format!("and {} more", all.len() - NAMED));
+    }
+    words.join(", ")
+}
+
+/// What `datasets` says of the columns.
+fn features(about: &FileMetaData) -> Result<Option<Value>, String> {
+    let pairs = about.key_value_metadata().into_iter().flatten();
+    let Some(text) = pairs.filter(|pair| pair.key == FEATURES_KEY).find_map(|pair| pair.value.as_ref())
+    else {
+        return Ok(None);
+    };
+    if text.len() as u64 > MAX_NAMES_BYTES {
+        return Err(format!("has {} bytes of metadata; up to {MAX_NAMES_BYTES} are read", text.len()));
+    }
+    let parsed: Value = serde_json::from_str(text)
+        .map_err(|error| format!("has metadata ({FEATURES_KEY}) that is no JSON: {error}"))?;
+    Ok(parsed.get("info").and_then(|info| info.get("features")).cloned())
+}
+
+fn texts(names: &[Value]) -> Result<Vec<String>, String> {
+    if names.len() > CLASSES as usize {
+        return Err(format!("names {} classes; up to {CLASSES} are read", names.len()));
+    }
+    let text = |name: &Value| name.as_str().map(str::to_owned);
+    names.iter().map(text).collect::<Option<_>>().ok_or_else(|| "has a class whose name is no text".into())
+}

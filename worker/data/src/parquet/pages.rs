@@ -1,0 +1,227 @@
+//! The pages of a column, up to a limit of size: a page of a few kilobytes may claim to hold two gigabytes, and one that is
+//! compressed with gzip may hold more than it claims.
+//!
+//! The depth of a schema's groups is not limited here. `parquet` reads it by recursion: it parses the footer
+//! in one go, so nothing can be checked before.
+
+use super::source::{Cursor, Source};
+use ::parquet::{
+    errors::ParquetError,
+    file::reader::{ChunkReader, Length},
+};
+use bytes::Bytes;
+use flate2::read::MultiGzDecoder;
+use std::{
+    fmt,
+    io::{self, BufRead, BufReader, Read},
+    sync::Arc,
+};
+
+/// Limit of a page, decompressed: the largest picture that is read, twice. pyarrow's pages are of 1 MB or of 1024
+/// pictures.
+pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::picture::MAX_BYTES;
+/// How a stream of gzip begins (RFC 1952), and at how many such places in a page one is searched for.
+const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
+const BEGINS: usize = 16;
+
+/// A page that is too large, in the words of a file's trouble.
+#[derive(Debug)]
+pub(super) struct TooLarge {
+    /// As far as is known.
+    bytes: u64,
+    most: u64,
+}
+
+impl fmt::Display for TooLarge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { bytes, most } = self;
+        write!(
+            f,
+            "has a page of {bytes} bytes or more, decompressed; up to {most} are read: write smaller pages \
+             (pyarrow's write_batch_size or data_page_size) or row groups"
+        )
+    }
+}
+
+impl std::error::Error for TooLarge {}
+
+/// What a column's pages are read from.
+pub(super) struct Pages {
+    source: Arc<Source>,
+    /// Pages are read in one go with their headers; an offset index says where they are.
+    indexed: bool,
+    gzip: bool,
+    most: u64,
+}
+
+impl Pages {
+    pub(super) fn new(source: Arc<Source>, indexed: bool, gzip: bool, most: u64) -> Self {
+        Self { source, indexed, gzip, most }
+    }
+
+    /// gzip is decompressed to its end, whatever a header says. What lies before it is a header, and in pages of the second
+    /// version levels.
+    fn check_gzip(&self, data: &[u8]) -> Result<(), TooLarge> {
+        let begins = data.windows(GZIP.len()).enumerate().filter(|(_, bytes)| *bytes == GZIP);
+        for (begin, _) in begins.take(BEGINS) {
+            let mut decoder = MultiGzDecoder::new(&data[begin..]).take(self.most + 1);
+            // What is wrong with it is said by who decompresses it.
+            let _ = io::copy(&mut decoder, &mut io::sink());
+            if decoder.limit() == 0 {
+                return Err(TooLarge { bytes: self.most + 1, most: self.most });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks the size in a page's header, if `head` is one.
+fn check_header(head: &[u8], most: u64) -> Result<(), TooLarge> {
+    match uncompressed(head) {
+        Some(bytes) if bytes > most => Err(TooLarge { bytes, most }),
+        // What else is wrong with it is said by who reads it.
+        _ => Ok(()),
+    }
+}
+
+impl Length for Pages {
+    fn len(&self) -> u64 {
+        self.source.len()
+    }
+}
+
+impl ChunkReader for Pages {
+    type T = Header;
+
+    fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
+        Ok(Header { from: self.source.get_read(start)?, most: Some(self.most) })
+    }
+
+    fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
+        let bytes = self.source.get_bytes(start, length)?;
+        let header = if self.indexed { check_header(&bytes, self.most) } else { Ok(()) };
+        let all = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
+        all.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
+        Ok(bytes)
+    }
+}
+
+/// A page's header, if anything is read of it: a place is asked for also where its header is known.
+pub(super) struct Header {
+    from: BufReader<Cursor>,
+    /// Until it is checked.
+    most: Option<u64>,
+}
+
+impl Read for Header {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if let Some(most) = self.most.take() {
+            check_header(self.from.fill_buf()?, most).map_err(io::Error::other)?;
+        }
+        self.from.read(buffer)
+    }
+}
+
+/// How many bytes a page has once it is decompressed: the second field of a PageHeader (parquet.thrift) in Thrift's compact
+/// protocol. The first two fields are 32-bit numbers. `None` where something else stands there.
+fn uncompressed(head: &[u8]) -> Option<u64> {
+    let mut bytes = head.iter().copied();
+    let mut number = || -> Option<i64> {
+        let mut value = 0u64;
+        for shift in (0..35).step_by(7) {
+            let byte = bytes.next()?;
+            value |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                return Some((value >> 1).cast_signed() ^ -(value & 1).cast_signed());
+            }
+        }
+        None
+    };
+    let mut last = 0;
+    for _ in 0..2 {
+        // One further than the field before (0x10), an i32 (5): as a number, which is zigzag, 0x15 reads -11.
+        if number()? != -11 {
+            return None;
+        }
+        last = number()?;
+    }
+    u64::try_from(last).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    /// The beginning of a page's header: a dictionary page (2) of this size.
+    fn header(uncompressed: u32) -> Vec<u8> {
+        let mut head = vec![0x15, 4, 0x15];
+        let mut value = u64::from(uncompressed) << 1;
+        while value >= 0x80 {
+            head.push((value & 0x7f) as u8 | 0x80);
+            value >>= 7;
+        }
+        head.push(value as u8);
+        head
+    }
+
+    fn pages(content: &[u8], indexed: bool, gzip: bool, most: u64) -> Pages {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(content).unwrap();
+        Pages::new(Arc::new(Source::new(file, content.len() as u64)), indexed, gzip, most)
+    }
+
+    #[test]
+    fn sizes_are_read_as_thrift_writes_them_and_nothing_else_is_taken_for_them() {
+        for size in [0, 1, 63, 64, 8192, i32::MAX as u32] {
+            assert_eq!(uncompressed(&header(size)), Some(size.into()));
+        }
+        let whole = header(70_000);
+        for cut in 0..whole.len() {
+            assert_eq!(uncompressed(&whole[..cut]), None, "{cut}");
+        }
+        // Below zero, and another type.
+        assert_eq!(uncompressed(&[0x15, 4, 0x15, 1]), None);
+        assert_eq!(uncompressed(&[0x15, 4, 0x16, 2]), None);
+    }
+
+    #[test]
+    fn a_page_at_the_limit_is_read_and_one_past_it_is_not() {
+        for indexed in [false, true] {
+            let read = |size: u32| {
+                let content = [header(size), b"bytes".to_vec()].concat();
+                let pages = pages(&content, indexed, false, 1000);
+                if indexed {
+                    return pages.get_bytes(0, content.len()).map(drop);
+                }
+                // Data that looks like a header is no header.
+                pages.get_bytes(0, content.len())?;
+                let mut all = Vec::new();
+                pages.get_read(0)?.read_to_end(&mut all)?;
+                assert_eq!(all, content);
+                Ok(())
+            };
+            assert!(read(1000).is_ok());
+            let words = super::super::UnusableFile::from(read(1001).unwrap_err()).detail;
+            assert!(words.starts_with("has a page of 1001 bytes") && words.contains("up to 1000"), "{words}");
+        }
+    }
+
+    #[test]
+    fn a_gzip_page_that_holds_more_than_is_read_is_not_decompressed() {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+        gzip.write_all(&[0; 5000]).unwrap();
+        let data = gzip.finish().unwrap();
+        // Alone; after a gzip header that claims less; after levels and the start of another stream.
+        for (before, holds) in [(&b""[..], 5000), (&header(9)[..], 5000), (&b"\x03\x1f\x8b\x08"[..], 5000)] {
+            let content = [before, &data].concat();
+            let read = |most: u64| pages(&content, false, true, most).get_bytes(0, content.len()).map(drop);
+            assert!(read(holds).is_ok());
+            let words = super::super::UnusableFile::from(read(holds - 1).unwrap_err()).detail;
+            assert!(words.contains("has a page of 5000 bytes or more"), "{words}");
+        }
+        let twice = [&data[..], &data].concat();
+        assert!(pages(&twice, false, true, 9999).get_bytes(0, twice.len()).is_err());
+        assert!(pages(&twice, false, true, 10_000).get_bytes(0, twice.len()).is_ok());
+    }
+}

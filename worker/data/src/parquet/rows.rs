@@ -1,0 +1,135 @@
+//! What a file holds, for the index: its rows, from first to last.
+
+use super::{ParquetFile, Source, UnusableFile, guarded};
+use crate::{
+    index::{Entry, Members, described},
+    label::{LABEL_BYTES, class_name},
+    picture,
+};
+use ::parquet::{
+    column::reader::{ColumnReader, ColumnReaderImpl, get_column_reader},
+    data_type::{ByteArray, ByteArrayType, DataType},
+    errors::ParquetError,
+};
+use lockstep_host::files;
+use rayon::prelude::*;
+use std::{path::Path, sync::Arc};
+
+/// Rows that are read in one go.
+const BATCH: usize = 256;
+
+pub(super) const NO_PICTURE: &str =
+    "has no picture: its bytes are null; a path alone is not followed, so write the pictures into the file";
+pub(crate) const NO_LABEL: &str = "has no class: its label is null, negative, empty or too long";
+
+/// Looks at all rows of the file at `path`.
+pub(crate) fn of(file: &ParquetFile, path: &Path) -> Members {
+    let (handle, size) = match files::open(path) {
+        Ok(found) => found,
+        Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
+    };
+    let source = Arc::new(Source::new(handle, size));
+    let mut members = Members::default();
+    let mut troubles = 0;
+    for group in 0..file.metadata.num_row_groups() {
+        // Other row groups may be whole.
+        if let Err(UnusableFile { detail, passing }) =
+            file.examine_group(&source, group, &mut members.entries)
+        {
+            members.passing |= passing;
+            troubles += 1;
+            let rows = (file.first_rows[group], file.first_rows[group + 1]);
+            let place = format!("in its row group {group} (rows {} to {})", rows.0, rows.1.saturating_sub(1));
+            members.trouble.get_or_insert_with(|| format!("{detail}. This is {place}"));
+        }
+    }
+    if let Some(trouble) = members.trouble.as_mut().filter(|_| troubles > 1) {
+        trouble.push_str(&format!(" and in {} others", troubles - 1));
+    }
+    members.passing |= members.entries.iter().any(|entry| entry.passing);
+    members
+}
+
+impl ParquetFile {
+    /// Adds what is read until something is wrong.
+    fn examine_group(
+        &self,
+        source: &Arc<Source>,
+        group: usize,
+        entries: &mut Vec<Entry>,
+    ) -> Result<(), UnusableFile> {
+        let label = self.metadata.row_group(group).column(self.columns.label).column_descr_ptr();
+        let (mut row, end) = (self.first_rows[group], self.first_rows[group + 1]);
+        let mut pictures = guarded(|| self.pictures(source, group))?;
+        let mut labels =
+            guarded(|| Ok(get_column_reader(label, self.pages(source, group, self.columns.label)?)))?;
+        while row < end {
+            let count = (end - row).min(BATCH as u64) as usize;
+            let batch = guarded(|| {
+                let pictures = next(&mut pictures, count)?;
+                Ok((pictures, next_labels(&mut labels, count)?))
+            })?;
+            let numbered = (row..).zip(batch.0).zip(batch.1).collect::<Vec<_>>();
+            let inspected: Vec<Entry> =
+                numbered.into_par_iter().map(|((row, picture), label)| entry(row, picture, label)).collect();
+            entries.extend(inspected);
+            row += count as u64;
+        }
+        Ok(())
+    }
+}
+
+/// The next `count` values, `None` where they are null.
+pub(super) fn next<T: DataType>(
+    column: &mut ColumnReaderImpl<T>,
+    count: usize,
+) -> Result<Vec<Option<T::T>>, ParquetError> {
+    let (mut levels, mut values) = (Vec::new(), Vec::new());
+    let (records, ..) = column.read_records(count, Some(&mut levels), None, &mut values)?;
+    if records != count {
+        return Err(ParquetError::EOF(format!("{records} of {count} rows are there")));
+    }
+    // Without levels no value can be null.
+    let Some(highest) = levels.iter().max().copied().filter(|_| values.len() < count) else {
+        return Ok(values.into_iter().map(Some).collect());
+    };
+    let there = if values.is_empty() { i16::MAX } else { highest };
+    let mut values = values.into_iter();
+    Ok(levels.iter().map(|level| if *level == there { values.next() } else { None }).collect())
+}
+
+fn next_labels(column: &mut ColumnReader, count: usize) -> Result<Vec<Option<String>>, ParquetError> {
+    let number = |value: i64| (value >= 0).then(|| value.to_string());
+    let text = |value: ByteArray| {
+        let text =
+            std::str::from_utf8(value.data()).ok().filter(|text| text.len() as u64 <= LABEL_BYTES)?.trim();
+        (!text.is_empty()).then(|| class_name(text))
+    };
+    Ok(match column {
+        ColumnReader::Int32ColumnReader(column) => {
+            next(column, count)?.into_iter().map(|value| number(value?.into())).collect()
+        }
+        ColumnReader::Int64ColumnReader(column) => {
+            next(column, count)?.into_iter().map(|value| number(value?)).collect()
+        }
+        ColumnReader::ByteArrayColumnReader(column) => {
+            next::<ByteArrayType>(column, count)?.into_iter().map(|value| text(value?)).collect()
+        }
+        _ => return Err(ParquetError::General("a column of classes of another type".into())),
+    })
+}
+
+fn entry(row: u64, picture: Option<ByteArray>, label: Option<String>) -> Entry {
+    let entry = Entry { name: row.to_string().into_bytes(), offset: row, ..Entry::default() };
+    let Some(picture) = picture else { return Entry { broken: Some(NO_PICTURE.into()), ..entry } };
+    let bytes = picture.data();
+    let entry = Entry { size: bytes.len() as u64, label, ..entry };
+    if entry.label.is_none() {
+        return Entry { broken: Some(NO_LABEL.into()), ..entry };
+    }
+    if entry.size > picture::MAX_BYTES {
+        let detail = format!("has {} bytes; up to {} are read", entry.size, picture::MAX_BYTES);
+        return Entry { broken: Some(detail), ..entry };
+    }
+    described(Path::new(""), bytes, entry)
+}

@@ -1,0 +1,372 @@
+//! Files that `datasets` and pyarrow wrote (`tests/data/make_parquet.py`), whole and damaged.
+
+use crate::{Catalog, DataError, Picture, Samples, index::IndexStore, listing::Listing};
+use serde_json::Value;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet")
+}
+
+fn nowhere() -> IndexStore {
+    IndexStore::at(Path::new("/nowhere"), usize::MAX)
+}
+
+fn open(path: &Path) -> Result<Catalog, DataError> {
+    Catalog::open_with(path, &nowhere())
+}
+
+fn refused(path: &Path) -> String {
+    open(path).unwrap_err().to_string()
+}
+
+fn listing(catalog: &Catalog, split: usize) -> &Listing {
+    match &catalog.splits[split].samples {
+        Samples::Listed(listing) => listing,
+        Samples::Memory { .. } => panic!("{catalog:?}"),
+    }
+}
+
+fn broken(catalog: &Catalog) -> Vec<String> {
+    let of_splits = catalog.splits.iter().flat_map(|split| &split.broken);
+    catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
+}
+
+/// A folder with a copy of one of the fixtures.
+fn with(name: &str) -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("train.parquet");
+    fs::copy(fixtures().join(name), &file).unwrap();
+    (dir, file)
+}
+
+fn agrees(catalog: &Catalog, part: &str) {
+    let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
+    let expected: Value = serde_json::from_slice(&text).expect("JSON");
+    let mut wanted = expected[part].as_array().expect("a list").iter();
+    for (number, split) in catalog.splits.iter().enumerate() {
+        let listing = listing(catalog, number);
+        for (i, label) in split.labels.iter().enumerate() {
+            let wanted = wanted.next().expect("no more rows than were written");
+            assert_eq!(split.name, wanted["split"].as_str().expect("a name"));
+            let name = listing.name(i);
+            assert!(name.ends_with(&format!(".parquet/{}", wanted["row"])), "{name} is not {wanted}");
+            assert_eq!(catalog.classes[*label as usize], wanted["label"].as_str().expect("a name"), "{name}");
+            let picture = listing.picture(i).expect("decodes");
+            assert_eq!((picture.width, picture.height, picture.channels), (12, 8, 3));
+            assert_eq!(listing.dimensions(i), (12, 8));
+            for channel in 0..3 {
+                let values = picture.pixels.iter().skip(channel).step_by(3);
+                let mean = values.map(|v| f64::from(*v)).sum::<f64>() / 96.0;
+                let wanted = wanted["mean"][channel].as_f64().expect("a number");
+                assert!((mean - wanted).abs() < 1e-9, "{name}: {mean} is not {wanted}");
+            }
+        }
+    }
+    assert_eq!(wanted.next(), None, "all rows are there");
+}
+
+#[test]
+fn what_datasets_wrote_is_read_with_its_class_names() {
+    // The repository itself, its folder, and a pattern.
+    for path in ["hub", "hub/data", "hub/data/{train,validation}-0000{0..1}-of-0000{1..2}.parquet"] {
+        let catalog = open(&fixtures().join(path)).expect("opens");
+        assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("parquet", "cat dog fox".into()));
+        agrees(&catalog, "hub");
+        // Of the pattern's eight names three are there.
+        assert_eq!(broken(&catalog).len(), if path.contains('{') { 5 } else { 0 }, "{:?}", broken(&catalog));
+    }
+    assert!(crate::fingerprint::has_pictures(&fixtures().join("hub")));
+}
+
+#[test]
+fn what_pyarrow_wrote_is_read_whatever_the_codec_encoding_and_page() {
+    for codec in ["none", "snappy", "gzip", "zstd"] {
+        let catalog = open(&fixtures().join(format!("plain/train-{codec}.parquet"))).expect("opens");
+        assert_eq!((catalog.splits.len(), broken(&catalog)), (1, vec![]), "{codec}");
+        agrees(&catalog, "plain");
+    }
+    let all = open(&fixtures().join("plain")).expect("opens");
+    assert_eq!(all.splits[0].labels.len(), 160);
+}
+
+#[test]
+fn rows_that_are_none_are_named_and_the_rest_is_read() {
+    let (dir, _) = with("odd/rows.parquet");
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.splits[0].labels, [0, 2]);
+    assert!(listing(&catalog, 0).name(1).ends_with("train.parquet/6"));
+    assert!(listing(&catalog, 0).picture(1).is_ok());
+    let words = broken(&catalog);
+    for (row, detail) in [
+        (1, "has no picture: its bytes are null"),
+        (2, "has no picture: its bytes are null"),
+        (3, "is text, not a"),
+        (4, "has no class"),
+        (5, "has no class"),
+    ] {
+        let fits = |text: &&String| text.contains(&format!("train.parquet/{row} {detail}"));
+        assert!(words.iter().any(|text| fits(&text)), "{row} {detail} is not in {words:#?}");
+    }
+    assert_eq!(words.len(), 5, "{words:#?}");
+}
+
+#[test]
+fn files_without_the_columns_say_which_they_have() {
+    for (name, wanted) in [
+        (
+            "no-label",
+            "no column that is surely the classes (label: whole numbers or text): its columns are image (bytes), id \
+             (int64), caption (text)",
+        ),
+        ("no-picture", "its columns are url (text), label (int64), tags.list.element (list of text)"),
+        ("two-pictures", "no column that is surely the pictures"),
+        ("brotli", "is compressed with brotli, which is not read; write it with snappy, zstd, gzip or none"),
+    ] {
+        let (dir, _) = with(&format!("odd/{name}.parquet"));
+        let words = refused(dir.path());
+        assert!(words.contains("holds no sample that can be used") && words.contains(wanted), "{words}");
+    }
+}
+
+#[test]
+fn files_that_name_their_classes_differently_do_not_go_together() {
+    let dir = tempfile::tempdir().unwrap();
+    let hub = fixtures().join("hub/data/train-00000-of-00002.parquet");
+    fs::copy(&hub, dir.path().join("train-0.parquet")).unwrap();
+    // The same file but for a class.
+    let mut bytes = fs::read(&hub).unwrap();
+    let places: Vec<_> = (0..bytes.len() - 5).filter(|i| &bytes[*i..*i + 5] == b"\"fox\"").collect();
+    assert!(!places.is_empty());
+    places.into_iter().for_each(|place| bytes[place + 1..place + 4].copy_from_slice(b"elk"));
+    fs::write(dir.path().join("train-1.parquet"), bytes).unwrap();
+    let words = refused(dir.path());
+    assert!(words.contains("train-1.parquet name their classes differently"), "{words}");
+}
+
+#[test]
+fn a_file_that_is_cut_off_or_something_else_is_named() {
+    let (dir, file) = with("plain/train-none.parquet");
+    let whole = fs::read(&file).unwrap();
+    for (bytes, wanted) in [
+        (&b""[..], "is empty"),
+        (b"PAR1", "is cut off: a Parquet file without its footer"),
+        (b"not a Parquet file at all", "is no Parquet file"),
+        (b"PARE and so on", "is encrypted"),
+        (&whole[..whole.len() - 1], "is cut off: a Parquet file without its footer"),
+        (&whole[..whole.len() / 2], "is cut off: a Parquet file without its footer"),
+    ] {
+        fs::write(&file, bytes).unwrap();
+        let words = refused(dir.path());
+        assert!(words.contains("train.parquet") && words.contains(wanted), "{words}");
+    }
+    // A footer that is longer than the file, as long as is read, and longer.
+    for (length, wanted) in
+        [(60_000u32, "is damaged"), (256 << 20, "is damaged"), ((256 << 20) + 1, "has a footer of")]
+    {
+        let mut bytes = whole.clone();
+        let at = bytes.len() - 8;
+        bytes[at..at + 4].copy_from_slice(&length.to_le_bytes());
+        fs::write(&file, &bytes).unwrap();
+        let words = refused(dir.path());
+        assert!(words.contains(wanted), "{length}: {words}");
+    }
+}
+
+#[test]
+fn a_damaged_row_group_is_named_and_others_are_read() {
+    let (dir, file) = with("plain/train-snappy.parquet");
+    let mut bytes = fs::read(&file).unwrap();
+    let reader = super::ParquetFile::open(&file).unwrap();
+    let (start, length) = reader.metadata.row_group(1).column(reader.columns.picture).byte_range();
+    bytes[start as usize..(start + length) as usize].fill(0xff);
+    fs::write(&file, &bytes).unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.splits[0].labels.len(), 16 + 8);
+    let words = broken(&catalog).join("\n");
+    assert!(
+        words.contains("train.parquet is damaged") && words.contains("row group 1 (rows 16 to 31)"),
+        "{words}"
+    );
+}
+
+/// A picture whose bytes have changed may still decode; a page's checksum shows it.
+#[test]
+fn a_page_that_is_not_what_its_checksum_says_is_damaged() {
+    let (dir, file) = with("odd/checksums.parquet");
+    let whole = open(dir.path()).expect("opens");
+    assert_eq!((whole.splits[0].labels.len(), broken(&whole)), (8, vec![]));
+    let mut bytes = fs::read(&file).unwrap();
+    let pixels = bytes.windows(4).position(|found| found == b"IDAT").expect("a picture") + 10;
+    bytes[pixels] ^= 0x10;
+    fs::write(&file, &bytes).unwrap();
+    let words = refused(dir.path());
+    assert!(words.contains("damaged") && words.contains("row group 0"), "{words}");
+}
+
+/// Whatever a byte becomes, a file is read or refused, and nothing else happens.
+/// One bit of every `step`-th byte is wrong.
+fn damage_does_not_end_the_program(step: usize) {
+    for name in
+        ["hub/data/train-00001-of-00002.parquet", "plain/train-zstd.parquet", "plain/train-none.parquet"]
+    {
+        let (dir, file) = with(name);
+        let whole = fs::read(&file).unwrap();
+        for at in (0..whole.len()).step_by(step) {
+            let mut damaged = whole.clone();
+            damaged[at] ^= 1 << (at % 8);
+            fs::write(&file, &damaged).unwrap();
+            if let Ok(catalog) = open(dir.path()) {
+                let listing = listing(&catalog, 0);
+                (0..listing.len()).for_each(|i| drop(listing.read(i)));
+            }
+        }
+    }
+}
+
+#[test]
+fn no_damage_ends_the_program() {
+    damage_does_not_end_the_program(31);
+}
+
+mod full {
+    #[test]
+    fn no_damage_ends_the_program_at_more_places() {
+        super::damage_does_not_end_the_program(3);
+    }
+}
+
+#[test]
+fn a_file_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_not() {
+    let (dir, file) = with("plain/train-none.parquet");
+    let catalog = open(dir.path()).expect("opens");
+    let listing = listing(&catalog, 0);
+    let before: Picture = listing.picture(20).expect("decodes");
+    fs::remove_file(&file).unwrap();
+    assert!(listing.read(20).unwrap_err().to_string().contains("cannot be read"));
+    // The same pictures, elsewhere in the file.
+    fs::copy(fixtures().join("plain/train-zstd.parquet"), &file).unwrap();
+    assert_eq!(listing.picture(20).expect("decodes"), before);
+    fs::copy(fixtures().join("odd/rows.parquet"), &file).unwrap();
+    assert!(
+        listing.read(20).unwrap_err().to_string().contains("is no longer there: its file has 7 rows now")
+    );
+    let words = listing.read(3).unwrap_err().to_string();
+    assert!(words.contains("train.parquet/3 has changed since it was first inspected"), "{words}");
+}
+
+#[test]
+fn the_footer_of_a_file_that_was_touched_is_read_once_for_each_new_stamp() {
+    let (dir, file) = with("plain/train-none.parquet");
+    let catalog = open(dir.path()).expect("opens");
+    let touched = |ahead: u64| {
+        let handle = fs::File::options().write(true).open(&file).unwrap();
+        handle.set_modified(std::time::SystemTime::now() + std::time::Duration::from_secs(ahead)).unwrap();
+        crate::index::Stamp { size: ahead, modified_ns: 0 }
+    };
+    let (first, known) = (touched(60), super::ParquetFile::open(&file).unwrap());
+    let once = known.again(&file, first).unwrap();
+    assert!(std::sync::Arc::ptr_eq(&once, &known.again(&file, first).unwrap()));
+    let second = touched(120);
+    let twice = known.again(&file, second).unwrap();
+    assert!(!std::sync::Arc::ptr_eq(&once, &twice));
+    assert!(std::sync::Arc::ptr_eq(&twice, &known.again(&file, second).unwrap()));
+    let listing = listing(&catalog, 0);
+    assert!((0..listing.len()).all(|i| listing.read(i).is_ok()));
+}
+
+#[test]
+fn rows_are_looked_at_again_when_their_file_has_changed() {
+    let (dir, file) = with("plain/train-none.parquet");
+    let cache = tempfile::tempdir().unwrap();
+    let store = IndexStore::at(cache.path(), 0);
+    let first = Catalog::open_with(dir.path(), &store).expect("opens");
+    let second = Catalog::open_with(dir.path(), &store).expect("opens");
+    assert_eq!(second.fingerprint(dir.path()), first.fingerprint(dir.path()));
+    // Its pages are gone, its footer is not.
+    let mut bytes = fs::read(&file).unwrap();
+    bytes[4..3000].fill(0);
+    fs::write(&file, &bytes).unwrap();
+    let third = Catalog::open_with(dir.path(), &store).expect("opens");
+    assert!(third.splits[0].labels.len() < 40 && !broken(&third).is_empty());
+}
+
+/// A file with a picture for each label.
+fn write(path: &Path, labels: &[i64]) {
+    use ::parquet::{
+        data_type::{ByteArray, ByteArrayType, Int64Type},
+        file::{properties::WriterProperties, writer::SerializedFileWriter},
+        schema::parser::parse_message_type,
+    };
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let picture = ByteArray::from(png.into_inner());
+    let schema = parse_message_type("message rows { required binary image; required int64 label; }").unwrap();
+    let file = fs::File::create(path).unwrap();
+    let mut writer =
+        SerializedFileWriter::new(file, schema.into(), WriterProperties::builder().build().into()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<ByteArrayType>().write_batch(&vec![picture; labels.len()], None, None).unwrap();
+    column.close().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<Int64Type>().write_batch(labels, None, None).unwrap();
+    column.close().unwrap();
+    group.close().unwrap();
+    writer.close().unwrap();
+}
+
+#[test]
+fn a_test_split_without_labels_is_left_out_and_said() {
+    use crate::{inspect, loader::DataSource};
+    use lockstep_protocol::spec::{DataSpec, Validation};
+
+    let dir = tempfile::tempdir().unwrap();
+    let place = |split: &str| dir.path().join(format!("{split}-00000-of-00001.parquet"));
+    write(&place("train"), &[0, 1, 0, 1]);
+    write(&place("validation"), &[1, 0]);
+    write(&place("test"), &[-1, -1, -1]);
+    let info = inspect(dir.path()).expect("opens");
+    assert_eq!((info.splits.len(), info.broken_count, info.unlabelled.join(" ")), (2, 0, "test".into()));
+    let note = info.unlabelled_note().expect("a note");
+    assert_eq!(
+        note,
+        "test has no labels and is left out: measure jobs by validation (data.validation = \"validation\")"
+    );
+    let open = |split: &str| {
+        let validation = Validation::Split(split.into());
+        DataSource::open(dir.path(), &DataSpec { validation, crop_padding: 0, ..DataSpec::default() }, 0)
+    };
+    assert_eq!(open("validation").expect("opens").shape.validation_samples, 2);
+    let words = open("test").expect_err("refused").to_string();
+    assert!(words.contains("no split \"test\" that has labels; it has train, validation"), "{words}");
+    // A training split is never left out, nor one of which only some have none.
+    write(&place("test"), &[-1, 0, -1]);
+    let info = inspect(dir.path()).expect("opens");
+    assert_eq!((info.splits.len(), info.broken_count, info.unlabelled_note()), (3, 2, None));
+    write(&place("train"), &[-1, -1]);
+    let catalog = Catalog::open_with(dir.path(), &nowhere()).expect("opens");
+    assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
+}
+
+/// By hand: `LOCKSTEP_PARQUET=FILE cargo test -p lockstep-data --lib -- --ignored --nocapture reading_speed` says how
+/// long a picture takes to be read from that file, in a random order.
+#[test]
+#[ignore = "needs a large file"]
+fn reading_speed() {
+    let path = PathBuf::from(std::env::var_os("LOCKSTEP_PARQUET").expect("a file"));
+    let began = std::time::Instant::now();
+    let catalog = open(&path).expect("opens");
+    let listing = listing(&catalog, 0);
+    let read_secs = began.elapsed().as_secs_f64();
+    let order = crate::Random::new(&[1]).permutation(listing.len());
+    let began = std::time::Instant::now();
+    let some = &order[..order.len().min(300)];
+    let bytes: usize = some.iter().map(|i| listing.read(*i as usize).expect("is read").len()).sum();
+    let each = began.elapsed().as_secs_f64() * 1e3 / some.len() as f64;
+    let mean = bytes / some.len();
+    eprintln!("{} pictures of {mean} bytes: read in {read_secs:.2} s; {each:.3} ms a picture", listing.len());
+}

@@ -1,0 +1,421 @@
+//! What decodes a JPEG file, from its header (ITU-T T.81, annex B).
+//!
+//! A decoder in hardware takes what cameras and the web mostly have: baseline, 8 bits, three channels in one scan, stored as
+//! YCbCr in a usual subsampling, of a usual size. The rest is decoded on cores, most of it by `zune-jpeg`, and by the slower
+//! `jpeg-decoder` what `zune-jpeg` decodes wrongly. Tests hold all of them against libjpeg.
+
+use jpeg_decoder::ColorTransform;
+use std::fmt;
+
+#[cfg(test)]
+mod cases;
+#[cfg(test)]
+mod matrix;
+mod scan;
+
+/// Longer sides are decoded on cores.
+pub const MOST_SIDE: u32 = 8192;
+
+/// Why a picture is decoded on cores where others are decoded by the GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CpuDecodeReason {
+    /// PNG, WebP and so on.
+    OtherFormat,
+    Progressive,
+    /// Arithmetic coding, 12 bits, lossless, hierarchical.
+    RareCoding,
+    Grey,
+    /// Four channels.
+    Cmyk,
+    /// Three channels that are no YCbCr, or not clearly.
+    StoredAsRgb,
+    /// Neither 4:4:4, 4:2:2, 4:2:0 nor 4:4:0.
+    RareSubsampling,
+    SeveralScans,
+    /// A side of more than [`MOST_SIDE`] pixels.
+    Large,
+    /// The batch's files are more than are held at a time.
+    LongBatch,
+    /// It is damaged: the host's decoder says how.
+    Damaged,
+    /// nvJPEG does not support it.
+    Refused,
+    /// The GPU could not decode the batch that it was in.
+    Failed,
+    /// A core took it while the GPU was busy with others.
+    Concurrently,
+}
+
+impl fmt::Display for CpuDecodeReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            CpuDecodeReason::OtherFormat => "not JPEG",
+            CpuDecodeReason::Progressive => "progressive",
+            CpuDecodeReason::RareCoding => "of a rare coding",
+            CpuDecodeReason::Grey => "grey",
+            CpuDecodeReason::Cmyk => "CMYK",
+            CpuDecodeReason::StoredAsRgb => "stored as RGB",
+            CpuDecodeReason::RareSubsampling => "of a rare subsampling",
+            CpuDecodeReason::SeveralScans => "in several scans",
+            CpuDecodeReason::Large => "larger than 8192 pixels",
+            CpuDecodeReason::LongBatch => "past 512 MiB of files in a batch",
+            CpuDecodeReason::Damaged => "damaged",
+            CpuDecodeReason::Refused => "refused by nvJPEG",
+            CpuDecodeReason::Failed => "in batches that the GPU could not decode",
+            CpuDecodeReason::Concurrently => "while the GPU decoded others",
+        })
+    }
+}
+
+/// A picture as its file has it, before it is turned upright.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stored {
+    pub width: u32,
+    pub height: u32,
+    /// EXIF's: 1 to 8.
+    pub orientation: u8,
+    pub subsampling: Subsampling,
+}
+
+/// Columns and rows of a picture, 1 or 2 of each, for which there is one sample of chroma: (2, 2) is called 4:2:0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Subsampling {
+    pub columns: u32,
+    pub rows: u32,
+}
+
+impl Stored {
+    /// Width and height once it is upright.
+    pub(crate) fn upright(self) -> (u32, u32) {
+        if self.orientation > 4 { (self.height, self.width) } else { (self.width, self.height) }
+    }
+
+    /// Width and height of a plane of chroma.
+    pub fn chroma(self) -> (u32, u32) {
+        (self.width.div_ceil(self.subsampling.columns), self.height.div_ceil(self.subsampling.rows))
+    }
+}
+
+/// Whether the data of a file's only scan is damaged. Decoders fill with grey what is missing and do not report it, a GPU's least
+/// of all. Not found: damage of progressive files and of those of several scans.
+pub(super) fn has_damaged_scan(bytes: &[u8]) -> bool {
+    Frame::read(bytes).is_ok_and(|frame| {
+        frame.is_sequential()
+            && frame.is_interleaved()
+            // Without a table, decoders say what is wrong.
+            && scan::blocks(&frame).is_some_and(|blocks| !scan::is_whole(bytes, &frame, &blocks))
+    })
+}
+
+/// What the markers up to the first scan's say.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Frame<'a> {
+    /// The frame's marker: 0xc0 is baseline, 0xc2 progressive.
+    coding: u8,
+    /// Bits of a sample.
+    precision: u8,
+    pub(super) width: u32,
+    pub(super) height: u32,
+    /// Three bytes for each channel: its name, its sampling factors (across in the upper four bits, down in the lower), and
+    /// its table of quantisation.
+    channels: &'a [u8],
+    /// Its channels are R, G and B, or C, M, Y and K; else YCbCr, and K.
+    is_rgb: bool,
+    /// `zune-jpeg` takes them for that, too.
+    is_clear: bool,
+    pub(super) exif: Option<&'a [u8]>,
+    /// Huffman tables, those of DC first: how many codes there are of each length, and their symbols.
+    tables: [Option<&'a [u8]>; 8],
+    /// MCUs between restart markers, or 0.
+    restart_interval: usize,
+    /// The first scan's channels, two bytes each: the name and the numbers of its tables.
+    scan: &'a [u8],
+    /// Where that scan's data begins.
+    data: usize,
+}
+
+impl<'a> Frame<'a> {
+    /// # Errors
+    /// It is no JPEG file, or there is no scan.
+    pub(super) fn read(bytes: &'a [u8]) -> Result<Self, CpuDecodeReason> {
+        if !bytes.starts_with(&[0xff, 0xd8, 0xff]) {
+            return Err(CpuDecodeReason::OtherFormat);
+        }
+        let (mut frame, mut adobe, mut is_jfif) = (Self::default(), None, false);
+        let mut at = 2;
+        loop {
+            let rest = bytes.get(at..).unwrap_or_default();
+            let (marker, length) = match *rest {
+                // Filling, or what belongs to no segment, which decoders pass over: the marker follows.
+                [0xff, 0xff, ..] | [0..=0xfe, ..] => {
+                    at += 1;
+                    continue;
+                }
+                [0xff, 0x00 | 0x01 | 0xd0..=0xd7, ..] => {
+                    at += 2;
+                    continue;
+                }
+                [0xff, marker, high, low, ..] => (marker, usize::from(u16::from_be_bytes([high, low]))),
+                _ => return Err(CpuDecodeReason::Damaged),
+            };
+            let segment = rest.get(4..2 + length.max(2)).ok_or(CpuDecodeReason::Damaged)?;
+            at += 2 + length.max(2);
+            match marker {
+                0xe0 => is_jfif |= segment.starts_with(b"JFIF\0"),
+                0xe1 if segment.starts_with(b"Exif\0\0") => frame.exif = frame.exif.or(Some(segment)),
+                0xee if segment.starts_with(b"Adobe") => adobe = segment.get(11).copied(),
+                0xc4 => frame.add_tables(segment)?,
+                // An extension and a table of arithmetic coding among the frames' markers.
+                0xc8 | 0xcc => {}
+                0xc0..=0xcf => frame.describe(marker, segment)?,
+                0xdd => {
+                    let interval = segment.first_chunk().ok_or(CpuDecodeReason::Damaged)?;
+                    frame.restart_interval = u16::from_be_bytes(*interval).into();
+                }
+                0xda => {
+                    let count = usize::from(*segment.first().ok_or(CpuDecodeReason::Damaged)?);
+                    frame.scan = segment.get(1..1 + 2 * count).ok_or(CpuDecodeReason::Damaged)?;
+                    frame.data = at;
+                    // As libjpeg decides, and as `zune-jpeg` does.
+                    let is_named_rgb = frame.channels.iter().step_by(3).eq(b"RGB");
+                    let (as_libjpeg, as_zune) = match (frame.channels.len() / 3, adobe) {
+                        (4, _) => (adobe.is_none_or(|transform| transform == 0), adobe != Some(2)),
+                        (_, Some(transform)) => (transform == 0 && !is_jfif, transform == 0 || is_named_rgb),
+                        (_, None) => (is_named_rgb && !is_jfif, is_named_rgb),
+                    };
+                    (frame.is_rgb, frame.is_clear) = (as_libjpeg, as_libjpeg == as_zune);
+                    return if frame.coding == 0 { Err(CpuDecodeReason::Damaged) } else { Ok(frame) };
+                }
+                0xd8 | 0xd9 => return Err(CpuDecodeReason::Damaged),
+                _ => {}
+            }
+        }
+    }
+
+    /// Takes in the segment behind a frame's marker.
+    fn describe(&mut self, marker: u8, segment: &'a [u8]) -> Result<(), CpuDecodeReason> {
+        let &[precision, h1, h0, w1, w0, count, ref channels @ ..] = segment else {
+            return Err(CpuDecodeReason::Damaged);
+        };
+        self.coding = marker;
+        self.precision = precision;
+        self.width = u16::from_be_bytes([w1, w0]).into();
+        self.height = u16::from_be_bytes([h1, h0]).into();
+        self.channels = channels.get(..3 * usize::from(count)).ok_or(CpuDecodeReason::Damaged)?;
+        Ok(())
+    }
+
+    fn add_tables(&mut self, mut segment: &'a [u8]) -> Result<(), CpuDecodeReason> {
+        while let [place, rest @ ..] = segment {
+            let counts = rest.get(..16).ok_or(CpuDecodeReason::Damaged)?;
+            let length = 16 + counts.iter().map(|count| usize::from(*count)).sum::<usize>();
+            let (table, rest) = rest.split_at_checked(length).ok_or(CpuDecodeReason::Damaged)?;
+            let number = usize::from(place >> 4) * 4 + usize::from(place & 15);
+            *self.tables.get_mut(number).ok_or(CpuDecodeReason::Damaged)? = Some(table);
+            segment = rest;
+        }
+        Ok(())
+    }
+
+    fn sampling(&self) -> impl Iterator<Item = u8> {
+        self.channels.chunks_exact(3).map(|channel| channel[1])
+    }
+
+    /// Whether all channels are in one scan, or in many that refine each other.
+    fn is_interleaved(&self) -> bool {
+        3 * self.scan.len() == 2 * self.channels.len()
+    }
+
+    /// For a decoder in hardware.
+    ///
+    /// # Errors
+    /// Why cores decode it.
+    pub(super) fn for_hardware(&self) -> Result<Subsampling, CpuDecodeReason> {
+        match (self.coding, self.precision, self.channels.len() / 3) {
+            (0xc2, ..) => return Err(CpuDecodeReason::Progressive),
+            (0xc0, 8, 3) => {}
+            (0xc0, 8, 1) => return Err(CpuDecodeReason::Grey),
+            (0xc0, 8, 4) => return Err(CpuDecodeReason::Cmyk),
+            _ => return Err(CpuDecodeReason::RareCoding),
+        }
+        let mut sampling = self.sampling();
+        let luma = match (sampling.next(), sampling.next(), sampling.next()) {
+            (Some(luma @ (0x11 | 0x21 | 0x22 | 0x12)), Some(0x11), Some(0x11)) => luma,
+            _ => return Err(CpuDecodeReason::RareSubsampling),
+        };
+        if self.width == 0 || self.height == 0 {
+            // The height may come behind the scan.
+            return Err(CpuDecodeReason::RareCoding);
+        }
+        if self.is_rgb || !self.is_clear {
+            return Err(CpuDecodeReason::StoredAsRgb);
+        }
+        if !self.is_interleaved() {
+            return Err(CpuDecodeReason::SeveralScans);
+        }
+        if self.width.max(self.height) > MOST_SIDE {
+            return Err(CpuDecodeReason::Large);
+        }
+        if scan::blocks(self).is_none() {
+            return Err(CpuDecodeReason::Damaged);
+        }
+        Ok(Subsampling { columns: u32::from(luma >> 4), rows: u32::from(luma & 15) })
+    }
+
+    /// Whether `zune-jpeg` 0.5.15 makes the pixels that libjpeg makes. Where channels have scans of their own, or more samples than
+    /// the first channel, it decodes stripes or panics. It takes some files' channels for R, G and B that are not.
+    pub(super) fn is_usual(&self) -> bool {
+        let usual = |luma| matches!(luma, 0x11 | 0x21 | 0x22 | 0x12);
+        let mut sampling = self.sampling();
+        let first = sampling.next().unwrap_or(0);
+        let is_alike = match self.channels.len() / 3 {
+            1 => first == 0x11,
+            3 => usual(first) && sampling.eq([0x11; 2]),
+            _ => first == 0x11 && sampling.eq([0x11; 3]),
+        };
+        is_alike && self.is_clear && (self.coding == 0xc2 || self.is_interleaved())
+    }
+
+    /// What its channels are, for `jpeg-decoder`.
+    pub(super) fn colours(&self) -> ColorTransform {
+        match (self.channels.len() / 3, self.is_rgb) {
+            (1, _) => ColorTransform::Grayscale,
+            (4, true) => ColorTransform::CMYK,
+            (4, false) => ColorTransform::YCCK,
+            (_, true) => ColorTransform::RGB,
+            (_, false) => ColorTransform::YCbCr,
+        }
+    }
+
+    /// Whether it is decoded block by block, so that a picture that is scaled down takes no more memory than that.
+    pub(super) fn is_sequential(&self) -> bool {
+        matches!(self.coding, 0xc0 | 0xc1)
+    }
+
+    /// Why nothing here decodes it, if nothing does: words to stand after its name.
+    pub(super) fn refusal(&self) -> Option<String> {
+        let what = match (self.coding, self.precision, self.channels.len() / 3) {
+            // A lossless conversion.
+            (0xc9..=0xcf, ..) => {
+                return Some(
+                    "is an arithmetic-coded JPEG picture, which is not read; `jpegtran FILE >NEW` makes it a usual one".into(),
+                );
+            }
+            (0xc3 | 0xc5..=0xc7, ..) => "lossless or hierarchical".into(),
+            (_, bits, _) if bits != 8 => format!("{bits}-bit"),
+            (_, _, channels) if ![1, 3, 4].contains(&channels) => format!("{channels}-channel"),
+            _ if self.height == 0 => "DNL (its height follows its first scan)".into(),
+            _ => return None,
+        };
+        Some(format!(
+            "is a JPEG picture of a kind that is not read: {what}; save it as 8-bit baseline JPEG or as PNG"
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::picture::decode::for_hardware;
+
+    /// A file's head: JFIF or not, further segments, the frame and the scan.
+    fn head(marker: u8, frame: &[u8], before: &[&[u8]], scan: u8) -> Vec<u8> {
+        let mut bytes = vec![0xff, 0xd8];
+        let mut add = |marker: u8, segment: &[u8]| {
+            bytes.extend([0xff, marker]);
+            bytes.extend((segment.len() as u16 + 2).to_be_bytes());
+            bytes.extend(segment);
+        };
+        before.iter().for_each(|segment| add(segment[0], &segment[1..]));
+        add(marker, frame);
+        // Tables of DC and AC, without a code.
+        add(0xc4, &[0; 17]);
+        add(0xc4, &[&[0x10][..], &[0; 16]].concat());
+        add(0xda, &[scan, 1, 0, 2, 0, 3, 0, 0, 63, 0]);
+        bytes
+    }
+
+    const ORDINARY: [u8; 15] = [8, 0, 48, 0, 64, 3, 1, 0x22, 0, 2, 0x11, 1, 3, 0x11, 1];
+
+    fn with(changes: &[(usize, u8)]) -> [u8; 15] {
+        let mut frame = ORDINARY;
+        changes.iter().for_each(|(at, value)| frame[*at] = *value);
+        frame
+    }
+
+    #[test]
+    fn ordinary_frames_are_taken_and_each_other_kind_is_named() {
+        let of = |bytes: &[u8]| Frame::read(bytes).and_then(|frame| frame.for_hardware());
+        for (luma, columns, rows) in [(0x22, 2, 2), (0x11, 1, 1), (0x21, 2, 1), (0x12, 1, 2)] {
+            let bytes = head(0xc0, &with(&[(7, luma)]), &[], 3);
+            assert_eq!(of(&bytes), Ok(Subsampling { columns, rows }), "{luma:x}");
+            let frame = Frame::read(&bytes).unwrap();
+            assert_eq!((frame.width, frame.height, frame.restart_interval), (64, 48, 0));
+        }
+        let grey = &[8, 0, 48, 0, 64, 1, 1, 0x11, 0][..];
+        let cmyk = &[8, 0, 48, 0, 64, 4, 1, 0x11, 0, 2, 0x11, 0, 3, 0x11, 0, 4, 0x11, 0][..];
+        let rgb = with(&[(6, b'R'), (9, b'G'), (12, b'B')]);
+        for (bytes, expected) in [
+            (head(0xc2, &ORDINARY, &[], 3), CpuDecodeReason::Progressive),
+            (head(0xc1, &ORDINARY, &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc9, &ORDINARY, &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, &with(&[(0, 12)]), &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, &with(&[(2, 0)]), &[], 3), CpuDecodeReason::RareCoding),
+            (head(0xc0, grey, &[], 1), CpuDecodeReason::Grey),
+            (head(0xc0, cmyk, &[], 4), CpuDecodeReason::Cmyk),
+            (head(0xc0, &with(&[(7, 0x41)]), &[], 3), CpuDecodeReason::RareSubsampling),
+            (head(0xc0, &with(&[(10, 0x12)]), &[], 3), CpuDecodeReason::RareSubsampling),
+            (head(0xc0, &ORDINARY, &[], 1), CpuDecodeReason::SeveralScans),
+            (head(0xc0, &rgb, &[], 3), CpuDecodeReason::StoredAsRgb),
+            (head(0xc0, &ORDINARY, &[b"\xeeAdobe\0\x64\0\0\0\0\0"], 3), CpuDecodeReason::StoredAsRgb),
+            (b"\x89PNG\r\n\x1a\n".to_vec(), CpuDecodeReason::OtherFormat),
+        ] {
+            assert_eq!(of(&bytes), Err(expected));
+        }
+        // Names of channels mean nothing in a JFIF file, nor where Adobe's marker says YCbCr, but not every decoder knows.
+        for before in [&b"\xe0JFIF\0\x01\x01\0\0\x01\0\x01\0\0"[..], b"\xeeAdobe\0\x64\0\0\0\0\x01"] {
+            assert!(of(&head(0xc0, &ORDINARY, &[before], 3)).is_ok());
+            let bytes = head(0xc0, &rgb, &[before], 3);
+            assert_eq!(of(&bytes), Err(CpuDecodeReason::StoredAsRgb));
+            assert_eq!(Frame::read(&bytes).unwrap().colours(), ColorTransform::YCbCr);
+        }
+    }
+
+    #[test]
+    fn chroma_has_a_sample_for_a_single_last_column_or_row() {
+        for (columns, rows, expected) in [(1, 1, (5, 3)), (2, 1, (3, 3)), (1, 2, (5, 2)), (2, 2, (3, 2))] {
+            let subsampling = Subsampling { columns, rows };
+            let stored = Stored { width: 5, height: 3, orientation: 6, subsampling };
+            assert_eq!(stored.chroma(), expected);
+            assert_eq!(Stored { width: 1, height: 1, ..stored }.chroma(), (1, 1));
+        }
+    }
+
+    #[test]
+    fn a_head_that_is_cut_off_anywhere_is_damaged() {
+        let whole = head(0xc0, &ORDINARY, &[b"\xe0JFIF\0"], 3);
+        for length in 3..whole.len() {
+            assert_eq!(Frame::read(&whole[..length]), Err(CpuDecodeReason::Damaged), "{length} bytes");
+        }
+    }
+
+    #[test]
+    fn real_files_are_taken_upright_or_not_and_up_to_the_largest_side() {
+        let encoded = |width, height| {
+            let mut bytes = std::io::Cursor::new(Vec::new());
+            image::RgbImage::new(width, height).write_to(&mut bytes, image::ImageFormat::Jpeg).unwrap();
+            bytes.into_inner()
+        };
+        let file = encoded(24, 16);
+        let subsampling = Subsampling { columns: 1, rows: 1 };
+        assert_eq!(for_hardware(&file), Ok(Stored { width: 24, height: 16, orientation: 1, subsampling }));
+        // An EXIF block that says: lies on its left side.
+        let exif =
+            b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
+        let turned = for_hardware(&[&file[..2], exif, &file[2..]].concat()).unwrap();
+        assert_eq!((turned.orientation, turned.upright()), (6, (16, 24)));
+        assert_eq!(for_hardware(&file[..file.len() - 2]), Err(CpuDecodeReason::Damaged));
+        assert!(for_hardware(&encoded(MOST_SIDE, 1)).is_ok());
+        assert_eq!(for_hardware(&encoded(MOST_SIDE + 1, 1)), Err(CpuDecodeReason::Large));
+    }
+}

@@ -1,0 +1,78 @@
+//! JPEG files of all kinds have the pixels that libjpeg makes of them.
+
+use super::{
+    super::Picture,
+    Frame,
+    cases::{Case, cases, files},
+    has_damaged_scan,
+};
+use std::path::Path;
+
+#[test]
+fn jpeg_files_of_all_kinds_have_the_pixels_of_libjpeg() {
+    let (mut wrong, mut most_apart, mut usual) = (Vec::new(), 0, 0);
+    for Case { name, file, pixels } in cases() {
+        let apart = Picture::decode(&file).map(|picture| {
+            assert_eq!((picture.width, picture.height), pixels.dimensions(), "{name}");
+            picture.pixels.iter().zip(pixels.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
+        });
+        usual += usize::from(Frame::read(&file).unwrap().is_usual());
+        match apart {
+            // Rounding, and at a border what is taken for the chroma beyond it.
+            Ok(apart) if apart <= 4 => most_apart = most_apart.max(apart),
+            _ => wrong.push((name.clone(), apart)),
+        }
+        assert!(!has_damaged_scan(&file), "{name}");
+    }
+    assert!(wrong.is_empty(), "{} files: {wrong:?}", wrong.len());
+    assert!(most_apart > 0 && usual > 50, "{usual} files of the usual kind, {most_apart} of 255 apart");
+}
+
+#[test]
+fn jpeg_files_of_kinds_that_nothing_reads_are_refused_with_advice() {
+    let usual =
+        cases().into_iter().find(|case| case.name == "ycc_1x1,1x1,1x1_35x23/b-one-0.jpg").unwrap().file;
+    let frame = usual.windows(2).position(|marker| marker == [0xff, 0xc0]).unwrap();
+    let changed = |at: usize, to: &[u8]| {
+        let mut file = usual.clone();
+        file[frame + at..][..to.len()].copy_from_slice(to);
+        file
+    };
+    for (file, words) in [
+        (
+            files().remove(Path::new("refused/arithmetic.jpg")).unwrap(),
+            "is an arithmetic-coded JPEG picture, which is not read; `jpegtran FILE >NEW` makes it a usual one",
+        ),
+        (changed(1, &[0xc3]), "lossless or hierarchical; save it as 8-bit baseline JPEG or as PNG"),
+        (changed(1, &[0xc1, 0, 17, 12]), "12-bit; save it as 8-bit"),
+        (changed(5, &[0, 0]), "DNL (its height follows its first scan); save it"),
+    ] {
+        let error = Picture::decode(&file).unwrap_err();
+        assert!(error.contains(words), "{error}");
+    }
+}
+
+/// Breaks off after each of its bytes, lacks some in the middle, has others, or lacks a restart marker.
+#[test]
+fn a_scan_is_damaged_wherever_it_breaks_off() {
+    let whole: Vec<Case> = cases().into_iter().filter(|case| case.name.contains("/b-one-")).collect();
+    for Case { name, file, .. } in &whole {
+        let data = Frame::read(file).unwrap().data;
+        for length in data..file.len() - 2 {
+            assert!(has_damaged_scan(&[&file[..length], b"\xff\xd9"].concat()), "{name} until {length}");
+        }
+        // Behind its last block, data is not read.
+        assert!(!has_damaged_scan(&[&file[..file.len() - 2], &[7; 9], b"\xff\xd9"].concat()), "{name}");
+    }
+    let restarts = whole.iter().find(|case| case.name == "ycc_2x2,1x1,1x1_64x48/b-one-4.jpg").unwrap();
+    let marker = restarts.file.windows(2).position(|pair| pair == [0xff, 0xd0]).unwrap();
+    let without = [&restarts.file[..marker], &restarts.file[marker + 2..]].concat();
+    assert!(has_damaged_scan(&without));
+    let mut another = restarts.file.clone();
+    another[marker + 1] = 0xd1;
+    assert!(has_damaged_scan(&another));
+    // All ones are no code.
+    let mut overwritten = restarts.file.clone();
+    overwritten[marker + 2..marker + 10].copy_from_slice(&[0xff, 0, 0xff, 0, 0xff, 0, 0xff, 0]);
+    assert!(has_damaged_scan(&overwritten));
+}

@@ -1,0 +1,89 @@
+//! Weights of bilinear resizing along one axis, for a GPU that resizes.
+
+use std::ops::Range;
+
+/// Weights of a bilinear scaling of one axis: half-pixel centres, a triangle that is widened when it makes
+/// smaller, in 16-bit fixed point exactly as the host's scaler has them (crate `fast_image_resize`,
+/// `ResizeAlg::Convolution(FilterType::Bilinear)` on bytes), so that both make the same pictures.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ScaleTable {
+    /// For each output: first input, how many, then `taps` weights; upload it as it is.
+    pub entries: Vec<i32>,
+    pub taps: u32,
+    /// Fraction bits of a weight.
+    pub shift: u32,
+}
+
+impl ScaleTable {
+    /// From `from` pixels to `to`; neither is 0.
+    pub fn new(from: u32, to: u32) -> Self {
+        Self::window(from, 0.0, f64::from(from), to)
+    }
+
+    /// From the `length` pixels that begin at `first`, of `from`, to `to`; the filter also sees the pixels around them.
+    pub fn window(from: u32, first: f64, length: f64, to: u32) -> Self {
+        // In the same steps as there, for the same roundings.
+        let scale = ((first + length) - first) / f64::from(to);
+        let radius = scale.max(1.0);
+        let narrow = 1.0 / radius;
+        let room = radius.ceil() as usize * 2 + 1;
+        // First input and weights of each output.
+        let (mut starts, mut counts) = (Vec::with_capacity(to as usize), Vec::with_capacity(to as usize));
+        let mut weights = Vec::with_capacity(to as usize * room);
+        for out in 0..to {
+            let centre = first + (f64::from(out) + 0.5) * scale;
+            let begin = (centre - radius).floor().max(0.0) as u32;
+            let end = (centre + radius).ceil().min(f64::from(from)) as u32;
+            let from_centre = centre - 0.5;
+            let own = weights.len();
+            let mut start = begin;
+            for x in begin..end {
+                let weight = (1.0 - ((f64::from(x) - from_centre) * narrow).abs()).max(0.0);
+                if weight == 0.0 && weights.len() == own {
+                    start = x + 1;
+                } else {
+                    weights.push(weight);
+                }
+            }
+            while weights.len() > own && weights.last() == Some(&0.0) {
+                weights.pop();
+            }
+            let total: f64 = weights[own..].iter().sum();
+            weights[own..].iter_mut().for_each(|w| *w /= total);
+            starts.push(start as i32);
+            counts.push(weights.len() - own);
+        }
+        let largest = weights.iter().fold(0.0f64, |a, b| a.max(*b));
+        // As many bits as keep every weight below 2^15; 21 at most, for a sum of bytes in 32 bits.
+        let shift = (0..21).find(|s| (largest * f64::from(1u32 << (s + 1))).round() >= 32768.0).unwrap_or(21);
+        let taps = counts.iter().copied().max().unwrap_or(1);
+        let mut entries = Vec::with_capacity(starts.len() * (2 + taps));
+        let mut weights = weights.into_iter();
+        for (start, count) in starts.into_iter().zip(counts) {
+            entries.extend([start, count as i32]);
+            let own = weights.by_ref().take(count);
+            entries.extend(own.map(|w| (w * f64::from(1u32 << shift)).round() as i32));
+            entries.resize(entries.len() + taps - count, 0);
+        }
+        Self { entries, taps: taps as u32, shift }
+    }
+
+    /// Inputs that any `band` neighbouring outputs (from a multiple of `band`) need, at most.
+    pub fn span(&self, band: u32) -> u32 {
+        let outputs: Vec<&[i32]> = self.entries.chunks_exact(2 + self.taps as usize).collect();
+        let spans =
+            outputs.chunks(band.max(1) as usize).filter_map(|band| match (band.first()?, band.last()?) {
+                ([first, ..], [last, count, ..]) => Some((last + count - first) as u32),
+                _ => None,
+            });
+        spans.max().unwrap_or(1)
+    }
+
+    /// The inputs that some output needs.
+    pub fn inputs(&self) -> Range<u32> {
+        let outputs = || self.entries.chunks_exact(2 + self.taps as usize);
+        let first = outputs().map(|o| o[0]).min().unwrap_or(0);
+        let end = outputs().map(|o| o[0] + o[1]).max().unwrap_or(0);
+        first as u32..end as u32
+    }
+}

@@ -1,0 +1,261 @@
+//! A copy of a dataset to train from: WebDataset shards of pictures that are small, upright and JPEG, in a mixed order.
+//!
+//! A shard is made under another name, written to disk and then renamed; which pictures are in it is planned before the
+//! first one. So an interrupted copy continues with the shard that it was at, and has the same bytes as one that was not.
+
+mod order;
+mod picture;
+mod record;
+mod shard;
+#[cfg(test)]
+mod tests;
+
+use super::{
+    Catalog, DataError, MAX_NAMES_BYTES, Samples, Split,
+    index::{IndexStore, Progress},
+    listing::Listing,
+    pattern, shards,
+};
+use lockstep_host::{files, write_whole};
+use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
+use picture::Encoder;
+use rayon::prelude::*;
+use record::{Destination, Plan};
+use std::{
+    ops::{Range, RangeInclusive},
+    path::Path,
+};
+
+/// The short sides that a copy may have, in pixels.
+pub const SHORT_SIDES: RangeInclusive<u32> = 16..=4096;
+/// The JPEG qualities that a copy may have, on libjpeg's scale.
+pub const QUALITIES: RangeInclusive<u8> = 1..=100;
+/// About the size of a shard: large enough for few files, each of which is read front to back in one go.
+const SHARD_BYTES: u64 = 256 << 20;
+/// The order of pictures is the same in every copy.
+const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
+/// Pictures of a split that are made in advance to estimate the size of one.
+const MEASURED: usize = 256;
+
+/// What a copy is like.
+#[derive(Debug, Clone)]
+pub struct PrepareSettings {
+    /// Larger pictures are resized to a short side of this many pixels; see [`SHORT_SIDES`].
+    pub short_side: u32,
+    /// The JPEG quality; see [`QUALITIES`].
+    pub quality: u8,
+    /// Whether a picture that cannot be decoded ends the copy or is left out.
+    pub broken_files: BrokenFiles,
+    /// The approximate size of a shard.
+    pub shard_bytes: u64,
+}
+
+impl Default for PrepareSettings {
+    fn default() -> Self {
+        Self { short_side: 256, quality: 90, broken_files: BrokenFiles::Fail, shard_bytes: SHARD_BYTES }
+    }
+}
+
+/// What was made.
+#[derive(Debug)]
+pub struct Prepared {
+    /// Pictures of each split.
+    pub splits: Vec<(String, u64)>,
+    pub shards: u64,
+    /// So many of these existed already.
+    pub kept_shards: u64,
+    /// The size of all shards.
+    pub bytes: u64,
+    /// What was left out, with the reason.
+    pub broken: Vec<BrokenFile>,
+}
+
+/// Writes a copy of the dataset at `path` to the folder `to`: `train-000000.tar` and so on, readable by Python's
+/// webdataset, with `classes.txt`. Pictures are resized as torchvision's `Resize(short_side, antialias=True)` does, never
+/// enlarged; what is a small upright JPEG already is copied as it is. Uses all cores; `tell` is called with the progress.
+///
+/// # Errors
+/// The dataset or the settings cannot be used, `to` holds something else, the disk does not take it, or a picture is broken.
+pub fn prepare(
+    path: &Path,
+    to: &Path,
+    settings: &PrepareSettings,
+    tell: impl Fn(Progress),
+) -> Result<Prepared, DataError> {
+    prepare_with(path, to, settings, tell, &IndexStore::of_user())
+}
+
+fn prepare_with(
+    path: &Path,
+    to: &Path,
+    settings: &PrepareSettings,
+    tell: impl Fn(Progress),
+    store: &IndexStore,
+) -> Result<Prepared, DataError> {
+    check_settings(settings)?;
+    let catalog = Catalog::open_with(path, store)?;
+    let sources = sources(path, &catalog)?;
+    let names = class_names(path, &catalog.classes)?;
+    let of_splits = catalog.splits.iter().flat_map(|split| &split.broken);
+    let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(of_splits).cloned().collect();
+    if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
+        return Err(DataError::Invalid(format!(
+            "{file} {detail}{}; mend it, move it out of the dataset, or leave out what is broken (--broken-files skip)",
+            if broken.len() > 1 {
+                format!(" (and {} more are broken)", broken.len() - 1)
+            } else {
+                String::new()
+            }
+        )));
+    }
+    // One that cannot be read now may be another time: a copy without it would lack it for good.
+    if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
+        return Err(DataError::File { path: file.clone(), detail: unread(detail) });
+    }
+    let mut destination = Destination::open(path, to)?;
+    let plan = |measured: Vec<u32>| Plan {
+        short_side: settings.short_side,
+        quality: settings.quality,
+        source: catalog.fingerprint(path),
+        rows_in_runs: sources.iter().any(|(_, listing)| listing.is_of_rows()),
+        per_shard: measured,
+    };
+    if !destination.continues(&plan(Vec::new()))? {
+        destination.begin(plan(sources.iter().map(|(_, listing)| per_shard(listing, settings)).collect()))?;
+    }
+    let classes = to.join("classes.txt");
+    write_whole(&classes, names.as_bytes()).map_err(|error| cannot_be_written(&classes, &error))?;
+    let total: u64 = sources.iter().map(|(_, listing)| listing.len() as u64).sum();
+    let mut prepared =
+        Prepared { splits: Vec::new(), shards: 0, kept_shards: 0, bytes: 0, broken: Vec::new() };
+    let mut done = 0;
+    for (number, (Split { name, labels, .. }, listing)) in sources.iter().enumerate() {
+        let order = order::of(number, listing, destination.per_shard(number));
+        let (mut pictures, mut left_out) = (0, 0);
+        for (file, range) in planned(name, listing.len(), destination.per_shard(number)) {
+            let order = &order[range.clone()];
+            let task = shard::Task { file: &file, first: range.start, order, labels, listing };
+            let finished = match destination.finished(&file) {
+                Some(finished) => {
+                    prepared.kept_shards += 1;
+                    finished
+                }
+                None => {
+                    let tell = |more: usize| tell(Progress { done: done + more as u64, total });
+                    let finished = task.write(to, settings, left_out, &tell)?;
+                    destination.add(&file, finished.clone())?;
+                    finished
+                }
+            };
+            if let (BrokenFiles::Fail, Some(broken)) = (settings.broken_files, finished.broken.first()) {
+                let BrokenFile { file, detail } = broken.clone();
+                return Err(DataError::File { path: file, detail });
+            }
+            done += range.len() as u64;
+            tell(Progress { done, total });
+            pictures += finished.pictures;
+            left_out += finished.broken.len();
+            prepared.shards += 1;
+            prepared.bytes += finished.bytes;
+            broken.extend(finished.broken);
+        }
+        prepared.splits.push((name.clone(), pictures));
+    }
+    destination.finish()?;
+    prepared.broken = broken;
+    Ok(prepared)
+}
+
+fn check_settings(settings: &PrepareSettings) -> Result<(), DataError> {
+    let wrong = |name: &str, given: u64, from: u64, to: u64| {
+        Err(DataError::Invalid(format!("{name} is {given}; it is from {from} to {to}")))
+    };
+    if !SHORT_SIDES.contains(&settings.short_side) {
+        let (from, to) = SHORT_SIDES.into_inner();
+        return wrong("the short side", settings.short_side.into(), from.into(), to.into());
+    }
+    if !QUALITIES.contains(&settings.quality) {
+        let (from, to) = QUALITIES.into_inner();
+        return wrong("the quality", settings.quality.into(), from.into(), to.into());
+    }
+    Ok(())
+}
+
+/// The splits to copy.
+fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a Listing)>, DataError> {
+    let one = |split: &'a Split| match &split.samples {
+        Samples::Memory { .. } => Err(DataError::Invalid(format!(
+            "{} is {}, whose pictures are small and read at once: train on it as it is",
+            path.display(),
+            catalog.format.name()
+        ))),
+        Samples::Listed(_) if !shards::names_split(&split.name) => Err(DataError::Invalid(format!(
+            "{} has a split {:?}, which names of shards cannot express: call it val or test, or take it away",
+            path.display(),
+            split.name
+        ))),
+        Samples::Listed(listing) => Ok((split, listing)),
+    };
+    catalog.splits.iter().map(one).collect()
+}
+
+/// What is written to `classes.txt`.
+fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
+    let wrong = |what: String| Err(DataError::Invalid(format!("{}: {what}", path.display())));
+    if let Some(name) =
+        classes.iter().find(|name| name.trim() != **name || name.is_empty() || name.contains('\n'))
+    {
+        return wrong(format!("class {name:?} cannot stand in a line of classes.txt; rename it"));
+    }
+    let text: String = classes.iter().flat_map(|name| [name.as_str(), "\n"]).collect();
+    if text.len() as u64 > MAX_NAMES_BYTES {
+        return wrong(format!("the names of classes have more than {MAX_NAMES_BYTES} bytes"));
+    }
+    Ok(text)
+}
+
+/// How many of a split's pictures make a shard of about the size that it should have.
+fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
+    let every = listing.len().div_ceil(MEASURED).max(1);
+    let size = |encoder: &mut Encoder, number: usize| -> Option<u64> {
+        let bytes = encoder.prepared(listing.read(number).ok()?).ok()?;
+        Some(shard::sample_bytes(bytes.len() as u64))
+    };
+    let sizes: Vec<u64> = (0..listing.len())
+        .into_par_iter()
+        .step_by(every)
+        .map_init(|| Encoder::new(settings), size)
+        .flatten()
+        .collect();
+    let mean = sizes.iter().sum::<u64>() / (sizes.len() as u64).max(1);
+    let fits = (settings.shard_bytes / mean.max(1)).max(1);
+    // All of one size, rather than a short one at the end.
+    let count = (listing.len() as u64).div_ceil(fits).clamp(1, pattern::SHARDS as u64);
+    (listing.len() as u64).div_ceil(count).max(1) as u32
+}
+
+/// The shards of a split: file and places in the order.
+fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item = (String, Range<usize>)> {
+    let per_shard = per_shard.max(1) as usize;
+    (0..pictures.div_ceil(per_shard)).map(move |number| {
+        let first = number * per_shard;
+        (format!("{split}-{number:06}.tar"), first..(first + per_shard).min(pictures))
+    })
+}
+
+/// What is said of a picture that could not be read, to stand after its name.
+fn unread(detail: &str) -> String {
+    format!(
+        "{detail}. It is not left out of the copy, as it may be whole. Is the dataset's disk still there? The same command \
+         continues from the shards that are finished"
+    )
+}
+
+fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {
+    DataError::File {
+        path: path.display().to_string(),
+        detail: format!(
+            "cannot be written: {error}. Shards that are finished are kept; the same command continues from there"
+        ),
+    }
+}

@@ -1,0 +1,71 @@
+//! The order of a split's pictures in a copy: shuffled, so that reading a shard from front to back sees all classes.
+//!
+//! Files and members of tar files are read one by one, wherever they lie. A row of a Parquet file is read with its page,
+//! which holds up to some hundreds; were each read for itself, a copy would decode every page as often. So rows are mixed in
+//! runs that follow each other in their file, and then within windows of many such runs, each of which is read at once.
+
+use super::ORDER_SEED;
+use crate::{Random, listing::Listing};
+
+/// Rows that stay together, up to the mixing within a window.
+const RUN: usize = 64;
+/// Pictures of a shard that are read and made at once where they are rows; of 256 pixels they have 30 MB.
+pub(super) const WINDOW: usize = 1024;
+
+/// Places of the listing, in the copy's order; the same in every copy. A shard takes `per_shard` of them.
+pub(super) fn of(split: usize, listing: &Listing, per_shard: u32) -> Vec<u32> {
+    if listing.is_of_rows() {
+        in_runs(split, listing.len(), per_shard.max(1) as usize)
+    } else {
+        Random::new(&[ORDER_SEED, split as u64]).permutation(listing.len())
+    }
+}
+
+fn in_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
+    let runs = Random::new(&[ORDER_SEED, split as u64]).permutation(count.div_ceil(RUN));
+    let run = |number: u32| {
+        let first = number as usize * RUN;
+        first as u32..(first + RUN).min(count) as u32
+    };
+    let mut order: Vec<u32> = runs.into_iter().flat_map(run).collect();
+    let windows = order.chunks_mut(per_shard).flat_map(|shard| shard.chunks_mut(WINDOW));
+    for (number, window) in (1..).zip(windows) {
+        let mixed = Random::new(&[ORDER_SEED, split as u64, number]).permutation(window.len());
+        let before = window.to_vec();
+        window.iter_mut().zip(mixed).for_each(|(place, from)| *place = before[from as usize]);
+    }
+    order
+}
+
+/// Cuts ascending places where one does not follow the other.
+pub(super) fn runs(ascending: &[u32]) -> impl Iterator<Item = &[u32]> {
+    ascending.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(RUN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_comes_once_mixed_and_a_window_has_whole_runs() {
+        for (count, per_shard) in [(1, 1), (63, 7), (20_000, 5000), (20_001, 20_001)] {
+            let order = in_runs(0, count, per_shard);
+            let mut sorted = order.clone();
+            sorted.sort_unstable();
+            assert!(sorted.into_iter().eq(0..count as u32));
+            assert_eq!(in_runs(0, count, per_shard), order, "the same in every copy");
+            if count < 1000 {
+                continue;
+            }
+            assert_ne!(in_runs(1, count, per_shard), order);
+            // Neighbours come from anywhere.
+            let near = order.windows(2).filter(|two| two[0].abs_diff(two[1]) < RUN as u32).count();
+            assert!(near < count / 4, "{near} of {count}");
+            let mut window = order[..WINDOW].to_vec();
+            window.sort_unstable();
+            let pieces: Vec<_> = runs(&window).collect();
+            assert!(pieces.len() <= WINDOW / RUN + 1, "{} pieces", pieces.len());
+            assert_eq!(pieces.concat(), window);
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! The record of a copy in its folder: `unfinished.json` until the copy is whole, then `prepared.json`.
+
+use super::DataError;
+use crate::{
+    copy::{MAX_BYTES, PREPARED, UNFINISHED},
+    pattern,
+};
+use lockstep_host::{files, write_whole};
+use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
+use rustix::{fs::FlockOperation, io::Errno};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io,
+    os::unix::fs::FileExt as _,
+    path::{Path, PathBuf},
+};
+
+/// Another version may make other bytes of the same pictures.
+const VERSION: u32 = 1;
+
+/// What the bytes of a copy follow from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Plan {
+    pub(super) short_side: u32,
+    pub(super) quality: u8,
+    pub(super) source: Option<PicturesFingerprint>,
+    /// Rows of Parquet files are mixed in runs, which copies of earlier versions are not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) rows_in_runs: bool,
+    /// Pictures in a shard, of each split.
+    pub(super) per_shard: Vec<u32>,
+}
+
+/// A shard that is whole.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub(super) struct Finished {
+    pub(super) pictures: u64,
+    pub(super) bytes: u64,
+    /// See [`sampled`]; none in copies of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) sampled: Option<u32>,
+    /// Left out.
+    pub(super) broken: Vec<BrokenFile>,
+}
+
+/// So many pieces of so many bytes of a shard are checked, the first and the last among them: a file that was cut off and
+/// extended again (a copy that broke off, a disk that lost what was written) has lost its end.
+const PIECES: u64 = 16;
+const PIECE_BYTES: u64 = 4096;
+
+/// CRC-32 of pieces that lie evenly in a file: whether it is what was written, without reading all of it.
+///
+/// # Errors
+/// It cannot be read.
+pub(super) fn sampled(file: &File) -> io::Result<u32> {
+    let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
+    let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
+    for number in 0..PIECES {
+        let mut at = last / (PIECES - 1) * number;
+        if number == PIECES - 1 {
+            at = last;
+        }
+        let read = file.read_at(&mut piece, at)?;
+        sum.update(&piece[..read]);
+    }
+    Ok(sum.finalize())
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    version: u32,
+    plan: Plan,
+    /// By file.
+    shards: BTreeMap<String, Finished>,
+}
+
+/// The folder of a copy, which nobody else writes to meanwhile.
+pub(super) struct Destination {
+    dir: PathBuf,
+    record: Option<Record>,
+    /// Names of what it held when it was opened.
+    found: Vec<String>,
+    _lock: File,
+}
+
+impl Destination {
+    /// Opens or makes the folder `to`, for a copy of what lies at `source`.
+    ///
+    /// # Errors
+    /// It lies in the dataset itself, somebody else is writing to it, or it cannot be used.
+    pub(super) fn open(source: &Path, to: &Path) -> Result<Self, DataError> {
+        let wrong = |detail: String| DataError::File { path: to.display().to_string(), detail };
+        let io = |error| wrong(format!("cannot be used: {error}"));
+        let is_new = !to.exists();
+        fs::create_dir_all(to).map_err(io)?;
+        let dir = to.canonicalize().map_err(io)?;
+        let source = pattern::fixed_part(source).map_or_else(|| source.to_owned(), |(folder, _)| folder);
+        if source.canonicalize().is_ok_and(|source| dir.starts_with(source)) {
+            if is_new {
+                let _ = fs::remove_dir(&dir);
+            }
+            return Err(wrong("lies in the dataset that it would be a copy of; give another folder".into()));
+        }
+        let lock = File::open(&dir).map_err(io)?;
+        // Where folders cannot be locked, it is up to the user.
+        let locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
+        if locked == Err(Errno::WOULDBLOCK) {
+            return Err(wrong("is being written by another `lockstep dataset prepare`".into()));
+        }
+        let mut found = Vec::new();
+        for entry in fs::read_dir(&dir).map_err(io)? {
+            found.push(entry.map_err(io)?.file_name().to_string_lossy().into_owned());
+        }
+        let mut record = None;
+        for name in [UNFINISHED, PREPARED] {
+            if record.is_none() && found.iter().any(|found| found == name) {
+                let text = files::read(&dir.join(name), MAX_BYTES).map_err(wrong)?;
+                let read = serde_json::from_slice::<Record>(&text);
+                let read = read.map_err(|error| {
+                    wrong(format!("has a {name} that cannot be read ({error}); give another folder"))
+                })?;
+                record = Some(read);
+            }
+        }
+        Ok(Self { dir, record, found, _lock: lock })
+    }
+
+    /// Whether a copy was begun here that `plan` continues.
+    ///
+    /// # Errors
+    /// What is there is something else; the sentence says what differs.
+    pub(super) fn continues(&self, plan: &Plan) -> Result<bool, DataError> {
+        let wrong = |detail: String| Err(DataError::File { path: self.dir.display().to_string(), detail });
+        let Some(Record { version, plan: begun, .. }) = &self.record else {
+            return match self
+                .found
+                .iter()
+                .find(|name| !name.starts_with('.') && !name.starts_with(UNFINISHED))
+            {
+                None => Ok(false),
+                Some(name) => wrong(format!(
+                    "holds other files ({name}) and no copy of a dataset; give an empty folder"
+                )),
+            };
+        };
+        let instead = "give another folder, or remove this one";
+        if *version != VERSION {
+            return wrong(format!("was begun by another version of lockstep; {instead}"));
+        }
+        for (what, begun, given) in [
+            ("a short side", begun.short_side, plan.short_side),
+            ("a quality", begun.quality.into(), plan.quality.into()),
+        ] {
+            if begun != given {
+                return wrong(format!(
+                    "holds a copy with {what} of {begun}, not {given}: give {begun} to continue it, or another folder"
+                ));
+            }
+        }
+        if begun.source == plan.source && begun.rows_in_runs != plan.rows_in_runs {
+            return wrong(format!(
+                "was begun by a version of lockstep that mixed pictures otherwise; {instead}"
+            ));
+        }
+        if begun.source != plan.source {
+            return wrong(format!(
+                "holds a copy of another dataset, or of other files than it has now; {instead}"
+            ));
+        }
+        Ok(true)
+    }
+
+    /// # Errors
+    /// The disk does not take it.
+    pub(super) fn begin(&mut self, plan: Plan) -> Result<(), DataError> {
+        self.record = Some(Record { version: VERSION, plan, shards: BTreeMap::new() });
+        self.save()
+    }
+
+    pub(super) fn per_shard(&self, split: usize) -> u32 {
+        self.record.as_ref().and_then(|record| record.plan.per_shard.get(split).copied()).unwrap_or(1)
+    }
+
+    /// What is said of a shard, when it is there and whole.
+    pub(super) fn finished(&self, file: &str) -> Option<Finished> {
+        let found = self.record.as_ref()?.shards.get(file)?;
+        let shard = File::open(self.dir.join(file)).ok()?;
+        let whole = shard.metadata().is_ok_and(|there| there.is_file() && there.len() == found.bytes);
+        let same = || found.sampled.is_none_or(|written| sampled(&shard).is_ok_and(|is| is == written));
+        (whole && same()).then(|| found.clone())
+    }
+
+    /// # Errors
+    /// The disk does not take it.
+    pub(super) fn add(&mut self, file: &str, shard: Finished) -> Result<(), DataError> {
+        if let Some(record) = &mut self.record {
+            record.shards.insert(file.to_owned(), shard);
+        }
+        self.save()
+    }
+
+    /// All shards are there.
+    ///
+    /// # Errors
+    /// The disk does not take it.
+    pub(super) fn finish(self) -> Result<(), DataError> {
+        let (from, to) = (self.dir.join(UNFINISHED), self.dir.join(PREPARED));
+        if !from.exists() {
+            return Ok(());
+        }
+        fs::rename(&from, &to).map_err(|error| super::cannot_be_written(&to, &error))
+    }
+
+    fn save(&self) -> Result<(), DataError> {
+        let path = self.dir.join(UNFINISHED);
+        let text = serde_json::to_vec(&self.record).unwrap_or_default();
+        write_whole(&path, &text).map_err(|error| super::cannot_be_written(&path, &error))
+    }
+}

@@ -1,0 +1,164 @@
+//! Writes one shard of a copy.
+
+use super::{
+    Encoder, PrepareSettings, cannot_be_written,
+    order::{WINDOW, runs},
+    record::{Finished, sampled},
+    unread,
+};
+use crate::{DataError, listing::Listing, loader::replaced::too_many};
+use lockstep_host::files;
+use lockstep_protocol::{dataset::BrokenFile, spec::BrokenFiles};
+use rayon::prelude::*;
+use std::{
+    fs::{self, File},
+    io::{self, BufWriter},
+    path::Path,
+};
+
+/// Tar's unit.
+const BLOCK: u64 = 512;
+/// Pictures a thread in one go: while they are written, the next ones are made.
+const EACH: usize = 8;
+
+/// Bytes of a sample whose picture has `picture` bytes: two headers, the picture, its class.
+pub(super) fn sample_bytes(picture: u64) -> u64 {
+    picture.next_multiple_of(BLOCK) + 3 * BLOCK
+}
+
+/// A shard to write.
+pub(super) struct Task<'a> {
+    pub(super) file: &'a str,
+    /// Number of its first sample in the split.
+    pub(super) first: usize,
+    /// Places in the listing.
+    pub(super) order: &'a [u32],
+    /// The labels of the whole listing.
+    pub(super) labels: &'a [u32],
+    pub(super) listing: &'a Listing,
+}
+
+/// A sample's number, class and picture.
+type Sample = (usize, u32, Vec<u8>);
+
+impl Task<'_> {
+    /// Under another name until it is whole. `left_out` were broken in earlier shards of the split; `tell` is called with the number
+    /// of pictures of this one that are done.
+    pub(super) fn write(
+        &self,
+        to: &Path,
+        settings: &PrepareSettings,
+        left_out: usize,
+        tell: &impl Fn(usize),
+    ) -> Result<Finished, DataError> {
+        let (whole, part) = (to.join(self.file), to.join(format!("{}.part", self.file)));
+        let written = self.write_part(&part, settings, left_out, tell).and_then(|finished| {
+            fs::rename(&part, &whole).map_err(|error| cannot_be_written(&whole, &error))?;
+            Ok(finished)
+        });
+        if written.is_err() {
+            // A disk that is full should not stay so for its sake.
+            let _ = fs::remove_file(&part);
+        }
+        written
+    }
+
+    fn write_part(
+        &self,
+        part: &Path,
+        settings: &PrepareSettings,
+        left_out: usize,
+        tell: &impl Fn(usize),
+    ) -> Result<Finished, DataError> {
+        let unwritten = |error: io::Error| cannot_be_written(part, &error);
+        let file = File::create(part).map_err(unwritten)?;
+        let mut tar = tar::Builder::new(BufWriter::with_capacity(1 << 20, file));
+        let mut finished = Finished::default();
+        let (mut waiting, mut done) = (Vec::new(), 0);
+        let at_once = if self.listing.is_of_rows() { WINDOW } else { EACH * rayon::current_num_threads() };
+        for chunk in self.order.chunks(at_once) {
+            let first = self.first + done;
+            let (made, written) = rayon::join(
+                || self.make(chunk, first, settings),
+                || append(&mut tar, std::mem::take(&mut waiting)),
+            );
+            written.map_err(unwritten)?;
+            for sample in made {
+                match sample {
+                    Ok(sample) => waiting.push(sample),
+                    Err(DataError::File { path, detail }) if files::is_unread(&detail) => {
+                        return Err(DataError::File { path, detail: unread(&detail) });
+                    }
+                    Err(DataError::File { path, detail }) if settings.broken_files == BrokenFiles::Skip => {
+                        finished.broken.push(BrokenFile { file: path, detail });
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            let broken = left_out + finished.broken.len();
+            let all = self.labels.len();
+            if let Some(last) = finished.broken.last().filter(|_| too_many(broken, all, all)) {
+                return Err(DataError::Invalid(format!(
+                    "{broken} of {} pictures are broken, the last one {}, which {}. Is the dataset's disk still there?",
+                    self.labels.len(),
+                    last.file,
+                    last.detail
+                )));
+            }
+            finished.pictures += waiting.len() as u64;
+            done += chunk.len();
+            tell(done);
+        }
+        append(&mut tar, waiting).map_err(unwritten)?;
+        let written =
+            tar.into_inner().and_then(|file| file.into_inner().map_err(io::IntoInnerError::into_error));
+        let file = written.map_err(unwritten)?;
+        file.sync_all().map_err(unwritten)?;
+        finished.bytes = file.metadata().map_err(unwritten)?.len();
+        finished.sampled = Some(File::open(part).and_then(|file| sampled(&file)).map_err(unwritten)?);
+        Ok(finished)
+    }
+
+    /// In the order of the places, which a window's rows are not read in.
+    fn make(
+        &self,
+        places: &[u32],
+        first: usize,
+        settings: &PrepareSettings,
+    ) -> Vec<Result<Sample, DataError>> {
+        let mut by_place: Vec<(u32, usize)> = places.iter().copied().zip(first..).collect();
+        by_place.sort_unstable();
+        let ascending: Vec<u32> = by_place.iter().map(|(place, _)| *place).collect();
+        let runs: Vec<&[u32]> = runs(&ascending).collect();
+        let run = |encoder: &mut Encoder, run: &&[u32]| -> Vec<Result<(u32, Vec<u8>), DataError>> {
+            let read = self.listing.read_run(run[0] as usize, run.len());
+            let one = |(place, bytes): (&u32, Result<Vec<u8>, DataError>)| {
+                let prepared = encoder.prepared(bytes?);
+                let bytes = prepared.map_err(|detail| self.listing.broken(*place as usize, detail))?;
+                Ok((self.labels[*place as usize], bytes))
+            };
+            run.iter().zip(read).map(one).collect()
+        };
+        let made: Vec<Vec<_>> = runs.par_iter().map_init(|| Encoder::new(settings), run).collect();
+        let numbers = by_place.into_iter().map(|(_, number)| number);
+        let mut made: Vec<_> = numbers.zip(made.into_iter().flatten()).collect();
+        made.sort_unstable_by_key(|(number, _)| *number);
+        made.into_iter().map(|(number, made)| made.map(|(label, bytes)| (number, label, bytes))).collect()
+    }
+}
+
+fn append(tar: &mut tar::Builder<BufWriter<File>>, samples: Vec<Sample>) -> io::Result<()> {
+    for (number, label, picture) in samples {
+        member(tar, &format!("{number:09}.jpg"), &picture)?;
+        member(tar, &format!("{number:09}.cls"), label.to_string().as_bytes())?;
+    }
+    Ok(())
+}
+
+fn member(tar: &mut tar::Builder<BufWriter<File>>, name: &str, content: &[u8]) -> io::Result<()> {
+    // Nobody's, of no time: the same pictures give the same bytes.
+    let mut header = tar::Header::new_ustar();
+    header.set_mode(0o644);
+    header.set_size(content.len() as u64);
+    tar.append_data(&mut header, name, content)
+}

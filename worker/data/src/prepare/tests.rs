@@ -1,0 +1,372 @@
+//! Copies of small datasets: what is in them, and what an interruption leaves.
+
+mod interrupted;
+
+use super::*;
+use crate::{
+    Picture,
+    loader::{DataSource, EpochPlan, replaced::too_many},
+};
+use image::{ImageFormat, Rgb, RgbImage};
+use lockstep_protocol::spec::{DataSpec, Validation};
+use std::{
+    cell::RefCell,
+    collections::BTreeMap,
+    fs,
+    io::{Cursor, Read},
+};
+use tempfile::TempDir;
+
+/// Smooth, so that JPEG keeps nearly all of it, and another one for each `number`.
+fn picture(width: u32, height: u32, number: u32) -> RgbImage {
+    RgbImage::from_fn(width, height, |x, y| {
+        let along = |v: u32, length: u32| (v * 150 / length) as u8;
+        Rgb([along(x, width) + number as u8 * 9, along(y, height) + 40, 200 - along(x + y, width + height)])
+    })
+}
+
+fn encoded(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {
+    let mut to = Cursor::new(Vec::new());
+    picture.write_to(&mut to, format).unwrap();
+    to.into_inner()
+}
+
+/// A folder of `train` and `val` with classes `cat` and `a dog`, and pictures of 60 x 40 pixels.
+fn folder(each: u32) -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    for (split, count) in [("train", each), ("val", 2)] {
+        for (c, class) in (0..).zip(["a dog", "cat"]) {
+            let home = dir.path().join(split).join(class);
+            fs::create_dir_all(&home).unwrap();
+            for number in 0..count {
+                let name = home.join(format!("{number:03}.png"));
+                fs::write(name, encoded(&picture(60, 40, number % 5 + c * 5), ImageFormat::Png)).unwrap();
+            }
+        }
+    }
+    dir
+}
+
+fn nowhere() -> IndexStore {
+    IndexStore::at(Path::new("/nowhere"), usize::MAX)
+}
+
+fn settings(short_side: u32) -> PrepareSettings {
+    PrepareSettings { short_side, ..PrepareSettings::default() }
+}
+
+fn run(from: &Path, to: &Path, settings: &PrepareSettings) -> Result<Prepared, DataError> {
+    prepare_with(from, to, settings, |_| {}, &nowhere())
+}
+
+fn refused(from: &Path, to: &Path, settings: &PrepareSettings) -> String {
+    run(from, to, settings).unwrap_err().to_string()
+}
+
+fn open(dir: &Path) -> Result<Catalog, DataError> {
+    Catalog::open_with(dir, &nowhere())
+}
+
+fn listing(split: &Split) -> &Listing {
+    match &split.samples {
+        Samples::Listed(listing) => listing,
+        Samples::Memory { .. } => panic!("{split:?}"),
+    }
+}
+
+/// Name and content of every file.
+fn files_of(dir: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
+    entries.map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap())).collect()
+}
+
+fn members(shard: &Path) -> Vec<(String, Vec<u8>)> {
+    let mut archive = tar::Archive::new(fs::File::open(shard).unwrap());
+    let one = |entry: std::io::Result<tar::Entry<'_, fs::File>>| {
+        let mut entry = entry.unwrap();
+        let mut content = Vec::new();
+        entry.read_to_end(&mut content).unwrap();
+        (entry.path().unwrap().display().to_string(), content)
+    };
+    archive.entries().unwrap().map(one).collect()
+}
+
+/// Shards of about ten of `folder`'s pictures.
+fn in_parts() -> PrepareSettings {
+    PrepareSettings { shard_bytes: 10 * shard::sample_bytes(900), ..settings(16) }
+}
+
+#[test]
+fn a_copy_is_read_as_the_dataset_that_it_is_of() {
+    let (from, to) = (folder(20), tempfile::tempdir().unwrap());
+    let reported = RefCell::new(Vec::new());
+    let made =
+        prepare_with(from.path(), to.path(), &settings(20), |p| reported.borrow_mut().push(p), &nowhere());
+    let made = made.unwrap();
+    assert_eq!(made.splits, [("train".into(), 40), ("val".into(), 4)]);
+    assert_eq!((made.shards, made.kept_shards, made.broken.len()), (2, 0, 0));
+    assert_eq!(reported.borrow().last(), Some(&Progress { done: 44, total: 44 }));
+    let names: Vec<_> = files_of(to.path()).into_keys().collect();
+    assert_eq!(names, ["classes.txt", "prepared.json", "train-000000.tar", "val-000000.tar"]);
+    let copy = open(to.path()).unwrap();
+    assert_eq!(copy.classes, ["a dog", "cat"]);
+    let source = open(from.path()).unwrap();
+    // Each picture of the source is there once, with its class, and nearly its pixels.
+    for (split, original) in copy.splits.iter().zip(&source.splits) {
+        assert_eq!((&split.name, split.labels.len()), (&original.name, original.labels.len()));
+        let mut expected: Vec<_> = (0..original.labels.len())
+            .map(|i| {
+                let picture = listing(original).picture(i).unwrap();
+                let mut pixels = vec![0; 30 * 20 * 3];
+                super::super::picture::Resize::default().run(
+                    picture.view(),
+                    super::super::picture::Area::Whole,
+                    (30, 20),
+                    &mut pixels,
+                );
+                (original.labels[i], pixels)
+            })
+            .collect();
+        for (number, label) in split.labels.iter().enumerate() {
+            let picture = listing(split).picture(number).unwrap();
+            assert_eq!((picture.width, picture.height), (30, 20));
+            let away = |pixels: &[u8]| -> u32 {
+                pixels.iter().zip(&picture.pixels).map(|(a, b)| u32::from(a.abs_diff(*b))).sum()
+            };
+            let same = expected.iter().enumerate().filter(|(_, (l, _))| l == label);
+            let (away, near) = same.map(|(i, (_, pixels))| (away(pixels), i)).min().expect("one is left");
+            // Pillow's JPEG of this quality is 1.4 apart; the next picture is 9 brighter in its red.
+            let mean = f64::from(away) / f64::from(30 * 20 * 3);
+            assert!(mean < 3.0, "{number} of {} is {mean} from the source's nearest", split.name);
+            expected.remove(near);
+        }
+    }
+    // Classes are mixed: no run of one class is nearly as long as a folder of it.
+    let labels = &copy.splits[0].labels;
+    assert!(labels.chunk_by(|a, b| a == b).all(|run| run.len() < 12), "{labels:?}");
+}
+
+#[test]
+fn rows_of_parquet_files_are_all_copied_mixed_and_the_same_each_time() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet/plain");
+    let source = open(&from).unwrap();
+    let (one, two) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let made = run(&from, one.path(), &in_parts()).unwrap();
+    assert!(made.shards > 1 && made.splits == [("train".into(), 160)], "{made:?}");
+    run(&from, two.path(), &in_parts()).unwrap();
+    assert!(files_of(one.path()) == files_of(two.path()));
+    let copy = open(one.path()).unwrap();
+    // Classes and colours of all, in any order.
+    let all = |catalog: &Catalog| {
+        let listing = listing(&catalog.splits[0]);
+        let one = |(number, label): (usize, &u32)| {
+            let pixels = listing.picture(number).unwrap().pixels;
+            (*label, pixels.iter().map(|p| u32::from(*p)).sum::<u32>() / pixels.len() as u32)
+        };
+        catalog.splits[0].labels.iter().enumerate().map(one).collect::<Vec<_>>()
+    };
+    let (before, after) = (all(&source), all(&copy));
+    assert_ne!(before, after, "mixed");
+    let labels = |all: &[(u32, u32)]| {
+        let mut labels: Vec<_> = all.iter().map(|(label, _)| *label).collect();
+        labels.sort_unstable();
+        labels
+    };
+    assert_eq!(labels(&before), labels(&after));
+}
+
+#[test]
+fn runs_of_rows_are_read_as_each_row_is() {
+    let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/parquet");
+    for name in ["plain", "hub", "odd/rows.parquet"] {
+        let catalog = open(&from.join(name)).unwrap();
+        let listing = listing(&catalog.splits[0]);
+        for count in [1, 2, 7].into_iter().filter(|count| *count <= listing.len()) {
+            for first in 0..=listing.len() - count {
+                let run: Vec<_> = listing.read_run(first, count).into_iter().map(Result::unwrap).collect();
+                let each: Vec<_> = (first..first + count).map(|i| listing.read(i).unwrap()).collect();
+                assert!(run == each, "{name}: {count} from {first}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_train_from_a_copy() {
+    let (from, to) = (folder(20), tempfile::tempdir().unwrap());
+    run(from.path(), to.path(), &settings(20)).unwrap();
+    let validation = Validation::Split("val".into());
+    let spec = DataSpec { validation, image_size: Some(20.into()), ..DataSpec::default() };
+    let source = DataSource::open(to.path(), &spec, 3).unwrap();
+    let mut seen = BTreeMap::new();
+    for rank in 0..2 {
+        let plan = EpochPlan {
+            epoch: 0,
+            first_step: 0,
+            rank,
+            world_size: 2,
+            batch_size: 5,
+            accumulate: 1,
+            drop_remainder: false,
+            threads: 1,
+        };
+        for batch in source.epoch(plan) {
+            let batch = batch.unwrap();
+            batch.labels.iter().for_each(|label| *seen.entry(*label).or_insert(0) += 1);
+        }
+    }
+    assert_eq!(seen.into_iter().collect::<Vec<_>>(), [(0, 20), (1, 20)]);
+}
+
+#[test]
+fn members_are_named_as_webdataset_expects_and_are_jpeg_of_the_size_asked_for() {
+    let (from, to) = (folder(3), tempfile::tempdir().unwrap());
+    run(from.path(), to.path(), &settings(16)).unwrap();
+    let members = members(&to.path().join("train-000000.tar"));
+    let names: Vec<_> = members.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names[..4], ["000000000.jpg", "000000000.cls", "000000001.jpg", "000000001.cls"]);
+    assert_eq!(names.len(), 12);
+    for pair in members.chunks(2) {
+        let jpeg = &pair[0].1;
+        let frame = jpeg.windows(2).position(|marker| marker == [0xff, 0xc0]).expect("a baseline frame");
+        // Height and width, then of the first component twice as many samples both ways as of the others.
+        assert_eq!(jpeg[frame + 5..frame + 9], [0, 16, 0, 24]);
+        assert_eq!((jpeg[frame + 11], jpeg[frame + 14], jpeg[frame + 17]), (0x22, 0x11, 0x11));
+        assert!(matches!(pair[1].1[..], [b'0' | b'1']));
+    }
+}
+
+#[test]
+fn small_upright_jpegs_are_copied_and_nothing_is_enlarged() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let home = from.path().join("train/only");
+    fs::create_dir_all(&home).unwrap();
+    let small = encoded(&picture(40, 32, 1), ImageFormat::Jpeg);
+    let large = encoded(&picture(40, 33, 1), ImageFormat::Jpeg);
+    let grey = image::DynamicImage::ImageLuma8(image::GrayImage::new(20, 20));
+    let mut grey_jpeg = Cursor::new(Vec::new());
+    grey.write_to(&mut grey_jpeg, ImageFormat::Jpeg).unwrap();
+    let turned = fs::read(
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../tests/pytorch/fixtures/pictures/decoding/orientation-6.jpg"),
+    )
+    .unwrap();
+    for (name, bytes) in
+        [("a.jpg", &small), ("b.jpg", &large), ("c.jpg", grey_jpeg.get_ref()), ("d.jpg", &turned)]
+    {
+        fs::write(home.join(name), bytes).unwrap();
+    }
+    fs::write(home.join("e.png"), encoded(&picture(18, 17, 1), ImageFormat::Png)).unwrap();
+    run(from.path(), to.path(), &settings(32)).unwrap();
+    let source = Picture::decode(&turned).unwrap();
+    let pictures: Vec<_> = members(&to.path().join("train-000000.tar"))
+        .into_iter()
+        .filter(|(name, _)| name.ends_with("jpg"))
+        .map(|(_, bytes)| bytes)
+        .collect();
+    assert_eq!(pictures.iter().filter(|bytes| **bytes == small).count(), 1, "copied as it is");
+    for other in [&large, grey_jpeg.get_ref(), &turned] {
+        assert!(!pictures.contains(other));
+    }
+    let mut sizes: Vec<_> =
+        pictures.iter().map(|b| Picture::decode(b).unwrap()).map(|p| (p.width, p.height)).collect();
+    let short = source.width.min(source.height).min(32);
+    let along = |length: u32| length * short / source.width.min(source.height);
+    let mut expected = [(40, 32), (38, 32), (20, 20), (18, 17), (along(source.width), along(source.height))];
+    sizes.sort_unstable();
+    expected.sort_unstable();
+    assert_eq!(sizes, expected);
+    assert!(pictures.iter().all(|bytes| crate::picture::is_plain_jpeg(bytes)));
+}
+
+#[test]
+fn broken_pictures_are_fatal_or_left_out_and_named() {
+    let from = folder(10);
+    fs::write(from.path().join("train/cat/003.png"), "no picture").unwrap();
+    // Its header and its end are whole, so that only who decodes it knows.
+    let damaged = from.path().join("train/cat/004.png");
+    let mut bytes = fs::read(&damaged).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0xff;
+    fs::write(&damaged, &bytes).unwrap();
+    let to = tempfile::tempdir().unwrap();
+    let words = refused(from.path(), to.path(), &settings(16));
+    assert!(words.contains("003.png is text") && words.contains("--broken-files skip"), "{words}");
+    assert!(files_of(to.path()).is_empty());
+    let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
+    let made = run(from.path(), to.path(), &skip).unwrap();
+    let named: Vec<_> = made.broken.iter().map(|broken| &broken.file[broken.file.len() - 7..]).collect();
+    assert_eq!((named, made.splits[0].1), (vec!["003.png", "004.png"], 18));
+    assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 18);
+    // It is still reported when nothing is left to do, and still fatal where it is.
+    assert_eq!(run(from.path(), to.path(), &skip).unwrap().broken.len(), 2);
+    fs::remove_file(from.path().join("train/cat/003.png")).unwrap();
+    let fail = tempfile::tempdir().unwrap();
+    let words = refused(from.path(), fail.path(), &settings(16));
+    assert!(words.contains("004.png cannot be decoded"), "{words}");
+}
+
+#[test]
+fn a_disk_that_goes_away_is_not_a_few_broken_pictures() {
+    assert!(!too_many(16, 100, 100) && too_many(17, 100, 100), "a few in any dataset");
+    assert!(!too_many(100, 1000, 1000) && too_many(101, 1000, 1000), "a tenth");
+    assert!(too_many(3, 3, 3));
+    let (from, to) = (folder(10), tempfile::tempdir().unwrap());
+    let gone = |_: Progress| {
+        let _ = fs::remove_dir_all(from.path().join("val"));
+    };
+    let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..settings(16) };
+    let words = prepare_with(from.path(), to.path(), &skip, gone, &nowhere()).unwrap_err().to_string();
+    assert!(words.contains("cannot be read: No such file") && words.contains("disk still there?"), "{words}");
+    let names: Vec<_> = files_of(to.path()).into_keys().collect();
+    assert_eq!(names, ["classes.txt", "train-000000.tar", "unfinished.json"]);
+}
+
+#[test]
+fn a_picture_that_cannot_be_read_now_is_not_left_out_of_a_copy() {
+    let (from, to) = (folder(10), tempfile::tempdir().unwrap());
+    let (odd, kept) = (from.path().join("train/cat/003.png"), from.path().join("003.png"));
+    fs::rename(&odd, &kept).unwrap();
+    // Its first byte is an input/output error.
+    std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
+    let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..in_parts() };
+    let words = refused(from.path(), to.path(), &skip);
+    assert!(words.contains("003.png cannot be read: Input/output error"), "{words}");
+    assert!(files_of(to.path()).is_empty());
+    fs::rename(&kept, &odd).unwrap();
+    let made = run(from.path(), to.path(), &skip).unwrap();
+    assert_eq!((made.splits[0].1, made.broken.len()), (20, 0));
+}
+
+#[test]
+fn what_cannot_be_copied_is_refused_before_anything_is_written() {
+    let home = tempfile::tempdir().unwrap();
+    let to = home.path().join("copy");
+    let from = folder(1);
+    for (side, works) in [(15, false), (16, true), (4096, true), (4097, false)] {
+        let result = run(from.path(), &to, &settings(side));
+        assert_eq!(result.is_ok(), works, "{side}: {result:?}");
+        let _ = fs::remove_dir_all(&to);
+    }
+    for (quality, works) in [(0, false), (1, true), (100, true), (101, false)] {
+        let result = run(from.path(), &to, &PrepareSettings { quality, ..settings(16) });
+        assert_eq!(result.is_ok(), works, "{quality}: {result:?}");
+        let _ = fs::remove_dir_all(&to);
+    }
+    fs::rename(from.path().join("val"), from.path().join("holdout")).unwrap();
+    let words = refused(from.path(), &to, &settings(16));
+    assert!(words.contains("has a split \"holdout\", which names of shards cannot express"), "{words}");
+    fs::remove_dir_all(from.path().join("holdout")).unwrap();
+    fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
+    let words = refused(from.path(), &to, &settings(16));
+    assert!(words.contains("class \"cat \" cannot stand in a line"), "{words}");
+    let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/fashion-mnist");
+    assert!(refused(&bundled, &to, &settings(16)).contains("train on it as it is"));
+    assert!(!to.exists());
+    // As long as JPEG's sides may be, and a pixel longer.
+    for (length, works) in [(65_535, true), (65_536, false)] {
+        let bytes = encoded(&RgbImage::new(length, 2), ImageFormat::Bmp);
+        let made = Encoder::new(&settings(16)).prepared(bytes);
+        assert_eq!(made.is_ok(), works, "{made:?}");
+    }
+}

@@ -1,0 +1,262 @@
+//! Files that hold many samples each. WebDataset shards (github.com/webdataset/webdataset) are tar files whose members of
+//! one basename are a sample, a picture and its class (`000017.jpg`, `000017.cls`); in Parquet files a row is one. A folder
+//! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the names say which split a file belongs to.
+
+mod classes;
+mod folder;
+mod members;
+#[cfg(test)]
+mod tests;
+
+pub(super) use folder::{names_split, only_compressed};
+
+use super::{
+    Catalog, DataError, Samples, Split,
+    copy::{damage, is_unfinished},
+    index::{self, IndexStore, Members, Stamp},
+    listing::{Listing, Place},
+    parquet::{self, ParquetFile, UnusableFile},
+    pattern::{self, SHARDS, fixed_part},
+};
+use classes::{class_names, classes, is_negative, unknown};
+use folder::{FolderContents, Kind, contents, is_unpacked, split_of};
+use lockstep_host::files;
+use lockstep_protocol::dataset::BrokenFile;
+use rayon::prelude::*;
+use std::{
+    collections::{BTreeMap, HashMap},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Shards that `path` names itself: a pattern, a tar or a Parquet file. `None` when it does not.
+pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+    if let Some((folder, rest)) = fixed_part(path) {
+        let expanded = pattern::expand(&rest.to_string_lossy(), SHARDS);
+        let wrong = |detail| DataError::File { path: path.display().to_string(), detail };
+        let shards = expanded.map_err(wrong).map(|all| all.into_iter().map(PathBuf::from).collect());
+        let kind = Kind::of(&rest).unwrap_or(Kind::Tar);
+        return Some(shards.and_then(|shards| read(kind, path, &folder, shards, store)));
+    }
+    let kind = Kind::of(path).filter(|_| path.is_file())?;
+    Some(read(kind, path, path.parent()?, vec![path.file_name()?.into()], store))
+}
+
+/// Shards in a folder, or in its subfolders that are named like splits; `None` when there are none. Parquet files next to tar
+/// files are something else. `dataset` is the path as given: `dir` or a folder around it.
+pub(super) fn find(dataset: &Path, dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+    if !dir.is_dir() {
+        return None;
+    }
+    [Kind::Tar, Kind::Parquet].into_iter().find_map(|kind| find_kind(kind, dataset, dir, store))
+}
+
+fn find_kind(
+    kind: Kind,
+    dataset: &Path,
+    dir: &Path,
+    store: &IndexStore,
+) -> Option<Result<Catalog, DataError>> {
+    let wrong = |detail| DataError::File { path: dir.display().to_string(), detail };
+    let FolderContents { shards, compressed, unread } = match contents(kind, dir) {
+        Ok(found) => found,
+        Err(detail) => return Some(Err(wrong(detail))),
+    };
+    if shards.len() > SHARDS {
+        return Some(Err(wrong(format!("holds {} shards; up to {SHARDS} are read", shards.len()))));
+    }
+    if shards.is_empty() {
+        let first = unread.into_iter().next();
+        return first.map(|b| Err(DataError::File { path: b.file, detail: b.detail }));
+    }
+    let relative = |path: PathBuf| path.strip_prefix(dir).map(Path::to_owned).unwrap_or(path);
+    let shards: Vec<_> = shards.into_iter().map(relative).collect();
+    let left_out = compressed.iter().filter(|path| !is_unpacked(path)).map(|path| {
+        let detail = "is compressed, and pictures are read from the middle of shards: unpack it to a .tar, or take it away";
+        named_broken(path, detail.into())
+    });
+    Some(read(kind, dataset, dir, shards, store).map(|mut catalog| {
+        catalog.broken.extend(unread.into_iter().chain(left_out));
+        catalog
+    }))
+}
+
+/// Whether `path` is a shard, or a folder in which [`find`] finds some.
+pub(super) fn has_any(path: &Path) -> bool {
+    let holds = |kind| contents(kind, path).is_ok_and(|found| !found.shards.is_empty());
+    Kind::of(path).is_some() || holds(Kind::Tar) || holds(Kind::Parquet)
+}
+
+/// `dataset`: as it was named; `shards` are relative to `root`.
+fn read(
+    kind: Kind,
+    dataset: &Path,
+    root: &Path,
+    shards: Vec<PathBuf>,
+    store: &IndexStore,
+) -> Result<Catalog, DataError> {
+    if is_unfinished(root) {
+        return Err(DataError::File {
+            path: root.display().to_string(),
+            detail:
+                "is a copy that is not whole: run its `lockstep dataset prepare` again, which continues it"
+                    .into(),
+        });
+    }
+    let any = shards.iter().any(|shard| split_of(shard).is_some());
+    let (mut broken, mut there) = (Vec::new(), Vec::new());
+    let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
+    let sizes: HashMap<&Path, u64> = shards
+        .iter()
+        .zip(&stamps)
+        .filter_map(|(shard, stamp)| Some((shard.as_path(), stamp.as_ref().ok()?.size)))
+        .collect();
+    // One shard, or a pattern, may mean some of them.
+    if let Some(detail) = damage(root, dataset.is_dir(), |shard| sizes.get(Path::new(shard)).copied()) {
+        return Err(DataError::File { path: root.display().to_string(), detail });
+    }
+    for (shard, stamp) in shards.into_iter().zip(stamps) {
+        match (stamp, split_of(&shard)) {
+            (Err(detail), _) => broken.push(named_broken(&root.join(shard), detail)),
+            // Other archives may lie there, but a job should not leave out in silence what it could train on.
+            (Ok(_), None) if any => broken.push(named_broken(
+                &root.join(shard),
+                "has no split in its name as other shards have: call it train-..., val-... or test-..., or take it away"
+                    .into(),
+            )),
+            (Ok(stamp), split) => there.push((split.unwrap_or("train"), shard, stamp)),
+        }
+    }
+    let stamped: Vec<_> = there.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
+    // Footers are small, and say what classes are called and where to read.
+    let opened: HashMap<&Path, Result<Arc<ParquetFile>, UnusableFile>> = match kind {
+        Kind::Tar => HashMap::new(),
+        Kind::Parquet => {
+            let open =
+                |(_, shard, _): &(&str, PathBuf, Stamp)| ParquetFile::open(&root.join(shard)).map(Arc::new);
+            let opened: Vec<_> = there.par_iter().map(open).collect();
+            there.iter().map(|(_, shard, _)| shard.as_path()).zip(opened).collect()
+        }
+    };
+    let look = |shard: &Path| match opened.get(shard) {
+        None => members::of(&root.join(shard)),
+        Some(Ok(file)) => parquet::members(file, &root.join(shard)),
+        Some(Err(error)) => error.clone().into(),
+    };
+    let members = index::of_shards(dataset, &stamped, store, look);
+    let mut splits: BTreeMap<&str, Found> = BTreeMap::new();
+    for ((split, shard, stamp), members) in there.iter().zip(members) {
+        let found = splits.entry(*split).or_insert_with(|| Found::new(root));
+        match opened.get(shard.as_path()) {
+            None => found.add(root, shard, Place::Tar(*stamp), members),
+            Some(Ok(file)) => found.add(root, shard, Place::Parquet(*stamp, Arc::clone(file)), members),
+            // It could be read once, and not now.
+            Some(Err(error)) => found.broken.push(named_broken(&root.join(shard), error.detail.clone())),
+        }
+    }
+    let names = class_names(
+        root,
+        there.iter().filter_map(|(_, shard, _)| {
+            let file = opened.get(shard.as_path())?.as_ref().ok()?;
+            Some((shard.as_path(), file.class_names()?))
+        }),
+    )?;
+    let classes = classes(root, names, &splits)?;
+    // Negative labels mark the pictures of a test split that is published without labels.
+    for (_, found) in splits.iter_mut().filter(|(name, _)| **name != "train") {
+        found.leave_out(|label| is_negative(label) && classes.number(label).is_none());
+    }
+    let (mut all, mut unlabelled) = (Vec::new(), Vec::new());
+    for (name, found) in splits {
+        if name != "train" && found.is_unlabelled() {
+            unlabelled.push(name.to_owned());
+            continue;
+        }
+        let label = |label: &String| classes.number(label).ok_or_else(|| unknown(root, name, label));
+        let labels = found.labels.iter().map(label).collect::<Result<Vec<_>, _>>()?;
+        if !labels.is_empty() || !found.broken.is_empty() {
+            let samples = Samples::Listed(found.listing);
+            all.push(Split { name: name.into(), labels, samples, broken: found.broken });
+        }
+    }
+    all.sort_by_key(|split| split.name != "train");
+    if all.iter().all(|split| split.labels.is_empty()) {
+        let why = broken.iter().chain(all.iter().flat_map(|split| &split.broken)).take(5);
+        let why: Vec<_> = why.map(|b| format!("{} {}", b.file, b.detail)).collect();
+        return Err(DataError::Invalid(format!(
+            "{} holds no sample that can be used: {}{}{}",
+            dataset.display(),
+            kind.sample(),
+            if why.is_empty() { "" } else { ". " },
+            why.join("; ")
+        )));
+    }
+    Ok(Catalog { format: kind.format(), classes: classes.names, splits: all, broken, unlabelled })
+}
+
+/// What the shards of a split hold.
+struct Found {
+    listing: Listing,
+    /// As the shards have them.
+    labels: Vec<String>,
+    broken: Vec<BrokenFile>,
+    /// So many are broken for nothing but that.
+    without_label: usize,
+}
+
+impl Found {
+    fn new(root: &Path) -> Self {
+        Self { listing: Listing::new(root), labels: Vec::new(), broken: Vec::new(), without_label: 0 }
+    }
+
+    /// Whether there are samples, and all that is wrong with any is that it has no label.
+    fn is_unlabelled(&self) -> bool {
+        self.labels.is_empty() && self.without_label > 0 && self.without_label == self.broken.len()
+    }
+
+    fn add(&mut self, root: &Path, shard: &Path, place: Place, members: Members) {
+        let path = root.join(shard);
+        self.broken.extend(members.trouble.map(|detail| named_broken(&path, detail)));
+        self.listing.add_container(shard, place);
+        for entry in members.entries {
+            match (&entry.broken, &entry.label) {
+                (None, Some(label)) => {
+                    self.listing.push(&entry);
+                    self.labels.push(label.clone());
+                }
+                (broken, _) => {
+                    let name = path.join(String::from_utf8_lossy(&entry.name).as_ref());
+                    let detail = broken.clone().unwrap_or_else(|| members::NO_LABEL.into());
+                    if [members::NO_LABEL, parquet::NO_LABEL].contains(&detail.as_str()) {
+                        self.without_label += 1;
+                    }
+                    self.broken.push(named_broken(&name, detail));
+                }
+            }
+        }
+    }
+
+    /// Names as broken what has a label that is none.
+    fn leave_out(&mut self, is_none: impl Fn(&str) -> bool) {
+        let keep: Vec<bool> = self.labels.iter().map(|label| !is_none(label)).collect();
+        for (number, label) in self.labels.iter().enumerate().filter(|(number, _)| !keep[*number]) {
+            let detail = format!("has the label {label}, which is no class of the training split");
+            self.broken.push(BrokenFile { file: self.listing.name(number), detail });
+            self.without_label += 1;
+        }
+        self.listing.retain(&keep);
+        let mut keep = keep.into_iter();
+        self.labels.retain(|_| keep.next().unwrap_or(false));
+    }
+}
+
+fn stamp(path: &Path) -> Result<Stamp, String> {
+    match files::stat_with_time(path)? {
+        (files::Found::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
+        (files::Found::Folder, _) => Err("is a folder, not a file".into()),
+    }
+}
+
+fn named_broken(path: &Path, detail: String) -> BrokenFile {
+    BrokenFile { file: path.display().to_string(), detail }
+}

@@ -1,0 +1,117 @@
+//! The classes of a dataset of shards: numbers or names, as the samples' labels have them.
+
+use super::Found;
+use crate::{DataError, MAX_NAMES_BYTES, label::CLASSES};
+use lockstep_host::files;
+use std::{collections::BTreeMap, fs, path::Path};
+
+/// The names of classes, and how labels name them.
+pub(super) struct Classes {
+    pub(super) names: Vec<String>,
+    by_name: Option<BTreeMap<String, u32>>,
+}
+
+impl Classes {
+    pub(super) fn number(&self, label: &str) -> Option<u32> {
+        match &self.by_name {
+            Some(by_name) => by_name.get(label).copied(),
+            None => label.parse().ok().filter(|number| (*number as usize) < self.names.len()),
+        }
+    }
+}
+
+/// The names that the files themselves give their classes, which must be the same ones in all.
+pub(super) fn class_names<'a>(
+    root: &Path,
+    mut named: impl Iterator<Item = (&'a Path, &'a [String])>,
+) -> Result<Option<Vec<String>>, DataError> {
+    let Some((first, names)) = named.next() else { return Ok(None) };
+    match named.find(|(_, others)| *others != names) {
+        None => Ok(Some(names.to_vec())),
+        Some((other, _)) => Err(DataError::Invalid(format!(
+            "{} and {} name their classes differently, so their labels mean different things: write them anew, with one list",
+            root.join(first).display(),
+            root.join(other).display()
+        ))),
+    }
+}
+
+fn is_number(label: &str) -> bool {
+    label.parse::<u32>().is_ok()
+}
+
+pub(super) fn is_negative(label: &str) -> bool {
+    label.strip_prefix('-').is_some_and(is_number)
+}
+
+/// Numbers when all labels are (negative ones outside of the training split are none), with their `names`, or those of
+/// `classes.txt` where it is there; else the names that the training split has, in alphabetical order.
+pub(super) fn classes(
+    root: &Path,
+    names: Option<Vec<String>>,
+    splits: &BTreeMap<&str, Found>,
+) -> Result<Classes, DataError> {
+    let path = root.join("classes.txt");
+    let wrong = |detail: String| DataError::File { path: path.display().to_string(), detail };
+    let has_names = fs::symlink_metadata(&path).is_ok();
+    let (mut numbers, mut other) = (Vec::<u32>::new(), None);
+    for (split, label) in splits.iter().flat_map(|(split, f)| f.labels.iter().map(move |l| (*split, l))) {
+        match label.parse() {
+            Ok(number) => numbers.push(number),
+            Err(_) if split != "train" && is_negative(label) => {}
+            Err(_) => other = other.or(Some(label)),
+        }
+    }
+    if let Some(label) = other {
+        if has_names && !numbers.is_empty() {
+            return Err(wrong(format!(
+                "names classes by their numbers, but one sample has the label {label:?}: give it a number from 0, or \
+                 remove classes.txt if labels are names"
+            )));
+        }
+        let mut by_name: BTreeMap<String, u32> =
+            splits.get("train").into_iter().flat_map(|t| &t.labels).map(|label| (label.clone(), 0)).collect();
+        (0..).zip(by_name.values_mut()).for_each(|(number, place)| *place = number);
+        return Ok(Classes { names: by_name.keys().cloned().collect(), by_name: Some(by_name) });
+    }
+    let count = numbers.into_iter().max().map_or(0, |most| most.saturating_add(1));
+    if count > CLASSES {
+        return Err(DataError::Invalid(format!(
+            "a label of {} is {}; classes are numbered from 0, up to {}",
+            root.display(),
+            count - 1,
+            CLASSES - 1
+        )));
+    }
+    if let Some(names) = names {
+        return if names.len() < count as usize {
+            let of = root.display();
+            Err(DataError::Invalid(format!(
+                "{of} names {} classes, but has a label {}",
+                names.len(),
+                count - 1
+            )))
+        } else {
+            Ok(Classes { names, by_name: None })
+        };
+    }
+    if !has_names {
+        return Ok(Classes { names: (0..count).map(|c| c.to_string()).collect(), by_name: None });
+    }
+    let text = files::read(&path, MAX_NAMES_BYTES).map_err(wrong)?;
+    let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
+    let names: Vec<String> =
+        text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
+    // A few shards need not have a sample of every class.
+    if names.len() < count as usize || names.len() > CLASSES as usize {
+        return Err(wrong(format!("names {} classes, but the data has {count}", names.len())));
+    }
+    Ok(Classes { names, by_name: None })
+}
+
+pub(super) fn unknown(root: &Path, split: &str, label: &str) -> DataError {
+    DataError::Invalid(format!(
+        "{}: split {split:?} has the class {label:?}, which the training split does not have",
+        root.display()
+    ))
+}

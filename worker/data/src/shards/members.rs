@@ -1,0 +1,342 @@
+//! The samples in a shard, with the place of each picture.
+
+use crate::{
+    index::{Entry, Members, described},
+    label::{LABEL_BYTES, class_name},
+    picture,
+};
+use lockstep_host::files;
+use lockstep_protocol::limits::{CLASS_NAME_BYTES, MEMBER_NAME_BYTES};
+use rayon::prelude::*;
+use std::{
+    collections::HashSet,
+    fs::File,
+    io::{self, Read},
+    os::unix::fs::FileExt,
+    path::Path,
+};
+
+/// Tar's unit.
+const BLOCK: u64 = 512;
+/// A sample's description.
+const JSON_BYTES: u64 = 1 << 20;
+/// So many bytes are read behind a tar's end: another tar begins after at most some blocks of zeros.
+const BEHIND: u64 = 1 << 20;
+
+/// Follows what is wrong with members whose names have more than one dot.
+const FIRST_DOT: &str = "; names that are the same up to their first dot are one sample, as in WebDataset: if these are several, rename them";
+/// What compressed files begin with.
+const COMPRESSED: [(&[u8], &str); 4] =
+    [(b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\xfd7zXZ\0", "xz"), (b"BZh", "bzip2")];
+
+pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
+
+/// Looks at all members of the shard at `path`.
+pub(super) fn of(path: &Path) -> Members {
+    let (file, size) = match files::open(path) {
+        Ok(found) => found,
+        Err(detail) => return Members { trouble: Some(detail), passing: true, ..Members::default() },
+    };
+    let (mut samples, end) = samples(&file, size);
+    name_scattered(&mut samples);
+    let (trouble, passing) = match end {
+        End::Whole => (None, false),
+        End::Damaged(detail) => (Some(detail), false),
+        End::Unread(error) => (Some(files::cannot_be_read(error)), true),
+    };
+    let entries: Vec<Entry> = samples.into_par_iter().filter_map(|sample| sample.entry(&file)).collect();
+    let passing = passing || entries.iter().any(|entry| entry.passing);
+    Members { entries, trouble, passing }
+}
+
+/// How the reading of a shard ended.
+enum End {
+    Whole,
+    Damaged(String),
+    Unread(io::Error),
+}
+
+/// Members of one basename that follow each other.
+#[derive(Default)]
+struct Sample {
+    key: Vec<u8>,
+    /// Name, place and size of the picture.
+    picture: Option<(Vec<u8>, u64, u64)>,
+    /// The picture's name is its key and a format (`000.jpg`): it counts before others, such as `000.seg.png`.
+    is_plain: bool,
+    /// There are several pictures, and none counts before the others.
+    second_picture: Option<String>,
+    class: Option<String>,
+    /// From the `.json`, which counts where there is no `.cls`.
+    described_class: Option<String>,
+    /// What is wrong with the `.json`.
+    undescribed: Option<String>,
+    broken: Option<String>,
+}
+
+fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
+    let mut samples: Vec<Sample> = Vec::new();
+    let mut archive = tar::Archive::new(file);
+    let members = match archive.entries_with_seek() {
+        Ok(members) => members,
+        Err(error) => return (samples, End::Unread(error)),
+    };
+    let (mut end, mut count) = (0, 0u64);
+    for member in members {
+        let mut member = match member {
+            Ok(member) => member,
+            Err(error) if error.raw_os_error().is_some() => return (samples, End::Unread(error)),
+            // The crate's words would quote bytes that are no text.
+            Err(_) if count == 0 => return (samples, End::Damaged(no_tar(file))),
+            Err(_) => {
+                let detail = format!("is damaged after {count} members; get it again");
+                return (samples, End::Damaged(detail));
+            }
+        };
+        let kind = member.header().entry_type();
+        // A sparse file has only what is stored of it.
+        let length = match kind.is_gnu_sparse() {
+            true => member.header().entry_size().unwrap_or(0),
+            false => member.size(),
+        };
+        let offset = member.raw_file_position();
+        let name = member.path_bytes().into_owned();
+        if name.len() > MEMBER_NAME_BYTES {
+            let detail = format!(
+                "has a member whose name takes {} bytes, after {count} others; up to {MEMBER_NAME_BYTES} are read",
+                name.len()
+            );
+            return (samples, End::Damaged(detail));
+        }
+        if offset.saturating_add(length) > size {
+            // What there is of its sample is no sample.
+            let key = parts(&name).map(|(key, ..)| key);
+            samples.pop_if(|sample| Some(&sample.key) == key.as_ref());
+            let name = String::from_utf8_lossy(&name);
+            return (samples, End::Damaged(format!("is cut off in the middle of {name}; get it again")));
+        }
+        end = (offset + length).next_multiple_of(BLOCK);
+        count += 1;
+        let Some((key, extension, is_plain)) = parts(&name) else { continue };
+        if kind.is_dir() {
+            continue;
+        }
+        let unfit = match kind {
+            tar::EntryType::Regular | tar::EntryType::Continuous => None,
+            tar::EntryType::Symlink => {
+                Some("is a symbolic link inside its shard: pack with tar's --dereference")
+            }
+            tar::EntryType::Link => {
+                Some("is a hard link inside its shard: pack with tar's --hard-dereference")
+            }
+            tar::EntryType::GNUSparse => Some("is stored as a sparse file: pack without tar's -S"),
+            _ => Some("is no regular file"),
+        };
+        if samples.last().is_none_or(|sample| sample.key != key) {
+            samples.push(Sample { key, ..Sample::default() });
+        }
+        if let Some(sample) = samples.last_mut() {
+            let read = |limit: u64| text(&mut member, length, limit);
+            if let Err(error) = sample.add((&name, &extension, is_plain), (offset, length), unfit, read) {
+                return (samples, End::Unread(error));
+            }
+        }
+    }
+    match has_data(file, end, size) {
+        Ok(false) => {}
+        Ok(true) => {
+            let detail =
+                "has data behind its end, which is not read: tars put together with cat? Pack them as one";
+            return (samples, End::Damaged(detail.into()));
+        }
+        Err(error) => return (samples, End::Unread(error)),
+    }
+    match (size, end + BLOCK > size) {
+        (0, _) => (samples, End::Damaged("is empty".into())),
+        (_, true) => {
+            (samples, End::Damaged("ends without a tar's closing blocks: it is cut off; get it again".into()))
+        }
+        _ => (samples, End::Whole),
+    }
+}
+
+/// What a file is that has no tar's header.
+fn no_tar(file: &File) -> String {
+    let mut head = [0; 8];
+    let read = file.read_at(&mut head, 0).unwrap_or(0);
+    match COMPRESSED.iter().find(|(magic, _)| head[..read].starts_with(magic)) {
+        Some((_, how)) => format!(
+            "is compressed with {how}, whatever its name says, and pictures are read from the middle of shards: unpack it"
+        ),
+        None => "is no tar file".into(),
+    }
+}
+
+/// Names samples whose picture and class do not follow each other.
+fn name_scattered(samples: &mut [Sample]) {
+    let mut seen = HashSet::new();
+    let again = samples.iter().filter(|sample| !seen.insert(&sample.key));
+    let again: HashSet<Vec<u8>> = again.map(|sample| sample.key.clone()).collect();
+    for sample in samples.iter_mut().filter(|sample| again.contains(&sample.key)) {
+        let has_class = sample.class.is_some() || sample.described_class.is_some();
+        match (&sample.picture, has_class) {
+            (Some(_), false) => {
+                sample.broken.get_or_insert(
+                    "has its class elsewhere in the shard, and members of a sample have to follow each other: pack them with \
+                     tar --sort=name"
+                        .into(),
+                );
+            }
+            // Said of the picture.
+            (None, true) => (sample.class, sample.described_class) = (None, None),
+            _ => {}
+        }
+    }
+}
+
+/// Whether something else than zeros lies behind a tar's last member.
+fn has_data(file: &File, end: u64, size: u64) -> io::Result<bool> {
+    let mut bytes = vec![0; size.saturating_sub(end).min(BEHIND) as usize];
+    file.read_exact_at(&mut bytes, end)?;
+    Ok(bytes.iter().any(|byte| *byte != 0))
+}
+
+/// Key and last extension of a member's name, and whether nothing lies between them. As in WebDataset, the key ends at the first
+/// dot of the file name. `None` of hidden files, what has no extension, and webdataset's own notes (`__name__`, and what lies in
+/// such a folder).
+fn parts(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
+    let file = name.iter().rposition(|b| *b == b'/').map_or(0, |slash| slash + 1);
+    let dot = file + name[file..].iter().position(|b| *b == b'.')?;
+    let last = name.iter().rposition(|b| *b == b'.')?;
+    let first = name.split(|b| *b == b'/').next().unwrap_or_default();
+    if dot == file || first.len() >= 4 && first.starts_with(b"__") && first.ends_with(b"__") {
+        return None;
+    }
+    let extension = String::from_utf8_lossy(&name[last + 1..]).to_lowercase();
+    Some((name[..dot].to_vec(), extension, dot == last))
+}
+
+/// A short member's text; `None` when it is longer than `limit` or not UTF-8.
+fn text(member: &mut impl Read, length: u64, limit: u64) -> io::Result<Option<String>> {
+    if length > limit {
+        return Ok(None);
+    }
+    let mut bytes = Vec::new();
+    member.read_to_end(&mut bytes)?;
+    Ok(String::from_utf8(bytes).ok())
+}
+
+impl Sample {
+    fn add(
+        &mut self,
+        (name, extension, is_plain): (&[u8], &str, bool),
+        (offset, length): (u64, u64),
+        unfit: Option<&str>,
+        read: impl FnOnce(u64) -> io::Result<Option<String>>,
+    ) -> io::Result<()> {
+        let file_name = String::from_utf8_lossy(name).into_owned();
+        // The first that is wrong.
+        let mut broken = |detail: String| {
+            self.broken.get_or_insert(detail);
+        };
+        let rule = if is_plain { "" } else { FIRST_DOT };
+        let second = || format!("has a second class, in {file_name}, in its sample; keep one of them{rule}");
+        match (extension, unfit) {
+            ("cls", Some(unfit)) => broken(format!("has a class in {file_name}, which {unfit}")),
+            ("cls", None) => match read(LABEL_BYTES)?
+                .filter(|text| text.trim().len() <= CLASS_NAME_BYTES)
+                .map(|text| class_name(text.trim()))
+            {
+                Some(class) if !class.is_empty() => match &self.class {
+                    Some(first) if *first != class => broken(second()),
+                    _ => self.class = Some(class),
+                },
+                _ => broken(format!("has a class in {file_name} that is empty, no text, or too long")),
+            },
+            ("json", Some(unfit)) => {
+                self.undescribed.get_or_insert(format!("has a description {file_name}, which {unfit}"));
+            }
+            ("json", None) => {
+                let parsed = read(JSON_BYTES)?.and_then(|text| serde_json::from_str(&text).ok());
+                match (parsed, &self.described_class) {
+                    (Some(serde_json::Value::Object(about)), first) => match (label(&about), first) {
+                        (Some(class), Some(first)) if class != *first => {
+                            self.undescribed.get_or_insert_with(second);
+                        }
+                        (Some(class), _) => self.described_class = Some(class),
+                        (None, _) => {}
+                    },
+                    _ => {
+                        self.undescribed.get_or_insert_with(|| {
+                            format!("has a description {file_name} that is no JSON object, or too long")
+                        });
+                    }
+                }
+            }
+            _ if !picture::is_named_like_one(Path::new(&file_name)) => {}
+            (_, Some(unfit)) => broken(format!("has a picture {file_name}, which {unfit}")),
+            _ => match &self.picture {
+                Some(_) if self.is_plain && !is_plain => {}
+                Some((first, ..)) if self.is_plain == is_plain => {
+                    self.second_picture.get_or_insert_with(|| {
+                        format!(
+                            "has a second picture, {file_name}, in its sample; keep one of them (the first is {}){rule}",
+                            String::from_utf8_lossy(first)
+                        )
+                    });
+                }
+                _ => {
+                    self.picture = Some((name.to_vec(), offset, length));
+                    (self.is_plain, self.second_picture) = (is_plain, None);
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// `None` when the members are no sample: neither a picture nor a class.
+    fn entry(mut self, shard: &File) -> Option<Entry> {
+        // It does not matter next to a class.
+        if self.class.is_none() {
+            self.broken = self.broken.or(self.undescribed);
+        }
+        self.broken = self.broken.or(self.second_picture);
+        let label = self.class.or(self.described_class);
+        let Some((name, offset, size)) = self.picture else {
+            let broken = self.broken.or(label.map(|_| "has no picture in its sample".into()));
+            return broken.map(|detail| Entry { name: self.key, broken: Some(detail), ..Entry::default() });
+        };
+        // A name is shown after its shard's.
+        let shown = name.iter().position(|b| *b != b'/').unwrap_or(0);
+        let entry = Entry { name: name[shown..].to_vec(), offset, size, label, ..Entry::default() };
+        let broken = self.broken.or_else(|| entry.label.is_none().then(|| NO_LABEL.into()));
+        if broken.is_some() {
+            return Some(Entry { broken, ..entry });
+        }
+        if size > picture::MAX_BYTES {
+            let detail = format!("has {size} bytes; up to {} are read", picture::MAX_BYTES);
+            return Some(Entry { broken: Some(detail), ..entry });
+        }
+        let mut bytes = vec![0; size as usize];
+        if let Err(error) = shard.read_exact_at(&mut bytes, offset) {
+            return Some(Entry { broken: Some(files::cannot_be_read(error)), passing: true, ..entry });
+        }
+        let name = String::from_utf8_lossy(&entry.name).into_owned();
+        Some(described(Path::new(&name), &bytes, entry))
+    }
+}
+
+/// The class in a description.
+fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
+    match about.get("label")? {
+        serde_json::Value::Number(number) => Some(match number.as_f64() {
+            // As some writers put whole numbers.
+            Some(value) if number.is_f64() && value.fract() == 0.0 && value.abs() < 1e9 => {
+                format!("{:.0}", value + 0.0)
+            }
+            _ => number.to_string(),
+        }),
+        serde_json::Value::String(name) => Some(class_name(name.trim())).filter(|name| !name.is_empty()),
+        _ => None,
+    }
+}

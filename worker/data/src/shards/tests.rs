@@ -1,0 +1,458 @@
+//! Shards that Python's webdataset wrote (`tests/data/make_shards.py`), whole and damaged.
+
+mod names;
+
+use super::super::{Catalog, DataError, Picture, Samples, index::IndexStore, pattern::expand};
+use serde_json::Value;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/shards")
+}
+
+fn nowhere() -> IndexStore {
+    IndexStore::at(Path::new("/nowhere"), usize::MAX)
+}
+
+fn open(path: &Path) -> Result<Catalog, DataError> {
+    Catalog::open_with(path, &nowhere())
+}
+
+/// Split, name, class and the picture of every sample.
+fn samples(catalog: &Catalog) -> Vec<(String, String, String, Picture)> {
+    let mut all = Vec::new();
+    for split in &catalog.splits {
+        let Samples::Listed(listing) = &split.samples else { panic!("{split:?}") };
+        for (number, label) in split.labels.iter().enumerate() {
+            let class = catalog.classes[*label as usize].clone();
+            all.push((
+                split.name.clone(),
+                listing.name(number),
+                class,
+                listing.picture(number).expect("decodes"),
+            ));
+        }
+    }
+    all
+}
+
+fn broken(catalog: &Catalog) -> Vec<String> {
+    let of_splits = catalog.splits.iter().flat_map(|split| &split.broken);
+    catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
+}
+
+fn agrees(catalog: &Catalog, part: &str) {
+    let text = fs::read(fixtures().join("expected.json")).expect("the fixture");
+    let expected: Value = serde_json::from_slice(&text).expect("JSON");
+    let (found, wanted) = (samples(catalog), expected[part].as_array().expect("a list"));
+    assert_eq!(found.len(), wanted.len());
+    for ((split, name, class, picture), wanted) in found.iter().zip(wanted) {
+        assert_eq!(split, wanted["split"].as_str().expect("a name"));
+        let key = wanted["key"].as_str().expect("a name");
+        assert!(name.contains(&format!(".tar/{key}.")), "{name} is not {key}");
+        let label = wanted["label"].as_str().map_or_else(|| wanted["label"].to_string(), str::to_owned);
+        assert_eq!(*class, label, "{name}");
+        assert_eq!((picture.width, picture.height, picture.channels), (12, 8, 3));
+        for channel in 0..3 {
+            let values = picture.pixels.iter().skip(channel).step_by(3);
+            let mean = values.map(|v| f64::from(*v)).sum::<f64>() / 96.0;
+            let wanted = wanted["mean"][channel].as_f64().expect("a number");
+            // JPEG loses a little.
+            let close = if name.ends_with("png") || name.ends_with("webp") { 1e-9 } else { 3.0 };
+            assert!((mean - wanted).abs() < close, "{name}: {mean} is not {wanted}");
+        }
+    }
+}
+
+#[test]
+fn what_webdataset_wrote_is_read_in_its_order() {
+    let catalog = open(&fixtures().join("numbers")).expect("opens");
+    assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("webdataset", "0 1 2".into()));
+    assert_eq!(broken(&catalog), Vec::<String>::new());
+    agrees(&catalog, "numbers");
+    // The same by a pattern, of which some shards are not there; and one file alone, whose classes have names.
+    let catalog = open(&fixtures().join("numbers/{train,val}-{000000..000001}.tar")).expect("opens");
+    agrees(&catalog, "numbers");
+    let words = broken(&catalog);
+    assert!(
+        words.len() == 1 && words[0].contains("val-000001.tar cannot be read: No such file"),
+        "{words:?}"
+    );
+    let catalog = open(&fixtures().join("names.tar")).expect("opens");
+    assert_eq!(catalog.classes.join(" "), "cat dog");
+    agrees(&catalog, "names");
+}
+
+#[test]
+fn class_names_may_lie_beside_numbers() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("a.tar")).unwrap();
+    fs::write(dir.path().join("classes.txt"), "cat\ndog\nfox\nnever seen\n").unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.classes.join(" "), "cat dog fox never seen");
+    // No name has a split: all of it is for training.
+    assert_eq!((catalog.splits.len(), catalog.splits[0].name.as_str()), (1, "train"));
+    fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
+    let words = open(dir.path()).unwrap_err().to_string();
+    assert!(words.contains("names 2 classes, but the data has 3"), "{words}");
+}
+
+#[test]
+fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let whole = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
+    let shard = dir.path().join("train-0.tar");
+    let cut = |length: usize| {
+        fs::write(&shard, &whole[..length]).unwrap();
+        let catalog = open(dir.path()).expect("opens");
+        (catalog.splits[0].labels.len(), broken(&catalog).join("\n"))
+    };
+    // A sample is three headers, a class, a picture of two blocks and a text: seven blocks.
+    assert_eq!(cut(whole.len()), (6, String::new()));
+    let (samples, words) = cut(512 * 7 * 3 + 512 * 3 + 100);
+    assert!(samples == 3 && words.contains("is cut off in the middle of 000003.jpg"), "{samples} {words}");
+    assert!(!words.contains('\n'), "it is one mistake: {words}");
+    let (samples, words) = cut(512 * 7 * 3);
+    assert!(samples == 3 && words.contains("ends without a tar's closing blocks"), "{samples} {words}");
+    let mut damaged = whole.clone();
+    damaged[512 * 7 * 2..512 * 7 * 2 + 512].fill(b'x');
+    fs::write(&shard, &damaged).unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.splits[0].labels.len(), 2);
+    let words = broken(&catalog).join("\n");
+    assert!(words.contains("is damaged after 6 members"), "{words}");
+    let gzip = [b"\x1f\x8b\x08\0".to_vec(), vec![0x9d; 2000]].concat();
+    for (bytes, wanted) in [
+        (&b""[..], "is empty"),
+        (&b"not a tar file at all"[..], "is no tar file"),
+        (&[0x9d; 2000], "train-0.tar is no tar file"),
+        (&gzip, "train-0.tar is compressed with gzip, whatever its name says"),
+    ] {
+        fs::write(&shard, bytes).unwrap();
+        let words = open(dir.path()).unwrap_err().to_string();
+        assert!(words.contains("holds no sample that can be used") && words.contains(wanted), "{words}");
+    }
+}
+
+/// A shard of these members.
+fn write(path: &Path, members: &[(&str, &[u8])]) {
+    let mut tar = tar::Builder::new(fs::File::create(path).unwrap());
+    for (name, content) in members {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(content.len() as u64);
+        tar.append_data(&mut header, name, *content).unwrap();
+    }
+    tar.finish().unwrap();
+}
+
+#[test]
+fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let png = png.into_inner();
+    let most = lockstep_protocol::limits::MEMBER_NAME_BYTES;
+    for (length, samples) in [(most, 2), (most + 1, 1)] {
+        let dir = tempfile::tempdir().unwrap();
+        let key = "k".repeat(length - ".png".len());
+        write(
+            &dir.path().join("train.tar"),
+            &[("a.png", &png), ("a.cls", b"0"), (&format!("{key}.cls"), b"1"), (&format!("{key}.png"), &png)],
+        );
+        let catalog = open(dir.path()).unwrap();
+        assert_eq!(catalog.splits[0].labels.len(), samples, "{length}");
+        let words = broken(&catalog).join("\n");
+        assert_eq!(words.contains("whose name takes 4097 bytes"), samples == 1, "{words}");
+        assert!(words.len() < 1000, "it is not repeated whole");
+    }
+    let most = lockstep_protocol::limits::CLASS_NAME_BYTES;
+    for (length, refused) in [(most, false), (most + 1, true)] {
+        let dir = tempfile::tempdir().unwrap();
+        let class = "c".repeat(length);
+        write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", class.as_bytes())]);
+        let words = open(dir.path()).map(|_| String::new()).unwrap_or_else(|error| error.to_string());
+        assert_eq!(words.contains("a.cls that is empty, no text, or too long"), refused, "{words}");
+    }
+    // A member with a class, and a description of a sample.
+    let (class, about) =
+        ("a.cls that is empty, no text, or too long", "b.json that is no JSON object, or too long");
+    for (more, unread) in [(0, &[][..]), (1, &[class, about])] {
+        let padded =
+            |text: &str, bytes: usize| [text.as_bytes(), &vec![b' '; bytes + more - text.len()]].concat();
+        let (one, other) = (padded("1", 4096), padded("{\"label\": 1}", 1 << 20));
+        let both: [(&str, &[u8]); 4] =
+            [("a.png", &png), ("a.cls", &one), ("b.png", &png), ("b.json", &other)];
+        let dir = tempfile::tempdir().unwrap();
+        write(&dir.path().join("train.tar"), &[&both[..], &[("c.png", &png), ("c.cls", b"0")]].concat());
+        let words = broken(&open(dir.path()).unwrap());
+        assert_eq!(words.len(), unread.len(), "{words:?}");
+        assert!(words.iter().zip(unread).all(|(text, why)| text.contains(why)), "{words:?}");
+    }
+}
+
+#[test]
+fn samples_that_are_none_are_named_with_what_they_lack() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let png = png.into_inner();
+    write(
+        &dir.path().join("train.tar"),
+        &[
+            ("good.png", &png),
+            ("good.cls", b" 1 "),
+            ("both.cls", b"0"),
+            ("both.json", b"{\"label\": 7}"),
+            ("both.png", &png),
+            ("no-class.png", &png),
+            ("no-label.png", &png),
+            ("no-label.json", b"{\"caption\": \"a cat\"}"),
+            ("no-picture.cls", b"1"),
+            ("two.png", &png),
+            ("two.right.png", &png),
+            ("two.cls", b"1"),
+            ("text.jpg", b"I am no picture"),
+            ("text.cls", b"1"),
+            ("long.png", &png),
+            ("long.cls", &[b'7'; 4097]),
+            ("list.png", &png),
+            ("list.json", b"[1]"),
+            ("boxes.json", b"[1]"),
+            ("boxes.cls", b"1"),
+            ("boxes.png", &png),
+            ("whole.json", b"{\"label\": 1.0}"),
+            ("whole.meta.json", b"{\"width\": 4}"),
+            ("whole.png", &png),
+            ("nothing.json", b"{\"label\": \" \"}"),
+            ("nothing.png", &png),
+            ("classes.fine.cls", b"1"),
+            ("classes.coarse.cls", b"0"),
+            ("classes.png", &png),
+            ("__note.cls", b"1"),
+            ("__note.png", &png),
+            ("__notes__/a.png", &png),
+            ("notes.txt", b"nothing to train on"),
+            (".hidden.png", &png),
+        ],
+    );
+    let catalog = open(dir.path()).expect("opens");
+    let names: Vec<_> = samples(&catalog).into_iter().map(|(_, name, class, _)| (name, class)).collect();
+    let shown = |name: &str| dir.path().join("train.tar").join(name).display().to_string();
+    let wanted = [
+        ("good.png", "1"),
+        ("both.png", "0"),
+        ("two.png", "1"),
+        ("boxes.png", "1"),
+        ("whole.png", "1"),
+        ("__note.png", "1"),
+    ];
+    assert_eq!(names, wanted.map(|(name, class)| (shown(name), class.to_owned())));
+    let words = broken(&catalog);
+    for (name, detail) in [
+        ("no-class.png", "has no class: put a member"),
+        ("no-label.png", "has no class: put a member"),
+        ("no-picture", "has no picture in its sample"),
+        ("text.jpg", "is text, not a JPEG"),
+        ("long.png", "has a class in long.cls that is empty, no text, or too long"),
+        ("list.png", "has a description list.json that is no JSON object"),
+        ("nothing.png", "has no class: put a member"),
+        ("classes.png", "has a second class, in classes.coarse.cls, in its sample"),
+    ] {
+        let fits = |text: &&String| text.contains(&format!("train.tar/{name} {detail}"));
+        assert!(words.iter().any(|text| fits(&text)), "{name} {detail} is not in {words:#?}");
+    }
+    assert_eq!(words.len(), 8, "{words:#?}");
+    // The longest label that is read, and the largest number that is a class.
+    write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", &[b'7'; 255])]);
+    assert_eq!(open(dir.path()).expect("opens").classes[0].len(), 255);
+    write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"99999")]);
+    assert_eq!(open(dir.path()).expect("opens").classes.len(), 100_000);
+    write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"100000")]);
+    let words = open(dir.path()).unwrap_err().to_string();
+    assert!(words.contains("is 100000; classes are numbered from 0, up to 99999"), "{words}");
+}
+
+#[test]
+fn members_are_joined_to_samples_by_the_first_dot_of_their_names() {
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let rule = "names that are the same up to their first dot are one sample, as in WebDataset";
+    for (members, wanted, details) in [
+        (&["0.png", "0.seg.png", "0.cls"][..], &["0.png"][..], &[][..]),
+        (&["0.cls", "0.left.png", "0.right.png", "0.png"], &["0.png"], &[]),
+        (&["0.image.png", "0.cls"], &["0.image.png"], &[]),
+        (
+            &["0.jpg", "0.png", "0.cls"],
+            &[],
+            &["0.jpg has a second picture, 0.png, in its sample; keep one of them"],
+        ),
+        (&["22.00.png", "22.00.cls", "22.01.png", "22.01.cls"], &[], &[rule]),
+        // As `find` lists them, and not as they sort.
+        (&["0.png", "1.png", "0.cls", "1.cls"], &[], &["0.png has its class elsewhere", "tar --sort=name"]),
+        (&["0.png", "0.cls", "1.cls", "0.txt"], &["0.png"], &["has no picture in its sample"]),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let content = |name: &str| if name.ends_with("cls") { &b"0"[..] } else { &png.get_ref()[..] };
+        let mut all: Vec<_> = members.iter().map(|name| (*name, content(name))).collect();
+        all.extend([("last.png", content("png")), ("last.cls", content("cls"))]);
+        write(&dir.path().join("train.tar"), &all);
+        let catalog = open(dir.path()).expect("opens");
+        let found: Vec<_> = samples(&catalog).into_iter().map(|(_, name, ..)| name).collect();
+        let shown = |name: &&str| dir.path().join("train.tar").join(name).display().to_string();
+        assert_eq!(found, wanted.iter().chain(&["last.png"]).map(shown).collect::<Vec<_>>());
+        let words = broken(&catalog).join("\n");
+        assert!(details.iter().all(|detail| words.contains(detail)), "{members:?}: {words}");
+        assert_eq!(words.is_empty(), details.is_empty(), "{members:?}: {words}");
+        assert_eq!(words.contains("has no picture"), members.contains(&"0.txt"), "{words}");
+    }
+}
+
+#[test]
+fn class_names_that_differ_in_unicode_normalisation_are_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    for (split, class) in [("train", "cafe\u{301}"), ("val", "caf\u{e9}")] {
+        let shard = dir.path().join(format!("{split}.tar"));
+        write(&shard, &[("a.png", png.get_ref()), ("a.cls", class.as_bytes())]);
+    }
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!((catalog.classes, catalog.splits.len()), (vec!["caf\u{e9}".to_owned()], 2));
+}
+
+#[test]
+fn negative_labels_outside_of_the_training_split_are_none() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let shard = |name: &str, labels: [&[u8]; 2]| {
+        let members = [
+            ("a.png", &png.get_ref()[..]),
+            ("a.cls", labels[0]),
+            ("b.png", &png.get_ref()[..]),
+            ("b.cls", labels[1]),
+        ];
+        write(&dir.path().join(name), &members);
+    };
+    for (train, classes) in [([&b"0"[..], &b"1"[..]], "0 1"), ([&b"cat"[..], &b"dog"[..]], "cat dog")] {
+        shard("train.tar", train);
+        shard("val.tar", train);
+        shard("test.tar", [b"-1", b"-1"]);
+        let catalog = open(dir.path()).expect("opens");
+        assert_eq!(catalog.classes.join(" "), classes);
+        let counts: Vec<_> =
+            catalog.splits.iter().map(|s| (&s.name[..], s.labels.len(), s.broken.len())).collect();
+        assert_eq!(counts, [("train", 2, 0), ("val", 2, 0)]);
+        assert_eq!((broken(&catalog).len(), catalog.unlabelled.join(" ")), (0, "test".into()));
+        // One that has a label makes the other a mistake.
+        shard("test.tar", [train[0], b"-1"]);
+        let catalog = open(dir.path()).expect("opens");
+        assert_eq!((catalog.splits[1].labels.len(), catalog.unlabelled.len()), (1, 0));
+        let words = broken(&catalog).join("\n");
+        assert!(words.contains("test.tar/b.png has the label -1, which is no class"), "{words}");
+        std::fs::remove_file(dir.path().join("test.tar")).unwrap();
+    }
+    // Two classes that are called so.
+    shard("train.tar", [b"-1", b"1"]);
+    shard("val.tar", [b"-1", b"1"]);
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!((catalog.classes.join(" "), broken(&catalog).len()), ("-1 1".into(), 0));
+    // Numbers that have names, and one that is none.
+    fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
+    let words = open(dir.path()).unwrap_err().to_string();
+    assert!(
+        words.contains("classes.txt names classes by their numbers, but one sample has the label \"-1\""),
+        "{words}"
+    );
+}
+
+#[test]
+fn what_lies_behind_a_tars_end_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let shard = dir.path().join("train.tar");
+    let one = fs::read(fixtures().join("numbers/train-000000.tar")).unwrap();
+    fs::write(&shard, [&one[..], &[0; 1 << 16][..]].concat()).unwrap();
+    assert_eq!(broken(&open(dir.path()).expect("opens")), Vec::<String>::new(), "zeros are no data");
+    fs::write(&shard, [&one[..], &one[..]].concat()).unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.splits[0].labels.len(), 6);
+    let words = broken(&catalog).join("\n");
+    assert!(words.contains("train.tar has data behind its end, which is not read"), "{words}");
+}
+
+#[test]
+fn members_that_are_no_files_are_called_what_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    let mut tar = tar::Builder::new(fs::File::create(dir.path().join("train.tar")).unwrap());
+    let mut add = |name: &str, kind: tar::EntryType, content: &[u8]| {
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_size(content.len() as u64);
+        match kind {
+            tar::EntryType::Link | tar::EntryType::Symlink => {
+                tar.append_link(&mut header, name, "a.png").unwrap()
+            }
+            _ => tar.append_data(&mut header, name, content).unwrap(),
+        }
+    };
+    let file = tar::EntryType::Regular;
+    for (name, kind) in [("a", file), ("b", tar::EntryType::Link), ("c", tar::EntryType::Symlink)] {
+        add(&format!("{name}.png"), kind, if kind == file { &png.get_ref()[..] } else { &b""[..] });
+        add(&format!("{name}.cls"), file, b"0");
+    }
+    add("d.png", file, png.get_ref());
+    add("d.cls", tar::EntryType::Link, b"");
+    // One block, and a hole larger than the whole shard.
+    let mut header = tar::Header::new_gnu();
+    header.set_entry_type(tar::EntryType::GNUSparse);
+    header.set_size(512);
+    let octal = |number: u64| -> [u8; 12] { format!("{number:011o}\0").into_bytes().try_into().unwrap() };
+    let sparse = header.as_gnu_mut().unwrap();
+    sparse.realsize = octal(1 << 20);
+    for (place, (offset, length)) in sparse.sparse.iter_mut().zip([(0, 512), (1 << 20, 0)]) {
+        (place.offset, place.numbytes) = (octal(offset), octal(length));
+    }
+    tar.append_data(&mut header, "e.png", &[1; 512][..]).unwrap();
+    let mut header = tar::Header::new_gnu();
+    header.set_size(1);
+    tar.append_data(&mut header, "e.cls", &b"0"[..]).unwrap();
+    tar.finish().unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    assert_eq!(catalog.splits[0].labels.len(), 1);
+    let words = broken(&catalog).join("\n");
+    for wanted in [
+        "has a picture b.png, which is a hard link inside its shard",
+        "has a picture c.png, which is a symbolic link inside its shard",
+        "d.png has a class in d.cls, which is a hard link inside its shard",
+        "has a picture e.png, which is stored as a sparse file",
+    ] {
+        assert!(words.contains(wanted), "{wanted} is not in {words}");
+    }
+}
+
+#[test]
+fn a_shard_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let shard = dir.path().join("train.tar");
+    fs::copy(fixtures().join("numbers/train-000000.tar"), &shard).unwrap();
+    let catalog = open(dir.path()).expect("opens");
+    let Samples::Listed(listing) = &catalog.splits[0].samples else { panic!("{catalog:?}") };
+    let before = listing.picture(2).expect("decodes");
+    let mut bytes = fs::read(&shard).unwrap();
+    fs::remove_file(&shard).unwrap();
+    assert!(listing.read(2).unwrap_err().to_string().contains("cannot be read"));
+    fs::write(&shard, &bytes).unwrap();
+    assert_eq!(listing.picture(2).expect("decodes"), before, "touched");
+    // The third picture's data.
+    bytes[512 * 7 * 2 + 512 * 3 + 200] ^= 1;
+    fs::write(&shard, &bytes).unwrap();
+    assert!(listing.read(1).is_ok(), "another picture of the shard");
+    let words = listing.read(2).unwrap_err().to_string();
+    assert!(words.contains("000002.jpg has changed since it was first inspected"), "{words}");
+    fs::write(&shard, &bytes[..2000]).unwrap();
+    assert!(listing.read(2).unwrap_err().to_string().contains("its shard has 2000 bytes now"));
+}

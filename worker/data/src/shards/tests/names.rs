@@ -1,0 +1,108 @@
+//! Which files are shards, and which split each belongs to, follows from their names.
+
+use super::*;
+
+#[test]
+fn splits_are_told_by_names_of_files_or_folders() {
+    let dir = tempfile::tempdir().unwrap();
+    let shard = fixtures().join("numbers/train-000000.tar");
+    fs::create_dir(dir.path().join("validation")).unwrap();
+    for name in ["imagenet1k-train-0000.tar", "validation/0000.tar", "data_test00.tar"] {
+        fs::copy(&shard, dir.path().join(name)).unwrap();
+    }
+    let catalog = open(dir.path()).expect("opens");
+    let names: Vec<_> = catalog.splits.iter().map(|split| split.name.as_str()).collect();
+    assert_eq!(names, ["train", "test", "validation"]);
+    fs::copy(&shard, dir.path().join("more.tar")).unwrap();
+    let words = broken(&open(dir.path()).expect("opens")).join("\n");
+    assert!(words.contains("more.tar has no split in its name"), "{words}");
+    fs::remove_file(dir.path().join("imagenet1k-train-0000.tar")).unwrap();
+    assert!(open(dir.path()).unwrap_err().to_string().contains("has no training split"));
+    // Classes that only validation has.
+    let only = tempfile::tempdir().unwrap();
+    fs::copy(fixtures().join("names.tar"), only.path().join("train.tar")).unwrap();
+    let mut png = std::io::Cursor::new(Vec::new());
+    image::RgbImage::new(4, 4).write_to(&mut png, image::ImageFormat::Png).unwrap();
+    write(&only.path().join("val.tar"), &[("a.png", png.get_ref()), ("a.cls", b"fox")]);
+    let words = open(only.path()).unwrap_err().to_string();
+    assert!(words.contains("split \"val\" has the class \"fox\""), "{words}");
+}
+
+#[test]
+fn compressed_shards_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("train-0.tar.gz"), "").unwrap();
+    let words = open(dir.path()).unwrap_err().to_string();
+    assert!(words.contains("its shards are compressed"), "{words}");
+    // A compressed shard is ignored when its unpacked copy is there, and else reported as broken.
+    for name in ["train-0.tar", "train-1.tar"] {
+        fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join(name)).unwrap();
+    }
+    assert_eq!(broken(&open(dir.path()).expect("opens")), Vec::<String>::new());
+    fs::write(dir.path().join("train-2.tar.zst"), "").unwrap();
+    let words = broken(&open(dir.path()).expect("opens"));
+    assert!(words.len() == 1 && words[0].contains("train-2.tar.zst is compressed"), "{words:?}");
+}
+
+#[test]
+fn a_split_that_cannot_be_listed_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink("gone", dir.path().join("val")).unwrap();
+    // No folders, whatever their names say.
+    fs::write(dir.path().join("test"), "").unwrap();
+    std::os::unix::fs::symlink("gone", dir.path().join("train.txt")).unwrap();
+    let words = open(dir.path()).unwrap_err().to_string();
+    assert!(words.ends_with("val is a link to gone, which is not there; mend the link"), "{words}");
+    fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("train.tar")).unwrap();
+    let words = broken(&open(dir.path()).expect("opens"));
+    assert!(words.len() == 1 && words[0].contains("val is a link to gone"), "{words:?}");
+    assert!(super::super::folder::listed(&dir.path().join("train.tar")).is_err());
+    assert!(crate::fingerprint::has_pictures(dir.path()));
+    // In a split's folder alone.
+    fs::create_dir(dir.path().join("training")).unwrap();
+    fs::rename(dir.path().join("train.tar"), dir.path().join("training/0.tar")).unwrap();
+    assert!(crate::fingerprint::has_pictures(dir.path()));
+}
+
+#[test]
+fn a_pattern_is_there_when_some_of_its_shards_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let pattern = dir.path().join("train-{0..3}.tar");
+    assert!(!crate::exists(&pattern), "only its folder");
+    fs::write(dir.path().join("train-1.tar"), "").unwrap();
+    assert!(crate::exists(&pattern));
+}
+
+#[test]
+fn a_shard_that_a_pattern_names_twice_is_counted_once() {
+    let folder = fixtures().join("numbers");
+    let samples = |pattern: &str| -> Vec<usize> {
+        let catalog = open(&folder.join(pattern)).expect("opens");
+        catalog.splits.iter().map(|split| split.labels.len()).collect()
+    };
+    let once = samples("train-{000000..000001}.tar");
+    assert!(once[0] > 0);
+    for twice in ["train-{000000,000001,000000}.tar", "{train,train}-{000000..000001}.tar"] {
+        assert_eq!(samples(twice), once, "{twice}");
+    }
+}
+
+#[test]
+fn patterns_name_files_up_to_a_limit() {
+    let names = |pattern: &str| expand(pattern, 12);
+    assert_eq!(names("a-{08..11}.tar").unwrap(), ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]);
+    assert_eq!(names("{a,b}{0..1}").unwrap(), ["a0", "a1", "b0", "b1"]);
+    assert_eq!(names("{b,a,b}-{1,1}").unwrap(), ["b-1", "a-1"], "each once");
+    assert_eq!(names("{0..11}").unwrap().len(), 12);
+    assert_eq!(names("{0..12}").unwrap_err(), "names more than 12 files");
+    assert_eq!(names("{a,b}{0..6}").unwrap_err(), "names more than 12 files");
+    assert_eq!(names("{0..18446744073709551615}").unwrap_err(), "names more than 12 files");
+    for (wrong, why) in [
+        ("{0..", "without its }"),
+        ("{x}", "neither a range"),
+        ("{a..b}", "neither a range"),
+        ("{3..1}", "goes down"),
+    ] {
+        assert!(names(wrong).unwrap_err().contains(why), "{wrong}");
+    }
+}

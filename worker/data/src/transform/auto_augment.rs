@@ -1,0 +1,158 @@
+//! Policies that choose operations by themselves, with torchvision's tables.
+
+use super::op::Op;
+use crate::random::Random;
+
+/// Strengths of an operation are numbered from 0 to this.
+const LAST_BIN: f64 = 30.0;
+/// Operations of both policies.
+const OPERATIONS: u64 = 14;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Policy {
+    /// One operation, wide ranges (Müller, Hutter 2021): torchvision's `TrivialAugmentWide()`.
+    TrivialAugmentWide,
+    /// Two operations of strength 9 (Cubuk et al. 2019): torchvision's `RandAugment(2, 9)`.
+    RandAugment,
+}
+
+/// The largest strength of each operation.
+struct Ranges {
+    shear: f64,
+    /// Pixels.
+    translate: f64,
+    /// Degrees.
+    rotate: f64,
+    /// Brightness, colour, contrast and sharpness: this much above or below 1.
+    enhance: f64,
+    /// Bits taken away.
+    posterize: f64,
+}
+
+impl Policy {
+    /// The operations on a picture of `side` x `side` pixels.
+    pub(super) fn draw(self, random: &mut Random, side: usize) -> Vec<Op> {
+        match self {
+            Policy::TrivialAugmentWide => {
+                let ranges =
+                    Ranges { shear: 0.99, translate: 32.0, rotate: 135.0, enhance: 0.99, posterize: 6.0 };
+                let operation = random.below(OPERATIONS);
+                let strength = random.below(LAST_BIN as u64 + 1) as f64 / LAST_BIN;
+                vec![ranges.operation(operation, strength, random.below(2) == 1)]
+            }
+            Policy::RandAugment => {
+                let ranges = Ranges {
+                    shear: 0.3,
+                    translate: 150.0 / 331.0 * side as f64,
+                    rotate: 30.0,
+                    enhance: 0.9,
+                    posterize: 4.0,
+                };
+                let mut one = || {
+                    let operation = random.below(OPERATIONS);
+                    ranges.operation(operation, 9.0 / LAST_BIN, random.below(2) == 1)
+                };
+                vec![one(), one()]
+            }
+        }
+    }
+}
+
+impl Ranges {
+    /// `strength` is 0 to 1.
+    fn operation(&self, number: u64, strength: f64, negative: bool) -> Op {
+        let signed = |most: f64| if negative { -most * strength } else { most * strength };
+        match number {
+            0 => Op::Identity,
+            1 => Op::ShearX(signed(self.shear)),
+            2 => Op::ShearY(signed(self.shear)),
+            3 => Op::TranslateX(signed(self.translate) as i32),
+            4 => Op::TranslateY(signed(self.translate) as i32),
+            5 => Op::Rotate(signed(self.rotate)),
+            6 => Op::Brightness(1.0 + signed(self.enhance)),
+            7 => Op::Saturation(1.0 + signed(self.enhance)),
+            8 => Op::Contrast(1.0 + signed(self.enhance)),
+            9 => Op::Sharpness(1.0 + signed(self.enhance)),
+            10 => Op::Posterize(8 - (self.posterize * strength).round_ties_even() as u32),
+            11 => Op::Solarize(255.0 * (1.0 - strength)),
+            12 => Op::AutoContrast,
+            _ => Op::Equalize,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeMap;
+
+    #[test]
+    fn operations_are_drawn_equally_often_up_to_torchvision_s_strengths() {
+        let (mut counts, mut most) = (BTreeMap::new(), BTreeMap::new());
+        for picture in 0..14_000 {
+            let ops = Policy::TrivialAugmentWide.draw(&mut Random::new(&[picture]), 224);
+            assert_eq!(ops.len(), 1);
+            let (name, strength) = named(&ops[0]);
+            *counts.entry(name).or_insert(0) += 1;
+            let largest = most.entry(name).or_insert(0.0f64);
+            *largest = largest.max(strength.abs());
+        }
+        assert!(counts.len() == 14 && counts.values().all(|n| (850..1150).contains(n)), "{counts:?}");
+        for (name, expected) in [
+            ("shear x", 0.99),
+            ("translate y", 32.0),
+            ("rotate", 135.0),
+            ("contrast", 1.99),
+            ("solarize", 255.0),
+        ] {
+            assert!((most[name] - expected).abs() < 1e-9, "{name} up to {}", most[name]);
+        }
+    }
+
+    #[test]
+    fn rand_augment_takes_two_operations_of_one_strength() {
+        let mut found = BTreeMap::new();
+        for picture in 0..2000 {
+            let ops = Policy::RandAugment.draw(&mut Random::new(&[picture]), 224);
+            assert_eq!(ops.len(), 2);
+            for op in &ops {
+                let (name, strength) = named(op);
+                found.entry(name).or_insert_with(Vec::new).push(strength);
+            }
+        }
+        assert_eq!(found.len(), 14);
+        // torchvision's `magnitudes[9]` of 31.
+        for (name, expected) in [
+            ("shear y", [-0.09, 0.09]),
+            ("translate x", [-30.0, 30.0]),
+            ("rotate", [-9.0, 9.0]),
+            ("sharpness", [0.73, 1.27]),
+            ("posterize", [7.0, 7.0]),
+            ("solarize", [178.5, 178.5]),
+        ] {
+            let near = |v: &f64| expected.iter().any(|e| (v - e).abs() < 1e-9);
+            assert!(found[name].iter().all(near), "{name}: {:?}", &found[name][..4]);
+            assert!(expected.iter().all(|e| found[name].iter().any(|v| (v - e).abs() < 1e-9)), "{name}");
+        }
+    }
+
+    fn named(op: &Op) -> (&'static str, f64) {
+        match *op {
+            Op::Identity => ("identity", 0.0),
+            Op::ShearX(v) => ("shear x", v),
+            Op::ShearY(v) => ("shear y", v),
+            Op::TranslateX(v) => ("translate x", v.into()),
+            Op::TranslateY(v) => ("translate y", v.into()),
+            Op::Rotate(v) => ("rotate", v),
+            Op::Brightness(v) => ("brightness", v),
+            Op::Saturation(v) => ("saturation", v),
+            Op::Contrast(v) => ("contrast", v),
+            Op::Hue(v) => ("hue", v),
+            Op::Sharpness(v) => ("sharpness", v),
+            Op::Posterize(bits) => ("posterize", bits.into()),
+            Op::Solarize(v) => ("solarize", v),
+            Op::AutoContrast => ("autocontrast", 0.0),
+            Op::Equalize => ("equalize", 0.0),
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! The random decisions about a picture: a function of (seed, epoch, place) alone.
+
+use super::{
+    Crop, Transform,
+    crop::{random_erasing, random_resized_crop},
+    op::Op,
+};
+use crate::{picture::Region, random::Random};
+
+/// What a random stream is for (see `shard.rs` for the others). Each step has its own, so that one switch does not
+/// change what another does.
+const CROP_AND_FLIP: u64 = 3;
+const RESIZED_CROP: u64 = 4;
+const VERTICAL_FLIP: u64 = 5;
+const COLOR_JITTER: u64 = 6;
+const AUTO_AUGMENT: u64 = 7;
+const ERASING: u64 = 8;
+
+/// torchvision's `RandomErasing` defaults: shares of the area, height over width.
+const ERASED_SCALE: [f64; 2] = [0.02, 0.33];
+const ERASED_RATIO: [f64; 2] = [0.3, 3.3];
+
+/// How one picture is augmented in one epoch.
+#[derive(Debug, Clone)]
+pub(crate) struct AugmentParams {
+    /// First row of a padded crop in the padded picture.
+    pub(super) top: usize,
+    /// First column of a padded crop in the padded picture.
+    pub(super) left: usize,
+    /// Mirrored left to right.
+    pub(super) flip: bool,
+    /// Mirrored top to bottom.
+    pub(super) vertical_flip: bool,
+    resized_crop: Random,
+    /// Colour jitter, then automatic augmentation.
+    pub(super) ops: Vec<Op>,
+    /// Rows and columns of the network's input that are 0 after normalisation.
+    pub(crate) erased: Option<Region>,
+}
+
+impl AugmentParams {
+    /// `place` is the picture's in its split, `epoch` counts from 0.
+    pub(crate) fn new(transform: &Transform, epoch: u32, place: u64) -> Self {
+        let stream = |purpose: u64| Random::new(&[transform.seed, purpose, u64::from(epoch), place]);
+        let mut random = stream(CROP_AND_FLIP);
+        let padding = match transform.crop {
+            Crop::Padded(padding) => padding as u64,
+            Crop::RandomResized { .. } => 0,
+        };
+        let range = 2 * padding + 1;
+        let (top, left) = (random.below(range) as usize, random.below(range) as usize);
+        let flip = random.below(2) == 1 && transform.horizontal_flip;
+        let vertical_flip = transform.vertical_flip && stream(VERTICAL_FLIP).below(2) == 1;
+        let mut ops = color_jitter(transform.color_jitter, &mut stream(COLOR_JITTER));
+        if let Some(policy) = transform.augment {
+            ops.extend(policy.draw(&mut stream(AUTO_AUGMENT), transform.side));
+        }
+        let mut random = stream(ERASING);
+        let erased = (random.uniform(0.0, 1.0) < transform.random_erasing)
+            .then(|| random_erasing(&mut random, transform.side as u32, ERASED_SCALE, ERASED_RATIO))
+            .flatten();
+        let resized_crop = stream(RESIZED_CROP);
+        Self { top, left, flip, vertical_flip, resized_crop, ops, erased }
+    }
+
+    /// What `RandomResizedCrop` takes of a picture of `size`, width and height.
+    pub(crate) fn region(&self, size: (u32, u32), scale: [f64; 2], ratio: [f64; 2]) -> Region {
+        random_resized_crop(&mut self.resized_crop.clone(), size, scale, ratio)
+    }
+
+    /// Whether it is mirrored left to right.
+    pub(crate) fn is_flipped(&self) -> bool {
+        self.flip
+    }
+
+    /// The padded crop and the horizontal flip in 31 bits, for an engine that does both: 15 of the row, 15 of the
+    /// column, 1 of the flip.
+    pub(crate) fn packed(&self) -> u32 {
+        (self.top as u32 & 0x7fff) | (self.left as u32 & 0x7fff) << 15 | u32::from(self.flip) << 30
+    }
+}
+
+/// torchvision's `ColorJitter`: up to four changes in random order, factors between 1 - `strength` (at least 0) and
+/// 1 + `strength`, of hue between - and +.
+fn color_jitter(strengths: [f64; 4], random: &mut Random) -> Vec<Op> {
+    let order = random.permutation(strengths.len());
+    let mut ops = Vec::new();
+    let around_one =
+        |random: &mut Random, strength: f64| random.uniform((1.0 - strength).max(0.0), 1.0 + strength);
+    for which in order {
+        let strength = strengths[which as usize];
+        let factor = match which {
+            3 => random.uniform(-strength, strength),
+            _ => around_one(random, strength),
+        };
+        if strength > 0.0 {
+            ops.push(match which {
+                0 => Op::Brightness(factor),
+                1 => Op::Contrast(factor),
+                2 => Op::Saturation(factor),
+                _ => Op::Hue(factor),
+            });
+        }
+    }
+    ops
+}

@@ -1,0 +1,124 @@
+//! The steps from a decoded picture to the bytes that are normalised.
+
+use super::{AugmentParams, Crop, Transform, geometry};
+use crate::picture::{Area, PictureRef, Resize};
+
+/// Makes inputs; one a thread, as it keeps its buffers.
+#[derive(Debug, Default)]
+pub(crate) struct Pipeline {
+    resize: Resize,
+    cropped: Vec<u8>,
+    made: Vec<u8>,
+    scratch: Vec<u8>,
+}
+
+impl Pipeline {
+    /// For training: height, width and channels of the network's input.
+    pub(crate) fn train<'a>(
+        &'a mut self,
+        transform: &Transform,
+        picture: PictureRef<'a>,
+        params: &AugmentParams,
+    ) -> &'a [u8] {
+        let Transform { height, width, side, channels, .. } = *transform;
+        let square = (side as u32, side as u32);
+        match transform.crop {
+            Crop::Padded(padding) => {
+                let crops = padding > 0 || params.flip;
+                let scales = height != side || width != side;
+                if crops {
+                    self.padded_crop(transform, padding, picture.pixels, params);
+                }
+                let cropped = if crops { &self.cropped } else { picture.pixels };
+                if !scales && !transform.changes_after_crop() {
+                    return cropped;
+                }
+                self.made.resize(side * side * channels, 0);
+                if scales {
+                    let cropped = PictureRef { pixels: cropped, ..picture };
+                    self.resize.run(cropped, Area::Whole, square, &mut self.made);
+                } else {
+                    self.made.copy_from_slice(cropped);
+                }
+            }
+            Crop::RandomResized { scale, ratio } => {
+                let region = params.region((picture.width, picture.height), scale, ratio);
+                self.made.resize(side * side * channels, 0);
+                self.resize.run(picture, Area::Cut(region), square, &mut self.made);
+                if params.flip {
+                    geometry::flip_horizontal(&mut self.made, side, channels);
+                }
+            }
+        }
+        after_crop(&mut self.made, transform, params, &mut self.scratch);
+        &self.made
+    }
+
+    /// The rest of [`Pipeline::train`] on what a random resized crop and its horizontal flip have made.
+    pub(crate) fn train_cropped<'a>(
+        &'a mut self,
+        transform: &Transform,
+        cropped: &'a [u8],
+        params: &AugmentParams,
+    ) -> &'a [u8] {
+        if !transform.changes_after_crop() {
+            return cropped;
+        }
+        self.made.clear();
+        self.made.extend_from_slice(cropped);
+        after_crop(&mut self.made, transform, params, &mut self.scratch);
+        &self.made
+    }
+
+    /// For evaluation: resized and cropped at the centre, or scaled.
+    pub(crate) fn evaluate<'a>(&'a mut self, transform: &Transform, picture: PictureRef<'a>) -> &'a [u8] {
+        let side = transform.side as u32;
+        let area = match transform.resize {
+            Some(resize) => picture.centre_crop(resize, side),
+            None if (picture.width, picture.height) == (side, side) => return picture.pixels,
+            None => Area::Whole,
+        };
+        self.made.resize(transform.side * transform.side * transform.channels, 0);
+        self.resize.run(picture, area, (side, side), &mut self.made);
+        &self.made
+    }
+
+    /// The drawn window of the padded picture, flipped or not, into `cropped`.
+    fn padded_crop(&mut self, transform: &Transform, padding: usize, pixels: &[u8], params: &AugmentParams) {
+        let Transform { height, width, channels, .. } = *transform;
+        let AugmentParams { top, left, flip, .. } = *params;
+        self.cropped.clear();
+        self.cropped.resize(height * width * channels, 0);
+        // Columns of the window that lie inside the picture: from `first` in the window, `count` of them.
+        let first = padding.saturating_sub(left);
+        let source_first = left.saturating_sub(padding);
+        let count = width.saturating_sub(first.max(source_first));
+        for row in 0..height {
+            let Some(source_row) = (row + top).checked_sub(padding).filter(|r| *r < height) else {
+                continue;
+            };
+            let source = &pixels[(source_row * width + source_first) * channels..][..count * channels];
+            let target = &mut self.cropped[row * width * channels..][..width * channels];
+            if flip {
+                let mirrored = width - first - count;
+                let target = &mut target[mirrored * channels..][..count * channels];
+                for (t, s) in target.chunks_exact_mut(channels).rev().zip(source.chunks_exact(channels)) {
+                    t.copy_from_slice(s);
+                }
+            } else {
+                target[first * channels..][..count * channels].copy_from_slice(source);
+            }
+        }
+    }
+}
+
+/// Changes the network's input after the crop and its horizontal flip.
+fn after_crop(made: &mut [u8], transform: &Transform, params: &AugmentParams, scratch: &mut Vec<u8>) {
+    let Transform { side, channels, .. } = *transform;
+    if params.vertical_flip {
+        geometry::flip_vertical(made, side, channels);
+    }
+    for op in &params.ops {
+        op.apply(made, side, channels, scratch);
+    }
+}

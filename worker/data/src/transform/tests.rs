@@ -1,0 +1,104 @@
+//! Against what torchvision makes of the same pictures with the same parameters (`tests/pytorch/make_pictures.py`).
+
+use super::op::Op;
+use crate::picture::{Area, Picture, Region, Resize};
+use serde::Deserialize;
+use std::{collections::BTreeSet, path::PathBuf};
+
+#[derive(Deserialize)]
+struct Recorded {
+    cases: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+struct Case {
+    of: String,
+    file: String,
+    side: u32,
+    /// Top, left, height, width.
+    resized_crop: Option<[u32; 4]>,
+    resize: Option<u32>,
+    #[serde(default)]
+    op: String,
+    #[serde(default)]
+    strength: f64,
+}
+
+fn folder() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/pytorch/fixtures/pictures/transforms")
+}
+
+/// As it lies in the file: grey or RGB.
+fn read(name: &str) -> Picture {
+    let picture = image::open(folder().join(name)).unwrap();
+    let (width, height) = (picture.width(), picture.height());
+    match picture {
+        image::DynamicImage::ImageLuma8(grey) => {
+            Picture { width, height, channels: 1, pixels: grey.into_raw() }
+        }
+        other => Picture { width, height, channels: 3, pixels: other.into_rgb8().into_raw() },
+    }
+}
+
+fn cases() -> Vec<Case> {
+    let text = std::fs::read(folder().join("transforms.json")).unwrap();
+    serde_json::from_slice::<Recorded>(&text).unwrap().cases
+}
+
+fn largest_difference(a: &[u8], b: &[u8]) -> u8 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| a.abs_diff(*b)).max().unwrap_or(0)
+}
+
+#[test]
+fn crops_and_resizes_are_torchvision_s() {
+    let (mut values, mut apart, mut seen) = (0, 0, 0);
+    for case in cases().iter().filter(|case| case.op.is_empty()) {
+        let (source, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
+        let picture = source.view();
+        let area = match (case.resized_crop, case.resize) {
+            (Some([top, left, height, width]), _) => Area::Cut(Region { left, top, width, height }),
+            (_, Some(resize)) => picture.centre_crop(resize, case.side),
+            _ => panic!("{} says nothing", case.file),
+        };
+        let mut made = vec![0; expected.pixels.len()];
+        Resize::default().run(picture, area, (case.side, case.side), &mut made);
+        let far = made.iter().zip(&expected.pixels).filter(|(a, b)| a.abs_diff(**b) > 1).count();
+        assert!(far * 100 <= made.len(), "{} of {}: {far} of {} values", case.file, case.of, made.len());
+        seen += 1;
+        values += made.len();
+        apart += far;
+    }
+    assert!(seen >= 17 && apart * 1000 <= values, "{apart} of {values} values are more than 1 apart");
+}
+
+#[test]
+fn operations_are_torchvision_s() {
+    let mut names = BTreeSet::new();
+    for case in cases().iter().filter(|case| !case.op.is_empty()) {
+        let m = case.strength;
+        let (op, name) = match case.op.as_str() {
+            "ShearX" => (Op::ShearX(m), "shear x"),
+            "ShearY" => (Op::ShearY(m), "shear y"),
+            "TranslateX" => (Op::TranslateX(m as i32), "translate x"),
+            "TranslateY" => (Op::TranslateY(m as i32), "translate y"),
+            "Rotate" => (Op::Rotate(m), "rotate"),
+            "Brightness" => (Op::Brightness(1.0 + m), "brightness"),
+            "Color" => (Op::Saturation(1.0 + m), "saturation"),
+            "Contrast" => (Op::Contrast(1.0 + m), "contrast"),
+            "Sharpness" => (Op::Sharpness(1.0 + m), "sharpness"),
+            "Hue" => (Op::Hue(m), "hue"),
+            "Posterize" => (Op::Posterize(m as u32), "posterize"),
+            "Solarize" => (Op::Solarize(m), "solarize"),
+            "AutoContrast" => (Op::AutoContrast, "autocontrast"),
+            "Equalize" => (Op::Equalize, "equalize"),
+            other => panic!("{other}"),
+        };
+        let (mut made, expected) = (read(&format!("{}.png", case.of)), read(&case.file));
+        op.apply(&mut made.pixels, case.side as usize, made.channels as usize, &mut vec![7; 3]);
+        let apart = largest_difference(&made.pixels, &expected.pixels);
+        assert!(apart == 0, "{name} {m} of {}: up to {apart} apart ({})", case.of, case.file);
+        names.insert(name);
+    }
+    assert_eq!(names.len(), 14);
+}

@@ -1,0 +1,373 @@
+//! Training throughput of named cases on synthetic pictures.
+
+use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult, registry};
+use crate::net::{self, init};
+use lockstep_comm::{
+    ProcessGroup, SingleRank,
+    rendezvous::{RendezvousConfig, Store, free_port},
+    ring::Ring,
+    shm::ShmProcessGroup,
+};
+use lockstep_data::{
+    DataError,
+    loader::{Batch, DataSource, EpochPlan},
+};
+use lockstep_kernels::synthetic::values;
+use lockstep_protocol::spec::{Arch, Device, LossScale, ModelSpec, Precision, Stem};
+use serde::Serialize;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Steps before the clock runs: buffers are filled and threads awake.
+const WARM_UP: usize = 3;
+/// Steps of which the median counts.
+const MEASURED: usize = 10;
+/// Classes of the synthetic pictures, as CIFAR-10 has.
+const CLASSES: usize = 10;
+/// Longest wait of a rank for another.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What to measure, written `resnet20:32:64`: architecture, image size, pictures a step over all ranks.
+///
+/// `resnet18c` is ResNet-18 with the CIFAR stem; torchvision's plain names have the ImageNet stem, as its models do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Case {
+    /// As it was written.
+    pub name: String,
+    model: ModelSpec,
+    image_size: usize,
+    batch_size: usize,
+}
+
+impl std::str::FromStr for Case {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |what: &str| {
+            format!("`{text}`: {what}; a case is ARCH:IMAGE_SIZE:BATCH_SIZE, such as resnet20:32:64")
+        };
+        let [arch, image_size, batch_size] = text.split(':').collect::<Vec<_>>()[..] else {
+            return Err(wrong("not three parts"));
+        };
+        let number = |part: &str, what: &str| match part.parse::<usize>() {
+            Ok(value) if (1..=65_536).contains(&value) => Ok(value),
+            _ => Err(wrong(&format!("{what} `{part}` is not a number from 1 to 65536"))),
+        };
+        let (plain, stem) = match arch.strip_suffix('c') {
+            Some(plain) => (plain, Stem::Cifar),
+            None => (arch, Stem::Imagenet),
+        };
+        let arch = Arch::ALL
+            .iter()
+            .find(|(_, name)| *name == plain)
+            .map(|(arch, _)| *arch)
+            .ok_or_else(|| wrong(&format!("unknown architecture `{arch}`")))?;
+        let stem = if arch.is_cifar_family() { Stem::Cifar } else { stem };
+        Ok(Self {
+            name: text.into(),
+            model: ModelSpec { arch, stem, ..ModelSpec::default() },
+            image_size: number(image_size, "image size")?,
+            batch_size: number(batch_size, "batch size")?,
+        })
+    }
+}
+
+/// What was measured.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Measurement {
+    /// The case as it was written.
+    pub case: String,
+    /// `CPU, 2 threads`: of one rank.
+    pub device: String,
+    /// Threads of a rank.
+    pub threads: usize,
+    /// Ranks, each with its share of the batch, statistics synchronised.
+    pub ranks: u32,
+    /// Pictures a second over all ranks, of the median step.
+    pub images_per_second: f64,
+    /// Milliseconds of the median step on rank 0.
+    pub step_ms: f64,
+    /// Milliseconds of its fastest step.
+    pub fastest_step_ms: f64,
+    /// Rank 0's wait for gradients and statistics of others in the median step.
+    pub all_reduce_ms: f64,
+    /// From the beginning to the end of the first step: libraries, kernels, plans, memory. 0 on the CPU.
+    pub first_step_secs: f64,
+    /// What rank 0 holds of its GPU's memory. 0 on the CPU.
+    pub gpu_memory_mb: f64,
+}
+
+/// Trains `case` for 13 steps on the CPU with `threads` threads a rank and times the last ten.
+///
+/// Several ranks run in this process, connected as those of a job on one machine are.
+///
+/// # Errors
+/// A case that does not divide over the ranks or fit its network; ports that cannot be had.
+pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, String> {
+    if ranks == 0 || !case.batch_size.is_multiple_of(ranks as usize) {
+        return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
+    }
+    if ranks == 1 {
+        return run_rank(case, threads, Arc::new(SingleRank));
+    }
+    let port = free_port("127.0.0.1").map_err(|e| format!("no free port on 127.0.0.1: {e}"))?;
+    let secret = *uuid::Uuid::new_v4().as_bytes();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..ranks)
+            .map(|rank| {
+                scope.spawn(move || {
+                    let rendezvous = RendezvousConfig {
+                        addr: "127.0.0.1".into(),
+                        port,
+                        secret: secret.to_vec(),
+                        rank,
+                        world_size: ranks,
+                        timeout: TIMEOUT,
+                        stop: Arc::default(),
+                    };
+                    let store = Store::join(rendezvous).map_err(|e| e.to_string())?;
+                    let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
+                    store.barrier("connected").map_err(|e| e.to_string())?;
+                    let comm = ShmProcessGroup::meet(&store, ring).map_err(|e| e.to_string())?;
+                    run_rank(case, threads, comm)
+                })
+            })
+            .collect();
+        let mut results = ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank died".into())))
+            .collect::<Result<Vec<_>, String>>()?;
+        Ok(results.swap_remove(0))
+    })
+}
+
+fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<Measurement, String> {
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
+    let initial = init::initial_parameters(&network, false, 0);
+    let ranks = comm.size();
+    let batch_size = case.batch_size / ranks as usize;
+    let config = EngineConfig {
+        batch_size,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
+        label_smoothing: 0.0,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads,
+    };
+    let batch = synthetic(batch_size, case.image_size, comm.rank());
+    let batch = Batch { global_samples: batch_size * ranks as usize, ..batch };
+    let device = registry::device_of(None, Device::Cpu);
+    let built = device.backend.build(BuildArgs {
+        network,
+        initial: &initial,
+        config,
+        comm,
+        ordinal: device.ordinal,
+        precision: Precision::Fp32,
+        loss_scale: LossScale::Named("dynamic".into()),
+        deterministic: true,
+        store: None,
+        watchdog: None,
+        generation: 0,
+    });
+    let mut engine = built.map_err(|e| e.to_string())?;
+    let mut steps = Vec::with_capacity(MEASURED);
+    for step in 0..WARM_UP + MEASURED {
+        let start = Instant::now();
+        let result = engine.train_step(std::slice::from_ref(&batch), 0.01).map_err(|e| e.to_string())?;
+        if step >= WARM_UP {
+            steps.push((start.elapsed().as_secs_f64(), result.all_reduce_secs));
+        }
+    }
+    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (median, waited) = steps[MEASURED / 2];
+    Ok(Measurement {
+        case: case.name.clone(),
+        device: engine.device_name(),
+        threads,
+        ranks,
+        images_per_second: case.batch_size as f64 / median,
+        step_ms: 1e3 * median,
+        fastest_step_ms: 1e3 * steps[0].0,
+        all_reduce_ms: 1e3 * waited,
+        first_step_secs: 0.0,
+        gpu_memory_mb: 0.0,
+    })
+}
+
+/// Steps on a device of its own before the clock runs: the first ones load kernels and record the step.
+const DEVICE_WARM_UP: u64 = 15;
+/// Steps of which the time is taken.
+const DEVICE_MEASURED: u64 = 60;
+/// Pictures in the synthetic dataset, as CIFAR-10 has.
+const PICTURES: usize = 50_000;
+
+/// How a rank computes that has a device of its own.
+pub struct OnDevice {
+    pub device: DeviceChoice,
+    pub precision: Precision,
+    /// The same bits in every run.
+    pub deterministic: bool,
+    pub sync_batch_norm: bool,
+    /// Where the ranks meet; absent for a single rank.
+    pub store: Option<Arc<Store>>,
+}
+
+/// Trains `case`, whose batch size is that of each rank here, as this rank of `comm` on its device: pictures are in the
+/// device's memory, and cropped, flipped, scaled and normalised there.
+///
+/// # Errors
+/// Whatever keeps the engine from running.
+pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
+    let began = Instant::now();
+    let (mut engine, data) = on_device(case, comm.clone(), how)?;
+    let mut batches = batches(&data, case, comm.as_ref());
+    let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
+        let mut results = Vec::new();
+        for _ in 0..steps {
+            let batch = batches.next().ok_or("the data ended")?.map_err(|e| e.to_string())?;
+            results.extend(engine.start_step(&[batch], 0.01).map_err(|e| e.to_string())?);
+        }
+        results.extend(engine.finish_steps().map_err(|e| e.to_string())?);
+        Ok(results)
+    };
+    run(1)?;
+    let first_step_secs = began.elapsed().as_secs_f64();
+    run(DEVICE_WARM_UP)?;
+    comm.barrier().map_err(|e| e.to_string())?;
+    let clock = Instant::now();
+    let results = run(DEVICE_MEASURED)?;
+    let secs = clock.elapsed().as_secs_f64() / DEVICE_MEASURED as f64;
+    // A rank that leaves now looks dead to others that still wait for their last step.
+    comm.barrier().map_err(|e| e.to_string())?;
+    let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
+    steps.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let (median, waited) = steps[steps.len() / 2];
+    Ok(Measurement {
+        case: case.name.clone(),
+        device: engine.device_name(),
+        threads: 1,
+        ranks: comm.size(),
+        images_per_second: f64::from(comm.size()) * case.batch_size as f64 / secs,
+        step_ms: 1e3 * median,
+        fastest_step_ms: 1e3 * steps[0].0,
+        all_reduce_ms: 1e3 * waited,
+        first_step_secs,
+        gpu_memory_mb: engine.memory_bytes() as f64 / 1e6,
+    })
+}
+
+/// Where a step of `case` spends its time on a device: (call, milliseconds), in order.
+///
+/// # Errors
+/// Whatever keeps the engine from running.
+#[cfg(test)]
+pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
+    let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
+    let mut batches = batches(&data, case, &SingleRank);
+    let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
+    // The first ones load kernels.
+    for _ in 0..3 {
+        engine.train_step(&[next()?], 0.01).map_err(|e| e.to_string())?;
+    }
+    engine.profile_step(&next()?).map_err(|e| e.to_string())
+}
+
+/// The engine, and CIFAR-10 as far as speed is concerned.
+fn on_device(
+    case: &Case,
+    comm: Arc<dyn ProcessGroup>,
+    how: OnDevice,
+) -> Result<(Box<dyn Engine>, DataSource), String> {
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
+    let initial = init::initial_parameters(&network, false, 0);
+    let config = EngineConfig {
+        batch_size: case.batch_size,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
+        label_smoothing: 0.0,
+        accumulate: 1,
+        sync_batch_norm: how.sync_batch_norm,
+        gradients_mean: true,
+        threads: 1,
+    };
+    let built = how.device.backend.build(BuildArgs {
+        network,
+        initial: &initial,
+        config,
+        comm,
+        ordinal: how.device.ordinal,
+        precision: how.precision,
+        loss_scale: LossScale::Named("dynamic".into()),
+        deterministic: how.deterministic,
+        store: how.store,
+        watchdog: None,
+        generation: 0,
+    });
+    let mut engine = built.map_err(|e| e.to_string())?;
+    let mut data = DataSource::synthetic(PICTURES, case.image_size, 0);
+    data.set_format(engine.take_data(&data).map_err(|e| e.to_string())?);
+    Ok((engine, data))
+}
+
+/// This rank's batches, epoch after epoch.
+fn batches<'a>(
+    data: &'a DataSource,
+    case: &Case,
+    comm: &dyn ProcessGroup,
+) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
+    let plan = EpochPlan {
+        epoch: 0,
+        first_step: 0,
+        rank: comm.rank(),
+        world_size: comm.size(),
+        batch_size: case.batch_size,
+        accumulate: 1,
+        drop_remainder: true,
+        threads: 2,
+    };
+    (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
+}
+
+/// Speed does not depend on what is in a picture.
+fn synthetic(pictures: usize, image_size: usize, rank: u32) -> Batch {
+    Batch {
+        images: values(&format!("bench.{rank}"), pictures * image_size * image_size * 3),
+        labels: (0..pictures).map(|i| (i % CLASSES) as u32).collect(),
+        indices: (0..pictures as u64).collect(),
+        ..Batch::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cases_are_read_or_refused_with_the_form() {
+        let case: Case = "resnet18c:32:64".parse().unwrap();
+        assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
+        assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);
+        // Every network by its own name, and with the small stem.
+        for (arch, name) in Arch::ALL {
+            let case: Case = format!("{name}:224:256").parse().unwrap();
+            let stem = if arch.is_cifar_family() { Stem::Cifar } else { Stem::Imagenet };
+            assert_eq!((case.model.arch, case.model.stem, case.image_size), (arch, stem, 224));
+            let case: Case = format!("{name}c:32:8").parse().unwrap();
+            assert_eq!((case.model.arch, case.model.stem), (arch, Stem::Cifar));
+        }
+        for wrong in ["", "resnet20", "resnet21:32:64", "resnet20:0:64", "resnet20:32:x"] {
+            let error = wrong.parse::<Case>().unwrap_err();
+            assert!(error.contains("resnet20:32:64"), "{error}");
+        }
+    }
+
+    #[test]
+    fn two_ranks_are_measured_over_loopback() {
+        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2).unwrap();
+        assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
+        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2).is_err());
+    }
+}

@@ -1,0 +1,101 @@
+//! CPU cores as a backend: every machine has them, so it takes every rank that no other backend takes.
+
+use super::build;
+use crate::{
+    Engine, EngineError,
+    backend::{Backend, BuildArgs, Devices, Needs, Selection},
+};
+use lockstep_host::{cores, cpu_name, gpu::RankGpu};
+use lockstep_protocol::{
+    agent::Slot,
+    spec::{Device, JobSpec, Precision},
+};
+
+/// Most CPU slots that one machine offers.
+pub const MOST_CPU_SLOTS: u32 = 1024;
+
+/// The CPU's cores.
+#[derive(Debug)]
+pub(crate) struct Cpu;
+
+impl Backend for Cpu {
+    fn name(&self) -> &'static str {
+        Device::Cpu.name()
+    }
+
+    /// As many places as there are cores, or as are asked for. They share the cores: an attempt's ranks get as many threads
+    /// each as there are cores for one.
+    fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
+        if selection.device.is_counted() || selection.list.is_some() {
+            return Ok(Devices::default());
+        }
+        let cores = cores();
+        let count = selection.cpu_slots.unwrap_or(cores.min(MOST_CPU_SLOTS));
+        if !(1..=MOST_CPU_SLOTS).contains(&count) {
+            return Err(format!("--cpu-slots {count}: from 1 to {MOST_CPU_SLOTS}"));
+        }
+        let share = match cores / count {
+            0 => format!("1/{} core", count.div_ceil(cores)),
+            1 => "1 core".to_owned(),
+            n => format!("{n} cores"),
+        };
+        let name = format!("{share} of {}", cpu_name());
+        let slot = |index| Slot {
+            index,
+            device: self.name().into(),
+            name: name.clone(),
+            memory_bytes: 0,
+            uuid: None,
+        };
+        Ok(Devices { slots: (0..count).map(slot).collect(), hindrance: None })
+    }
+
+    fn device_of(&self, _given: Option<&RankGpu>, _asked: Device) -> Option<i32> {
+        Some(0)
+    }
+
+    fn device_name(&self, _ordinal: i32) -> String {
+        "CPU".into()
+    }
+
+    fn needs(&self) -> Needs {
+        Needs { shared_memory: true, host_memory: true, ..Needs::default() }
+    }
+
+    fn check(&self, spec: &JobSpec) -> Result<(), String> {
+        if let Some(kind) = spec.parallel.device.kind().filter(|kind| kind.is_counted) {
+            let (name, slot) = (kind.name, kind.slot_name);
+            return Err(format!("parallel.device = \"{name}\": this rank has no {slot}; use cpu or auto"));
+        }
+        if matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16) {
+            return Err("train.precision: CPU ranks compute in fp32; use fp32 or auto".into());
+        }
+        Ok(())
+    }
+
+    fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
+        build(args.network, args.initial, args.config, args.comm)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn offered(cpu_slots: u32) -> Result<Devices, String> {
+        Cpu.devices(Selection { cpu_slots: Some(cpu_slots), ..Selection::default() })
+    }
+
+    #[test]
+    fn as_many_places_as_are_asked_for_share_the_cores() {
+        let slots = offered(3).unwrap().slots;
+        assert_eq!(slots.iter().map(|s| s.index).collect::<Vec<_>>(), [0, 1, 2]);
+        assert!(slots.iter().all(|s| s.device == "cpu" && s.name.contains("core") && s.uuid.is_none()));
+        assert_eq!(offered(1024).unwrap().slots.len(), 1024);
+        for wrong in [0, 1025] {
+            assert!(offered(wrong).unwrap_err().contains("from 1 to 1024"));
+        }
+        let gpus = Selection { device: Device::Cuda, ..Selection::default() };
+        assert_eq!(Cpu.devices(gpus), Ok(Devices::default()));
+    }
+}

@@ -1,0 +1,184 @@
+//! The backward pass.
+
+use super::{
+    batch_norm::{self, Affine, Mask},
+    conv::{self, ConvShape},
+    elementwise,
+    executor::{Executor, MicroBatch},
+    forward::max_pool,
+    linear, pool,
+};
+use crate::{
+    EngineError,
+    fuse::{Conv, FusedOp, Norm},
+};
+use std::{ops::Range, time::Instant};
+
+impl Executor {
+    /// Gradients of all parameters from that of the logits. `statistics_of` is as in forward.
+    pub(super) fn backward(
+        &mut self,
+        pictures: usize,
+        statistics_of: f64,
+        micro_batch: MicroBatch,
+    ) -> Result<(), EngineError> {
+        for index in (0..self.ops.len()).rev() {
+            let parts = std::mem::take(&mut self.gradient_parts[self.ops[index].output()]);
+            let began = Instant::now();
+            self.op_backward(index, pictures, statistics_of, micro_batch, parts)?;
+            self.count_time(index, began);
+        }
+        self.send_ready();
+        // The first micro-batch may have left gradients for activations that nobody reads.
+        for parts in &mut self.gradient_parts {
+            for part in parts.drain(..) {
+                self.pool.free(part);
+            }
+        }
+        Ok(())
+    }
+
+    /// Numbers of the weight and the bias of `name`.
+    fn slots(&self, name: &str) -> Result<[usize; 2], EngineError> {
+        let slot = |suffix| self.layout.slot(&format!("{name}.{suffix}"));
+        Ok([slot("weight")?, slot("bias")?])
+    }
+
+    fn op_backward(
+        &mut self,
+        index: usize,
+        pictures: usize,
+        statistics_of: f64,
+        micro_batch: MicroBatch,
+        parts: Vec<Vec<f32>>,
+    ) -> Result<(), EngineError> {
+        let network = self.network.clone();
+        let shapes = &network.tensors;
+        let op = self.ops[index].clone();
+        let len = |tensor: usize| pictures * shapes[tensor].len();
+        let mut parts = parts.into_iter();
+        // An output that nothing read has no gradient: the logits' loss reaches all of ours.
+        let mut dy = parts.next().unwrap_or_else(|| vec![0.0; len(op.output())]);
+        let more = parts.next();
+        for part in parts {
+            dy.iter_mut().zip(&part).for_each(|(d, p)| *d += p);
+            self.pool.free(part);
+        }
+
+        if let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, output, .. }) = &op {
+            let slots = self.slots(name)?;
+            let [gamma, beta] = slots.map(|s| &self.state.weights[self.layout.slots[s].range.clone()]);
+            let affine = Affine { statistics: &self.norms[*norm].statistics, gamma, beta };
+            let x = &self.activations[*input][..len(*input)];
+            let frozen = self.network.frozen_norm;
+            let keep = more.is_some() || shortcut.is_some();
+            let mask = match (relu, shortcut) {
+                (false, _) => Mask::None,
+                (true, None) => Mask::Input,
+                (true, Some(_)) => Mask::Output(&self.activations[*output][..len(*output)]),
+            };
+            // Statistics that do not depend on the input leave dx = scale g, which is what sums of zero give.
+            let mut sums = vec![0.0; 2 * gamma.len()];
+            if !frozen || keep {
+                let found = batch_norm::backward_sums(x, affine, &mut dy, more.as_deref(), mask, keep);
+                sums = if frozen { sums } else { found };
+            }
+            let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
+            if self.config.sync_batch_norm && !frozen {
+                self.reducer.statistics(&mut sums, &mut || self.state.advance())?;
+            }
+            let count = if frozen { 1.0 } else { statistics_of * shapes[*input].pixels() as f64 };
+            if let Some(shortcut) = shortcut {
+                let mut dx = self.pool.alloc(len(*input));
+                batch_norm::backward_input(x, affine, &sums, count, &dy, &mut dx);
+                self.gradient_parts[*input].push(dx);
+                self.gradient_parts[shortcut.tensor].push(dy);
+            } else {
+                batch_norm::backward_input_in_place(x, affine, &sums, count, *relu && !keep, &mut dy);
+                self.gradient_parts[*input].push(dy);
+            }
+            if let Some(more) = more {
+                self.pool.free(more);
+            }
+            // Buckets that were complete before go now: they have the next convolution to hide behind.
+            self.send_ready();
+            self.add_sums(slots[0], micro_batch, &dgamma);
+            self.add_sums(slots[1], micro_batch, &dbeta);
+            return Ok(());
+        }
+
+        if let Some(more) = more {
+            for (d, m) in dy.iter_mut().zip(&more) {
+                *d += m;
+            }
+            self.pool.free(more);
+        }
+        match &op {
+            FusedOp::Norm(_) => {}
+            FusedOp::Relu { input, output } => {
+                elementwise::relu_backward(&self.activations[*output][..len(*output)], &mut dy);
+                self.gradient_parts[*input].push(dy);
+                return Ok(());
+            }
+            FusedOp::Add { branch, shortcut, .. } => {
+                let mut copy = self.pool.alloc(dy.len());
+                copy.copy_from_slice(&dy);
+                self.gradient_parts[*shortcut].push(copy);
+                self.gradient_parts[*branch].push(dy);
+                return Ok(());
+            }
+            FusedOp::Conv(Conv { name, shape, input, output, needs_input_gradient, .. }) => {
+                let shape = ConvShape { batch: pictures, ..*shape };
+                let slot = self.layout.slot(&format!("{name}.weight"))?;
+                if *needs_input_gradient {
+                    let mut dx = self.pool.alloc(len(*input));
+                    let weight = &self.state.weights[self.layout.slots[slot].range.clone()];
+                    if pictures > 0 {
+                        conv::backward_input(&shape, &dy, weight, &mut dx, &mut self.scratch);
+                    }
+                    self.gradient_parts[*input].push(dx);
+                }
+                // After the weights' last use: they may change as soon as their gradient is there.
+                let x = std::mem::take(&mut self.activations[*input]);
+                let (from, to) = (shapes[*input].len(), shapes[*output].len());
+                self.add_gradient(slot, micro_batch, pictures, |share, out, scratch| {
+                    let shape = ConvShape { batch: share.len(), ..shape };
+                    let x = &x[share.start * from..share.end * from];
+                    let dy = &dy[share.start * to..share.end * to];
+                    conv::backward_weight(&shape, x, dy, out, scratch);
+                });
+                self.activations[*input] = x;
+            }
+            FusedOp::MaxPool { input, output, .. } => {
+                let mut dx = self.pool.alloc(len(*input));
+                max_pool(&network, &op).backward(&dy, &self.argmax[*output][..len(*output)], &mut dx);
+                self.gradient_parts[*input].push(dx);
+            }
+            FusedOp::GlobalAveragePool { input, .. } => {
+                let mut dx = self.pool.alloc(len(*input));
+                pool::global_average_backward(&dy, shapes[*input], &mut dx);
+                self.gradient_parts[*input].push(dx);
+            }
+            FusedOp::Linear { name, input, output, .. } => {
+                let slots = self.slots(name)?;
+                let (inputs, outputs) = (shapes[*input].len(), shapes[*output].len());
+                let mut dx = self.pool.alloc(len(*input));
+                let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];
+                linear::backward_input(&dy, weight, outputs, &mut dx);
+                self.gradient_parts[*input].push(dx);
+                let x = std::mem::take(&mut self.activations[*input]);
+                let dy_of = |share: &Range<usize>| &dy[share.start * outputs..share.end * outputs];
+                self.add_gradient(slots[0], micro_batch, pictures, |share, out, _| {
+                    let x = &x[share.start * inputs..share.end * inputs];
+                    linear::backward_weight(x, dy_of(&share), outputs, out);
+                });
+                self.add_gradient(slots[1], micro_batch, pictures, |share, out, _| {
+                    linear::backward_bias(dy_of(&share), out);
+                });
+                self.activations[*input] = x;
+            }
+        }
+        self.pool.free(dy);
+        Ok(())
+    }
+}

@@ -1,0 +1,276 @@
+//! One rank's step: forward, backward, all-reduce and update, over buffers that stay.
+
+use super::{batch_norm::Statistics, conv, layout::Layout, loss, reduce::Reducer, state::State};
+use crate::{
+    EngineConfig, EngineError, EvalResult, StepResult,
+    fuse::{self, Capabilities, FusedOp},
+    net::Network,
+    prologue::{Prologue, StepPart},
+};
+use lockstep_comm::ProcessGroup;
+use lockstep_data::loader::Batch;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Networks with at most this many parameters sum gradients in float64, which is exact: the CIFAR family (ResNet-110 has 1.7
+/// million). Their steps are long compared with the time to send twice the bytes.
+const F64_GRADIENTS_UP_TO: usize = 2_000_000;
+
+/// Where a micro-batch stands in its step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct MicroBatch {
+    /// Its gradients overwrite those of the step before.
+    pub(super) first: bool,
+    /// Its gradients complete the step's.
+    pub(super) last: bool,
+}
+
+/// A batch norm's state besides its trained parameters.
+pub(super) struct Norm {
+    pub(super) name: String,
+    pub(super) running_mean: Vec<f32>,
+    pub(super) running_var: Vec<f32>,
+    /// The statistics of the latest forward pass.
+    pub(super) statistics: Statistics,
+}
+
+/// Reusable buffers for the gradients of activations. After the first step nothing is allocated any more.
+#[derive(Default)]
+pub(super) struct BufferPool(Vec<Vec<f32>>);
+
+impl BufferPool {
+    /// A buffer of `len` values of any content.
+    pub(super) fn alloc(&mut self, len: usize) -> Vec<f32> {
+        let fits = (0..self.0.len()).filter(|&i| self.0[i].capacity() >= len);
+        let Some(best) = fits.min_by_key(|&i| self.0[i].capacity()) else { return vec![0.0; len] };
+        let mut buffer = self.0.swap_remove(best);
+        buffer.resize(len, 0.0);
+        buffer
+    }
+
+    pub(super) fn free(&mut self, buffer: Vec<f32>) {
+        self.0.push(buffer);
+    }
+}
+
+pub(super) struct Executor {
+    pub(super) network: Arc<Network>,
+    pub(super) config: EngineConfig,
+    world_size: u32,
+    pub(super) ops: Vec<FusedOp>,
+    capabilities: Capabilities,
+    pub(super) layout: Layout,
+    pub(super) state: State,
+    /// Why the ranks do not share memory, if they do not.
+    pub(super) shm_unavailable_reason: Option<String>,
+    /// Complete buckets that wait to be sent.
+    pub(super) ready: Vec<usize>,
+    pub(super) norms: Vec<Norm>,
+    /// Running means and variances before the step that is under way; forward passes change them.
+    norms_before: Option<Vec<[Vec<f32>; 2]>>,
+    /// By tensor, for the largest batch so far.
+    pub(super) activations: Vec<Vec<f32>>,
+    /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
+    pub(super) sums: Vec<Vec<f64>>,
+    /// By tensor: gradients from each of its readers.
+    pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
+    /// By output tensor of a max pooling: which place of its window each value came from.
+    pub(super) argmax: Vec<Vec<u8>>,
+    pub(super) pool: BufferPool,
+    pub(super) scratch: conv::Scratch,
+    /// Whether gradients are summed in float64; see [`super::gradient`].
+    pub(super) f64_gradients: bool,
+    /// One for each share of a batch; see [`super::gradient`].
+    pub(super) scratches: Vec<conv::Scratch>,
+    pub(super) reducer: Reducer,
+    /// By operation: its time so far in the step that is timed; none in other steps.
+    pub(super) times: Option<Vec<Duration>>,
+}
+
+impl Executor {
+    pub(super) fn new(
+        network: Arc<Network>,
+        config: EngineConfig,
+        comm: Arc<dyn ProcessGroup>,
+        capabilities: Capabilities,
+    ) -> Result<Self, EngineError> {
+        let ops = fuse::fuse(&network, &capabilities);
+        let layout = Layout::new(&network, &ops);
+        let f64_gradients = layout.len() <= F64_GRADIENTS_UP_TO;
+        let norms = norms(&network, &ops);
+        let tensors = network.tensors.len();
+        let world_size = comm.size();
+        let (state, shm_unavailable_reason) =
+            State::new(&layout, f64_gradients, config.optimizer, comm.as_ref())?;
+        let reducer = Reducer::new(comm, state.memory())
+            .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
+        let mut executor = Self {
+            state,
+            shm_unavailable_reason,
+            f64_gradients,
+            scratches: Vec::new(),
+            ready: Vec::new(),
+            activations: vec![Vec::new(); tensors],
+            sums: vec![Vec::new(); tensors],
+            gradient_parts: vec![Vec::new(); tensors],
+            argmax: vec![Vec::new(); tensors],
+            pool: BufferPool::default(),
+            scratch: conv::Scratch::default(),
+            network,
+            config,
+            world_size,
+            ops,
+            capabilities,
+            layout,
+            norms,
+            norms_before: None,
+            reducer,
+            times: None,
+        };
+        executor.reserve(executor.config.batch_size);
+        Ok(executor)
+    }
+
+    /// Continues with the same network at another input size: parameters stay, buffers grow.
+    pub(super) fn set_network(&mut self, network: Arc<Network>) {
+        self.ops = fuse::fuse(&network, &self.capabilities);
+        self.network = network;
+        self.reserve(self.config.batch_size);
+    }
+
+    /// Allocates activations for `batch` pictures; never shrinks.
+    pub(super) fn reserve(&mut self, batch: usize) {
+        let outputs = self.ops.iter().map(FusedOp::output);
+        for tensor in std::iter::once(self.network.input()).chain(outputs) {
+            let len = batch * self.network.tensors[tensor].len();
+            if self.activations[tensor].len() < len {
+                self.activations[tensor] = vec![0.0; len];
+            }
+        }
+        for op in &self.ops {
+            if let FusedOp::MaxPool { output, .. } = *op {
+                let len = batch * self.network.tensors[output].len();
+                let argmax = &mut self.argmax[output];
+                argmax.resize(len.max(argmax.len()), 0);
+            }
+        }
+    }
+
+    /// One optimizer step; see [`crate::Engine::train_step`].
+    pub(super) fn train_step(&mut self, batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
+        let Prologue { parts, gradient_scale } = Prologue::of(batches, &self.config, self.world_size)?;
+        if parts.is_empty() {
+            return Ok(StepResult::default());
+        }
+        self.state.begin(lr);
+        if self.world_size > 1 {
+            let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
+            self.norms_before = Some(self.norms.iter().map(running).collect());
+        }
+        let mut measured = loss::Loss::default();
+        for StepPart { batch, first, last, statistics_of } in parts {
+            self.forward(&batch.images, batch.labels.len(), Some(statistics_of))?;
+            let part = self.loss_and_gradient(batch, gradient_scale);
+            measured.sum += part.sum;
+            measured.correct += part.correct;
+            self.backward(batch.labels.len(), statistics_of, MicroBatch { first, last })?;
+        }
+        let square_sum = self.update()?;
+        self.norms_before = None;
+        let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
+        Ok(StepResult {
+            loss: if samples > 0 { (measured.sum / samples as f64) as f32 } else { 0.0 },
+            correct: measured.correct as u32,
+            samples: samples as u32,
+            grad_norm: square_sum.sqrt() as f32,
+            step_secs: 0.0,
+            all_reduce_secs: self.reducer.take_waited().as_secs_f64(),
+            loss_scale: None,
+        })
+    }
+
+    /// The loss of the logits. Keeps the gradient of the logits, times `scale`, for [`Executor::backward`].
+    fn loss_and_gradient(&mut self, batch: &Batch, scale: f64) -> loss::Loss {
+        let (tensor, classes) = (self.network.logits(), self.network.classes);
+        let len = batch.labels.len() * classes;
+        let mut gradient = self.pool.alloc(len);
+        let logits = &self.activations[tensor][..len];
+        let smoothing = self.config.label_smoothing;
+        let gradient_of = Some((&mut gradient[..], scale));
+        let loss = loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, gradient_of);
+        self.gradient_parts[tensor].push(gradient);
+        loss
+    }
+
+    /// Adds the time since `began` to operation number `index`, if this step is timed.
+    pub(super) fn count_time(&mut self, index: usize, began: Instant) {
+        if let Some(time) = self.times.as_mut().and_then(|times| times.get_mut(index)) {
+            *time += began.elapsed();
+        }
+    }
+
+    /// Waits until the update is done, and takes part in it meanwhile. Returns the sum of squares of the reduced gradient.
+    fn update(&mut self) -> Result<f64, EngineError> {
+        if self.reducer.carries_gradients() {
+            // All buckets must have arrived before a weight changes: if a rank is lost, the weights are then still those of one step.
+            for bucket in 0..self.layout.buckets.len() {
+                *self.state.gradient(bucket) = self.reducer.finish_bucket()?;
+            }
+            (0..self.layout.buckets.len()).for_each(|bucket| self.state.complete(bucket));
+        }
+        let (square_sum, waited) = self.state.finish()?;
+        self.reducer.add_waited(waited);
+        Ok(square_sum)
+    }
+
+    /// See [`crate::Engine::undo_unfinished_steps`]. Ranks that share memory cannot undo: they update pieces of the weights while
+    /// the backward pass still runs.
+    pub(super) fn undo_step(&mut self) -> bool {
+        if self.state.memory().is_some() {
+            return false;
+        }
+        for (norm, [mean, var]) in self.norms.iter_mut().zip(self.norms_before.take().unwrap_or_default()) {
+            (norm.running_mean, norm.running_var) = (mean, var);
+        }
+        true
+    }
+
+    /// See [`crate::Engine::eval_step`].
+    pub(super) fn evaluate(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        let logits = self.infer(batch)?;
+        let loss = loss::cross_entropy(&logits, &batch.labels, None, self.network.classes, 0.0, None);
+        Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: batch.labels.len() as u64 })
+    }
+
+    /// Logits with running statistics.
+    pub(super) fn infer(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        let pictures = batch.labels.len();
+        self.forward(&batch.images, pictures, None)?;
+        Ok(self.activations[self.network.logits()][..pictures * self.network.classes].to_vec())
+    }
+}
+
+fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
+    let mut norms: Vec<(usize, Norm)> = ops
+        .iter()
+        .filter_map(|op| match op {
+            FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
+                let channels = network.tensors[*input].channels;
+                Some((
+                    *norm,
+                    Norm {
+                        name: name.clone(),
+                        running_mean: vec![0.0; channels],
+                        running_var: vec![1.0; channels],
+                        statistics: Statistics::from_running(&vec![0.0; channels], &vec![1.0; channels]),
+                    },
+                ))
+            }
+            _ => None,
+        })
+        .collect();
+    norms.sort_by_key(|(norm, _)| *norm);
+    norms.into_iter().map(|(_, norm)| norm).collect()
+}

@@ -1,0 +1,144 @@
+//! The forward pass.
+
+use super::{
+    batch_norm::{self, Affine, Statistics},
+    conv::{self, ConvShape},
+    elementwise,
+    executor::Executor,
+    linear,
+    pool::{self, MaxPool},
+};
+use crate::{
+    EngineError,
+    fuse::{Conv, FusedOp, Norm},
+    net::{Network, TensorId},
+};
+use std::time::Instant;
+
+impl Executor {
+    /// Runs the network over `pictures` images (NHWC) and leaves every activation for backward.
+    ///
+    /// Training names the pictures that batch norm's statistics are of (this rank's, or all ranks');
+    /// `None` normalises with the running statistics.
+    pub(super) fn forward(
+        &mut self,
+        images: &[f32],
+        pictures: usize,
+        statistics_of: Option<f64>,
+    ) -> Result<(), EngineError> {
+        self.reserve(pictures);
+        let input = self.network.input();
+        self.activations[input][..images.len()].copy_from_slice(images);
+        for index in 0..self.ops.len() {
+            let output = self.ops[index].output();
+            let mut y = std::mem::take(&mut self.activations[output]);
+            let began = Instant::now();
+            let result = self.op_forward(index, pictures, statistics_of, &mut y);
+            self.count_time(index, began);
+            self.activations[output] = y;
+            result?;
+        }
+        Ok(())
+    }
+
+    fn op_forward(
+        &mut self,
+        index: usize,
+        pictures: usize,
+        statistics_of: Option<f64>,
+        y: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let shapes = &self.network.tensors;
+        let op = &self.ops[index];
+        let y = &mut y[..pictures * shapes[op.output()].len()];
+        let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
+        let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
+            let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
+            Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
+        };
+        match op {
+            // Without pictures there is nothing to compute, but statistics of other ranks' still come.
+            FusedOp::Norm(_) => return self.norm_forward(index, pictures, statistics_of, y),
+            _ if pictures == 0 => {}
+            FusedOp::Conv(Conv { name, shape, input, output, norm_after, .. }) => {
+                let shape = ConvShape { batch: pictures, ..*shape };
+                let weight = weight(name, "weight")?;
+                if norm_after.is_some() && statistics_of.is_some() && !self.f64_gradients {
+                    self.sums[*output] =
+                        conv::forward_with_sums(&shape, x(*input), weight, y, &mut self.scratch);
+                } else {
+                    conv::forward(&shape, x(*input), weight, y, &mut self.scratch);
+                }
+            }
+            FusedOp::Relu { input, .. } => elementwise::relu(x(*input), y),
+            FusedOp::Add { branch, shortcut, .. } => elementwise::add(x(*branch), x(*shortcut), y),
+            FusedOp::MaxPool { input, output, .. } => {
+                let len = y.len();
+                max_pool(&self.network, op).forward(x(*input), y, &mut self.argmax[*output][..len]);
+            }
+            FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
+            FusedOp::Linear { name, input, .. } => {
+                linear::forward(x(*input), weight(name, "weight")?, weight(name, "bias")?, y);
+            }
+        }
+        Ok(())
+    }
+
+    fn norm_forward(
+        &mut self,
+        index: usize,
+        pictures: usize,
+        statistics_of: Option<f64>,
+        y: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let FusedOp::Norm(Norm { name, norm, input, shortcut, relu, .. }) = &self.ops[index] else {
+            return Ok(());
+        };
+        let shapes = &self.network.tensors;
+        let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
+        let channels = shapes[*input].channels;
+        let statistics = match statistics_of.filter(|_| !self.network.frozen_norm) {
+            None => {
+                let norm = &self.norms[*norm];
+                Statistics::from_running(&norm.running_mean, &norm.running_var)
+            }
+            Some(of) => {
+                let mut sums = std::mem::take(&mut self.sums[*input]);
+                if sums.is_empty() {
+                    sums = batch_norm::sums(x(*input), channels);
+                }
+                if self.config.sync_batch_norm {
+                    self.reducer.statistics(&mut sums, &mut || false)?;
+                }
+                let count = of * shapes[*input].pixels() as f64;
+                if count == 0.0 {
+                    return Ok(());
+                }
+                let statistics = Statistics::from_sums(&sums, count);
+                let norm = &mut self.norms[*norm];
+                statistics.update_running(count, &mut norm.running_mean, &mut norm.running_var);
+                statistics
+            }
+        };
+        let weight = |suffix: &str| -> Result<&[f32], EngineError> {
+            let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
+            Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
+        };
+        let affine = Affine { statistics: &statistics, gamma: weight("weight")?, beta: weight("bias")? };
+        batch_norm::forward(x(*input), affine, shortcut.map(|s| x(s.tensor)), *relu, y);
+        self.norms[*norm].statistics = statistics;
+        Ok(())
+    }
+}
+
+/// The pooling that a [`FusedOp::MaxPool`] of `network` is.
+pub(super) fn max_pool(network: &Network, op: &FusedOp) -> MaxPool {
+    let (mut pool, shapes) = (
+        MaxPool { input: network.tensors[0], output: network.tensors[0], kernel: 1, stride: 1, padding: 0 },
+        &network.tensors,
+    );
+    if let FusedOp::MaxPool { input, output, kernel, stride, padding } = *op {
+        pool = MaxPool { input: shapes[input], output: shapes[output], kernel, stride, padding };
+    }
+    pool
+}

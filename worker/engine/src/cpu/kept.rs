@@ -1,0 +1,66 @@
+//! What the engine says of a step's layers: kept gradients and times.
+
+use super::super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
+use crate::net::resnet;
+use lockstep_comm::SingleRank;
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
+use std::sync::Arc;
+
+fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<crate::net::Network>) {
+    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+    let network = Arc::new(resnet::build(&model, 12, 3, 10).unwrap());
+    let optimizer = Optimizer { kind, momentum: 0.0, weight_decay: 0.1, ..Optimizer::default() };
+    let config = EngineConfig { optimizer, accumulate, ..unfused::config(8) };
+    let initial = unfused::initial(&network);
+    (build_cpu(network.clone(), &initial, config, Arc::new(SingleRank)).unwrap(), network)
+}
+
+/// Whatever the optimizer makes of them, they are the loss's: without momentum and decay SGD's first step shows.
+#[test]
+fn kept_gradients_are_those_of_the_step_with_any_optimizer() {
+    let mut wanted = None;
+    for (kind, name) in OptimizerKind::ALL {
+        for accumulate in [1, 2] {
+            let (mut engine, network) = engine(kind, accumulate);
+            assert!(engine.gradients().unwrap().is_empty(), "{name}: nothing was asked for");
+            engine.keep_gradients().unwrap();
+            let batch = unfused::batch(&network, 8);
+            let found = engine.train_step(&vec![batch.clone(); accumulate], 0.01).unwrap();
+            let gradients = engine.gradients().unwrap();
+            let square: f64 = gradients.values().flat_map(|t| &t.values).map(|v| f64::from(*v).powi(2)).sum();
+            assert!((square.sqrt() - f64::from(found.grad_norm)).abs() < 1e-5 * square.sqrt(), "{name}");
+            let trained = network.parameters().into_iter().filter(|p| p.role.is_trained());
+            assert_eq!(gradients.len(), trained.count());
+            // The same pictures twice have the mean gradient of once, but for the last bit of a sum.
+            let wanted = wanted.get_or_insert_with(|| gradients.clone());
+            for (tensor, gradient) in &gradients {
+                let pairs = gradient.values.iter().zip(&wanted[tensor].values);
+                let apart = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                let size = gradient.values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
+                assert!(apart <= 1e-5 * size, "{name}, {accumulate}: {tensor} {apart} of {size}");
+            }
+            // Steps that are not asked leave them as they are.
+            engine.train_step(&[batch], 0.01).unwrap();
+            assert!(engine.gradients().unwrap() == gradients, "{name}");
+        }
+    }
+}
+
+#[test]
+fn each_layer_of_a_step_that_is_asked_has_a_time() {
+    let (mut engine, network) = engine(OptimizerKind::Momentum, 1);
+    let step = [unfused::batch(&network, 8)];
+    engine.train_step(&step, 0.0).unwrap();
+    assert!(engine.layer_times().is_empty(), "nobody asked");
+    engine.time_layers();
+    let began = std::time::Instant::now();
+    engine.train_step(&step, 0.0).unwrap();
+    let all = began.elapsed().as_secs_f64() * 1e6;
+    let times = engine.layer_times();
+    assert!(times.iter().all(|time| time.micros > 0.0), "{times:?}");
+    let sum: f64 = times.iter().map(|time| time.micros).sum();
+    assert!(sum <= all, "{sum} of {all}");
+    let named = |name: &str| times.iter().filter(|time| time.name.as_deref() == Some(name)).count();
+    assert_eq!((named("conv1"), named("layer3.2.bn2"), named("fc")), (1, 1, 1));
+    assert!(engine.layer_times().is_empty(), "it is reported once");
+}

@@ -1,0 +1,304 @@
+//! The CPU engine: float32, NHWC; the reference for every other engine.
+//!
+//! Work is cut into chunks that depend on shapes alone, never on the number of threads or on timing:
+//! the same job on the same number of ranks gives the same bits. For networks of the CIFAR family the
+//! number of ranks does not matter either; see [`gradient`].
+
+mod average;
+mod backend;
+mod backward;
+mod executor;
+mod forward;
+mod gradient;
+#[cfg(test)]
+mod kept;
+mod layout;
+mod pieces;
+#[cfg(test)]
+mod plain_graph;
+mod reduce;
+mod state;
+#[cfg(test)]
+mod undo;
+
+use super::{
+    Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors, OptimizerState,
+    StepResult, check, finite, fuse::Capabilities, layers::layer_times, optimizer::state_shapes,
+    unknown_size,
+};
+use crate::net::Network;
+use average::Average;
+pub(super) use backend::Cpu;
+pub use backend::MOST_CPU_SLOTS;
+use executor::Executor;
+use lockstep_comm::ProcessGroup;
+use lockstep_data::loader::Batch;
+use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
+use std::{sync::Arc, time::Duration};
+
+/// What is fused: passes over memory are what cores wait for, so batch norm is one with the addition and the ReLU after it.
+const CAPABILITIES: Capabilities = Capabilities {
+    norm_add_relu: true,
+    shortcut_norm: false,
+    norm_max_pool: false,
+    norm_average_pool: false,
+    one_sum_buffer: false,
+    wgmma: false,
+};
+
+pub(super) fn build(
+    network: Arc<Network>,
+    initial: &NamedTensors,
+    config: EngineConfig,
+    comm: Arc<dyn ProcessGroup>,
+) -> Result<Box<dyn Engine>, EngineError> {
+    let threads = rayon::ThreadPoolBuilder::new()
+        .num_threads(config.threads.max(1))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
+    let executor = Executor::new(network.clone(), config, comm.clone(), CAPABILITIES)?;
+    let mut engine =
+        CpuEngine { threads, executor, sizes: vec![network.clone()], network, comm, average: None };
+    engine.set_parameters(initial)?;
+    if engine.executor.state.memory().is_some() {
+        engine.comm.barrier()?;
+    }
+    Ok(Box::new(engine))
+}
+
+struct CpuEngine {
+    threads: rayon::ThreadPool,
+    executor: Executor,
+    /// For pictures of the current size.
+    network: Arc<Network>,
+    /// For each size that it is ready for.
+    sizes: Vec<Arc<Network>>,
+    comm: Arc<dyn ProcessGroup>,
+    average: Option<Average>,
+}
+
+impl Engine for CpuEngine {
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+        let sizes = training.iter().chain(evaluation);
+        self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
+        Ok(())
+    }
+
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
+        if self.network.image_size != image_size {
+            let network = self.sizes.iter().find(|network| network.image_size == image_size);
+            self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
+            self.executor.set_network(self.network.clone());
+        }
+        Ok(())
+    }
+
+    fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
+        for batch in micro_batches {
+            check_batch(&self.network, batch)?;
+        }
+        let executor = &mut self.executor;
+        self.threads.install(|| executor.train_step(micro_batches, lr)).map(Some)
+    }
+
+    fn keep_gradients(&mut self) -> Result<(), EngineError> {
+        Ok(self.executor.state.keep_gradients(self.comm.as_ref())?)
+    }
+
+    fn gradients(&self) -> Result<NamedTensors, EngineError> {
+        let Executor { layout, state, .. } = &self.executor;
+        let mut all = NamedTensors::new();
+        if let Some(reduced) = state.reduced_gradients() {
+            layout.export(None, reduced, &mut all);
+        }
+        layout.slots.iter().filter(|slot| slot.is_frozen).for_each(|slot| drop(all.remove(&slot.name)));
+        Ok(all)
+    }
+
+    fn time_layers(&mut self) {
+        self.executor.times = Some(vec![Duration::ZERO; self.executor.ops.len()]);
+    }
+
+    fn layer_times(&mut self) -> Vec<LayerTime> {
+        let times = self.executor.times.take().unwrap_or_default();
+        let micros = times.iter().map(|time| time.as_secs_f64() * 1e6);
+        if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) }
+    }
+
+    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        check_batch(&self.network, batch)?;
+        let executor = &mut self.executor;
+        self.threads.install(|| executor.evaluate(batch))
+    }
+
+    fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        check_batch(&self.network, batch)?;
+        let executor = &mut self.executor;
+        self.threads.install(|| executor.infer(batch))
+    }
+
+    fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        let running = self.executor.norms.iter().map(|norm| [&norm.running_mean, &norm.running_var]);
+        Ok(self.export(&self.executor.state.weights, running))
+    }
+
+    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        check::check(&self.network, values)?;
+        if self.writes() {
+            self.executor.layout.import(None, values, &mut self.executor.state.weights);
+        }
+        for norm in &mut self.executor.norms {
+            if let Some(mean) = values.get(&format!("{}.running_mean", norm.name)) {
+                norm.running_mean.copy_from_slice(&mean.values);
+            }
+            if let Some(var) = values.get(&format!("{}.running_var", norm.name)) {
+                norm.running_var.copy_from_slice(&var.values);
+            }
+        }
+        Ok(())
+    }
+
+    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+        let Executor { state, norms, .. } = &self.executor;
+        match &mut self.average {
+            Some(average) => self.threads.install(|| average.take(decay, &state.weights, norms)),
+            none => *none = Some(Average::new(&state.weights, norms)),
+        }
+        Ok(())
+    }
+
+    fn has_average(&self) -> bool {
+        self.average.is_some()
+    }
+
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        let export = |a: &Average| self.export(&a.weights, a.running.iter().map(|[mean, var]| [mean, var]));
+        Ok(self.average.as_ref().map(export))
+    }
+
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        check::check(&self.network, values)?;
+        let Executor { layout, state, norms, .. } = &self.executor;
+        let mut average = Average::new(&state.weights, norms);
+        layout.import(None, values, &mut average.weights);
+        for (own, norm) in average.running.iter_mut().zip(norms) {
+            for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
+                own.clone_from(&values[&format!("{}.{suffix}", norm.name)].values);
+            }
+        }
+        self.average = Some(average);
+        Ok(())
+    }
+
+    fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
+        let Executor { layout, state, config, .. } = &self.executor;
+        let mut slots = NamedTensors::new();
+        for (&name, flat) in config.optimizer.slots().iter().zip(&state.optimizer_slots) {
+            layout.export(Some(name), flat, &mut slots);
+        }
+        Ok(OptimizerState { slots, updates: state.updates })
+    }
+
+    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        let optimizer = self.executor.config.optimizer;
+        check::check_shapes(&self.network, &to.slots, state_shapes(&optimizer, &self.network))?;
+        let writes = self.writes();
+        let Executor { layout, state, .. } = &mut self.executor;
+        state.updates = to.updates;
+        if writes {
+            for (&name, flat) in optimizer.slots().iter().zip(&mut state.optimizer_slots) {
+                layout.import(Some(name), &to.slots, flat);
+            }
+        }
+        Ok(())
+    }
+
+    fn replica(&self) -> u32 {
+        self.comm.rank()
+    }
+
+    fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        self.executor.undo_step().then(Vec::new)
+    }
+
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        finite::first_of_engine(self)
+    }
+
+    fn checksum(&self) -> Result<u64, EngineError> {
+        Ok(crc32fast::hash(bytemuck::cast_slice(&self.executor.state.weights[..])).into())
+    }
+
+    fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
+        if self.executor.state.memory().is_none() {
+            self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;
+        }
+        let mut running: Vec<f32> = self
+            .executor
+            .norms
+            .iter()
+            .flat_map(|n| n.running_mean.iter().chain(&n.running_var).copied())
+            .collect();
+        self.comm.broadcast((&mut running).into(), 0)?;
+        let mut rest = &running[..];
+        for norm in &mut self.executor.norms {
+            for values in [&mut norm.running_mean, &mut norm.running_var] {
+                let (these, others) = rest.split_at(values.len());
+                values.copy_from_slice(these);
+                rest = others;
+            }
+        }
+        Ok(())
+    }
+
+    fn exchange(&self) -> String {
+        match (&self.executor.shm_unavailable_reason, self.comm.size()) {
+            (_, 1) => String::new(),
+            (None, _) => {
+                "ranks share memory: weights are there once, and gradients are added up in place".into()
+            }
+            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why})"),
+        }
+    }
+
+    fn device_name(&self) -> String {
+        match self.threads.current_num_threads() {
+            1 => "CPU, 1 thread".into(),
+            n => format!("CPU, {n} threads"),
+        }
+    }
+}
+
+impl CpuEngine {
+    /// Weights in the engine's order, and each batch norm's running mean and variance.
+    fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
+        let mut all = NamedTensors::new();
+        self.executor.layout.export(None, weights, &mut all);
+        for (norm, of_norm) in self.executor.norms.iter().zip(running) {
+            for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
+                let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
+                all.insert(format!("{}.{suffix}", norm.name), tensor);
+            }
+        }
+        all
+    }
+
+    /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.
+    fn writes(&self) -> bool {
+        self.executor.state.memory().is_none() || self.comm.rank() == 0
+    }
+}
+
+/// Whether a batch fits the network: the loops below rely on it.
+fn check_batch(network: &Network, batch: &Batch) -> Result<(), EngineError> {
+    let picture = network.tensors[network.input()].len();
+    if batch.images.len() != batch.labels.len() * picture {
+        return Err(EngineError::Parameters(format!(
+            "a batch of {} labels has {} values where {picture} a picture are needed",
+            batch.labels.len(),
+            batch.images.len()
+        )));
+    }
+    batch.check_labels(network.classes).map_err(EngineError::Parameters)
+}

@@ -1,0 +1,39 @@
+//! What fusing changes: the order of roundings and nothing else.
+
+use super::{CAPABILITIES, executor::Executor};
+use crate::{
+    fuse::Capabilities,
+    net::{Network, resnet},
+    unfused,
+};
+use lockstep_comm::SingleRank;
+use lockstep_protocol::spec::{Arch, ModelSpec};
+use std::sync::Arc;
+
+/// The loss of a step and every weight's gradient.
+fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String, Vec<f32>)>) {
+    let initial = unfused::initial(network);
+    let mut executor =
+        Executor::new(network.clone(), unfused::config(8), Arc::new(SingleRank), capabilities).unwrap();
+    executor.layout.import(None, &initial, &mut executor.state.weights);
+    let found = executor.train_step(&[unfused::batch(network, 8)], 0.1).unwrap();
+    let mut momentum = lockstep_host::tensors::NamedTensors::new();
+    executor.layout.export(Some("momentum"), &executor.state.optimizer_slots[0], &mut momentum);
+    (found.loss, momentum.into_iter().map(|(name, tensor)| (name, tensor.values)).collect())
+}
+
+#[test]
+fn the_plain_graph_has_the_fused_one_s_gradients() {
+    let resnet20 = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+    let mut networks = unfused::networks();
+    networks.push(Arc::new(resnet::build(&resnet20, 12, 3, 10).unwrap()));
+    for network in networks {
+        let (fused, plain) = (step(&network, CAPABILITIES), step(&network, Capabilities::default()));
+        assert!((fused.0 - plain.0).abs() < 1e-5 * fused.0, "{}: {} {}", network.arch, fused.0, plain.0);
+        for ((name, ours), (_, theirs)) in fused.1.iter().zip(&plain.1) {
+            let norm = ours.iter().map(|v| v * v).sum::<f32>().sqrt();
+            let apart = ours.iter().zip(theirs).map(|(a, b)| (a - b).powi(2)).sum::<f32>().sqrt();
+            assert!(norm > 0.0 && apart < 1e-3 * norm, "{} {name}: {apart} of {norm}", network.arch);
+        }
+    }
+}

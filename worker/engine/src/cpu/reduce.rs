@@ -1,0 +1,178 @@
+//! All-reduces of a step. Ranks that share memory need none for gradients ([`super::state`]) and sum statistics in that memory.
+//! Other ranks all-reduce gradients on a thread, concurrently with the backward pass.
+//!
+//! Every rank must call the same collectives of a group in the same order. Gradient buckets use one group, in the order in which
+//! the backward pass completes them. Statistics of batch norms use the group concurrent to it; the pass waits for them.
+//!
+//! A group without a concurrent one sends everything through the thread's one queue, which the engine fills in program order.
+//! Statistics that are queued behind a bucket would wait for it. A bucket is therefore queued right after the next statistics have
+//! arrived, and then overlaps with the whole backward pass of the next convolution.
+
+use lockstep_comm::{
+    CommError, ProcessGroup, Reduction,
+    shm::{SharedMemory, SharedSlice},
+};
+use std::{
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
+
+/// Gradients of some parameters, before or after their sum over the ranks.
+#[derive(Debug)]
+pub(super) enum Bucket {
+    F32(SharedSlice<f32>),
+    /// See [`super::gradient`].
+    F64(SharedSlice<f64>),
+}
+
+impl Default for Bucket {
+    fn default() -> Self {
+        Bucket::F32(SharedSlice::default())
+    }
+}
+
+enum Request {
+    Statistics(Vec<f64>),
+    Bucket(Bucket),
+}
+
+/// How values are summed over the ranks.
+enum Transport {
+    /// One rank: its values are the sum.
+    SingleRank,
+    /// All ranks map this memory.
+    Shared(SharedMemory),
+    /// A thread all-reduces buckets, and statistics too where there is no concurrent group.
+    Group { thread: Thread, concurrent: Option<Arc<dyn ProcessGroup>> },
+}
+
+struct Thread {
+    requests: mpsc::Sender<Request>,
+    statistics: mpsc::Receiver<Result<Vec<f64>, CommError>>,
+    buckets: mpsc::Receiver<Result<Bucket, CommError>>,
+}
+
+/// Sums over the ranks, and how long this one waited for them.
+pub(super) struct Reducer {
+    way: Transport,
+    waited: Duration,
+}
+
+impl Reducer {
+    /// `memory`: where gradients are, if all ranks map them.
+    pub(super) fn new(comm: Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
+        let way = match memory {
+            _ if comm.size() == 1 => Transport::SingleRank,
+            Some(memory) => Transport::Shared(memory.clone()),
+            None => {
+                let concurrent = comm.concurrent();
+                Transport::Group { thread: Thread::start(comm)?, concurrent }
+            }
+        };
+        Ok(Self { way, waited: Duration::ZERO })
+    }
+
+    /// Sums `values` over all ranks. While this rank waits in shared memory it calls `idle`, which does a piece of other work and
+    /// returns false when there is none.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`].
+    pub(super) fn statistics(
+        &mut self,
+        values: &mut Vec<f64>,
+        idle: &mut dyn FnMut() -> bool,
+    ) -> Result<(), CommError> {
+        let (thread, concurrent) = match &self.way {
+            Transport::SingleRank => return Ok(()),
+            Transport::Shared(memory) => {
+                self.waited += memory.all_reduce_f64(values, idle)?;
+                return Ok(());
+            }
+            Transport::Group { thread, concurrent } => (thread, concurrent),
+        };
+        let start = Instant::now();
+        match concurrent {
+            Some(group) => group.all_reduce(values.into(), Reduction::Sum)?,
+            None => {
+                // A thread that is gone is noticed when its answer is waited for.
+                drop(thread.requests.send(Request::Statistics(std::mem::take(values))));
+                *values = thread.statistics.recv().map_err(|_| gone())??;
+            }
+        }
+        self.waited += start.elapsed();
+        Ok(())
+    }
+
+    /// Whether gradients are sent to other ranks.
+    pub(super) fn carries_gradients(&self) -> bool {
+        matches!(self.way, Transport::Group { .. })
+    }
+
+    /// Whether a bucket should wait for the next statistics to arrive before it starts.
+    pub(super) fn shares_one_queue(&self) -> bool {
+        matches!(self.way, Transport::Group { concurrent: None, .. })
+    }
+
+    /// Starts the sum of a gradient bucket over all ranks.
+    pub(super) fn start_bucket(&mut self, values: Bucket) {
+        if let Transport::Group { thread, .. } = &self.way {
+            drop(thread.requests.send(Request::Bucket(values)));
+        }
+    }
+
+    /// Waits for the oldest bucket that was started, and returns its sum.
+    ///
+    /// # Errors
+    /// As [`ProcessGroup::all_reduce`]; none was started.
+    pub(super) fn finish_bucket(&mut self) -> Result<Bucket, CommError> {
+        let Transport::Group { thread, .. } = &self.way else { return Err(gone()) };
+        let start = Instant::now();
+        let answer = thread.buckets.recv().map_err(|_| gone())?;
+        self.waited += start.elapsed();
+        answer
+    }
+
+    /// Counts a wait that happened elsewhere.
+    pub(super) fn add_waited(&mut self, waited: Duration) {
+        self.waited += waited;
+    }
+
+    /// Time waited since the last call.
+    pub(super) fn take_waited(&mut self) -> Duration {
+        std::mem::take(&mut self.waited)
+    }
+}
+
+impl Thread {
+    fn start(comm: Arc<dyn ProcessGroup>) -> std::io::Result<Self> {
+        let (requests, incoming) = mpsc::channel();
+        let (statistics_out, statistics) = mpsc::channel();
+        let (buckets_out, buckets) = mpsc::channel();
+        std::thread::Builder::new().name("all-reduce".into()).spawn(move || {
+            // Ends when the engine drops its end.
+            while let Ok(request) = incoming.recv() {
+                let delivered = match request {
+                    Request::Statistics(mut values) => {
+                        let done = comm.all_reduce((&mut values).into(), Reduction::Sum);
+                        statistics_out.send(done.map(|()| values)).is_ok()
+                    }
+                    Request::Bucket(mut bucket) => {
+                        let done = match &mut bucket {
+                            Bucket::F32(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
+                            Bucket::F64(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
+                        };
+                        buckets_out.send(done.map(|()| bucket)).is_ok()
+                    }
+                };
+                if !delivered {
+                    return;
+                }
+            }
+        })?;
+        Ok(Self { requests, statistics, buckets })
+    }
+}
+
+fn gone() -> CommError {
+    CommError::Aborted { operation: "all_reduce", reason: "the communication thread has ended".into() }
+}

@@ -1,0 +1,48 @@
+//! Parts of a bucket of gradients, summed over the ranks of this machine.
+
+use super::BLOCK;
+use crate::cpu::reduce::Bucket;
+use lockstep_kernels::sums;
+use std::ops::Range;
+
+/// A part of bucket number `bucket`, summed over `gradients` (one element a rank) in the order of ranks.
+pub(super) fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
+    let mut in_f64 = [0.0f64; BLOCK];
+    let in_f64 = &mut in_f64[..out.len()];
+    for (rank, buckets) in gradients.iter().enumerate() {
+        match &buckets[bucket] {
+            Bucket::F32(values) if rank == 0 => out.copy_from_slice(&values[place.clone()]),
+            Bucket::F32(values) => {
+                sums::add(out, &values[place.clone()]);
+            }
+            Bucket::F64(values) => {
+                sums::add_f64(in_f64, &values[place.clone()]);
+                if rank + 1 == gradients.len() {
+                    sums::round(in_f64, out);
+                }
+            }
+        }
+    }
+}
+
+/// A part of one bucket, as float32.
+pub(super) fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
+    match bucket {
+        Bucket::F32(values) => out.copy_from_slice(&values[place]),
+        Bucket::F64(values) => sums::round(&values[place], out),
+    }
+}
+
+/// Replaces a part of a bucket by `sum`.
+///
+/// # Safety
+/// Nobody else uses this place of the bucket meanwhile.
+pub(super) unsafe fn keep(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match bucket {
+            Bucket::F32(values) => values.part(place).copy_from_slice(sum),
+            Bucket::F64(values) => sums::widen(sum, values.part(place)),
+        }
+    }
+}

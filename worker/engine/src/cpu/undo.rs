@@ -1,0 +1,150 @@
+//! What is left of a step that another rank did not finish, and that training continues from it as if nothing had been.
+
+use super::super::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, unfused};
+use crate::net::resnet;
+use lockstep_comm::{
+    ProcessGroup,
+    rendezvous::{
+        Store,
+        loopback::{rendezvous_config, unused_port},
+    },
+    ring::Ring,
+};
+use lockstep_data::loader::Batch;
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The step is broken off at so many moments, from its begin to its end.
+const MOMENTS: u32 = 8;
+const KINDS: [OptimizerKind; 5] = [
+    OptimizerKind::Momentum,
+    OptimizerKind::Nesterov,
+    OptimizerKind::Lars,
+    OptimizerKind::AdamW,
+    OptimizerKind::Lamb,
+];
+
+/// One of two ranks.
+struct Rank {
+    number: u32,
+    ring: Arc<Ring>,
+    engine: Box<dyn Engine>,
+    /// In two micro-batches, which both change running statistics.
+    step: [Batch; 2],
+}
+
+impl Rank {
+    fn step(&mut self) -> bool {
+        let is_done = self.engine.train_step(&self.step, 0.01).is_ok();
+        // As in training: rank 0 alone averages the weights.
+        if is_done && self.number == 0 {
+            self.engine.average(0.9).unwrap();
+        }
+        is_done
+    }
+
+    fn state(&self) -> StateDict {
+        self.engine.own_state().unwrap()
+    }
+}
+
+/// What two ranks come to.
+fn both<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> [T; 2] {
+    let port = unused_port();
+    let rank = |number| {
+        let store = Store::join(rendezvous_config(port, number, 2)).unwrap();
+        let ring = Ring::connect(&store, TIMEOUT).unwrap();
+        let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+        let network = Arc::new(resnet::build(&model, 12, 3, 10).unwrap());
+        let config = EngineConfig {
+            optimizer: Optimizer { kind, ..Optimizer::default() },
+            accumulate: 2,
+            ..unfused::config(8)
+        };
+        let initial = unfused::initial(&network);
+        let step = [8, 6]
+            .map(|pictures| Batch { global_samples: 2 * pictures, ..unfused::batch(&network, pictures) });
+        let engine = build_cpu(network, &initial, config, ring.clone()).unwrap();
+        work(&mut Rank { number, ring, engine, step })
+    };
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads = [0, 1].map(|number| scope.spawn(move || rank(number)));
+        threads.map(|thread| thread.join().unwrap())
+    })
+}
+
+/// After each of four steps, on each rank.
+fn undisturbed(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
+    both(kind, |rank| {
+        let step = |_| {
+            assert!(rank.step());
+            rank.state()
+        };
+        (1..=4).map(step).collect()
+    })
+}
+
+/// What each rank has when the third step is broken off at this moment, and whether it was.
+fn broken_off(kind: OptimizerKind, moment: u32) -> [(StateDict, bool); 2] {
+    both(kind, |rank| {
+        assert!(rank.step());
+        let began = Instant::now();
+        assert!(rank.step());
+        let took = began.elapsed();
+        rank.ring.barrier().unwrap();
+        let is_done = std::thread::scope(|scope| {
+            if rank.number == 1 && moment < MOMENTS - 1 {
+                let ring = rank.ring.clone();
+                scope.spawn(move || {
+                    std::thread::sleep(took * moment / (MOMENTS - 2));
+                    ring.abort("this rank dies");
+                });
+            }
+            rank.step()
+        });
+        assert!(
+            is_done || rank.engine.undo_unfinished_steps().is_some(),
+            "ranks that share no memory know what they have"
+        );
+        (rank.state(), !is_done)
+    })
+}
+
+#[test]
+fn a_step_that_a_lost_rank_breaks_off_leaves_the_state_before_it_or_after_it_with_every_optimizer() {
+    for kind in KINDS {
+        let whole = undisturbed(kind);
+        assert_ne!(whole[0][1], whole[0][2]);
+        let mut broken = 0;
+        let mut kept = None;
+        // The last moment is never.
+        for moment in 0..MOMENTS {
+            for (rank, (state, is_broken)) in broken_off(kind, moment).into_iter().enumerate() {
+                let steps = if is_broken { 2 } else { 3 };
+                assert!(state == whole[rank][steps - 1], "{kind:?}: rank {rank} after step {steps}");
+                broken += u32::from(is_broken);
+                if is_broken && rank == 0 {
+                    kept = Some(state);
+                }
+            }
+        }
+        assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} were broken off");
+        // The next attempt: rank 0's state on every rank, but for the average.
+        let kept = kept.expect("one of rank 0");
+        let ends = both(kind, |rank| {
+            let average = kept.average.clone().filter(|_| rank.number == 0);
+            rank.engine.load_state_dict(&StateDict { average, ..kept.clone() }).unwrap();
+            rank.ring.barrier().unwrap();
+            assert!(rank.step() && rank.step());
+            rank.state()
+        });
+        for (end, whole) in ends.iter().zip(&whole) {
+            assert!(*end == whole[3], "{kind:?}: the same bits as if no step had been broken off");
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Files that save work at the next start: compiled kernels and the choice of convolution plans.
+//! Losing them costs seconds, so trouble with them is only logged.
+//!
+//! A file is the SHA-256 of its content and the content. The driver crashes on machine code that is cut or damaged, so nothing else is
+//! given to it.
+
+use lockstep_host::{cache::dir, lock_within, open_lock};
+use sha2::{Digest, Sha256};
+use std::{
+    fmt::Display,
+    fs::{self, File},
+    io::{self, ErrorKind, Write},
+    path::Path,
+    time::Duration,
+};
+
+/// The content of `name`, if it is there and undamaged. A damaged file is removed.
+pub(super) fn read(name: &str) -> Option<Vec<u8>> {
+    read_file(&dir()?.join(name))
+}
+
+/// Writes `name` whole or not at all; several ranks may do so at the same time.
+pub(super) fn write(name: &str, content: &[u8]) {
+    let Some(dir) = dir() else { return };
+    if let Err(error) = write_file(&dir, name, content) {
+        tracing::warn!("{}: {error}; the next start will do this work again", dir.join(name).display());
+    }
+}
+
+/// Removes `name`, which is of no use.
+pub(super) fn remove(name: &str, why: impl Display) {
+    if let Some(dir) = dir() {
+        remove_file(&dir.join(name), why);
+    }
+}
+
+/// A lock for who makes the content of `name`; others that want it wait meanwhile. None: there is no cache, or it took too long.
+pub(super) fn lock(name: &str, within: Duration) -> Option<File> {
+    let dir = dir()?;
+    fs::create_dir_all(&dir).ok()?;
+    let file = open_lock(&dir.join(format!("{name}.lock"))).ok()?;
+    lock_within(&file, within).ok()?.then_some(file)
+}
+
+fn read_file(path: &Path) -> Option<Vec<u8>> {
+    let mut file = match fs::read(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => return None,
+        Err(error) => {
+            remove_file(path, error);
+            return None;
+        }
+    };
+    let whole = file.split_at_checked(Sha256::output_size());
+    if whole.is_none_or(|(sum, content)| Sha256::digest(content).as_slice() != sum) {
+        remove_file(path, "it is damaged or of another version");
+        return None;
+    }
+    file.drain(..Sha256::output_size());
+    Some(file)
+}
+
+fn write_file(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
+    fs::create_dir_all(dir)?;
+    let mut file = tempfile::NamedTempFile::new_in(dir)?;
+    file.write_all(Sha256::digest(content).as_slice())?;
+    file.write_all(content)?;
+    file.as_file().sync_all()?;
+    file.persist(dir.join(name))?;
+    Ok(())
+}
+
+fn remove_file(path: &Path, why: impl Display) {
+    let removed = fs::remove_file(path).err().map(|error| format!(" (removing it failed: {error})"));
+    tracing::warn!("{}: {why}; it is made again{}", path.display(), removed.unwrap_or_default());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_damaged_file_is_removed_and_can_be_written_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kernels");
+        let content = b"machine code".as_slice();
+        write_file(dir.path(), "kernels", content).unwrap();
+        assert_eq!(read_file(&path).as_deref(), Some(content));
+        let whole = fs::read(&path).unwrap();
+        let flipped = |at: usize| {
+            let mut file = whole.clone();
+            file[at] ^= 1;
+            file
+        };
+        for (what, damaged) in [
+            ("emptied", Vec::new()),
+            ("cut in its sum", whole[..20].to_vec()),
+            ("cut behind its sum", whole[..32].to_vec()),
+            ("cut in half", whole[..whole.len() / 2].to_vec()),
+            ("without its last byte", whole[..whole.len() - 1].to_vec()),
+            ("longer", [&whole[..], &[0]].concat()),
+            ("a bit of its sum", flipped(3)),
+            ("a bit of its first byte", flipped(32)),
+            ("a bit of its last byte", flipped(whole.len() - 1)),
+            ("zeros, as after a power failure", vec![0; whole.len()]),
+            ("without a sum", content.to_vec()),
+        ] {
+            fs::write(&path, damaged).unwrap();
+            assert_eq!(read_file(&path), None, "{what}");
+            assert!(!path.exists(), "{what}: it stays");
+            assert_eq!(read_file(&path), None, "{what}: it is gone");
+            write_file(dir.path(), "kernels", content).unwrap();
+            assert_eq!(read_file(&path).as_deref(), Some(content), "{what}");
+        }
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "temporary files are left");
+    }
+}

@@ -1,0 +1,150 @@
+//! Commands as text, operands by what they hold.
+
+use super::{Access, Command, Content, Geometry, Operand, Part, Region, StreamId};
+use std::{
+    collections::HashMap,
+    fmt::{Display, Formatter, Result, Write},
+};
+
+/// What ranges of memory are called: (what, which of its parts).
+#[derive(Debug, Default)]
+pub(in crate::cuda) struct Names(HashMap<(Region, usize), (usize, String, String)>);
+
+impl Names {
+    /// Calls a range `part` of `what`.
+    pub(in crate::cuda) fn insert(&mut self, operand: Operand, what: &str, part: &str) {
+        let Operand { region, offset, bytes } = operand;
+        self.0.insert((region, offset), (bytes, what.into(), part.into()));
+    }
+
+    fn of(&self, operand: Operand) -> (String, String) {
+        let Operand { region, offset, bytes } = operand;
+        match self.0.get(&(region, offset)) {
+            Some((whole, what, part)) if *whole == bytes => (what.clone(), part.clone()),
+            _ if offset == 0 => (region.to_string(), String::new()),
+            _ => (format!("{region} at {offset}"), String::new()),
+        }
+    }
+
+    /// A list, the parts of one thing together.
+    fn list(&self, operands: &[Operand]) -> String {
+        let mut all: Vec<(String, String)> = Vec::new();
+        for (what, part) in operands.iter().map(|operand| self.of(*operand)) {
+            match all.last_mut() {
+                Some((last, parts)) if *last == what && !part.is_empty() => {
+                    let _ = write!(parts, "+{part}");
+                }
+                _ => all.push((what, part)),
+            }
+        }
+        let join =
+            |(what, part): (String, String)| if part.is_empty() { what } else { format!("{what} {part}") };
+        all.into_iter().map(join).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The list, a command a line; `title` says what a part of the step is.
+pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn(Part) -> String) -> String {
+    let mut text = String::new();
+    let mut names = Names(names.0.clone());
+    for command in commands {
+        let line = match command {
+            Command::Part(part) => title(*part),
+            Command::Alloc { content, at } => {
+                names.insert(*at, &content.to_string(), "");
+                format!("  alloc {content}: {} at {}", kib(at.bytes), kib(at.offset))
+            }
+            Command::Free { at } => format!("  free {}", names.of(*at).0),
+            Command::Record { stream, event } => format!("  {stream}: record {event:?}"),
+            Command::Wait { stream, event } => format!("  {stream}: wait for {event:?}"),
+            Command::Kernel { stream, kernel } => {
+                format!("  {stream}: {} {}: {}", kernel.name, kernel.geometry, accesses(command, &names))
+            }
+            Command::Convolution { stream, convolution, .. } => {
+                format!("  {stream}: {convolution}: {}", accesses(command, &names))
+            }
+            Command::AllReduce { stream, count, dtype, .. } => {
+                let what = accesses(command, &names);
+                format!("  {stream}: all_reduce of {count} {}: {what}", dtype.name())
+            }
+        };
+        let _ = writeln!(text, "{line}");
+    }
+    text
+}
+
+/// `read -> written; changed`.
+fn accesses(command: &Command, names: &Names) -> String {
+    let all = command.accesses();
+    let of = |wanted: Access| {
+        let operands: Vec<_> = all.iter().filter(|(_, access)| *access == wanted).map(|(o, _)| *o).collect();
+        names.list(&operands)
+    };
+    let [read, written, changed] = [Access::Read, Access::Write, Access::Change].map(of);
+    let mut text = read;
+    for (what, operands) in [(" -> ", written), ("; changes ", changed)] {
+        if !operands.is_empty() {
+            text += what;
+            text += &operands;
+        }
+    }
+    text.trim_start().to_owned()
+}
+
+impl Display for Content {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        match self {
+            Content::Activation(tensor) => write!(f, "t{tensor}"),
+            Content::Gradient(tensor) => write!(f, "gradient of t{tensor}"),
+            Content::ReluMask(norm) => write!(f, "relu_mask of norm {norm}"),
+            Content::Argmax(number) => write!(f, "argmax {number}"),
+        }
+    }
+}
+
+impl Display for StreamId {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        f.write_str(match self {
+            StreamId::Main => "main",
+            StreamId::Side => "side",
+            StreamId::Collectives => "collectives",
+        })
+    }
+}
+
+/// `grid of block`, each without its last ones, then what is out of the ordinary.
+impl Display for Geometry {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        let sides = |[x, y, z]: [u32; 3]| match (y, z) {
+            (1, 1) => x.to_string(),
+            (_, 1) => format!("{x}x{y}"),
+            _ => format!("{x}x{y}x{z}"),
+        };
+        write!(f, "{} of {}", sides(self.grid), sides(self.block))?;
+        if self.cluster > 1 {
+            write!(f, " in clusters of {}", self.cluster)?;
+        }
+        if self.shared_bytes > 0 {
+            write!(f, " with {} B shared", self.shared_bytes)?;
+        }
+        Ok(())
+    }
+}
+
+/// `matrix_gradients`.
+impl Display for Region {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        let mut text = String::new();
+        for letter in format!("{self:?}").chars() {
+            if letter.is_ascii_uppercase() && !text.is_empty() {
+                text.push('_');
+            }
+            text.push(letter.to_ascii_lowercase());
+        }
+        f.write_str(&text)
+    }
+}
+
+fn kib(bytes: usize) -> String {
+    if bytes.is_multiple_of(1024) { format!("{} KiB", bytes >> 10) } else { format!("{bytes} B") }
+}

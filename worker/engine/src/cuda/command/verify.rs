@@ -1,0 +1,310 @@
+//! Whether a list of commands does what its streams and its memory promise, whatever the GPU's timing.
+//!
+//! - Everything is written before it is read, and nobody touches memory that is freed.
+//! - Two commands of which one writes what the other touches are ordered: by their stream, or by events.
+//! - What is waited for has been recorded, and a stream that joins in begins behind the main one.
+//! - Collectives come one after another, and the list ends when all streams have come to their ends.
+//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there.
+//!
+//! A stream's place is a clock: how many of its commands, and of each other stream's, are known to be done.
+
+use super::{Access, Command, EventId, Operand, Region, StreamId, UPDATING};
+use std::collections::{BTreeMap, HashMap};
+
+/// By stream: commands that are known to be done.
+type Clock = [usize; StreamId::ALL.len()];
+
+/// Checks a list. `carries_over`: it continues from the gradients and totals of a micro-batch before it.
+///
+/// # Errors
+/// The first command that is wrong, and why.
+pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Result<(), String> {
+    let mut check = Check { carries_over, ..Check::default() };
+    for (number, command) in commands.iter().enumerate() {
+        check.command(command).map_err(|wrong| format!("command {number}, {}: {wrong}", name(command)))?;
+    }
+    check.end()
+}
+
+/// Collectives and exchanges in the order in which they are started: the same on every rank of a group.
+#[cfg(test)]
+pub(in crate::cuda) fn meetings(commands: &[Command]) -> Vec<String> {
+    let exchange = |operand: &Operand| operand.region == Region::PeerSequences;
+    commands
+        .iter()
+        .filter_map(|command| match command {
+            Command::AllReduce { stream, count, dtype, .. } => Some(format!("{stream:?} {count} {dtype:?}")),
+            Command::Kernel { .. } => {
+                let accesses = command.accesses();
+                let (operand, _) = accesses.iter().find(|(operand, _)| exchange(operand))?;
+                Some(format!("exchange at {}", operand.offset))
+            }
+            _ => None,
+        })
+        .collect()
+}
+
+fn name(command: &Command) -> String {
+    match command {
+        Command::Kernel { stream, kernel } => format!("{} on {stream:?}", kernel.name),
+        Command::Convolution { stream, convolution, .. } => format!("{convolution} on {stream:?}"),
+        Command::AllReduce { stream, at, .. } => format!("all-reduce of {at:?} on {stream:?}"),
+        other => format!("{other:?}"),
+    }
+}
+
+/// A command's place: the stream's number, and the commands before it there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Place {
+    stream: usize,
+    time: usize,
+}
+
+impl Place {
+    /// Whether it is known to be done at `clock` of stream number `stream`.
+    fn is_before(self, stream: usize, clock: &Clock) -> bool {
+        self.stream == stream || clock[self.stream] >= self.time
+    }
+}
+
+/// A range of a region, up to the next one.
+#[derive(Debug, Clone)]
+struct Piece {
+    end: usize,
+    holds: Holds,
+    written: Option<Place>,
+    /// Since then, the last by stream.
+    read: [Option<Place>; StreamId::ALL.len()],
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holds {
+    /// Numbers.
+    Something,
+    /// What was there before.
+    Nothing,
+    /// No allocation.
+    Freed,
+}
+
+#[derive(Debug, Default)]
+struct Check {
+    carries_over: bool,
+    clocks: [Clock; StreamId::ALL.len()],
+    /// Streams that have begun.
+    joined: [bool; StreamId::ALL.len()],
+    events: HashMap<EventId, Clock>,
+    memory: HashMap<Region, BTreeMap<usize, Piece>>,
+    /// By offset, where each allocation of the arena ends.
+    live: BTreeMap<usize, usize>,
+    collective: Option<Place>,
+    /// The host has been told that weights may change.
+    updates: bool,
+}
+
+impl Check {
+    fn command(&mut self, command: &Command) -> Result<(), String> {
+        match *command {
+            Command::Alloc { at, .. } => return self.alloc(at),
+            Command::Free { at } => return self.free(at),
+            _ => {}
+        }
+        let Some(stream) = command.stream().map(|stream| stream as usize) else { return Ok(()) };
+        match *command {
+            Command::Wait { event, .. } => {
+                let done =
+                    *self.events.get(&event).ok_or_else(|| format!("{event:?} is not recorded before"))?;
+                for (ours, theirs) in self.clocks[stream].iter_mut().zip(done) {
+                    *ours = theirs.max(*ours);
+                }
+                self.joined[stream] = true;
+                return Ok(());
+            }
+            _ if stream != StreamId::Main as usize && !self.joined[stream] => {
+                return Err("its stream has not waited for the main one".into());
+            }
+            Command::Record { event, .. } => {
+                self.events.insert(event, self.clocks[stream]);
+                return Ok(());
+            }
+            _ => {}
+        }
+        self.clocks[stream][stream] += 1;
+        let place = Place { stream, time: self.clocks[stream][stream] };
+        // What it reads is what was there before it.
+        let accesses = command.accesses();
+        self.update(command, &accesses, stream)?;
+        for (operand, access) in &accesses {
+            if *access != Access::Write {
+                self.touch(*operand, place, false)?;
+            }
+        }
+        for (operand, access) in accesses {
+            if access != Access::Read {
+                self.touch(operand, place, true)?;
+            }
+        }
+        if matches!(command, Command::AllReduce { .. }) {
+            if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
+                return Err("the collective before it may still run".into());
+            }
+            self.collective = Some(place);
+        }
+        Ok(())
+    }
+
+    fn update(
+        &mut self,
+        command: &Command,
+        accesses: &[(Operand, Access)],
+        stream: usize,
+    ) -> Result<(), String> {
+        let written = || accesses.iter().filter(|(_, access)| *access != Access::Read).map(|(o, _)| *o);
+        let waits = matches!(command, Command::AllReduce { .. })
+            || written().any(|operand| operand.region == Region::PeerSequences);
+        let trained = |operand: Operand| {
+            matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
+        };
+        if self.updates && waits {
+            return Err("it waits for other ranks after an update may have begun".into());
+        }
+        if !self.updates && written().any(trained) {
+            return Err("the host does not know that it changes weights".into());
+        }
+        if written().any(|operand| operand == UPDATING) {
+            if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
+                return Err("an update may begin before the last collective has ended".into());
+            }
+            self.updates = true;
+        }
+        Ok(())
+    }
+
+    /// All that the other streams were given is done before what comes after the list.
+    fn end(&self) -> Result<(), String> {
+        let main = self.clocks[StreamId::Main as usize];
+        for (stream, clock) in self.clocks.iter().enumerate() {
+            if main[stream] < clock[stream] {
+                return Err(format!("the list ends before {:?} has come to its end", StreamId::ALL[stream]));
+            }
+        }
+        Ok(())
+    }
+
+    fn alloc(&mut self, at: Operand) -> Result<(), String> {
+        let before = self.live.range(..at.end()).next_back();
+        if let Some((offset, end)) = before.filter(|(_, end)| **end > at.offset) {
+            return Err(format!("{offset}..{end} is allocated"));
+        }
+        self.live.insert(at.offset, at.end());
+        self.pieces(at).for_each(|piece| piece.holds = Holds::Nothing);
+        Ok(())
+    }
+
+    fn free(&mut self, at: Operand) -> Result<(), String> {
+        if self.live.get(&at.offset) != Some(&at.end()) {
+            return Err("it is not allocated".into());
+        }
+        self.live.remove(&at.offset);
+        self.pieces(at).for_each(|piece| piece.holds = Holds::Freed);
+        Ok(())
+    }
+
+    fn touch(&mut self, operand: Operand, place: Place, writes: bool) -> Result<(), String> {
+        if operand.region == Region::Arena {
+            let around = self.live.range(..=operand.offset).next_back();
+            if around.is_none_or(|(_, end)| *end < operand.end()) {
+                return Err(format!("{operand:?} is no part of an allocation"));
+            }
+        }
+        let clock = self.clocks[place.stream];
+        for piece in self.pieces(operand) {
+            let unordered = |other: &Option<Place>| other.is_some_and(|o| !o.is_before(place.stream, &clock));
+            if unordered(&piece.written) {
+                return Err(format!("what writes {operand:?} may still run"));
+            }
+            if writes {
+                if piece.read.iter().any(unordered) {
+                    return Err(format!("what reads {operand:?} may still run"));
+                }
+                piece.holds = Holds::Something;
+                piece.written = Some(place);
+                piece.read = Default::default();
+            } else {
+                match piece.holds {
+                    Holds::Something => {}
+                    Holds::Nothing => return Err(format!("{operand:?} is read before it is written")),
+                    Holds::Freed => return Err(format!("{operand:?} is freed")),
+                }
+                piece.read[place.stream] = Some(place);
+            }
+        }
+        Ok(())
+    }
+
+    /// The pieces of a range, which begin and end where it does.
+    fn pieces(&mut self, operand: Operand) -> impl Iterator<Item = &mut Piece> {
+        let Operand { region, offset, .. } = operand;
+        let holds = match region {
+            Region::Arena => Holds::Freed,
+            _ if lasts(region, self.carries_over) => Holds::Something,
+            _ => Holds::Nothing,
+        };
+        let whole = Piece { end: usize::MAX, holds, written: None, read: Default::default() };
+        let pieces = self.memory.entry(region).or_insert_with(|| BTreeMap::from([(0, whole)]));
+        for at in [offset, operand.end()] {
+            if let Some((_, before)) = pieces.range_mut(..at).next_back()
+                && before.end > at
+            {
+                let behind = before.clone();
+                before.end = at;
+                pieces.insert(at, behind);
+            }
+        }
+        pieces.range_mut(offset..operand.end()).map(|(_, piece)| piece)
+    }
+}
+
+/// Whether a region holds something when a list begins: what outlives a step, or with `carries_over` a micro-batch.
+fn lasts(region: Region, carries_over: bool) -> bool {
+    match region {
+        Region::MatrixGradients
+        | Region::VectorGradients
+        | Region::Accumulated
+        | Region::Totals
+        | Region::Stamps => carries_over,
+        Region::Nowhere
+        | Region::Arena
+        | Region::Control
+        | Region::NormValues
+        | Region::ChannelSums
+        | Region::StatisticsSums
+        | Region::EvaluatedLogits
+        | Region::Rates
+        | Region::Workspace
+        | Region::SideWorkspace => false,
+        Region::Pictures
+        | Region::Normalisation
+        | Region::ScaleRows
+        | Region::ScaleColumns
+        | Region::InputRing
+        | Region::InputCounter
+        | Region::InputsTaken
+        | Region::ResultRing
+        | Region::ResultCounter
+        | Region::Weights
+        | Region::LowPrecision
+        | Region::OptimizerSlot(_)
+        | Region::RunningStatistics
+        | Region::KeptStatistics
+        | Region::KeptOf
+        | Region::AverageWeights
+        | Region::AverageStatistics
+        | Region::PeerTable
+        | Region::PeerSequences
+        | Region::LossScale
+        | Region::Segments
+        | Region::Found
+        | Region::Scratch => true,
+    }
+}

@@ -1,0 +1,80 @@
+//! The objects of the backend: created, given attributes, finalised.
+
+#![allow(unsafe_code)] // The backend's interface is C: attributes are given as pointers to arrays of a stated type.
+
+use super::{Kind, Name, Type};
+use crate::cuda::error::CudaError;
+use cudarc::cudnn::sys::{self, cudnnStatus_t};
+
+/// One object of the backend.
+pub(super) struct Descriptor(pub(super) sys::cudnnBackendDescriptor_t);
+
+// SAFETY: a descriptor belongs to no thread; one at a time uses it, as there is no `Sync`.
+unsafe impl Send for Descriptor {}
+
+impl Descriptor {
+    pub(super) fn new(kind: Kind) -> Result<Self, CudaError> {
+        let mut descriptor = std::ptr::null_mut();
+        // SAFETY: destroyed when this is dropped.
+        check(unsafe { sys::cudnnBackendCreateDescriptor(kind, &mut descriptor) }, || {
+            format!("creating a {kind:?}")
+        })?;
+        Ok(Self(descriptor))
+    }
+
+    /// Gives an attribute; the backend copies the values.
+    pub(super) fn set<T>(&self, name: Name, kind: Type, values: &[T]) -> Result<(), CudaError> {
+        // SAFETY: as many values as said, of the type that the attribute has.
+        let status = unsafe {
+            sys::cudnnBackendSetAttribute(self.0, name, kind, values.len() as i64, values.as_ptr().cast())
+        };
+        check(status, || format!("setting {name:?}"))
+    }
+
+    pub(super) fn set_descriptors(&self, name: Name, values: &[&Descriptor]) -> Result<(), CudaError> {
+        let handles: Vec<_> = values.iter().map(|d| d.0).collect();
+        self.set(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &handles)
+    }
+
+    /// Asks for an attribute; gives how many values there are (and writes as many as fit).
+    pub(super) fn get<T>(&self, name: Name, kind: Type, values: &mut [T]) -> Result<usize, CudaError> {
+        let mut found = 0i64;
+        // SAFETY: room for as many values as said, of the type that the attribute has.
+        let status = unsafe {
+            sys::cudnnBackendGetAttribute(
+                self.0,
+                name,
+                kind,
+                values.len() as i64,
+                &mut found,
+                values.as_mut_ptr().cast(),
+            )
+        };
+        check(status, || format!("asking for {name:?}"))?;
+        Ok((found.max(0) as usize).min(values.len()))
+    }
+
+    pub(super) fn finalize(&self, what: &str) -> Result<(), CudaError> {
+        // SAFETY: the descriptor is alive.
+        check(unsafe { sys::cudnnBackendFinalize(self.0) }, || format!("preparing {what}"))
+    }
+}
+
+impl Drop for Descriptor {
+    fn drop(&mut self) {
+        // SAFETY: created by `new`.
+        let _ = unsafe { sys::cudnnBackendDestroyDescriptor(self.0) };
+    }
+}
+
+pub(super) fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Result<(), CudaError> {
+    if status == cudnnStatus_t::CUDNN_STATUS_SUCCESS {
+        return Ok(());
+    }
+    let mut text = [0u8; 512];
+    // SAFETY: room for as many bytes as said; the library ends them with a zero.
+    unsafe { sys::cudnnGetLastErrorString(text.as_mut_ptr().cast(), text.len()) };
+    let text = String::from_utf8_lossy(text.split(|b| *b == 0).next().unwrap_or_default()).trim().to_owned();
+    let detail = if text.is_empty() { text } else { format!(": {text}") };
+    Err(CudaError::cudnn(doing(), status, detail))
+}

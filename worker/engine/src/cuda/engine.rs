@@ -1,0 +1,250 @@
+//! The engine as training sees it.
+
+use super::{backend::leave_to_driver, steps::parts, *};
+
+impl Engine for CudaEngine {
+    fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.graphs.clear();
+        self.program.take_sizes(&self.device, training, evaluation)
+    }
+
+    fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
+        if self.network.image_size != image_size {
+            self.network = self.program.set_image_size(image_size).ok_or_else(|| unknown_size(image_size))?;
+        }
+        Ok(())
+    }
+
+    fn take_data(&mut self, data: &DataSource) -> Result<BatchFormat, EngineError> {
+        self.device.bind()?;
+        self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;
+        if let Some(resident) = data.resident() {
+            self.on_gpu = OnGpu::new(&self.device, &resident)?;
+            self.program.set_size(&self.device, resident.height, resident.width)?;
+        }
+        Ok(if self.on_gpu.is_some() { BatchFormat::AugmentParams } else { BatchFormat::Bytes })
+    }
+
+    fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
+        self.device.bind()?;
+        let Prologue { parts, gradient_scale } = Prologue::of(micro_batches, &self.config, self.comm.size())?;
+        if parts.is_empty() {
+            self.under_way.push_back(UnderWay::Empty);
+            return if self.under_way.len() > AHEAD { self.result() } else { Ok(None) };
+        }
+        for part in parts {
+            let (phase, control) = self.micro_batch(&part, gradient_scale, lr);
+            self.run(phase, control, part.batch)?;
+        }
+        self.under_way.push_back(UnderWay::OnGpu);
+        self.steps.0 += 1;
+        if let Some(watchdog) = &self.watchdog {
+            watchdog.submitted(self.steps.0);
+        }
+        if self.under_way.len() > AHEAD { self.result() } else { Ok(None) }
+    }
+
+    fn finish_steps(&mut self) -> Result<Vec<StepResult>, EngineError> {
+        self.device.bind()?;
+        while let Some(result) = self.result()? {
+            self.unreturned.push(result);
+        }
+        self.last_end = None;
+        Ok(std::mem::take(&mut self.unreturned))
+    }
+
+    fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        let settled = self.settle();
+        settled.inspect_err(|error| tracing::warn!("what is on the GPU is not known: {error}")).ok()
+    }
+
+    fn profile_step(&mut self, batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
+        self.profiled = Some(Vec::new());
+        let done = self.train_step(std::slice::from_ref(batch), 0.0);
+        let calls = self.profiled.take().unwrap_or_default();
+        done.map(|_| calls.into_iter().map(|call| (call.name, call.millis)).collect())
+    }
+
+    fn gradients(&self) -> Result<NamedTensors, EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.gradients()
+    }
+
+    fn time_layers(&mut self) {
+        self.profiled = Some(Vec::new());
+    }
+
+    fn layer_times(&mut self) -> Vec<LayerTime> {
+        match self.profiled.take() {
+            Some(calls) if !calls.is_empty() => self.program.layer_times(&calls),
+            _ => Vec::new(),
+        }
+    }
+
+    fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
+        self.device.bind()?;
+        let mut result = EvalResult { samples: batch.labels.len() as u64, ..EvalResult::default() };
+        for part in parts(batch, self.config.batch_size, &self.network) {
+            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
+            self.run(Phase::Evaluate, control, &part)?;
+            let (loss, correct) = self.program.evaluated()?;
+            result.loss_sum += loss;
+            result.correct += correct;
+        }
+        Ok(result)
+    }
+
+    fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
+        self.device.bind()?;
+        let mut logits = Vec::new();
+        for part in parts(batch, self.config.batch_size, &self.network) {
+            let control = Control { valid: part.labels.len() as u32, ..Control::default() };
+            self.run(Phase::Evaluate, control, &part)?;
+            logits.extend(self.program.logits(part.labels.len())?);
+        }
+        Ok(logits)
+    }
+
+    fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        self.read(State::parameters)
+    }
+
+    fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        check::check(&self.network, values)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.set_parameters(values)
+    }
+
+    fn average(&mut self, decay: f64) -> Result<(), EngineError> {
+        self.device.bind()?;
+        if !self.has_average() {
+            self.averaged_from = Some(self.begun);
+        }
+        Ok(self.program.average(&self.device, decay, self.begun)?)
+    }
+
+    fn has_average(&self) -> bool {
+        self.program.state.has_average()
+    }
+
+    fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        self.read(State::averaged)
+    }
+
+    fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
+        check::check(&self.network, values)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.averaged_from = None;
+        self.program.state.set_averaged(&self.device, values)
+    }
+
+    fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
+        self.read(State::optimizer_state)
+    }
+
+    fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        let wanted = crate::optimizer::state_shapes(&self.config.optimizer, &self.network);
+        check::check_shapes(&self.network, &to.slots, wanted)?;
+        self.device.bind()?;
+        self.device.synchronize()?;
+        self.program.state.set_optimizer_state(to)
+    }
+
+    fn loss_scaling(&self) -> Result<Option<LossScaling>, EngineError> {
+        if self.program.dynamic_scale.is_none() {
+            return Ok(None);
+        }
+        self.read(|state| Ok(Some(state.loss_scaling()?)))
+    }
+
+    fn set_loss_scaling(&mut self, scaling: LossScaling) -> Result<(), EngineError> {
+        if self.program.dynamic_scale != Some(true) {
+            return Ok(());
+        }
+        self.device.bind()?;
+        self.device.synchronize()?;
+        Ok(self.program.state.set_loss_scaling(scaling)?)
+    }
+
+    fn precision(&self) -> Precision {
+        match self.program.dtype() {
+            DType::F32 => Precision::Fp32,
+            DType::F16 => Precision::Fp16,
+            DType::Bf16 => Precision::Bf16,
+        }
+    }
+
+    fn replica(&self) -> u32 {
+        self.comm.rank()
+    }
+
+    fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        if self.program.is_finite()? {
+            return Ok(None);
+        }
+        finite::first_of_engine(self)
+    }
+
+    fn checksum(&self) -> Result<u64, EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        Ok(self.program.checksum()?)
+    }
+
+    fn exchange(&self) -> String {
+        self.program.reducer.as_ref().map(Reducer::exchange).unwrap_or_default()
+    }
+
+    fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
+        self.device.bind()?;
+        self.device.synchronize()?;
+        let mut flat = self.program.state.read_flat()?;
+        self.comm.broadcast((&mut flat).into(), 0)?;
+        self.program.write_flat(&flat)
+    }
+
+    fn abandon(self: Box<Self>) {
+        leave_to_driver();
+        // An orderly end waits for the GPU, for NCCL and for each piece of memory; the driver takes all of it back at
+        // once when the process ends. Collectives are not aborted: that sends garbage to ranks that still take part.
+        std::mem::forget(self);
+    }
+
+    fn memory_bytes(&self) -> u64 {
+        if self.device.bind().is_err() {
+            return 0;
+        }
+        self.free_before.saturating_sub(self.device.memory().0)
+    }
+
+    fn device_name(&self) -> String {
+        format!("{}, {}", self.device.name, self.program.dtype().name())
+    }
+}
+
+impl CudaEngine {
+    /// The state, when everything that was started is done or known never to end.
+    fn read<T>(&self, what: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
+        self.device.bind()?;
+        if !self.program.state.is_unfinished {
+            self.device.synchronize()?;
+        }
+        what(&self.program.state)
+    }
+}
+
+impl Drop for CudaEngine {
+    fn drop(&mut self) {
+        if let (true, Some(reducer)) = (self.failed, &self.program.reducer) {
+            reducer.abort("this rank has failed");
+        }
+        let _ = self.device.bind().and_then(|()| self.device.synchronize());
+    }
+}

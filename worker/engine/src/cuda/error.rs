@@ -1,0 +1,140 @@
+//! What can go wrong on a GPU, in words.
+
+use cudarc::{
+    cudnn::sys::cudnnStatus_t,
+    driver::{result::DriverError, sys::CUresult},
+};
+
+/// A call that failed, with what it was for.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CudaError {
+    /// The driver refused a call, or reports a kernel that failed earlier.
+    #[error("{doing}: CUDA says {error}")]
+    Driver { doing: &'static str, error: String, retriable: bool },
+    /// cuDNN refused a call.
+    #[error("{doing}: cuDNN says {status}{detail}")]
+    Cudnn { doing: String, status: String, detail: String, retriable: bool },
+    /// Our kernels did not compile.
+    #[error("kernels for {target} did not compile (a bug in lockstep): {log}")]
+    Compile { target: String, log: String },
+    /// The memory of the GPU does not suffice.
+    #[error(
+        "cuda out of memory: {needed_mb} MB more were needed, {free_mb} of {total_mb} MB are free on this GPU. \
+         Lower train.batch_size (train.accumulate keeps the global batch), or end what else runs there"
+    )]
+    OutOfMemory { needed_mb: u64, free_mb: u64, total_mb: u64 },
+    /// A shape or setting that the engine does not run.
+    #[error("{0}")]
+    Unsupported(String),
+    /// A step that would read what is not there, or overtake itself.
+    #[error("the commands of a step are wrong (a bug in lockstep): {0}")]
+    Commands(String),
+    /// A library that is not there.
+    #[error("{0}")]
+    Missing(String),
+    /// The kernels' results did not come back in time.
+    #[error("the GPU has not finished {what} for {secs:.0} s")]
+    Hung { secs: f64, what: &'static str },
+}
+
+impl CudaError {
+    /// Turns a driver's answer into an error that says what was being done.
+    pub(super) fn driver(doing: &'static str) -> impl FnOnce(DriverError) -> CudaError {
+        move |error| {
+            let name = error.error_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            let text = error.error_string().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+            CudaError::Driver { doing, error: format!("{text} ({name})"), retriable: may_pass(error.0) }
+        }
+    }
+
+    /// The same for cuDNN; `detail` is what it says beyond its status.
+    pub(super) fn cudnn(doing: String, status: cudnnStatus_t, detail: String) -> CudaError {
+        let status = format!("{status:?}");
+        // By the groups of cuDNN 9: what was asked for is wrong or unknown in the others.
+        let passing = ["CUDNN_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR"];
+        let retriable = passing.iter().any(|group| status.starts_with(group));
+        CudaError::Cudnn { doing, status, detail, retriable }
+    }
+
+    /// Whether another attempt, in new processes, may fare better.
+    pub(super) fn is_retriable(&self) -> bool {
+        match self {
+            CudaError::Driver { retriable, .. } | CudaError::Cudnn { retriable, .. } => *retriable,
+            CudaError::Hung { .. } => true,
+            // What is asked for stays the same: so will the answer.
+            CudaError::Compile { .. }
+            | CudaError::OutOfMemory { .. }
+            | CudaError::Unsupported(_)
+            | CudaError::Commands(_)
+            | CudaError::Missing(_) => false,
+        }
+    }
+}
+
+/// Whether a driver's error is of a moment (a kernel that failed, a memory error, a GPU that fell off the bus or is in
+/// use) and not of what was asked for or of how the machine is set up.
+pub(super) fn may_pass(error: CUresult) -> bool {
+    use CUresult as E;
+    matches!(
+        error,
+        E::CUDA_ERROR_DEVICE_UNAVAILABLE
+            | E::CUDA_ERROR_ECC_UNCORRECTABLE
+            | E::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | E::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | E::CUDA_ERROR_CONTAINED
+            | E::CUDA_ERROR_ILLEGAL_ADDRESS
+            | E::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | E::CUDA_ERROR_MISALIGNED_ADDRESS
+            | E::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | E::CUDA_ERROR_INVALID_PC
+            | E::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | E::CUDA_ERROR_ASSERT
+            | E::CUDA_ERROR_LAUNCH_FAILED
+            | E::CUDA_ERROR_LAUNCH_TIMEOUT
+            | E::CUDA_ERROR_TENSOR_MEMORY_LEAK
+            | E::CUDA_ERROR_EXTERNAL_DEVICE
+            | E::CUDA_ERROR_MAP_FAILED
+            | E::CUDA_ERROR_OPERATING_SYSTEM
+            | E::CUDA_ERROR_SYSTEM_NOT_READY
+            | E::CUDA_ERROR_TIMEOUT
+            | E::CUDA_ERROR_UNKNOWN
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::EngineError;
+
+    fn is_retried(error: CudaError) -> bool {
+        matches!(EngineError::from(error), EngineError::Backend(error) if error.is_retriable())
+    }
+
+    #[test]
+    fn a_gpu_that_failed_is_tried_again_and_what_no_attempt_mends_is_not() {
+        let passing = CudnnError::EXECUTION;
+        assert!(is_retried(CudaError::cudnn("a step".into(), passing, String::new())));
+        assert!(!is_retried(CudaError::cudnn("a step".into(), CudnnError::UNSUPPORTED, String::new())));
+        assert!(is_retried(CudaError::Hung { secs: 600.0, what: "a step" }));
+        assert!(!is_retried(CudaError::OutOfMemory { needed_mb: 1, free_mb: 0, total_mb: 1 }));
+        assert!(!is_retried(CudaError::Missing("cuDNN was not found".into())));
+        for (error, retried) in [
+            (CUresult::CUDA_ERROR_LAUNCH_FAILED, true),
+            (CUresult::CUDA_ERROR_ECC_UNCORRECTABLE, true),
+            (CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, true),
+            (CUresult::CUDA_ERROR_OUT_OF_MEMORY, false),
+            (CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU, false),
+            (CUresult::CUDA_ERROR_INVALID_VALUE, false),
+            (CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, false),
+        ] {
+            assert_eq!(may_pass(error), retried, "{error:?}");
+        }
+    }
+
+    /// cuDNN's own names are long.
+    struct CudnnError;
+    impl CudnnError {
+        const EXECUTION: cudnnStatus_t = cudnnStatus_t::CUDNN_STATUS_EXECUTION_FAILED_CUDA_DRIVER;
+        const UNSUPPORTED: cudnnStatus_t = cudnnStatus_t::CUDNN_STATUS_NOT_SUPPORTED_GRAPH_PATTERN;
+    }
+}

@@ -1,0 +1,303 @@
+//! JPEG files decoded by the GPU's own decoder (nvJPEG) into planes, of which one kernel for a group of pictures makes what is
+//! cropped and resized: nvJPEG's own RGB would take a kernel for each picture, and each of those waits for a training step's.
+//! The pixels come back to the host, where each picture of a batch may come from elsewhere, and go the way of all batches from
+//! there: the bytes are few by then, and every transform stays as it is.
+
+use super::{
+    device::{Buffer, Device, Event, Pinned},
+    dtype::DType,
+    error::CudaError,
+    kernels::Kernels,
+};
+use crate::nvjpeg::{self, Hardware, Nvjpeg, State};
+use cropper::{Cropper, room_of};
+use jpeg_encoder::{ColorType, SamplingFactor};
+use lockstep_data::{
+    Picture,
+    device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
+};
+use plan::{Cropping, MOST_DECODED, Planes, groups, room};
+use sessions::Sessions;
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+mod cropper;
+mod plan;
+mod sessions;
+#[cfg(test)]
+mod tests;
+
+/// Groups of pictures that are under way at a time: while one is given to the decoders, which takes the driver longer than
+/// decoding does, another is copied to page-locked memory, and a third is cropped and copied back.
+const SESSIONS: usize = 3;
+/// Pictures of a group: enough for some seven decoders in hardware to be busy while the others wait for a training step's
+/// kernels, few enough to be done soon.
+const GROUP: usize = 128;
+
+/// How far the pixels of the first pictures may be from those that cores make of them: mean over all, of 255. Decoders
+/// round differently.
+const MOST_DIFFERENCE: f64 = 3.0;
+
+/// What a plane holds where nothing was decoded: together, grey.
+const NOTHING: u8 = 128;
+
+/// Opens the decoder of GPU `ordinal`, and has it decode pictures whose pixels are known.
+///
+/// # Errors
+/// There is none, or it does not work; a sentence.
+pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>, String> {
+    let decoder = JpegDecoder::open(ordinal, dtype)?;
+    decoder.try_it()?;
+    Ok(Arc::new(decoder))
+}
+
+struct JpegDecoder {
+    name: String,
+    // Dropped in this order, by `close`, too.
+    sessions: Sessions<Session>,
+    /// Held by who gives a group to the decoders: two at a time would keep each other, and the training step, waiting for the
+    /// driver's locks.
+    submission: Mutex<()>,
+    kernels: Kernels,
+    device: Device,
+}
+
+impl fmt::Debug for JpegDecoder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl JpegDecoder {
+    fn open(ordinal: i32, dtype: DType) -> Result<Self, String> {
+        let (library, version) = Nvjpeg::find()?;
+        let library = Arc::new(library);
+        let device = Device::open(ordinal).map_err(|e| e.to_string())?;
+        let hardware = Arc::new(Hardware::open(&library)?);
+        let sessions = (0..SESSIONS).map(|_| Session::open(&hardware)).collect::<Result<Vec<_>, String>>()?;
+        let engines = hardware.engines();
+        let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
+        // What nvJPEG starts on a stream is not ours: nothing may run concurrently with it.
+        let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
+        let sessions = Sessions::new(sessions);
+        let name = format!("nvJPEG {version}{engines}");
+        Ok(Self { name, sessions, submission: Mutex::new(()), kernels, device })
+    }
+
+    /// Whether a picture comes out as cores decode it, in each subsampling that it takes.
+    fn try_it(&self) -> Result<(), String> {
+        // Odd sides: a plane of another size than was thought would be seen.
+        let (width, height) = (95, 63);
+        let drawn = image::RgbImage::from_fn(width, height, |x, y| {
+            image::Rgb([(x * 2) as u8, (y * 3) as u8, (200 - x - y) as u8])
+        });
+        let mut pictures = Vec::new();
+        for sampling in [SamplingFactor::R_4_2_0, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_4] {
+            let mut file = Vec::new();
+            let mut encoder = jpeg_encoder::Encoder::new(&mut file, 90);
+            encoder.set_sampling_factor(sampling);
+            encoder
+                .encode(&drawn, width as u16, height as u16, ColorType::Rgb)
+                .map_err(|error| error.to_string())?;
+            let wanted = Picture::decode(&file)?;
+            let stored = for_hardware(&file).map_err(|why| format!("the first picture is {why}"))?;
+            pictures.push((file, stored, wanted, sampling));
+        }
+        let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
+        let mut given: Vec<Encoded<'_>> = pictures
+            .iter()
+            .map(|(bytes, stored, ..)| Encoded {
+                bytes,
+                stored: *stored,
+                left: 0,
+                top: 0,
+                rows: &rows,
+                columns: &columns,
+                flip: false,
+            })
+            .collect();
+        let mut apart = Vec::new();
+        self.decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
+            for ((_, _, wanted, sampling), pixels) in pictures.iter().zip(made) {
+                let pairs = || pixels.iter().flat_map(|pixels| pixels.iter().zip(&wanted.pixels));
+                let sum: u64 = pairs().map(|(a, b)| u64::from(a.abs_diff(*b))).sum();
+                if pixels.is_some() {
+                    apart.push((sum as f64 / wanted.pixels.len() as f64, *sampling));
+                }
+            }
+        })?;
+        if apart.is_empty() {
+            return Err(format!("the first picture is {}", CpuDecodeReason::Refused));
+        }
+        match apart.iter().find(|(apart, _)| *apart > MOST_DIFFERENCE) {
+            None => Ok(()),
+            Some((apart, sampling)) => Err(format!(
+                "nvJPEG makes other pixels than cores, {apart:.1} of 255 apart on average ({sampling:?})"
+            )),
+        }
+    }
+}
+
+impl DeviceDecoder for JpegDecoder {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn at_a_time(&self) -> usize {
+        SESSIONS
+    }
+
+    fn decode<'a>(
+        &self,
+        size: (u32, u32),
+        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
+        then: &mut dyn FnMut(&[Option<&[u8]>]),
+    ) -> Result<(), String> {
+        let mut session = self.sessions.take().ok_or("the decoder is closed")?;
+        self.device.bind().map_err(|e| e.to_string())?;
+        let pictures = next(GROUP);
+        if pictures.is_empty() {
+            return Ok(());
+        }
+        let taken = session.decode(self, &pictures, size)?;
+        let bytes = size.0 as usize * size.1 as usize * 3;
+        let all = session.cropper.pixels(pictures.len() * bytes);
+        let made: Vec<Option<&[u8]>> =
+            all.chunks_exact(bytes).zip(&taken).map(|(pixels, taken)| taken.then_some(pixels)).collect();
+        then(&made);
+        Ok(())
+    }
+
+    fn close(&self) {
+        if self.device.bind().is_ok() {
+            self.sessions.close();
+        }
+    }
+}
+
+impl Drop for JpegDecoder {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A group of pictures that is under way, and its memory.
+struct Session {
+    state: State,
+    /// All [`NOTHING`] between groups: of a damaged picture the decoder may write a part alone, and the rest is to be grey,
+    /// and not of another picture.
+    decoded: Option<Buffer>,
+    /// The files of a group, page-locked: a copy from elsewhere keeps the driver, and with it the training step, waiting until
+    /// all that was started on the stream before is done.
+    files: Option<Pinned>,
+    cropper: Cropper,
+    /// Whether the pictures that were begun last are done with.
+    done: Event,
+}
+
+impl Session {
+    fn open(hardware: &Arc<Hardware>) -> Result<Self, String> {
+        let said = |error: CudaError| error.to_string();
+        let state = State::new(hardware)?;
+        let cropper = Cropper::new().map_err(said)?;
+        Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(said)? })
+    }
+
+    /// Makes the pictures that it takes, and says which. All work is done when it returns.
+    fn decode(
+        &mut self,
+        decoder: &JpegDecoder,
+        pictures: &[Encoded<'_>],
+        size: (u32, u32),
+    ) -> Result<Vec<bool>, String> {
+        let taken: Vec<bool> = pictures.iter().map(|picture| self.state.takes(picture.bytes)).collect();
+        let outcome = self.make(decoder, pictures, &taken, size);
+        if outcome.is_err() {
+            // Some may be under way, on streams of nvJPEG's too, and callers let go of the files.
+            let _ = decoder.device.synchronize();
+            self.decoded = None;
+        }
+        outcome.map(|()| taken)
+    }
+
+    fn make(
+        &mut self,
+        decoder: &JpegDecoder,
+        pictures: &[Encoded<'_>],
+        taken: &[bool],
+        size: (u32, u32),
+    ) -> Result<(), String> {
+        let JpegDecoder { submission, kernels, device, .. } = decoder;
+        let said = |error: CudaError| error.to_string();
+        let numbered: Vec<(usize, &Encoded<'_>)> =
+            pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
+        let rooms: Vec<usize> = numbered.iter().map(|(_, picture)| room(picture.stored)).collect();
+        let stream = self.cropper.stream.0;
+        self.cropper.begin(device, pictures.len(), size).map_err(said)?;
+        for (number, group) in groups(&rooms, MOST_DECODED).into_iter().enumerate() {
+            if number > 0 {
+                // The decoder does not wait for this stream: whoever has used the memory before must have ended.
+                self.wait()?;
+            }
+            let bytes = rooms[group.clone()].iter().sum();
+            let mut at = nothing(&mut self.decoded, device, bytes).map_err(said)?;
+            let mut tables = Vec::new();
+            let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
+            let of_group: Vec<&[u8]> =
+                numbered[group.clone()].iter().map(|(_, picture)| picture.bytes).collect();
+            let files = page_locked(&mut self.files, &of_group).map_err(said)?;
+            for (((number, picture), room), bytes) in
+                numbered[group.clone()].iter().zip(&rooms[group]).zip(files)
+            {
+                let planes = Planes::new(picture.stored, at);
+                decoded.push(nvjpeg::Picture { bytes, planes: planes.all() });
+                croppings.push(Cropping::new(picture, planes, *number as u32, &mut tables));
+                at += *room as u64;
+            }
+            let turn = submission.lock().unwrap_or_else(PoisonError::into_inner);
+            self.state.decode(&decoded, stream.0)?;
+            drop(turn);
+            self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
+            if let Some(decoded) = &self.decoded {
+                stream.fill(decoded, bytes, NOTHING).map_err(said)?;
+            }
+        }
+        self.cropper.end(pictures.len()).map_err(said)?;
+        self.wait()
+    }
+
+    /// Waits for all that was started, and leaves the core to others meanwhile.
+    fn wait(&self) -> Result<(), String> {
+        self.done.record(self.cropper.stream.0).and_then(|()| self.done.wait()).map_err(|e| e.to_string())
+    }
+}
+
+/// Copies of `files` in page-locked memory, which nothing may be reading any more.
+fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Vec<&'a [u8]>, CudaError> {
+    let bytes: usize = files.iter().map(|file| file.len()).sum();
+    if memory.as_ref().is_none_or(|memory| memory.room() < bytes) {
+        *memory = None;
+        *memory = Some(Pinned::new((bytes + bytes / 8).next_multiple_of(1 << 20))?);
+    }
+    let Some(memory) = memory else { return Ok(Vec::new()) };
+    let mut at = 0;
+    for file in files {
+        memory.write(at, file);
+        at += file.len();
+    }
+    let mut rest = memory.bytes(bytes);
+    let mut copies = Vec::with_capacity(files.len());
+    for file in files {
+        let (copy, others) = rest.split_at(file.len());
+        copies.push(copy);
+        rest = others;
+    }
+    Ok(copies)
+}
+
+/// Where memory of `bytes` begins, all [`NOTHING`] where it is new.
+fn nothing(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+    Ok(room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))?.ptr)
+}

@@ -1,0 +1,129 @@
+//! One kernel for a group of pictures: RGB of decoded planes, cropped and resized.
+
+use super::plan::{Cropping, band};
+use crate::cuda::{
+    command::Geometry,
+    device::{Buffer, Device, OwnedStream, Pinned},
+    error::CudaError,
+    kernels::{Kernels, Value},
+};
+
+/// Makes RGB of decoded pictures, crops and resizes them, and brings them to the host.
+pub(super) struct Cropper {
+    pub(super) stream: OwnedStream,
+    /// Width and height of an output.
+    size: (u32, u32),
+    outputs: Option<Buffer>,
+    host_outputs: Option<Pinned>,
+    /// Croppings and tables of a group.
+    lists: Option<Buffer>,
+    host_lists: Option<Pinned>,
+}
+
+impl Cropper {
+    pub(super) fn new() -> Result<Self, CudaError> {
+        // Its kernels are few and short, and would wait for all of a training step's.
+        let stream = OwnedStream::new(true)?;
+        Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
+    }
+
+    /// Bytes of an output.
+    fn bytes(&self) -> usize {
+        self.size.0 as usize * self.size.1 as usize * 3
+    }
+
+    /// Room for `pictures` outputs of `size`.
+    pub(super) fn begin(
+        &mut self,
+        device: &Device,
+        pictures: usize,
+        size: (u32, u32),
+    ) -> Result<(), CudaError> {
+        self.size = size;
+        let bytes = pictures * self.bytes();
+        at_least(&mut self.outputs, device, bytes)?;
+        if self.host_outputs.as_ref().is_none_or(|host| host.room() < bytes) {
+            self.host_outputs = None;
+            self.host_outputs = Some(Pinned::new(bytes)?);
+        }
+        Ok(())
+    }
+
+    /// Starts the kernel. What was started before must have ended.
+    pub(super) fn run(
+        &mut self,
+        device: &Device,
+        kernels: &Kernels,
+        croppings: &[Cropping],
+        tables: &[i32],
+    ) -> Result<(), CudaError> {
+        let (Some(outputs), (width, height)) = (&self.outputs, self.size) else { return Ok(()) };
+        // Behind each other, each on a cache line of its own.
+        let tables_after = size_of_val(croppings).next_multiple_of(256);
+        let bytes = tables_after + size_of_val(tables);
+        let lists = at_least(&mut self.lists, device, bytes)?;
+        if self.host_lists.as_ref().is_none_or(|host| host.room() < bytes) {
+            self.host_lists = None;
+            self.host_lists = Some(Pinned::new(bytes + bytes / 8)?);
+        }
+        let lists_at = lists.ptr;
+        if let Some(host) = &self.host_lists {
+            host.write(0, croppings);
+            host.write(tables_after, tables);
+            self.stream.0.upload(lists, host, 0, bytes)?;
+        }
+        let (band, shared_bytes) = band(croppings, height);
+        let args = [
+            Value::Ptr(lists_at),
+            Value::Ptr(lists_at + tables_after as u64),
+            Value::Ptr(outputs.ptr),
+            Value::U32(width),
+            Value::U32(height),
+            Value::U32(band),
+        ];
+        let geometry = Geometry {
+            grid: [height.div_ceil(band), croppings.len() as u32, 1],
+            block: [256, 1, 1],
+            cluster: 1,
+            shared_bytes,
+        };
+        kernels.launch(self.stream.0, "crop", geometry, &args)
+    }
+
+    /// Brings `pictures` outputs to the host.
+    pub(super) fn end(&mut self, pictures: usize) -> Result<(), CudaError> {
+        let bytes = pictures * self.bytes();
+        if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
+            self.stream.0.download(host, outputs, bytes)?;
+        }
+        Ok(())
+    }
+
+    /// What [`Cropper::end`] has brought, once it was waited for.
+    pub(super) fn pixels(&self, bytes: usize) -> &[u8] {
+        self.host_outputs.as_ref().map_or(&[], |host| host.bytes(bytes))
+    }
+}
+
+/// Memory of `bytes`: what there is, or more in its place.
+fn at_least<'a>(
+    buffer: &'a mut Option<Buffer>,
+    device: &Device,
+    bytes: usize,
+) -> Result<&'a Buffer, CudaError> {
+    room_of(buffer, bytes, |bytes| device.alloc(bytes))
+}
+
+/// Memory of `bytes`: what there is, or what `take` gives in its place.
+pub(super) fn room_of(
+    buffer: &mut Option<Buffer>,
+    bytes: usize,
+    take: impl FnOnce(usize) -> Result<Buffer, CudaError>,
+) -> Result<&Buffer, CudaError> {
+    // What is too small is freed first. A little more than was asked for is taken, since groups differ.
+    let large_enough = match buffer.take().filter(|there| there.bytes >= bytes) {
+        Some(there) => there,
+        None => take((bytes + bytes / 8).next_multiple_of(1 << 20))?,
+    };
+    Ok(buffer.insert(large_enough))
+}

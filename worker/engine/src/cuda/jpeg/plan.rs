@@ -1,0 +1,247 @@
+//! What of a batch is decoded together, where it lies meanwhile, and how the kernel finds its way in it.
+
+#![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
+
+use super::super::device::Ptr;
+use crate::nvjpeg;
+use lockstep_data::device::{Encoded, Stored};
+use std::ops::Range;
+
+/// Decoded pictures of a group that lie on the GPU at a time, in bytes: below 2 GiB for all groups that are under way.
+pub(super) const MOST_DECODED: usize = 512 << 20;
+/// Pictures of a launch: a grid's second dimension.
+const MOST_PICTURES: usize = 65_535;
+/// Between planes: nobody's rows share a cache line.
+const ALIGN: usize = 256;
+/// Rows of planes begin where the GPU's memory has a new sector, so that a warp reads no more of them than it must.
+const ROW_ALIGN: usize = 32;
+/// Shared memory that a block takes without asking.
+const SHARED: u32 = 44 << 10;
+/// Output rows of a block, at most.
+const BAND: u32 = 16;
+
+/// `Cropping` of the kernel.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct Cropping {
+    pub(super) planes: Planes,
+    pub(super) column: i32,
+    pub(super) row: i32,
+    pub(super) column_right: i32,
+    pub(super) row_right: i32,
+    pub(super) column_down: i32,
+    pub(super) row_down: i32,
+    pub(super) first: u32,
+    pub(super) span: u32,
+    pub(super) rows: u32,
+    pub(super) row_taps: u32,
+    pub(super) row_shift: u32,
+    pub(super) columns: u32,
+    pub(super) column_taps: u32,
+    pub(super) column_shift: u32,
+    pub(super) flip: u32,
+    pub(super) to: u32,
+}
+
+/// `Planes` of the kernel.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct Planes {
+    pub(super) luma: Ptr,
+    pub(super) blue: Ptr,
+    pub(super) red: Ptr,
+    pub(super) luma_pitch: u32,
+    pub(super) chroma_pitch: u32,
+    pub(super) chroma_width: u32,
+    pub(super) chroma_height: u32,
+    pub(super) half_columns: u32,
+    pub(super) half_rows: u32,
+}
+
+// SAFETY: numbers without a gap between them: eight bytes, then four, which fill a multiple of eight.
+unsafe impl bytemuck::Zeroable for Planes {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for Planes {}
+// SAFETY: as above.
+unsafe impl bytemuck::Zeroable for Cropping {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for Cropping {}
+
+/// Bytes of a row of so many samples.
+fn pitch(width: u32) -> usize {
+    (width as usize).next_multiple_of(ROW_ALIGN)
+}
+
+/// Bytes of a plane of such rows.
+fn plane(width: u32, height: u32) -> usize {
+    (pitch(width) * height as usize).next_multiple_of(ALIGN)
+}
+
+/// Bytes that the planes of a decoded picture take.
+pub(super) fn room(stored: Stored) -> usize {
+    let (width, height) = stored.chroma();
+    plane(stored.width, stored.height) + 2 * plane(width, height)
+}
+
+impl Planes {
+    /// Behind each other, from `at` on, in [`room`] bytes.
+    pub(super) fn new(stored: Stored, at: Ptr) -> Self {
+        let (chroma_width, chroma_height) = stored.chroma();
+        let blue = at + plane(stored.width, stored.height) as Ptr;
+        Self {
+            luma: at,
+            blue,
+            red: blue + plane(chroma_width, chroma_height) as Ptr,
+            luma_pitch: pitch(stored.width) as u32,
+            chroma_pitch: pitch(chroma_width) as u32,
+            chroma_width,
+            chroma_height,
+            half_columns: u32::from(stored.subsampling.columns == 2),
+            half_rows: u32::from(stored.subsampling.rows == 2),
+        }
+    }
+
+    /// For the decoder.
+    pub(super) fn all(&self) -> [nvjpeg::Plane; 3] {
+        [(self.luma, self.luma_pitch), (self.blue, self.chroma_pitch), (self.red, self.chroma_pitch)]
+            .map(|(to, pitch)| nvjpeg::Plane { to, pitch: pitch as usize })
+    }
+}
+
+/// Runs of pictures of these `rooms`, up to [`MOST_PICTURES`], that take `most` bytes together, or are one that takes more.
+pub(super) fn groups(rooms: &[usize], most: usize) -> Vec<Range<usize>> {
+    let mut groups: Vec<Range<usize>> = Vec::new();
+    let mut taken = 0;
+    for (number, room) in rooms.iter().enumerate() {
+        match groups.last_mut().filter(|group| taken + room <= most && group.len() < MOST_PICTURES) {
+            Some(group) => {
+                group.end = number + 1;
+                taken += room;
+            }
+            None => {
+                groups.push(number..number + 1);
+                taken = *room;
+            }
+        }
+    }
+    groups
+}
+
+impl Cropping {
+    /// For a picture that was decoded to `planes` and becomes output `to`. Its tables are put behind the others.
+    pub(super) fn new(picture: &Encoded<'_>, planes: Planes, to: u32, tables: &mut Vec<i32>) -> Self {
+        // No side is longer than `MOST_SIDE`.
+        let (last_column, last_row) = (picture.stored.width as i32 - 1, picture.stored.height as i32 - 1);
+        // Column and row at which the upright picture's first pixel is stored, and in which steps those on its right and
+        // below it follow (EXIF's orientations).
+        let (origin, right, down) = match picture.stored.orientation {
+            2 => ((last_column, 0), (-1, 0), (0, 1)),
+            3 => ((last_column, last_row), (-1, 0), (0, -1)),
+            4 => ((0, last_row), (1, 0), (0, -1)),
+            5 => ((0, 0), (0, 1), (1, 0)),
+            6 => ((0, last_row), (0, -1), (1, 0)),
+            7 => ((last_column, last_row), (0, -1), (-1, 0)),
+            8 => ((last_column, 0), (0, 1), (-1, 0)),
+            _ => ((0, 0), (1, 0), (0, 1)),
+        };
+        let (left, top) = (picture.left as i32, picture.top as i32);
+        let mut add = |entries: &[i32]| {
+            let at = tables.len() as u32;
+            tables.extend_from_slice(entries);
+            at
+        };
+        let inputs = picture.columns.inputs();
+        Self {
+            planes,
+            column: origin.0 + left * right.0 + top * down.0,
+            row: origin.1 + left * right.1 + top * down.1,
+            column_right: right.0,
+            row_right: right.1,
+            column_down: down.0,
+            row_down: down.1,
+            first: inputs.start,
+            span: inputs.end - inputs.start,
+            rows: add(&picture.rows.entries),
+            row_taps: picture.rows.taps,
+            row_shift: picture.rows.shift,
+            columns: add(&picture.columns.entries),
+            column_taps: picture.columns.taps,
+            column_shift: picture.columns.shift,
+            flip: picture.flip.into(),
+            to,
+        }
+    }
+}
+
+/// Output rows that a block makes, and the shared memory that it takes for the widest of these pictures.
+pub(super) fn band(croppings: &[Cropping], height: u32) -> (u32, u32) {
+    let span = croppings.iter().map(|c| c.span).max().unwrap_or(1);
+    let band = (SHARED / (span * 3)).clamp(1, BAND).min(height.max(1));
+    (band, band * span * 3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_data::device::{MOST_SIDE, Subsampling};
+
+    #[test]
+    fn groups_are_as_long_as_fits_and_one_picture_always_is() {
+        assert!(groups(&[], 10).is_empty());
+        assert_eq!(groups(&[4, 6, 1, 9, 1, 30, 2], 10), [0..2, 2..4, 4..5, 5..6, 6..7]);
+        assert_eq!(groups(&[4, 7], 10), [0..1, 1..2]);
+        assert_eq!(
+            groups(&[1; MOST_PICTURES + 1], 1 << 20),
+            [0..MOST_PICTURES, MOST_PICTURES..MOST_PICTURES + 1]
+        );
+    }
+
+    #[test]
+    fn a_block_has_room_for_the_widest_picture_that_is_taken() {
+        for span in [1, 224, 939, MOST_SIDE] {
+            let (band, shared) = band(&[Cropping { span, ..Cropping::default() }], 224);
+            assert!((1..=BAND).contains(&band) && shared <= SHARED && shared == band * span * 3, "{span}");
+        }
+        assert_eq!(band(&[Cropping { span: 10, ..Cropping::default() }], 3).0, 3);
+    }
+
+    const FULL: Stored =
+        Stored { width: 0, height: 0, orientation: 1, subsampling: Subsampling { columns: 1, rows: 1 } };
+
+    #[test]
+    fn a_picture_of_the_largest_side_has_room_and_others_take_little() {
+        assert!(room(Stored { width: MOST_SIDE, height: MOST_SIDE, ..FULL }) <= MOST_DECODED);
+        // However many of the smallest there are.
+        let smallest = room(Stored { width: 1, height: 1, ..FULL });
+        assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MOST_DECODED);
+        let half = Subsampling { columns: 2, rows: 2 };
+        assert_eq!(room(Stored { width: 480, height: 370, subsampling: half, ..FULL }), 177_664 + 2 * 47_360);
+    }
+
+    #[test]
+    fn planes_do_not_overlap_and_end_where_the_next_picture_begins() {
+        for (columns, rows) in [(1, 1), (2, 1), (1, 2), (2, 2)] {
+            for (width, height) in [(1, 1), (2, 3), (33, 17), (8191, 5)] {
+                let stored = Stored { width, height, subsampling: Subsampling { columns, rows }, ..FULL };
+                let planes = Planes::new(stored, 1 << 40);
+                let [luma, blue, red] = planes.all();
+                let end = |plane: nvjpeg::Plane, rows: u32| plane.to + plane.pitch as u64 * u64::from(rows);
+                assert_eq!(luma.to, 1 << 40);
+                assert!(end(luma, height) <= blue.to, "{stored:?}");
+                assert!(end(blue, planes.chroma_height) <= red.to, "{stored:?}");
+                assert!(end(red, planes.chroma_height) <= luma.to + room(stored) as u64, "{stored:?}");
+                assert!(luma.pitch >= width as usize && blue.pitch >= planes.chroma_width as usize);
+            }
+        }
+    }
+
+    #[test]
+    fn a_cropping_is_laid_out_as_the_kernel_reads_it() {
+        assert_eq!(size_of::<Planes>(), 48);
+        assert_eq!(std::mem::offset_of!(Planes, half_rows), 44);
+        assert_eq!(size_of::<Cropping>(), 112);
+        assert_eq!(std::mem::offset_of!(Cropping, column), 48);
+        assert_eq!(std::mem::offset_of!(Cropping, first), 72);
+        assert_eq!(std::mem::offset_of!(Cropping, to), 108);
+    }
+}

@@ -1,0 +1,395 @@
+//! Batches whose pictures were decoded and cropped elsewhere against those that cores make. Where there is no GPU, the
+//! host decodes and does with the pixels what the kernel does, from the same descriptions.
+
+use super::*;
+use lockstep_data::device::{Sharing, Stored, Subsampling};
+use lockstep_data::loader::{Batch, BatchFormat, DataSource, EpochPlan, Mixing};
+use lockstep_protocol::spec::{Augment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+use tempfile::TempDir;
+
+macro_rules! fixture {
+    ($name:literal) => {
+        include_bytes!(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../../tests/pytorch/fixtures/pictures/decoding/",
+            $name
+        ))
+    };
+}
+
+mod broken;
+mod gpu;
+mod planes;
+mod together;
+mod waiting;
+
+/// The kernel `crop` in Rust: an output out of `memory`, in which descriptions' addresses count from its beginning.
+fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
+    let weighted = |table: u32, taps: u32, shift: u32, output: u32, value: &dyn Fn(i64) -> u8| {
+        let entry = &tables[(table + output * (2 + taps)) as usize..][..2 + taps as usize];
+        let mut sum = 1 << (shift - 1);
+        for (k, weight) in entry[2..2 + entry[1] as usize].iter().enumerate() {
+            sum += i32::from(value(i64::from(entry[0]) + k as i64)) * weight;
+        }
+        (sum >> shift).min(255) as u8
+    };
+    let mut output = vec![0; (width * height * 3) as usize];
+    for y in 0..height {
+        let mut scaled = vec![0; (p.span * 3) as usize];
+        for (i, scaled) in scaled.iter_mut().enumerate() {
+            let (x, channel) = (i64::from(p.first) + i as i64 / 3, i % 3);
+            *scaled = weighted(p.rows, p.row_taps, p.row_shift, y, &|row| {
+                let column =
+                    i64::from(p.column) + x * i64::from(p.column_right) + row * i64::from(p.column_down);
+                let row = i64::from(p.row) + x * i64::from(p.row_right) + row * i64::from(p.row_down);
+                planes::pixel(memory, &p.planes, column as u32, row as u32)[channel]
+            });
+        }
+        for x in 0..width {
+            let at = if p.flip == 1 { width - 1 - x } else { x };
+            for channel in 0..3 {
+                let value = weighted(p.columns, p.column_taps, p.column_shift, x, &|column| {
+                    scaled[((column - i64::from(p.first)) * 3) as usize + channel]
+                });
+                output[((y * width + at) * 3) as usize + channel] = value;
+            }
+        }
+    }
+    output
+}
+
+/// A GPU as far as the loader can tell.
+#[derive(Debug, Default)]
+struct OnTheHost {
+    /// Every so many pictures are not taken.
+    refuses: Option<usize>,
+    fails: bool,
+    calls: AtomicUsize,
+    /// That it decodes together.
+    most: Option<usize>,
+}
+
+impl DeviceDecoder for OnTheHost {
+    fn name(&self) -> String {
+        "the host".into()
+    }
+
+    fn at_a_time(&self) -> usize {
+        3
+    }
+
+    fn decode<'a>(
+        &self,
+        size: (u32, u32),
+        next: &mut dyn FnMut(usize) -> Vec<Encoded<'a>>,
+        then: &mut dyn FnMut(&[Option<&[u8]>]),
+    ) -> Result<(), String> {
+        let pictures = next(self.most.unwrap_or(64));
+        if pictures.is_empty() {
+            return Ok(());
+        }
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        if self.fails {
+            return Err("it is broken".into());
+        }
+        let (mut memory, mut tables, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, picture) in pictures.iter().enumerate() {
+            let planes = planes::decode(picture.bytes, picture.stored, &mut memory)?;
+            let cropping = Cropping::new(picture, planes, number as u32, &mut tables);
+            let refused = self.refuses.is_some_and(|every| number % every == 0);
+            outputs.push((!refused).then(|| cropped(&memory, &tables, &cropping, size)));
+        }
+        then(&outputs.iter().map(Option::as_deref).collect::<Vec<_>>());
+        Ok(())
+    }
+}
+
+fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
+    image::RgbImage::from_fn(width, height, |x, y| {
+        let wave = ((x * 9 + number * 40) as f32 / 20.0).sin() * 60.0 + (y * (number + 3)) as f32 % 90.0;
+        image::Rgb([(90.0 + wave) as u8, (x * 5 % 250) as u8, (number * 11 + y * 3) as u8])
+    })
+}
+
+/// With an EXIF block that tells its orientation.
+fn turned(file: &[u8], orientation: u8) -> Vec<u8> {
+    let mut exif =
+        *b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
+    exif[28] = orientation;
+    [&file[..2], &exif, &file[2..]].concat()
+}
+
+fn jpeg(picture: &image::DynamicImage) -> Vec<u8> {
+    let mut file = std::io::Cursor::new(Vec::new());
+    picture.write_to(&mut file, image::ImageFormat::Jpeg).unwrap();
+    file.into_inner()
+}
+
+/// Sixteen JPEG files, two in each orientation, of sizes that `of` gives, in each subsampling where the size is one that
+/// every decoder makes the same of; and two pictures for cores.
+fn folder(of: impl Fn(u32) -> (u32, u32)) -> TempDir {
+    let dir = TempDir::new().unwrap();
+    let home = dir.path().join("train/all");
+    fs::create_dir_all(&home).unwrap();
+    for number in 0..16 {
+        let (width, height) = of(number);
+        let is_whole = [width, height].iter().all(|side| planes::is_whole(*side, 2));
+        let sampling =
+            if is_whole { planes::SAMPLINGS[number as usize % 4] } else { SamplingFactor::R_4_4_4 };
+        let file = planes::encoded(&picture(number, width, height), sampling);
+        fs::write(home.join(format!("{number:02}.jpg")), turned(&file, (number % 8 + 1) as u8)).unwrap();
+    }
+    let (width, height) = of(0);
+    picture(20, width, height).save(home.join("png.png")).unwrap();
+    let grey = image::DynamicImage::ImageRgb8(picture(21, width, height)).grayscale();
+    fs::write(home.join("grey.jpg"), jpeg(&grey)).unwrap();
+    dir
+}
+
+fn spec() -> DataSpec {
+    DataSpec {
+        validation: Validation::Fraction(0.3),
+        // Holds out five of the pictures of `folder`.
+        validation_seed: 9,
+        mean: Some(vec![0.5; 3]),
+        std: Some(vec![0.25; 3]),
+        ..DataSpec::default()
+    }
+}
+
+const PLAN: EpochPlan = EpochPlan {
+    epoch: 1,
+    first_step: 0,
+    rank: 0,
+    world_size: 1,
+    batch_size: 6,
+    accumulate: 1,
+    drop_remainder: false,
+    threads: 2,
+};
+
+fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
+    let mut data = DataSource::open(dir, spec, 5).unwrap();
+    data.set_format(format);
+    data
+}
+
+/// An epoch of training and one of validation.
+fn batches(data: &DataSource) -> Vec<Batch> {
+    data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).map(Result::unwrap).collect()
+}
+
+#[test]
+fn what_a_gpu_is_told_to_make_is_what_cores_make() {
+    let of_all_sizes = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let of_one_size = folder(|_| (48, 48));
+    let photographs =
+        DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let changed = DataSpec {
+        vertical_flip: true,
+        color_jitter: [0.4, 0.4, 0.4, 0.1],
+        augment: Augment::Trivial,
+        ..photographs.clone()
+    };
+    for (name, dir, spec, forms) in [
+        (
+            "random resized crops",
+            &of_all_sizes,
+            photographs.clone(),
+            &[BatchFormat::Bytes, BatchFormat::Normalised][..],
+        ),
+        (
+            "enlarged",
+            &of_all_sizes,
+            DataSpec { image_size: Some(ImageSize::Fixed(90)), ..photographs },
+            &[BatchFormat::Bytes][..],
+        ),
+        ("changed", &of_all_sizes, changed.clone(), &[BatchFormat::Bytes][..]),
+        (
+            "erased",
+            &of_all_sizes,
+            DataSpec { random_erasing: 0.5, ..changed },
+            &[BatchFormat::Normalised][..],
+        ),
+        // Training crops the largest centred square; only validation needs all of a picture.
+        (
+            "squares",
+            &of_all_sizes,
+            DataSpec { image_size: Some(ImageSize::Fixed(24)), resize_size: Some(28), ..spec() },
+            &[BatchFormat::Bytes][..],
+        ),
+        (
+            "as they are",
+            &of_one_size,
+            DataSpec { resize_size: Some(50), ..spec() },
+            &[BatchFormat::Bytes][..],
+        ),
+    ] {
+        for format in forms {
+            let on_cores = open(dir.path(), &spec, *format);
+            let mut elsewhere = open(dir.path(), &spec, *format);
+            assert!(on_cores.is_prepared_each_step() && on_cores.decodes_jpeg(), "{name}");
+            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+            assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {format:?}");
+            assert_eq!(on_cores.decoded(), None);
+            let decoded = elsewhere.decoded().unwrap();
+            let cores = BTreeMap::from([(CpuDecodeReason::OtherFormat, 1), (CpuDecodeReason::Grey, 1)]);
+            assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores), "{name}");
+        }
+    }
+}
+
+#[test]
+fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
+    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    for format in [BatchFormat::Bytes, BatchFormat::Normalised] {
+        let wanted = batches(&open(dir.path(), &spec, format));
+        let mut data = open(dir.path(), &spec, format);
+        let slow = OnTheHost { most: Some(1), ..OnTheHost::default() };
+        data.set_decoder(Some(Arc::new(slow)), Sharing::WithCores);
+        // Who takes which differs from time to time; all are taken, each time.
+        let (mut rounds, mut both) = (0, false);
+        while !both {
+            assert!(rounds < 1000, "{:?}", data.decoded());
+            assert!(batches(&data) == wanted);
+            rounds += 1;
+            let decoded = data.decoded().unwrap();
+            let concurrently = decoded.by_cores.get(&CpuDecodeReason::Concurrently).copied().unwrap_or(0);
+            assert_eq!(decoded.by_device + concurrently, 16 * rounds, "{decoded:?}");
+            both = decoded.by_device > 0 && concurrently > 0;
+        }
+        assert!(data.decoded().unwrap().to_string().contains("while the GPU decoded others"));
+
+        // Who does not decode at all leaves them to cores, all of them.
+        let broken = OnTheHost { fails: true, ..OnTheHost::default() };
+        data.set_decoder(Some(Arc::new(broken)), Sharing::WithCores);
+        assert!(batches(&data) == wanted);
+        assert_eq!(data.decoded().unwrap().by_device, 0);
+
+        // A single thread has none to share with.
+        data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::WithCores);
+        assert!(data.epoch(EpochPlan { threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
+        assert!(!data.decoded().unwrap().by_cores.contains_key(&CpuDecodeReason::Concurrently));
+    }
+}
+
+#[test]
+fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
+    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let home = dir.path().join("train/all");
+    fs::write(home.join("progressive.jpg"), fixture!("progressive.jpg")).unwrap();
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
+
+    data.set_decoder(
+        Some(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() })),
+        Sharing::DeviceAlone,
+    );
+    assert!(batches(&data) == wanted);
+    let decoded = data.decoded().unwrap();
+    let refused = decoded.by_cores[&CpuDecodeReason::Refused];
+    assert!(refused >= 8 && decoded.by_device + refused == 16, "{decoded:?}");
+    assert_eq!(decoded.by_cores[&CpuDecodeReason::Progressive], 1);
+    let text = decoded.to_string();
+    assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
+
+    // However many groups of a batch fail, it is one batch.
+    let broken = Arc::new(OnTheHost { fails: true, most: Some(2), ..OnTheHost::default() });
+    data.set_decoder(Some(broken.clone()), Sharing::DeviceAlone);
+    let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };
+    assert!(data.epoch(whole).all(|batch| batch.is_ok()));
+    assert!(broken.calls.load(Ordering::Relaxed) > 4 && !data.decoded().unwrap().given_up, "{broken:?}");
+
+    // Four batches that fail one after another are enough.
+    let broken = Arc::new(OnTheHost { fails: true, ..OnTheHost::default() });
+    data.set_decoder(Some(broken.clone()), Sharing::DeviceAlone);
+    for epoch in 0..4 {
+        assert!(data.epoch(EpochPlan { epoch, threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
+    }
+    assert_eq!(broken.calls.load(Ordering::Relaxed), 4);
+    let decoded = data.decoded().unwrap();
+    assert!(decoded.given_up && decoded.by_device == 0, "{decoded:?}");
+    let text = decoded.to_string();
+    assert!(text.contains("it is broken") && text.contains("from now on"), "{text}");
+    assert!(batches(&data) == wanted);
+}
+
+#[test]
+fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
+    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
+    let sizes = [(1, 16), (3, 24)].map(|(epoch, size)| SizeFrom { epoch, size });
+    let sized = DataSpec {
+        image_size: Some(ImageSize::Schedule(sizes.to_vec())),
+        validation_size: Some(32),
+        ..spec()
+    };
+    for spec in [
+        DataSpec { random_resized_crop: true, ..sized.clone() },
+        // The largest centred square, then a padded crop.
+        DataSpec { resize_size: Some(36), ..sized },
+    ] {
+        for mixing in
+            [Mixing::default(), Mixing { mixup: 0.4, cutmix: 0.0 }, Mixing { mixup: 0.0, cutmix: 1.0 }]
+        {
+            let (mut on_cores, mut elsewhere) =
+                (open(dir.path(), &spec, BatchFormat::Bytes), open(dir.path(), &spec, BatchFormat::Bytes));
+            on_cores.set_mixing(mixing);
+            elsewhere.set_mixing(mixing);
+            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+            for (epoch, side) in [(0, 16), (1, 16), (2, 24)] {
+                let plan = EpochPlan { epoch, batch_size: 3, accumulate: 2, ..PLAN };
+                let wanted: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
+                let found: Vec<Batch> = elsewhere.epoch(plan).map(Result::unwrap).collect();
+                assert!(found == wanted, "{mixing:?}, epoch {epoch}");
+                assert!(found.iter().all(|batch| batch.bytes.len() == batch.labels.len() * side * side * 3));
+                let seen: BTreeSet<u64> = found.iter().flat_map(|batch| &batch.indices).copied().collect();
+                assert_eq!(seen.len() as u64, elsewhere.shape.train_samples, "{mixing:?}, epoch {epoch}");
+            }
+            assert!(batches(&elsewhere) == batches(&on_cores), "{mixing:?}, validation");
+            assert!(elsewhere.decoded().unwrap().by_device > 0);
+        }
+    }
+}
+
+#[test]
+fn pictures_in_shards_are_decoded_as_files_are() {
+    // Odd, since 4:2:0 is written.
+    let dir = folder(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
+    let to = TempDir::new().unwrap();
+    let settings = lockstep_data::PrepareSettings::default();
+    lockstep_data::prepare(dir.path(), to.path(), &settings, |_| {}).unwrap();
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let on_cores = open(to.path(), &spec, BatchFormat::Bytes);
+    let mut elsewhere = open(to.path(), &spec, BatchFormat::Bytes);
+    assert!(elsewhere.decodes_jpeg());
+    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+    assert!(batches(&elsewhere) == batches(&on_cores));
+    // Grey pictures and PNG files have become ordinary JPEG.
+    let decoded = elsewhere.decoded().unwrap();
+    assert_eq!((decoded.by_device, decoded.by_cores.len()), (18, 0), "{decoded}");
+}
+
+#[test]
+fn without_a_jpeg_file_there_is_nothing_for_a_decoder_to_do() {
+    let dir = folder(|_| (40, 40));
+    let home = dir.path().join("train/all");
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    for file in fs::read_dir(&home).unwrap().map(|entry| entry.unwrap().path()) {
+        if file.extension().is_some_and(|extension| extension == "jpg") {
+            fs::remove_file(file).unwrap();
+        }
+    }
+    // What a file is called says nothing.
+    picture(22, 40, 40).save(home.join("other.png")).unwrap();
+    fs::rename(home.join("other.png"), home.join("other.jpg")).unwrap();
+    let data = open(dir.path(), &spec, BatchFormat::Bytes);
+    assert!(data.is_prepared_each_step() && !data.decodes_jpeg());
+}

@@ -1,0 +1,191 @@
+//! What needs a GPU.
+
+use super::*;
+use cases::{Case, cases};
+
+#[path = "../../../../../data/src/picture/jpeg/cases.rs"]
+mod cases;
+
+/// What may lie between pictures of nvJPEG and of cores: of 255, on average over a batch. `LOCKSTEP_TEST_APART` sets
+/// another limit.
+fn most_apart() -> f64 {
+    std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_crops_are_the_host_s_to_the_bit() {
+    let device = Device::open(0).unwrap();
+    let kernels = Kernels::load(&device, DType::F16).unwrap().one_by_one();
+    let mut cropper = Cropper::new().unwrap();
+    // Also wider than a block has room for at once, and a single pixel.
+    for (width, height, size) in
+        [(97, 61, (40, 30)), (31, 20, (224, 224)), (8192, 3, (224, 224)), (1, 1, (5, 7))]
+    {
+        let rows = ScaleTable::window(height, 0.0, f64::from(height), size.1);
+        let columns = ScaleTable::window(width, f64::from(width) * 0.1, f64::from(width) * 0.8, size.0);
+        let subsamplings =
+            [(1, 1), (2, 1), (1, 2), (2, 2)].map(|(columns, rows)| Subsampling { columns, rows });
+        for (orientation, subsampling) in (1..=8).flat_map(|o| subsamplings.map(|s| (o, s))) {
+            let stored = if orientation > 4 { (height, width) } else { (width, height) };
+            let stored = Stored { width: stored.0, height: stored.1, orientation, subsampling };
+            // As rough as can be, so that each sample counts.
+            let samples: Vec<u8> =
+                (0..room(stored) as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 21) as u8).collect();
+            let memory = device.upload(&samples).unwrap();
+            let (there, here) = (Planes::new(stored, memory.ptr), Planes::new(stored, 0));
+            let encoded = Encoded {
+                bytes: &[],
+                stored,
+                left: 0,
+                top: 0,
+                rows: &rows,
+                columns: &columns,
+                flip: orientation % 2 == 0,
+            };
+            let (mut tables, mut on_host) = (Vec::new(), Vec::new());
+            let croppings: Vec<Cropping> =
+                (0..3).map(|to| Cropping::new(&encoded, there, to, &mut tables)).collect();
+            let wanted = cropped(&samples, &tables, &Cropping::new(&encoded, here, 0, &mut on_host), size);
+            cropper.begin(&device, 3, size).unwrap();
+            cropper.run(&device, &kernels, &croppings, &tables).unwrap();
+            cropper.end(3).unwrap();
+            cropper.stream.0.synchronize().unwrap();
+            let found = cropper.pixels(3 * wanted.len());
+            let differ =
+                found.chunks_exact(wanted.len()).flatten().zip(wanted.iter().cycle()).filter(|(a, b)| a != b);
+            assert_eq!(differ.count(), 0, "{width} x {height} to {size:?}, {stored:?}");
+        }
+    }
+}
+
+/// A GPU's decoder, the folder that it decodes and the same batches of cores.
+fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
+    let wanted = batches(&open(dir, spec, BatchFormat::Bytes));
+    let mut data = open(dir, spec, BatchFormat::Bytes);
+    data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
+    let found = batches(&data);
+    let pairs = || {
+        wanted.iter().zip(&found).flat_map(|(a, b)| a.bytes.iter().zip(&b.bytes)).map(|(a, b)| a.abs_diff(*b))
+    };
+    let count = pairs().count();
+    assert_eq!(wanted.iter().map(|b| b.bytes.len()).sum::<usize>(), count);
+    let mean = pairs().map(u64::from).sum::<u64>() as f64 / count as f64;
+    let most = pairs().max().unwrap();
+    eprintln!("{}: apart {mean:.3} of 255 on average, {most} at most", data.decoded().unwrap());
+    (data, mean, most)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let made = folder(|number| (140 + number * 7 % 31, 132 + number * 5 % 23));
+    let (data, mean, _) = compared(made.path(), &spec);
+    let decoded = data.decoded().unwrap();
+    assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
+    assert!(mean <= most_apart(), "{mean}");
+    // Chroma is stored at half the width, or half of both sides; each of these has but some hundred pixels.
+    for (name, file) in [
+        ("4:2:2", &fixture!("half-chroma.jpg")[..]),
+        ("4:2:0", fixture!("orientation-1.jpg")),
+        ("4:2:0 on its side", fixture!("orientation-6.jpg")),
+    ] {
+        let dir = TempDir::new().unwrap();
+        let home = dir.path().join("train/all");
+        fs::create_dir_all(&home).unwrap();
+        (0..16).for_each(|i| fs::write(home.join(format!("{i}.jpg")), file).unwrap());
+        let (data, mean, _) = compared(dir.path(), &spec);
+        let decoded = data.decoded().unwrap();
+        assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 0), "{name}: {decoded}");
+        assert!(mean <= 3.0 * most_apart(), "{name}: {mean}");
+    }
+}
+
+/// Whole pictures as the GPU makes them, in one group; `None` of those that it does not take.
+fn decoded(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>> {
+    let decoder = super::super::open(0, DType::F16).unwrap();
+    let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
+    let mut given: Vec<Encoded<'_>> = files
+        .iter()
+        .map(|bytes| Encoded {
+            bytes,
+            stored: for_hardware(bytes).unwrap(),
+            left: 0,
+            top: 0,
+            rows: &rows,
+            columns: &columns,
+            flip: false,
+        })
+        .collect();
+    let mut pictures = Vec::new();
+    decoder
+        .decode((width, height), &mut |_| std::mem::take(&mut given), &mut |made| {
+            pictures = made.iter().map(|pixels| pixels.map(<[u8]>::to_vec)).collect();
+        })
+        .unwrap();
+    pictures
+}
+
+/// How far values are apart at most.
+fn apart(a: &[u8], b: &[u8]) -> u8 {
+    a.iter().zip(b).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_jpeg_files_of_all_kinds_are_those_of_libjpeg_or_left_to_cores() {
+    let (mut for_cores, mut refused, mut wrong, mut equal) = (BTreeMap::new(), Vec::new(), Vec::new(), 0);
+    let mut by_size: BTreeMap<(u32, u32), Vec<Case>> = BTreeMap::new();
+    for case in cases() {
+        match for_hardware(&case.file) {
+            Ok(_) => by_size.entry(case.pixels.dimensions()).or_default().push(case),
+            Err(why) => *for_cores.entry(why).or_insert(0) += 1,
+        }
+    }
+    for (size, cases) in by_size {
+        let files: Vec<&[u8]> = cases.iter().map(|case| &case.file[..]).collect();
+        for (case, made) in cases.iter().zip(decoded(&files, size)) {
+            match made.map(|made| apart(&made, case.pixels.as_raw())) {
+                None => refused.push(case.name.clone()),
+                // As for odd sizes, in `planes.rs`.
+                Some(apart) if apart <= 12 => equal += 1,
+                Some(apart) => wrong.push((case.name.clone(), apart)),
+            }
+        }
+    }
+    eprintln!(
+        "equal: {equal}; refused by nvJPEG: {refused:?}; left to cores: {for_cores:?}; wrong: {wrong:?}"
+    );
+    assert!(wrong.is_empty() && equal >= 8, "{wrong:?}");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_damaged_picture_harms_no_other() {
+    let whole = planes::encoded(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
+    let alone = decoded(&[&whole], (160, 96)).remove(0).unwrap();
+    // The scan breaks off, and the end of the file says that all is there; or it has zeros.
+    let cut = [&whole[..whole.len() / 2], b"\xff\xd9"].concat();
+    let mut zeros = whole.clone();
+    let middle = whole.len() / 2;
+    zeros[middle..middle + 40].fill(0);
+    for damaged in [cut, zeros] {
+        let made = decoded(&[&whole, &damaged, &whole], (160, 96));
+        assert!(made[0].as_ref() == Some(&alone) && made[2].as_ref() == Some(&alone));
+        // The GPU does not say so; the index of the dataset, made on the host, leaves such a file out.
+        eprintln!("the damaged one is {:?} of 255 apart", made[1].as_ref().map(|made| apart(made, &alone)));
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
+    let dir = folder(|_| (140, 132));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
+    data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
+    assert_eq!(batches(&data).len(), batches(&data).len());
+    data.close_decoder();
+    assert!(batches(&data) == batches(&open(dir.path(), &spec, BatchFormat::Bytes)));
+}

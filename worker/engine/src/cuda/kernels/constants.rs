@@ -1,0 +1,31 @@
+//! The numbers that kernels and the host share: defined in Rust, and defined for the kernels by the compiler's options.
+
+use crate::{
+    cuda::{
+        dtype::DType,
+        ops::{LOSS_ROWS, NORM_PARTS, ROW_PADDING, SMALL_GROUPS, TILE_CHANNELS, TILE_ROWS, in_flight},
+    },
+    fuse::{EXPANDED, REDUCED},
+};
+use lockstep_comm::peers::MAX_PEERS;
+use lockstep_kernels::batch_norm::{EPSILON, MOMENTUM};
+
+/// Names, and values as C++ has them, for kernels that compute in `dtype`.
+pub(super) fn of(dtype: DType) -> [(&'static str, String); 13] {
+    [
+        ("DTYPE", dtype.number().to_string()),
+        ("IN_FLIGHT", in_flight(dtype).to_string()),
+        // A double, and a float: Rust's shortest form that reads back as the same number.
+        ("EPSILON", format!("{EPSILON:?}")),
+        ("MOMENTUM", format!("{MOMENTUM:?}f")),
+        ("SMALL_GROUPS", SMALL_GROUPS.to_string()),
+        ("EXPANDED", EXPANDED.to_string()),
+        ("REDUCED", REDUCED.to_string()),
+        ("TILE_ROWS", TILE_ROWS.to_string()),
+        ("TILE_CHANNELS", TILE_CHANNELS.to_string()),
+        ("ROW_PADDING", ROW_PADDING.to_string()),
+        ("NORM_PARTS", NORM_PARTS.to_string()),
+        ("LOSS_ROWS", LOSS_ROWS.to_string()),
+        ("MAX_PEERS", MAX_PEERS.to_string()),
+    ]
+}

@@ -1,0 +1,170 @@
+//! Compiles every kernel for every GPU that it may meet. NVRTC needs none of them.
+
+use super::*;
+use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW};
+use lockstep_host::gpu::libraries::{self, Libraries, Library, SETTING};
+use std::{
+    path::{Path, PathBuf},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+/// Ampere, its smaller sisters, Ada, Hopper (with its own instructions, as the engine compiles it), Blackwell.
+const CAPABILITIES: [u32; 5] = [80, 86, 89, 90, 100];
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
+
+/// Where `tests/run` puts NVRTC.
+fn installed() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/nvrtc/nvidia/cu13/lib/libnvrtc.so.13")
+}
+
+/// Has cudarc find NVRTC: what is loaded already goes by its own name.
+fn load_nvrtc() {
+    let named = std::env::var_os(SETTING).is_some();
+    let found = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
+    let path = if installed().is_file() && !named { Some(installed()) } else { found };
+    let path = path.unwrap_or_else(|| {
+        panic!(
+            "NVRTC is not on this machine, so no kernel can be compiled. `bash tests/run` installs it; or, in the \
+             repository: python3 -m pip install --no-deps --target target/nvrtc 'nvidia-cuda-nvrtc==13.*'; or name \
+             its folder in {SETTING}"
+        )
+    });
+    let load = |path: &Path| {
+        // SAFETY: NVRTC's initialisers have no preconditions. It stays loaded.
+        let loaded = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+        std::mem::forget(loaded.unwrap_or_else(|e| panic!("{}: {e}", path.display())));
+    };
+    // It opens the other half of itself by a bare name, too.
+    for file in path.parent().into_iter().flat_map(|dir| std::fs::read_dir(dir).into_iter().flatten()) {
+        let file = file.unwrap();
+        if file.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so.") {
+            load(&file.path());
+        }
+    }
+    load(&path);
+    libraries::ready(&[Library::Nvrtc]).unwrap();
+}
+
+/// Compiles everything for these capabilities, on all cores, with `more` options in addition to the engine's.
+fn compile_all(capabilities: &[u32], more: &[&str]) {
+    load_nvrtc();
+    let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
+    let (next, failures) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(&(capability, dtype)) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let mut options = options(capability, dtype);
+                    options.extend(more.iter().map(|option| (*option).to_owned()));
+                    if let Err(error) = compile(&options) {
+                        failures.lock().unwrap().push(format!("{capability} {}: {error}", dtype.name()));
+                    }
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// To machine code, since only the assembler knows which GPU has which instruction; but with little
+/// optimisation, which takes a tenth of the time.
+const QUICK: &[&str] = &["--Ofast-compile=max"];
+
+#[test]
+fn every_kernel_compiles_for_hopper_in_every_number_format() {
+    compile_all(&[90], QUICK);
+}
+
+mod full {
+    use super::*;
+
+    #[test]
+    fn every_kernel_compiles_for_every_other_capability() {
+        let others: Vec<u32> = CAPABILITIES.into_iter().filter(|c| *c != 90).collect();
+        compile_all(&others, QUICK);
+    }
+
+    #[test]
+    #[ignore = "minutes: optimised as the engine has it"]
+    fn slow_every_kernel_compiles_as_the_engine_compiles_it() {
+        compile_all(&CAPABILITIES, &[]);
+    }
+}
+
+/// A value that kernels defined themselves could differ from the host's, unnoticed until results are wrong.
+#[test]
+fn kernels_use_what_the_host_defines_and_do_not_define_it_again() {
+    for (name, value) in constants::of(DType::F16) {
+        let is_name =
+            |text: &str| text.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == name);
+        assert!(SOURCE.lines().any(is_name), "no kernel uses {name} ({value})");
+        let again =
+            SOURCE.lines().filter_map(|line| line.trim_start().strip_prefix("#define")).find(|define| {
+                define.trim_start().split(|c: char| !c.is_alphanumeric() && c != '_').next() == Some(name)
+            });
+        assert_eq!(again, None, "{name} is {value} already");
+    }
+}
+
+#[test]
+fn a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words() {
+    load_nvrtc();
+    let mut options = options(90, DType::F16);
+    // In the place of a function's name.
+    options.push("-Dlarger=no such thing".into());
+    let error = compile(&options).unwrap_err().to_string();
+    assert!(error.contains("sm_90a") && error.contains("lockstep.cu"), "{error}");
+}
+
+/// What is left of a file after a crash of the machine, and what only looks like one.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kernels_that_are_damaged_in_the_cache_are_compiled_again() {
+    let device = Device::open(0).unwrap();
+    let options = options(device.capability, DType::F32);
+    let name = cache_name(device.capability, DType::F32, &options);
+    drop(Kernels::load(&device, DType::F32).unwrap());
+    let path = lockstep_host::cache::dir().unwrap().join(&name);
+    let whole = std::fs::read(&path).unwrap();
+    let mut flipped = whole.clone();
+    flipped[whole.len() / 2] ^= 1;
+    for (what, damaged) in
+        [("emptied", &[][..]), ("cut", &whole[..whole.len() / 2]), ("flipped", &flipped[..])]
+    {
+        std::fs::write(&path, damaged).unwrap();
+        assert!(cached(&name).is_none(), "{what}");
+        assert!(!path.exists(), "{what}: it stays");
+    }
+    cache::write(&name, b"neither machine code nor a text that becomes some\0");
+    drop(Kernels::load(&device, DType::F32).unwrap());
+    assert!(cached(&name).is_some(), "it was not compiled again");
+}
+
+#[test]
+fn a_launch_that_this_gpu_has_no_room_for_is_an_error() {
+    // An A10 (8.6) has 99 KB for a block, an H100 227.
+    for (bytes, room, fits) in [(0, 99 << 10, true), (99 << 10, 99 << 10, true), (164 << 10, 99 << 10, false)]
+    {
+        let found = has_room("gather_scaled", bytes, room);
+        assert_eq!(found.is_ok(), fits, "{bytes} of {room}");
+        if let Err(error) = found {
+            assert!(error.to_string().starts_with("gather_scaled needs 167936 bytes"), "{error}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kernels_that_resize_may_use_all_of_the_shared_memory() {
+    let device = Device::open(0).unwrap();
+    let kernels = Kernels::load(&device, DType::F32).unwrap();
+    for name in ["gather_scaled", "crop"] {
+        let (_, room) = kernels.function(name).unwrap();
+        assert!(room > 48 << 10 && room <= device.shared_bytes, "{name}: {room}");
+    }
+}

@@ -1,0 +1,280 @@
+//! Where each parameter lies on the GPU.
+//!
+//! Weights and optimizer state are flat float32 buffers of two parts. *Matrices*: weights of convolutions and of linear
+//! layers, in the order in which the backward pass produces their gradients, with a low-precision copy and gradients in
+//! the type that is computed in. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
+
+use crate::{
+    EngineError,
+    fuse::{Conv, FusedOp, Norm},
+    net::{Network, Role},
+    optimizer::{is_weight, tensor_name},
+};
+use lockstep_host::tensors::{HostTensor, NamedTensors};
+use std::{collections::BTreeMap, ops::Range};
+
+/// Values to which every parameter is aligned: 16 bytes in any type, and whole tiles of the optimizer.
+const ALIGN: usize = 1024;
+
+/// Values at which a bucket of matrices' gradients is closed (8 MB in 16 bits): long enough for NVLink's
+/// full speed, short enough that the last one ends soon after backward.
+const BUCKET: usize = 4 << 20;
+
+/// Values of one output's folded weights.
+const FOLDED: usize = 4 * 4 * 16;
+
+/// How a parameter is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Order {
+    /// `[out][height][width][in]`, `in` (of a group's) padded with zeros.
+    Krsc { padded_in: usize },
+    /// Of a 7x7 convolution with stride 2, as a 4x4 one of 2x2 pixels of 4 channels: `[out][4][4][2][2][4]`. The
+    /// 7x7 window lies behind the first row and column of an 8x8 one; what is no weight is zero.
+    Folded,
+    /// `[out][in]`, `out` padded with zeros.
+    Rows,
+    /// As it is.
+    Vector,
+}
+
+/// One trained parameter.
+#[derive(Debug, Clone)]
+pub(super) struct Slot {
+    pub(super) name: String,
+    /// torchvision's.
+    shape: Vec<usize>,
+    order: Order,
+    /// In the flat buffers.
+    pub(super) range: Range<usize>,
+    /// Of a convolution or linear layer, and no bias.
+    pub(super) is_weight: bool,
+}
+
+impl Slot {
+    /// With what lies behind it up to the next one.
+    pub(super) fn padded(&self) -> Range<usize> {
+        self.range.start..self.range.end.next_multiple_of(ALIGN)
+    }
+}
+
+/// All trained parameters.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    pub(super) slots: Vec<Slot>,
+    by_name: BTreeMap<String, usize>,
+    /// Values of the matrices; the vectors begin there.
+    pub(super) matrices: usize,
+    /// Values that the optimizer changes and that have gradients; the vectors of frozen batch norms follow.
+    pub(super) trained: usize,
+    /// Values in all.
+    pub(super) len: usize,
+    /// Ranges of the matrices that are reduced together, in backward's order.
+    pub(super) buckets: Vec<Range<usize>>,
+}
+
+impl Layout {
+    /// `ops` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
+    /// the logits as the GPU has them, `folded` whether the first convolution reads 2x2 pixels as one.
+    pub(super) fn new(
+        network: &Network,
+        ops: &[FusedOp],
+        padded_in: usize,
+        padded_classes: usize,
+        folded: bool,
+    ) -> Self {
+        let parameters: BTreeMap<String, _> =
+            network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
+        let mut layout = Self {
+            slots: Vec::new(),
+            by_name: BTreeMap::new(),
+            matrices: 0,
+            trained: 0,
+            len: 0,
+            buckets: Vec::new(),
+        };
+        let (mut vectors, mut frozen) = (Vec::new(), Vec::new());
+        let mut bucket = 0;
+        for op in ops.iter().rev() {
+            let (FusedOp::Conv(Conv { name, .. })
+            | FusedOp::Norm(Norm { name, .. })
+            | FusedOp::Linear { name, .. }) = op
+            else {
+                continue;
+            };
+            let reads_pictures = matches!(op, FusedOp::Conv(Conv { needs_input_gradient: false, .. }));
+            for p in ["weight", "bias"].iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
+                let (order, len) = match (p.role, &p.shape[..]) {
+                    (Role::ConvWeight, [out, ..]) if folded && reads_pictures => {
+                        (Order::Folded, out * FOLDED)
+                    }
+                    (Role::ConvWeight, [out, inputs, height, width]) => {
+                        let padded_in = if reads_pictures { padded_in } else { *inputs };
+                        (Order::Krsc { padded_in }, out * height * width * padded_in)
+                    }
+                    (Role::LinearWeight, [out, inputs]) => {
+                        let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
+                        (Order::Rows, if is_head { padded_classes } else { *out } * inputs)
+                    }
+                    _ => (Order::Vector, p.len()),
+                };
+                let slot = Slot {
+                    name: p.name.clone(),
+                    shape: p.shape.clone(),
+                    order,
+                    range: 0..len,
+                    is_weight: is_weight(p.role),
+                };
+                if matches!(op, FusedOp::Norm(norm) if norm.is_frozen()) {
+                    frozen.push(slot);
+                } else if slot.order == Order::Vector {
+                    vectors.push(slot);
+                } else {
+                    layout.push(slot);
+                    if layout.len - bucket >= BUCKET {
+                        layout.buckets.push(bucket..layout.len);
+                        bucket = layout.len;
+                    }
+                }
+            }
+        }
+        layout.matrices = layout.len;
+        if layout.matrices > bucket {
+            layout.buckets.push(bucket..layout.matrices);
+        }
+        vectors.into_iter().for_each(|slot| layout.push(slot));
+        layout.trained = layout.len;
+        frozen.into_iter().for_each(|slot| layout.push(slot));
+        layout
+    }
+
+    fn push(&mut self, mut slot: Slot) {
+        slot.range = self.len..self.len + slot.range.len();
+        self.len = slot.range.end.next_multiple_of(ALIGN);
+        self.by_name.insert(slot.name.clone(), self.slots.len());
+        self.slots.push(slot);
+    }
+
+    /// The parameters that the optimizer changes: the first ones.
+    pub(super) fn trained_slots(&self) -> &[Slot] {
+        &self.slots[..self.slots.partition_point(|slot| slot.range.start < self.trained)]
+    }
+
+    /// The place of a parameter that is known to exist.
+    pub(super) fn slot(&self, name: &str, suffix: &str) -> &Slot {
+        &self.slots[self.by_name[&format!("{name}.{suffix}")]]
+    }
+
+    /// From the flat order to torchvision's; of the optimizer's slot `kept`, if that is what the buffer holds.
+    pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
+        for slot in &self.slots {
+            let ours = &flat[slot.range.clone()];
+            let mut values = vec![0.0; slot.shape.iter().product()];
+            match (slot.order, &slot.shape[..]) {
+                (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| values[oihw] = ours[krsc]);
+                }
+                (Order::Folded, &[out, inputs, ..]) => {
+                    fold(out, inputs, |oihw, folded| values[oihw] = ours[folded]);
+                }
+                _ => {
+                    let len = values.len();
+                    values.copy_from_slice(&ours[..len]);
+                }
+            }
+            let name = tensor_name(&slot.name, kept);
+            into.insert(name, HostTensor { shape: slot.shape.clone(), values });
+        }
+    }
+
+    /// The flat buffer of `values`, which `check.rs` found whole.
+    pub(super) fn import(&self, kept: Option<&str>, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
+        let mut flat = vec![0.0; self.len];
+        for slot in &self.slots {
+            let name = tensor_name(&slot.name, kept);
+            let tensor =
+                values.get(&name).ok_or_else(|| EngineError::Parameters(format!("`{name}` is missing")))?;
+            let ours = &mut flat[slot.range.clone()];
+            match (slot.order, &slot.shape[..]) {
+                (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
+                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| {
+                        ours[krsc] = tensor.values[oihw]
+                    });
+                }
+                (Order::Folded, &[out, inputs, ..]) => {
+                    fold(out, inputs, |oihw, folded| ours[folded] = tensor.values[oihw]);
+                }
+                _ => ours[..tensor.values.len()].copy_from_slice(&tensor.values),
+            }
+        }
+        Ok(flat)
+    }
+}
+
+/// Calls `each` with the place of every value in OIHW and in KRSC with padded inputs.
+fn krsc(
+    out: usize,
+    inputs: usize,
+    height: usize,
+    width: usize,
+    padded_in: usize,
+    mut each: impl FnMut(usize, usize),
+) {
+    for o in 0..out {
+        for i in 0..inputs {
+            for y in 0..height {
+                for x in 0..width {
+                    each(
+                        ((o * inputs + i) * height + y) * width + x,
+                        ((o * height + y) * width + x) * padded_in + i,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Calls `each` with the place of every value of `[out][inputs][7][7]` there and in [`Order::Folded`].
+fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
+    for o in 0..out {
+        for i in 0..inputs {
+            for y in 0..7 {
+                for x in 0..7 {
+                    let block = usize::div_ceil(y, 2) * 4 + usize::div_ceil(x, 2);
+                    let within = (y + 1) % 2 * 2 + (x + 1) % 2;
+                    each(((o * inputs + i) * 7 + y) * 7 + x, o * FOLDED + block * 16 + within * 4 + i);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        fuse,
+        net::{init, resnet},
+    };
+    use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
+
+    /// The weights of a grouped convolution lie as cuDNN wants them: `[out][height][width][in / groups]`.
+    #[test]
+    fn grouped_weights_go_to_the_gpu_s_order_and_back() {
+        let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, stem: Stem::Imagenet, ..ModelSpec::default() };
+        let network = resnet::build(&model, 64, 3, 10).unwrap();
+        let layout =
+            Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()), 4, 16, true);
+        let mut initial = init::initial_parameters(&network, false, 1);
+        initial.retain(|name, _| !name.contains("running"));
+        let flat = layout.import(None, &initial).unwrap();
+        let mut back = NamedTensors::new();
+        layout.export(None, &flat, &mut back);
+        assert!(back == initial);
+
+        let slot = layout.slot("layer1.0.conv2", "weight");
+        let (ours, oihw) = (&flat[slot.range.clone()], &initial["layer1.0.conv2.weight"].values);
+        assert_eq!(ours.len(), 128 * 3 * 3 * 4);
+        let (out, input, y, x) = (77, 2, 1, 2);
+        assert_eq!(ours[((out * 3 + y) * 3 + x) * 4 + input], oihw[((out * 4 + input) * 3 + y) * 3 + x]);
+    }
+}

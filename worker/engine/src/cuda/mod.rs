@@ -1,0 +1,207 @@
+//! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
+//!
+//! A step is captured once as a CUDA graph and then replayed: what changes from step to step is read by the
+//! kernels from [`rings`]. The host starts a step, continues, and reads its result when it comes. Results
+//! are the same bits in every run: every sum has a fixed order.
+
+mod arena;
+mod backend;
+mod cache;
+mod command;
+mod config;
+mod convolution;
+mod cudnn;
+mod device;
+mod dtype;
+mod engine;
+mod error;
+mod held;
+mod jpeg;
+mod kernels;
+mod layout;
+mod ops;
+mod pictures;
+#[cfg(test)]
+mod plans;
+mod profile;
+mod program;
+mod reduce;
+mod rings;
+mod running;
+mod state;
+mod statistics;
+mod steps;
+#[cfg(test)]
+mod tests;
+mod tuner;
+
+use config::GpuConfig;
+use dtype::DType;
+use error::CudaError;
+
+use super::{
+    Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,
+    StepResult, check, finite,
+    prologue::{Prologue, StepPart},
+    unknown_size,
+};
+use crate::net::Network;
+pub(super) use backend::Cuda;
+use device::{Device, Graph};
+use held::Bypass;
+use lockstep_comm::{CommError, ProcessGroup, watchdog::Watchdog};
+use lockstep_data::{
+    device::DeviceDecoder,
+    loader::{Batch, BatchFormat, DataSource},
+};
+use lockstep_host::gpu::libraries::{self, Library};
+use lockstep_protocol::spec::{LossScale, Precision};
+use pictures::{OnGpu, Staging};
+use profile::TimedCall;
+use program::{Input, MicroBatch, Phase, Program};
+use reduce::Reducer;
+use rings::{Control, Inputs, Record, Results};
+use state::State;
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::Arc,
+    time::Duration,
+};
+
+/// Steps that the host may be ahead of the GPU.
+const AHEAD: usize = 2;
+
+/// Where fp16's loss scale begins, as in PyTorch's `GradScaler`.
+const FIRST_LOSS_SCALE: f32 = 65_536.0;
+
+/// Opens GPU `ordinal`'s decoder of JPEG files, for an engine that computes in `precision`.
+fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
+    libraries::ready(&[Library::Driver, Library::Nvrtc])?;
+    jpeg::open(ordinal, dtype_of(precision))
+}
+
+/// Builds the engine on the GPU that `gpu` names.
+fn build(
+    network: Arc<Network>,
+    initial: &NamedTensors,
+    config: EngineConfig,
+    comm: Arc<dyn ProcessGroup>,
+    gpu: &GpuConfig,
+) -> Result<CudaEngine, EngineError> {
+    let dtype = dtype_of(gpu.precision);
+    let loss_scale = match (&gpu.loss_scale, dtype) {
+        (_, DType::F32 | DType::Bf16) => None,
+        (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
+        (LossScale::Named(_), DType::F16) => Some((FIRST_LOSS_SCALE, true)),
+    };
+    let mut needed = vec![Library::Driver, Library::Nvrtc, Library::Cudnn];
+    if comm.size() > 1 {
+        needed.push(Library::Nccl);
+    }
+    libraries::ready(&needed).map_err(CudaError::Missing)?;
+    let device = Device::open(gpu.ordinal)?;
+    let (free_before, total) = device.memory();
+    fits(&network, config.batch_size, dtype, (free_before, total))?;
+    // The watchdog counts this process's steps, whichever engine does them.
+    let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
+    let program = Program::new(&device, network.clone(), &config, dtype, loss_scale, comm.clone(), gpu)?;
+    let mut engine = CudaEngine {
+        bypass: Bypass::new(program.state.kept_of.bytes)?,
+        program,
+        graphs: HashMap::new(),
+        on_gpu: None,
+        staging: None,
+        under_way: VecDeque::new(),
+        unreturned: Vec::new(),
+        begun: 0,
+        averaged_from: None,
+        last_end: None,
+        free_before,
+        failed: false,
+        watchdog: gpu.watchdog.clone(),
+        profiled: None,
+        steps: (counted, counted),
+        config,
+        network,
+        comm,
+        device,
+    };
+    engine.set_parameters(initial)?;
+    Ok(engine)
+}
+
+/// Whether the GPU has room for what batch norm's backward pass needs, before plans are timed with tensors of that size. Half of
+/// it counts, as fused passes may do without some; what is in all is known when plans are, and asked for then.
+fn fits(network: &Network, batch: usize, dtype: DType, (free, total): (u64, u64)) -> Result<(), CudaError> {
+    let bytes = if dtype == DType::F32 { 4 } else { 2 };
+    let needed = network.convolution_values().saturating_mul(batch as u64).saturating_mul(bytes) / 2;
+    if total == 0 || needed <= total {
+        return Ok(());
+    }
+    let [needed_mb, free_mb, total_mb] = [needed, free, total].map(|bytes| bytes >> 20);
+    Err(CudaError::OutOfMemory { needed_mb, free_mb, total_mb })
+}
+
+fn dtype_of(precision: Precision) -> DType {
+    match precision {
+        Precision::Fp32 => DType::F32,
+        Precision::Bf16 => DType::Bf16,
+        // With dynamic loss scaling it keeps float32's accuracy, and cuDNN is fastest with it.
+        Precision::Fp16 | Precision::Auto => DType::F16,
+    }
+}
+
+/// What a captured graph is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct GraphKey {
+    /// Of the network's input.
+    image_size: usize,
+    phase: Phase,
+    input: Input,
+}
+
+/// A step as a CUDA graph, or that it ran once: what runs for the first time loads kernels, which a capture
+/// must not.
+enum CapturedGraph {
+    Once,
+    Graph(Graph),
+}
+
+/// A step that was started.
+enum UnderWay {
+    OnGpu,
+    /// Without a picture on any rank.
+    Empty,
+}
+
+struct CudaEngine {
+    // Fields are dropped in this order: graphs use the program's memory, all use the device.
+    graphs: HashMap<GraphKey, CapturedGraph>,
+    program: Program,
+    on_gpu: Option<OnGpu>,
+    staging: Option<Staging>,
+    under_way: VecDeque<UnderWay>,
+    /// Results that were read from the GPU when a call failed that would have returned them.
+    unreturned: Vec<StepResult>,
+    /// Steps that were begun on the GPU, modulo 2^32 like its own count of those that it has finished.
+    begun: u32,
+    /// The step that makes the weights' average, where no average was given.
+    averaged_from: Option<u32>,
+    bypass: Bypass,
+    /// Of the newest step's result, on the GPU's clock, while steps follow each other.
+    last_end: Option<u64>,
+    /// Bytes of the GPU's memory, before this engine took some.
+    free_before: u64,
+    /// Whether an error has left the GPU in the middle of something.
+    failed: bool,
+    watchdog: Option<Arc<Watchdog>>,
+    /// While somebody asks where the time goes.
+    profiled: Option<Vec<TimedCall>>,
+    /// Started and done, for the watchdog.
+    steps: (u64, u64),
+    config: EngineConfig,
+    /// For pictures of the current size.
+    network: Arc<Network>,
+    comm: Arc<dyn ProcessGroup>,
+    device: Device,
+}

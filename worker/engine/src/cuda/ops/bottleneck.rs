@@ -1,0 +1,120 @@
+//! A bottleneck's widening convolution with the batch norms on both sides; see `bottleneck.cu` and
+//! `bottleneck_forward.cu`.
+
+use super::{
+    Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel,
+    norm::shape_args,
+    plain,
+    through::{ROW_PADDING, TILE_ROWS},
+};
+use crate::fuse::{EXPANDED, REDUCED};
+
+/// The batch norm with a ReLU whose output the convolution reads.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Before {
+    pub(in crate::cuda) site: NormSite,
+    /// Adds to dgamma and dbeta instead of replacing them.
+    pub(in crate::cuda) accumulate: bool,
+    pub(in crate::cuda) reduce: Reduce,
+}
+
+/// A 1x1 convolution from 64 to 256 channels, backward.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Bottleneck {
+    /// T `[rows, 256]`: its output, which the batch norm `behind` reads.
+    pub(in crate::cuda) x: Operand,
+    /// T `[rows, 256]`: the gradient that comes to `behind`, past its ReLU; its sums are known.
+    pub(in crate::cuda) g: Operand,
+    pub(in crate::cuda) behind: NormSite,
+    /// T `[256, 64]`.
+    pub(in crate::cuda) weights: Operand,
+    /// T `[rows, 64]`: its input; with `before`, that one's.
+    pub(in crate::cuda) from: Operand,
+    /// T `[rows, 64]`: the gradient of its input, before any ReLU.
+    pub(in crate::cuda) dfrom: Operand,
+    /// T `[256, 64]`.
+    pub(in crate::cuda) dweights: Operand,
+    pub(in crate::cuda) control: Operand,
+    pub(in crate::cuda) shape: Shape,
+    pub(in crate::cuda) before: Option<Before>,
+    /// Of [`Ops::bottleneck_bytes`].
+    pub(in crate::cuda) room: Operand,
+}
+
+/// The same, forward.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct BottleneckForward {
+    /// T `[rows, 64]`: its input, or with `before` that one's.
+    pub(in crate::cuda) from: Operand,
+    /// The batch norm whose output, after a ReLU, the convolution reads; its scale and bias are known.
+    pub(in crate::cuda) before: Option<NormSite>,
+    /// T `[256, 64]`.
+    pub(in crate::cuda) weights: Operand,
+    /// T `[rows, 256]`.
+    pub(in crate::cuda) y: Operand,
+    pub(in crate::cuda) control: Operand,
+    pub(in crate::cuda) shape: Shape,
+    /// The batch norm that reads y, and what becomes of its sums.
+    pub(in crate::cuda) behind: NormSite,
+    pub(in crate::cuda) reduce: Reduce,
+}
+
+impl Ops {
+    /// The convolution's output, and its batch norm's statistics as [`Ops::norm_statistics`] leaves them. Moves: `from`
+    /// and y once.
+    pub(in crate::cuda) fn bottleneck_forward(&self, p: BottleneckForward) -> Kernel {
+        let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
+        let (scale, bias) = p.before.map_or((Operand::NONE, Operand::NONE), |site| (site.scale, site.bias));
+        let mut args = [p.from, scale, bias, p.weights].map(Arg::In).to_vec();
+        args.push(Arg::Out(p.y));
+        let [control, pixels, rows, _] = shape_args(p.control, p.shape);
+        args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
+        args.extend(p.behind.forward_args(p.reduce));
+        args.extend(p.reduce.args());
+        // The weights, two tiles of the input, one of the output.
+        let values = REDUCED * EXPANDED + TILE_ROWS * (2 * REDUCED + EXPANDED + ROW_PADDING);
+        let shared_bytes = 1024 + values * self.dtype.size() as u32;
+        let geometry = Geometry { grid: [blocks, 1, 1], block: [32, 16, 1], cluster: 1, shared_bytes };
+        let name = if p.before.is_some() { "bottleneck_forward" } else { "projection_forward" };
+        kernel(name, geometry, args)
+    }
+
+    /// Memory for the weight gradients of all blocks.
+    pub(in crate::cuda) fn bottleneck_bytes(&self) -> usize {
+        (self.multiprocessors * EXPANDED * REDUCED * 4) as usize
+    }
+
+    /// The gradients of the convolution's input and weights; with `before`, also its batch norm's sums and what follows
+    /// from them, as [`Ops::norm_backward_sums`] leaves them. Moves: x, g and `from` once, `dfrom` once.
+    pub(in crate::cuda) fn bottleneck_backward(&self, p: Bottleneck) -> [Kernel; 2] {
+        let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
+        let mut args = [p.x, p.g, p.behind.scale, p.behind.slope, p.behind.offset, p.weights, p.from]
+            .map(Arg::In)
+            .to_vec();
+        args.extend([p.dfrom, p.room].map(Arg::Out));
+        let [control, pixels, rows, _] = shape_args(p.control, p.shape);
+        args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
+        match p.before {
+            Some(before) => {
+                args.extend(before.site.backward_args(before.accumulate, before.reduce));
+                args.extend(before.reduce.args());
+            }
+            // Nothing is read of a batch norm that is not there.
+            None => {
+                args.extend(p.behind.backward_args(false, Reduce::Local).map(Arg::unused));
+                args.extend(Reduce::Local.args());
+            }
+        }
+        // The weights, the tiles of dy, its input and the product, two of x and g; coefficients.
+        let values =
+            REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
+        let coefficients = 3 * (EXPANDED + REDUCED);
+        let shared_bytes = 1024 + values * self.dtype.size() as u32 + coefficients * 4;
+        let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };
+        let name = if p.before.is_some() { "bottleneck_backward" } else { "projection_backward" };
+        let gradients = kernel(name, geometry, args);
+        let length = EXPANDED * REDUCED;
+        let args = [Arg::In(p.room), Arg::Out(p.dweights), Arg::U32(blocks), Arg::U32(length)];
+        [gradients, kernel("sum_weight_gradients", plain([length / 128, 1, 1], [32, 8, 1]), args)]
+    }
+}

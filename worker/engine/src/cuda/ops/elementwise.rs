@@ -1,0 +1,99 @@
+//! Operations by themselves, where nothing fits to fuse them with; `elementwise.cu`. `length` counts values, a multiple of 8.
+
+use super::{Arg, GlobalAverage, Kernel, Operand, Ops, Shape, kernel, plain};
+
+/// A square max pooling of any window of up to 15 x 15 pixels.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct PlainPool {
+    pub(in crate::cuda) pictures: u32,
+    /// Height and width of the input and of the output.
+    pub(in crate::cuda) input: [u32; 2],
+    pub(in crate::cuda) output: [u32; 2],
+    pub(in crate::cuda) kernel: u32,
+    pub(in crate::cuda) stride: u32,
+    pub(in crate::cuda) padding: u32,
+    /// A multiple of 8.
+    pub(in crate::cuda) channels: u32,
+}
+
+impl PlainPool {
+    fn args(self) -> [Arg; 9] {
+        let ([height, width], [out_height, out_width]) = (self.input, self.output);
+        let Self { pictures, kernel, stride, padding, channels, .. } = self;
+        [pictures, height, width, out_height, out_width, kernel, stride, padding, channels].map(Arg::U32)
+    }
+
+    fn items(self, [height, width]: [u32; 2]) -> u64 {
+        u64::from(self.pictures) * u64::from(height) * u64::from(width) * u64::from(self.channels / 8)
+    }
+}
+
+impl Ops {
+    /// y = max(x, 0). Moves: x and y once.
+    pub(in crate::cuda) fn relu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
+        let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
+        kernel("relu_forward", self.items(length / 8, 8), args)
+    }
+
+    /// dx = dy where y = relu(x) is above 0. Moves: y, dy and dx once.
+    pub(in crate::cuda) fn relu_backward(&self, [y, dy, dx]: [Operand; 3], length: u64) -> Kernel {
+        let args = [Arg::In(y), Arg::In(dy), Arg::Out(dx), Arg::U64(length)];
+        kernel("relu_backward", self.items(length / 8, 8), args)
+    }
+
+    /// sum = a + b. Moves: all three once.
+    pub(in crate::cuda) fn add_forward(&self, [a, b, sum]: [Operand; 3], length: u64) -> Kernel {
+        let args = [Arg::In(a), Arg::In(b), Arg::Out(sum), Arg::U64(length)];
+        kernel("add_forward", self.items(length / 8, 8), args)
+    }
+
+    /// y += bias, float32 `[channels]`. Moves: y twice.
+    pub(in crate::cuda) fn add_bias(&self, y: Operand, bias: Operand, shape: Shape) -> Kernel {
+        let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
+        let args = [Arg::InOut(y), Arg::In(bias), Arg::U32(rows), Arg::U32(channels)];
+        let items = u64::from(rows) * u64::from(channels / 8);
+        kernel("add_bias", self.items(items, 8), args)
+    }
+
+    /// dbias, float32 `[channels]`: dy summed over rows, added to what is there with `accumulate`. Moves: dy once.
+    pub(in crate::cuda) fn bias_gradient(
+        &self,
+        dy: Operand,
+        dbias: Operand,
+        shape: Shape,
+        accumulate: bool,
+    ) -> Kernel {
+        let (rows, channels) = (shape.pictures * shape.pixels, shape.channels);
+        let [dy, dbias] = [Arg::In(dy), Arg::out(dbias, accumulate)];
+        let args = [dy, dbias, Arg::U32(rows), Arg::U32(channels), Arg::U32(accumulate.into())];
+        let grid = [(channels / 8).div_ceil(4).max(1), 1, 1];
+        kernel("bias_gradient", plain(grid, [32, 4, 1]), args)
+    }
+
+    /// From `p.y`, the gradient of the mean, that of each pixel into `p.x`. Moves: `p.x` once.
+    pub(in crate::cuda) fn global_average_backward(&self, p: GlobalAverage) -> Kernel {
+        let args =
+            [Arg::In(p.y), Arg::Out(p.x), Arg::U32(p.pictures), Arg::U32(p.pixels), Arg::U32(p.channels)];
+        let items = u64::from(p.pictures) * u64::from(p.pixels) * u64::from(p.channels / 8);
+        kernel("global_average_backward", self.items(items, 8), args)
+    }
+
+    /// y, and which place of its window each value came from (u8; 0 for inference). Moves: x, a few times from the
+    /// second-level cache, y and argmax once.
+    pub(in crate::cuda) fn plain_max_pool(&self, [x, y, argmax]: [Operand; 3], pool: PlainPool) -> Kernel {
+        let mut args = vec![Arg::In(x), Arg::Out(y), Arg::Out(argmax)];
+        args.extend(pool.args());
+        kernel("plain_max_pool", self.items(pool.items(pool.output), 8), args)
+    }
+
+    /// dx from dy and what [`Ops::plain_max_pool`] noted. Moves: dx once, dy and argmax a few times from the cache.
+    pub(in crate::cuda) fn plain_max_pool_backward(
+        &self,
+        [dy, argmax, dx]: [Operand; 3],
+        pool: PlainPool,
+    ) -> Kernel {
+        let mut args = vec![Arg::In(dy), Arg::In(argmax), Arg::Out(dx)];
+        args.extend(pool.args());
+        kernel("plain_max_pool_backward", self.items(pool.items(pool.input), 8), args)
+    }
+}

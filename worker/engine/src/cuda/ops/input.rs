@@ -1,0 +1,212 @@
+//! From uint8 pictures on the GPU to the network's input; `gather.cu`.
+
+use super::{Arg, Geometry, Kernel, Operand, Ops, kernel, plain};
+
+pub(in crate::cuda) use lockstep_data::device::ScaleTable;
+
+/// Which pictures a batch is made of, and whether they are augmented.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) enum GatherMode {
+    /// By the control block's index, cropped and flipped by its augmentation parameters: top of the window in bits 0 to 14, left
+    /// in 15 to 29 (both from 0 to 2 x padding), flip in 30.
+    Augmented { crop_padding: u32 },
+    /// The same, each then mixed with the one before it, and the first with another one; see `gather_mixed.cu`.
+    Mixed { crop_padding: u32 },
+    /// By the control block's index, as they are.
+    Indexed,
+    /// The first ones, as they are: a batch that the host made.
+    InOrder,
+}
+
+/// Tables of a scaling from height x width to side x side, and where they lie in device memory.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Scaling<'a> {
+    /// From height to side.
+    pub(in crate::cuda) rows: &'a ScaleTable,
+    pub(in crate::cuda) rows_at: Operand,
+    /// From width to side.
+    pub(in crate::cuda) columns: &'a ScaleTable,
+    pub(in crate::cuda) columns_at: Operand,
+}
+
+/// A batch from pictures `uint8 [count, height, width, channels]`.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Gather<'a> {
+    pub(in crate::cuda) source: Operand,
+    pub(in crate::cuda) height: u32,
+    pub(in crate::cuda) width: u32,
+    /// 1 or 3.
+    pub(in crate::cuda) channels: u32,
+    pub(in crate::cuda) mode: GatherMode,
+    /// None when height = width = side.
+    pub(in crate::cuda) scaling: Option<Scaling<'a>>,
+    pub(in crate::cuda) control: Operand,
+    /// Pictures of the batch, padding included: that becomes zeros.
+    pub(in crate::cuda) pictures: u32,
+    pub(in crate::cuda) side: u32,
+    /// float32 `[channels, 256]`: what each byte becomes.
+    pub(in crate::cuda) table: Operand,
+    /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
+    pub(in crate::cuda) to: Operand,
+    /// 4 or 8 channels; those past `channels` are zeros. 4 when folded.
+    pub(in crate::cuda) padded: u32,
+    pub(in crate::cuda) folded: bool,
+}
+
+/// float32 `[pictures, side, side, channels]`, normalised already, to T as in [`Gather`].
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct PadChannels {
+    pub(in crate::cuda) from: Operand,
+    pub(in crate::cuda) to: Operand,
+    pub(in crate::cuda) control: Operand,
+    pub(in crate::cuda) pictures: u32,
+    pub(in crate::cuda) side: u32,
+    /// Up to 4.
+    pub(in crate::cuda) channels: u32,
+    /// 4 or 8.
+    pub(in crate::cuda) padded: u32,
+    pub(in crate::cuda) folded: bool,
+}
+
+fn scale_args(table: &ScaleTable, at: Operand) -> [Arg; 3] {
+    [Arg::In(at), Arg::U32(table.taps), Arg::U32(table.shift)]
+}
+
+/// Output rows of a block that scales, at most.
+const BAND: u32 = 32;
+/// Shared memory that a block takes without asking, less the table.
+const SHARED: u32 = 44 << 10;
+
+impl Ops {
+    /// Moves: the pictures' bytes once (twice where they are mixed), the batch once.
+    ///
+    /// Pictures so wide that one output row's inputs pass 44 KB need more shared memory than a kernel gets
+    /// unasked: the launcher has to raise the kernel's limit to `shared_bytes`.
+    pub(in crate::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
+        let (mode, crop_padding) = match p.mode {
+            GatherMode::Augmented { crop_padding } | GatherMode::Mixed { crop_padding } => (0, crop_padding),
+            GatherMode::Indexed => (1, 0),
+            GatherMode::InOrder => (2, 0),
+        };
+        // A picture that is mixed is made of two.
+        let (names, made_of) = match p.mode {
+            GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
+            _ => (["gather", "gather_scaled"], 1),
+        };
+        let mut args = vec![Arg::In(p.source)];
+        args.extend([p.height, p.width, p.channels, p.side, crop_padding, mode].map(Arg::U32));
+        args.extend([
+            Arg::In(p.control),
+            Arg::U32(p.pictures),
+            Arg::In(p.table),
+            Arg::out(p.to, p.folded),
+            Arg::U32(p.padded),
+            Arg::U32(p.folded.into()),
+        ]);
+        let blocks = self.multiprocessors * 8;
+        let pictures = p.pictures.max(1);
+        let Some(s) = p.scaling else {
+            // The table costs each block 3 KB, so a block makes several pixels a thread where there are enough.
+            let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
+            return kernel(names[0], plain([x, pictures, 1], [256, 1, 1]), args);
+        };
+        let room = |band: u32| (s.rows.span(band) + made_of * band) * p.width * 4;
+        let mut band = BAND.min(p.side);
+        while band > 1 && room(band) > SHARED {
+            band /= 2;
+        }
+        while band > 4 && pictures * p.side.div_ceil(band) < self.multiprocessors * 2 {
+            band /= 2;
+        }
+        args.extend(scale_args(s.rows, s.rows_at));
+        args.extend(scale_args(s.columns, s.columns_at));
+        args.extend([Arg::U32(band), Arg::U32(s.rows.span(band))]);
+        let geometry =
+            Geometry { shared_bytes: room(band), ..plain([p.side.div_ceil(band), pictures, 1], [256, 1, 1]) };
+        kernel(names[1], geometry, args)
+    }
+
+    /// For batches that the host made as numbers.
+    pub(in crate::cuda) fn pad_channels(&self, p: PadChannels) -> Kernel {
+        let args = [
+            Arg::In(p.from),
+            Arg::out(p.to, p.folded),
+            Arg::In(p.control),
+            Arg::U32(p.pictures),
+            Arg::U32(p.side),
+            Arg::U32(p.channels),
+            Arg::U32(p.padded),
+            Arg::U32(p.folded.into()),
+        ];
+        let pixels = u64::from(p.pictures) * u64::from(p.side) * u64::from(p.side);
+        kernel("pad_channels", self.items(pixels, 8), args)
+    }
+
+    /// Zeros around a folded input, T `[pictures, side / 2 + 3, side / 2 + 3, 16]`, whose pixels
+    /// [`Ops::gather`] or [`Ops::pad_channels`] writes: 2x2 of the picture's, row by row, of 4 channels each, after a
+    /// border of two and before one of one.
+    pub(in crate::cuda) fn fold_border(&self, to: Operand, pictures: u32, side: u32) -> Kernel {
+        let all = side / 2 + 3;
+        let args = [Arg::Out(to), Arg::U32(side)];
+        let blocks = (all * all * 2).div_ceil(256).clamp(1, 8);
+        kernel("fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), args)
+    }
+
+    /// Zeros where the gradient of a folded convolution's weights, T `[out, 4, 4, 16]` of `values`, stands for no
+    /// weight of the 7x7 one.
+    pub(in crate::cuda) fn fold_gradient(&self, gradient: Operand, values: u32) -> Kernel {
+        let groups = values / 8;
+        let args = [Arg::InOut(gradient), Arg::U32(groups)];
+        kernel("fold_gradient", plain([groups.div_ceil(256), 1, 1], [256, 1, 1]), args)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use fast_image_resize::{
+        FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
+    };
+
+    /// `lines` of `from` pixels, `step` apart, each scaled along its axis as the kernel does.
+    fn scaled(
+        source: &[u8],
+        table: &ScaleTable,
+        lines: usize,
+        line: usize,
+        step: usize,
+        to: usize,
+    ) -> Vec<u8> {
+        let mut out = vec![0; lines * to];
+        for l in 0..lines {
+            for (o, entry) in table.entries.chunks_exact(2 + table.taps as usize).enumerate() {
+                let mut sum = 1 << (table.shift - 1);
+                for (k, w) in entry[2..2 + entry[1] as usize].iter().enumerate() {
+                    sum += i32::from(source[l * line + (entry[0] as usize + k) * step]) * w;
+                }
+                let at = if step == 1 { l * to + o } else { o * lines + l };
+                out[at] = (sum >> table.shift).min(255) as u8;
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn the_gpu_s_scaling_makes_the_host_s_pictures() {
+        for (height, width, side) in [(32usize, 32usize, 224usize), (28, 28, 96), (97, 61, 40), (5, 300, 64)]
+        {
+            let source: Vec<u8> = (0..height * width)
+                .map(|i| (i as u32).wrapping_mul(2_654_435_761).to_be_bytes()[0])
+                .collect();
+            let (rows, columns) =
+                (ScaleTable::new(height as u32, side as u32), ScaleTable::new(width as u32, side as u32));
+            let vertical = scaled(&source, &rows, width, 1, width, side);
+            let ours = scaled(&vertical, &columns, side, width, 1, side);
+            let mut host = Image::new(side as u32, side as u32, PixelType::U8);
+            let picture = ImageRef::new(width as u32, height as u32, &source, PixelType::U8).unwrap();
+            let options = ResizeOptions::new().resize_alg(ResizeAlg::Convolution(FilterType::Bilinear));
+            Resizer::new().resize(&picture, &mut host, &options).unwrap();
+            assert!(host.buffer() == ours, "{height} x {width} to {side}");
+        }
+    }
+}

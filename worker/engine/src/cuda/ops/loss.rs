@@ -1,0 +1,86 @@
+//! Softmax cross-entropy; `loss.cu`.
+
+use super::{Arg, Kernel, LOSS_COUNTER, Operand, Ops, kernel, plain};
+
+/// Loss of `logits` + `bias`, its gradient, and totals.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct CrossEntropy {
+    /// T `[pictures, padded]`, without the bias.
+    pub(in crate::cuda) logits: Operand,
+    /// float32 `[classes]`.
+    pub(in crate::cuda) bias: Operand,
+    pub(in crate::cuda) control: Operand,
+    pub(in crate::cuda) pictures: u32,
+    pub(in crate::cuda) classes: u32,
+    /// A row's length: classes rounded up to a multiple of 8.
+    pub(in crate::cuda) padded: u32,
+    pub(in crate::cuda) smoothing: f32,
+    /// float32: what the gradients are multiplied by besides the control block's grad_scale (the scaler's
+    /// first field).
+    pub(in crate::cuda) loss_scale: Operand,
+    /// T `[pictures, padded]`, zeros where padded; 0: no gradients (evaluation).
+    pub(in crate::cuda) dlogits: Operand,
+    /// float32 `[classes]`; may be 0.
+    pub(in crate::cuda) dbias: Operand,
+    /// `f64 loss_sum; u64 correct; u64 samples`, of the real pictures.
+    pub(in crate::cuda) totals: Operand,
+    /// Adds to the totals and to dbias instead of replacing them: later micro-batches, evaluation.
+    pub(in crate::cuda) accumulate: bool,
+}
+
+/// Logits for the host.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct BiasedLogits {
+    /// T `[pictures, padded]`.
+    pub(in crate::cuda) logits: Operand,
+    pub(in crate::cuda) bias: Operand,
+    /// float32 `[pictures, classes]`.
+    pub(in crate::cuda) to: Operand,
+    pub(in crate::cuda) pictures: u32,
+    pub(in crate::cuda) classes: u32,
+    pub(in crate::cuda) padded: u32,
+}
+
+/// Rows of a block: one a warp.
+pub(in crate::cuda) const LOSS_ROWS: u32 = 8;
+
+pub(super) fn blocks(pictures: u32) -> u32 {
+    pictures.div_ceil(LOSS_ROWS).max(1)
+}
+
+impl Ops {
+    /// Moves: logits once from memory (three times from the cache), dlogits once.
+    pub(in crate::cuda) fn cross_entropy(&self, p: CrossEntropy) -> Kernel {
+        let args = [
+            Arg::In(p.logits),
+            Arg::In(p.bias),
+            Arg::In(p.control),
+            Arg::U32(p.pictures),
+            Arg::U32(p.classes),
+            Arg::U32(p.padded),
+            Arg::F32(p.smoothing),
+            Arg::In(p.loss_scale),
+            Arg::Out(p.dlogits),
+            Arg::out(p.dbias, p.accumulate),
+            Arg::out(p.totals, p.accumulate),
+            Arg::U32(p.accumulate.into()),
+            Arg::Out(self.partials()),
+            self.counter(LOSS_COUNTER),
+        ];
+        kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [32 * LOSS_ROWS, 1, 1]), args)
+    }
+
+    /// Adds the bias and drops the padding.
+    pub(in crate::cuda) fn biased_logits(&self, p: BiasedLogits) -> Kernel {
+        let args = [
+            Arg::In(p.logits),
+            Arg::In(p.bias),
+            Arg::Out(p.to),
+            Arg::U32(p.pictures),
+            Arg::U32(p.classes),
+            Arg::U32(p.padded),
+        ];
+        let grid = [p.classes.div_ceil(256), p.pictures.max(1), 1];
+        kernel("biased_logits", plain(grid, [256, 1, 1]), args)
+    }
+}

@@ -1,0 +1,163 @@
+//! Forward: statistics and their application, apart or at once.
+
+use super::{
+    Arg, Kernel, NormSite, Operand, Ops, Reduce, Shape, Shortcut, kernel, per_channel, plain, shape_args,
+};
+
+/// y = relu(batch_norm(x) + shortcut).
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct NormForward {
+    pub(in crate::cuda) x: Operand,
+    pub(in crate::cuda) y: Operand,
+    pub(in crate::cuda) shortcut: Shortcut,
+    pub(in crate::cuda) relu: bool,
+    /// One bit a value, y > 0, bit k of byte `[row, group]` for channel 8 group + k; may be 0.
+    pub(in crate::cuda) mask: Operand,
+    pub(in crate::cuda) control: Operand,
+    pub(in crate::cuda) shape: Shape,
+    pub(in crate::cuda) site: NormSite,
+    pub(in crate::cuda) reduce: Reduce,
+}
+
+/// [`NormForward`] with scale and bias known: inference, or the second pass.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct NormApply {
+    pub(in crate::cuda) x: Operand,
+    pub(in crate::cuda) scale: Operand,
+    pub(in crate::cuda) bias: Operand,
+    pub(in crate::cuda) y: Operand,
+    pub(in crate::cuda) shortcut: Shortcut,
+    pub(in crate::cuda) relu: bool,
+    /// As in [`NormForward`]; may be 0.
+    pub(in crate::cuda) mask: Operand,
+    pub(in crate::cuda) shape: Shape,
+}
+
+/// Scale and bias from running statistics.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct NormFold {
+    pub(in crate::cuda) gamma: Operand,
+    pub(in crate::cuda) beta: Operand,
+    pub(in crate::cuda) running_mean: Operand,
+    pub(in crate::cuda) running_var: Operand,
+    pub(in crate::cuda) scale: Operand,
+    pub(in crate::cuda) bias: Operand,
+    /// One batch norm's, or all of them where each of the buffers is contiguous over them.
+    pub(in crate::cuda) channels: u32,
+}
+
+impl From<NormForward> for NormApply {
+    fn from(p: NormForward) -> Self {
+        Self {
+            x: p.x,
+            scale: p.site.scale,
+            bias: p.site.bias,
+            y: p.y,
+            shortcut: p.shortcut,
+            relu: p.relu,
+            mask: p.mask,
+            shape: p.shape,
+        }
+    }
+}
+
+impl Ops {
+    /// Batch norm forward by whichever way suits the shape; with [`Reduce::Leave`] only its statistics.
+    ///
+    /// Moves: small, x and the shortcut once, y and mask once. Otherwise x twice.
+    pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
+        let leaves = p.reduce.leaves();
+        let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
+            let mut both = vec![self.norm_statistics(p)];
+            if !leaves {
+                both.push(self.norm_apply(p.into()));
+            }
+            return both;
+        };
+        let name = match p.shortcut {
+            Shortcut::None => "norm_forward_small",
+            Shortcut::Plain(_) => "norm_forward_small_add",
+            Shortcut::Norm { .. } => "norm_forward_small_add_norm",
+        };
+        let mut args = vec![Arg::In(p.x)];
+        args.extend(p.shortcut.args());
+        args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.relu.into())]);
+        args.extend(shape_args(p.control, p.shape));
+        args.extend(p.site.forward_args(p.reduce));
+        args.extend(p.reduce.args());
+        vec![kernel(name, geometry, args)]
+    }
+
+    /// The first pass alone: statistics of x, then what `reduce` says. Only `x`, `control`, `shape`, `site`
+    /// and `reduce` are read. For a projection's batch norm that [`Shortcut::Norm`] applies, and where
+    /// the application comes later. Moves: x once.
+    pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
+        let mut args = vec![Arg::In(p.x)];
+        args.extend(shape_args(p.control, p.shape));
+        args.extend([Arg::Out(self.partials()), self.counters()]);
+        args.extend(p.site.forward_args(p.reduce));
+        args.extend(p.reduce.args());
+        kernel("norm_statistics", self.sums(p.shape.rows(), p.shape.channels), args)
+    }
+
+    /// Continues from sums of x and of x * x, float32 `[C]` each, over the real pictures: after an all-reduce,
+    /// or from a convolution that took them along.
+    pub(in crate::cuda) fn norm_finish(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
+        let mut args = vec![Arg::In(sum), Arg::In(square)];
+        args.extend(shape_args(p.control, p.shape));
+        args.extend(p.site.forward_args(p.reduce));
+        args.extend(p.reduce.args());
+        kernel("norm_finish", per_channel(p.shape.channels), args)
+    }
+
+    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one, where no other rank's sums are waited for. Moves: x and the
+    /// shortcut once, y and mask once.
+    pub(in crate::cuda) fn norm_finish_apply(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
+        let (name, resident) = match p.shortcut {
+            Shortcut::None => ("norm_finish_apply", 3),
+            Shortcut::Plain(_) => ("norm_finish_apply_add", 3),
+            Shortcut::Norm { .. } => ("norm_finish_apply_add_norm", 2),
+        };
+        let mut args = [p.x, sum, square].map(Arg::In).to_vec();
+        args.extend(p.shortcut.args());
+        args.extend([Arg::Out(p.y), Arg::Out(p.mask), Arg::U32(p.relu.into())]);
+        args.extend(shape_args(p.control, p.shape));
+        args.extend(p.site.forward_args(p.reduce));
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
+        kernel(name, geometry, args)
+    }
+
+    /// The second pass alone. Moves: x and the shortcut once, y and mask once.
+    pub(in crate::cuda) fn norm_apply(&self, p: NormApply) -> Kernel {
+        let (name, resident) = match p.shortcut {
+            Shortcut::None => ("norm_apply", 3),
+            Shortcut::Plain(_) => ("norm_apply_add", 3),
+            Shortcut::Norm { .. } => ("norm_apply_add_norm", 2),
+        };
+        let mut args = [p.x, p.scale, p.bias].map(Arg::In).to_vec();
+        args.extend(p.shortcut.args());
+        args.extend([
+            Arg::Out(p.y),
+            Arg::Out(p.mask),
+            Arg::U32(p.relu.into()),
+            Arg::U32(p.shape.rows()),
+            Arg::U32(p.shape.channels),
+        ]);
+        let geometry = self.grid_stride(p.shape.rows(), p.shape.channels, 256, resident);
+        kernel(name, geometry, args)
+    }
+
+    /// Scale and bias for inference.
+    pub(in crate::cuda) fn norm_fold(&self, p: NormFold) -> Kernel {
+        let args = [
+            Arg::In(p.gamma),
+            Arg::In(p.beta),
+            Arg::In(p.running_mean),
+            Arg::In(p.running_var),
+            Arg::Out(p.scale),
+            Arg::Out(p.bias),
+            Arg::U32(p.channels),
+        ];
+        kernel("norm_fold", plain([p.channels.div_ceil(256), 1, 1], [256, 1, 1]), args)
+    }
+}

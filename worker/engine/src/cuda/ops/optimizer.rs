@@ -1,0 +1,229 @@
+//! The update over flat buffers; `optimizer.cu`.
+//!
+//! All flat buffers have one order: a first part of the weights of convolutions and linear layers, then the
+//! rest (batch norms, biases). Each parameter begins and ends at a multiple of 8 values.
+
+use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, Region, kernel, plain};
+
+/// Blocks that share the norm of one parameter.
+pub(in crate::cuda) const NORM_PARTS: u32 = 16;
+
+/// A step's gradients, times the loss scale.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Gradients {
+    /// The first part: T, or float32 if `in_float32` (accumulated over micro-batches).
+    pub(in crate::cuda) first: Operand,
+    /// The second part: float32.
+    pub(in crate::cuda) second: Operand,
+    /// Values of the first part, and of both.
+    pub(in crate::cuda) first_length: u64,
+    pub(in crate::cuda) length: u64,
+    pub(in crate::cuda) in_float32: bool,
+}
+
+impl Gradients {
+    pub(super) fn args(self) -> [Arg; 5] {
+        [
+            Arg::In(self.first),
+            Arg::In(self.second),
+            Arg::U64(self.first_length),
+            Arg::U64(self.length),
+            Arg::U32(self.in_float32.into()),
+        ]
+    }
+}
+
+/// Norm of the gradients and what follows from it, into the scaler:
+/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`, of which
+/// the host sets `scale` (1 without scaling) and zeros, `updates` of a run that continues, and `held`: where in its memory a `u32` is that
+/// it sets when no update may begin any more, or 0.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct GradientNorm {
+    pub(in crate::cuda) gradients: Gradients,
+    pub(in crate::cuda) scaler: Operand,
+    /// Halves the scale when a gradient is not finite, doubles it after 2,000 steps.
+    pub(in crate::cuda) dynamic: bool,
+}
+
+/// What an update reads and writes, whatever its rule.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Flat {
+    /// float32, like the optimizer's slots.
+    pub(in crate::cuda) weights: Operand,
+    /// The weights as T; may be 0.
+    pub(in crate::cuda) low_precision: Operand,
+    pub(in crate::cuda) gradients: Gradients,
+    /// The learning rate is its `lr`.
+    pub(in crate::cuda) control: Operand,
+    pub(in crate::cuda) scaler: Operand,
+    /// Weight decay of the first part and of the second.
+    pub(in crate::cuda) decay: [f32; 2],
+}
+
+impl Flat {
+    /// The weights and their copy, which a step that is not finite leaves as they are.
+    pub(super) fn weights_args(&self) -> [Arg; 2] {
+        [Arg::InOut(self.weights), Arg::InOut(self.low_precision)]
+    }
+}
+
+/// Each parameter's own learning rate.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Rates {
+    /// `u64 offset, length; u32 adapted, 0` for each parameter, in order.
+    pub(in crate::cuda) segments: Operand,
+    pub(in crate::cuda) count: u32,
+    /// `f32 rate, decay` for each parameter.
+    pub(in crate::cuda) rates: Operand,
+}
+
+impl Rates {
+    /// Blocks that take the norms of all parameters.
+    pub(super) fn norm_blocks(&self) -> [u32; 3] {
+        [NORM_PARTS, self.count.max(1), 1]
+    }
+}
+
+/// LARS: the rates.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct LarsRates {
+    pub(in crate::cuda) flat: Flat,
+    pub(in crate::cuda) rates: Rates,
+    pub(in crate::cuda) trust: f32,
+}
+
+/// How weights move; the formulas are the CPU engine's (`worker/kernels/src/optimizer.rs`).
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) enum Update {
+    Momentum,
+    Nesterov,
+    /// With what [`Ops::lars_rates`] wrote.
+    Lars(Rates),
+}
+
+/// One step of all weights by SGD or LARS.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Sgd {
+    pub(in crate::cuda) update: Update,
+    pub(in crate::cuda) flat: Flat,
+    /// The momentum buffers.
+    pub(in crate::cuda) velocity: Operand,
+    pub(in crate::cuda) momentum: f32,
+}
+
+impl Ops {
+    /// Moves: all gradients once.
+    pub(in crate::cuda) fn gradient_norm(&self, p: GradientNorm) -> Kernel {
+        let blocks = (p.gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.multiprocessors) * 2);
+        let mut args = p.gradients.args().to_vec();
+        args.extend([
+            Arg::InOut(p.scaler),
+            Arg::U32(p.dynamic.into()),
+            Arg::Out(self.partials()),
+            self.counter(NORM_COUNTER),
+        ]);
+        kernel("gradient_norm", plain([blocks as u32, 1, 1], [512, 1, 1]), args)
+    }
+
+    /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
+    pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> [Kernel; 2] {
+        let LarsRates { flat, rates, trust } = p;
+        let mut args = vec![Arg::In(flat.weights)];
+        args.extend(flat.gradients.args());
+        args.extend([Arg::In(rates.segments), Arg::Out(self.partials())]);
+        let norms = kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args);
+        let args = [
+            Arg::In(self.partials()),
+            Arg::In(rates.segments),
+            Arg::U32(rates.count),
+            Arg::In(flat.scaler),
+            Arg::F32(trust),
+            Arg::F32(flat.decay[0]),
+            Arg::Out(rates.rates),
+        ];
+        [norms, kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)]
+    }
+
+    /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes a
+    /// value in the 16-bit formats.
+    pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
+        let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE };
+        let (name, Rates { segments, count, rates }) = match p.update {
+            Update::Momentum => ("sgd_momentum", none),
+            Update::Nesterov => ("sgd_nesterov", none),
+            Update::Lars(rates) => ("sgd_lars", rates),
+        };
+        let flat = p.flat;
+        let [weights, low_precision] = flat.weights_args();
+        let mut args = vec![weights, Arg::InOut(p.velocity), low_precision];
+        args.extend(flat.gradients.args());
+        args.extend([
+            Arg::In(flat.control),
+            Arg::In(flat.scaler),
+            Arg::F32(p.momentum),
+            Arg::F32(flat.decay[0]),
+            Arg::F32(flat.decay[1]),
+            Arg::In(segments),
+            Arg::In(rates),
+            Arg::U32(count),
+        ]);
+        kernel(name, self.items(flat.gradients.length / 8, 6), args)
+    }
+
+    /// sum (float32) += gradient (T), or = with `overwrite`; `length` values, a multiple of 8.
+    pub(in crate::cuda) fn accumulate_gradients(
+        &self,
+        sum: Operand,
+        gradient: Operand,
+        length: u64,
+        overwrite: bool,
+    ) -> Kernel {
+        let sum = Arg::out(sum, !overwrite);
+        let args = [sum, Arg::In(gradient), Arg::U64(length), Arg::U32(overwrite.into())];
+        kernel("accumulate_gradients", self.items(length / 8, 8), args)
+    }
+
+    /// to (T) += more (T): two gradients of one activation; `length` values, a multiple of 8.
+    pub(in crate::cuda) fn add(&self, to: Operand, more: Operand, length: u64) -> Kernel {
+        let args = [Arg::InOut(to), Arg::In(more), Arg::U64(length)];
+        kernel("add", self.items(length / 8, 8), args)
+    }
+
+    /// average = decay average + (1 - decay) values; `length` float32 values. Nothing if the GPU has not finished `steps`.
+    pub(in crate::cuda) fn average(
+        &self,
+        average: Operand,
+        values: Operand,
+        length: u64,
+        decay: f64,
+        steps: u32,
+    ) -> Kernel {
+        let args = [
+            Arg::InOut(average),
+            Arg::In(values),
+            Arg::U64(length),
+            Arg::F32((1.0 - decay) as f32),
+            Arg::In(Operand::new(Region::ResultCounter, 0, 4)),
+            Arg::U32(steps),
+        ];
+        kernel("average_values", self.items(length, 8), args)
+    }
+
+    /// *found (`u32`) = 1 if any of `length` float32 values is not finite; else it stays as it is.
+    pub(in crate::cuda) fn find_not_finite(&self, values: Operand, length: u64, found: Operand) -> Kernel {
+        let args = [Arg::In(values), Arg::U64(length), Arg::InOut(found)];
+        kernel("find_not_finite", self.items(length, 8), args)
+    }
+
+    /// *sum (`u64`) += a checksum of `length` values of 4 bytes.
+    pub(in crate::cuda) fn add_checksum(&self, values: Operand, length: u64, sum: Operand) -> Kernel {
+        let args = [Arg::In(values), Arg::U64(length), Arg::InOut(sum)];
+        kernel("add_checksum", self.items(length, 4), args)
+    }
+
+    /// to (T) = from (float32); `length` values, a multiple of 8.
+    pub(in crate::cuda) fn to_low_precision(self, from: Operand, to: Operand, length: u64) -> Kernel {
+        let args = [Arg::In(from), Arg::Out(to), Arg::U64(length)];
+        kernel("to_low_precision", self.items(length / 8, 8), args)
+    }
+}

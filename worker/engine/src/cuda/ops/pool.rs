@@ -1,0 +1,135 @@
+//! Max pooling with the batch norm and ReLU before it, and the mean over all pixels; `pool.cu`.
+
+use super::{
+    Arg, Geometry, Kernel, Operand, Ops, kernel,
+    norm::{NormSite, Reduce},
+    plain,
+};
+
+/// A pooling of 3 x 3 windows, stride 2, padding 1. Output sides are the input's halves, rounded up.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Pool {
+    pub(in crate::cuda) pictures: u32,
+    pub(in crate::cuda) height: u32,
+    pub(in crate::cuda) width: u32,
+    /// A multiple of 8.
+    pub(in crate::cuda) channels: u32,
+}
+
+/// y = max_pool(relu(x * scale + bias)).
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct MaxPool {
+    pub(in crate::cuda) x: Operand,
+    /// Scale and bias, float32 a channel each.
+    pub(in crate::cuda) norm: (Operand, Operand),
+    pub(in crate::cuda) y: Operand,
+    /// Which place of its window each value of y came from, a byte a value; 0 for inference.
+    pub(in crate::cuda) argmax: Operand,
+    pub(in crate::cuda) pool: Pool,
+}
+
+/// Backward of a [`MaxPool`], through the ReLU and the batch norm, to the convolution's output.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct NormBackwardMaxPool {
+    pub(in crate::cuda) x: Operand,
+    /// The pooled activation's gradient.
+    pub(in crate::cuda) dy: Operand,
+    pub(in crate::cuda) argmax: Operand,
+    pub(in crate::cuda) dx: Operand,
+    pub(in crate::cuda) control: Operand,
+    pub(in crate::cuda) pool: Pool,
+    pub(in crate::cuda) site: NormSite,
+    pub(in crate::cuda) accumulate: bool,
+    pub(in crate::cuda) reduce: Reduce,
+}
+
+/// y `[pictures, C]` = mean of x over its pixels.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct GlobalAverage {
+    pub(in crate::cuda) x: Operand,
+    pub(in crate::cuda) y: Operand,
+    pub(in crate::cuda) pictures: u32,
+    pub(in crate::cuda) pixels: u32,
+    pub(in crate::cuda) channels: u32,
+}
+
+/// Output rows of a strip, at most: a thread reads one row more than twice as many.
+const STRIP: u32 = 7;
+
+impl Pool {
+    fn output(self) -> (u32, u32) {
+        (self.height.div_ceil(2), self.width.div_ceil(2))
+    }
+}
+
+impl Ops {
+    /// Strips long enough to share rows, short enough to give every thread of `threads` x `resident` a few.
+    fn strips(&self, pool: Pool, threads: u32, resident: u32) -> (Geometry, [Arg; 6]) {
+        let (height, width) = pool.output();
+        let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
+        let all = u64::from(self.multiprocessors * threads * resident);
+        let wanted = (columns * u64::from(height) / (all * 4).max(1)) as u32;
+        let strip = wanted.clamp(1, STRIP.min(height.max(1)));
+        let items = pool.pictures * width * height.div_ceil(strip);
+        let geometry = self.grid_stride(items, pool.channels, threads, resident);
+        let args = [pool.pictures, pool.height, pool.width, height, width, strip].map(Arg::U32);
+        (geometry, args)
+    }
+
+    /// Moves: x once, y and argmax once.
+    pub(in crate::cuda) fn max_pool(&self, p: MaxPool) -> Kernel {
+        let name = if p.argmax.is_none() { "norm_max_pool" } else { "norm_max_pool_argmax" };
+        let (scale, bias) = p.norm;
+        let (geometry, pool) = self.strips(p.pool, 256, 2);
+        let mut args = [p.x, scale, bias].map(Arg::In).to_vec();
+        args.extend([p.y, p.argmax].map(Arg::Out));
+        args.extend(pool);
+        args.push(Arg::U32(p.pool.channels));
+        kernel(name, geometry, args)
+    }
+
+    /// Both passes; with [`Reduce::Leave`] only the sums (then `norm_backward_finish`, then
+    /// [`Ops::norm_backward_apply_max_pool`]). Moves: x, dy and argmax twice, dx once.
+    pub(in crate::cuda) fn norm_backward_max_pool(&self, p: NormBackwardMaxPool) -> Vec<Kernel> {
+        let (geometry, pool) = self.strips(p.pool, 512, 1);
+        let mut args = [p.x, p.dy, p.argmax, p.control].map(Arg::In).to_vec();
+        args.extend(pool);
+        args.extend([Arg::U32(p.pool.channels), Arg::Out(self.partials()), self.counters()]);
+        args.extend(p.site.backward_args(p.accumulate, p.reduce));
+        args.extend(p.reduce.args());
+        let sums = kernel("norm_backward_sums_max_pool", geometry, args);
+        if matches!(p.reduce, Reduce::Leave { .. }) {
+            return vec![sums];
+        }
+        vec![sums, self.norm_backward_apply_max_pool(p)]
+    }
+
+    /// The second pass alone.
+    pub(in crate::cuda) fn norm_backward_apply_max_pool(&self, p: NormBackwardMaxPool) -> Kernel {
+        let (geometry, pool) = self.strips(p.pool, 256, 2);
+        let site = p.site;
+        let mut args =
+            [p.x, p.dy, p.argmax, site.scale, site.bias, site.slope, site.offset].map(Arg::In).to_vec();
+        args.extend([Arg::Out(p.dx), Arg::In(p.control)]);
+        args.extend(pool);
+        args.push(Arg::U32(p.pool.channels));
+        kernel("norm_backward_apply_max_pool", geometry, args)
+    }
+
+    /// Moves: x once, y once.
+    pub(in crate::cuda) fn global_average(&self, p: GlobalAverage) -> Kernel {
+        let groups = p.channels / 8;
+        let lanes = groups.next_power_of_two().clamp(1, 8);
+        let warps = p.pictures * groups.div_ceil(lanes);
+        let args = [
+            Arg::In(p.x),
+            Arg::Out(p.y),
+            Arg::U32(p.pictures),
+            Arg::U32(p.pixels),
+            Arg::U32(p.channels),
+            Arg::U32(lanes),
+        ];
+        // Few warps a block, so that a small batch reaches every multiprocessor.
+        kernel("global_average", plain([warps.div_ceil(4), 1, 1], [32, 4, 1]), args)
+    }
+}

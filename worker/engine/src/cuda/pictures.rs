@@ -1,0 +1,124 @@
+//! How pictures get to the GPU: the whole dataset once, when it fits; else each batch, copied to the GPU
+//! while the step before it still runs.
+
+use super::{
+    device::{Buffer, Device, Event, OwnedStream, Pinned, Stream},
+    error::CudaError,
+};
+use bytemuck::NoUninit;
+use lockstep_data::loader::{Batch, BatchFormat, Resident};
+
+/// Of the GPU's free memory, the part that a dataset may take.
+const MOST_OF_FREE: f64 = 0.4;
+
+/// The dataset in the GPU's memory.
+pub(super) struct OnGpu {
+    train: Buffer,
+    /// `None`: the same pictures as `train`.
+    validation: Option<Buffer>,
+    pub(super) height: usize,
+    pub(super) width: usize,
+    pub(super) crop_padding: usize,
+}
+
+impl OnGpu {
+    /// Copies the pictures, if they fit.
+    pub(super) fn new(device: &Device, data: &Resident) -> Result<Option<Self>, CudaError> {
+        let same = std::sync::Arc::ptr_eq(&data.train, &data.validation);
+        let bytes = data.train.len() + if same { 0 } else { data.validation.len() };
+        if bytes as f64 > MOST_OF_FREE * device.memory().0 as f64 {
+            return Ok(None);
+        }
+        Ok(Some(Self {
+            train: device.upload(&data.train)?,
+            validation: if same { None } else { Some(device.upload(&data.validation)?) },
+            height: data.height,
+            width: data.width,
+            crop_padding: data.crop_padding,
+        }))
+    }
+
+    /// The pictures that batches of training, or of validation, are taken from.
+    pub(super) fn pictures(&self, training: bool) -> u64 {
+        match &self.validation {
+            Some(validation) if !training => validation.ptr,
+            _ => self.train.ptr,
+        }
+    }
+}
+
+/// Batches that the copy may be ahead of the step.
+const AHEAD: usize = 3;
+
+/// Batches on their way to the GPU.
+pub(super) struct Staging {
+    format: BatchFormat,
+    /// Of a batch.
+    bytes: usize,
+    host: Pinned,
+    gpu: Buffer,
+    /// Where the step finds its batch.
+    pub(super) input: Buffer,
+    stream: OwnedStream,
+    copied: Vec<Event>,
+    taken: Vec<Event>,
+    sent: usize,
+}
+
+impl Staging {
+    /// Room for batches of `values` values.
+    pub(super) fn new(device: &Device, format: BatchFormat, values: usize) -> Result<Self, CudaError> {
+        let size = if format == BatchFormat::Bytes { 1 } else { 4 };
+        let bytes = (values * size).next_multiple_of(256);
+        let events = || (0..AHEAD).map(|_| Event::new(false)).collect::<Result<Vec<_>, _>>();
+        Ok(Self {
+            format,
+            bytes,
+            host: Pinned::new(AHEAD * bytes)?,
+            gpu: device.alloc(AHEAD * bytes)?,
+            input: device.zeros(bytes)?,
+            stream: OwnedStream::new(false)?,
+            copied: events()?,
+            taken: events()?,
+            sent: 0,
+        })
+    }
+
+    pub(super) fn format(&self) -> BatchFormat {
+        self.format
+    }
+
+    /// Whether [`Staging::send`] would not wait: for a step, and so perhaps for other ranks.
+    pub(super) fn is_free(&self) -> Result<bool, CudaError> {
+        if self.sent < AHEAD { Ok(true) } else { self.copied[self.sent % AHEAD].has_passed() }
+    }
+
+    /// Has `batch` where the next step on `main` looks for it.
+    pub(super) fn send(&mut self, main: Stream, batch: &Batch) -> Result<(), CudaError> {
+        match self.format {
+            BatchFormat::Bytes => self.send_values(main, &batch.bytes),
+            _ => self.send_values(main, &batch.images),
+        }
+    }
+
+    fn send_values<T: NoUninit>(&mut self, main: Stream, values: &[T]) -> Result<(), CudaError> {
+        let slot = self.sent % AHEAD;
+        let (offset, bytes) = (slot * self.bytes, size_of_val(values));
+        if self.sent >= AHEAD {
+            self.copied[slot].wait()?;
+            self.stream.0.wait(&self.taken[slot])?;
+        }
+        self.host.write(offset, values);
+        if bytes > 0 {
+            self.stream.0.upload(&self.gpu, &self.host, offset, bytes)?;
+        }
+        self.copied[slot].record(self.stream.0)?;
+        main.wait(&self.copied[slot])?;
+        if bytes > 0 {
+            main.copy(&self.input, &self.gpu, offset, bytes)?;
+        }
+        self.taken[slot].record(main)?;
+        self.sent += 1;
+        Ok(())
+    }
+}

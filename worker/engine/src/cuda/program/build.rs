@@ -1,0 +1,200 @@
+//! What a program is built from: plans, memory and settings.
+
+use super::*;
+
+impl Program {
+    #[allow(clippy::too_many_arguments)] // What an engine is built from.
+    pub(in crate::cuda) fn new(
+        device: &Device,
+        network: Arc<Network>,
+        config: &EngineConfig,
+        dtype: DType,
+        loss_scale: Option<(f32, bool)>,
+        comm: Arc<dyn ProcessGroup>,
+        gpu: &GpuConfig,
+    ) -> Result<Self, EngineError> {
+        let plan = StepPlan::new(
+            network.clone(),
+            config.batch_size,
+            dtype,
+            capabilities(Ops::multiplies_matrices(device.capability, dtype)),
+        )?;
+        let layout = Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
+        let kernels = Kernels::load(device, dtype)?;
+        let ops = Ops::new(dtype, device.multiprocessors, device.capability);
+        let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
+        let running = Running::of_all(&network, plan.norms());
+        let (norms, norm_bytes) = norm_sites(&plan, &layout, &running);
+        let state = State::new(
+            device,
+            running,
+            layout.clone(),
+            dtype,
+            first_scale,
+            config.optimizer,
+            ops.keeping_blocks(),
+        )?;
+        let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
+        let matrix_gradients = device.zeros(dtype.size() * layout.matrices)?;
+        let norm_values = device.zeros(norm_bytes.max(4))?;
+        let sync = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
+        let reducer = match comm.size() {
+            1 => None,
+            _ => {
+                let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
+                let gradients = format!("{} {:?} {}", dtype.name(), layout.buckets, layout.trained);
+                Some(Reducer::new(
+                    device,
+                    gpu,
+                    comm.as_ref(),
+                    layout.buckets.len(),
+                    &gradients,
+                    sync.then_some(&channels[..]),
+                )?)
+            }
+        };
+        let accumulated = match config.accumulate {
+            0 | 1 => None,
+            _ => Some(device.zeros(4 * layout.matrices)?),
+        };
+        let segments: Vec<u64> = layout
+            .trained_slots()
+            .iter()
+            .flat_map(|s| {
+                let adapted = config.optimizer.policy(s.is_weight).adapted;
+                [s.range.start as u64, s.range.len() as u64, u64::from(adapted)]
+            })
+            .collect();
+        let count = layout.trained_slots().len();
+        let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
+        let (pictures, classes) = (config.batch_size as u32, plan.padded_classes as u32);
+        let scratch = device.zeros(ops.scratch_bytes(pictures, classes, count as u32))?;
+        let mut program = Self {
+            ops,
+            kernels,
+            scratch,
+            segments,
+            rates,
+            tuner: Tuner::new(device, gpu.deterministic)?,
+            inputs: Inputs::new(device, config.batch_size)?,
+            results: Results::new(device)?,
+            normalisation: device.zeros(4 * 256 * network.channels)?,
+            scalings: HashMap::new(),
+            found: device.zeros(256)?,
+            totals: device.zeros(256)?,
+            stamps: device.zeros(256)?,
+            arena: device.alloc(256)?,
+            workspace: device.alloc(256)?,
+            side_workspace: device.alloc(256)?,
+            main: OwnedStream::new(false)?,
+            side: OwnedStream::new(false)?,
+            side_begin: Event::new(false)?,
+            side_end: Event::new(false)?,
+            side_done: plan.ops.iter().map(|_| Event::new(false)).collect::<Result<_, _>>()?,
+            evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
+            deterministic: gpu.deterministic,
+            dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
+            config: config.clone(),
+            dtype,
+            state,
+            reducer,
+            matrix_gradients,
+            vector_gradients,
+            accumulated,
+            norm_values,
+            channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
+            norms,
+            sizes: vec![network],
+            plan,
+        };
+        program.reserve(device)?;
+        Ok(program)
+    }
+
+    /// Prepares for more sizes of pictures, some of which are never trained on. No graph may be captured yet, as memory
+    /// moves.
+    pub(in crate::cuda) fn take_sizes(
+        &mut self,
+        device: &Device,
+        training: &[usize],
+        evaluation: &[usize],
+    ) -> Result<(), EngineError> {
+        let own = self.plan.network.clone();
+        if let Some(odd) =
+            training.iter().chain(evaluation).find(|size| self.plan.folded && !size.is_multiple_of(2))
+        {
+            let text = format!(
+                "pictures of {odd} pixels beside those of {}: sizes of one run are even",
+                own.image_size
+            );
+            return Err(CudaError::Unsupported(text).into());
+        }
+        // The memory is that of the largest.
+        let mut bytes = self.arena.bytes;
+        for (sizes, trains) in [(training, true), (evaluation, false)] {
+            for size in sizes {
+                let network = Arc::new(own.resized(*size));
+                self.sizes.push(network.clone());
+                self.plan.set_network(network);
+                self.prepare_plans(device, trains)?;
+                bytes = bytes.max(self.arena_bytes(trains)?);
+            }
+        }
+        self.plan.set_network(own);
+        self.allocate(device, bytes)
+    }
+
+    /// Prepares plans and memory.
+    fn reserve(&mut self, device: &Device) -> Result<(), EngineError> {
+        self.prepare_plans(device, true)?;
+        let bytes = self.arena_bytes(true)?;
+        self.allocate(device, bytes)
+    }
+
+    /// Finds a plan for each convolution of the current size; of all passes where it `trains`.
+    fn prepare_plans(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
+        let mut wanted = Vec::new();
+        for op in &self.plan.ops {
+            let Some((convolution, first)) = self.plan.convolution(op) else { continue };
+            wanted.push(Convolution { direction: Direction::Forward, ..convolution });
+            if !trains {
+                continue;
+            }
+            if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. })) && self.takes_sums(&convolution)
+            {
+                wanted.push(Convolution { sums: true, ..convolution });
+            }
+            wanted.push(Convolution { direction: Direction::Weight, ..convolution });
+            if !first {
+                wanted.push(Convolution { direction: Direction::Input, ..convolution });
+            }
+        }
+        Ok(self.tuner.prepare(device, &wanted)?)
+    }
+
+    /// Room for activations and for all plans.
+    fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
+        let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
+        self.workspace = device.alloc(own)?;
+        self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
+        // The old one first: both may not fit.
+        self.arena = device.alloc(256)?;
+        self.arena = device.zeros(bytes)?;
+        let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
+        tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", bytes >> 20);
+        Ok(())
+    }
+
+    /// Whether statistics may come with a convolution, one without groups. cuDNN adds them up as its blocks come to an end,
+    /// so not where the same bits are wanted every time; small ones are taken by the kernel that uses them.
+    fn takes_sums(&self, convolution: &Convolution) -> bool {
+        let shape = ops::Shape {
+            pictures: convolution.batch as u32,
+            pixels: (convolution.out_h * convolution.out_w) as u32,
+            channels: convolution.out_c as u32,
+        };
+        let waits = self.reducer.as_ref().is_some_and(|r| r.statistics.waits());
+        let plain = convolution.groups == 1;
+        plain && self.dtype == DType::F16 && !self.deterministic && !self.ops.norm_is_small(shape, waits)
+    }
+}

@@ -1,0 +1,121 @@
+//! What is fused across a convolution, in both directions: `fuse/across_convolutions.rs` says which.
+
+use super::*;
+
+impl<'a> GraphEmitter<'a> {
+    /// A convolution that applies the batch norm before it, and takes the statistics of the one after it.
+    pub(super) fn bottleneck_forward(
+        &mut self,
+        conv: &Conv,
+        norm_before: Option<usize>,
+    ) -> Result<(), EngineError> {
+        let plan = self.plan;
+        let before = norm_before.map(|norm| plan.norm(norm));
+        let from = self.activation(before.map_or(conv.input, |n| n.input))?;
+        let y = self.alloc(conv.output, Content::Activation);
+        self.activations[conv.output] = Some(y);
+        let (facts, behind) = (self.facts, self.norm_after(conv)?);
+        let bottleneck = ops::BottleneckForward {
+            from: from.operand(),
+            before: before.map(|n| facts.norms[n.norm]),
+            weights: facts.matrix(&conv.name),
+            y: y.operand(),
+            control: CONTROL,
+            shape: self.shape(conv.input),
+            behind: facts.norms[behind.norm],
+            reduce: facts.reduction(behind, false),
+        };
+        self.main(facts.ops.bottleneck_forward(bottleneck));
+        self.statistics_left(self.norm_alone(behind)?);
+        Ok(())
+    }
+
+    /// A convolution that makes the end of the block before it, and takes the statistics of the batch norm after it.
+    pub(super) fn block_end(&mut self, conv: &Conv, block_end: usize) -> Result<(), EngineError> {
+        let end = self.plan.norm(block_end);
+        let (x, y) = (self.activation(end.input)?, self.activation(conv.input)?);
+        let z = self.alloc(conv.output, Content::Activation);
+        self.activations[conv.output] = Some(z);
+        let (facts, behind) = (self.facts, self.norm_after(conv)?);
+        let mask = optional(self.masks[end.norm]);
+        let norm = self.norm(end, x, y.operand(), mask)?;
+        let block_end = ops::BlockEnd {
+            x: norm.x,
+            site: norm.site,
+            shortcut: norm.shortcut,
+            y: norm.y,
+            mask,
+            weights: facts.matrix(&conv.name),
+            z: z.operand(),
+            control: CONTROL,
+            shape: self.shape(conv.input),
+            behind: facts.norms[behind.norm],
+            reduce: facts.reduction(behind, false),
+        };
+        self.main(facts.ops.block_end(block_end));
+        self.statistics_left(self.norm_alone(behind)?);
+        Ok(())
+    }
+
+    /// The batch norm of a convolution's output.
+    pub(super) fn norm_after(&self, conv: &Conv) -> Result<&'a Norm, EngineError> {
+        let plan = self.plan;
+        let norm = conv.norm_after.map(|norm| plan.norm(norm));
+        norm.ok_or_else(|| EngineError::Parameters(format!("no batch norm follows {}", conv.name)))
+    }
+
+    /// A convolution's dgrad and wgrad with the application of the batch norm after it, whose backward pass was left to it,
+    /// and the sums of the one before it.
+    pub(super) fn bottleneck_backward(
+        &mut self,
+        conv: &Conv,
+        norm_before: Option<usize>,
+        micro_batch: MicroBatch,
+    ) -> Result<(), EngineError> {
+        let &Conv { input, output, .. } = conv;
+        let Some(Gradient::Deferred { g, x, norm }) = self.gradients[output].pop() else {
+            return Err(EngineError::Parameters(format!("{} has no gradient", conv.name)));
+        };
+        let plan = self.plan;
+        let before = norm_before.map(|norm| plan.norm(norm));
+        let from = self.activation(before.map_or(input, |n| n.input))?;
+        let dfrom = self.alloc(input, Content::Gradient);
+        let facts = self.facts;
+        let bottleneck = ops::Bottleneck {
+            x: x.operand(),
+            g: g.operand(),
+            behind: facts.norms[norm],
+            weights: facts.matrix(&conv.name),
+            from: from.operand(),
+            dfrom: dfrom.operand(),
+            dweights: facts.matrix_gradient(&conv.name),
+            control: CONTROL,
+            shape: self.shape(input),
+            before: before.map(|n| ops::Before {
+                site: facts.norms[n.norm],
+                accumulate: !micro_batch.first,
+                reduce: facts.reduction(n, true),
+            }),
+            room: Operand::whole(Region::Workspace),
+        };
+        self.main(facts.ops.bottleneck_backward(bottleneck));
+        if facts.ranks.is_some() {
+            // Gradients are sent from where the others are made.
+            self.fork();
+            self.send_buckets(&conv.name, micro_batch);
+        }
+        self.gradients[input].push(match before {
+            Some(_) => Gradient::Summed(dfrom),
+            None => Gradient::Whole(dfrom),
+        });
+        self.free(g);
+        self.free(x);
+        self.readers[input] -= 1;
+        if self.readers[input] == 0
+            && let Some(allocation) = self.activations[input].take()
+        {
+            self.free_with_newest(allocation);
+        }
+        Ok(())
+    }
+}

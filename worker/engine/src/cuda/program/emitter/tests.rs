@@ -1,0 +1,366 @@
+//! Emission without a GPU: what is started, what lies where and for how long, and that nobody reads what is not there.
+
+use super::*;
+use crate::{
+    Optimizer,
+    cuda::{
+        command::{Access, verify::meetings},
+        program::text::text,
+    },
+    net::resnet,
+};
+use lockstep_comm::DataType;
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
+use std::path::Path;
+
+mod mutations;
+mod signatures;
+
+const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true };
+const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
+
+fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
+    Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, classes).unwrap())
+}
+
+fn plan(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32) -> StepPlan {
+    let capabilities = capabilities(Ops::multiplies_matrices(capability, dtype));
+    StepPlan::new(network.clone(), batch, dtype, capabilities).unwrap()
+}
+
+/// How the ranks of a group add up statistics.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Ranks {
+    Single,
+    Apart,
+    Exchanged,
+    ByNccl,
+}
+
+/// What a list is emitted from, on a GPU of 132 multiprocessors.
+struct Setting {
+    plan: StepPlan,
+    layout: Layout,
+    norms: Vec<NormSite>,
+    statistics: Option<Statistics>,
+    capability: u32,
+    optimizer: OptimizerKind,
+    accumulates: bool,
+    /// Whether convolutions take statistics along wherever they may.
+    sums: bool,
+}
+
+impl Setting {
+    fn new(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32, ranks: Ranks) -> Self {
+        let plan = plan(network, batch, dtype, capability);
+        let layout = Layout::new(network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
+        let (norms, _) = norm_sites(&plan, &layout, &Running::of_all(network, plan.norms()));
+        let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
+        let statistics = match ranks {
+            Ranks::Single => None,
+            Ranks::Apart => Some(Statistics::Apart),
+            Ranks::Exchanged => Some(Statistics::exchanged(&channels, 2).0),
+            Ranks::ByNccl => Some(Statistics::ByNccl),
+        };
+        let optimizer = OptimizerKind::Momentum;
+        Self { plan, layout, norms, statistics, capability, optimizer, accumulates: false, sums: false }
+    }
+
+    fn with_facts<T>(&self, use_them: impl FnOnce(&Facts<'_>) -> T) -> T {
+        use_them(&Facts {
+            plan: &self.plan,
+            layout: &self.layout,
+            norms: &self.norms,
+            ops: Ops::new(self.plan.dtype, 132, self.capability),
+            optimizer: Optimizer { kind: self.optimizer, ..Optimizer::default() },
+            label_smoothing: 0.1,
+            accumulates: self.accumulates,
+            dynamic_scale: true,
+            ranks: self.statistics.as_ref(),
+            takes_sums: &|convolution| self.sums && convolution.groups == 1,
+            scaling: None,
+        })
+    }
+
+    /// The list, and what is wrong with it.
+    fn emit(&self, phase: Phase, side_stream: bool) -> (Emitted, Result<(), String>) {
+        let emitted = self.with_facts(|facts| emit(facts, phase, STAGED, side_stream)).unwrap();
+        let checked = verify::verify(&emitted.commands, phase.carries_over());
+        (emitted, checked)
+    }
+
+    fn sound(&self, phase: Phase, side_stream: bool) -> Emitted {
+        let (emitted, checked) = self.emit(phase, side_stream);
+        let name = &self.plan.network.arch;
+        assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
+        let logits = Content::Activation(self.plan.network.logits());
+        let left: &[Content] = if phase == Phase::Evaluate { &[logits] } else { &[] };
+        assert_eq!(live(&emitted.commands), left, "{name}, {phase:?}");
+        emitted
+    }
+
+    fn text(&self, emitted: &Emitted) -> String {
+        self.with_facts(|facts| text(facts, &emitted.commands))
+    }
+}
+
+/// What is still allocated when a list ends.
+fn live(commands: &[Command]) -> Vec<Content> {
+    let mut live = Vec::new();
+    for command in commands {
+        match command {
+            Command::Alloc { content, at } => live.push((*at, *content)),
+            Command::Free { at } => live.retain(|(other, _)| other != at),
+            _ => {}
+        }
+    }
+    live.into_iter().map(|(_, content)| content).collect()
+}
+
+/// In every format, on GPUs with and without matrix kernels, alone and in groups: what is read has been written and is not
+/// freed, and streams wait for each other where they must.
+fn commands_are_sound(networks: &[Arc<Network>]) {
+    for network in networks {
+        for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 90), (DType::F16, 80)] {
+            for ranks in [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+                let mut setting = Setting::new(network, 32, dtype, capability, ranks);
+                for (accumulates, sums) in [(false, false), (true, false), (false, true)] {
+                    (setting.accumulates, setting.sums) = (accumulates, sums);
+                    for side_stream in [true, false] {
+                        setting.sound(Phase::Train(ONLY), side_stream);
+                        setting.sound(Phase::Evaluate, side_stream);
+                    }
+                    for (first, last) in [(true, false), (false, false), (false, true)] {
+                        if accumulates {
+                            setting.sound(Phase::Train(MicroBatch { first, last, whole: true }), true);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_commands_of_a_bottleneck_network_are_sound() {
+    commands_are_sound(&[build(Arch::ResNet50, Stem::Cifar, 32, 10)]);
+}
+
+mod full {
+    use super::*;
+
+    #[test]
+    fn the_commands_of_every_other_network_are_sound() {
+        let mut networks = crate::cuda::tests::operations();
+        networks.extend(crate::unfused::networks());
+        networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
+        networks.push(build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32, 10));
+        commands_are_sound(&networks);
+    }
+}
+
+#[test]
+fn every_optimizer_s_update_is_sound() {
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
+    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+    for (optimizer, kernel) in [
+        (Momentum, "sgd_momentum"),
+        (Nesterov, "sgd_nesterov"),
+        (Lars, "sgd_lars"),
+        (AdamW, "adamw"),
+        (Lamb, "lamb"),
+    ] {
+        for dtype in [DType::F32, DType::F16] {
+            let setting = Setting { optimizer, ..Setting::new(&network, 32, dtype, 90, Ranks::Single) };
+            let commands = setting.sound(Phase::Train(ONLY), true).commands;
+            assert_eq!(count(&commands, kernel), 1, "{kernel}");
+        }
+    }
+}
+
+fn count(commands: &[Command], name: &str) -> usize {
+    commands.iter().filter(|c| matches!(c, Command::Kernel { kernel, .. } if kernel.name == name)).count()
+}
+
+/// Frozen batch norms: no rank meets another for them, nothing of them is written, and their parameters have no gradients.
+#[test]
+fn frozen_batch_norms_are_only_applied() {
+    let mut networks = crate::cuda::tests::operations();
+    networks.extend(crate::unfused::networks());
+    networks.push(build(Arch::ResNet18, Stem::Imagenet, 224, 1000));
+    networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
+    for network in networks {
+        let network = Arc::new(Network { frozen_norm: true, ..Network::clone(&network) });
+        for (dtype, capability) in [(DType::F32, 90), (DType::F16, 90), (DType::Bf16, 80)] {
+            for ranks in [Ranks::Single, Ranks::Apart] {
+                for accumulates in [false, true] {
+                    let sums = true;
+                    let setting =
+                        Setting { accumulates, sums, ..Setting::new(&network, 32, dtype, capability, ranks) };
+                    let commands = setting.sound(Phase::Train(ONLY), true).commands;
+                    setting.sound(Phase::Train(ONLY), false);
+                    setting.sound(Phase::Evaluate, true);
+                    if accumulates {
+                        setting.sound(Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }), true);
+                    }
+                    check_frozen(&setting, &commands);
+                }
+            }
+        }
+    }
+}
+
+fn check_frozen(setting: &Setting, commands: &[Command]) {
+    let (name, norms) = (&setting.plan.network.arch, setting.norms.len());
+    assert_eq!(count(commands, "norm_fold"), norms, "{name}");
+    let kernels = |prefix: &str| {
+        let starts =
+            |c: &&Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name.starts_with(prefix));
+        commands.iter().filter(starts).count()
+    };
+    assert_eq!((kernels("norm_backward"), kernels("norm_backward_frozen")), (norms, norms), "{name}");
+    assert_eq!(kernels("norm_statistics") + kernels("norm_finish"), 0, "{name}");
+    for site in &setting.norms {
+        assert!(site.dgamma.is_none() && site.dbeta.is_none(), "{name}");
+        for operand in [site.gamma, site.beta, site.running_mean, site.running_var] {
+            let written = commands.iter().flat_map(Command::accesses).any(|(other, access)| {
+                access != Access::Read
+                    && other.region == operand.region
+                    && other.offset < operand.offset + operand.bytes
+                    && operand.offset < other.offset + other.bytes
+            });
+            assert!(!written, "{name}: {operand:?}");
+        }
+    }
+    let sent = match setting.statistics {
+        Some(_) => setting.layout.buckets.len() + 1,
+        None => 0,
+    };
+    assert_eq!(meetings(commands).len(), sent, "{name}");
+}
+
+/// A rank whose last batch is not full takes the same collectives and exchanges in the same order as those whose is.
+#[test]
+fn ranks_with_fewer_pictures_meet_the_others() {
+    for network in [build(Arch::ResNet50, Stem::Cifar, 64, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 10)]
+    {
+        for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+            let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
+            let met = |whole: bool| {
+                let emitted = setting.sound(Phase::Train(MicroBatch { whole, ..ONLY }), true);
+                meetings(&emitted.commands)
+            };
+            let all = met(true);
+            assert_eq!(all, met(false), "{ranks:?}");
+            // Each batch norm meets in both directions; gradients go in buckets, and those of vectors last.
+            let norms = if ranks == Ranks::Apart { 0 } else { 2 * setting.norms.len() };
+            assert_eq!(all.len(), norms + setting.layout.buckets.len() + 1, "{ranks:?}");
+        }
+    }
+}
+
+/// The sums that a convolution takes along are used once, by the batch norm that comes first: NCCL adds them in place.
+#[test]
+fn two_batch_norms_of_one_convolution_do_not_share_its_sums() {
+    let mut net = Network::new("two norms", 32, 3, 10);
+    let x = net.conv("conv1", net.input(), 64, 3, 1);
+    let (a, b) = (net.batch_norm("bn1", x), net.batch_norm("bn2", x));
+    let x = net.add(a, b);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 10);
+    let network = Arc::new(net);
+    for ranks in [Ranks::Single, Ranks::ByNccl] {
+        let setting = Setting { sums: true, ..Setting::new(&network, 256, DType::F16, 90, ranks) };
+        let commands = setting.sound(Phase::Train(ONLY), true).commands;
+        let with_sums =
+            |c: &&Command| matches!(c, Command::Convolution { convolution, .. } if convolution.sums);
+        assert_eq!(commands.iter().filter(with_sums).count(), 1);
+        assert_eq!(count(&commands, "norm_statistics"), 1, "{ranks:?}");
+    }
+}
+
+/// `worker/engine/tests/plans/resnet50-*.txt` have what is fused, the commands and the memory of ResNet-50 at 224 pixels and a batch
+/// of 256, on Hopper, for each number format. After a change that is meant, write them anew with
+/// `LOCKSTEP_WRITE_PLANS=1 cargo test -p lockstep-engine --lib the_plans_of_resnet50`, and read the difference.
+#[test]
+fn the_plans_of_resnet50_are_the_ones_on_disk() {
+    for dtype in [DType::F32, DType::F16, DType::Bf16] {
+        check_plan(dtype);
+    }
+}
+
+fn check_plan(dtype: DType) {
+    let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
+    let setting = Setting::new(&network, 256, dtype, 90, Ranks::Single);
+    let format = DataType::from(dtype).name();
+    let training = setting.sound(Phase::Train(ONLY), true);
+    let alone = setting.sound(Phase::Train(ONLY), false);
+    let evaluation = setting.sound(Phase::Evaluate, true);
+    let peaks = [&training, &alone, &evaluation].map(|emitted| emitted.arena_bytes);
+    assert_eq!(
+        setting.with_facts(|facts| arena_bytes(facts, true)).unwrap(),
+        peaks.into_iter().max().unwrap()
+    );
+    let [trains, alone, evaluates] = peaks.map(|bytes| bytes >> 20);
+    let text = format!(
+        "ResNet-50, pictures of 224x224, 1000 classes, a batch of 256, {format}, compute capability 9.0, 132 multiprocessors.\n\
+         \n\
+         What is fused, and the commands of each fused operation in their order: what it allocates (how much, at which\n\
+         offset) and frees, and what it starts. A command is \"stream: kernel grid of block: reads -> writes; changes\",\n\
+         a convolution by cuDNN has its shape instead of a grid. tN is tensor N of the network. A batch norm's backward\n\
+         pass leaves the gradient of its input where that was. What weight gradients read is freed when the main stream has\n\
+         waited for them.\n\
+         \n\
+         Memory: {trains} MiB to train, {alone} MiB without a side stream, {evaluates} MiB to evaluate.\n\
+         \n\
+         # A training step\n{}\n# An evaluation\n{}",
+        setting.text(&training),
+        setting.text(&evaluation),
+    );
+    let folder = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/plans"));
+    let path = folder.join(format!("resnet50-{format}.txt"));
+    if std::env::var_os("LOCKSTEP_WRITE_PLANS").is_some() {
+        std::fs::create_dir_all(folder).unwrap();
+        std::fs::write(&path, &text).unwrap();
+    }
+    let wanted = std::fs::read_to_string(&path).unwrap();
+    let differs = text.lines().zip(wanted.lines()).enumerate().find(|(_, (ours, theirs))| ours != theirs);
+    if let Some((line, (ours, theirs))) = differs {
+        panic!(
+            "{} has another plan, first in line {}:\n{theirs}\nNow it is:\n{ours}",
+            path.display(),
+            line + 1
+        );
+    }
+    assert_eq!(text.len(), wanted.len(), "{} has another plan", path.display());
+}
+
+#[test]
+fn networks_that_it_does_not_run_are_refused_with_the_layer() {
+    let refused = |network: Network| {
+        let plan = StepPlan::new(Arc::new(network), 8, DType::F32, capabilities(false));
+        plan.unwrap_err().to_string()
+    };
+    let mut net = Network::new("headless", 8, 3, 8);
+    let x = net.conv("conv1", net.input(), 8, 3, 1);
+    net.global_average_pool(x);
+    assert!(refused(net.clone()).contains("headless, which does not end in a linear layer"));
+
+    let mut net = Network::new("odd", 8, 3, 8);
+    let x = net.conv("conv1", net.input(), 12, 3, 1);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 8);
+    assert!(refused(net).contains("12 channels, which is not a multiple of 8"));
+
+    let mut net = Network::new("flat", 8, 3, 8);
+    let x = net.conv("conv1", net.input(), 8, 3, 1);
+    net.linear("classifier", x, 8);
+    assert!(refused(net).contains("the linear layer classifier over more than one pixel"));
+
+    let mut net = Network::new("early", 8, 3, 8);
+    let x = net.max_pool(net.input(), 3, 2);
+    let x = net.conv("conv1", x, 8, 3, 1);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 8);
+    assert!(refused(net).contains("early, in which something else than a convolution reads the pictures"));
+}

@@ -1,0 +1,237 @@
+//! Lists that are spoilt on purpose are refused.
+
+use super::*;
+use crate::cuda::command::Access;
+
+/// In which streams, collectives and reuse of memory matter, alone and in each kind of group.
+fn settings() -> Vec<Setting> {
+    let network = build(Arch::ResNet50, Stem::Imagenet, 64, 10);
+    [Ranks::Single, Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl]
+        .into_iter()
+        .map(|ranks| Setting::new(&network, 32, DType::F16, 90, ranks))
+        .collect()
+}
+
+/// A sound list of a step.
+fn sound(setting: &Setting) -> Vec<Command> {
+    setting.sound(Phase::Train(ONLY), true).commands
+}
+
+fn refusal(commands: &[Command]) -> Option<String> {
+    verify::verify(commands, false).err()
+}
+
+/// The list without command `number`.
+fn without(commands: &[Command], number: usize) -> Vec<Command> {
+    [&commands[..number], &commands[number + 1..]].concat()
+}
+
+/// The numbers of the commands that are `wanted`, in order.
+fn numbers(commands: &[Command], wanted: impl Fn(&Command) -> bool) -> Vec<usize> {
+    (0..commands.len()).filter(|number| wanted(&commands[*number])).collect()
+}
+
+/// Every wait but those that others make superfluous: a weight gradient of what was there at an earlier one's, and in groups
+/// what a collective waits for that is itself waited for. Without what is recorded for it, a wait that is needed is refused, too.
+#[test]
+fn a_missing_wait_is_refused() {
+    for setting in settings() {
+        let commands = sound(&setting);
+        let waits = numbers(&commands, |c| matches!(c, Command::Wait { .. }));
+        let (needed, others): (Vec<usize>, Vec<usize>) =
+            waits.iter().partition(|number| refusal(&without(&commands, **number)).is_some());
+        assert!(needed.len() > 4 * others.len(), "{} of {}", needed.len(), waits.len());
+        for number in others {
+            let Command::Wait { event, .. } = commands[number] else { unreachable!() };
+            let alone = setting.statistics.is_none();
+            assert!(event == EventId::SideBegin || !alone, "{event:?} is not missed");
+            assert!(event != EventId::CollectivesDone, "the sums are not waited for");
+        }
+        for number in needed {
+            let Command::Wait { event, .. } = commands[number] else { unreachable!() };
+            let records = |c: &Command| matches!(c, Command::Record { event: of, .. } if *of == event);
+            let recorded = commands[..number].iter().rposition(records).unwrap();
+            assert!(refusal(&without(&commands, recorded)).is_some(), "{event:?} is not recorded");
+        }
+    }
+}
+
+/// Whatever makes an activation or what a batch norm is applied with is needed by something.
+#[test]
+fn a_missing_command_of_the_forward_pass_is_refused() {
+    for setting in settings() {
+        let commands = sound(&setting);
+        let end = commands.iter().position(|c| *c == Command::Part(Part::Loss)).unwrap();
+        let lasts = |operand: &Operand| matches!(operand.region, Region::Arena | Region::NormValues);
+        let makes = |c: &Command| c.accesses().iter().any(|(o, access)| *access == Access::Write && lasts(o));
+        let all = numbers(&commands[..end], makes);
+        assert!(all.len() > 50, "{} commands", all.len());
+        for number in all {
+            assert!(refusal(&without(&commands, number)).is_some(), "{:?}", commands[number]);
+        }
+    }
+}
+
+#[test]
+fn an_allocation_that_is_moved_is_refused() {
+    for setting in settings() {
+        let commands = sound(&setting);
+        for number in numbers(&commands, |c| matches!(c, Command::Alloc { .. })) {
+            let mut moved = commands.clone();
+            let Command::Alloc { at, .. } = &mut moved[number] else { continue };
+            at.offset += 256;
+            assert!(refusal(&moved).is_some(), "{:?}", commands[number]);
+        }
+    }
+}
+
+/// Two tensors at the same place, each of which is used as if it were alone.
+#[test]
+fn allocations_that_overlap_are_refused() {
+    let commands = sound(&settings()[0]);
+    let allocs = numbers(&commands, |c| matches!(c, Command::Alloc { .. }));
+    for pair in allocs.windows(2) {
+        let (Command::Alloc { at: first, .. }, Command::Alloc { at: second, .. }) =
+            (&commands[pair[0]], &commands[pair[1]])
+        else {
+            continue;
+        };
+        let freed = commands[pair[0]..pair[1]].contains(&Command::Free { at: *first });
+        if freed {
+            continue;
+        }
+        let moved =
+            Command::Alloc { content: Content::Argmax(0), at: Operand { offset: first.offset, ..*second } };
+        let spoilt = [&commands[..pair[1]], &[moved], &commands[pair[1] + 1..]].concat();
+        assert!(refusal(&spoilt).unwrap().contains("is allocated"));
+    }
+}
+
+#[test]
+fn memory_that_is_freed_too_early_or_twice_is_refused() {
+    for setting in settings() {
+        let commands = sound(&setting);
+        for number in numbers(&commands, |c| matches!(c, Command::Free { .. })) {
+            let Command::Free { at } = commands[number] else { continue };
+            let touches = |c: &Command| c.accesses().iter().any(|(operand, _)| *operand == at);
+            let last = commands[..number].iter().rposition(touches).unwrap();
+            let mut early = without(&commands, number);
+            early.insert(last, commands[number].clone());
+            assert!(refusal(&early).is_some(), "{:?}", commands[number]);
+            let mut twice = commands.clone();
+            twice.insert(number, commands[number].clone());
+            assert!(refusal(&twice).unwrap().contains("not allocated"));
+        }
+    }
+}
+
+/// One group of ranks must not be used from two streams at once.
+#[test]
+fn collectives_on_two_streams_are_ordered() {
+    let reduce = |stream: StreamId, region: Region| Command::AllReduce {
+        stream,
+        at: Operand::new(region, 0, 1024),
+        count: 256,
+        dtype: DType::F32,
+    };
+    let (main, other, event) = (StreamId::Main, StreamId::Collectives, EventId::BucketReady(0));
+    let done = EventId::CollectivesDone;
+    let first = [
+        Command::Record { stream: main, event },
+        Command::Wait { stream: other, event },
+        reduce(other, Region::Scratch),
+    ];
+    let second = [reduce(main, Region::RunningStatistics)];
+    let wait = [Command::Record { stream: other, event: done }, Command::Wait { stream: main, event: done }];
+    assert_eq!(refusal(&[&first[..], &wait, &second].concat()), None);
+    let refused = refusal(&[&first[..], &second, &wait].concat()).unwrap();
+    assert!(refused.contains("the collective before it may still run"), "{refused}");
+    // And the list must not end before the other stream has.
+    assert!(refusal(&first).unwrap().contains("ends before Collectives"));
+    let unforked = refusal(&[reduce(other, Region::Scratch)]).unwrap();
+    assert!(unforked.contains("has not waited for the main one"), "{unforked}");
+}
+
+/// Two streams that work on different parts of a region do not wait for each other; on the same part they must.
+#[test]
+fn ranges_of_a_region_are_told_apart() {
+    let stamp = |stream: StreamId, offset: usize| Command::Kernel {
+        stream,
+        kernel: Ops::new(DType::F32, 132, 90).stamp(Operand::new(Region::Stamps, offset, 8), Operand::NONE),
+    };
+    let (main, side) = (StreamId::Main, StreamId::Side);
+    let list = |offset: usize| {
+        vec![
+            Command::Record { stream: main, event: EventId::SideBegin },
+            Command::Wait { stream: side, event: EventId::SideBegin },
+            stamp(main, 8),
+            stamp(side, offset),
+            Command::Record { stream: side, event: EventId::SideEnd },
+            Command::Wait { stream: main, event: EventId::SideEnd },
+        ]
+    };
+    assert_eq!([0, 16].map(|offset| refusal(&list(offset))), [None, None]);
+    for offset in [1, 8, 15] {
+        assert!(refusal(&list(offset)).unwrap().contains("may still run"), "{offset}");
+    }
+}
+
+/// The host holds the weights by a word that the step looks at behind the last collective and before the first weight changes.
+#[test]
+fn an_update_that_the_host_could_not_hold_is_refused() {
+    for setting in settings() {
+        let commands = sound(&setting);
+        let told = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
+        let [at] = numbers(&commands, told)[..] else { panic!("it is told once") };
+        assert!(refusal(&without(&commands, at)).unwrap().contains("does not know that it changes weights"));
+        let Some(last) = commands.iter().rposition(|c| matches!(c, Command::AllReduce { .. })) else {
+            continue;
+        };
+        let mut early = without(&commands, at);
+        early.insert(last, commands[at].clone());
+        assert!(refusal(&early).unwrap().contains("an update may"), "{early:?}");
+        if !setting.statistics.as_ref().is_some_and(Statistics::is_ordered) {
+            // Where another stream adds the gradients, behind its start is not behind its end.
+            early = without(&commands, at);
+            early.insert(last + 1, commands[at].clone());
+            assert!(refusal(&early).unwrap().contains("before the last collective has ended"));
+        }
+    }
+}
+
+/// Running statistics are kept once a step, before anything changes them.
+#[test]
+fn a_step_keeps_what_its_forward_pass_changes() {
+    for setting in settings() {
+        let changes = |c: &Command, wanted: Region| {
+            c.accesses().iter().any(|(o, access)| o.region == wanted && *access != Access::Read)
+        };
+        let setting = Setting { accumulates: true, ..setting };
+        for (first, last) in [(true, true), (true, false), (false, false), (false, true)] {
+            let micro_batch = MicroBatch { first, last, whole: true };
+            let commands = setting.sound(Phase::Train(micro_batch), true).commands;
+            let kept = numbers(&commands, |c| changes(c, Region::KeptStatistics));
+            let changed = numbers(&commands, |c| changes(c, Region::RunningStatistics));
+            assert_eq!(kept.len(), usize::from(first));
+            assert!(changed.len() >= setting.norms.len() && kept.iter().all(|kept| *kept < changed[0]));
+            if let Some((operand, _)) = kept.iter().find_map(|kept| {
+                commands[*kept].accesses().into_iter().find(|(o, _)| o.region == Region::RunningStatistics)
+            }) {
+                let ends = setting.norms.iter().map(|site| site.running_var.end());
+                assert!(operand.offset == 0 && ends.max().unwrap() <= operand.end());
+            }
+        }
+        let evaluation = setting.sound(Phase::Evaluate, true).commands;
+        assert!(numbers(&evaluation, |c| changes(c, Region::KeptStatistics)).is_empty());
+    }
+}
+
+/// What a micro-batch adds to must have been left by one before it.
+#[test]
+fn gradients_that_are_not_there_are_not_added_to() {
+    for setting in settings() {
+        let setting = Setting { accumulates: true, ..setting };
+        let later = setting.sound(Phase::Train(MicroBatch { first: false, ..ONLY }), true).commands;
+        assert!(refusal(&later).unwrap().contains("is read before it is written"));
+    }
+}

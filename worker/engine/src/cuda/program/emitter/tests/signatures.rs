@@ -1,0 +1,211 @@
+//! Every launch has the arguments that its kernel declares: as many, of its types, and what is written is not `const`. Its blocks have
+//! no more threads than the kernel is compiled for (`__launch_bounds__`).
+
+use super::*;
+use crate::cuda::{command::Arg, kernels::SOURCE};
+use std::collections::BTreeMap;
+
+/// Kernels with parameters that they only read although these are not `const`.
+const READS: [(&str, usize); 2] = [("lamb", 2), ("lamb", 3)];
+
+/// Threads of a block of a kernel that declares no bound.
+const MOST_THREADS: u32 = 1024;
+
+/// What a kernel declares of an argument.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Declared {
+    Pointer { constant: bool },
+    Number(&'static str),
+}
+
+/// What a kernel declares.
+struct Signature {
+    parameters: Vec<Declared>,
+    /// Most threads of a block.
+    threads: u32,
+}
+
+/// What each kernel declares, by its name, from the source: macros that stand for parameters are put in, and those that
+/// define kernels are followed.
+fn declared() -> BTreeMap<String, Signature> {
+    let source: String = SOURCE.replace("\\\n", " ");
+    let lines: Vec<&str> = source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
+    let defines = || lines.iter().filter_map(|line| line.trim_start().strip_prefix("#define "));
+    let mut parameters: Vec<(&str, &str)> = defines()
+        .filter_map(|define| define.split_once(char::is_whitespace))
+        .filter(|(name, _)| name.ends_with("_PARAMETERS"))
+        .collect();
+    // One name may be the end of another.
+    parameters.sort_by_key(|(name, _)| std::cmp::Reverse(name.len()));
+    let mut all = BTreeMap::new();
+    let mut add = |name: &str, list: &str, threads: u32| {
+        let mut list = list.to_owned();
+        parameters.iter().for_each(|(macro_name, text)| list = list.replace(macro_name, text));
+        all.insert(
+            name.to_owned(),
+            Signature { parameters: list.split(',').map(parameter).collect(), threads },
+        );
+    };
+    let plain = lines.iter().filter(|line| !line.trim_start().starts_with("#define")).copied();
+    for (name, list, threads) in kernels_in(&plain.collect::<Vec<_>>().join(" ")) {
+        add(&name, &list, threads);
+    }
+    for define in defines().filter(|define| define.contains("__global__")) {
+        let macro_name = define.split('(').next().unwrap().trim();
+        let (_, list, threads) = kernels_in(define).into_iter().next().unwrap();
+        for line in &lines {
+            let Some(inside) = line.trim().strip_prefix(macro_name).and_then(|rest| rest.strip_prefix('('))
+            else {
+                continue;
+            };
+            add(inside.split([',', ')']).next().unwrap().trim(), &list, threads);
+        }
+    }
+    all
+}
+
+/// Name, parameters and most threads of a block of each `__global__` function of a text without line breaks.
+fn kernels_in(text: &str) -> Vec<(String, String, u32)> {
+    let after = text.split("__global__").skip(1);
+    after
+        .map(|text| {
+            let mut threads = MOST_THREADS;
+            // The bounds of a launch have parentheses of their own.
+            let text = match text.split_once("__launch_bounds__") {
+                Some((before, rest)) if !before.contains('(') => {
+                    let mut depth = 0;
+                    let end = rest.find(|c| {
+                        depth += i32::from(c == '(') - i32::from(c == ')');
+                        c == ')' && depth == 0
+                    });
+                    let bound = rest[1..].split([',', ')']).next().unwrap();
+                    threads = bound.trim().parse().unwrap();
+                    format!("{before}{}", &rest[end.unwrap() + 1..])
+                }
+                _ => text.to_owned(),
+            };
+            let (name, rest) = text.split_once('(').unwrap();
+            let name = name.split_whitespace().last().unwrap();
+            (name.to_owned(), rest.split(')').next().unwrap().to_owned(), threads)
+        })
+        .collect()
+}
+
+fn parameter(text: &str) -> Declared {
+    let text = text.trim();
+    if text.contains('*') {
+        return Declared::Pointer { constant: text.starts_with("const ") };
+    }
+    let words: Vec<&str> = text.split_whitespace().collect();
+    match words[words.len() - 2] {
+        "u32" => Declared::Number("u32"),
+        "u64" => Declared::Number("u64"),
+        "float" => Declared::Number("float"),
+        "double" => Declared::Number("double"),
+        other => panic!("{other} in {text}"),
+    }
+}
+
+fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
+    match (kernel.args[number], declared) {
+        (Arg::In(operand), Declared::Pointer { constant }) => {
+            constant || operand.is_none() || READS.contains(&(kernel.name, number))
+        }
+        (Arg::Out(operand) | Arg::InOut(operand), Declared::Pointer { constant }) => {
+            !constant || operand.is_none()
+        }
+        (Arg::Unused(_), Declared::Pointer { .. })
+        | (Arg::U32(_), Declared::Number("u32"))
+        | (Arg::U64(_), Declared::Number("u64"))
+        | (Arg::F32(_), Declared::Number("float"))
+        | (Arg::F64(_), Declared::Number("double")) => true,
+        _ => false,
+    }
+}
+
+fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
+    let Signature { parameters: wanted, threads } = &declared[kernel.name];
+    let block: u32 = kernel.geometry.block.iter().product();
+    assert!(block <= *threads, "{}: {block} threads a block, compiled for {threads}", kernel.name);
+    assert_eq!(kernel.args.len(), wanted.len(), "{}", kernel.name);
+    for (number, declared) in wanted.iter().enumerate() {
+        assert!(fits(kernel, number, *declared), "{} {number}: {:?}", kernel.name, kernel.args[number]);
+    }
+}
+
+/// Pictures of a dataset on the GPU, scaled or not, mixed or not.
+#[test]
+fn every_way_to_gather_pictures_is_sound() {
+    let declared = declared();
+    let network = build(Arch::ResNet18, Stem::Imagenet, 224, 10);
+    let setting = Setting::new(&network, 32, DType::F16, 90, Ranks::Single);
+    let table = ops::ScaleTable::new(32, 224);
+    for (mixes, training, scales, name) in [
+        (false, true, false, "gather"),
+        (true, true, false, "gather_mixed"),
+        (false, true, true, "gather_scaled"),
+        (true, true, true, "gather_scaled_mixed"),
+        (false, false, true, "gather_scaled"),
+    ] {
+        let side = if scales { 32 } else { 224 };
+        let input =
+            Input::Dataset { pictures: 0, height: side, width: side, crop_padding: 4, training, mixes };
+        let phase = if training { Phase::Train(ONLY) } else { Phase::Evaluate };
+        let commands = setting.with_facts(|facts| {
+            let facts = Facts { scaling: scales.then_some([&table, &table]), ..*facts };
+            emit(&facts, phase, input, true).unwrap().commands
+        });
+        assert_eq!(verify::verify(&commands, false), Ok(()), "{name}");
+        let gathers: Vec<&Kernel> = commands
+            .iter()
+            .filter_map(|command| match command {
+                Command::Kernel { kernel, .. } if kernel.name.starts_with("gather") => Some(kernel),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(gathers.iter().map(|kernel| kernel.name).collect::<Vec<_>>(), [name]);
+        check(gathers[0], &declared);
+        assert!(gathers[0].geometry.shared_bytes <= 44 << 10, "{name}");
+    }
+}
+
+#[test]
+fn every_launch_has_the_arguments_that_its_kernel_declares() {
+    let declared = declared();
+    let mut networks = crate::cuda::tests::operations();
+    networks.extend(crate::unfused::networks());
+    networks.push(build(Arch::ResNet50, Stem::Imagenet, 224, 1000));
+    let frozen = networks.iter().map(|net| Network { frozen_norm: true, ..Network::clone(net) });
+    networks.extend(frozen.map(Arc::new).collect::<Vec<_>>());
+    let mut launched: BTreeMap<&str, usize> = BTreeMap::new();
+    use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+    for network in &networks {
+        for (dtype, optimizer) in [
+            (DType::F32, AdamW),
+            (DType::F16, Lars),
+            (DType::F16, Lamb),
+            (DType::Bf16, Nesterov),
+            (DType::F16, Momentum),
+        ] {
+            for ranks in [Ranks::Single, Ranks::Exchanged, Ranks::ByNccl] {
+                for (accumulates, sums) in [(true, false), (false, true)] {
+                    let setting = Setting {
+                        optimizer,
+                        accumulates,
+                        sums,
+                        ..Setting::new(network, 32, dtype, 90, ranks)
+                    };
+                    for phase in [Phase::Train(ONLY), Phase::Evaluate] {
+                        for command in setting.sound(phase, true).commands {
+                            let Command::Kernel { kernel, .. } = command else { continue };
+                            check(&kernel, &declared);
+                            *launched.entry(kernel.name).or_default() += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    // Those of a step; others are launched by the decoder and between steps.
+    assert!(launched.len() >= 60, "{} kernels: {launched:?}", launched.len());
+}

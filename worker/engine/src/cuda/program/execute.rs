@@ -1,0 +1,140 @@
+//! Starts commands: operands become addresses, streams and events those of the driver.
+
+use super::*;
+use crate::cuda::{
+    command::{Arg, EventId, Kernel, StreamId},
+    kernels::Value,
+};
+
+impl Program {
+    /// Starts a list, in its order. `pictures`: where [`Region::Pictures`] is.
+    pub(in crate::cuda) fn start(&self, commands: &[Command], pictures: Ptr) -> Result<(), EngineError> {
+        commands.iter().try_for_each(|command| self.start_one(command, pictures))
+    }
+
+    fn start_one(&self, command: &Command, pictures: Ptr) -> Result<(), EngineError> {
+        let at = |operand: Operand| self.address(operand, pictures);
+        match command {
+            Command::Part(part) => self.kernels.profile.part(*part),
+            Command::Alloc { .. } | Command::Free { .. } => {}
+            Command::Kernel { stream, kernel } => self.launch_on(*stream, kernel, pictures)?,
+            Command::Convolution { stream, convolution, tensors, workspace } => {
+                let plan = self.tuner.plan(convolution)?;
+                let Tensors { x, w, y, sums } = *tensors;
+                let tensors = Tensors { x: at(x)?, w: at(w)?, y: at(y)?, sums: at(sums)? };
+                let (stream, workspace) = (self.stream(*stream)?, at(*workspace)?);
+                let run = || self.tuner.cudnn().run(stream, plan, tensors, workspace);
+                self.kernels.profile.around(stream, || convolution.to_string(), run)?;
+            }
+            Command::Record { stream, event } => self.event(*event)?.record(self.stream(*stream)?)?,
+            Command::Wait { stream, event } => self.stream(*stream)?.wait(self.event(*event)?)?,
+            Command::AllReduce { stream, at: values, count, dtype } => {
+                let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
+                reducer.all_reduce(self.stream(*stream)?, at(*values)?, *count, *dtype)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts kernels that belong to no step, on the main stream.
+    pub(in crate::cuda) fn launch(&self, kernels: impl IntoIterator<Item = Kernel>) -> Result<(), CudaError> {
+        kernels.into_iter().try_for_each(|kernel| self.launch_on(StreamId::Main, &kernel, 0))
+    }
+
+    fn launch_on(&self, stream: StreamId, kernel: &Kernel, pictures: Ptr) -> Result<(), CudaError> {
+        let values = kernel.args.iter().map(|arg| {
+            Ok(match *arg {
+                Arg::In(operand) | Arg::Out(operand) | Arg::InOut(operand) | Arg::Unused(operand) => {
+                    Value::Ptr(self.address(operand, pictures)?)
+                }
+                Arg::U32(value) => Value::U32(value),
+                Arg::U64(value) => Value::U64(value),
+                Arg::F32(value) => Value::F32(value),
+                Arg::F64(value) => Value::F64(value),
+            })
+        });
+        let values = values.collect::<Result<Vec<_>, CudaError>>()?;
+        self.kernels.launch(self.stream(stream)?, kernel.name, kernel.geometry, &values)
+    }
+
+    fn stream(&self, stream: StreamId) -> Result<Stream, CudaError> {
+        match (stream, &self.reducer) {
+            (StreamId::Main, _) => Ok(self.main.0),
+            (StreamId::Side, _) => Ok(self.side.0),
+            (StreamId::Collectives, Some(reducer)) => Ok(reducer.stream.0),
+            (StreamId::Collectives, None) => Err(absent("a group of ranks")),
+        }
+    }
+
+    fn event(&self, event: EventId) -> Result<&Event, CudaError> {
+        let found = match (event, &self.reducer) {
+            (EventId::SideBegin, _) => Some(&self.side_begin),
+            (EventId::SideEnd, _) => Some(&self.side_end),
+            (EventId::WeightGradient(number), _) => self.side_done.get(number),
+            (EventId::BucketReady(bucket), Some(reducer)) => reducer.ready.get(bucket),
+            (EventId::CollectivesDone, Some(reducer)) => Some(&reducer.done),
+            (EventId::BucketReady(_) | EventId::CollectivesDone, None) => None,
+        };
+        found.ok_or_else(|| absent(&format!("{event:?}")))
+    }
+
+    fn address(&self, operand: Operand, pictures: Ptr) -> Result<Ptr, CudaError> {
+        if operand.is_none() {
+            return Ok(0);
+        }
+        let base = self.region(operand.region, pictures).ok_or_else(|| absent(&format!("{operand:?}")))?;
+        Ok(base + operand.offset as u64)
+    }
+
+    /// Where a region begins, if there is one.
+    fn region(&self, region: Region, pictures: Ptr) -> Option<Ptr> {
+        let scaling =
+            |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|scaled| &scaled[axis].at);
+        let buffer = match region {
+            Region::Nowhere => return Some(0),
+            Region::Pictures => return Some(pictures),
+            Region::InputRing => return Some(self.inputs.ring.device),
+            Region::InputsTaken => return Some(self.inputs.taken.device),
+            Region::ResultRing => return Some(self.results.ring.device),
+            Region::Weights
+            | Region::LowPrecision
+            | Region::OptimizerSlot(_)
+            | Region::RunningStatistics
+            | Region::KeptStatistics
+            | Region::KeptOf
+            | Region::AverageWeights
+            | Region::AverageStatistics
+            | Region::LossScale => return self.state.address(region),
+            Region::PeerTable | Region::PeerSequences | Region::StatisticsSums => {
+                return self.reducer.as_ref()?.address(region);
+            }
+            Region::Arena => Some(&self.arena),
+            Region::Normalisation => Some(&self.normalisation),
+            Region::ScaleRows => scaling(0),
+            Region::ScaleColumns => scaling(1),
+            Region::InputCounter => Some(&self.inputs.counter),
+            Region::Control => Some(&self.inputs.control),
+            Region::ResultCounter => Some(&self.results.counter),
+            Region::MatrixGradients => Some(&self.matrix_gradients),
+            Region::VectorGradients => Some(&self.vector_gradients),
+            Region::Accumulated => self.accumulated.as_ref(),
+            Region::NormValues => Some(&self.norm_values),
+            Region::ChannelSums => Some(&self.channel_sums),
+            Region::Totals => Some(&self.totals),
+            Region::Stamps => Some(&self.stamps),
+            Region::EvaluatedLogits => Some(&self.evaluated_logits),
+            Region::Segments => Some(&self.segments),
+            Region::Rates => Some(&self.rates),
+            Region::Found => Some(&self.found),
+            Region::Scratch => Some(&self.scratch),
+            Region::Workspace => Some(&self.workspace),
+            Region::SideWorkspace => Some(&self.side_workspace),
+        };
+        buffer.map(|buffer| buffer.ptr)
+    }
+}
+
+/// A command that this engine was not built for: a mistake of emission.
+fn absent(what: &str) -> CudaError {
+    CudaError::Unsupported(format!("a step that needs {what}, which this engine does not have"))
+}

@@ -1,0 +1,187 @@
+//! What of a step follows from the network and the settings alone: the fused operations, the convolutions that they are, the
+//! sizes of tensors. It knows no GPU, so tests go through a step with it on any machine.
+
+use super::{Convolution, DType, Direction};
+use crate::{
+    cuda::error::CudaError,
+    fuse::{Capabilities, Conv, FusedOp, Norm, fuse},
+    net::{Network, TensorId},
+};
+use std::sync::Arc;
+
+/// Channels of the input as the network's first convolution reads it: a multiple of what cuDNN's
+/// tensor-core engines take.
+const PADDED_INPUT: usize = 4;
+/// The same for the outputs of the last linear layer, which runs as a 1x1 convolution.
+const PADDED_CLASSES: usize = 8;
+/// Channels that a thread of our kernels reads at a time.
+const CHANNELS: usize = 8;
+
+#[derive(Debug, Clone)]
+pub(in crate::cuda) struct StepPlan {
+    /// For pictures of the current size; what else follows from the size is looked up by it.
+    pub(super) network: Arc<Network>,
+    capabilities: Capabilities,
+    pub(super) ops: Vec<FusedOp>,
+    /// Pictures of a micro-batch.
+    pub(super) batch: usize,
+    pub(super) dtype: DType,
+    pub(super) padded_input: usize,
+    pub(super) padded_classes: usize,
+    /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 one over 2x2 pixels: of a handful of channels
+    /// cuDNN makes a slow one (1.9 ms of ResNet-50's 28 at batch 256).
+    pub(super) folded: bool,
+}
+
+/// What this engine has kernels for; `matrix_kernels`: also those that multiply matrices themselves.
+pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
+    Capabilities {
+        norm_add_relu: true,
+        shortcut_norm: true,
+        norm_max_pool: true,
+        norm_average_pool: true,
+        one_sum_buffer: true,
+        wgmma: matrix_kernels,
+    }
+}
+
+impl StepPlan {
+    /// # Errors
+    /// A network that this engine does not run; the text says which layer it is about.
+    pub(in crate::cuda) fn new(
+        network: Arc<Network>,
+        batch: usize,
+        dtype: DType,
+        capabilities: Capabilities,
+    ) -> Result<Self, CudaError> {
+        check(&network)?;
+        let ops = fuse(&network, &capabilities);
+        let padded_input = network.channels.next_multiple_of(PADDED_INPUT);
+        let folded = padded_input == 4
+            && network.image_size.is_multiple_of(2)
+            && ops.iter().any(|op| match op {
+                FusedOp::Conv(Conv { shape, needs_input_gradient: false, .. }) => {
+                    (shape.kernel, shape.stride, shape.padding) == (7, 2, 3)
+                }
+                _ => false,
+            });
+        let padded_classes = network.classes.next_multiple_of(PADDED_CLASSES);
+        Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, folded })
+    }
+
+    /// Continues with pictures of another size.
+    pub(super) fn set_network(&mut self, network: Arc<Network>) {
+        self.ops = fuse(&network, &self.capabilities);
+        self.network = network;
+    }
+
+    /// The batch norms, in the order in which they run.
+    pub(super) fn norms(&self) -> impl Iterator<Item = &Norm> {
+        self.ops.iter().filter_map(|op| match op {
+            FusedOp::Norm(norm) => Some(norm),
+            _ => None,
+        })
+    }
+
+    /// Batch norm number `norm`.
+    pub(super) fn norm(&self, norm: usize) -> &Norm {
+        // Numbers are those of operations.
+        self.norms().find(|n| n.norm == norm).unwrap_or_else(|| unreachable!("no batch norm {norm}"))
+    }
+
+    /// Every convolution of the forward pass, and whether it reads the pictures.
+    #[cfg(test)]
+    pub(in crate::cuda) fn convolutions(&self) -> impl Iterator<Item = (Convolution, bool)> {
+        self.ops.iter().filter_map(|op| self.convolution(op))
+    }
+
+    /// Whether one operation alone reads `tensor`.
+    pub(super) fn read_once(&self, tensor: TensorId) -> bool {
+        self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
+    }
+
+    /// Values of a picture as they lie in memory.
+    pub(super) fn values(&self, tensor: TensorId) -> usize {
+        let shape = self.network.tensors[tensor];
+        if self.folded && tensor == self.network.input() {
+            return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.padded_input;
+        }
+        let channels = match tensor {
+            t if t == self.network.input() => self.padded_input,
+            t if t == self.network.logits() => self.padded_classes,
+            _ => shape.channels,
+        };
+        shape.pixels() * channels
+    }
+
+    /// The convolution that an operation is, forward, and whether it reads the pictures.
+    pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
+        let (input, output, kernel, stride, padding, groups, first) = match *op {
+            FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
+                let (kernel, stride, padding) = (shape.kernel, shape.stride, shape.padding);
+                (input, output, kernel, stride, padding, shape.groups, !needs_input_gradient)
+            }
+            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, 0, 1, false),
+            _ => return None,
+        };
+        let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
+        let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
+        let convolution = Convolution {
+            direction: Direction::Forward,
+            dtype: self.dtype,
+            batch: self.batch,
+            in_h: from.height,
+            in_w: from.width,
+            in_c: if first { self.padded_input } else { from.channels },
+            out_h: to.height,
+            out_w: to.width,
+            out_c: if is_head { self.padded_classes } else { to.channels },
+            kernel,
+            stride,
+            padding,
+            groups,
+            sums: false,
+        };
+        if first && self.folded {
+            let (side, in_c) = (from.height / 2 + 3, 4 * self.padded_input);
+            let folded =
+                Convolution { in_h: side, in_w: side, in_c, kernel: 4, stride: 1, padding: 0, ..convolution };
+            return Some((folded, first));
+        }
+        Some((convolution, first))
+    }
+}
+
+/// Whether this engine runs `network`.
+fn check(network: &Network) -> Result<(), CudaError> {
+    use crate::net::Op;
+    let refuse = |what: String| Err(CudaError::Unsupported(what));
+    if network.head().is_empty() {
+        return refuse(format!("{}, which does not end in a linear layer", network.arch));
+    }
+    for op in &network.ops {
+        match op {
+            Op::Linear { name, input, .. } if network.tensors[*input].pixels() != 1 => {
+                return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
+            }
+            Op::Conv { .. } => {}
+            _ if op.inputs().contains(&network.input()) => {
+                return refuse(format!(
+                    "{}, in which something else than a convolution reads the pictures",
+                    network.arch
+                ));
+            }
+            Op::MaxPool { kernel, .. } if kernel * kernel > 255 => {
+                return refuse(format!("a max pooling of {kernel}x{kernel} windows: 15x15 are the most"));
+            }
+            _ => {}
+        }
+    }
+    for (tensor, shape) in network.tensors.iter().enumerate() {
+        let padded = tensor == network.input() || tensor == network.logits();
+        if !padded && !shape.channels.is_multiple_of(CHANNELS) {
+            return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,58 @@
+//! A list of commands as text.
+
+use super::*;
+use crate::cuda::command::{Names, Part, print};
+
+/// The commands that `facts` have led to, under the parts of the step.
+pub(super) fn text(facts: &Facts<'_>, commands: &[Command]) -> String {
+    let ops = &facts.plan.ops;
+    print(commands, &names(facts), |part| match part {
+        Part::Begin => "begin".into(),
+        Part::Forward(index) => format!("forward {index} {}", ops[index]),
+        Part::Loss => "loss".into(),
+        Part::Backward(index) => format!("backward {index} {}", ops[index]),
+        Part::Update => "update".into(),
+    })
+}
+
+/// What the parts of parameters and of batch norms' memory are called.
+fn names(facts: &Facts<'_>) -> Names {
+    let mut names = Names::default();
+    let [counters, partials] = facts.ops.scratch();
+    names.insert(counters, "counters", "");
+    names.insert(partials, "partial sums", "");
+    for slot in &facts.layout.slots {
+        let Some((name, suffix)) = slot.name.rsplit_once('.') else { continue };
+        if slot.range.start < facts.layout.matrices {
+            names.insert(facts.matrix(name), &slot.name, "");
+            names.insert(facts.matrix_gradient(name), &slot.name, "gradient");
+        } else {
+            names.insert(facts.vector(name, suffix), &slot.name, "");
+            let gradient = facts.vector_gradient(name, suffix);
+            if !gradient.is_none() {
+                names.insert(gradient, &slot.name, "gradient");
+            }
+        }
+    }
+    for (number, site) in facts.norms.iter().enumerate() {
+        for (operand, part) in [
+            (site.gamma, "weight"),
+            (site.beta, "bias"),
+            (site.running_mean, "running_mean"),
+            (site.running_var, "running_var"),
+            (site.mean, "mean"),
+            (site.inv_std, "inv_std"),
+            (site.scale, "scale"),
+            (site.bias, "shift"),
+            (site.dgamma, "weight gradient"),
+            (site.dbeta, "bias gradient"),
+            (site.slope, "slope"),
+            (site.offset, "offset"),
+        ] {
+            if !operand.is_none() {
+                names.insert(operand, &format!("norm {number}"), part);
+            }
+        }
+    }
+    names
+}

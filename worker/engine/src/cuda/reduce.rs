@@ -1,0 +1,178 @@
+//! What ranks add up on their GPUs: gradients by NCCL, concurrently with backward; batch norm's sums through each
+//! other's memory over NVLink where that is possible, else by NCCL, too.
+
+#![allow(unsafe_code)] // NCCL takes addresses; they are ranges of the engine's own buffers.
+
+use super::{
+    command::Region,
+    device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
+    dtype::DType,
+    statistics::Statistics,
+};
+use crate::{EngineError, cuda::GpuConfig};
+use lockstep_comm::{
+    CommError, Exchange, ProcessGroup, Reduction, first_to_differ,
+    nccl::Nccl,
+    peers::{MAX_PEERS, Peers},
+};
+use std::sync::Arc;
+
+/// `Peers` of the kernels.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct Table {
+    rank: u32,
+    world: u32,
+    data: [u64; MAX_PEERS],
+    flags: [u64; MAX_PEERS],
+    abort: u64,
+}
+
+// SAFETY: integers without a gap between them.
+unsafe impl bytemuck::Zeroable for Table {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for Table {}
+
+/// Memory for batch norm's sums.
+enum Memory {
+    None,
+    Peers {
+        _peers: Box<Peers>,
+        table: Buffer,
+        sequences: Buffer,
+    },
+    Nccl {
+        sums: Buffer,
+        /// Why not through memory.
+        reason: String,
+    },
+}
+
+pub(super) struct Reducer {
+    nccl: Arc<Nccl>,
+    pub(super) statistics: Statistics,
+    memory: Memory,
+    /// Not 0: nobody waits for others any more.
+    abort: Pinned,
+    /// For gradients, concurrently with the backward pass.
+    pub(super) stream: OwnedStream,
+    /// By bucket: its gradients are there.
+    pub(super) ready: Vec<Event>,
+    pub(super) done: Event,
+}
+
+impl Reducer {
+    /// Connects the ranks' GPUs. `gradients` says what they add up, which must be the same on all ranks; `sync` has the channels of each
+    /// batch norm if statistics are synchronised.
+    pub(super) fn new(
+        device: &Device,
+        gpu: &GpuConfig,
+        comm: &dyn ProcessGroup,
+        buckets: usize,
+        gradients: &str,
+        sync: Option<&[usize]>,
+    ) -> Result<Self, EngineError> {
+        // Of a group that is not all ranks of the job only its own meet.
+        let place = Exchange::of(comm, gpu.store.as_deref());
+        let name = |what: &str| format!("{what}/{}", gpu.generation);
+        let nccl = Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout())?;
+        device.bind()?;
+        let abort = Pinned::new(256)?;
+        let world = comm.size() as usize;
+        let (statistics, memory) = match sync {
+            None => (Statistics::Apart, Memory::None),
+            Some(channels) => {
+                let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
+                let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
+                    None => Ok(()),
+                    Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
+                };
+                let shared = Peers::connect(place, &name("statistics"), gpu.ordinal, all, 256, wanted)?;
+                device.bind()?;
+                match shared {
+                    Ok(peers) => {
+                        let table = Table {
+                            rank: comm.rank(),
+                            world: comm.size(),
+                            data: peers.data,
+                            flags: peers.flags,
+                            abort: abort.device,
+                        };
+                        let table = device.upload(&[table])?;
+                        let sequences = device.zeros(sequences)?;
+                        (exchanged, Memory::Peers { _peers: Box::new(peers), table, sequences })
+                    }
+                    Err(reason) => {
+                        let most = channels.iter().max().copied().unwrap_or(1);
+                        (Statistics::ByNccl, Memory::Nccl { sums: device.zeros(4 * 2 * most)?, reason })
+                    }
+                }
+            }
+        };
+        // Also a barrier: nobody writes into a buffer that its owner has not cleared yet.
+        let of_all = comm.all_gather_bytes(gradients.as_bytes())?;
+        if let Some(rank) = first_to_differ(&of_all) {
+            return Err(EngineError::Device(format!(
+                "rank {rank} has gradients of another layout than rank 0, so they cannot be added up: its GPU or its lockstep is of \
+                 another kind. Give the job GPUs of one kind, and all machines the same lockstep"
+            )));
+        }
+        Ok(Self {
+            nccl,
+            statistics,
+            memory,
+            abort,
+            stream: OwnedStream::new(true)?,
+            ready: (0..=buckets).map(|_| Event::new(false)).collect::<Result<_, _>>()?,
+            done: Event::new(false)?,
+        })
+    }
+
+    /// Where a region that ranks meet in is, if there is one.
+    pub(super) fn address(&self, region: Region) -> Option<Ptr> {
+        match (region, &self.memory) {
+            (Region::PeerTable, Memory::Peers { table, .. }) => Some(table.ptr),
+            (Region::PeerSequences, Memory::Peers { sequences, .. }) => Some(sequences.ptr),
+            (Region::StatisticsSums, Memory::Nccl { sums, .. }) => Some(sums.ptr),
+            _ => None,
+        }
+    }
+
+    /// Adds `count` values over all ranks, in place.
+    pub(super) fn all_reduce(
+        &self,
+        stream: Stream,
+        at: Ptr,
+        count: usize,
+        dtype: DType,
+    ) -> Result<(), CommError> {
+        // SAFETY: a range of a buffer of this engine, which outlives the stream's work.
+        unsafe { self.nccl.all_reduce(at, count, dtype.into(), Reduction::Sum, stream.0) }
+    }
+
+    /// How gradients and statistics reach other ranks, for the log.
+    pub(super) fn exchange(&self) -> String {
+        match &self.memory {
+            Memory::None => "gradients go through NCCL; each rank has its own batch norm statistics".into(),
+            Memory::Peers { .. } => {
+                "gradients go through NCCL, batch norm's statistics through the GPUs' memory".into()
+            }
+            Memory::Nccl { reason, .. } => {
+                format!(
+                    "gradients and batch norm's statistics go through NCCL, which is slower for statistics: {reason}"
+                )
+            }
+        }
+    }
+
+    /// Whether the group is still well.
+    pub(super) fn health(&self) -> Result<(), CommError> {
+        self.nccl.async_error()
+    }
+
+    /// Ends all waiting for other ranks on this GPU. What these get from it afterwards is garbage.
+    pub(super) fn abort(&self, reason: &str) {
+        self.abort.write(0, &[1u32]);
+        self.nccl.abort(reason);
+    }
+}

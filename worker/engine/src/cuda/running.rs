@@ -1,0 +1,49 @@
+//! Where batch norms' running statistics lie in the flat buffer of all.
+
+use super::command::{Operand, Region};
+use crate::{fuse::Norm, net::Network};
+
+/// Values at which each mean and each variance begins.
+const STRIDE: usize = 64;
+
+/// Of one batch norm.
+#[derive(Debug, Clone)]
+pub(super) struct Running {
+    pub(super) name: String,
+    /// Of the mean; the variance follows after `stride`.
+    pub(super) at: usize,
+    pub(super) channels: usize,
+    pub(super) stride: usize,
+}
+
+impl Running {
+    /// By number of batch norm; `norms` as they run.
+    pub(super) fn of_all<'a>(network: &Network, norms: impl IntoIterator<Item = &'a Norm>) -> Vec<Self> {
+        let mut all: Vec<(usize, Self)> = Vec::new();
+        let mut at = 0;
+        for Norm { name, norm, input, .. } in norms {
+            let channels = network.tensors[*input].channels;
+            let stride = channels.next_multiple_of(STRIDE);
+            all.push((*norm, Self { name: name.clone(), at, channels, stride }));
+            at += 2 * stride;
+        }
+        all.sort_by_key(|(norm, _)| *norm);
+        all.into_iter().map(|(_, running)| running).collect()
+    }
+
+    /// Values of the buffer of `all`.
+    pub(super) fn values(all: &[Self]) -> usize {
+        all.iter().map(|running| 2 * running.stride).sum()
+    }
+
+    /// Bytes of the buffer where the last of them ends at `end`.
+    pub(super) fn padded(end: usize) -> usize {
+        end.next_multiple_of(4 * STRIDE)
+    }
+
+    /// Mean and variance.
+    pub(super) fn operands(&self) -> [Operand; 2] {
+        [self.at, self.at + self.stride]
+            .map(|at| Operand::new(Region::RunningStatistics, 4 * at, 4 * self.channels))
+    }
+}

@@ -1,0 +1,321 @@
+//! What training changes: weights, optimizer state and batch norm's running statistics on the GPU.
+
+#![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
+
+use super::{
+    command::{Kernel, Operand, Region, UPDATING},
+    device::{Buffer, Device, Pinned, Ptr},
+    dtype::DType,
+    error::CudaError,
+    layout::Layout,
+    ops::Ops,
+    running::Running,
+};
+use crate::{EngineError, LossScaling, Optimizer, OptimizerState};
+use lockstep_host::tensors::{HostTensor, NamedTensors};
+use std::mem::offset_of;
+
+/// fp16's loss scaling, and what else follows from a step's gradients; `Scaler` of the kernels.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct Scaling {
+    pub(super) scale: f32,
+    pub(super) good_steps: u32,
+    pub(super) finite: u32,
+    pub(super) norm: f32,
+    pub(super) inverse: f32,
+    pub(super) apply: u32,
+    /// Updates that the optimizer has done.
+    pub(super) updates: u32,
+    /// The step that was done last has found the weights held.
+    pub(super) refused: u32,
+    /// An update may be under way.
+    pub(super) updating: u32,
+    pub(super) pad: u32,
+    /// Where the GPU finds [`State::held`].
+    pub(super) held: Ptr,
+}
+
+const _: () = assert!(UPDATING.offset == offset_of!(Scaling, updating));
+const _: () = assert!(offset_of!(Scaling, held) == 40 && size_of::<Scaling>() == 48);
+
+// SAFETY: numbers without a gap between them.
+unsafe impl bytemuck::Zeroable for Scaling {}
+// SAFETY: as above.
+unsafe impl bytemuck::Pod for Scaling {}
+
+/// No number of finished steps.
+const NO_STEP: u32 = u32::MAX;
+
+pub(super) struct State {
+    pub(super) layout: Layout,
+    /// Float32, [`Layout::len`] values.
+    pub(super) weights: Buffer,
+    optimizer: Optimizer,
+    /// As long, each of the optimizer's slots.
+    pub(super) optimizer_slots: Vec<Buffer>,
+    /// The matrices in the type that is computed in; `None` with float32, where they are the weights.
+    low_precision: Option<Buffer>,
+    /// Mean and variance of every batch norm.
+    running_values: Buffer,
+    /// The same before the step that is under way, and the number of steps finished then, by block of the kernel that keeps them.
+    kept_values: Buffer,
+    pub(super) kept_of: Buffer,
+    /// A step is under way that will not end: what was kept counts.
+    pub(super) is_unfinished: bool,
+    running: Vec<Running>,
+    pub(super) scaling: Buffer,
+    /// A `u32`: no update may begin any more. In the host's memory, which the GPU reads: while a collective waits for another machine, no copy
+    /// to the GPU ends (seen with NCCL 2.28 over sockets and driver 580), and copies from it do.
+    pub(super) held: Pinned,
+    /// Running averages of the weights and of the running statistics.
+    average: Option<[Buffer; 2]>,
+}
+
+impl State {
+    pub(super) fn new(
+        device: &Device,
+        running: Vec<Running>,
+        layout: Layout,
+        dtype: DType,
+        first_scale: f32,
+        optimizer: Optimizer,
+        keeping_blocks: u32,
+    ) -> Result<Self, CudaError> {
+        let low_precision = match dtype {
+            DType::F32 => None,
+            _ => Some(device.zeros(layout.matrices * dtype.size())?),
+        };
+        let held = Pinned::new(size_of::<u32>())?;
+        let scaling = Scaling { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
+        Ok(Self {
+            weights: device.zeros(4 * layout.len)?,
+            optimizer,
+            optimizer_slots: optimizer
+                .slots()
+                .iter()
+                .map(|_| device.zeros(4 * layout.len))
+                .collect::<Result<_, _>>()?,
+            low_precision,
+            running_values: device.zeros(4 * Running::values(&running).max(1))?,
+            kept_values: device.zeros(4 * Running::values(&running).max(1))?,
+            kept_of: device.upload(&vec![NO_STEP; keeping_blocks as usize])?,
+            is_unfinished: false,
+            running,
+            scaling: device.upload(&[scaling])?,
+            held,
+            average: None,
+            layout,
+        })
+    }
+
+    /// Where a region of what training changes is, if there is one.
+    pub(super) fn address(&self, region: Region) -> Option<Ptr> {
+        let average = |which: usize| self.average.as_ref().map(|both| &both[which]);
+        let buffer = match region {
+            Region::Weights => Some(&self.weights),
+            Region::LowPrecision => self.low_precision.as_ref(),
+            Region::OptimizerSlot(slot) => self.optimizer_slots.get(slot),
+            Region::RunningStatistics => Some(&self.running_values),
+            Region::KeptStatistics => Some(&self.kept_values),
+            Region::KeptOf => Some(&self.kept_of),
+            Region::AverageWeights => average(0),
+            Region::AverageStatistics => average(1),
+            Region::LossScale => Some(&self.scaling),
+            _ => None,
+        };
+        buffer.map(|buffer| buffer.ptr)
+    }
+
+    fn has_low_precision(&self) -> bool {
+        self.low_precision.is_some()
+    }
+
+    /// Weights, biases and running statistics.
+    pub(super) fn parameters(&self) -> Result<NamedTensors, EngineError> {
+        let running = if self.is_unfinished { &self.kept_values } else { &self.running_values };
+        self.read_tensors(&self.weights, running)
+    }
+
+    fn read_tensors(&self, weights: &Buffer, running: &Buffer) -> Result<NamedTensors, EngineError> {
+        let mut all = NamedTensors::new();
+        self.layout.export(None, &read(weights)?, &mut all);
+        let values = read(running)?;
+        for r in &self.running {
+            for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
+                let values = values[at..at + r.channels].to_vec();
+                all.insert(format!("{}.{suffix}", r.name), HostTensor { shape: vec![r.channels], values });
+            }
+        }
+        Ok(all)
+    }
+
+    /// Replaces them; `values` are known to be whole. Gives what is left to be run.
+    pub(super) fn set_parameters(
+        &mut self,
+        ops: &Ops,
+        values: &NamedTensors,
+    ) -> Result<Option<Kernel>, EngineError> {
+        let flat = self.flat_of(values)?;
+        self.write_flat(ops, &flat)
+    }
+
+    /// Weights and running statistics of `values`, one after another.
+    fn flat_of(&self, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
+        let mut flat = self.layout.import(None, values)?;
+        let mut statistics = vec![0f32; self.running_values.bytes / 4];
+        for r in &self.running {
+            for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
+                if let Some(tensor) = values.get(&format!("{}.{suffix}", r.name)) {
+                    statistics[at..at + r.channels].copy_from_slice(&tensor.values);
+                }
+            }
+        }
+        flat.extend(statistics);
+        Ok(flat)
+    }
+
+    /// What is to be run after the steps that were started, so many: see [`crate::Engine::average`].
+    pub(super) fn average(
+        &mut self,
+        device: &Device,
+        ops: &Ops,
+        decay: f64,
+        steps: u32,
+    ) -> Result<[Kernel; 2], CudaError> {
+        let first = self.average.is_none();
+        if first {
+            self.make_room_for_average(device)?;
+        }
+        let decay = if first { 0.0 } else { decay };
+        let all = [
+            (Region::AverageWeights, Region::Weights, &self.weights),
+            (Region::AverageStatistics, Region::RunningStatistics, &self.running_values),
+        ];
+        Ok(all.map(|(average, values, buffer)| {
+            let [average, values] = [average, values].map(|region| Operand::new(region, 0, buffer.bytes));
+            ops.average(average, values, buffer.bytes as u64 / 4, decay, steps)
+        }))
+    }
+
+    fn make_room_for_average(&mut self, device: &Device) -> Result<(), CudaError> {
+        let [weights, running] = [&self.weights, &self.running_values].map(|of| device.zeros(of.bytes));
+        self.average = Some([weights?, running?]);
+        // Zeros are there before a stream of its own uses them.
+        device.synchronize()
+    }
+
+    /// The step that would have made it is not finished. Its memory stays: to give it back, the driver waits for the GPU.
+    pub(super) fn forget_average(&mut self) {
+        std::mem::forget(self.average.take());
+    }
+
+    pub(super) fn has_average(&self) -> bool {
+        self.average.is_some()
+    }
+
+    pub(super) fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
+        let of = |[weights, running]: &[Buffer; 2]| self.read_tensors(weights, running);
+        self.average.as_ref().map(of).transpose()
+    }
+
+    /// Replaces it; `values` are known to be whole.
+    pub(super) fn set_averaged(&mut self, device: &Device, values: &NamedTensors) -> Result<(), EngineError> {
+        let flat = self.flat_of(values)?;
+        if self.average.is_none() {
+            self.make_room_for_average(device)?;
+        }
+        if let Some([weights, running]) = &self.average {
+            let (of_weights, statistics) = flat.split_at(self.layout.len);
+            weights.write(of_weights)?;
+            running.write(statistics)?;
+        }
+        Ok(())
+    }
+
+    /// Weights and running statistics, one after another.
+    pub(super) fn read_flat(&self) -> Result<Vec<f32>, EngineError> {
+        let mut flat = read(&self.weights)?;
+        flat.extend(read(&self.running_values)?);
+        Ok(flat)
+    }
+
+    /// Replaces both. Gives what is left to be run.
+    pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
+        let (weights, statistics) = flat.split_at(self.layout.len);
+        self.weights.write(weights)?;
+        self.running_values.write(statistics)?;
+        let [weights, low_precision] = [Region::Weights, Region::LowPrecision].map(Operand::whole);
+        let length = self.layout.matrices as u64;
+        Ok(self.has_low_precision().then(|| ops.to_low_precision(weights, low_precision, length)))
+    }
+
+    /// Loss scaling as the next step will use it.
+    pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
+        let now = self.read_scaling()?;
+        Ok(LossScaling { scale: now.scale, growth_tracker: now.good_steps })
+    }
+
+    pub(super) fn set_loss_scaling(&mut self, to: LossScaling) -> Result<(), CudaError> {
+        let now = self.read_scaling()?;
+        self.scaling.write(&[Scaling { scale: to.scale, good_steps: to.growth_tracker, ..now }])
+    }
+
+    /// What the gradients of the step that was done last are multiplied by to be those of the loss.
+    pub(super) fn inverse_scale(&self) -> Result<f32, CudaError> {
+        Ok(self.read_scaling()?.inverse)
+    }
+
+    pub(super) fn read_scaling(&self) -> Result<Scaling, CudaError> {
+        let mut now: [Scaling; 1] = bytemuck::Zeroable::zeroed();
+        self.scaling.read(0, &mut now)?;
+        Ok(now[0])
+    }
+
+    /// Looks at all weights, biases, running statistics, what the optimizer keeps and the average, one after another: which are
+    /// not finite, [`Region::Found`] says so.
+    pub(super) fn find_not_finite(&self, ops: &Ops) -> Vec<Kernel> {
+        let slots = self.optimizer_slots.iter().enumerate();
+        let average = self.average.iter().flatten();
+        [(Region::Weights, &self.weights), (Region::RunningStatistics, &self.running_values)]
+            .into_iter()
+            .chain(slots.map(|(slot, buffer)| (Region::OptimizerSlot(slot), buffer)))
+            .chain([Region::AverageWeights, Region::AverageStatistics].into_iter().zip(average))
+            .map(|(region, buffer)| {
+                let values = Operand::new(region, 0, buffer.bytes);
+                ops.find_not_finite(values, buffer.bytes as u64 / 4, Operand::new(Region::Found, 0, 4))
+            })
+            .collect()
+    }
+
+    /// Adds a checksum of the weights to [`Region::Found`].
+    pub(super) fn checksum(&self, ops: &Ops) -> Kernel {
+        let weights = Operand::new(Region::Weights, 0, self.weights.bytes);
+        ops.add_checksum(weights, self.weights.bytes as u64 / 4, Operand::new(Region::Found, 0, 8))
+    }
+
+    pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
+        let mut slots = NamedTensors::new();
+        for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
+            self.layout.export(Some(name), &read(buffer)?, &mut slots);
+        }
+        Ok(OptimizerState { slots, updates: self.read_scaling()?.updates.into() })
+    }
+
+    /// Replaces it; `to` is known to be whole.
+    pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
+        for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
+            buffer.write(&self.layout.import(Some(name), &to.slots)?)?;
+        }
+        // No run is so long that this is not the number; a correction by so many is none.
+        let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
+        let now = self.read_scaling()?;
+        Ok(self.scaling.write(&[Scaling { updates, ..now }])?)
+    }
+}
+
+fn read(buffer: &Buffer) -> Result<Vec<f32>, CudaError> {
+    let mut values = vec![0f32; buffer.bytes / 4];
+    buffer.read(0, &mut values)?;
+    Ok(values)
+}

@@ -1,0 +1,70 @@
+//! Pictures on the GPU.
+
+use super::*;
+
+/// The bundled pictures, wherever the tests were carried to.
+pub(super) fn fashion_mnist() -> PathBuf {
+    let here = concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/fashion-mnist");
+    std::env::var_os("LOCKSTEP_TEST_PICTURES").map_or_else(|| here.into(), PathBuf::from)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_pictures_are_augmented_as_on_the_cpu() {
+    // Cropped and flipped; also enlarged; also made smaller.
+    for side in [28, 64, 16] {
+        let spec = DataSpec {
+            crop_padding: 3,
+            horizontal_flip: true,
+            image_size: Some(ImageSize::Fixed(side)),
+            ..DataSpec::default()
+        };
+        let network = Arc::new(
+            resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, side as usize, 1, 10)
+                .unwrap(),
+        );
+        let config = config(64);
+        let plan = EpochPlan {
+            epoch: 1,
+            first_step: 0,
+            rank: 0,
+            world_size: 1,
+            batch_size: 64,
+            accumulate: 1,
+            drop_remainder: true,
+            threads: 2,
+        };
+        let mut wanted = Vec::new();
+        for (format, on_gpu) in
+            [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]
+        {
+            let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
+            let mut engine =
+                if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
+            assert_eq!(engine.take_data(&data).unwrap() == BatchFormat::AugmentParams, on_gpu);
+            data.set_format(format);
+            let batch = data.epoch(plan).next().unwrap().unwrap();
+            let result = engine.train_step(&[batch], 0.01).unwrap();
+            let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let evaluated = engine.eval_step(&checked).unwrap();
+            eprintln!(
+                "{side} px, {format:?}: loss {}, gradient {}, {evaluated:?}",
+                result.loss, result.grad_norm
+            );
+            wanted.push((result.loss, result.grad_norm, evaluated.loss_sum));
+        }
+        for ours in &wanted[1..] {
+            // A byte may be rounded the other way after scaling.
+            assert!(
+                (ours.0 - wanted[0].0).abs() < 2e-3 * wanted[0].0,
+                "{side} px: {ours:?} / {:?}",
+                wanted[0]
+            );
+            assert!(
+                (ours.2 - wanted[0].2).abs() < 5e-3 * wanted[0].2,
+                "{side} px: {ours:?} / {:?}",
+                wanted[0]
+            );
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! What everybody runs, against the CPU engine: without `train.deterministic` cuDNN's fastest plans, and in float16 the
+//! statistics that a convolution takes along.
+
+use super::*;
+
+/// A job that says nothing but its format.
+fn default_in(precision: Precision) -> GpuConfig {
+    GpuConfig { precision, deterministic: false, ..deterministic() }
+}
+
+/// Whole micro-batches, a ragged one, and several of which the last is ragged.
+const STEPS: [&[usize]; 4] = [&[32], &[19], &[32, 32, 32], &[32, 32, 5]];
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_default_operations_in_float32_are_the_cpu_engine_s() {
+    for network in operations() {
+        for counts in STEPS {
+            let found = compare_step(&network, 32, counts, &default_in(Precision::Fp32), 0);
+            assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{}", network.arch);
+            assert!(found.gradient < 1e-4, "{}: {} is {} apart", network.arch, found.name, found.gradient);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_default_operations_in_16_bits_are_near_the_cpu_engine_s() {
+    for (precision, gradient) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
+        for network in operations() {
+            // Rounded, two values of a window are often equal, and the pooling chooses another one.
+            let gradient = if network.arch.contains("pooling") { 0.3 } else { gradient };
+            for (draw, counts) in STEPS.into_iter().enumerate() {
+                let found = compare_step(&network, 32, counts, &default_in(precision), draw);
+                assert!(found.logits < 1e-2 && found.loss < 1e-2, "{precision:?} {}", network.arch);
+                assert!(found.statistics < 1e-2, "{precision:?} {}", network.arch);
+                let (name, apart) = (&found.name, found.gradient);
+                assert!(apart < gradient, "{precision:?} {}: {name} is {apart} apart", network.arch);
+            }
+        }
+    }
+}
+
+/// Networks as people train them, where tensors are large enough for every fusion.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_default_networks_are_near_the_cpu_engine_s() {
+    let mut wrong = Vec::new();
+    for (arch, stem, side, batch) in [
+        (Arch::ResNet20, Stem::Cifar, 32, 256),
+        (Arch::ResNet18, Stem::Cifar, 32, 256),
+        (Arch::ResNet18, Stem::Imagenet, 96, 64),
+        (Arch::ResNet50, Stem::Imagenet, 96, 64),
+        (Arch::ResNet50, Stem::Cifar, 32, 64),
+        (Arch::ResNeXt50_32x4d, Stem::Imagenet, 96, 64),
+        (Arch::WideResNet50_2, Stem::Imagenet, 96, 32),
+    ] {
+        let network = network(arch, stem, side);
+        for counts in [&[batch][..], &[batch, batch - 13]] {
+            let cpu = CpuStep::take(&network, batch, counts, 0);
+            for (precision, near, gradient) in
+                [(Precision::Fp32, 1e-4, 4e-2), (Precision::Fp16, 2e-2, 0.5), (Precision::Bf16, 8e-2, 1.0)]
+            {
+                let found = cpu.apart_from(&default_in(precision));
+                // From its usual start ResNet-50's gradients in 16 bits say little of an engine; that they are as near with
+                // every fusion as without those that depend on the order says something.
+                let fixed = cpu.apart_from(&GpuConfig { precision, ..deterministic() });
+                let gradient = f64::max(gradient, 1.5 * fixed.gradient);
+                let all = [found.logits, found.loss, found.statistics];
+                let sound = all.iter().all(|apart| *apart < near) && found.gradient < gradient;
+                if !sound {
+                    let (name, apart) = (&found.name, found.gradient);
+                    wrong.push(format!(
+                        "{precision:?} {arch:?} {counts:?}: {all:?}, gradient of {name} {apart}"
+                    ));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Twenty steps at a learning rate that moves the weights: what a fusion gets a little wrong in each step adds up.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_default_losses_follow_the_cpu_engine() {
+    for (arch, stem, side, batch) in
+        [(Arch::ResNet18, Stem::Cifar, 32, 128), (Arch::ResNet50, Stem::Imagenet, 64, 64)]
+    {
+        let (network, config) = (network(arch, stem, side), config(batch));
+        let initial = init::initial_parameters(&network, true, 1);
+        let wanted = losses(cpu_from(&initial, &network, &config).as_mut(), &network, batch, 20, 0.002);
+        for (precision, near) in [(Precision::Fp32, 1e-3), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)] {
+            let mut gpu = cuda_as(&initial, &network, &config, default_in(precision));
+            let ours = losses(gpu.as_mut(), &network, batch, 20, 0.002);
+            let worst = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+            eprintln!(
+                "{arch:?}, {precision:?}: 20 losses at most {worst:.1e} apart, last {} / {}",
+                ours[19], wanted[19]
+            );
+            assert!(worst < near, "{arch:?}, {precision:?}: {worst}");
+        }
+    }
+}
+
+/// Pictures that are on the GPU, and pictures that are sent: as many micro-batches as a job may ask for, more than
+/// the rings between host and GPU have places for.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
+    const PICTURES: usize = 4;
+    let spec = DataSpec {
+        crop_padding: 1,
+        horizontal_flip: true,
+        image_size: Some(ImageSize::Fixed(8)),
+        ..DataSpec::default()
+    };
+    let model = ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() };
+    let network = Arc::new(resnet::build(&model, 8, 1, 10).unwrap());
+    let plan = EpochPlan {
+        epoch: 0,
+        first_step: 0,
+        rank: 0,
+        world_size: 1,
+        batch_size: PICTURES,
+        accumulate: 256,
+        drop_remainder: true,
+        threads: 2,
+    };
+    let ring = crate::cuda::rings::SLOTS;
+    for accumulate in [1, 16, ring - 1, ring, ring + 1, 3 * ring, 4096] {
+        let config = EngineConfig { accumulate, ..config(PICTURES) };
+        let mut wanted = Vec::new();
+        for (format, gpu) in [
+            (BatchFormat::Normalised, None),
+            (BatchFormat::AugmentParams, Some(deterministic())),
+            (BatchFormat::AugmentParams, Some(default_in(Precision::Fp32))),
+            (BatchFormat::Bytes, Some(deterministic())),
+        ] {
+            let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
+            let initial = initial(&network);
+            let mut engine = match &gpu {
+                Some(gpu) => cuda_as(&initial, &network, &config, gpu.clone()),
+                None => cpu_from(&initial, &network, &config),
+            };
+            engine.take_data(&data).unwrap();
+            data.set_format(format);
+            // The same 256 micro-batches over and over: 4096 are more than the bundled pictures.
+            let batches: Vec<Batch> = data.epoch(plan).take(256).map(Result::unwrap).collect();
+            let mut all = batches.iter().cycle();
+            // Started without waiting for results, as training does.
+            let mut results = Vec::new();
+            let steps = if accumulate > 1000 { 2 } else { 4 };
+            for _ in 0..steps {
+                let step: Vec<Batch> = all.by_ref().take(accumulate).cloned().collect();
+                results.extend(engine.start_step(&step, 0.01).unwrap());
+            }
+            results.extend(engine.finish_steps().unwrap());
+            let losses: Vec<f32> = results.iter().map(|r| r.loss).collect();
+            eprintln!("{accumulate} micro-batches, {format:?}: {losses:?}");
+            wanted.push(losses);
+        }
+        let cpu = wanted.remove(0);
+        assert!(cpu.len() >= 2);
+        for ours in &wanted {
+            let worst = ours.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+            // A byte may be rounded the other way after scaling.
+            assert!(
+                ours.len() == cpu.len() && worst < 2e-3,
+                "{accumulate} micro-batches: {ours:?} / {cpu:?}"
+            );
+        }
+    }
+}

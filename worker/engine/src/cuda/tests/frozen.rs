@@ -1,0 +1,124 @@
+//! Frozen batch norms against the CPU engine, whose gradients are held to the loss's derivatives (`frozen_norm.rs`).
+
+use super::*;
+use crate::frozen_norm::{frozen, is_of_norm, trained};
+
+/// How far a step over micro-batches of `counts` pictures is from the CPU engine's: loss and gradient. Nothing of a batch norm
+/// may change, in this step and in two more, which are captured and replayed.
+fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw: usize) -> [f64; 2] {
+    let config = EngineConfig { accumulate: counts.len(), ..config(32) };
+    let initial = trained(network);
+    let step: Vec<Batch> =
+        counts.iter().enumerate().map(|(i, n)| pictures(network, *n, draw + 100 * i)).collect();
+    let mut cpu = cpu_from(&initial, network, &config);
+    let mut gpu = cuda_from(&initial, network, &config, precision);
+    let (wanted, ours) = (cpu.train_step(&step, 0.01).unwrap(), gpu.train_step(&step, 0.01).unwrap());
+    let loss = f64::from((ours.loss - wanted.loss).abs() / wanted.loss);
+    // Decay counts towards momentum after the first step, and not for frozen parameters.
+    let (gradient, name) =
+        apart(&gpu.optimizer_state().unwrap().slots, &cpu.optimizer_state().unwrap().slots);
+    eprintln!(
+        "{} at {} px, pictures {counts:?}, {precision:?}: loss {loss:.1e}, gradient {gradient:.1e} ({name}) apart",
+        network.arch, network.image_size
+    );
+    for _ in 0..2 {
+        gpu.train_step(&step, 0.01).unwrap();
+    }
+    let state = gpu.optimizer_state().unwrap().slots;
+    for (name, tensor) in gpu.parameters().unwrap() {
+        assert_eq!(tensor != initial[&name], !is_of_norm(network, &name), "{}: {name}", network.arch);
+        if let Some(kept) = state.get(&format!("{name}.momentum")) {
+            let is_zero = kept.values.iter().all(|v| *v == 0.0);
+            assert_eq!(is_zero, is_of_norm(network, &name), "{}: momentum of {name}", network.arch);
+        }
+    }
+    [loss, gradient]
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
+    for network in operations() {
+        let network = frozen(&network);
+        for draw in 0..2 {
+            let [loss, gradient] = compare(&network, &[32], Precision::Fp32, draw);
+            // A ReLU that rounding turns over shows in a small tensor.
+            assert!(loss < 1e-4 && gradient < 1e-2, "{}: {loss} {gradient}", network.arch);
+        }
+    }
+    for network in crate::unfused::networks() {
+        let network = frozen(&network);
+        let [loss, gradient] = compare(&network, &[16], Precision::Fp32, 0);
+        assert!(loss < 1e-4 && gradient < 1e-2, "{}: {loss} {gradient}", network.arch);
+    }
+    for (arch, stem, side, batch) in
+        [(Arch::ResNet20, Stem::Cifar, 32, 32), (Arch::ResNet50, Stem::Imagenet, 64, 16)]
+    {
+        let network = frozen(&network(arch, stem, side));
+        let [loss, gradient] = compare(&network, &[batch], Precision::Fp32, 0);
+        assert!(loss < 1e-3 && gradient < 4e-2, "{arch:?}: {loss} {gradient}");
+    }
+}
+
+/// The rest of a ragged batch is padding.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
+    for network in operations().into_iter().filter(|net| !net.arch.contains("256")) {
+        let network = frozen(&network);
+        let [loss, gradient] = compare(&network, &[32, 32, 5], Precision::Fp32, 0);
+        assert!(loss < 1e-4 && gradient < 1e-2, "{}: {loss} {gradient}", network.arch);
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
+    for (precision, near, gradients) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
+        for network in operations() {
+            // Rounding turns ReLUs over. Two values of a window are often equal, and the pooling chooses another one.
+            let gradients = if network.arch.contains("pooling") { 0.6 } else { gradients };
+            let network = frozen(&network);
+            let [loss, gradient] = compare(&network, &[32], precision, 0);
+            assert!(loss < near && gradient < gradients, "{} {precision:?}: {loss} {gradient}", network.arch);
+        }
+    }
+}
+
+/// With every optimizer, whatever it has kept from before.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_no_optimizer_changes_anything_of_a_frozen_batch_norm() {
+    use lockstep_protocol::spec::OptimizerKind;
+    let network = frozen(&network(Arch::ResNet20, Stem::Cifar, 16));
+    let initial = trained(&network);
+    for (kind, _) in OptimizerKind::ALL {
+        let optimizer = Optimizer { kind, weight_decay: 0.1, ..Optimizer::default() };
+        let config = EngineConfig { optimizer, ..config(8) };
+        let [wanted, ours] = [false, true].map(|on_gpu| {
+            let mut engine = match on_gpu {
+                true => cuda_from(&initial, &network, &config, Precision::Fp32),
+                false => cpu_from(&initial, &network, &config),
+            };
+            let mut kept = engine.optimizer_state().unwrap();
+            for tensor in kept.slots.values_mut() {
+                tensor.values.fill(0.25);
+            }
+            engine.set_optimizer_state(&kept).unwrap();
+            for number in 0..3 {
+                engine.train_step(&[pictures(&network, 8, number)], 0.01).unwrap();
+            }
+            (engine.parameters().unwrap(), engine.optimizer_state().unwrap().slots)
+        });
+        for (name, tensor) in &ours.0 {
+            assert_eq!(*tensor != initial[name], !is_of_norm(&network, name), "{kind:?}: {name}");
+        }
+        for (slot, tensor) in &ours.1 {
+            let (name, _) = slot.rsplit_once('.').unwrap();
+            let kept = tensor.values.iter().all(|v| *v == 0.25);
+            assert_eq!(kept, is_of_norm(&network, name), "{kind:?}: {slot}");
+        }
+        let way = apart_of_way(&ours.0, &wanted.0, &initial);
+        assert!(way < 1e-2, "{kind:?}: weights are {way} of their way apart");
+    }
+}

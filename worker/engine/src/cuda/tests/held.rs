@@ -1,0 +1,248 @@
+//! What a rank has when another one is lost, and the GPU does not finish the steps that were started.
+
+#![allow(unsafe_code)] // A stream waits for the host as it would in a collective for a rank that is gone.
+
+use super::*;
+use crate::{
+    StateDict, StepResult,
+    cuda::{
+        CudaEngine, MicroBatch, Phase, UnderWay,
+        command::{Access, Command, UPDATING},
+        device::{Event, Pinned, Stream},
+    },
+    prologue::Prologue,
+};
+use cudarc::driver::sys;
+use lockstep_protocol::spec::OptimizerKind;
+use std::time::{Duration, Instant};
+
+const LR: f32 = 0.05;
+const STEPS: usize = 5;
+/// Steps that are finished before one is not.
+const FINISHED: usize = 3;
+/// The average begins with this step.
+const AVERAGED_FROM: usize = 2;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Keeps a stream from going on.
+struct Gate {
+    word: Pinned,
+    /// What comes before it is done.
+    reached: Event,
+}
+
+impl Gate {
+    fn closed(stream: Stream) -> Self {
+        let (word, reached) = (Pinned::new(256).unwrap(), Event::new(false).unwrap());
+        reached.record(stream).unwrap();
+        let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        // SAFETY: the word is mapped, and stays until the stream has passed.
+        unsafe { sys::cuStreamWaitValue32_v2(stream.0, word.device, 1, at_least) }.result().unwrap();
+        Self { word, reached }
+    }
+
+    fn open(&self) {
+        self.word.write(0, &[1u32]);
+    }
+}
+
+/// An engine between the steps of a run.
+struct Run {
+    engine: CudaEngine,
+    batches: Vec<Batch>,
+    started: usize,
+    results: Vec<StepResult>,
+}
+
+impl Run {
+    fn new(kind: OptimizerKind, precision: Precision, accumulate: usize) -> Self {
+        let network = network(Arch::ResNet20, Stem::Cifar, 16);
+        let optimizer = Optimizer { kind, ..config(16).optimizer };
+        let config = EngineConfig { optimizer, accumulate, ..config(16) };
+        // As a job gets it: the first float16 steps overflow and are skipped.
+        let loss_scale = LossScale::Named("dynamic".into());
+        let gpu = GpuConfig { precision, loss_scale, ..deterministic() };
+        let batches = (0..STEPS * accumulate).map(|number| pictures(&network, 16, number)).collect();
+        let initial = init::initial_parameters(&network, false, 1);
+        let engine = super::super::build(network, &initial, config, Arc::new(SingleRank), &gpu).unwrap();
+        Self { engine, batches, started: 0, results: Vec::new() }
+    }
+
+    fn next(&mut self) -> Vec<Batch> {
+        let each = self.engine.config.accumulate;
+        self.started += 1;
+        self.batches[(self.started - 1) * each..][..each].to_vec()
+    }
+
+    fn average(&mut self) {
+        if self.started >= AVERAGED_FROM {
+            self.engine.average(0.75).unwrap();
+        }
+    }
+
+    /// Starts the next step, as training does: without waiting for it.
+    fn start(&mut self) {
+        let batches = self.next();
+        self.results.extend(self.engine.start_step(&batches, LR).unwrap());
+        self.average();
+    }
+
+    fn starts(mut self, steps: usize) -> Self {
+        (0..steps).for_each(|_| self.start());
+        self
+    }
+
+    /// Starts the next step so that it comes no further than the first command that is `wanted`.
+    fn start_up_to(&mut self, wanted: impl Fn(&Command) -> bool) -> Gate {
+        let batches = self.next();
+        let engine = &mut self.engine;
+        let Prologue { parts, gradient_scale } = Prologue::of(&batches, &engine.config, 1).unwrap();
+        let [part] = parts[..] else { panic!("a step of one micro-batch") };
+        let (phase, control) = engine.micro_batch(&part, gradient_scale, LR);
+        let input = engine.input(phase, part.batch).unwrap();
+        let send = |inputs: &mut crate::cuda::Inputs, patience, alive: &mut dyn FnMut() -> _| {
+            inputs.send(control, part.batch, patience, alive)
+        };
+        engine.wait_on_gpu(|inputs, _, patience, alive| send(inputs, patience, alive)).unwrap();
+        engine.begun += 1;
+        let commands = engine.program.commands(phase, input, true).unwrap();
+        let at = commands.iter().position(wanted).unwrap();
+        engine.program.start(&commands[..at], input.address()).unwrap();
+        let gate = Gate::closed(engine.program.main.0);
+        engine.program.start(&commands[at..], input.address()).unwrap();
+        engine.under_way.push_back(UnderWay::OnGpu);
+        engine.steps.0 += 1;
+        self.average();
+        gate
+    }
+
+    /// After another rank is lost: the state, which is that of step `finished`, whose results are all there.
+    fn settled(&mut self, finished: usize, whole: &[(StateDict, StepResult)]) -> StateDict {
+        self.results.extend(self.engine.undo_unfinished_steps().expect("what is on the GPU is known"));
+        let timeless = |result: &StepResult| StepResult { step_secs: 0.0, all_reduce_secs: 0.0, ..*result };
+        let ours: Vec<_> = self.results.iter().map(timeless).collect();
+        let theirs: Vec<_> = whole[..finished].iter().map(|(_, result)| timeless(result)).collect();
+        assert_eq!(format!("{ours:?}"), format!("{theirs:?}"));
+        let state = self.engine.own_state().unwrap();
+        assert!(state == whole[finished - 1].0, "the state of step {finished}");
+        state
+    }
+}
+
+/// State and result of each step of a run that nothing disturbs.
+fn undisturbed(kind: OptimizerKind, precision: Precision, accumulate: usize) -> Vec<(StateDict, StepResult)> {
+    let mut run = Run::new(kind, precision, accumulate);
+    let step = |_| {
+        let batches = run.next();
+        let result = run.engine.train_step(&batches, LR).unwrap();
+        run.average();
+        (run.engine.own_state().unwrap(), result)
+    };
+    (0..STEPS).map(step).collect()
+}
+
+/// What the next attempt comes to from `state`.
+fn continued(state: &StateDict, from: usize, mut run: Run) -> StateDict {
+    run.engine.load_state_dict(state).unwrap();
+    run.started = from;
+    run.starts(STEPS - from).engine.own_state().unwrap()
+}
+
+/// In a collective whose other rank is gone.
+fn waits_for_others(command: &Command) -> bool {
+    command.accesses().contains(&(UPDATING, Access::Write))
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_steps_that_wait_for_a_lost_rank_leave_the_state_before_them() {
+    use OptimizerKind::{AdamW, Lamb, Lars, Momentum};
+    for (kind, precision) in [
+        (Momentum, Precision::Fp16),
+        (Lars, Precision::Fp16),
+        (AdamW, Precision::Fp32),
+        (Lamb, Precision::Bf16),
+    ] {
+        let whole = undisturbed(kind, precision, 1);
+        assert!(whole[FINISHED - 1].0 != whole[FINISHED].0);
+        let mut run = Run::new(kind, precision, 1).starts(FINISHED);
+        let gate = run.start_up_to(waits_for_others);
+        // Behind it, as a graph.
+        run.start();
+        // The steps before it have finished.
+        gate.reached.wait().unwrap();
+        let began = Instant::now();
+        let state = run.settled(FINISHED, &whole);
+        eprintln!(
+            "{kind:?}, {precision:?}: {:.1} ms past a GPU that waits",
+            began.elapsed().as_secs_f64() * 1e3
+        );
+        // Whatever the GPU does then, no update begins any more.
+        gate.open();
+        run.engine.device.synchronize().unwrap();
+        assert!(run.engine.own_state().unwrap() == state, "{kind:?}: the weights were held");
+        let end = continued(&state, FINISHED, Run::new(kind, precision, 1));
+        assert!(
+            end == whole[STEPS - 1].0,
+            "{kind:?}, {precision:?}: the same bits as if no rank had been lost"
+        );
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_an_update_that_has_begun_is_waited_for() {
+    let (kind, precision) = (OptimizerKind::Momentum, Precision::Bf16);
+    let whole = undisturbed(kind, precision, 1);
+    let mut run = Run::new(kind, precision, 1).starts(FINISHED);
+    let updates = |c: &Command| matches!(c, Command::Kernel { kernel, .. } if kernel.name == "sgd_momentum");
+    let gate = run.start_up_to(updates);
+    run.start();
+    gate.reached.wait().unwrap();
+    let until = Instant::now() + PATIENCE;
+    run.engine.hold();
+    assert!(run.engine.is_updating(until).unwrap(), "its end is not there, and nothing may be read");
+    gate.open();
+    run.settled(FINISHED + 1, &whole);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing() {
+    let (kind, precision) = (OptimizerKind::Momentum, Precision::Fp16);
+    let whole = undisturbed(kind, precision, 2);
+    let fresh = || {
+        let run = Run::new(kind, precision, 2).starts(FINISHED);
+        // A step that is under way yet may be refused.
+        run.engine.device.synchronize().unwrap();
+        run
+    };
+    // Nothing is under way but what is finished.
+    let mut run = fresh();
+    run.settled(FINISHED, &whole);
+    // Weights are held before steps begin.
+    let mut run = fresh();
+    run.results.extend(run.engine.finish_steps().unwrap());
+    run.engine.hold();
+    run.start();
+    run.start();
+    run.settled(FINISHED, &whole);
+    // The first of two micro-batches has changed running statistics.
+    let mut run = fresh();
+    let batches = run.next();
+    let Prologue { parts, gradient_scale } = Prologue::of(&batches, &run.engine.config, 1).unwrap();
+    let (phase, control) = run.engine.micro_batch(&parts[0], gradient_scale, LR);
+    assert!(matches!(phase, Phase::Train(MicroBatch { first: true, last: false, .. })));
+    run.engine.run(phase, control, parts[0].batch).unwrap();
+    let state = run.settled(FINISHED, &whole);
+    let end = continued(&state, FINISHED, Run::new(kind, precision, 2));
+    assert!(end == whole[STEPS - 1].0, "the same bits as if no rank had been lost");
+    // An average that an unfinished step would have made is none.
+    let mut run = Run::new(kind, precision, 2).starts(AVERAGED_FROM - 1);
+    run.results.extend(run.engine.finish_steps().unwrap());
+    run.engine.hold();
+    run.start();
+    assert!(run.engine.has_average());
+    assert!(run.settled(AVERAGED_FROM - 1, &whole).average.is_none());
+}

@@ -1,0 +1,79 @@
+//! What is said of layers: gradients that are kept, and times.
+
+use super::*;
+use crate::frozen_norm::{frozen, is_of_norm, trained};
+
+/// The kept gradients are the CPU engine's, without the loss scale, and their norm is the one that the step reports.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_kept_gradients_are_the_cpu_engine_s() {
+    for (precision, near) in [(Precision::Fp32, 1e-2), (Precision::Fp16, 0.15), (Precision::Bf16, 0.4)] {
+        for (network, accumulate) in operations()
+            .into_iter()
+            .filter(|net| net.arch.contains("stem 3x3") && !net.arch.contains("256"))
+            .flat_map(|net| [(net.clone(), 1), (net.clone(), 2), (frozen(&net), 1)])
+        {
+            let config = EngineConfig { accumulate, ..config(16) };
+            let initial = if network.frozen_norm { trained(&network) } else { initial(&network) };
+            let step: Vec<Batch> = (0..accumulate).map(|i| pictures(&network, 16, i)).collect();
+            let [wanted, ours] = [false, true].map(|on_gpu| {
+                let mut engine = match on_gpu {
+                    true => cuda_from(&initial, &network, &config, precision),
+                    false => cpu_from(&initial, &network, &config),
+                };
+                // Before it there is another one, of which nothing is kept.
+                engine.train_step(&step, 0.0).unwrap();
+                engine.keep_gradients().unwrap();
+                let found = engine.train_step(&step, 0.0).unwrap();
+                let gradients = engine.gradients().unwrap();
+                let norm = gradients.values().map(|t| square(&t.values)).sum::<f64>().sqrt();
+                let apart = (norm - f64::from(found.grad_norm)).abs() / norm;
+                assert!(apart < 1e-4, "{}: {norm}, the step says {}", network.arch, found.grad_norm);
+                gradients
+            });
+            assert!(ours.keys().eq(wanted.keys()), "{}", network.arch);
+            assert_eq!(ours.keys().any(|name| is_of_norm(&network, name)), !network.frozen_norm);
+            let (gradient, name) = apart(&ours, &wanted);
+            eprintln!("{} {precision:?}: {gradient:.1e} ({name}) apart", network.arch);
+            assert!(gradient < near, "{} {precision:?}: {name} is {gradient} apart", network.arch);
+        }
+    }
+}
+
+/// A step whose layers are timed is the step that it would be: captured, replayed, timed, replayed.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_step_that_is_timed_is_the_same_bit_for_bit() {
+    for precision in [Precision::Fp32, Precision::Fp16] {
+        for accumulate in [1, 2] {
+            let network = network(Arch::ResNet50, Stem::Imagenet, 64);
+            let config = EngineConfig { accumulate, ..config(16) };
+            let step: Vec<Batch> = (0..accumulate).map(|i| pictures(&network, 16, i)).collect();
+            let run = |timed: bool| {
+                let mut engine = cuda(&network, &config, precision);
+                let (mut results, mut times) = (Vec::new(), Vec::new());
+                for number in 0..6 {
+                    if timed && number == 3 {
+                        engine.time_layers();
+                    }
+                    results.extend(engine.start_step(&step, 0.01).unwrap());
+                    times.extend(engine.layer_times());
+                }
+                results.extend(engine.finish_steps().unwrap());
+                let losses: Vec<f32> = results.iter().map(|result| result.loss).collect();
+                (losses, engine.parameters().unwrap(), engine.optimizer_state().unwrap(), times)
+            };
+            let (plain, timed) = (run(false), run(true));
+            assert_eq!(plain.0, timed.0, "{precision:?}");
+            assert!(plain.1 == timed.1 && plain.2 == timed.2, "{precision:?}");
+            assert!(plain.3.is_empty());
+            let convolutions: Vec<_> =
+                timed.3.iter().filter(|t| t.name.as_ref().is_some_and(|n| n.contains("conv"))).collect();
+            assert_eq!(convolutions.len(), 49);
+            assert!(
+                convolutions.iter().all(|time| time.micros > 0.0 && time.micros < 1e6),
+                "{convolutions:?}"
+            );
+        }
+    }
+}

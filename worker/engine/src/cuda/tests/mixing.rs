@@ -1,0 +1,209 @@
+//! Mixed pictures: the loss against two labels, and pictures that the host has mixed as bytes.
+
+use super::*;
+use lockstep_data::loader::Mixing;
+
+/// Pictures that are said to be mixed with those of other labels; what is in them does not matter to the loss.
+fn mixed(network: &Network, count: usize, number: usize, lambda: f32) -> Batch {
+    let mixed_labels = labels(&format!("others {number}"), count, network.classes);
+    Batch { mixed_labels, lambda, ..pictures(network, count, number) }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_step_on_mixed_pictures_is_the_cpu_engine_s() {
+    let network = network(Arch::ResNet18, Stem::Imagenet, 64);
+    for (precision, tolerance) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)]
+    {
+        for (draw, lambda) in [0.0, 0.3, 0.5, 0.8, 1.0].into_iter().enumerate() {
+            // One micro-batch is mixed and the other is not: nothing stays behind from one to the next.
+            let config = EngineConfig { accumulate: 2, ..config(16) };
+            let step = [mixed(&network, 16, draw, lambda), pictures(&network, 16, 100 + draw)];
+            let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
+            let (wanted, ours) = (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
+            let apart = ((ours.loss - wanted.loss) / wanted.loss).abs();
+            assert!(apart < tolerance, "{precision:?}, lambda {lambda}: {} {}", ours.loss, wanted.loss);
+            let norms = ((ours.grad_norm - wanted.grad_norm) / wanted.grad_norm).abs();
+            assert!(norms < tolerance.max(1e-3), "{precision:?}, lambda {lambda}: gradient {norms} apart");
+            if precision == Precision::Fp32 {
+                assert_eq!(ours.correct, wanted.correct, "lambda {lambda}");
+                let bias = "fc.bias.momentum";
+                let [a, b] = [&gpu, &cpu].map(|e| e.optimizer_state().unwrap().slots[bias].values.clone());
+                assert!(difference(&a, &b) < 1e-8 * square(&b).max(1e-6), "lambda {lambda}: {a:?} {b:?}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_lambda_of_1_is_the_step_without_mixing_bit_for_bit() {
+    let network = network(Arch::ResNet20, Stem::Cifar, 32);
+    for precision in [Precision::Fp32, Precision::Fp16] {
+        let config = config(8);
+        let [plain, other] = [pictures(&network, 8, 0), mixed(&network, 8, 0, 1.0)].map(|batch| {
+            let mut engine = cuda(&network, &config, precision);
+            let result = engine.train_step(&[batch], 0.1).unwrap();
+            (result.loss, result.correct, engine.parameters().unwrap())
+        });
+        assert!(plain == other, "{precision:?}");
+    }
+}
+
+fn plan(world_size: u32, accumulate: usize) -> EpochPlan {
+    EpochPlan {
+        epoch: 0,
+        first_step: 0,
+        rank: 0,
+        world_size,
+        batch_size: 16,
+        accumulate,
+        drop_remainder: false,
+        threads: 1,
+    }
+}
+
+/// The bundled pictures, or synthetic ones in colour as CIFAR-10 files.
+fn source(colour: Option<&std::path::Path>, side: u32, mixing: Mixing) -> DataSource {
+    let spec = DataSpec {
+        crop_padding: 2,
+        horizontal_flip: true,
+        image_size: Some(ImageSize::Fixed(side)),
+        ..DataSpec::default()
+    };
+    let path = colour.map_or_else(fashion_mnist, std::path::Path::to_path_buf);
+    let mut data = DataSource::open(&path, &spec, 3).unwrap();
+    data.set_mixing(mixing);
+    data
+}
+
+fn cifar_files(folder: &std::path::Path) {
+    let record = |number: usize| {
+        let pixels = values(&format!("colour {number}"), 3072).into_iter().map(|v| ((v + 1.0) * 127.5) as u8);
+        std::iter::once((number % 10) as u8).chain(pixels).collect::<Vec<_>>()
+    };
+    for (file, count) in [("data_batch_1.bin", 90), ("test_batch.bin", 10)] {
+        std::fs::write(folder.join(file), (0..count).flat_map(record).collect::<Vec<_>>()).unwrap();
+    }
+}
+
+const BOTH: Mixing = Mixing { mixup: 0.4, cutmix: 1.0 };
+const MIXUP: Mixing = Mixing { mixup: 0.4, cutmix: 0.0 };
+const CUTMIX: Mixing = Mixing { mixup: 0.0, cutmix: 1.0 };
+
+/// Pictures that are mixed on the GPU against those that the host has mixed as float32 and sends: the same engine must get the
+/// same bits where nothing is scaled, ragged batches and micro-batches included.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
+    let folder = tempfile::tempdir().unwrap();
+    cifar_files(folder.path());
+    let colour = Some(folder.path());
+    // The last one has a folded input.
+    let (small, folded) = ((Arch::ResNet20, Stem::Cifar), (Arch::ResNet18, Stem::Imagenet));
+    for (path, side, channels, (arch, stem)) in
+        [(None, 28, 1, small), (colour, 32, 3, small), (colour, 32, 3, folded)]
+    {
+        for (mixing, accumulate) in [(MIXUP, 1), (CUTMIX, 1), (BOTH, 1), (BOTH, 3)] {
+            for precision in [Precision::Fp32, Precision::Fp16] {
+                let model = ModelSpec { arch, stem, ..ModelSpec::default() };
+                let network = Arc::new(resnet::build(&model, side as usize, channels, 10).unwrap());
+                let config = EngineConfig { accumulate, ..config(16) };
+                let [resident, sent] = [true, false].map(|resident| {
+                    let mut data = source(path, side, mixing);
+                    let mut engine = cuda(&network, &config, precision);
+                    let format = engine.take_data(&data).unwrap();
+                    assert_eq!(format, BatchFormat::AugmentParams);
+                    data.set_format(if resident { format } else { BatchFormat::Normalised });
+                    let batches: Vec<Batch> =
+                        data.epoch(plan(1, accumulate)).take(8 * accumulate).map(Result::unwrap).collect();
+                    assert!(batches.iter().all(|b| b.mix_params.is_some() == resident));
+                    let steps = batches.chunks(accumulate);
+                    let losses: Vec<f32> =
+                        steps.map(|step| engine.train_step(step, 0.02).unwrap().loss).collect();
+                    (losses, engine.parameters().unwrap())
+                });
+                assert_eq!(resident.0, sent.0, "{arch:?} {side} px, {mixing:?}, {precision:?}, {accumulate}");
+                assert!(resident.1 == sent.1, "{side} px, {mixing:?}, {precision:?}, {accumulate}");
+            }
+        }
+    }
+}
+
+/// Against the CPU engine, also enlarged and made smaller.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_steps_on_resident_mixed_pictures_are_the_cpu_engine_s() {
+    let folder = tempfile::tempdir().unwrap();
+    cifar_files(folder.path());
+    for (path, side, channels) in [
+        (None, 28, 1),
+        (None, 64, 1),
+        (None, 16, 1),
+        (Some(folder.path()), 32, 3),
+        (Some(folder.path()), 48, 3),
+    ] {
+        for (mixing, accumulate) in [(MIXUP, 1), (CUTMIX, 1), (BOTH, 2)] {
+            let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+            let network = Arc::new(resnet::build(&model, side as usize, channels, 10).unwrap());
+            let config = EngineConfig { accumulate, ..config(16) };
+            let [wanted, ours] = [false, true].map(|on_gpu| {
+                let mut data = source(path, side, mixing);
+                let mut engine =
+                    if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
+                let format = engine.take_data(&data).unwrap();
+                assert_eq!(format == BatchFormat::AugmentParams, on_gpu);
+                data.set_format(format);
+                let batches: Vec<Batch> =
+                    data.epoch(plan(1, accumulate)).take(5 * accumulate).map(Result::unwrap).collect();
+                let results: Vec<_> =
+                    batches.chunks(accumulate).map(|step| engine.train_step(step, 0.001).unwrap()).collect();
+                let checked = data.validation(0, 1, 10, 1).next().unwrap().unwrap();
+                (results, engine.eval_step(&checked).unwrap())
+            });
+            // A byte may be rounded the other way after scaling.
+            let near = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
+            for (step, (ours, wanted)) in ours.0.iter().zip(&wanted.0).enumerate() {
+                let apart = (ours.loss - wanted.loss).abs() / wanted.loss;
+                eprintln!("{side} px, {mixing:?}, step {step}: {} / {}", ours.loss, wanted.loss);
+                assert!(apart < near, "{side} px, {mixing:?}, step {step}: {ours:?} / {wanted:?}");
+                assert_eq!(ours.samples, wanted.samples);
+            }
+            let apart = (ours.1.loss_sum - wanted.1.loss_sum).abs() / wanted.1.loss_sum;
+            assert!(apart < 5e-3, "{side} px, {mixing:?}: evaluation {:?} / {:?}", ours.1, wanted.1);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
+    let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/fashion-mnist"));
+    let mut data = DataSource::open(&path, &DataSpec { crop_padding: 2, ..DataSpec::default() }, 1).unwrap();
+    data.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
+    let network =
+        resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 28, 1, 10).unwrap();
+    let (network, config) = (Arc::new(network), config(16));
+    let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+    let plan = EpochPlan {
+        epoch: 0,
+        first_step: 0,
+        rank: 0,
+        world_size: 1,
+        batch_size: 16,
+        accumulate: 1,
+        drop_remainder: true,
+        threads: 1,
+    };
+    let wanted: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
+    // As where they do not fit into its memory.
+    gpu.take_data(&data).unwrap();
+    data.set_format(BatchFormat::Bytes);
+    let ours: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
+    for (ours, wanted) in ours.iter().zip(&wanted) {
+        assert!(ours.augment_params.is_empty() && ours.bytes.len() == 16 * 28 * 28);
+        let [a, b] = [(&mut gpu, ours), (&mut cpu, wanted)]
+            .map(|(engine, batch)| engine.train_step(std::slice::from_ref(batch), 0.0).unwrap().loss);
+        assert!((a - b).abs() < 5e-3 * b, "{a} instead of {b}");
+    }
+}

@@ -1,0 +1,297 @@
+//! Every optimizer: against the CPU engine, and AdamW and LAMB value by value.
+
+use super::*;
+use crate::{LossScaling, OptimizerState, slot_name};
+use lockstep_host::tensors::HostTensor;
+use lockstep_protocol::spec::OptimizerKind;
+
+fn is_adam(kind: OptimizerKind) -> bool {
+    matches!(kind, OptimizerKind::AdamW | OptimizerKind::Lamb)
+}
+
+/// Of [`OptimizerKind::ALL`] at learning rates that all of them bear; with weight decay on everything, and not.
+fn optimizers() -> Vec<(String, Optimizer, f32)> {
+    let of = |(kind, name): (OptimizerKind, &str)| {
+        [true, false].map(|decay_norm_and_bias| {
+            // Where a gradient is next to nothing, its sign is rounding's and would be Adam's whole step.
+            let optimizer = Optimizer {
+                kind,
+                decay_norm_and_bias,
+                weight_decay: 0.01,
+                epsilon: 1e-3,
+                ..config(1).optimizer
+            };
+            let lr = match kind {
+                OptimizerKind::Momentum | OptimizerKind::Nesterov => 0.02,
+                OptimizerKind::Lars => 1.0,
+                OptimizerKind::AdamW | OptimizerKind::Lamb => 0.003,
+            };
+            (format!("{name}, decay on everything: {decay_norm_and_bias}"), optimizer, lr)
+        })
+    };
+    OptimizerKind::ALL.into_iter().flat_map(of).collect()
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_optimizers_are_the_cpu_engine_s() {
+    for (name, optimizer, lr) in optimizers() {
+        let network = operations().swap_remove(0);
+        let config = EngineConfig { optimizer, ..config(32) };
+        let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
+        let wanted = losses(a.as_mut(), &network, 32, 5, lr);
+        let ours = losses(b.as_mut(), &network, 32, 5, lr);
+        let start = initial(&network);
+        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &start);
+        eprintln!("{name}: losses {ours:?} / {wanted:?}; weights {way:.1e} of their way apart");
+        assert!(way < 1e-2, "{name}: {way}");
+        assert_eq!(b.optimizer_state().unwrap().updates, 5);
+    }
+}
+
+/// A step that float16 skips in the middle is none for the CPU engine.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_none() {
+    for (name, optimizer, lr) in optimizers() {
+        let network = operations().swap_remove(0);
+        let config = EngineConfig { optimizer, ..config(32) };
+        let loss_scale = LossScale::Named("dynamic".into());
+        let gpu = GpuConfig { precision: Precision::Fp16, loss_scale, ..deterministic() };
+        let initial = initial(&network);
+        let (mut a, mut b) = (cpu(&network, &config), cuda_as(&initial, &network, &config, gpu));
+        b.set_loss_scaling(LossScaling { scale: 1024.0, growth_tracker: 0 }).unwrap();
+        let mut skipped = 0;
+        for step in 0..8 {
+            if step == 3 {
+                // More than the gradient of the logits can be multiplied by.
+                b.set_loss_scaling(LossScaling { scale: 8_388_608.0, growth_tracker: 0 }).unwrap();
+                assert_eq!(
+                    b.optimizer_state().unwrap().updates,
+                    3,
+                    "{name}: they are kept next to the scale"
+                );
+            }
+            let batch = [pictures(&network, 32, step)];
+            let result = b.train_step(&batch, lr).unwrap();
+            if result.is_skipped() {
+                skipped += 1;
+                b.set_loss_scaling(LossScaling { scale: 1024.0, growth_tracker: 0 }).unwrap();
+            } else {
+                a.train_step(&batch, lr).unwrap();
+            }
+        }
+        assert_eq!(skipped, 1, "{name}");
+        assert_eq!(b.optimizer_state().unwrap().updates, 7, "{name}");
+        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial);
+        eprintln!("{name}: weights {way:.1e} of their way apart");
+        assert!(way < 0.1, "{name}: {way}");
+    }
+}
+
+/// One parameter after an update of AdamW or LAMB, in float64: by what it was and by its moments after the update.
+fn moved(optimizer: &Optimizer, lr: f32, was: &HostTensor, m: &[f32], v: &[f32], updates: u64) -> Vec<f64> {
+    let is_weight = was.shape.len() > 1;
+    let treated = is_weight || optimizer.decay_norm_and_bias;
+    let decay = if treated { f64::from(optimizer.weight_decay) } else { 0.0 };
+    let power = |beta: f64| 1.0 - beta.powi(updates as i32);
+    let (lr, mean, square) = (f64::from(lr), power(optimizer.beta1), power(optimizer.beta2));
+    let w = was.values.iter().map(|w| f64::from(*w));
+    let r: Vec<f64> = m
+        .iter()
+        .zip(v)
+        .map(|(m, v)| f64::from(*m) / mean / ((f64::from(*v) / square).sqrt() + optimizer.epsilon))
+        .zip(w.clone())
+        .map(|(r, w)| r + decay * w)
+        .collect();
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+    let (of_w, of_r) = (norm(&mut w.clone()), norm(&mut r.iter().copied()));
+    let adapted = optimizer.kind == OptimizerKind::Lamb && treated && of_w > 0.0 && of_r > 0.0;
+    let rate = if adapted { lr * of_w / of_r } else { lr };
+    w.zip(r).map(|(w, r)| w - rate * r).collect()
+}
+
+/// Checks an update that was done (or skipped) between two states, parameter by parameter.
+fn check_update(
+    name: &str,
+    optimizer: &Optimizer,
+    lr: f32,
+    [was, is]: [&NamedTensors; 2],
+    [before, after]: [&OptimizerState; 2],
+) {
+    for (parameter, now) in is.iter().filter(|(name, _)| !name.contains("running")) {
+        let slot = |of: &OptimizerState, slot: &str| of.slots[&slot_name(parameter, slot)].values.clone();
+        let (m, v) = (slot(after, "exp_avg"), slot(after, "exp_avg_sq"));
+        let (old_m, old_v) = (slot(before, "exp_avg"), slot(before, "exp_avg_sq"));
+        let wanted = moved(optimizer, lr, &was[parameter], &m, &v, after.updates);
+        let largest = wanted.iter().fold(1e-3f64, |most, w| most.max(w.abs()));
+        for (w, wanted) in now.values.iter().zip(&wanted) {
+            let apart = (f64::from(*w) - wanted).abs();
+            assert!(apart < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
+        }
+        // The mean tells the gradient, which tells the mean of its square.
+        let (beta1, beta2) = (optimizer.beta1, optimizer.beta2);
+        let largest = v.iter().fold(1e-30f64, |most, v| most.max(f64::from(*v)));
+        for i in 0..m.len() {
+            let g = (f64::from(m[i]) - beta1 * f64::from(old_m[i])) / (1.0 - beta1);
+            let wanted = beta2 * f64::from(old_v[i]) + (1.0 - beta2) * g * g;
+            let apart = (f64::from(v[i]) - wanted).abs();
+            assert!(apart < 1e-4 * largest, "{name}: {parameter}'s square is {} instead of {wanted}", v[i]);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_adamw_and_lamb_are_what_their_formulas_say_and_go_on_as_if_never_stopped() {
+    for (name, optimizer, lr) in optimizers().into_iter().filter(|(_, o, _)| is_adam(o.kind)) {
+        // A folded stem, padded channels and classes, parameters of many lengths.
+        let network = network(Arch::ResNet18, Stem::Imagenet, 64);
+        let config = EngineConfig { optimizer: Optimizer { epsilon: 1e-8, ..optimizer }, ..config(16) };
+        let initial = init::initial_parameters(&network, false, 1);
+        for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
+            let name = format!("{name}, {precision:?}");
+            let loss_scale = LossScale::Named("dynamic".into());
+            let gpu = GpuConfig { precision, loss_scale, ..deterministic() };
+            let mut engine = cuda_as(&initial, &network, &config, gpu.clone());
+            let (mut was, mut before) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
+            assert_eq!(before.updates, 0);
+            let mut skipped = 0;
+            for step in 0..10 {
+                if step == 4 {
+                    // As after a stop.
+                    let mut next = cuda_as(&initial, &network, &config, gpu.clone());
+                    next.set_parameters(&was).unwrap();
+                    next.set_optimizer_state(&before).unwrap();
+                    if let Some(scaling) = engine.loss_scaling().unwrap() {
+                        next.set_loss_scaling(scaling).unwrap();
+                    }
+                    let batch = [pictures(&network, 16, step)];
+                    let results = [&mut engine, &mut next].map(|e| e.train_step(&batch, lr).unwrap());
+                    assert_eq!(results[0].grad_norm, results[1].grad_norm, "{name}");
+                    assert!(engine.parameters().unwrap() == next.parameters().unwrap(), "{name}");
+                    assert!(engine.optimizer_state().unwrap() == next.optimizer_state().unwrap(), "{name}");
+                    skipped += u64::from(results[0].is_skipped());
+                } else {
+                    if step == 6 && precision == Precision::Fp16 {
+                        let scale = LossScaling { scale: 8_388_608.0, growth_tracker: 0 };
+                        engine.set_loss_scaling(scale).unwrap();
+                    }
+                    let result = engine.train_step(&[pictures(&network, 16, step)], lr).unwrap();
+                    assert!(result.is_finite() || result.is_skipped(), "{name}");
+                    skipped += u64::from(result.is_skipped());
+                }
+                let (is, after) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
+                assert_eq!(after.updates, step as u64 + 1 - skipped, "{name}");
+                if after.updates == before.updates {
+                    assert!(after == before, "{name}: a skipped step changes nothing");
+                    assert!(is.iter().all(|(n, t)| n.contains("running") || *t == was[n]), "{name}");
+                } else {
+                    check_update(&name, &config.optimizer, lr, [&was, &is], [&before, &after]);
+                }
+                (was, before) = (is, after);
+            }
+            assert_eq!(skipped > 0, precision == Precision::Fp16, "{name}: {skipped} skipped");
+            assert_eq!(engine.first_not_finite().unwrap(), None);
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_the_average_follows_weights_and_running_statistics_while_the_host_runs_ahead() {
+    for precision in [Precision::Fp32, Precision::Fp16] {
+        let network = network(Arch::ResNet18, Stem::Imagenet, 64);
+        let config = config(8);
+        let average = |wanted: &mut NamedTensors, now: &NamedTensors| {
+            for (name, average) in wanted.iter_mut() {
+                let values = average.values.iter_mut().zip(&now[name].values);
+                values.for_each(|(a, v)| *a = 0.75 * *a + 0.25 * v);
+            }
+        };
+        let (mut stepwise, mut ahead) =
+            (cuda(&network, &config, precision), cuda(&network, &config, precision));
+        let mut wanted: Option<NamedTensors> = None;
+        for step in 0..6 {
+            let batch = [pictures(&network, 8, step)];
+            stepwise.train_step(&batch, 0.02).unwrap();
+            stepwise.average(0.75).unwrap();
+            let now = stepwise.parameters().unwrap();
+            average(wanted.get_or_insert_with(|| now.clone()), &now);
+            ahead.start_step(&batch, 0.02).unwrap();
+            ahead.average(0.75).unwrap();
+        }
+        ahead.finish_steps().unwrap();
+        let (wanted, found) = (wanted.unwrap(), stepwise.averaged().unwrap().unwrap());
+        let (worst, name) = apart(&found, &wanted);
+        assert!(worst < 1e-6, "{precision:?}: {name} is {worst} apart");
+        assert!(ahead.averaged().unwrap().as_ref() == Some(&found), "{precision:?}");
+        let mut other = cuda(&network, &config, precision);
+        assert!(!other.has_average());
+        other.set_averaged(&found).unwrap();
+        assert!(other.averaged().unwrap() == Some(found), "{precision:?}");
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_the_checksum_is_that_of_every_weight_and_the_same_in_every_engine() {
+    let network = network(Arch::ResNet20, Stem::Cifar, 16);
+    let config = config(8);
+    for precision in [Precision::Fp32, Precision::Fp16] {
+        let mut engines = [cuda(&network, &config, precision), cuda(&network, &config, precision)];
+        let before = engines[0].checksum().unwrap();
+        for engine in &mut engines {
+            engine.train_step(&[pictures(&network, 8, 0)], 0.02).unwrap();
+        }
+        let [one, other] = engines.each_ref().map(|engine| engine.checksum().unwrap());
+        assert!(one == other && one != before, "{before} {one} {other}");
+        let weights = engines[0].parameters().unwrap();
+        for (name, place) in [("conv1.weight", 0), ("layer2.0.conv1.weight", 77), ("fc.bias", 9)] {
+            let mut changed = weights.clone();
+            let value = &mut changed.get_mut(name).unwrap().values[place];
+            *value = f32::from_bits(value.to_bits() ^ 1);
+            engines[1].set_parameters(&changed).unwrap();
+            assert_ne!(engines[1].checksum().unwrap(), one, "{name}");
+        }
+        engines[1].set_parameters(&weights).unwrap();
+        assert_eq!(engines[1].checksum().unwrap(), one);
+    }
+}
+
+/// From zeros to weights that stay the same, for twice as long as the average looks back.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_the_average_is_not_biased_however_far_it_looks_back() {
+    const DECAY: f64 = 0.99998;
+    const STEPS: i32 = 100_000;
+    let network = network(Arch::ResNet20, Stem::Cifar, 16);
+    let mut engine = cuda(&network, &config(8), Precision::Fp32);
+    let mut wanted = engine.parameters().unwrap();
+    let mut nothing = wanted.clone();
+    nothing.values_mut().for_each(|tensor| tensor.values.fill(0.0));
+    engine.set_averaged(&nothing).unwrap();
+    for _ in 0..STEPS {
+        engine.average(DECAY).unwrap();
+    }
+    let reached = 1.0 - DECAY.powi(STEPS);
+    for value in wanted.values_mut().flat_map(|tensor| &mut tensor.values) {
+        *value = (f64::from(*value) * reached) as f32;
+    }
+    let (worst, name) = apart(&engine.averaged().unwrap().unwrap(), &wanted);
+    assert!(worst < 5e-5, "{name} is {worst} apart");
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_second_moment_that_is_not_finite_is_found() {
+    let network = network(Arch::ResNet20, Stem::Cifar, 16);
+    let optimizer = Optimizer { kind: OptimizerKind::AdamW, ..Optimizer::default() };
+    let mut engine = cuda(&network, &EngineConfig { optimizer, ..config(8) }, Precision::Fp32);
+    assert_eq!(engine.first_not_finite().unwrap(), None);
+    let mut state = engine.optimizer_state().unwrap();
+    state.slots.get_mut("fc.bias.exp_avg_sq").unwrap().values[9] = f32::INFINITY;
+    engine.set_optimizer_state(&state).unwrap();
+    let found = engine.first_not_finite().unwrap().unwrap();
+    assert!(found.starts_with("fc.bias.exp_avg_sq holds inf at place 9"), "{found}");
+}

@@ -1,0 +1,110 @@
+//! float16: the loss scale, and steps that are not finite.
+
+use super::*;
+use crate::LossScaling;
+
+/// float16 as a job gets it that says nothing.
+fn dynamic() -> GpuConfig {
+    let loss_scale = LossScale::Named("dynamic".into());
+    GpuConfig { precision: Precision::Fp16, loss_scale, deterministic: true, ..deterministic() }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_loss_scale_that_overflows_is_halved_and_the_step_left_out() {
+    let (network, config) = (network(Arch::ResNet20, Stem::Cifar, 16), config(16));
+    let initial = init::initial_parameters(&network, false, 1);
+    let mut engine = cuda_as(&initial, &network, &config, dynamic());
+    let first = engine.loss_scaling().unwrap().unwrap();
+    assert_eq!(first, LossScaling { scale: 65_536.0, growth_tracker: 0 });
+    let batch = pictures(&network, 16, 0);
+    let before = engine.parameters().unwrap();
+    let mut skipped = 0;
+    for _ in 0..20 {
+        let was = engine.parameters().unwrap();
+        let result = engine.train_step(std::slice::from_ref(&batch), 0.05).unwrap();
+        assert!(result.loss.is_finite());
+        if result.is_skipped() {
+            skipped += 1;
+            let weights = |all: &NamedTensors| -> NamedTensors {
+                all.iter()
+                    .filter(|(name, _)| !name.contains("running"))
+                    .map(|(n, t)| (n.clone(), t.clone()))
+                    .collect()
+            };
+            assert!(
+                weights(&was) == weights(&engine.parameters().unwrap()),
+                "a skipped step changes nothing"
+            );
+        }
+    }
+    let scaling = engine.loss_scaling().unwrap().unwrap();
+    assert_eq!(scaling.scale, 65_536.0 / f32::powi(2.0, skipped), "halved once a skipped step");
+    let change = difference(&engine.parameters().unwrap()["fc.weight"].values, &before["fc.weight"].values);
+    eprintln!("{skipped} of 20 steps were skipped, then {scaling:?}");
+    assert!(skipped <= 10 && change > 0.0);
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_run_continues_with_its_loss_scale_as_if_it_had_never_stopped() {
+    let (network, config) = (network(Arch::ResNet20, Stem::Cifar, 16), config(16));
+    let initial = init::initial_parameters(&network, false, 1);
+    let batches: Vec<Batch> = (0..8).map(|n| pictures(&network, 16, n)).collect();
+    let mut whole = cuda_as(&initial, &network, &config, dynamic());
+    let mut first = cuda_as(&initial, &network, &config, dynamic());
+    for batch in &batches[..4] {
+        whole.train_step(std::slice::from_ref(batch), 0.05).unwrap();
+        first.train_step(std::slice::from_ref(batch), 0.05).unwrap();
+    }
+    let mut second = cuda_as(&initial, &network, &config, dynamic());
+    second.set_parameters(&first.parameters().unwrap()).unwrap();
+    second.set_optimizer_state(&first.optimizer_state().unwrap()).unwrap();
+    let scaling = first.loss_scaling().unwrap().unwrap();
+    second.set_loss_scaling(scaling).unwrap();
+    assert_eq!(second.loss_scaling().unwrap(), Some(scaling));
+    for batch in &batches[4..] {
+        let step = std::slice::from_ref(batch);
+        let (a, b) = (whole.train_step(step, 0.05).unwrap(), second.train_step(step, 0.05).unwrap());
+        assert_eq!((a.loss, a.grad_norm, a.loss_scale), (b.loss, b.grad_norm, b.loss_scale));
+    }
+    assert!(whole.parameters().unwrap() == second.parameters().unwrap());
+    assert_eq!(whole.loss_scaling().unwrap(), second.loss_scaling().unwrap());
+}
+
+/// A weight that is not finite makes the whole step so; nothing may hide that, and nothing may spread it.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_what_is_not_finite_shows_and_changes_nothing() {
+    for precision in [Precision::Fp32, Precision::Bf16, Precision::Fp16] {
+        for value in [f32::NAN, f32::INFINITY] {
+            let (network, config) = (network(Arch::ResNet18, Stem::Cifar, 32), config(16));
+            let mut spoilt = init::initial_parameters(&network, false, 1);
+            let name = "layer2.0.conv1.weight";
+            spoilt.get_mut(name).unwrap().values[7] = value;
+            let mut engine = cuda_as(&spoilt, &network, &config, GpuConfig { precision, ..dynamic() });
+            let found = engine.first_not_finite().unwrap().unwrap();
+            assert!(found.starts_with(name), "{found}");
+            let before = engine.parameters().unwrap();
+            let batch = pictures(&network, 16, 0);
+            let result = engine.train_step(std::slice::from_ref(&batch), 0.1).unwrap();
+            assert!(!result.is_finite(), "{precision:?}, {value}: {result:?}");
+            assert_eq!(result.is_skipped(), precision == Precision::Fp16);
+            let after = engine.parameters().unwrap();
+            let same = |name: &str| {
+                let bits =
+                    |all: &NamedTensors| all[name].values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                bits(&before) == bits(&after)
+            };
+            assert!(before.keys().filter(|name| !name.contains("running")).all(|name| same(name)));
+            if precision == Precision::Fp16 {
+                // Skipped as a whole: batch norms before and behind the weight keep statistics that are finite.
+                let running = after.iter().filter(|(name, _)| name.contains("running"));
+                assert!(running.into_iter().all(|(_, tensor)| tensor.values.iter().all(|v| v.is_finite())));
+            }
+            let evaluated = engine.eval_step(&batch).unwrap();
+            assert!(!evaluated.loss_sum.is_finite(), "{precision:?}, {value}: {evaluated:?}");
+            assert!(engine.predict(&batch).unwrap().iter().any(|v| !v.is_finite()));
+        }
+    }
+}

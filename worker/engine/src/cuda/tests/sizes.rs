@@ -1,0 +1,117 @@
+//! Progressive resizing: an engine that goes from one size to another does what one does that was built for it.
+
+use super::*;
+use crate::EvalResult;
+
+/// Steps at a size before it changes: the first runs as it is, the second is captured, the third replayed.
+const STEPS: usize = 4;
+
+fn state(engine: &dyn Engine) -> (NamedTensors, NamedTensors) {
+    (engine.parameters().unwrap(), engine.optimizer_state().unwrap().slots)
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
+    for (arch, stem, sides, checked) in [
+        (Arch::ResNet20, Stem::Cifar, [16, 32], 40),
+        // The folded stem, max pooling, and what is fused across 1x1 convolutions.
+        (Arch::ResNet50, Stem::Imagenet, [64, 96], 128),
+    ] {
+        for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
+            let config = config(16);
+            let [small, large] = sides.map(|side| network(arch, stem, side));
+            let measured = network(arch, stem, checked);
+            let mut one = cuda(&large, &config, precision);
+            one.take_sizes(&sides[..1], &[checked]).unwrap();
+            for (visit, of) in [&small, &large, &small, &large].into_iter().enumerate() {
+                let side = of.image_size;
+                let mut fresh = cuda(of, &config, precision);
+                fresh.set_parameters(&one.parameters().unwrap()).unwrap();
+                fresh.set_optimizer_state(&one.optimizer_state().unwrap()).unwrap();
+                one.set_image_size(side).unwrap();
+                for step in 0..STEPS {
+                    // The last one is smaller, as at the end of an epoch.
+                    let count = if step + 1 == STEPS { 11 } else { 16 };
+                    let batch = [pictures(of, count, 10 * visit + step)];
+                    let (a, b) =
+                        (one.train_step(&batch, 0.01).unwrap(), fresh.train_step(&batch, 0.01).unwrap());
+                    assert_eq!((a.loss, a.grad_norm), (b.loss, b.grad_norm), "{arch:?} {precision:?} {side}");
+                }
+                assert!(
+                    state(one.as_ref()) == state(fresh.as_ref()),
+                    "{arch:?} {precision:?} {side}, visit {visit}"
+                );
+                let mut measures = cuda(&measured, &config, precision);
+                measures.set_parameters(&one.parameters().unwrap()).unwrap();
+                one.set_image_size(checked).unwrap();
+                for number in 0..3 {
+                    let batch = pictures(&measured, 16, 90 + number);
+                    let (a, b) = (one.eval_step(&batch).unwrap(), measures.eval_step(&batch).unwrap());
+                    let bits =
+                        |result: &EvalResult| (result.loss_sum.to_bits(), result.correct, result.samples);
+                    assert_eq!(bits(&a), bits(&b), "{arch:?} {precision:?} {side}, visit {visit}");
+                    // Running statistics of a few steps: more than float16 holds goes through fifty layers.
+                    let holds = precision != Precision::Fp16 || arch != Arch::ResNet50;
+                    assert!(a.loss_sum.is_finite() || !holds, "{arch:?} {precision:?} {side}: {a:?}");
+                }
+            }
+            assert!(one.set_image_size(48).is_err());
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_pictures_that_are_kept_there_are_scaled_to_each_size() {
+    let spec = DataSpec {
+        crop_padding: 3,
+        image_size: Some(ImageSize::Schedule(
+            [(1, 16), (2, 28)].map(|(epoch, size)| SizeFrom { epoch, size }).to_vec(),
+        )),
+        validation_size: Some(40),
+        ..DataSpec::default()
+    };
+    let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+    let network = Arc::new(resnet::build(&model, 28, 1, 10).unwrap());
+    let config = config(64);
+    let mut wanted = Vec::new();
+    for (format, on_gpu) in
+        [(BatchFormat::Normalised, false), (BatchFormat::AugmentParams, true), (BatchFormat::Bytes, true)]
+    {
+        let mut data = DataSource::open(&fashion_mnist(), &spec, 3).unwrap();
+        let mut engine =
+            if on_gpu { cuda(&network, &config, Precision::Fp32) } else { cpu(&network, &config) };
+        engine.take_sizes(&[16], &[40]).unwrap();
+        engine.take_data(&data).unwrap();
+        data.set_format(format);
+        let mut reported = Vec::new();
+        for epoch in 0..2 {
+            engine.set_image_size(data.shape.training_size(epoch)).unwrap();
+            let plan = EpochPlan {
+                epoch,
+                first_step: 0,
+                rank: 0,
+                world_size: 1,
+                batch_size: 64,
+                accumulate: 1,
+                drop_remainder: true,
+                threads: 2,
+            };
+            for batch in data.epoch(plan).take(STEPS) {
+                reported.push(engine.train_step(&[batch.unwrap()], 0.01).unwrap().loss);
+            }
+            engine.set_image_size(data.shape.image_size).unwrap();
+            let checked = data.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            reported.push(engine.eval_step(&checked).unwrap().loss_sum as f32 / 64.0);
+        }
+        eprintln!("{format:?}: {reported:?}");
+        wanted.push(reported);
+    }
+    let cpu = wanted.remove(0);
+    for ours in &wanted {
+        let worst = ours.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
+        // A byte may be rounded the other way after scaling.
+        assert!(worst < 5e-3, "{ours:?} / {cpu:?}");
+    }
+}

@@ -1,0 +1,64 @@
+//! Operations that nothing fits to fuse with, against the CPU engine and against PyTorch (`unfused.rs`).
+
+use super::*;
+use crate::unfused::{self, Tolerance, check_against_pytorch};
+
+fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)> {
+    let mut found = Vec::new();
+    for network in unfused::networks() {
+        let initial = unfused::initial(&network);
+        let config = EngineConfig { accumulate: micro_batches, ..unfused::config(16) };
+        // The last one is ragged: the rest of its pictures is padding.
+        let step: Vec<Batch> = (0..micro_batches)
+            .map(|number| unfused::batch(&network, if number + 1 == micro_batches { 11 } else { 16 }))
+            .collect();
+        let mut cpu = cpu_from(&initial, &network, &config);
+        let gpu = GpuConfig { precision, ..deterministic() };
+        let mut cuda = cuda_as(&initial, &network, &config, gpu);
+        let (ours, wanted) = (cuda.predict(&step[0]).unwrap(), cpu.predict(&step[0]).unwrap());
+        let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
+        cuda.train_step(&step, 0.1).unwrap();
+        cpu.train_step(&step, 0.1).unwrap();
+        let (ours, wanted) = (cuda.optimizer_state().unwrap().slots, cpu.optimizer_state().unwrap().slots);
+        let (gradient, name) = apart(&ours, &wanted);
+        eprintln!(
+            "{} {precision:?}: logits {logits:.1e}, gradient {gradient:.1e} ({name}) apart",
+            network.arch
+        );
+        found.push((network.arch.clone(), logits, gradient));
+    }
+    found
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_operations_by_themselves_in_float32_are_pytorch_s() {
+    // cuDNN may take another algorithm than PyTorch's direct sums in float64.
+    check_against_pytorch(
+        &Tolerance { loss: 1e-4, gradient: 1e-3, running: 1e-4 },
+        |network, initial, config| {
+            cuda_as(initial, &network, &config, GpuConfig { precision: Precision::Fp32, ..deterministic() })
+        },
+    );
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_operations_by_themselves_in_float32_are_the_cpu_engine_s() {
+    for micro_batches in [1, 3] {
+        for (arch, logits, gradient) in compare(Precision::Fp32, micro_batches) {
+            assert!(logits < 1e-4 && gradient < 1e-3, "{arch}: {logits} {gradient}");
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_operations_by_themselves_in_16_bits_are_near_the_cpu_engine_s() {
+    for (precision, near) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
+        for (arch, logits, gradient) in compare(precision, 1) {
+            // Rounded, two values of a window are often equal, and the pooling chooses another one.
+            assert!(logits < near && gradient < 0.3, "{arch} {precision:?}: {logits} {gradient}");
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Values that a model can neither predict nor continue from: NaN, infinities, and means of squares (running variances, Adam's
+//! second moments) below zero.
+
+use super::{Engine, EngineError, NamedTensors};
+
+/// Exponent bits of a float32: all set in NaN and the infinities.
+const EXPONENT: u32 = 0x7f80_0000;
+const SIGN: u32 = 0x8000_0000;
+/// Values that are checked between two tests of the result: a tensor that is all NaN is found early.
+const BLOCK: usize = 1 << 14;
+
+/// The first tensor, in the order of names, that holds a value that is not finite, or a mean of squares below zero;
+/// a sentence that names the tensor, the value and its place.
+///
+/// Reads every value once, at about the speed of memory.
+pub fn first_not_finite(tensors: &NamedTensors) -> Option<String> {
+    tensors.iter().find_map(|(name, tensor)| wrong_value(name, &tensor.values))
+}
+
+/// As [`Engine::first_not_finite`], by reading all that the engine has.
+pub(super) fn first_of_engine(engine: &dyn Engine) -> Result<Option<String>, EngineError> {
+    if let Some(found) = first_not_finite(&engine.parameters()?) {
+        return Ok(Some(found));
+    }
+    if let Some(found) = first_not_finite(&engine.optimizer_state()?.slots) {
+        return Ok(Some(found));
+    }
+    let of_average = engine.averaged()?.as_ref().and_then(first_not_finite);
+    Ok(of_average.map(|found| format!("of the average {found}")))
+}
+
+/// Whether no value is NaN or infinite.
+pub fn all_finite(values: &[f32]) -> bool {
+    // The largest exponent is a maximum over integers, which compiles to vector instructions.
+    values
+        .chunks(BLOCK)
+        .all(|block| block.iter().fold(0, |most, v| most.max(v.to_bits() & EXPONENT)) < EXPONENT)
+}
+
+/// As [`first_not_finite`], of one tensor.
+fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
+    if !all_finite(values) {
+        let (place, value) = values.iter().enumerate().find(|(_, v)| !v.is_finite())?;
+        let count = values.iter().filter(|v| !v.is_finite()).count();
+        return Some(format!(
+            "{name} holds {value} at place {place} ({count} of its {} values are not finite)",
+            values.len()
+        ));
+    }
+    let of_squares = [("running_var", "a variance"), (".exp_avg_sq", "a mean of squares")];
+    if let Some((_, what)) = of_squares.iter().find(|(end, _)| name.ends_with(end))
+        && !none_below_zero(values)
+    {
+        let (place, value) = values.iter().enumerate().find(|(_, v)| **v < 0.0)?;
+        return Some(format!("{name} holds {value} at place {place}: {what} is never below zero"));
+    }
+    None
+}
+
+/// Whether no value is below zero, for finite values; negative zero counts as zero.
+fn none_below_zero(values: &[f32]) -> bool {
+    values.iter().fold(0, |most, v| most.max(if v.to_bits() == SIGN { 0 } else { v.to_bits() & SIGN })) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_host::tensors::HostTensor;
+
+    fn tensors(name: &str, values: Vec<f32>) -> NamedTensors {
+        let fine = HostTensor { shape: vec![2], values: vec![f32::MAX, -f32::MIN_POSITIVE] };
+        NamedTensors::from([
+            ("a.weight".into(), fine),
+            (name.into(), HostTensor { shape: vec![values.len()], values }),
+        ])
+    }
+
+    #[test]
+    fn a_value_that_is_not_finite_is_found_wherever_it_lies() {
+        let length = BLOCK + 3;
+        for (wrong, word) in [(f32::NAN, "NaN"), (f32::INFINITY, "inf"), (f32::NEG_INFINITY, "-inf")] {
+            for place in [0, 1, BLOCK - 1, BLOCK, length - 1] {
+                let mut values = vec![-1.5; length];
+                values[place] = wrong;
+                assert!(!all_finite(&values));
+                let found = first_not_finite(&tensors("conv1.weight", values)).unwrap();
+                let expected = format!(
+                    "conv1.weight holds {word} at place {place} (1 of its {length} values are not finite)"
+                );
+                assert_eq!(found, expected);
+            }
+        }
+        assert_eq!(first_not_finite(&tensors("conv1.weight", vec![f32::MIN, -0.0, 1e-45])), None);
+        assert_eq!(first_not_finite(&tensors("conv1.weight", Vec::new())), None);
+    }
+
+    #[test]
+    fn a_running_variance_is_never_below_zero() {
+        let found = first_not_finite(&tensors("bn1.running_var", vec![1.0, 0.0, -1e-45])).unwrap();
+        assert!(found.starts_with("bn1.running_var holds -0.00"), "{found}");
+        assert!(found.contains("at place 2") && found.contains("variance"), "{found}");
+        assert_eq!(first_not_finite(&tensors("bn1.running_var", vec![0.0, -0.0, 3.0])), None);
+        assert_eq!(first_not_finite(&tensors("bn1.running_mean", vec![-3.0])), None, "means may be");
+        let found = first_not_finite(&tensors("fc.bias.exp_avg_sq", vec![0.0, -1.0])).unwrap();
+        assert!(found.contains("fc.bias.exp_avg_sq holds -1 at place 1: a mean of squares"), "{found}");
+        assert_eq!(first_not_finite(&tensors("fc.bias.exp_avg", vec![-1.0])), None);
+    }
+}

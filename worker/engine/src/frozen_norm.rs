@@ -1,0 +1,191 @@
+//! Networks whose batch norms are frozen, on the CPU engine: gradients are the derivatives of the loss with running statistics,
+//! and nothing of a batch norm changes.
+
+use super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
+use crate::net::{Network, Role, init, resnet};
+use lockstep_comm::SingleRank;
+use lockstep_data::loader::Batch;
+use lockstep_host::tensors::NamedTensors;
+use lockstep_kernels::synthetic::{labels, values};
+use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
+use std::sync::Arc;
+
+/// `network` with its batch norms frozen.
+pub(super) fn frozen(network: &Network) -> Arc<Network> {
+    Arc::new(Network { frozen_norm: true, ..network.clone() })
+}
+
+/// Initial weights, with batch norms as training might have left them.
+pub(super) fn trained(network: &Network) -> NamedTensors {
+    let mut all = init::initial_parameters(network, false, 1);
+    for parameter in network.parameters() {
+        let drawn = values(&format!("frozen.{}", parameter.name), parameter.len());
+        let Some(tensor) = all.get_mut(&parameter.name) else { continue };
+        let of: fn(f32) -> f32 = match parameter.role {
+            Role::Gamma { .. } => |v| 1.0 + v / 4.0,
+            Role::Beta | Role::RunningMean => |v| v / 4.0,
+            Role::RunningVar => |v| 1.5 + v / 2.0,
+            _ => continue,
+        };
+        tensor.values = drawn.into_iter().map(of).collect();
+    }
+    all
+}
+
+/// A tensor of a batch norm: its weight, bias or running statistics.
+pub(super) fn is_of_norm(network: &Network, name: &str) -> bool {
+    network.parameters().iter().any(|p| {
+        p.name == name && !matches!(p.role, Role::ConvWeight | Role::LinearWeight | Role::LinearBias)
+    })
+}
+
+fn networks() -> Vec<Arc<Network>> {
+    let model = |arch, stem| ModelSpec { arch, stem, freeze_norm: true, ..ModelSpec::default() };
+    let mut all = vec![
+        Arc::new(resnet::build(&model(Arch::ResNet20, Stem::Cifar), 8, 3, 10).unwrap()),
+        Arc::new(resnet::build(&model(Arch::ResNet18, Stem::Imagenet), 32, 3, 10).unwrap()),
+    ];
+    all.extend(unfused::networks().iter().map(|network| frozen(network)));
+    assert!(all.iter().all(|network| network.frozen_norm));
+    all
+}
+
+fn config(optimizer: Optimizer) -> EngineConfig {
+    EngineConfig {
+        batch_size: 6,
+        optimizer,
+        label_smoothing: 0.0,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads: 2,
+    }
+}
+
+/// Momentum after the first step is the gradient.
+fn plain_sgd() -> Optimizer {
+    Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() }
+}
+
+fn engine(network: &Arc<Network>, optimizer: Optimizer) -> Box<dyn Engine> {
+    build_cpu(network.clone(), &trained(network), config(optimizer), Arc::new(SingleRank)).unwrap()
+}
+
+fn batch(network: &Network, number: usize) -> Batch {
+    let name = format!("frozen.{} {number}", network.arch);
+    Batch {
+        images: values(&name, 6 * network.tensors[network.input()].len()),
+        labels: labels(&name, 6, network.classes),
+        indices: (0..6).collect(),
+        ..Batch::default()
+    }
+}
+
+/// The mean loss with running statistics.
+fn loss(engine: &mut dyn Engine, batch: &Batch) -> f64 {
+    let found = engine.eval_step(batch).unwrap();
+    found.loss_sum / found.samples as f64
+}
+
+/// The slope of the loss along each tensor's gradient is that gradient's norm; of any other gradient it would not be.
+#[test]
+fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
+    for network in networks() {
+        let batch = batch(&network, 0);
+        let mut engine = engine(&network, plain_sgd());
+        let start = engine.parameters().unwrap();
+        let evaluated = loss(engine.as_mut(), &batch);
+        let step = engine.train_step(std::slice::from_ref(&batch), 0.0).unwrap();
+        assert!((f64::from(step.loss) - evaluated).abs() < 1e-6 * evaluated, "{step:?}, {evaluated}");
+
+        let (mut squares, mut checked) = (0.0, 0);
+        for (slot, gradient) in engine.optimizer_state().unwrap().slots {
+            let name = slot.strip_suffix(".momentum").unwrap();
+            let norm = gradient.values.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
+            if is_of_norm(&network, name) {
+                assert_eq!(norm, 0.0, "{} {name}", network.arch);
+                continue;
+            }
+            squares += norm * norm;
+            let mut at = |distance: f64| {
+                let mut moved = start.clone();
+                for (w, g) in moved.get_mut(name).unwrap().values.iter_mut().zip(&gradient.values) {
+                    *w += (distance * f64::from(*g) / norm) as f32;
+                }
+                engine.set_parameters(&moved).unwrap();
+                loss(engine.as_mut(), &batch)
+            };
+            // Far enough for float32, near enough that few ReLUs turn over.
+            let slope = (at(4e-4) - at(-4e-4)) / 8e-4;
+            assert!(norm > 0.0, "{} {name}", network.arch);
+            assert!(
+                (slope - norm).abs() < 0.04 * norm + 3e-3,
+                "{} {name}: slope {slope}, gradient {norm}",
+                network.arch
+            );
+            checked += 1;
+        }
+        assert!(checked >= 4, "{}: {checked} tensors", network.arch);
+        let norm = f64::from(step.grad_norm);
+        assert!((squares.sqrt() - norm).abs() < 1e-5 * norm, "{}: {norm} of them all", network.arch);
+    }
+}
+
+/// Not even by what an optimizer has kept from before, nor by weight decay.
+#[test]
+fn no_optimizer_changes_anything_of_a_frozen_batch_norm() {
+    let network = networks().swap_remove(0);
+    for (kind, name) in OptimizerKind::ALL {
+        let optimizer = Optimizer { kind, weight_decay: 0.1, ..plain_sgd() };
+        let mut engine = engine(&network, optimizer);
+        let mut kept = engine.optimizer_state().unwrap();
+        for (name, tensor) in &mut kept.slots {
+            tensor.values = values(&format!("kept.{name}"), tensor.values.len());
+            tensor.values.iter_mut().for_each(|v| *v = v.abs() + 0.1);
+        }
+        engine.set_optimizer_state(&kept).unwrap();
+        let start = engine.parameters().unwrap();
+        for number in 0..3 {
+            engine.train_step(&[batch(&network, number)], 0.01).unwrap();
+        }
+        let (end, state) = (engine.parameters().unwrap(), engine.optimizer_state().unwrap());
+        for (tensor, values) in &end {
+            let changed = *values != start[tensor];
+            assert_eq!(changed, !is_of_norm(&network, tensor), "{name}: {tensor}");
+        }
+        for (slot, values) in &state.slots {
+            let (tensor, _) = slot.rsplit_once('.').unwrap();
+            assert_eq!(*values != kept.slots[slot], !is_of_norm(&network, tensor), "{name}: {slot}");
+        }
+    }
+}
+
+/// A step over micro-batches is that of all pictures at once: without statistics nothing depends on how it is cut.
+#[test]
+fn micro_batches_have_the_gradients_of_one_batch() {
+    for network in networks() {
+        let whole = batch(&network, 5);
+        let picture = whole.images.len() / 6;
+        let part = |of: std::ops::Range<usize>| Batch {
+            images: whole.images[of.start * picture..of.end * picture].to_vec(),
+            labels: whole.labels[of.clone()].to_vec(),
+            indices: of.map(|i| i as u64).collect(),
+            ..Batch::default()
+        };
+        let config = EngineConfig { accumulate: 2, ..config(plain_sgd()) };
+        let gradients = |step: &[Batch]| {
+            let comm = Arc::new(SingleRank);
+            let mut engine = build_cpu(network.clone(), &trained(&network), config.clone(), comm).unwrap();
+            let found = engine.train_step(step, 0.1).unwrap();
+            (found.loss, engine.optimizer_state().unwrap().slots)
+        };
+        let (one, two) = (gradients(std::slice::from_ref(&whole)), gradients(&[part(0..4), part(4..6)]));
+        assert!((one.0 - two.0).abs() < 1e-5 * one.0, "{}", network.arch);
+        for (name, tensor) in &one.1 {
+            let norm = tensor.values.iter().map(|v| v * v).sum::<f32>().sqrt();
+            let apart =
+                tensor.values.iter().zip(&two.1[name].values).map(|(a, b)| (a - b).powi(2)).sum::<f32>();
+            assert!(apart.sqrt() <= 1e-4 * norm, "{} {name}: {} of {norm}", network.arch, apart.sqrt());
+        }
+    }
+}

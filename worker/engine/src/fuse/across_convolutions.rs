@@ -1,0 +1,111 @@
+//! What is fused across 1x1 convolutions, by kernels that multiply matrices themselves: the largest tensors of a
+//! bottleneck network are then written and read less often.
+//!
+//! Which convolutions are fused depends on the network and the number format alone, never on measurements: ranks that
+//! synchronise batch norm have to come to the same batch norm in the same order.
+
+use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, norm_mut, reads};
+use crate::net::{Network, TensorId};
+
+/// Channels on the two sides of the convolutions that are fused in both passes: `bottleneck.cu`, `bottleneck_forward.cu`
+/// and `block_end.cu` keep their weights in shared memory.
+pub(crate) const REDUCED: u32 = 64;
+pub(crate) const EXPANDED: u32 = 256;
+
+/// Whether `norm_through.cu` computes the dgrad of a 1x1 convolution: its weights for 256 of the input's channels have to
+/// fit in shared memory.
+fn dgrad_fits(inputs: u32, outputs: u32) -> bool {
+    matches!(outputs, 64 | 128 | 256) && inputs.is_multiple_of(256)
+}
+
+pub(super) fn fuse(network: &Network, ops: &mut [FusedOp]) {
+    for at in 0..ops.len() {
+        let FusedOp::Conv(conv) = &ops[at] else { continue };
+        if !conv.is_pointwise() {
+            continue;
+        }
+        match (conv.shape.in_c as u32, conv.shape.out_c as u32) {
+            (REDUCED, EXPANDED) => with_norms(network, ops, at),
+            (inputs, outputs) => {
+                if (inputs, outputs) == (EXPANDED, REDUCED) {
+                    with_block_end(ops, at);
+                }
+                if dgrad_fits(inputs, outputs) {
+                    dgrad_in_norm(network, ops, at);
+                }
+            }
+        }
+    }
+}
+
+fn conv_at(ops: &[FusedOp], at: usize) -> Option<&Conv> {
+    match &ops[at] {
+        FusedOp::Conv(conv) => Some(conv),
+        _ => None,
+    }
+}
+
+/// The batch norm whose output, with all that is fused with it, `tensor` is.
+fn norm_of(ops: &[FusedOp], tensor: TensorId) -> Option<&Norm> {
+    ops.iter().find_map(|op| match op {
+        FusedOp::Norm(norm) if norm.output == tensor => Some(norm),
+        _ => None,
+    })
+}
+
+/// A convolution 64 -> 256 with the batch norms on both its sides.
+fn with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
+    let Some(&Conv { input, output, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
+    let Some(norm) = norm_mut(ops, after) else { return };
+    // The gradient that comes to that batch norm has to be past its ReLU; without a shortcut it is not kept so.
+    if (norm.relu && norm.shortcut.is_none()) || reads(network, output) != 1 {
+        return;
+    }
+    norm.backward_in_conv = true;
+    norm.statistics = StatisticsIn::Conv;
+    let norm_before = norm_of(ops, input)
+        .filter(|norm| norm.relu && !norm.pooled && norm.shortcut.is_none() && reads(network, input) == 1)
+        .map(|norm| norm.norm);
+    if let Some(norm) = norm_before.and_then(|before| norm_mut(ops, before)) {
+        norm.forward = NormForward::InConv;
+    }
+    if let FusedOp::Conv(conv) = &mut ops[at] {
+        conv.forward = ConvForward::WithNorms { norm_before };
+        conv.backward = ConvBackward::WithNorms { norm_before };
+    }
+}
+
+/// A convolution 256 -> 64 with the end of the block right before it.
+fn with_block_end(ops: &mut [FusedOp], at: usize) {
+    let Some(&Conv { input, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
+    let Some(FusedOp::Norm(end)) = ops[..at].last_mut() else { return };
+    if end.output != input || !end.relu || end.shortcut.is_none() {
+        return;
+    }
+    end.forward = NormForward::InNextConv;
+    let block_end = end.norm;
+    if let Some(norm) = norm_mut(ops, after) {
+        norm.statistics = StatisticsIn::Conv;
+    }
+    if let FusedOp::Conv(conv) = &mut ops[at] {
+        conv.forward = ConvForward::WithBlockEnd { block_end };
+    }
+}
+
+/// The dgrad of a convolution that begins a block, computed by the batch norm that ended the block before.
+fn dgrad_in_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
+    let Some(&Conv { input, .. }) = conv_at(ops, at) else { return };
+    let block_end =
+        norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());
+    // With two such gradients one would have to be in memory.
+    let pointwise = ops
+        .iter()
+        .filter(|op| matches!(op, FusedOp::Conv(conv) if conv.input == input && conv.is_pointwise()))
+        .count();
+    if !block_end || pointwise != 1 || reads(network, input) > 2 {
+        return;
+    }
+    if let FusedOp::Conv(conv) = &mut ops[at] {
+        conv.backward = ConvBackward::DgradInNorm;
+    }
+}

@@ -1,0 +1,103 @@
+//! Initial weights from a seed, identical on every engine and machine.
+//!
+//! A value depends on (seed, parameter name, index) alone.
+
+use super::{Network, Parameter, Role};
+use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_kernels::draws::{key, normal, uniform};
+
+/// He initialisation (fan-out, normal; of a grouped convolution fan-out counts the outputs of all groups, as in
+/// torchvision) for convolutions, ones and zeros for batch norm, PyTorch's
+/// uniform for the linear layer. With `zero_init_residual` every residual block starts as the
+/// identity: gamma of the last batch norm of its branch is 0 (Goyal et al. 2017).
+pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
+    let linear_inputs = |name: &str| {
+        // A bias has its weight's fan-in: `fc.bias` -> `fc.weight`.
+        let weight = name.replace(".bias", ".weight");
+        network.parameters().into_iter().find(|p| p.name == weight).map_or(1, |p| p.shape[1])
+    };
+    network
+        .parameters()
+        .into_iter()
+        .map(|p| {
+            let key = key(seed, &p.name);
+            let values = match p.role {
+                Role::ConvWeight => {
+                    let fan_out = p.shape[0] * p.shape[2] * p.shape[3];
+                    normal(key, p.len(), (2.0 / fan_out as f64).sqrt())
+                }
+                Role::Gamma { ends_branch } if ends_branch && zero_init_residual => vec![0.0; p.len()],
+                Role::Gamma { .. } | Role::RunningVar => vec![1.0; p.len()],
+                Role::Beta | Role::RunningMean => vec![0.0; p.len()],
+                Role::LinearWeight | Role::LinearBias => {
+                    uniform(key, p.len(), 1.0 / (linear_inputs(&p.name) as f64).sqrt())
+                }
+            };
+            let Parameter { name, shape, .. } = p;
+            (name, HostTensor { shape, values })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::resnet;
+    use lockstep_protocol::spec::{Arch, ModelSpec};
+
+    fn network() -> Network {
+        resnet::build(&ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() }, 32, 3, 10).unwrap()
+    }
+
+    #[test]
+    fn values_have_the_published_distributions() {
+        let all = initial_parameters(&network(), false, 7);
+        let w = &all["layer3.1.conv1.weight"].values;
+        let n = w.len() as f64;
+        let mean = w.iter().map(|&v| f64::from(v)).sum::<f64>() / n;
+        let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / n).sqrt();
+        let expected = (2.0 / (64.0 * 9.0f64)).sqrt();
+        assert!(mean.abs() < 4.0 * expected / n.sqrt(), "{mean}");
+        assert!((std / expected - 1.0).abs() < 0.02, "{std} instead of {expected}");
+        let fc = &all["fc.weight"].values;
+        assert!(fc.iter().all(|v| v.abs() <= 0.125) && fc.iter().any(|v| v.abs() > 0.12));
+        assert!(all["layer1.0.bn2.weight"].values.iter().all(|&v| v == 1.0));
+    }
+
+    /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, whatever the groups.
+    #[test]
+    fn grouped_convolutions_begin_as_torchvision_s() {
+        let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, ..ModelSpec::default() };
+        let all = initial_parameters(&resnet::build(&model, 32, 3, 10).unwrap(), true, 7);
+        for (name, outputs) in [("layer1.0.conv2.weight", 128), ("layer4.2.conv2.weight", 1024)] {
+            let w = &all[name].values;
+            let std = (w.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / w.len() as f64).sqrt();
+            let expected = (2.0 / f64::from(outputs * 9)).sqrt();
+            assert!((std / expected - 1.0).abs() < 0.05, "{name}: {std} instead of {expected}");
+        }
+        let zero: Vec<_> =
+            all.iter().filter(|(n, t)| n.ends_with("weight") && t.values[0] == 0.0).map(|(n, _)| n).collect();
+        assert_eq!(zero.len(), 16);
+        assert!(zero.iter().all(|n| n.ends_with("bn3.weight")), "{zero:?}");
+    }
+
+    #[test]
+    fn zero_init_residual_zeroes_only_the_last_gamma_of_each_branch() {
+        let all = initial_parameters(&network(), true, 7);
+        let zero: Vec<_> =
+            all.iter().filter(|(n, t)| n.ends_with("weight") && t.values[0] == 0.0).map(|(n, _)| n).collect();
+        assert_eq!(zero.len(), 9);
+        assert!(zero.iter().all(|n| n.ends_with("bn2.weight")), "{zero:?}");
+    }
+
+    #[test]
+    fn the_same_on_every_machine() {
+        // Pinned: a change here changes every run of every user.
+        let all = initial_parameters(&network(), false, 0);
+        let first: Vec<u32> = all["conv1.weight"].values[..3].iter().map(|v| v.to_bits()).collect();
+        assert_eq!(first, PINNED, "{first:?}");
+        assert_ne!(all, initial_parameters(&network(), false, 1));
+    }
+
+    const PINNED: [u32; 3] = [3_182_163_078, 1_034_881_237, 1_025_365_299];
+}

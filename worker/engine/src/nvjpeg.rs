@@ -1,0 +1,355 @@
+//! nvJPEG's decoder in hardware: the part of its interface that is used (`nvjpeg.h`), loaded at run time.
+//!
+//! What its documentation does not say: it writes outputs without waiting for what was started on the stream before
+//! (seen on H100), so the caller waits for that; a call decodes all pictures or none; handles and states serve one
+//! thread at a time.
+#![allow(unsafe_code)] // A C interface, by its symbols.
+
+use cudarc::driver::{result, sys::CUstream};
+use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
+use lockstep_host::gpu::libraries::{Libraries, Library, ready};
+use std::{
+    ffi::{c_int, c_uint, c_void},
+    path::Path,
+    ptr,
+    sync::Arc,
+};
+
+type Status = c_int;
+type Opaque = *mut c_void;
+
+/// `NVJPEG_BACKEND_HARDWARE`.
+const HARDWARE: c_int = 3;
+/// `NVJPEG_OUTPUT_YUV`: a plane for each component, of the size that it has in the file. For any other format nvJPEG starts
+/// a kernel for each picture, which waits for those of a training step.
+const YUV: c_int = 1;
+/// `NVJPEG_CSS_444`.
+const CSS_444: c_int = 0;
+/// `NVJPEG_FLAGS_DEFAULT`.
+const FLAGS: c_uint = 0;
+/// `NVJPEG_MAX_COMPONENT`.
+const COMPONENTS: usize = 4;
+
+/// `nvjpegImage_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+struct Image {
+    channel: [*mut u8; COMPONENTS],
+    pitch: [usize; COMPONENTS],
+}
+
+type CreateEx = unsafe extern "C" fn(c_int, *mut c_void, *mut c_void, c_uint, *mut Opaque) -> Status;
+type Create = unsafe extern "C" fn(Opaque, *mut Opaque) -> Status;
+type Destroy = unsafe extern "C" fn(Opaque) -> Status;
+type Info = unsafe extern "C" fn(Opaque, *mut c_uint, *mut c_uint) -> Status;
+type ParseHeader = unsafe extern "C" fn(Opaque, *const u8, usize, Opaque) -> Status;
+type Supported = unsafe extern "C" fn(Opaque, Opaque, *mut c_int) -> Status;
+type PreAllocate = unsafe extern "C" fn(Opaque, Opaque, c_int, c_int, c_int, c_int, c_int) -> Status;
+type Initialize = unsafe extern "C" fn(Opaque, Opaque, c_int, c_int, c_int) -> Status;
+type DecodeBatched =
+    unsafe extern "C" fn(Opaque, Opaque, *const *const u8, *const usize, *mut Image, CUstream) -> Status;
+
+/// The library.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Nvjpeg {
+    create: CreateEx,
+    destroy: Destroy,
+    state_create: Create,
+    state_destroy: Destroy,
+    header_create: Create,
+    header_destroy: Destroy,
+    /// Later versions have it.
+    info: Option<Info>,
+    pre_allocate: Option<PreAllocate>,
+    parse_header: ParseHeader,
+    supported: Supported,
+    initialize: Initialize,
+    decode: DecodeBatched,
+}
+
+impl Nvjpeg {
+    /// Loads the library that is found on this machine; also gives its version, `13.0.1`.
+    ///
+    /// # Errors
+    /// There is none, or it cannot be used; a sentence.
+    pub(crate) fn find() -> Result<(Self, String), String> {
+        let libraries = Libraries::find();
+        let library = libraries.get(Library::Nvjpeg).ok_or("nvJPEG is not found on this machine")?;
+        Ok((Self::load(&library.path)?, library.version()?))
+    }
+
+    fn load(path: &Path) -> Result<Self, String> {
+        let shown = path.display();
+        // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.
+        let library = unsafe { Handle::open(Some(path), RTLD_LAZY | RTLD_LOCAL) }
+            .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
+        let loaded = Self::symbols(&library);
+        // NVIDIA's libraries do not like to be unloaded; and the symbols stay valid.
+        std::mem::forget(library);
+        loaded.map_err(|error| format!("{shown}: {error}"))
+    }
+
+    fn symbols(library: &Handle) -> Result<Self, String> {
+        fn symbol<T: Copy>(library: &Handle, name: &str) -> Result<T, String> {
+            // SAFETY: each symbol has the type that nvjpeg.h gives it.
+            unsafe { library.get::<T>(name.as_bytes()) }.map(|s| *s).map_err(|e| format!("{name}: {e}"))
+        }
+        Ok(Self {
+            create: symbol(library, "nvjpegCreateEx")?,
+            destroy: symbol(library, "nvjpegDestroy")?,
+            state_create: symbol(library, "nvjpegJpegStateCreate")?,
+            state_destroy: symbol(library, "nvjpegJpegStateDestroy")?,
+            header_create: symbol(library, "nvjpegJpegStreamCreate")?,
+            header_destroy: symbol(library, "nvjpegJpegStreamDestroy")?,
+            info: symbol(library, "nvjpegGetHardwareDecoderInfo").ok(),
+            pre_allocate: symbol(library, "nvjpegDecodeBatchedPreAllocate").ok(),
+            parse_header: symbol(library, "nvjpegJpegStreamParseHeader")?,
+            supported: symbol(library, "nvjpegDecodeBatchedSupported")?,
+            initialize: symbol(library, "nvjpegDecodeBatchedInitialize")?,
+            decode: symbol(library, "nvjpegDecodeBatched")?,
+        })
+    }
+}
+
+/// A picture to decode: bytes of a file of three components, and where its planes are written on the GPU.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Picture<'a> {
+    pub(crate) bytes: &'a [u8],
+    /// Luma, blue, red.
+    pub(crate) planes: [Plane; 3],
+}
+
+/// Where a component goes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Plane {
+    /// Room for `pitch` bytes for each of the component's rows.
+    pub(crate) to: u64,
+    /// Bytes from a row to the next, at least the component's columns.
+    pub(crate) pitch: usize,
+}
+
+/// The decoders in hardware of the GPU that was current on the thread that opened this. It wants that GPU to be current
+/// whenever it is used, and when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Hardware {
+    library: Arc<Nvjpeg>,
+    handle: Opaque,
+}
+
+// SAFETY: nvJPEG's documentation, "Thread safety": each thread has states of its own, and all of them may share a handle.
+unsafe impl Send for Hardware {}
+// SAFETY: as above.
+unsafe impl Sync for Hardware {}
+
+impl Hardware {
+    /// # Errors
+    /// This GPU has no decoder, or it cannot be used; a sentence.
+    pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
+        let mut handle = ptr::null_mut();
+        // SAFETY: null allocators stand for cudaMalloc and cudaHostAlloc; what was created is destroyed by `drop`.
+        match unsafe { (library.create)(HARDWARE, ptr::null_mut(), ptr::null_mut(), FLAGS, &mut handle) } {
+            0 => Ok(Self { library: library.clone(), handle }),
+            // ARCH_MISMATCH, IMPLEMENTATION_NOT_SUPPORTED
+            7 | 9 => Err("this GPU has no JPEG decoder that nvJPEG can use".into()),
+            status => Err(failed("opening the GPU's JPEG decoder", status)),
+        }
+    }
+
+    /// How many decoders the GPU has, and how many pictures each works on; `None` where it does not report that.
+    pub(crate) fn engines(&self) -> Option<(u32, u32)> {
+        let (mut engines, mut cores) = (0, 0);
+        // SAFETY: it writes two numbers.
+        let status = unsafe { (self.library.info?)(self.handle, &mut engines, &mut cores) };
+        (status == 0).then_some((engines, cores))
+    }
+}
+
+impl Drop for Hardware {
+    fn drop(&mut self) {
+        // SAFETY: created by `open`; states, which keep this, are gone.
+        let _ = unsafe { (self.library.destroy)(self.handle) };
+    }
+}
+
+/// A group of pictures that the decoders work on: the next one begins once the stream has gone past the one before.
+#[derive(Debug)]
+pub(crate) struct State {
+    hardware: Arc<Hardware>,
+    state: Opaque,
+    header: Opaque,
+}
+
+// SAFETY: one thread at a time, whichever: every method that uses them takes `&mut self`.
+unsafe impl Send for State {}
+
+impl State {
+    /// # Errors
+    /// nvJPEG gives no more; a sentence.
+    pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {
+        let null = ptr::null_mut();
+        let mut this = Self { hardware: hardware.clone(), state: null, header: null };
+        let Nvjpeg { state_create, header_create, pre_allocate, .. } = *hardware.library;
+        // SAFETY: the handle is open; what was created is destroyed by `drop`.
+        unsafe {
+            check("a decoding state", state_create(hardware.handle, &mut this.state))?;
+            check("a header's state", header_create(hardware.handle, &mut this.header))?;
+            if let Some(pre_allocate) = pre_allocate {
+                // However small, it makes the decoder keep its memory from batch to batch.
+                let status = pre_allocate(hardware.handle, this.state, 1, 1, 1, CSS_444, YUV);
+                if status != 0 {
+                    tracing::debug!("{}", failed("taking memory ahead", status));
+                }
+            }
+        }
+        Ok(this)
+    }
+
+    /// Whether it decodes such a file.
+    pub(crate) fn takes(&mut self, bytes: &[u8]) -> bool {
+        let Hardware { library, handle } = &*self.hardware;
+        let Nvjpeg { parse_header, supported, .. } = **library;
+        let mut unsupported = -1;
+        // SAFETY: the bytes are only read during the call.
+        let answered = unsafe {
+            parse_header(*handle, bytes.as_ptr(), bytes.len(), self.header) == 0
+                && supported(*handle, self.header, &mut unsupported) == 0
+        };
+        // 0 means yes.
+        answered && unsupported == 0
+    }
+
+    /// Decodes pictures that it takes into planes. They are there once `stream` has gone past.
+    ///
+    /// # Errors
+    /// All of them or some could not be decoded; which ones is not said.
+    pub(crate) fn decode(&mut self, pictures: &[Picture<'_>], stream: CUstream) -> Result<(), String> {
+        let Hardware { library, handle } = &*self.hardware;
+        let Nvjpeg { initialize, decode, .. } = **library;
+        let data: Vec<*const u8> = pictures.iter().map(|p| p.bytes.as_ptr()).collect();
+        let lengths: Vec<usize> = pictures.iter().map(|p| p.bytes.len()).collect();
+        let mut images: Vec<Image> = pictures
+            .iter()
+            .map(|p| {
+                let mut image = Image { channel: [ptr::null_mut(); COMPONENTS], pitch: [0; COMPONENTS] };
+                for (channel, plane) in p.planes.iter().enumerate() {
+                    image.channel[channel] = plane.to as *mut u8;
+                    image.pitch[channel] = plane.pitch;
+                }
+                image
+            })
+            .collect();
+        let count = c_int::try_from(pictures.len()).map_err(|e| e.to_string())?;
+        // SAFETY: the lists have `count` entries each; callers provide the memory, and keep the files until the stream has gone past.
+        unsafe {
+            check("beginning a batch", initialize(*handle, self.state, count, 1, YUV))?;
+            check(
+                "decoding a batch",
+                decode(*handle, self.state, data.as_ptr(), lengths.as_ptr(), images.as_mut_ptr(), stream),
+            )
+        }
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        let Nvjpeg { state_destroy, header_destroy, .. } = *self.hardware.library;
+        // SAFETY: created by `new`, as far as it came.
+        unsafe {
+            for (what, of) in [(self.header, header_destroy), (self.state, state_destroy)] {
+                if !what.is_null() {
+                    let _ = of(what);
+                }
+            }
+        }
+    }
+}
+
+fn check(doing: &str, status: Status) -> Result<(), String> {
+    if status == 0 { Ok(()) } else { Err(failed(doing, status)) }
+}
+
+fn failed(doing: &str, status: Status) -> String {
+    // `nvjpegStatus_t`.
+    let names = [
+        "SUCCESS",
+        "NOT_INITIALIZED",
+        "INVALID_PARAMETER",
+        "BAD_JPEG",
+        "JPEG_NOT_SUPPORTED",
+        "ALLOCATOR_FAILURE",
+        "EXECUTION_FAILED",
+        "ARCH_MISMATCH",
+        "INTERNAL_ERROR",
+        "IMPLEMENTATION_NOT_SUPPORTED",
+        "INCOMPLETE_BITSTREAM",
+    ];
+    let name = usize::try_from(status).ok().and_then(|s| names.get(s)).unwrap_or(&"an unknown status");
+    format!("{doing}: nvJPEG says {name} ({status})")
+}
+
+/// What the GPU that CUDA calls 0 has: `8 engines`. Opens a context on it for a moment.
+///
+/// # Errors
+/// It has no decoder, or that cannot be found out; a sentence.
+pub fn hardware() -> Result<String, String> {
+    ready(&[Library::Driver])?;
+    let library = Arc::new(Nvjpeg::find()?.0);
+    let on = |error: result::DriverError| format!("GPU 0 cannot be opened: {error}");
+    result::init().map_err(on)?;
+    let device = result::device::get(0).map_err(on)?;
+    // SAFETY: released below, after what was opened on it.
+    unsafe {
+        let context = result::primary_ctx::retain(device).map_err(on)?;
+        let found = result::ctx::set_current(context).map_err(on).and_then(|()| {
+            let hardware = Hardware::open(&library)?;
+            Ok(match hardware.engines() {
+                Some((engines, _)) => format!("{engines} engines"),
+                None => "there".into(),
+            })
+        });
+        let _ = result::primary_ctx::release(device);
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_library_is_an_error_that_names_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("libnvjpeg.so.13");
+        std::fs::write(&path, "not a library").unwrap();
+        let error = Nvjpeg::load(&path).unwrap_err();
+        assert!(error.contains("libnvjpeg.so.13"), "{error}");
+    }
+
+    #[test]
+    fn a_library_without_the_symbols_is_an_error_that_names_one() {
+        let error = Nvjpeg::load(Path::new("libc.so.6")).unwrap_err();
+        assert!(error.contains("libc.so.6") && error.contains("nvjpegCreateEx"), "{error}");
+    }
+
+    #[test]
+    fn statuses_are_said_by_name() {
+        assert_eq!(failed("decoding a batch", 3), "decoding a batch: nvJPEG says BAD_JPEG (3)");
+        assert!(failed("x", 99).contains("unknown status (99)"));
+        assert_eq!(check("x", 0), Ok(()));
+    }
+
+    /// The layout that nvjpeg.h has on 64-bit machines.
+    #[test]
+    fn an_output_is_four_pointers_and_four_pitches() {
+        assert_eq!(size_of::<Image>(), 64);
+        assert_eq!(std::mem::offset_of!(Image, pitch), 32);
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_the_decoder_in_hardware_takes_what_it_should() {
+        let found = hardware();
+        eprintln!("nvJPEG {}: {found:?}", Nvjpeg::find().unwrap().1);
+        found.unwrap();
+    }
+}

@@ -1,0 +1,112 @@
+//! What a step is of, before an engine computes anything: which micro-batches have pictures, and what losses and statistics are
+//! divided by.
+
+use super::{EngineConfig, EngineError};
+use lockstep_data::loader::Batch;
+
+/// A micro-batch that some rank has pictures of.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct StepPart<'a> {
+    pub(super) batch: &'a Batch,
+    /// Its gradients replace those of the step before.
+    pub(super) first: bool,
+    /// The update follows it.
+    pub(super) last: bool,
+    /// Pictures that batch norm's statistics are of: over all ranks where they are synchronised.
+    pub(super) statistics_of: f64,
+}
+
+#[derive(Debug)]
+pub(super) struct Prologue<'a> {
+    /// None where no rank has a picture.
+    pub(super) parts: Vec<StepPart<'a>>,
+    /// Factor of each picture's loss gradient. It holds the pictures of the whole step over all ranks, so that the sum of
+    /// gradients over ranks and micro-batches is the gradient of the global batch's mean loss whatever the sizes of the parts;
+    /// without [`EngineConfig::gradients_mean`] it is that times the ranks.
+    pub(super) gradient_scale: f64,
+}
+
+impl<'a> Prologue<'a> {
+    /// Of a step of `batches` on one of `ranks` ranks.
+    ///
+    /// # Errors
+    /// More micro-batches than a step has, or a batch that contradicts itself.
+    pub(super) fn of(batches: &'a [Batch], config: &EngineConfig, ranks: u32) -> Result<Self, EngineError> {
+        let slots = config.accumulate.max(1);
+        if batches.len() > slots {
+            let text = format!("{} micro-batches in a step of {slots}", batches.len());
+            return Err(EngineError::Parameters(text));
+        }
+        // An epoch's end may leave this rank no pictures: it still takes part.
+        let counts: Vec<usize> = batches
+            .iter()
+            .map(|batch| batch.of_all_ranks(ranks))
+            .collect::<Result<_, _>>()
+            .map_err(EngineError::Parameters)?;
+        let total: usize = counts.iter().sum();
+        let mut parts: Vec<StepPart<'_>> = batches
+            .iter()
+            .zip(&counts)
+            .filter(|(_, count)| **count > 0)
+            .map(|(batch, &count)| {
+                let of = if config.sync_batch_norm { count } else { batch.labels.len() };
+                StepPart { batch, first: false, last: false, statistics_of: of as f64 }
+            })
+            .collect();
+        if let Some(part) = parts.first_mut() {
+            part.first = true;
+        }
+        if let Some(part) = parts.last_mut() {
+            part.last = true;
+        }
+        let sum_of = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
+        Ok(Self { parts, gradient_scale: sum_of / total as f64 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Optimizer;
+
+    fn config(accumulate: usize) -> EngineConfig {
+        EngineConfig {
+            batch_size: 8,
+            optimizer: Optimizer::default(),
+            label_smoothing: 0.0,
+            accumulate,
+            sync_batch_norm: true,
+            gradients_mean: true,
+            threads: 1,
+        }
+    }
+
+    fn batch(own: usize, global_samples: usize) -> Batch {
+        Batch { labels: vec![0; own], global_samples, ..Batch::default() }
+    }
+
+    /// A micro-batch without a picture on any rank is left out; one without a picture on this rank is not.
+    #[test]
+    fn a_step_is_of_what_some_rank_has_pictures_of() {
+        let step = [batch(0, 0), batch(8, 16), batch(0, 4), batch(0, 0)];
+        let places = |config: &EngineConfig| {
+            let Prologue { parts, gradient_scale } = Prologue::of(&step, config, 2).unwrap();
+            let parts: Vec<_> = parts.iter().map(|p| (p.first, p.last, p.statistics_of)).collect();
+            (parts, gradient_scale)
+        };
+        assert_eq!(places(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));
+        let apart = EngineConfig { sync_batch_norm: false, gradients_mean: false, ..config(4) };
+        assert_eq!(places(&apart), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
+        assert!(Prologue::of(&step[..1], &config(1), 2).unwrap().parts.is_empty());
+        assert!(Prologue::of(&[], &config(1), 2).unwrap().parts.is_empty());
+    }
+
+    #[test]
+    fn more_micro_batches_than_a_step_has_are_refused() {
+        let full = [batch(8, 8), batch(8, 8)];
+        assert_eq!(Prologue::of(&full, &config(2), 1).unwrap().parts.len(), 2);
+        let refused = Prologue::of(&full, &config(1), 1).unwrap_err().to_string();
+        assert!(refused.contains("2 micro-batches in a step of 1"), "{refused}");
+        assert!(Prologue::of(&[batch(8, 7)], &config(1), 2).is_err());
+    }
+}

@@ -1,0 +1,164 @@
+//! Networks of operations that nothing fits to fuse with, on the CPU engine: against PyTorch, and fused against not.
+
+use super::{Engine, EngineConfig, Optimizer, build_cpu};
+use crate::net::{Network, Role};
+use lockstep_comm::SingleRank;
+use lockstep_data::loader::Batch;
+use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_kernels::synthetic::{labels, values};
+use serde::Deserialize;
+use std::{collections::BTreeMap, sync::Arc};
+
+/// `Unfused` of `tests/pytorch/make_fixtures.py`: a ReLU, an addition, poolings and a hidden linear layer by themselves.
+pub(super) fn network(image_size: usize) -> Network {
+    let mut net = Network::new("unfused", image_size, 3, 10);
+    let x = net.conv("conv1", net.input(), 16, 3, 1);
+    let shortcut = net.relu(x);
+    let branch = net.conv("conv2", shortcut, 16, 3, 1);
+    let sum = net.add(branch, shortcut);
+    let x = net.relu(sum);
+    let x = net.max_pool(x, 3, 2);
+    let x = net.conv("conv3", x, 32, 3, 2);
+    let x = net.batch_norm("bn3", x);
+    let x = net.relu(x);
+    let x = net.global_average_pool(x);
+    let x = net.linear("hidden", x, 24);
+    let x = net.relu(x);
+    net.linear("fc", x, 10);
+    net
+}
+
+/// Where tensors have several readers: a batch norm behind a ReLU that is also its shortcut, a sum of a tensor with itself, a
+/// pooling around which the tensor is added, an addition of linear layers.
+fn many_readers() -> Network {
+    let mut net = Network::new("many readers", 12, 3, 10);
+    let x = net.conv("conv1", net.input(), 16, 3, 1);
+    let x = net.relu(x);
+    let normed = net.batch_norm("bn1", x);
+    let sum = net.add(normed, x);
+    let pooled = net.max_pool(sum, 3, 1);
+    let sum = net.add(pooled, sum);
+    let twice = net.add(sum, sum);
+    let x = net.conv("conv2", twice, 16, 3, 1);
+    let normed = net.batch_norm("bn2", x);
+    let branch = net.relu(normed);
+    let other = net.conv("conv3", normed, 16, 1, 1);
+    let sum = net.add(branch, other);
+    let mean = net.global_average_pool(sum);
+    let hidden = net.linear("hidden", mean, 16);
+    let sum = net.add(hidden, mean);
+    let x = net.relu(sum);
+    net.linear("fc", x, 10);
+    net
+}
+
+pub(super) fn networks() -> Vec<Arc<Network>> {
+    vec![Arc::new(network(12)), Arc::new(many_readers())]
+}
+
+/// As `unfused` of `make_fixtures.py` fills its model.
+pub(super) fn initial(network: &Network) -> NamedTensors {
+    let parameters = network.parameters().into_iter();
+    parameters
+        .map(|p| {
+            let drawn = |one: f32| -> Vec<f32> {
+                values(&format!("unfused.{}", p.name), p.len()).into_iter().map(|v| v / 4.0 + one).collect()
+            };
+            let values = match p.role {
+                Role::RunningMean => vec![0.0; p.len()],
+                Role::RunningVar => vec![1.0; p.len()],
+                Role::Gamma { .. } => drawn(1.0),
+                _ => drawn(0.0),
+            };
+            (p.name, HostTensor { shape: p.shape, values })
+        })
+        .collect()
+}
+
+pub(super) fn batch(network: &Network, size: usize) -> Batch {
+    Batch {
+        images: values("unfused.images", size * network.tensors[network.input()].len()),
+        labels: labels("unfused.labels", size, network.classes),
+        indices: (0..size as u64).collect(),
+        ..Batch::default()
+    }
+}
+
+/// Momentum is the gradient after the first step.
+pub(super) fn config(batch_size: usize) -> EngineConfig {
+    EngineConfig {
+        batch_size,
+        optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
+        label_smoothing: 0.0,
+        accumulate: 1,
+        sync_batch_norm: true,
+        gradients_mean: true,
+        threads: 2,
+    }
+}
+
+#[derive(Deserialize)]
+struct Gradient {
+    norm: f32,
+    /// At 16 places from the first value to the last.
+    values: Vec<f32>,
+}
+
+/// PyTorch's numbers of one step of [`network`].
+#[derive(Deserialize)]
+struct Fixture {
+    batch_size: usize,
+    image_size: usize,
+    loss: f32,
+    gradients: BTreeMap<String, Gradient>,
+    running: BTreeMap<String, Vec<f32>>,
+}
+
+/// How far an engine may be from PyTorch.
+pub(super) struct Tolerance {
+    /// Of the loss, relative.
+    pub(super) loss: f32,
+    /// Of a gradient's value, relative to the norm of its tensor.
+    pub(super) gradient: f32,
+    /// Of a running statistic, absolute.
+    pub(super) running: f32,
+}
+
+/// One step of [`network`] against PyTorch's, by the engine that `build` makes from network, initial values and
+/// configuration.
+pub(super) fn check_against_pytorch(
+    tolerance: &Tolerance,
+    build: impl FnOnce(Arc<Network>, &NamedTensors, EngineConfig) -> Box<dyn Engine>,
+) {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/unfused.json");
+    let fixture: Fixture = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let network = Arc::new(network(fixture.image_size));
+    let mut engine = build(network.clone(), &initial(&network), config(fixture.batch_size));
+    let step = engine.train_step(&[batch(&network, fixture.batch_size)], 0.1).unwrap();
+    let near = |ours: f32, theirs: f32, within: f32| (ours - theirs).abs() < within;
+    assert!(near(step.loss, fixture.loss, tolerance.loss * fixture.loss), "{} {}", step.loss, fixture.loss);
+    let gradients = engine.optimizer_state().unwrap().slots;
+    assert_eq!(gradients.len(), fixture.gradients.len());
+    for (name, wanted) in &fixture.gradients {
+        let ours = &gradients[&format!("{name}.momentum")].values;
+        for (place, theirs) in wanted.values.iter().enumerate() {
+            let ours = ours[place * (ours.len() - 1) / 15];
+            let within = tolerance.gradient * wanted.norm;
+            assert!(near(ours, *theirs, within), "{name}: {ours} instead of {theirs}");
+        }
+    }
+    let parameters = engine.parameters().unwrap();
+    for (name, wanted) in &fixture.running {
+        for (ours, theirs) in parameters[name].values.iter().zip(wanted) {
+            assert!(near(*ours, *theirs, tolerance.running), "{name}: {ours} instead of {theirs}");
+        }
+    }
+}
+
+#[test]
+fn a_step_of_operations_by_themselves_is_pytorch_s() {
+    check_against_pytorch(
+        &Tolerance { loss: 1e-6, gradient: 1e-5, running: 1e-5 },
+        |network, initial, config| build_cpu(network, initial, config, Arc::new(SingleRank)).unwrap(),
+    );
+}

@@ -1,0 +1,286 @@
+//! Files of users, datasets and weights: which can be opened, and what is wrong with the others.
+//!
+//! One place decides it for registering a dataset, for the check before a start and for a job's ranks. Only regular files are
+//! opened: a pipe or a device may block its reader for ever.
+
+pub mod allowed;
+
+use rustix::{
+    fd::OwnedFd,
+    fs::{AtFlags, FileType, Mode, OFlags},
+    io::Errno,
+};
+use std::{
+    fs::{self, File, Metadata, OpenOptions},
+    io::{self, Read, Seek, SeekFrom},
+    os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt},
+    path::Path,
+};
+
+/// What a path leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Found {
+    Folder,
+    /// A regular file.
+    File {
+        size_bytes: u64,
+    },
+}
+
+/// What `path` leads to, through links; nothing is opened.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub fn stat(path: &Path) -> Result<Found, String> {
+    stat_with_time(path).map(|(found, _)| found)
+}
+
+/// As [`stat`], with the time of the last change (see [`modified_ns`]), from one system call.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub fn stat_with_time(path: &Path) -> Result<(Found, i64), String> {
+    let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
+    let modified = modified_ns(&found);
+    if found.is_dir() {
+        return if leads_back(path) {
+            Err("is a link to a folder that it lies in, which has no end; take the link out".into())
+        } else {
+            Ok((Found::Folder, modified))
+        };
+    }
+    regular(&found)?;
+    Ok((Found::File { size_bytes: found.len() }, modified))
+}
+
+/// An open folder: its files are examined relative to it, without resolving the whole path for each.
+#[derive(Debug)]
+pub struct Folder(Option<OwnedFd>);
+
+impl Folder {
+    /// A folder that cannot be opened has its files examined by their paths.
+    pub fn open(path: &Path) -> Self {
+        let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
+        Self(rustix::fs::open(path, flags, Mode::empty()).ok())
+    }
+
+    /// As [`stat_with_time`], of a path that lies in this folder.
+    ///
+    /// # Errors
+    /// What is wrong with it, to stand after its name.
+    pub fn stat_with_time(&self, path: &Path) -> Result<(Found, i64), String> {
+        let found = self.0.as_ref().zip(path.file_name());
+        let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
+        let plain = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
+        // Anything but a regular file takes the slow way.
+        let Some(found) = plain else { return stat_with_time(path) };
+        let changed = newest(
+            (found.st_mtime, found.st_mtime_nsec as i64),
+            (found.st_ctime, found.st_ctime_nsec as i64),
+        );
+        Ok((Found::File { size_bytes: found.st_size.cast_unsigned() }, changed))
+    }
+}
+
+/// When a file was last written or its times or owner were set, in nanoseconds since 1970: `rsync -t` and `cp -p` write
+/// other content and set the old time of writing.
+pub fn modified_ns(found: &Metadata) -> i64 {
+    newest((found.mtime(), found.mtime_nsec()), (found.ctime(), found.ctime_nsec()))
+}
+
+/// The later of two times, seconds and nanoseconds each, in nanoseconds.
+fn newest(a: (i64, i64), b: (i64, i64)) -> i64 {
+    let ns = |(secs, rest): (i64, i64)| secs.saturating_mul(1_000_000_000).saturating_add(rest);
+    ns(a).max(ns(b))
+}
+
+/// Opens a regular file and returns it with its size.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub fn open(path: &Path) -> Result<(File, u64), String> {
+    if stat(path)? == Found::Folder {
+        return Err("is a folder, not a file".into());
+    }
+    // What was a file a moment ago may be a pipe now: this neither waits for one nor reads it.
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(cannot_be_read)?;
+    with_size(file)
+}
+
+/// A regular file with its size.
+fn with_size(file: File) -> Result<(File, u64), String> {
+    let found = file.metadata().map_err(cannot_be_read)?;
+    regular(&found)?;
+    if is_lfs_pointer(&file, found.len()) {
+        return Err(
+            "is a Git LFS pointer, not the file that it stands for: run `git lfs pull` in its repository"
+                .into(),
+        );
+    }
+    Ok((file, found.len()))
+}
+
+/// Whether Git has left a pointer in the place of a large file (<https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>).
+fn is_lfs_pointer(file: &File, size: u64) -> bool {
+    const FIRST_LINE: &[u8] = b"version https://git-lfs.github.com/spec/";
+    // Pointers are shorter: pictures take no second system call.
+    const LIMIT: u64 = 1024;
+    let mut head = [0; FIRST_LINE.len()];
+    size < LIMIT && file.read_exact_at(&mut head, 0).is_ok() && head == FIRST_LINE
+}
+
+/// Reads a regular file of at most `most` bytes.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub fn read(path: &Path, most: u64) -> Result<Vec<u8>, String> {
+    read_opened(open(path)?, most)
+}
+
+/// As [`read`], of a file that [`open`] has opened.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+pub fn read_opened((file, size): (File, u64), most: u64) -> Result<Vec<u8>, String> {
+    let too_large = |size: u64| format!("has {size} bytes; up to {most} are read");
+    if size > most {
+        return Err(too_large(size));
+    }
+    let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or(0));
+    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(cannot_be_read)?;
+    // It may have grown, or be a file whose size the system does not report.
+    if bytes.len() as u64 > most { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
+}
+
+pub fn cannot_be_read(error: io::Error) -> String {
+    format!("{UNREAD}{error}")
+}
+
+/// Whether what is wrong is an error of the system (see [`cannot_be_read`]), which may be over at the next try; not what a
+/// file is or holds.
+pub fn is_unread(detail: &str) -> bool {
+    detail.contains(UNREAD)
+}
+
+const UNREAD: &str = "cannot be read: ";
+
+fn regular(found: &Metadata) -> Result<(), String> {
+    let kind = found.file_type();
+    let kind = if kind.is_fifo() {
+        "a named pipe (FIFO)"
+    } else if kind.is_socket() {
+        "a socket"
+    } else if kind.is_char_device() || kind.is_block_device() {
+        "a device"
+    } else {
+        return Ok(());
+    };
+    Err(format!("is {kind}, not a regular file, and is not opened"))
+}
+
+fn cannot_follow(path: &Path, error: &io::Error) -> String {
+    let target = fs::read_link(path);
+    match (target, error.kind()) {
+        (Ok(_), _) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
+            "is a link that leads back to itself; mend the link".into()
+        }
+        (Ok(target), io::ErrorKind::NotFound) => {
+            format!("is a link to {}, which is not there; mend the link", target.display())
+        }
+        _ => format!("{UNREAD}{error}"),
+    }
+}
+
+/// Whether a link to a folder leads to one that the link itself lies in.
+fn leads_back(path: &Path) -> bool {
+    let is_link = fs::symlink_metadata(path).is_ok_and(|m| m.is_symlink());
+    let home = path.parent().filter(|home| !home.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    is_link
+        && home
+            .canonicalize()
+            .is_ok_and(|home| path.canonicalize().is_ok_and(|target| home.starts_with(target)))
+}
+
+/// The last `most` bytes of a file, which may have any length: what a process prints has no limit. Nothing of a file that cannot
+/// be read.
+pub fn end_of(path: &Path, most: u64) -> Vec<u8> {
+    let read = || -> io::Result<Vec<u8>> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+        let mut bytes = Vec::new();
+        file.take(most).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    read().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::{fs::symlink, net::UnixListener};
+
+    #[test]
+    fn only_regular_files_are_opened_and_the_rest_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("file"), "four").unwrap();
+        symlink("file", at("link")).unwrap();
+        assert_eq!(stat(&at("link")), Ok(Found::File { size_bytes: 4 }));
+        assert_eq!(stat(dir.path()), Ok(Found::Folder));
+        assert_eq!(read(&at("link"), 4).unwrap(), b"four");
+        assert_eq!(read(&at("file"), 3).unwrap_err(), "has 4 bytes; up to 3 are read");
+
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            at("pipe"),
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::RUSR,
+            0,
+        )
+        .unwrap();
+        let _socket = UnixListener::bind(at("socket")).unwrap();
+        symlink("/dev/zero", at("zero")).unwrap();
+        symlink("gone", at("dangling")).unwrap();
+        symlink("loop", at("loop")).unwrap();
+        fs::create_dir(at("inner")).unwrap();
+        symlink("../..", at("inner/up")).unwrap();
+        // Belongs to this process, and says an error at the first byte, to whomever.
+        symlink("/proc/self/mem", at("unreadable")).unwrap();
+        let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n";
+        fs::write(at("pointer"), pointer).unwrap();
+        for (name, words) in [
+            ("pipe", "is a named pipe (FIFO), not a regular file"),
+            ("socket", "is a socket, not a regular file"),
+            ("zero", "is a device, not a regular file"),
+            ("dangling", "is a link to gone, which is not there"),
+            ("loop", "is a link that leads back to itself"),
+            ("inner/up", "is a link to a folder that it lies in"),
+            ("nothing", "cannot be read: No such file"),
+            ("unreadable", "cannot be read: Input/output error"),
+            ("pointer", "is a Git LFS pointer, not the file that it stands for: run `git lfs pull`"),
+        ] {
+            let said = read(&at(name), 100).unwrap_err();
+            assert!(said.starts_with(words), "{name}: {said}");
+            assert_eq!(stat(&at(name)).is_ok(), ["unreadable", "pointer"].contains(&name), "{name}");
+        }
+        assert_eq!(read(dir.path(), 9).unwrap_err(), "is a folder, not a file");
+    }
+
+    #[test]
+    fn the_end_of_a_file_is_read_however_long_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("printed");
+        assert_eq!(end_of(&path, 4), b"");
+        for (text, end) in [("", ""), ("abcd", "abcd"), ("abcde", "bcde")] {
+            fs::write(&path, text).unwrap();
+            assert_eq!(end_of(&path, 4), end.as_bytes());
+        }
+        // Longer than what fits into memory; all but its end is a hole.
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_len(1 << 40).unwrap();
+        file.write_all_at(b"end", (1 << 40) - 3).unwrap();
+        assert_eq!(end_of(&path, 4), b"\0end");
+    }
+}

@@ -1,0 +1,120 @@
+//! Files that somebody names by a path and that may lie in some folders alone. What was checked is what is opened: links are followed
+//! before the check, and none after it.
+
+use super::with_size;
+use lockstep_protocol::agent::AllowedFolders;
+use rustix::{
+    fs::{Mode, OFlags},
+    io::Errno,
+};
+use std::{
+    fs::File,
+    io,
+    path::{Component, Path, PathBuf},
+};
+
+/// Whether a path without links lies where it may on this machine.
+pub fn have(allowed: &AllowedFolders, path: &Path) -> bool {
+    allowed.have(path, |folder| folder.canonicalize().ok())
+}
+
+/// A path without links, if it leads where it may; as it is where it may lead anywhere.
+///
+/// # Errors
+/// A sentence.
+pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
+    let Some(allowed) = allowed else { return Ok(path.to_owned()) };
+    let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
+    if have(allowed, &real) { Ok(real) } else { Err(allowed.refusal(&path.display().to_string())) }
+}
+
+/// Opens a regular file, if its path leads where it may; with its path without links, and its size.
+///
+/// # Errors
+/// A sentence.
+pub fn open(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, (File, u64)), String> {
+    let real = resolve(path, allowed)?;
+    let opened = match allowed {
+        Some(_) => open_without_links(&real),
+        None => super::open(&real),
+    };
+    let opened = opened.map_err(|detail| format!("{} {detail}", real.display()))?;
+    Ok((real, opened))
+}
+
+/// Opens a regular file by an absolute path of which no part is a link. It goes from folder to folder, which every kernel can do.
+///
+/// # Errors
+/// What is wrong with it, to stand after its name.
+fn open_without_links(path: &Path) -> Result<(File, u64), String> {
+    let failed = |error: Errno| super::cannot_be_read(io::Error::from(error));
+    let is_plain = |part: &Component<'_>| matches!(part, Component::Normal(_));
+    let (Some(folder), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err("is a folder, not a file".into());
+    };
+    if !path.is_absolute() || !path.components().skip(1).all(|part| is_plain(&part)) {
+        return Err("is no absolute path without links".into());
+    }
+    // Folders on the way need not be readable.
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let mut at = rustix::fs::open("/", flags, Mode::empty()).map_err(failed)?;
+    for part in folder.iter().skip(1) {
+        at = rustix::fs::openat(&at, part, flags, Mode::empty()).map_err(failed)?;
+    }
+    // Neither waits for a pipe nor makes a terminal this process's own.
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::openat(&at, name, flags, Mode::empty()).map_err(failed)?);
+    if file.metadata().is_ok_and(|found| found.is_dir()) {
+        return Err("is a folder, not a file".into());
+    }
+    with_size(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{fs, os::unix::fs::symlink};
+
+    #[test]
+    fn a_path_is_followed_before_it_is_compared_and_what_becomes_a_link_afterwards_is_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().canonicalize().unwrap().join(name);
+        for folder in ["root/inner", "root/data/jobs", "outside"] {
+            fs::create_dir_all(at(folder)).unwrap();
+        }
+        for file in ["root/inner/w", "root/data/jobs/w", "outside/w"] {
+            fs::write(at(file), file).unwrap();
+        }
+        symlink(at("root"), at("way")).unwrap();
+        let text = |name: &str| at(name).display().to_string();
+        // The root is given by way of a link.
+        let allowed = AllowedFolders { below: vec![text("way")], except: vec![text("way/data")] };
+        let real = |name: &str| resolve(&at(name), Some(&allowed));
+        symlink(at("root/inner/w"), at("root/to-inner")).unwrap();
+        symlink(at("outside/w"), at("root/to-outside")).unwrap();
+        symlink(at("root/data"), at("root/inner/to-data")).unwrap();
+        for name in ["root/inner/w", "way/inner/w", "root/to-inner"] {
+            assert_eq!(real(name), Ok(at("root/inner/w")), "{name}");
+        }
+        for name in ["outside/w", "root/to-outside", "root/data/jobs/w", "root/inner/to-data/jobs/w"] {
+            let why = real(name).unwrap_err();
+            assert!(why.contains("--dataset-root") && why.starts_with(&text(name)), "{why}");
+            assert!(!why.contains(&text("data/")), "it does not say where it leads: {why}");
+            assert!(open(&at(name), Some(&allowed)).is_err(), "{name}");
+            assert_eq!(resolve(&at(name), None), Ok(at(name)), "it may lead anywhere");
+        }
+        let (path, (file, size)) = open(&at("root/to-inner"), Some(&allowed)).unwrap();
+        assert_eq!((path, size), (at("root/inner/w"), 12));
+        assert_eq!(super::super::read_opened((file, size), 12).unwrap(), b"root/inner/w");
+        assert!(open(&at("root/inner"), Some(&allowed)).unwrap_err().ends_with("is a folder, not a file"));
+
+        // Between the check and the opening, the file is replaced, and then the folder that it lies in.
+        let checked = real("root/inner/w").unwrap();
+        fs::remove_file(&checked).unwrap();
+        symlink(at("outside/w"), &checked).unwrap();
+        assert!(open_without_links(&checked).is_err());
+        fs::rename(at("root/inner"), at("root/moved")).unwrap();
+        symlink(at("outside"), at("root/inner")).unwrap();
+        assert!(checked.is_file() && open_without_links(&checked).is_err());
+    }
+}

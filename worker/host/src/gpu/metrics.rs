@@ -1,0 +1,113 @@
+//! Metrics of GPUs, as NVML measures them.
+
+use super::libraries::{Libraries, Library};
+use nvml_wrapper::{
+    Nvml,
+    enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus, TemperatureSensor},
+    error::NvmlError,
+};
+
+/// What NVML reports of a GPU; a virtual one reports only some of it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sample {
+    /// Part of the last moment in which something ran on it, 0 to 1.
+    pub utilization: Option<f32>,
+    /// Taken by anybody.
+    pub memory_bytes: u64,
+    pub power_watts: Option<f32>,
+    pub temperature_celsius: Option<f32>,
+}
+
+impl Sample {
+    /// What was measured, by the names of [`lockstep_protocol::metric::NAMES`].
+    pub fn metrics(self) -> Vec<(&'static str, f32)> {
+        let measured = [
+            ("gpu_utilization", self.utilization),
+            ("gpu_memory_bytes", Some(self.memory_bytes as f32)),
+            ("gpu_power_watts", self.power_watts),
+            ("gpu_temperature_celsius", self.temperature_celsius),
+        ];
+        measured.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+    }
+}
+
+/// Asks NVML about GPUs. It opens no context, so no GPU memory is taken.
+#[derive(Debug)]
+pub struct Reader(Nvml);
+
+impl Reader {
+    /// # Errors
+    /// NVML is not there; a sentence.
+    pub fn open() -> Result<Self, String> {
+        let libraries = Libraries::find();
+        let path = libraries.get(Library::Nvml).map(|nvml| nvml.path.clone());
+        let path = path.ok_or("no GPU metrics: NVML (libnvidia-ml.so.1) is not there")?;
+        let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
+        nvml.map(Self).map_err(|e| format!("no GPU metrics: NVML: {e}"))
+    }
+
+    /// # Errors
+    /// NVML's own: it does not know the GPU, or the GPU does not answer.
+    pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
+        sample(&self.0, uuid)
+    }
+
+    /// Whether two GPUs are joined by NVLink, directly or through switches, as far as NVML says.
+    pub fn are_joined(&self, one: &str, other: &str) -> bool {
+        let (Ok(one), Ok(other)) = (self.0.device_by_uuid(one), self.0.device_by_uuid(other)) else {
+            return false;
+        };
+        matches!(one.p2p_status(&other, P2pCapabilitiesIndex::NvLink), Ok(P2pStatus::Ok))
+    }
+}
+
+fn sample(nvml: &Nvml, uuid: &str) -> Result<Sample, NvmlError> {
+    let device = nvml.device_by_uuid(uuid)?;
+    let or_nothing = |value: Result<f32, NvmlError>| match value {
+        Ok(value) => Ok(Some(value)),
+        Err(NvmlError::NotSupported) => Ok(None),
+        Err(error) => Err(error),
+    };
+    Ok(Sample {
+        utilization: or_nothing(device.utilization_rates().map(|u| u.gpu as f32 / 100.0))?,
+        memory_bytes: device.memory_info()?.used,
+        power_watts: or_nothing(device.power_usage().map(|milliwatts| milliwatts as f32 / 1e3))?,
+        temperature_celsius: or_nothing(device.temperature(TemperatureSensor::Gpu).map(|t| t as f32))?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_metric_is_one_that_servers_know() {
+        let sample = Sample {
+            utilization: Some(0.97),
+            memory_bytes: 11 << 30,
+            power_watts: Some(650.5),
+            temperature_celsius: None,
+        };
+        let metrics = sample.metrics();
+        let values = metrics.iter().map(|(_, value)| *value);
+        assert!(values.eq([0.97, (11u64 << 30) as f32, 650.5]), "{metrics:?}");
+        let names = Sample { temperature_celsius: Some(61.0), ..sample }.metrics();
+        assert!(names.iter().all(|(name, _)| lockstep_protocol::metric::NAMES.contains(name)), "{names:?}");
+    }
+
+    #[test]
+    #[ignore = "needs a GPU"]
+    fn gpu_metrics_are_those_of_a_gpu() {
+        let libraries = Libraries::find();
+        let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
+        let nvml =
+            Nvml::builder().lib_path(libraries.get(Library::Nvml).unwrap().path.as_os_str()).init().unwrap();
+        // A context takes some memory, whatever else runs there.
+        let _context = cudarc::driver::CudaContext::new(0).unwrap();
+        let seen = sample(&nvml, &gpu.uuid).unwrap();
+        assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");
+        assert!(seen.utilization.is_none_or(|u| (0.0..=1.0).contains(&u)), "{seen:?}");
+        assert!(seen.power_watts.is_none_or(|w| (1.0..2000.0).contains(&w)), "{seen:?}");
+        assert!(seen.temperature_celsius.is_none_or(|t| (5.0..110.0).contains(&t)), "{seen:?}");
+    }
+}

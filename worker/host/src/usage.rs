@@ -1,0 +1,349 @@
+//! What this machine is doing: CPUs, memory, disks and network, read from `/proc`.
+
+use super::cgroup::ControlGroups;
+use rustix::thread::{CpuSet, sched_getaffinity};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+/// A file system's block in `/proc/diskstats`, whatever the disk's own is.
+const SECTOR: u64 = 512;
+/// Names of what is no disk of its own, or stands on others that are counted.
+const NO_DISKS: [&str; 7] = ["loop", "ram", "zram", "dm-", "md", "sr", "fd"];
+
+/// What was measured; rates are those since the sample before, so the first has none.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Usage {
+    /// CPUs that this process may use.
+    pub cpus: f64,
+    /// All of the machine.
+    pub host_cpus: u32,
+    /// Busy part of `cpus`, 0 to 1.
+    pub cpu_utilization: Option<f64>,
+    /// Mean of the last minute.
+    pub load: Option<f64>,
+    pub memory: Memory,
+    pub disk_used_bytes: u64,
+    pub disk_bytes: u64,
+    pub rates: Rates,
+}
+
+/// Memory that processes here may have, and have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    pub used_bytes: u64,
+    pub bytes: u64,
+    /// All of the machine.
+    pub host_bytes: u64,
+}
+
+/// Bytes a second.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Rates {
+    pub disk_read: Option<f64>,
+    pub disk_written: Option<f64>,
+    pub network_received: Option<f64>,
+    pub network_sent: Option<f64>,
+}
+
+/// Counters that only grow, and when they were read.
+#[derive(Debug, Clone, Copy)]
+struct Counters {
+    at: Instant,
+    /// Busy and all time of the CPUs that this process may use, in the kernel's unit.
+    cpu: Option<(u64, u64)>,
+    group_cpu_secs: Option<f64>,
+    disk: Option<(u64, u64)>,
+    network: Option<(u64, u64)>,
+}
+
+/// Measures, and knows the counters of the time before.
+#[derive(Debug)]
+pub struct UsageSampler {
+    groups: ControlGroups,
+    allowed: Vec<usize>,
+    disk_dir: PathBuf,
+    last: Option<Counters>,
+}
+
+impl UsageSampler {
+    /// Of this machine, or container; `disk_dir` is where disk space is measured.
+    pub fn new(disk_dir: &Path) -> Self {
+        let allowed = sched_getaffinity(None)
+            .map_or_else(|_| Vec::new(), |set| (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect());
+        let groups = ControlGroups::of_this_process();
+        Self { groups, allowed, disk_dir: disk_dir.to_owned(), last: None }
+    }
+
+    /// Measures.
+    pub fn sample(&mut self) -> Usage {
+        let stat = read("/proc/stat");
+        let host_cpus = stat.lines().filter(|line| cpu_line(line).is_some()).count();
+        let usable = if self.allowed.is_empty() { host_cpus } else { self.allowed.len() }.max(1) as f64;
+        let limit = self.groups.cpus().filter(|limit| *limit < usable);
+        let now = Counters {
+            at: Instant::now(),
+            cpu: busy(&stat, &self.allowed),
+            group_cpu_secs: limit.and_then(|_| self.groups.cpu_secs()),
+            disk: disks(&read("/proc/diskstats"), &whole_disks()),
+            network: network(&read("/proc/net/dev"), |name| {
+                Path::new("/sys/class/net").join(name).join("device").exists()
+            }),
+        };
+        let before = self.last.replace(now);
+        let cpus = limit.unwrap_or(usable);
+        let (disk_used_bytes, disk_bytes) = disk_space(&self.disk_dir);
+        Usage {
+            cpus,
+            host_cpus: u32::try_from(host_cpus).unwrap_or(u32::MAX),
+            cpu_utilization: before.and_then(|before| utilization(&before, &now, cpus)),
+            load: read("/proc/loadavg").split(' ').next().and_then(|load| load.parse().ok()),
+            memory: memory(&self.groups),
+            disk_used_bytes,
+            disk_bytes,
+            rates: before.map(|before| rates(&before, &now)).unwrap_or_default(),
+        }
+    }
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default()
+}
+
+fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
+    let share = match (before.group_cpu_secs, now.group_cpu_secs) {
+        (Some(before_secs), Some(now_secs)) => {
+            (now_secs - before_secs) / (now.at - before.at).as_secs_f64() / cpus
+        }
+        _ => {
+            let ((busy_before, all_before), (busy, all)) = (before.cpu?, now.cpu?);
+            busy.saturating_sub(busy_before) as f64 / all.checked_sub(all_before)? as f64
+        }
+    };
+    // No time may have passed.
+    share.is_finite().then(|| share.clamp(0.0, 1.0))
+}
+
+fn rates(before: &Counters, now: &Counters) -> Rates {
+    let secs = (now.at - before.at).as_secs_f64();
+    let of = |before: Option<u64>, now: Option<u64>| {
+        // A disk or an interface that is gone takes its count with it.
+        let rate = now?.checked_sub(before?)? as f64 / secs;
+        rate.is_finite().then_some(rate)
+    };
+    let first = |pair: Option<(u64, u64)>| pair.map(|(first, _)| first);
+    let second = |pair: Option<(u64, u64)>| pair.map(|(_, second)| second);
+    Rates {
+        disk_read: of(first(before.disk), first(now.disk)),
+        disk_written: of(second(before.disk), second(now.disk)),
+        network_received: of(first(before.network), first(now.network)),
+        network_sent: of(second(before.network), second(now.network)),
+    }
+}
+
+/// Number and times of a line `cpu7 ...` of `/proc/stat`.
+fn cpu_line(line: &str) -> Option<(usize, &str)> {
+    let (number, times) = line.strip_prefix("cpu")?.split_once(' ')?;
+    Some((number.parse().ok()?, times))
+}
+
+/// Busy and all time of these CPUs, or of all.
+fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
+    let counted = |cpu: usize| allowed.is_empty() || allowed.contains(&cpu);
+    let mut sums = None;
+    for (_, times) in stat.lines().filter_map(cpu_line).filter(|(cpu, _)| counted(*cpu)) {
+        // user nice system idle iowait irq softirq steal; guests' time is in user's.
+        let times: Vec<u64> = times.split_whitespace().take(8).map_while(|t| t.parse().ok()).collect();
+        let (all, idle) = (times.iter().sum::<u64>(), times.iter().skip(3).take(2).sum::<u64>());
+        let (busy_sum, all_sum) = sums.unwrap_or((0, 0));
+        sums = Some((busy_sum + (all - idle), all_sum + all));
+    }
+    sums
+}
+
+/// Memory of the machine, or of the container that this is.
+fn memory(groups: &ControlGroups) -> Memory {
+    let text = read("/proc/meminfo");
+    let bytes = |key: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key));
+        line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
+    };
+    let (host_bytes, available) = (bytes("MemTotal:"), bytes("MemAvailable:"));
+    match groups.memory().filter(|(limit, _)| *limit < host_bytes) {
+        Some((limit, used)) => Memory { used_bytes: used.min(limit), bytes: limit, host_bytes },
+        None => Memory { used_bytes: host_bytes.saturating_sub(available), bytes: host_bytes, host_bytes },
+    }
+}
+
+/// Memory that a process here may still take, if files that the kernel keeps in memory make room. `None` where the system does not say.
+pub fn memory_available() -> Option<u64> {
+    let text = read("/proc/meminfo");
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let of_machine = line.split_whitespace().next()?.parse::<u64>().ok()?.saturating_mul(1024);
+    let groups = ControlGroups::of_this_process();
+    let of_group = groups
+        .memory()
+        .map(|(limit, used)| limit.saturating_sub(used.saturating_sub(groups.files_in_use().unwrap_or(0))));
+    Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
+}
+
+/// Memory that processes here may have.
+pub fn memory_bytes() -> u64 {
+    memory(&ControlGroups::of_this_process()).bytes
+}
+
+/// Memory that processes here may still take.
+pub fn memory_free() -> (u64, u64) {
+    let memory = memory(&ControlGroups::of_this_process());
+    (memory.bytes - memory.used_bytes.min(memory.bytes), memory.bytes)
+}
+
+/// Used bytes of a folder's file system, and those with what this account may still use.
+fn disk_space(dir: &Path) -> (u64, u64) {
+    rustix::fs::statvfs(dir).map_or((0, 0), |s| {
+        let used = s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize;
+        (used, used + s.f_bavail * s.f_frsize)
+    })
+}
+
+/// The disks of this machine, without their partitions.
+fn whole_disks() -> Vec<String> {
+    let names = fs::read_dir("/sys/block").into_iter().flatten().flatten();
+    names.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| is_disk(name)).collect()
+}
+
+fn is_disk(name: &str) -> bool {
+    // `nvme0c0n1` is one of several ways to `nvme0n1`.
+    let is_path = name.strip_prefix("nvme").is_some_and(|rest| rest.contains('c'));
+    !is_path && !NO_DISKS.iter().any(|prefix| name.starts_with(prefix))
+}
+
+/// Bytes read from and written to these disks.
+fn disks(diskstats: &str, names: &[String]) -> Option<(u64, u64)> {
+    let mut sums = None;
+    for line in diskstats.lines() {
+        // major minor name reads merged sectors ms writes merged sectors ...
+        let fields: Vec<&str> = line.split_whitespace().take(10).collect();
+        let [_, _, name, _, _, read, _, _, _, written] = fields[..] else { continue };
+        if !names.iter().any(|known| known == name) {
+            continue;
+        }
+        if let (Ok(read), Ok(written)) = (read.parse::<u64>(), written.parse::<u64>()) {
+            let (r, w) = sums.unwrap_or((0, 0));
+            sums = Some((r + read * SECTOR, w + written * SECTOR));
+        }
+    }
+    sums
+}
+
+/// Bytes received and sent by interfaces that are devices; where none is, as in a container, by all but loopback. Bridges and
+/// tunnels would count what passes through a device twice.
+fn network(dev: &str, is_device: impl Fn(&str) -> bool) -> Option<(u64, u64)> {
+    let interface = |line: &str| {
+        let (name, counters) = line.split_once(':')?;
+        let counters: Vec<u64> = counters.split_whitespace().map_while(|c| c.parse().ok()).collect();
+        Some((name.trim().to_owned(), *counters.first()?, *counters.get(8)?))
+    };
+    let all: Vec<_> = dev.lines().filter_map(interface).filter(|(name, ..)| name != "lo").collect();
+    let any_device = all.iter().any(|(name, ..)| is_device(name));
+    let counted: Vec<_> = all.iter().filter(|(name, ..)| !any_device || is_device(name)).collect();
+    let sum = |(r, s), (_, received, sent): &&(String, u64, u64)| (r + received, s + sent);
+    (!counted.is_empty()).then(|| counted.iter().fold((0, 0), sum))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        time::Duration,
+    };
+
+    #[test]
+    fn this_machine_s_numbers_are_possible_and_a_busy_loop_raises_the_cpu_s() {
+        let mut sampler = UsageSampler::new(Path::new("/"));
+        let first = sampler.sample();
+        assert!(first.cpus > 0.0 && first.cpus <= f64::from(first.host_cpus), "{first:?}");
+        assert!(first.memory.used_bytes > 0 && first.memory.used_bytes < first.memory.bytes, "{first:?}");
+        assert!(first.memory.bytes <= first.memory.host_bytes, "{first:?}");
+        assert!(first.disk_used_bytes > 0 && first.disk_used_bytes < first.disk_bytes, "{first:?}");
+        assert_eq!((first.cpu_utilization, first.rates), (None, Rates::default()), "nothing came before");
+        let over = AtomicBool::new(false);
+        let spin = || {
+            while !over.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        };
+        // As many as there are CPUs: whatever else runs, the machine is busy.
+        let busiest = std::thread::scope(|scope| {
+            (0..first.cpus.ceil() as usize).for_each(|_| drop(scope.spawn(spin)));
+            let began = Instant::now();
+            let mut busiest = 0.0;
+            while busiest < 0.8 && began.elapsed() < Duration::from_secs(20) {
+                std::thread::sleep(Duration::from_millis(300));
+                busiest = sampler.sample().cpu_utilization.unwrap();
+            }
+            over.store(true, Ordering::Relaxed);
+            busiest
+        });
+        assert!((0.8..=1.0).contains(&busiest), "{busiest}");
+    }
+
+    #[test]
+    fn what_is_written_to_a_disk_is_seen_as_a_rate() {
+        let at = Instant::now();
+        let before = Counters {
+            at,
+            cpu: Some((100, 1000)),
+            group_cpu_secs: None,
+            disk: Some((5000, 7000)),
+            network: None,
+        };
+        let now = Counters {
+            at: at + Duration::from_secs(2),
+            cpu: Some((150, 1200)),
+            group_cpu_secs: None,
+            disk: Some((5000, 9000)),
+            network: Some((1, 1)),
+        };
+        assert_eq!(utilization(&before, &now, 4.0), Some(0.25));
+        let found = rates(&before, &now);
+        assert_eq!((found.disk_read, found.disk_written), (Some(0.0), Some(1000.0)));
+        assert_eq!((found.network_received, found.network_sent), (None, None));
+        // A disk that was taken away, and two looks at once.
+        assert_eq!(rates(&now, &Counters { disk: Some((0, 0)), ..now }).disk_read, None);
+        assert_eq!(utilization(&now, &now, 4.0), None);
+        // A container with one and a half CPUs.
+        let limited = |at, secs| Counters { at, group_cpu_secs: Some(secs), ..before };
+        let (one, two) = (limited(at, 10.0), limited(at + Duration::from_secs(2), 11.5));
+        assert_eq!(utilization(&one, &two, 1.5), Some(0.5));
+    }
+
+    #[test]
+    fn only_cpus_that_may_be_used_are_counted() {
+        let stat =
+            "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 10 0 10 70 10 0 0 0 0 0\ncpu1 50 0 0 50 0 0 0 0 5 0\nintr 7\n";
+        assert_eq!(busy(stat, &[0]), Some((20, 100)));
+        assert_eq!(busy(stat, &[]), Some((70, 200)));
+        assert_eq!(busy(stat, &[9]), None);
+        assert_eq!(busy("", &[]), None);
+    }
+
+    #[test]
+    fn disks_are_counted_without_their_partitions_and_networks_without_bridges() {
+        let stats = "   7  0 loop0 1 2 3 4 5 6 7 8 9 0 0\n 259 0 nvme0n1 9 9 10 9 9 9 20 9 0 0 0\n 259 1 nvme0n1p1 9 9 10 9 9 9 20 9 0 0 0\n";
+        assert_eq!(disks(stats, &["nvme0n1".into(), "sda".into()]), Some((10 * 512, 20 * 512)));
+        assert_eq!(disks(stats, &[]), None);
+        for (name, expected) in
+            [("sda", true), ("nvme0n1", true), ("nvme0c0n1", false), ("dm-0", false), ("vda", true)]
+        {
+            assert_eq!(is_disk(name), expected, "{name}");
+        }
+        let dev = "Inter-| Receive | Transmit\n face |bytes\n lo: 5 0 0 0 0 0 0 0 5 0\n eth0: 100 1 0 0 0 0 0 0 40 1\ndocker0:90 0 0 0 0 0 0 0 30 0\n";
+        assert_eq!(network(dev, |name| name == "eth0"), Some((100, 40)));
+        assert_eq!(network(dev, |_| false), Some((190, 70)));
+        assert_eq!(network("", |_| false), None);
+    }
+}

@@ -1,0 +1,82 @@
+//! A third backend, for tests: it shows what a backend has to provide, and computes with the CPU's functions.
+
+use lockstep_engine::{
+    Backend, BuildArgs, Devices, Engine, EngineError, Needs, Selection, build_cpu, registry,
+};
+use lockstep_host::gpu::RankGpu;
+use lockstep_protocol::{agent::Slot, spec::Device};
+use std::{ffi::OsString, io, sync::Mutex};
+
+/// What its devices are called begins so.
+const DEVICE: &str = "TOY-";
+/// Tells a rank's process which devices there are.
+pub(crate) const VISIBLE: &str = "LOCKSTEP_TOY_DEVICES";
+
+/// What this process has asked of it, in order.
+pub(crate) static ASKED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+fn note(what: String) {
+    ASKED.lock().unwrap().push(what);
+}
+
+/// Adds the backend to the registry; what its device of this name is called.
+pub(crate) fn device(name: &str) -> String {
+    registry::add(&Toy);
+    format!("{DEVICE}{name}")
+}
+
+/// The backend.
+#[derive(Debug)]
+struct Toy;
+
+impl Backend for Toy {
+    fn name(&self) -> &'static str {
+        "toy"
+    }
+
+    /// Those that somebody names: every machine has them all.
+    fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
+        let named = selection.list.into_iter().flat_map(|list| list.split(','));
+        let slot = |(index, name): (u32, &str)| Slot {
+            index,
+            device: self.name().into(),
+            name: name.to_lowercase(),
+            memory_bytes: 0,
+            uuid: Some(name.into()),
+        };
+        let slots = (0..).zip(named.filter(|name| name.starts_with(DEVICE))).map(slot).collect();
+        Ok(Devices { slots, hindrance: None })
+    }
+
+    fn device_of(&self, given: Option<&RankGpu>, _asked: Device) -> Option<i32> {
+        let given = given?;
+        given.uuid()?.starts_with(DEVICE).then_some(given.ordinal)
+    }
+
+    fn device_name(&self, ordinal: i32) -> String {
+        format!("toy {ordinal}")
+    }
+
+    fn needs(&self) -> Needs {
+        Needs { shared_memory: true, host_memory: true, ..Needs::default() }
+    }
+
+    fn environment(&self, given: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
+        let visible = given.map(|given| given.visible.join(",")).unwrap_or_default();
+        Ok(vec![(VISIBLE.into(), visible.into())])
+    }
+
+    fn preflight(&self, world_size: u32) -> Result<(), String> {
+        note(format!("preflight for {world_size} ranks"));
+        Ok(())
+    }
+
+    fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
+        note(format!("engine on device {}", args.ordinal));
+        build_cpu(args.network, args.initial, args.config, args.comm)
+    }
+
+    fn about_to_exit(&self, reason: &str) {
+        note(format!("abort: {reason}"));
+    }
+}

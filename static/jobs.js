@@ -23,6 +23,8 @@ const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
 /** What jobs of the stream were sorted by when the list was read again for them: the server alone knows their places, and reads notes. */
 const asked = new Map();
+/** The last known state of every job, also of those that are no longer listed: a job may leave the list before the stream tells of its end. */
+const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
 /** Ends that were told: each comes with the stream, and again with what is read after a time without it. */
 const told = new Set();
 /** `anew`: the filter or the order has changed since the list was read. `missed`: there was a time without the stream; `catching`: the load that reads what was missed. */
@@ -158,17 +160,19 @@ function hear(job) {
   readSoon();
 }
 
-function tellEnd(before, job) {
-  const end = `${job.id} ${job.finished_at}`;
-  if (FINAL.includes(before.state) || !FINAL.includes(job.state) || told.has(end)) return;
+function tellEnd(job) {
+  const before = stateOf.get(job.id), end = `${job.id} ${job.finished_at}`;
+  stateOf.set(job.id, job.state);
+  if (!before || FINAL.includes(before) || !FINAL.includes(job.state) || told.has(end)) return;
   told.add(end);
   notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
 }
 
 /** A job of the stream waits for the next frame, which a hidden page has none of. Its end is told at once, if it belongs into the list. */
 function receive(job) {
-  const listed = jobs.get(job.id) ?? groups.jobs.get(job.id), before = waiting.get(job.id) ?? listed;
-  if (before && (listed || (fits(before, filter()) && mentions(before, filter().text)))) tellEnd(before, job);
+  const before = { ...job, state: stateOf.get(job.id) };
+  if (jobs.has(job.id) || groups.jobs.has(job.id) || (fits(before, filter()) && mentions(before, filter().text))) tellEnd(job);
+  else stateOf.set(job.id, job.state);
   waiting.set(job.id, job);
 }
 
@@ -176,7 +180,7 @@ function show(job) {
   const known = jobs.get(job.id);
   if (known && known.last_seq > job.last_seq) return;
   if (!fits(job, filter())) return remove(job.id);
-  if (known) tellEnd(known, job);
+  tellEnd(job);
   queue.keep(known, job);
   jobs.set(job.id, job);
   let row = rowOf.get(job.id);

@@ -44,8 +44,8 @@ export class Groups {
   /** Added columns that no mean can be had of. */
   #texts = new Set();
 
-  /** `fill(row, job)`: writes a job's row. `extra()`: keys of the columns that were added. `changed()`: after rows came or went. `ended(before, job)`: of a
-   *  job that is shown, whenever it is read again. */
+  /** `fill(row, job)`: writes a job's row. `extra()`: keys of the columns that were added. `changed()`: after rows came or went. `ended(job)`: of a
+   *  job that is shown, whenever it is read. */
   constructor(table, { fill, extra, changed, ended }) {
     Object.assign(this, { table, fill, extra, changed, ended });
     this.more = make("tbody", { className: "group-more", hidden: true }, below(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
@@ -219,7 +219,7 @@ export class Groups {
     const before = new Map(one.rows.map((row) => [row.dataset.id, row])), rows = further ? [...one.rows] : [];
     for (const job of jobs) {
       const known = this.jobs.get(job.id);
-      if (known) this.ended(known, job);
+      this.ended(job);
       if (!known || known.last_seq <= job.last_seq) this.jobs.set(job.id, job);
       const row = before.get(job.id) ?? blank(job);
       this.fill(row, this.jobs.get(job.id));

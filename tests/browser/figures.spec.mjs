@@ -57,6 +57,8 @@ describe("a job", () => {
     await begin(of, 290);
     const page = await browser.page(server, `/jobs/${job.id}`), list = await page.tab("/jobs"), compare = await page.tab(`/compare?jobs=${job.id}`);
     await until("it is live", async () => (await page.locator("#live").textContent()) === "live");
+    const evaluation = (epoch, accuracy) => ({ type: "evaluation", epoch, step: 290, samples: 100, accuracy, loss: 1.5, secs: 1.5 });
+    await report(of, 0, [evaluation(2, 0.875), evaluation(3, 0.75)]);
     await steps(of, 2, 291, 320);
 
     // 30 steps of 16 pictures, ten of each duration: a mean of speeds would be 889.
@@ -68,6 +70,7 @@ describe("a job", () => {
     await shows(page, "#ranks-note", `${words} images/s`);
     await shows(page, "#speed-note", `${words} in all`);
     await shows(list, `tr[data-id="${job.id}"] [data-f=speed]`, words);
+    assert.equal(await list.locator(`tr[data-id="${job.id}"] [data-f=best]`).textContent(), "87.5 %", "the best accuracy, not the last");
     await until("Compare says so, too", async () => (await compare.locator("#results [data-column='images/s']").textContent()) === words);
     await until("the list and the page agree on the time left", async () => {
       const [a, b] = [await page.locator("#left").textContent(), await list.locator(`tr[data-id="${job.id}"] [data-f=progress]`).textContent()];

@@ -42,6 +42,16 @@ const end = (job, step) => {
   return agent.evaluate(async ([id, step]) => window.it.end(await window.it.attempt(id), step), [job.id, step]);
 };
 
+/** A page that is to notify: titles of its notifications are in `told`, and while `elsewhere` is set it is hidden and draws no frame. */
+const keepTold = (page) => page.context().addInitScript(() => {
+  const draw = window.requestAnimationFrame.bind(window);
+  window.told = [];
+  window.Notification = class { static permission = "granted"; constructor(title) { window.told.push(title); } };
+  Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
+  window.requestAnimationFrame = (f) => (window.elsewhere ? 1 : draw(f));
+  localStorage.setItem("notify", "yes");
+});
+
 describe("a rank's lane", () => {
   test("shows how a step divides, what the rank does, and its GPU's use, memory, temperature and power", async () => {
     const job = await running("on GPUs", 60), page = await browser.page(server, `/jobs/${job.id}`), lane = (rank) => page.locator(`#ranks li[data-rank="${rank}"]`);
@@ -179,14 +189,7 @@ describe("a page that stays open", () => {
   test("tells an end in every list, once, while it is hidden and draws no frame", async () => {
     for (const [where, path] of Object.entries({ all: "/jobs", running: "/jobs?state=running", groups: "/jobs?group_by=project&open=%5B%5B%22default%22%5D%5D" })) {
       const job = await running(`ends in the list of ${where}`, 10), page = await browser.page(server, "/static/icon.svg");
-      await page.context().addInitScript(() => {
-        const draw = window.requestAnimationFrame.bind(window);
-        window.told = [];
-        window.Notification = class { static permission = "granted"; constructor(title) { window.told.push(title); } };
-        Object.defineProperty(document, "hidden", { get: () => window.elsewhere === true });
-        window.requestAnimationFrame = (f) => (window.elsewhere ? 1 : draw(f));
-        localStorage.setItem("notify", "yes");
-      });
+      await keepTold(page);
       await page.goto(server.url + path);
       const state = page.locator(`tr[data-id="${job.id}"] [data-f=state]`), once = [`${job.name}: succeeded`];
       await until("it runs", async () => (await page.locator("#live").textContent()) === "live" && (await state.textContent()) === "running");
@@ -198,6 +201,35 @@ describe("a page that stays open", () => {
       await page.evaluate(() => dispatchEvent(new Event("online")));
       await until("it has been read", async () => (await state.allTextContents()).every((words) => words === "succeeded"));
       assert.deepEqual(await page.evaluate(() => window.told), once);
+      await page.end();
+    }
+  });
+
+  test("tells an end that has taken the job off the list before the stream tells of it, or that comes before the list is read", async () => {
+    for (const isRead of [true, false]) {
+      const job = await running(`ends ${isRead ? "between two readings" : "before any reading"}`, 10), page = await browser.page(server, "/static/icon.svg"), held = [];
+      let hold = false, socket = null;
+      await keepTold(page);
+      await page.routeWebSocket(/\/stream/, (ws) => {
+        socket = ws;
+        ws.connectToServer().onMessage((message) => { if (hold && JSON.parse(message).job?.id === job.id) held.push(message); else ws.send(message); });
+      });
+      if (!isRead) await page.route("**/api/v1/jobs?*", () => {});
+      await page.goto(`${server.url}/jobs?state=running`);
+      const row = page.locator(`tr[data-id="${job.id}"]`);
+      await until("it is live", async () => (await page.locator("#live").textContent()) === "live" && (await row.getAttribute("data-state")) === "running");
+      if (isRead) await until("it is read", () => page.evaluate(() => performance.getEntriesByName("jobs listed").length > 0));
+      await page.evaluate(() => { window.elsewhere = true; });
+      hold = isRead;
+      await end(job, 10);
+      if (isRead) {
+        await until("the stream has its end", () => held.some((message) => JSON.parse(message).job.state === "succeeded"));
+        socket.send(JSON.stringify({ type: "live" }));
+        await until("the list is read again, without it", async () => (await row.count()) === 0);
+        for (const message of held) socket.send(message);
+      }
+      await until("it is told", async () => (await page.evaluate(() => window.told)).length > 0, 20_000);
+      assert.deepEqual(await page.evaluate(() => window.told), [`${job.name}: succeeded`]);
       await page.end();
     }
   });

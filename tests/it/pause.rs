@@ -178,6 +178,14 @@ async fn a_fork_continues_from_any_checkpoint_with_other_settings_and_ranks() {
         number(&server.succeeded(further.json()["id"].as_str().expect("an id")).await["step"]),
         STEPS + 10
     );
+    // With twice as many pictures a step, step 100 is step 50: the middle of the third epoch, too.
+    let larger = fork(json!({"checkpoint": 100, "set": {"train": {"batch_size": 16, "steps": 52}}})).await;
+    assert_eq!(larger.status.as_u16(), 201, "{}", larger.text);
+    let larger = larger.json()["id"].as_str().expect("an id").to_owned();
+    server.succeeded(&larger).await;
+    let points = server.points(&larger, "loss").await;
+    let steps: Vec<_> = points.iter().filter(|p| p.1 == 0).map(|p| p.2).collect();
+    assert_eq!(steps, [51, 52]);
 
     let listed = server.cli(&["checkpoints", &same_id]);
     assert!(listed.ok().lines().count() > 3 && listed.stdout.contains("STEP"), "{}", listed.stdout);

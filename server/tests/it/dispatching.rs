@@ -182,8 +182,13 @@ async fn the_queue_goes_by_priority_then_age_and_a_large_job_is_not_overtaken() 
     agent.end(&first.attempt, Ending::Succeeded { step: 1 }).await;
     let third = agent.started().await;
     assert_eq!((third.attempt.job.clone(), third.ranks), (large.id, vec![(0, 0), (1, 1)]));
+    let on_cpu = server.submit(|s| s["parallel"] = json!({"ranks": 1, "device": "cpu"})).await;
     agent.end(&third.attempt, Ending::Succeeded { step: 1 }).await;
-    assert_eq!(agent.started().await.attempt.job, small.id);
+    // Both start in one round, on a slot each, though only one of them names its device.
+    for (slot, job) in [small.id, on_cpu.id].into_iter().enumerate() {
+        let start = agent.started().await;
+        assert_eq!((start.attempt.job, start.ranks), (job, vec![(0, slot as u32)]));
+    }
     server.stop().await;
 }
 

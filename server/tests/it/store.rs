@@ -160,6 +160,15 @@ async fn scenario(store: &dyn Store) {
     let again = store.claim(Claim { after_attempt: 1, ..claim() }).await.unwrap().unwrap();
     assert_eq!((again.resume.as_deref(), again.attempt.attempt), (Some("1-4"), 2));
     assert!(again.attempt.fencing_token > attempt.fencing_token);
+    // One checkpoint of the job is the best, whichever attempt wrote it.
+    let better =
+        Report { attempt: again.attempt, ..report(Source::Rank(0), 0, vec![running(10, 4), checkpoint(6)]) };
+    store.ingest(&[better]).await.unwrap();
+    let checkpoints = store.checkpoints(&id).await.unwrap();
+    assert_eq!(
+        checkpoints.iter().map(|c| (c.info.step, c.info.best)).collect::<Vec<_>>(),
+        [(6, true), (4, false), (2, false)]
+    );
     store.change_job(&id, Box::new(move |row| lifecycle::cancel(row, false, at))).await.unwrap();
 
     let page =

@@ -1,6 +1,6 @@
 //! Training throughput of named cases on synthetic pictures.
 
-use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult, registry};
+use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult, plan::Plan, registry};
 use crate::{
     comm::{
         ProcessGroup, SingleRank,
@@ -167,6 +167,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
         initial: &initial,
         config,
         comm,
+        plan: Plan::data(ranks),
         ordinal: device.ordinal,
         precision: Precision::Fp32,
         loss_scale: LossScale::Named("dynamic".into()),
@@ -299,6 +300,7 @@ fn on_device(
         network,
         initial: &initial,
         config,
+        plan: Plan::data(comm.size()),
         comm,
         ordinal: how.device.ordinal,
         precision: how.precision,

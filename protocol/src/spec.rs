@@ -17,6 +17,7 @@ mod nearest;
 mod recipe;
 mod reference;
 mod renamed;
+mod shard;
 mod train;
 
 pub use check::{from_json, from_toml, read, read_leniently};
@@ -31,6 +32,7 @@ pub use nearest::nearest;
 pub use recipe::Recipe;
 pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
 pub use renamed::{ACCEPTED, is_renamed, name_today, upgrade};
+pub use shard::{ShardSpec, Split};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
 use crate::labels;
@@ -80,8 +82,17 @@ pub struct ParallelSpec {
     pub ranks: u32,
     /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
-    /// Only `data` today.
+    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model` and `shard` say; on CPU ranks only.
     pub mode: String,
+    /// Ranks that share one copy of the network, a divisor of `ranks` (mode `hybrid`); 1 when absent. Operators that `shard` names are split over
+    /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.
+    #[serde(skip_serializing_if = "is_one")]
+    pub model: u32,
+    /// How operators are split over the ranks of `model`: tables with `match`, the name of a convolution or linear layer (`*` stands for
+    /// any text), and `split`, which is `out` (output channels or classes), `in` (input channels) or `groups`. The last one that matches
+    /// an operator counts. Without any, the last layer is split over its classes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub shard: Vec<ShardSpec>,
     /// Batch norm's statistics over the whole global batch: the same result at any number of ranks.
     pub sync_batch_norm: bool,
     /// Average gradients over ranks; false sums them.
@@ -170,6 +181,8 @@ impl Default for ParallelSpec {
             ranks: 1,
             device: Device::Auto,
             mode: "data".into(),
+            model: 1,
+            shard: Vec::new(),
             sync_batch_norm: true,
             gradients_mean: true,
             parameter_broadcast: true,
@@ -195,19 +208,24 @@ impl Default for EvaluateSpec {
     }
 }
 
+fn is_one(count: &u32) -> bool {
+    *count == 1
+}
+
 impl JobSpec {
     /// Pictures one rank sees in one micro-batch.
     pub fn micro_batch_size(&self) -> u32 {
         match (self.train.batch_size, self.train.global_batch_size) {
             (Some(b), _) => b,
-            (None, Some(g)) => g / (self.parallel.ranks.max(1) * self.train.accumulate.max(1)),
+            (None, Some(g)) => g / (self.parallel.data_ranks().max(1) * self.train.accumulate.max(1)),
             (None, None) => 32,
         }
     }
 
     /// Pictures all ranks see in one optimizer step.
     pub fn global_batch_size(&self) -> u64 {
-        u64::from(self.micro_batch_size()) * u64::from(self.train.accumulate) * u64::from(self.parallel.ranks)
+        let parts = u64::from(self.train.accumulate) * u64::from(self.parallel.data_ranks());
+        u64::from(self.micro_batch_size()) * parts
     }
 
     /// Optimizer steps an epoch over `samples` training pictures takes.

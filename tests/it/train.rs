@@ -1,6 +1,7 @@
 //! `lockstep train`: training without a server. Here: the same bytes from the same job, however ranks are started.
 
 mod average;
+mod hybrid;
 mod layers;
 mod refusals;
 mod stops;

@@ -244,7 +244,7 @@ mod tests {
     use lockstep_protocol::{
         JobSpec,
         dataset::{DatasetInfo, SplitInfo},
-        spec::{ImageSize, ScheduleKind, SizeFrom, from_json},
+        spec::{ImageSize, ScheduleKind, ShardSpec, SizeFrom, Split, from_json},
     };
 
     fn page(mistakes: Vec<SpecError>) -> SubmitPage {
@@ -321,13 +321,10 @@ mod tests {
         spec.train.global_batch_size = Some(1);
         spec.checkpoint.every_epochs = Some(1);
         spec.checkpoint.every_steps = Some(1);
+        spec.parallel.model = 2;
+        spec.parallel.shard = vec![ShardSpec { pattern: "fc".into(), split: Split::Out }];
         let form = Form::from_spec(&spec);
-        // `data` is the only mode, so there is nothing to choose.
-        let missing: Vec<_> = form
-            .values
-            .keys()
-            .filter(|k| *k != "parallel.mode" && !fields::fields().any(|f| f.key == *k))
-            .collect();
+        let missing: Vec<_> = form.values.keys().filter(|k| !fields::fields().any(|f| f.key == *k)).collect();
         assert!(missing.is_empty(), "{missing:?}");
     }
 
@@ -340,6 +337,9 @@ mod tests {
         spec.tags = vec!["baseline".into(), "two words".into()];
         spec.train.lr = 0.1;
         spec.train.milestones = vec![3, 6];
+        (spec.parallel.mode, spec.parallel.model) = ("hybrid".into(), 2);
+        let shard = |pattern: &str, split| ShardSpec { pattern: pattern.into(), split };
+        spec.parallel.shard = vec![shard("layer4.*", Split::Out), shard("fc", Split::In)];
         let sizes = [SizeFrom { epoch: 1, size: 128 }, SizeFrom { epoch: 4, size: 192 }].to_vec();
         for size in [ImageSize::Fixed(64), ImageSize::Schedule(sizes)] {
             spec.data.image_size = Some(size);

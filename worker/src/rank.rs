@@ -232,7 +232,6 @@ fn attempt(
         local_ranks: config.local_ranks,
         threads: config.threads as usize,
         rank: config.rank,
-        // All ranks of a job are replicas of one network.
         group: comm,
         store: met,
         watchdog: watchdog.clone(),

@@ -74,8 +74,8 @@ pub struct Training<'a> {
     pub threads: usize,
     /// This rank's number in the job, which reports name it by.
     pub rank: u32,
-    /// The data-parallel group: the ranks that see different pictures of a step and keep the same weights. Its rank 0 reports
-    /// what concerns all of them and writes checkpoints; batch sizes of the specification are shares of it.
+    /// The ranks of the job. They see different pictures of a step and keep the same weights, or share copies of the network. Rank 0
+    /// reports what concerns all of them and writes checkpoints.
     pub group: Arc<dyn ProcessGroup>,
     /// The rendezvous store of all ranks of the job; absent for a single rank.
     pub store: Option<Arc<Store>>,
@@ -300,6 +300,11 @@ impl Run<'_> {
 
     fn is_first(&self) -> bool {
         self.training.group.rank() == 0
+    }
+
+    /// Whether this rank's engine keeps an average of the weights.
+    fn keeps_average(&self) -> bool {
+        self.is_first() || self.training.spec.parallel.is_hybrid()
     }
 }
 

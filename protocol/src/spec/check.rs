@@ -8,7 +8,7 @@ use super::{
     keys::{KEYS, MAX_LR, Section},
     mistake::{SpecError, shortened, type_of},
     nearest::nearest,
-    renamed,
+    renamed, shard,
 };
 use crate::{
     limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
@@ -244,7 +244,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
             "give either batch_size (a rank) or global_batch_size, not both".into(),
         ),
         (None, Some(global)) => {
-            let parts = spec.parallel.ranks.saturating_mul(spec.train.accumulate).max(1);
+            let parts = spec.parallel.data_ranks().saturating_mul(spec.train.accumulate).max(1);
             if !global.is_multiple_of(parts) {
                 let below = global / parts * parts;
                 let near =
@@ -302,6 +302,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     }
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
     check_sizes(spec, &mut mistake);
+    shard::check_combinations(spec, &mut mistake);
     if let Some(detail) = fewer_ranks::mistake(spec) {
         mistake("/recovery/min_ranks", detail);
     }

@@ -4,6 +4,7 @@ use super::{
     Arch, DEVICE_NAMES, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
     nearest::nearest,
+    shard,
 };
 use crate::labels;
 use serde_json::Value;
@@ -58,6 +59,8 @@ pub enum Kind {
     Validation,
     /// `dynamic`, or a positive number.
     LossScale,
+    /// Tables with a pattern and how the operators that it matches are split.
+    Shards,
 }
 
 /// A table of keys.
@@ -80,6 +83,9 @@ const MAX_ALPHA: f64 = 100.0;
 pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
 /// Epochs that a list may name.
 pub(super) const EPOCHS_LISTED: usize = 1000;
+
+/// What `parallel.mode` may be.
+pub(super) const MODES: [&str; 2] = ["data", "hybrid"];
 
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
@@ -177,7 +183,9 @@ pub const KEYS: &[Section] = &[
         keys: &[
             ("ranks", whole(1, 1024)),
             ("device", Kind::Word(&DEVICE_NAMES)),
-            ("mode", Kind::Word(&["data"])),
+            ("mode", Kind::Word(&MODES)),
+            ("model", whole(1, 1024)),
+            ("shard", Kind::Shards),
             ("sync_batch_norm", Kind::Bool),
             ("gradients_mean", Kind::Bool),
             ("parameter_broadcast", Kind::Bool),
@@ -349,6 +357,7 @@ impl Kind {
                 Value::Number(n) if n.as_f64().is_some_and(|f| f > 0.0 && f <= MAX_LOSS_SCALE) => Ok(()),
                 _ => is("\"dynamic\" or a positive number such as 1024"),
             },
+            Kind::Shards => shard::check(value),
         }
     }
 }

@@ -6,6 +6,7 @@ use super::{
     Recipe, RecoverySpec, TrainSpec,
     image_size::SIDES,
     keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, grouped},
+    shard::MOST_SHARDS,
 };
 use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
 use serde_json::Value;
@@ -173,6 +174,7 @@ impl Kind {
             Kind::LossScale => {
                 format!("\"dynamic\", or a number above 0 and at most {}", plain(MAX_LOSS_SCALE))
             }
+            Kind::Shards => format!("at most {MOST_SHARDS} tables `[[parallel.shard]]`"),
         }
     }
 }

@@ -6,7 +6,8 @@ mod limits;
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
     spec::{
-        Arch, JobSpec, KEYS, OptimizerKind, Recipe, SpecError, apply_set, from_json, from_toml, toml_document,
+        Arch, JobSpec, KEYS, OptimizerKind, Recipe, ShardSpec, SpecError, Split, apply_set, from_json,
+        from_toml, toml_document,
     },
 };
 use serde_json::json;
@@ -88,6 +89,11 @@ fn every_key_is_known_to_the_structs_and_back() {
             ..Default::default()
         },
         recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
+        parallel: lockstep_protocol::spec::ParallelSpec {
+            model: 2,
+            shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
+            ..Default::default()
+        },
         ..Default::default()
     })
     .expect("plain data");
@@ -272,7 +278,30 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "random_erasing = 1.1", "random_erasing", &["at most 1"]),
         ("data", "random_erasing = -0.1", "random_erasing", &["at least 0"]),
         ("parallel", "ranks = 0", "ranks", &["from 1 to 1,024"]),
-        ("parallel", "mode = \"pipeline\"", "mode", &["\"data\""]),
+        ("parallel", "mode = \"pipeline\"", "mode", &["data, hybrid"]),
+        ("parallel", "model = 2\nranks = 2", "model", &["needs parallel.mode = \"hybrid\""]),
+        ("parallel", "shard = [{match = \"fc\", split = \"out\"}]", "shard", &["needs parallel.mode"]),
+        ("parallel", "mode = \"hybrid\"\nmodel = 4\nranks = 6", "model", &["6 ranks", "such as 3"]),
+        ("parallel", "mode = \"hybrid\"\nranks = 2\ndevice = \"cuda\"", "mode", &["CPU ranks only"]),
+        (
+            "parallel",
+            "mode = \"hybrid\"\nshard = [{match = \"fc\", split = \"out\"}]",
+            "shard",
+            &["model = 1"],
+        ),
+        (
+            "parallel",
+            "mode = \"hybrid\"\nmodel = 2\nranks = 2\nshard = [{match = \"f c\", split = \"outt\"}, {matches = \"fc\"}]",
+            "shard",
+            &["entry 1: match must", "did you mean \"out\"", "entry 2: split must", "called \"matches\""],
+        ),
+        ("recovery", "min_ranks = 1\n[parallel]\nmode = \"hybrid\"", "min_ranks", &["waits for all"]),
+        (
+            "log",
+            "histograms = 100\n[parallel]\nmode = \"hybrid\"\nmodel = 2\nranks = 2",
+            "histograms",
+            &["split"],
+        ),
         ("checkpoint", "keep = 1", "keep", &["from 2"]),
         ("model", "arch = \"resnet-50\"", "arch", &["did you mean \"resnet50\"", "resnet110"]),
     ] {

@@ -38,7 +38,7 @@ async fn every_mistake_of_a_specification_is_named_with_its_place() {
     let (_, body) = server.post("/jobs", &both).await;
     assert!(body["errors"].as_array().unwrap().len() >= 3, "all at once: {body}");
     let mut ranks = spec();
-    ranks["parallel"] = json!({"ranks": 8, "mode": "hybrid"});
+    ranks["parallel"] = json!({"ranks": 8, "mode": "pipeline"});
     let (_, body) = server.post("/jobs/validate", &ranks).await;
     let pointers: Vec<_> = body["errors"].as_array().unwrap().iter().map(|e| e["pointer"].clone()).collect();
     assert_eq!(pointers, ["/parallel/mode", "/parallel/ranks"], "{body}");

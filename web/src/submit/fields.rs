@@ -187,6 +187,14 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("parallel.ranks", "Ranks", Kind::Integer, "processes in lockstep, one a slot"),
             field("parallel.device", "Device", Kind::Choice(&DEVICE_NAMES), ""),
+            more("parallel.mode", "Mode", Kind::Choice(&["data", "hybrid"]), "hybrid: ranks share a network"),
+            more("parallel.model", "Ranks of a network", Kind::Integer, "hybrid: ranks that share one copy"),
+            more(
+                "parallel.shard",
+                "Split operators",
+                Kind::Words,
+                r#"hybrid, such as [{"match": "layer4.*", "split": "out"}]; empty: the last layer"#,
+            ),
             more("parallel.sync_batch_norm", "Batch norm over all ranks", Kind::Switch, ""),
             more("parallel.gradients_mean", "Average gradients (off: sum)", Kind::Switch, ""),
             more(

@@ -72,6 +72,8 @@ impl Form {
         }
         let text = match value {
             Value::String(text) => text.clone(),
+            // Tables stand there as they are.
+            Value::Array(items) if items.iter().any(Value::is_object) => value.to_string(),
             Value::Array(items) => items.iter().map(item).collect::<Vec<_>>().join(", "),
             Value::Null => String::new(),
             other => other.to_string(),

@@ -1,7 +1,7 @@
 //! A backend: a kind of device, with the engine that computes on it and what else a rank on it needs. All of them are in the
 //! [`registry`](super::registry); nothing outside of a backend's own folder names one where any would do.
 
-use super::{Engine, EngineConfig, EngineError, NamedTensors};
+use super::{Engine, EngineConfig, EngineError, NamedTensors, plan::Plan};
 use crate::net::Network;
 use lockstep_comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog};
 use lockstep_data::device::DeviceDecoder;
@@ -149,6 +149,8 @@ pub struct BuildArgs<'a> {
     pub initial: &'a NamedTensors,
     pub config: EngineConfig,
     pub comm: Arc<dyn ProcessGroup>,
+    /// How the network is spread over the ranks of `comm`.
+    pub plan: Plan,
     /// Its number among the devices that this process sees.
     pub ordinal: i32,
     /// To compute in, where there is a choice.

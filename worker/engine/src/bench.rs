@@ -1,6 +1,6 @@
 //! Training throughput of named cases on synthetic pictures.
 
-use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult, registry};
+use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult, plan::Plan, registry};
 use crate::net::{self, init};
 use lockstep_comm::{
     ProcessGroup, SingleRank,
@@ -165,6 +165,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
         initial: &initial,
         config,
         comm,
+        plan: Plan::data(ranks),
         ordinal: device.ordinal,
         precision: Precision::Fp32,
         loss_scale: LossScale::Named("dynamic".into()),
@@ -297,6 +298,7 @@ fn on_device(
         network,
         initial: &initial,
         config,
+        plan: Plan::data(comm.size()),
         comm,
         ordinal: how.device.ordinal,
         precision: how.precision,

@@ -88,6 +88,11 @@ pub(super) enum FusedOp {
         /// It makes the logits; an engine may leave its bias to the loss.
         is_head: bool,
     },
+    /// The same activation in another placement.
+    Redistribute {
+        input: TensorId,
+        output: TensorId,
+    },
 }
 
 /// A convolution without bias.
@@ -228,7 +233,8 @@ impl FusedOp {
             | FusedOp::Add { output, .. }
             | FusedOp::MaxPool { output, .. }
             | FusedOp::GlobalAveragePool { output, .. }
-            | FusedOp::Linear { output, .. } => output,
+            | FusedOp::Linear { output, .. }
+            | FusedOp::Redistribute { output, .. } => output,
         }
     }
 
@@ -244,7 +250,8 @@ impl FusedOp {
             | FusedOp::Relu { input, .. }
             | FusedOp::MaxPool { input, .. }
             | FusedOp::GlobalAveragePool { input, .. }
-            | FusedOp::Linear { input, .. } => vec![input],
+            | FusedOp::Linear { input, .. }
+            | FusedOp::Redistribute { input, .. } => vec![input],
         }
     }
 }

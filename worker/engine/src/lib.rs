@@ -17,6 +17,7 @@ mod layers;
 pub mod net;
 pub mod nvjpeg;
 mod optimizer;
+pub mod plan;
 mod prologue;
 pub mod registry;
 mod state_dict;
@@ -119,8 +120,8 @@ pub enum EngineError {
 
 /// One rank's copy of the network and its optimizer.
 ///
-/// An engine is built for a group, its data-parallel group, whose ranks are replicas: they see different pictures and keep the
-/// same weights. Building one is collective, and so are [`Engine::start_step`] with what follows from it,
+/// An engine is built for a group, whose ranks see different pictures and keep the same weights, or share copies of the network as a
+/// [`plan::Plan`] says; [`Engine::eval_step`] and [`Engine::predict`] are then collective, too. Building one is collective, and so are [`Engine::start_step`] with what follows from it,
 /// [`Engine::broadcast_parameters`], [`Engine::state_dict`] and [`Engine::load_state_dict`]: every rank of the group calls them,
 /// in the same order. All other methods concern this rank alone.
 pub trait Engine: Send {
@@ -209,7 +210,8 @@ pub trait Engine: Send {
     /// # Errors
     /// As [`Engine::eval_step`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
-    /// Weights, biases and running statistics.
+    /// Weights, biases and running statistics. Of what is split over ranks: this rank's part in tensors of the whole shape, and 0 in the
+    /// place of the others', so that the sum over a model group is the parameter.
     ///
     /// # Errors
     /// The device fails.
@@ -362,5 +364,20 @@ pub fn build_cpu(
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
 ) -> Result<Box<dyn Engine>, EngineError> {
-    cpu::build(network, initial, config, comm)
+    let plan = plan::Plan::data(comm.size());
+    cpu::build(network, initial, config, comm, &plan)
+}
+
+/// As [`build_cpu`], for ranks that share copies of the network as `plan` says.
+///
+/// # Errors
+/// As [`build_cpu`]; the network cannot be split so.
+pub fn build_cpu_with(
+    network: Arc<crate::net::Network>,
+    initial: &NamedTensors,
+    config: EngineConfig,
+    comm: Arc<dyn ProcessGroup>,
+    plan: &plan::Plan,
+) -> Result<Box<dyn Engine>, EngineError> {
+    cpu::build(network, initial, config, comm, plan)
 }

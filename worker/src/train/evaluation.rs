@@ -3,7 +3,10 @@
 
 use super::{Run, TrainError, Training, setup, votes::Votes};
 use lockstep_comm::Reduction;
-use lockstep_data::{DataError, loader::replaced};
+use lockstep_data::{
+    DataError,
+    loader::{Batch, replaced},
+};
 use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::numbers::{plural, standard_error};
 use lockstep_protocol::{
@@ -98,7 +101,7 @@ impl Run<'_> {
 
     /// [`Run::validation_pass`] over the averaged weights. Afterwards the engine has its own weights again.
     fn average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
-        let average = if self.is_first() { self.engine.averaged()? } else { None };
+        let average = if self.keeps_average() { self.engine.averaged()? } else { None };
         let own = average.is_some().then(|| self.engine.parameters()).transpose()?;
         self.has_own_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
@@ -126,14 +129,17 @@ impl Run<'_> {
         let Training { group, .. } = self.training;
         self.engine.set_image_size(self.data.shape.image_size)?;
         let mut sums = [0.0; 3];
-        let (rank, world_size) = (group.rank(), group.size());
+        let parallel = &self.training.spec.parallel;
+        let (rank, world_size) = (parallel.data_rank(group.rank()), parallel.data_ranks());
         let mut batches =
             self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
         let mut votes = Votes::timed(0);
         // As many batches as the rank with the most pictures has: every rank must take part in every vote.
         let most = self.data.shape.validation_samples.div_ceil(world_size.into());
         for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
-            if let Some(batch) = batches.next() {
+            // Ranks that share a network compute each batch together, also when one of them has no pictures left.
+            let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
+            if let Some(batch) = batches.next().or(none) {
                 let result = self.engine.eval_step(&batch?)?;
                 sums[0] += result.loss_sum;
                 sums[1] += result.correct as f64;
@@ -144,7 +150,7 @@ impl Run<'_> {
                 let stop = self.training.stop.load(Ordering::Relaxed);
                 let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
                 group.all_reduce((&mut vote).into(), Reduction::Sum)?;
-                votes.voted(number, vote[1] / f64::from(world_size));
+                votes.voted(number, vote[1] / f64::from(group.size()));
                 if vote[0] > 0.0 {
                     return Ok(None);
                 }

@@ -7,7 +7,7 @@ use super::{
 use crate::checkpoint;
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::{DataSource, Mixing, Shape};
-use lockstep_engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer, net};
+use lockstep_engine::{BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer, net, plan};
 use lockstep_protocol::spec::{JobSpec, ModelSpec, Precision, ScheduleKind};
 use lockstep_protocol::throughput::Throughput;
 use lockstep_protocol::{dataset::too_few_classes, numbers::plural};
@@ -35,7 +35,6 @@ pub(super) struct Plan {
 impl Plan {
     pub(super) fn new(spec: &JobSpec, shape: &Shape, group: &dyn ProcessGroup) -> Result<Self, TrainError> {
         let impossible = |text: String| Err(TrainError::Impossible(text));
-        // The specification's batch sizes are for `parallel.ranks` ranks that see different pictures: the ranks of this group.
         if group.size() != spec.parallel.ranks {
             let (is, wanted) = (group.size(), spec.parallel.ranks);
             return impossible(format!("{is} ranks were started for a job of parallel.ranks = {wanted}"));
@@ -47,7 +46,7 @@ impl Plan {
                 "{} training pictures are fewer than one step takes ({global_batch_size}: {} ranks x batch {} \
                  x accumulate {}). Lower train.batch_size, or set data.drop_remainder = false",
                 shape.train_samples,
-                group.size(),
+                spec.parallel.data_ranks(),
                 spec.micro_batch_size(),
                 spec.train.accumulate
             ));
@@ -237,7 +236,9 @@ pub(super) fn build_engine(
         gradients_mean: spec.parallel.gradients_mean,
         threads: training.threads.max(1),
     };
-    if let Some(is) = memory::of_machine() {
+    let plan = plan::Plan::of(&spec.parallel);
+    // What ranks that share a network need depends on its splits.
+    if let Some(is) = memory::of_machine().filter(|_| plan.is_data()) {
         let smallest = network.resized(training_sizes.iter().copied().fold(network.image_size, usize::min));
         let of_split = (shape.train_samples, training.group.size());
         let needed = RequiredMemory::of(&smallest, &config, backend.needs(), training.local_ranks, of_split);
@@ -248,6 +249,7 @@ pub(super) fn build_engine(
         initial: &initial,
         config,
         comm: training.group.clone(),
+        plan,
         ordinal,
         precision: precision.unwrap_or(spec.train.precision),
         loss_scale: spec.train.loss_scale.clone(),
@@ -305,7 +307,7 @@ fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -
 }
 
 pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engine: &dyn Engine) {
-    let Training { spec, group, observer, .. } = training;
+    let Training { spec, observer, .. } = training;
     let weights: usize = engine.parameters().map_or(0, |all| {
         let trained = all.iter().filter(|(name, _)| !name.contains("running_"));
         trained.map(|(_, tensor)| tensor.values.len()).sum()
@@ -342,7 +344,7 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
             ));
         }
     }
-    let parts = u64::from(group.size()) * plan.accumulate as u64;
+    let parts = u64::from(spec.parallel.data_ranks()) * plan.accumulate as u64;
     if let Some(words) = filled_up(spec, shape.train_samples, plan.global_batch_size, parts) {
         observer.log(&words);
     }
@@ -362,7 +364,7 @@ pub(super) fn describe(training: &Training<'_>, shape: &Shape, plan: &Plan, engi
     }
     observer.log(&format!(
         "{} ({}) x batch {} x accumulate {} = {} a step; {}, {} an epoch",
-        plural(group.size() as u64, "rank"),
+        plural(spec.parallel.data_ranks().into(), "rank"),
         engine.device_name(),
         plan.batch_size,
         plan.accumulate,

@@ -68,13 +68,25 @@ pub(super) fn begin(
         return resume(training, plan, data, engine, folder);
     }
     let pretrained = training.spec.model.pretrained.as_deref();
-    if let Some(path) = pretrained
-        && training.group.rank() == 0
-    {
-        let network = net::build(&training.spec.model, shape.image_size, shape.channels, shape.classes.len())
-            .map_err(TrainError::Impossible)?;
-        let weights = pretrained::weights(training, Path::new(path), engine.parameters()?, network.head())?;
-        engine.set_parameters(&weights)?;
+    if let Some(path) = pretrained {
+        let weights = match training.group.rank() {
+            0 => {
+                let model = &training.spec.model;
+                let network = net::build(model, shape.image_size, shape.channels, shape.classes.len())
+                    .map_err(TrainError::Impossible)?;
+                let (is_zero, seed) = (model.zero_init_residual, training.spec.train.seed);
+                let initial = net::init::initial_parameters(&network, is_zero, seed);
+                Some(pretrained::weights(training, Path::new(path), initial, network.head())?)
+            }
+            _ => None,
+        };
+        // Ranks that share a network take their parts of it; others get it below.
+        if training.spec.parallel.is_hybrid() {
+            let weights = shared(training.group.as_ref(), engine.parameters()?, weights)?;
+            engine.set_parameters(&weights)?;
+        } else if let Some(weights) = weights {
+            engine.set_parameters(&weights)?;
+        }
     }
     if pretrained.is_some() || training.spec.parallel.parameter_broadcast {
         engine.broadcast_parameters()?;
@@ -110,7 +122,6 @@ fn resume(
     let (state, parameters, optimizer, average) = match loaded {
         Some((place, (state, parameters, optimizer))) => {
             fits(training, &place, &shape.classes, &parameters, &engine.parameters()?)?;
-            // Rank 0 alone keeps it.
             let average = match training.spec.train.ema_decay > 0.0 {
                 true => checkpoint::load_average(&place)?,
                 false => None,
@@ -131,6 +142,13 @@ fn resume(
             Some(OptimizerState { slots, updates: note.updates })
         }
         false => None,
+    };
+    // Rank 0 alone keeps the average, but of a network that ranks share each has its part.
+    let average = match training.spec.parallel.is_hybrid() {
+        true if shared_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
+            Some(shared(group, engine.parameters()?, average)?)
+        }
+        _ => average,
     };
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
     // Ranks may share the weights: all have to have read the old ones before they change.

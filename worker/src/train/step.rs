@@ -61,10 +61,10 @@ impl Run<'_> {
     }
 
     /// Updates the moving average of the weights when that is due. Rank 0 keeps the average; the other ranks get it when it is
-    /// evaluated.
+    /// evaluated. Ranks that share a network keep it of their parts.
     pub(super) fn average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
-        if let Some(decay) = decay.filter(|_| self.is_first()) {
+        if let Some(decay) = decay.filter(|_| self.keeps_average()) {
             self.engine.average(decay)?;
         }
         self.averaged = self.step;
@@ -139,8 +139,8 @@ impl Run<'_> {
         EpochPlan {
             epoch: (self.step / plan.steps_per_epoch) as u32,
             first_step: self.step % plan.steps_per_epoch,
-            rank: self.training.group.rank(),
-            world_size: self.training.group.size(),
+            rank: self.training.spec.parallel.data_rank(self.training.group.rank()),
+            world_size: self.training.spec.parallel.data_ranks(),
             batch_size: plan.batch_size,
             accumulate: plan.accumulate,
             drop_remainder: self.training.spec.data.drop_remainder,

@@ -131,7 +131,7 @@ impl Run<'_> {
         Err(self.diverged(found))
     }
 
-    /// An error on all ranks unless all have the same weights.
+    /// An error on all ranks unless all that have the same parts of the network have the same weights.
     fn check_replicas(&self) -> Result<(), TrainError> {
         let group = &self.training.group;
         if group.size() == 1 {
@@ -140,7 +140,7 @@ impl Run<'_> {
         let own = self.engine.checksum()?.to_le_bytes();
         let mut all = vec![0u8; own.len() * group.size() as usize];
         group.all_gather((&own).into(), (&mut all).into())?;
-        match differing(all.as_chunks::<8>().0) {
+        match differing(all.as_chunks::<8>().0, self.training.spec.parallel.model as usize) {
             None => Ok(()),
             Some(what) => Err(TrainError::ReplicasDiffer { what, step: self.step }),
         }
@@ -153,16 +153,20 @@ impl Run<'_> {
     }
 }
 
-/// Which ranks have other weights than most have, by all ranks' checksums; a sentence without its end. `None`: all have the same.
-fn differing(checksums: &[[u8; 8]]) -> Option<String> {
-    let count = |of: &[u8; 8]| checksums.iter().filter(|other| *other == of).count();
-    let most = checksums.iter().max_by_key(|of| count(of))?;
-    let has_majority = 2 * count(most) > checksums.len();
-    let ranks: Vec<String> = (0..)
-        .zip(checksums)
-        .filter(|(_, of)| !has_majority || *of != most)
-        .map(|(rank, _): (u32, _)| rank.to_string())
-        .collect();
+/// Which ranks have other weights than most have, by all ranks' checksums; a sentence without its end. `None`: all have the same. Of
+/// every `parts` ranks each has another part of the network.
+fn differing(checksums: &[[u8; 8]], parts: usize) -> Option<String> {
+    let (mut ranks, mut has_majority) = (Vec::new(), true);
+    for part in 0..parts {
+        let of_part = || (part..).step_by(parts).zip(checksums[part..].iter().step_by(parts));
+        let count = |of: &[u8; 8]| of_part().filter(|(_, other)| *other == of).count();
+        let most = of_part().map(|(_, of)| of).max_by_key(|of| count(of))?;
+        let is_majority = 2 * count(most) > of_part().count();
+        has_majority &= is_majority;
+        ranks.extend(of_part().filter(|(_, of)| !is_majority || *of != most).map(|(rank, _)| rank));
+    }
+    ranks.sort_unstable();
+    let ranks: Vec<String> = ranks.iter().map(usize::to_string).collect();
     match &ranks[..] {
         [] => None,
         [one] => Some(format!("the weights of rank {one} differ from those of the others")),
@@ -204,8 +208,12 @@ mod tests {
             (&[7, 7, 8, 8][..], Some("the weights of ranks 0, 1, 2 and 3 differ from each other")),
         ] {
             let checksums: Vec<_> = checksums.iter().map(|of: &u64| of.to_le_bytes()).collect();
-            assert_eq!(differing(&checksums).as_deref(), named);
+            assert_eq!(differing(&checksums, 1).as_deref(), named);
         }
+        let of_two_parts: Vec<_> = [7, 8, 7, 8, 7, 9].map(u64::to_le_bytes).to_vec();
+        assert_eq!(differing(&of_two_parts[..4], 2), None);
+        let named = differing(&of_two_parts, 2);
+        assert_eq!(named.as_deref(), Some("the weights of rank 5 differ from those of the others"));
     }
 
     #[test]

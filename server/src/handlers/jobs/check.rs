@@ -120,7 +120,7 @@ pub(super) async fn check_with(
     let mut not_checked = None;
     // Also of a document with mistakes: people mend all at once.
     let (mut spec, mut errors) = spec::read(document);
-    // parallel.mode has one value, so a mistake in it changes nothing of the rest.
+    // A mistake in parallel.mode changes nothing of what is checked below.
     let causes = errors.iter().map(|e| e.pointer.clone()).filter(|pointer| pointer != "/parallel/mode");
     let own = DocumentMistakes(causes.collect());
     let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };

@@ -74,7 +74,7 @@ impl Backend for Cpu {
     }
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
-        build(args.network, args.initial, args.config, args.comm)
+        build(args.network, args.initial, args.config, args.comm, &args.plan)
     }
 }
 

@@ -18,14 +18,13 @@ impl Executor {
     /// Gradients of all parameters from that of the logits. `statistics_of` is as in forward.
     pub(super) fn backward(
         &mut self,
-        pictures: usize,
         statistics_of: f64,
         micro_batch: MicroBatch,
     ) -> Result<(), EngineError> {
         for index in (0..self.ops.len()).rev() {
             let parts = std::mem::take(&mut self.gradient_parts[self.ops[index].output()]);
             let began = Instant::now();
-            self.op_backward(index, pictures, statistics_of, micro_batch, parts)?;
+            self.op_backward(index, statistics_of, micro_batch, parts)?;
             self.count_time(index, began);
         }
         self.send_ready();
@@ -47,7 +46,6 @@ impl Executor {
     fn op_backward(
         &mut self,
         index: usize,
-        pictures: usize,
         statistics_of: f64,
         micro_batch: MicroBatch,
         parts: Vec<Vec<f32>>,
@@ -55,7 +53,10 @@ impl Executor {
         let network = self.network.clone();
         let shapes = &network.tensors;
         let op = self.ops[index].clone();
-        let len = |tensor: usize| pictures * shapes[tensor].len();
+        let all = self.pictures.clone();
+        let count = |tensor: usize| all.of(network.placement(tensor));
+        let pictures = count(op.output());
+        let len = |tensor: usize| count(tensor) * shapes[tensor].len();
         let mut parts = parts.into_iter();
         // An output that nothing read has no gradient: the logits' loss reaches all of ours.
         let mut dy = parts.next().unwrap_or_else(|| vec![0.0; len(op.output())]);
@@ -85,9 +86,10 @@ impl Executor {
             }
             let (dgamma, dbeta) = batch_norm::parameter_gradients(&sums, affine.statistics);
             if self.config.sync_batch_norm && !frozen {
-                self.reducer.statistics(&mut sums, &mut || self.state.advance())?;
+                self.reducer.statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
             }
-            let count = if frozen { 1.0 } else { statistics_of * shapes[*input].pixels() as f64 };
+            let of = if self.config.sync_batch_norm { statistics_of } else { pictures as f64 };
+            let count = if frozen { 1.0 } else { of * shapes[*input].pixels() as f64 };
             if let Some(shortcut) = shortcut {
                 let mut dx = self.pool.alloc(len(*input));
                 batch_norm::backward_input(x, affine, &sums, count, &dy, &mut dx);
@@ -115,6 +117,13 @@ impl Executor {
         }
         match &op {
             FusedOp::Norm(_) => {}
+            FusedOp::Redistribute { input, .. } if network.is_pictures(*input) => {}
+            FusedOp::Redistribute { input, output } => {
+                let [from, to] = [*output, *input].map(|tensor| network.placement(tensor).of_gradient());
+                let mut dx = self.pool.alloc(len(*input));
+                self.redistribute(*input, (&from, &to), &dy, &mut dx)?;
+                self.gradient_parts[*input].push(dx);
+            }
             FusedOp::Relu { input, output } => {
                 elementwise::relu_backward(&self.activations[*output][..len(*output)], &mut dy);
                 self.gradient_parts[*input].push(dy);

@@ -1,13 +1,24 @@
 //! One rank's step: forward, backward, all-reduce and update, over buffers that stay.
 
-use super::{batch_norm::Statistics, conv, layout::Layout, loss, reduce::Reducer, state::State};
+use super::{
+    batch_norm::Statistics,
+    conv,
+    exchange::Pictures,
+    groups::{Group, Groups},
+    layout::Layout,
+    loss,
+    reduce::Reducer,
+    split_loss::{self, Labels},
+    state::State,
+};
 use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
     fuse::{self, Capabilities, FusedOp},
-    net::Network,
+    net::{Network, Placement, Slice},
+    plan::{self, Plan},
     prologue::{Prologue, StepPart},
 };
-use lockstep_comm::ProcessGroup;
+use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_data::loader::Batch;
 use std::{
     sync::Arc,
@@ -30,6 +41,8 @@ pub(super) struct MicroBatch {
 /// A batch norm's state besides its trained parameters.
 pub(super) struct Norm {
     pub(super) name: String,
+    /// The channels that this rank has, where ranks share the network.
+    pub(super) slice: Option<Slice>,
     pub(super) running_mean: Vec<f32>,
     pub(super) running_var: Vec<f32>,
     /// The statistics of the latest forward pass.
@@ -58,7 +71,12 @@ impl BufferPool {
 pub(super) struct Executor {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
-    world_size: u32,
+    /// Ranks that see different pictures.
+    data_ranks: u32,
+    /// Where ranks share copies of the network.
+    pub(super) groups: Option<Groups>,
+    /// Those of the micro-batch that is under way.
+    pub(super) pictures: Pictures,
     pub(super) ops: Vec<FusedOp>,
     capabilities: Capabilities,
     pub(super) layout: Layout,
@@ -92,20 +110,36 @@ pub(super) struct Executor {
 impl Executor {
     pub(super) fn new(
         network: Arc<Network>,
+        plan: &Plan,
         config: EngineConfig,
-        comm: Arc<dyn ProcessGroup>,
+        comm: &Group,
         capabilities: Capabilities,
     ) -> Result<Self, EngineError> {
+        let network = part_of(&network, plan, comm.rank())?;
         let ops = fuse::fuse(&network, &capabilities);
         let layout = Layout::new(&network, &ops);
-        let f64_gradients = layout.len() <= F64_GRADIENTS_UP_TO;
+        let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
-        let world_size = comm.size();
+        let data_ranks = comm.size();
+        let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
+        let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
+        let model_group = groups.as_ref().map(|groups| groups.model.clone());
         let (state, shm_unavailable_reason) =
-            State::new(&layout, f64_gradients, config.optimizer, comm.as_ref())?;
-        let reducer = Reducer::new(comm, state.memory())
+            State::new(&layout, f64_gradients, config.optimizer, sharing, model_group)?;
+        let reducer = match &groups {
+            None => Reducer::new(comm, state.memory()),
+            Some(groups) => Reducer::over(groups),
+        };
+        let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
+        let pictures = match &groups {
+            None => Pictures::alone(config.batch_size),
+            Some(groups) => {
+                let counts = vec![config.batch_size; groups.model.size() as usize];
+                Pictures::of_group(counts, groups.model.rank() as usize)
+            }
+        };
         let mut executor = Self {
             state,
             shm_unavailable_reason,
@@ -120,7 +154,9 @@ impl Executor {
             scratch: conv::Scratch::default(),
             network,
             config,
-            world_size,
+            data_ranks,
+            groups,
+            pictures,
             ops,
             capabilities,
             layout,
@@ -129,7 +165,7 @@ impl Executor {
             reducer,
             times: None,
         };
-        executor.reserve(executor.config.batch_size);
+        executor.reserve();
         Ok(executor)
     }
 
@@ -137,13 +173,14 @@ impl Executor {
     pub(super) fn set_network(&mut self, network: Arc<Network>) {
         self.ops = fuse::fuse(&network, &self.capabilities);
         self.network = network;
-        self.reserve(self.config.batch_size);
+        self.reserve();
     }
 
-    /// Allocates activations for `batch` pictures; never shrinks.
-    pub(super) fn reserve(&mut self, batch: usize) {
+    /// Allocates activations for [`Executor::pictures`]; never shrinks.
+    pub(super) fn reserve(&mut self) {
         let outputs = self.ops.iter().map(FusedOp::output);
         for tensor in std::iter::once(self.network.input()).chain(outputs) {
+            let batch = self.pictures.of(self.network.placement(tensor));
             let len = batch * self.network.tensors[tensor].len();
             if self.activations[tensor].len() < len {
                 self.activations[tensor] = vec![0.0; len];
@@ -151,6 +188,7 @@ impl Executor {
         }
         for op in &self.ops {
             if let FusedOp::MaxPool { output, .. } = *op {
+                let batch = self.pictures.of(self.network.placement(output));
                 let len = batch * self.network.tensors[output].len();
                 let argmax = &mut self.argmax[output];
                 argmax.resize(len.max(argmax.len()), 0);
@@ -160,22 +198,23 @@ impl Executor {
 
     /// One optimizer step; see [`crate::Engine::train_step`].
     pub(super) fn train_step(&mut self, batches: &[Batch], lr: f32) -> Result<StepResult, EngineError> {
-        let Prologue { parts, gradient_scale } = Prologue::of(batches, &self.config, self.world_size)?;
+        let Prologue { parts, gradient_scale } = Prologue::of(batches, &self.config, self.data_ranks)?;
         if parts.is_empty() {
             return Ok(StepResult::default());
         }
         self.state.begin(lr);
-        if self.world_size > 1 {
+        if self.data_ranks > 1 {
             let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
             self.norms_before = Some(self.norms.iter().map(running).collect());
         }
         let mut measured = loss::Loss::default();
         for StepPart { batch, first, last, statistics_of } in parts {
-            self.forward(&batch.images, batch.labels.len(), Some(statistics_of))?;
-            let part = self.loss_and_gradient(batch, gradient_scale);
+            let labels = self.meet(batch)?;
+            self.forward(&batch.images, Some(statistics_of))?;
+            let part = self.loss_and_gradient(batch, &labels, gradient_scale)?;
             measured.sum += part.sum;
             measured.correct += part.correct;
-            self.backward(batch.labels.len(), statistics_of, MicroBatch { first, last })?;
+            self.backward(statistics_of, MicroBatch { first, last })?;
         }
         let square_sum = self.update()?;
         self.norms_before = None;
@@ -191,17 +230,43 @@ impl Executor {
         })
     }
 
-    /// The loss of the logits. Keeps the gradient of the logits, times `scale`, for [`Executor::backward`].
-    fn loss_and_gradient(&mut self, batch: &Batch, scale: f64) -> loss::Loss {
+    /// Collective in the model group: how many pictures each of its ranks has in this micro-batch, and the labels of all.
+    fn meet(&mut self, batch: &Batch) -> Result<Labels, EngineError> {
+        let Some(groups) = &self.groups else {
+            self.pictures = Pictures::alone(batch.labels.len());
+            return Ok(Labels::default());
+        };
+        let (pictures, labels) = split_loss::gather(&groups.model, batch)?;
+        self.pictures = pictures;
+        Ok(labels)
+    }
+
+    /// The loss of this rank's pictures. Keeps the gradient of the logits, times `scale`, for [`Executor::backward`].
+    fn loss_and_gradient(
+        &mut self,
+        batch: &Batch,
+        labels: &Labels,
+        scale: f64,
+    ) -> Result<loss::Loss, EngineError> {
         let (tensor, classes) = (self.network.logits(), self.network.classes);
-        let len = batch.labels.len() * classes;
+        let len = self.pictures.of(self.network.placement(tensor)) * self.network.tensors[tensor].len();
         let mut gradient = self.pool.alloc(len);
         let logits = &self.activations[tensor][..len];
         let smoothing = self.config.label_smoothing;
-        let gradient_of = Some((&mut gradient[..], scale));
-        let loss = loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, gradient_of);
+        let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
+        let loss = match (own, &self.groups) {
+            (Some(_), Some(_)) if self.pictures.all() == 0 => loss::Loss::default(),
+            (Some((own, _)), Some(groups)) => {
+                let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
+                split_loss::cross_entropy(&groups.model, logits, all, (own, classes), smoothing, into)?
+            }
+            _ => {
+                let into = Some((&mut gradient[..], scale));
+                loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, into)
+            }
+        };
         self.gradient_parts[tensor].push(gradient);
-        loss
+        Ok(loss)
     }
 
     /// Adds the time since `began` to operation number `index`, if this step is timed.
@@ -244,12 +309,29 @@ impl Executor {
         Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: batch.labels.len() as u64 })
     }
 
-    /// Logits with running statistics.
+    /// Logits of this rank's pictures with running statistics.
     pub(super) fn infer(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
-        let pictures = batch.labels.len();
-        self.forward(&batch.images, pictures, None)?;
-        Ok(self.activations[self.network.logits()][..pictures * self.network.classes].to_vec())
+        self.meet(batch)?;
+        self.forward(&batch.images, None)?;
+        let (tensor, own) = (self.network.logits(), self.pictures.own().len());
+        let placement = self.network.placement(tensor);
+        let len = self.pictures.of(placement) * self.network.tensors[tensor].len();
+        let logits = &self.activations[tensor][..len];
+        if *placement == Placement::Batch {
+            return Ok(logits.to_vec());
+        }
+        let mut all = vec![0.0; own * self.network.classes];
+        self.redistribute(tensor, (placement, &Placement::Batch), logits, &mut all)?;
+        Ok(all)
     }
+}
+
+/// What the rank has of `network` under `plan`.
+pub(super) fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, EngineError> {
+    if plan.is_data() {
+        return Ok(network.clone());
+    }
+    plan::lower(network, plan, rank as usize).map(Arc::new).map_err(EngineError::Parameters)
 }
 
 fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
@@ -258,10 +340,13 @@ fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {
         .filter_map(|op| match op {
             FusedOp::Norm(fuse::Norm { name, norm, input, .. }) => {
                 let channels = network.tensors[*input].channels;
+                let split = network.part.as_ref().and_then(|part| part.channels(*input));
+                let slice = split.map(|(range, all)| Slice { dimension: 0, range, whole: vec![all] });
                 Some((
                     *norm,
                     Norm {
                         name: name.clone(),
+                        slice,
                         running_mean: vec![0.0; channels],
                         running_var: vec![1.0; channels],
                         statistics: Statistics::from_running(&vec![0.0; channels], &vec![1.0; channels]),

@@ -3,7 +3,7 @@
 use super::{
     batch_norm::{self, Affine, Statistics},
     conv::{self, ConvShape},
-    elementwise,
+    elementwise, exchange,
     executor::Executor,
     linear,
     pool::{self, MaxPool},
@@ -11,29 +11,24 @@ use super::{
 use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
-    net::{Network, TensorId},
+    net::{Network, Placement, TensorId},
 };
 use std::time::Instant;
 
 impl Executor {
-    /// Runs the network over `pictures` images (NHWC) and leaves every activation for backward.
+    /// Runs the network over the images (NHWC) of [`Executor::pictures`] and leaves every activation for backward.
     ///
-    /// Training names the pictures that batch norm's statistics are of (this rank's, or all ranks');
-    /// `None` normalises with the running statistics.
-    pub(super) fn forward(
-        &mut self,
-        images: &[f32],
-        pictures: usize,
-        statistics_of: Option<f64>,
-    ) -> Result<(), EngineError> {
-        self.reserve(pictures);
+    /// Training names the pictures of all ranks, which batch norm's statistics may be of; `None` normalises with the running
+    /// statistics.
+    pub(super) fn forward(&mut self, images: &[f32], statistics_of: Option<f64>) -> Result<(), EngineError> {
+        self.reserve();
         let input = self.network.input();
         self.activations[input][..images.len()].copy_from_slice(images);
         for index in 0..self.ops.len() {
             let output = self.ops[index].output();
             let mut y = std::mem::take(&mut self.activations[output]);
             let began = Instant::now();
-            let result = self.op_forward(index, pictures, statistics_of, &mut y);
+            let result = self.op_forward(index, statistics_of, &mut y);
             self.count_time(index, began);
             self.activations[output] = y;
             result?;
@@ -44,21 +39,26 @@ impl Executor {
     fn op_forward(
         &mut self,
         index: usize,
-        pictures: usize,
         statistics_of: Option<f64>,
         y: &mut [f32],
     ) -> Result<(), EngineError> {
         let shapes = &self.network.tensors;
         let op = &self.ops[index];
+        let count = |tensor: TensorId| self.pictures.of(self.network.placement(tensor));
+        let pictures = count(op.output());
         let y = &mut y[..pictures * shapes[op.output()].len()];
-        let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
+        let x = |tensor: TensorId| &self.activations[tensor][..count(tensor) * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
             let slot = self.layout.slot(&format!("{name}.{suffix}"))?;
             Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
         };
         match op {
             // Without pictures there is nothing to compute, but statistics of other ranks' still come.
-            FusedOp::Norm(_) => return self.norm_forward(index, pictures, statistics_of, y),
+            FusedOp::Norm(_) => return self.norm_forward(index, statistics_of, y),
+            FusedOp::Redistribute { input, output } => {
+                let [from, to] = [*input, *output].map(|tensor| self.network.placement(tensor));
+                self.redistribute(*input, (from, to), x(*input), y)?;
+            }
             _ if pictures == 0 => {}
             FusedOp::Conv(Conv { name, shape, input, output, norm_after, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
@@ -78,7 +78,12 @@ impl Executor {
             }
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
             FusedOp::Linear { name, input, .. } => {
-                linear::forward(x(*input), weight(name, "weight")?, weight(name, "bias")?, y);
+                let bias = weight(name, "bias")?;
+                // Of ranks that compute parts of a sum, the first one adds the bias.
+                let adds_bias =
+                    *self.network.placement(op.output()) != Placement::Partial || self.pictures.rank == 0;
+                let none = if adds_bias { Vec::new() } else { vec![0.0; bias.len()] };
+                linear::forward(x(*input), weight(name, "weight")?, if adds_bias { bias } else { &none }, y);
             }
         }
         Ok(())
@@ -87,7 +92,6 @@ impl Executor {
     fn norm_forward(
         &mut self,
         index: usize,
-        pictures: usize,
         statistics_of: Option<f64>,
         y: &mut [f32],
     ) -> Result<(), EngineError> {
@@ -95,6 +99,7 @@ impl Executor {
             return Ok(());
         };
         let shapes = &self.network.tensors;
+        let pictures = self.pictures.of(self.network.placement(*input));
         let x = |tensor: TensorId| &self.activations[tensor][..pictures * shapes[tensor].len()];
         let channels = shapes[*input].channels;
         let statistics = match statistics_of.filter(|_| !self.network.frozen_norm) {
@@ -108,8 +113,9 @@ impl Executor {
                     sums = batch_norm::sums(x(*input), channels);
                 }
                 if self.config.sync_batch_norm {
-                    self.reducer.statistics(&mut sums, &mut || false)?;
+                    self.reducer.statistics(&mut sums, self.network.axes(*input), &mut || false)?;
                 }
+                let of = if self.config.sync_batch_norm { of } else { pictures as f64 };
                 let count = of * shapes[*input].pixels() as f64;
                 if count == 0.0 {
                     return Ok(());
@@ -128,6 +134,22 @@ impl Executor {
         batch_norm::forward(x(*input), affine, shortcut.map(|s| x(s.tensor)), *relu, y);
         self.norms[*norm].statistics = statistics;
         Ok(())
+    }
+}
+
+impl Executor {
+    /// Exchanges what ranks that share the network have of an activation of `tensor`'s shape, or of its gradient.
+    pub(super) fn redistribute(
+        &self,
+        tensor: TensorId,
+        placements: (&Placement, &Placement),
+        x: &[f32],
+        y: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let (Some(groups), true) = (&self.groups, self.pictures.all() > 0) else { return Ok(()) };
+        let shape = self.network.tensors[tensor];
+        let shape = (shape.pixels(), exchange::channels(self.network.placement(tensor), shape));
+        Ok(self.pictures.redistribute(&groups.model, placements, shape, x, y)?)
     }
 }
 

@@ -114,7 +114,8 @@ impl Executor {
     /// Hands complete buckets to the reducer.
     pub(super) fn send_ready(&mut self) {
         for bucket in self.ready.drain(..) {
-            self.reducer.start_bucket(std::mem::take(self.state.gradient(bucket)));
+            let axes = self.layout.axes[bucket];
+            self.reducer.start_bucket(std::mem::take(self.state.gradient(bucket)), axes);
         }
     }
 }

@@ -5,17 +5,17 @@ use super::conv::{self, ConvShape};
 use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
-    net::Network,
+    net::{Axes, Network, Parameter, Slice},
     optimizer::{is_weight, tensor_name},
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
-use std::{collections::BTreeMap, ops::Range};
+use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 
 /// Values at which a bucket is closed: an eighth of the network, so that most of it is under way
 /// before backward ends, but not so few that calls cost more than bytes, nor more than fill a ring's
 /// pipes.
-fn bucket_len(network: &Network) -> usize {
-    (network.parameter_count() / 8).clamp(1 << 16, 1 << 18)
+fn bucket_len(parameters: usize) -> usize {
+    (parameters / 8).clamp(1 << 16, 1 << 18)
 }
 
 /// One trained parameter.
@@ -35,6 +35,8 @@ pub(super) struct Slot {
     pub(super) is_weight: bool,
     /// Of a batch norm that is frozen: its gradient is zero.
     pub(super) is_frozen: bool,
+    /// The part of the parameter that this rank has, where ranks share the network.
+    pub(super) slice: Option<Slice>,
 }
 
 impl Slot {
@@ -46,15 +48,29 @@ impl Slot {
             Some(shape) => conv::weight_to_oihw(shape, ours, &mut values),
             None => values.copy_from_slice(ours),
         }
-        HostTensor { shape: self.shape.clone(), values }
+        spread(self.slice.as_ref(), HostTensor { shape: self.shape.clone(), values })
     }
 
     fn import(&self, tensor: &HostTensor, flat: &mut [f32]) {
         let ours = &mut flat[self.range.clone()];
+        let values = cut(self.slice.as_ref(), &tensor.values);
         match &self.conv {
-            Some(shape) => conv::weight_from_oihw(shape, &tensor.values, ours),
-            None => ours.copy_from_slice(&tensor.values),
+            Some(shape) => conv::weight_from_oihw(shape, &values, ours),
+            None => ours.copy_from_slice(&values),
         }
+    }
+}
+
+/// What a rank has of a parameter's values.
+pub(super) fn cut<'a>(slice: Option<&Slice>, whole: &'a [f32]) -> Cow<'a, [f32]> {
+    slice.map_or(Cow::Borrowed(whole), |slice| Cow::Owned(slice.cut(whole)))
+}
+
+/// A part of a parameter as the whole one, with 0 for what other ranks have.
+pub(super) fn spread(slice: Option<&Slice>, part: HostTensor) -> HostTensor {
+    match slice {
+        None => part,
+        Some(slice) => HostTensor { shape: slice.whole.clone(), values: slice.spread(&part.values) },
     }
 }
 
@@ -68,16 +84,28 @@ pub(super) struct Layout {
     pub(super) buckets: Vec<Range<usize>>,
     /// Last slot of each bucket.
     pub(super) last_slots: Vec<usize>,
+    /// The axes that each bucket is summed over.
+    pub(super) axes: Vec<Axes>,
+    /// Values of all parameters with the parts of all ranks.
+    pub(super) whole_len: usize,
 }
 
 impl Layout {
     pub(super) fn new(network: &Network, ops: &[FusedOp]) -> Self {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
-        let mut layout =
-            Self { slots: Vec::new(), by_name: BTreeMap::new(), buckets: Vec::new(), last_slots: Vec::new() };
-        let bucket_len = bucket_len(network);
+        let trained = parameters.values().filter(|p| p.role.is_trained());
+        let mut layout = Self {
+            slots: Vec::new(),
+            by_name: BTreeMap::new(),
+            buckets: Vec::new(),
+            last_slots: Vec::new(),
+            axes: Vec::new(),
+            whole_len: trained.map(Parameter::whole_len).sum(),
+        };
+        let bucket_len = bucket_len(layout.whole_len);
         let mut bucket = 0..0;
+        let mut axes = Axes::default();
         for op in ops.iter().rev() {
             let (name, suffixes, conv): (_, &[&str], _) = match op {
                 FusedOp::Conv(Conv { name, shape, .. }) => (name, &["weight"], Some(*shape)),
@@ -87,8 +115,15 @@ impl Layout {
                 FusedOp::Relu { .. }
                 | FusedOp::Add { .. }
                 | FusedOp::MaxPool { .. }
-                | FusedOp::GlobalAveragePool { .. } => continue,
+                | FusedOp::GlobalAveragePool { .. }
+                | FusedOp::Redistribute { .. } => continue,
             };
+            // A bucket is summed over one group.
+            let of_op = network.axes(op.output());
+            if of_op != axes && !bucket.is_empty() {
+                layout.close(&mut bucket, axes);
+            }
+            axes = of_op;
             let is_frozen = matches!(op, FusedOp::Norm(norm) if norm.is_frozen());
             for p in suffixes.iter().filter_map(|s| parameters.get(&format!("{name}.{s}"))) {
                 let range = bucket.end..bucket.end + p.len();
@@ -101,21 +136,27 @@ impl Layout {
                     in_bucket: range.start - bucket.start..range.end - bucket.start,
                     is_weight: is_weight(p.role),
                     is_frozen,
+                    slice: p.slice.clone(),
                     range: range.clone(),
                 });
                 bucket.end = range.end;
             }
             if bucket.len() >= bucket_len {
-                layout.last_slots.push(layout.slots.len() - 1);
-                layout.buckets.push(bucket.clone());
-                bucket = bucket.end..bucket.end;
+                layout.close(&mut bucket, axes);
             }
         }
         if !bucket.is_empty() {
-            layout.last_slots.push(layout.slots.len() - 1);
-            layout.buckets.push(bucket);
+            layout.close(&mut bucket, axes);
         }
         layout
+    }
+
+    /// Ends the bucket that the last slots are in.
+    fn close(&mut self, bucket: &mut Range<usize>, axes: Axes) {
+        self.last_slots.push(self.slots.len() - 1);
+        self.axes.push(axes);
+        self.buckets.push(bucket.clone());
+        *bucket = bucket.end..bucket.end;
     }
 
     /// Values of all parameters.

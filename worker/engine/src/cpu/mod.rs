@@ -7,9 +7,11 @@
 mod average;
 mod backend;
 mod backward;
+mod exchange;
 mod executor;
 mod forward;
 mod gradient;
+mod groups;
 #[cfg(test)]
 mod kept;
 mod layout;
@@ -17,24 +19,30 @@ mod pieces;
 #[cfg(test)]
 mod plain_graph;
 mod reduce;
+mod split_loss;
 mod state;
 #[cfg(test)]
 mod undo;
 
 use super::{
-    Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors, OptimizerState,
-    StepResult, check, finite, fuse::Capabilities, layers::layer_times, optimizer::state_shapes,
+    Contribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
+    OptimizerState, StepResult, check, finite,
+    fuse::{Capabilities, FusedOp},
+    layers::layer_times,
+    optimizer::state_shapes,
+    plan::{Mesh, Plan},
     unknown_size,
 };
 use crate::net::Network;
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MOST_CPU_SLOTS;
-use executor::Executor;
-use lockstep_comm::ProcessGroup;
+use executor::{Executor, part_of};
+use layout::{cut, spread};
+use lockstep_comm::{ProcessGroup, Reduction};
 use lockstep_data::loader::Batch;
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashSet, sync::Arc, time::Duration};
 
 /// What is fused: passes over memory are what cores wait for, so batch norm is one with the addition and the ReLU after it.
 const CAPABILITIES: Capabilities = Capabilities {
@@ -51,15 +59,16 @@ pub(super) fn build(
     initial: &NamedTensors,
     config: EngineConfig,
     comm: Arc<dyn ProcessGroup>,
+    plan: &Plan,
 ) -> Result<Box<dyn Engine>, EngineError> {
     let threads = rayon::ThreadPoolBuilder::new()
         .num_threads(config.threads.max(1))
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
-    let executor = Executor::new(network.clone(), config, comm.clone(), CAPABILITIES)?;
-    let mut engine =
-        CpuEngine { threads, executor, sizes: vec![network.clone()], network, comm, average: None };
+    let executor = Executor::new(network.clone(), plan, config, &comm, CAPABILITIES)?;
+    let (plan, sizes) = (plan.clone(), vec![network.clone()]);
+    let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
     engine.set_parameters(initial)?;
     if engine.executor.state.memory().is_some() {
         engine.comm.barrier()?;
@@ -70,10 +79,11 @@ pub(super) fn build(
 struct CpuEngine {
     threads: rayon::ThreadPool,
     executor: Executor,
-    /// For pictures of the current size.
+    /// For pictures of the current size; whole, also where this rank has a part of it.
     network: Arc<Network>,
     /// For each size that it is ready for.
     sizes: Vec<Arc<Network>>,
+    plan: Plan,
     comm: Arc<dyn ProcessGroup>,
     average: Option<Average>,
 }
@@ -89,7 +99,7 @@ impl Engine for CpuEngine {
         if self.network.image_size != image_size {
             let network = self.sizes.iter().find(|network| network.image_size == image_size);
             self.network = network.ok_or_else(|| unknown_size(image_size))?.clone();
-            self.executor.set_network(self.network.clone());
+            self.executor.set_network(part_of(&self.network, &self.plan, self.comm.rank())?);
         }
         Ok(())
     }
@@ -149,11 +159,12 @@ impl Engine for CpuEngine {
             self.executor.layout.import(None, values, &mut self.executor.state.weights);
         }
         for norm in &mut self.executor.norms {
+            let slice = norm.slice.as_ref();
             if let Some(mean) = values.get(&format!("{}.running_mean", norm.name)) {
-                norm.running_mean.copy_from_slice(&mean.values);
+                norm.running_mean.copy_from_slice(&cut(slice, &mean.values));
             }
             if let Some(var) = values.get(&format!("{}.running_var", norm.name)) {
-                norm.running_var.copy_from_slice(&var.values);
+                norm.running_var.copy_from_slice(&cut(slice, &var.values));
             }
         }
         Ok(())
@@ -184,7 +195,8 @@ impl Engine for CpuEngine {
         layout.import(None, values, &mut average.weights);
         for (own, norm) in average.running.iter_mut().zip(norms) {
             for (own, suffix) in own.iter_mut().zip(["running_mean", "running_var"]) {
-                own.clone_from(&values[&format!("{}.{suffix}", norm.name)].values);
+                let values = &values[&format!("{}.{suffix}", norm.name)].values;
+                *own = cut(norm.slice.as_ref(), values).into_owned();
             }
         }
         self.average = Some(average);
@@ -218,8 +230,22 @@ impl Engine for CpuEngine {
         self.comm.rank()
     }
 
+    fn state_dict(&self) -> Result<Contribution, EngineError> {
+        // The ranks of the first model group have all parts.
+        if self.comm.rank() as usize >= self.plan.mesh.model {
+            return Ok(Contribution::Replica);
+        }
+        let mut state = self.own_state()?;
+        let slots = state.optimizer.iter_mut().map(|optimizer| &mut optimizer.slots);
+        for tensors in std::iter::once(&mut state.parameters).chain(slots).chain(&mut state.average) {
+            self.gather(tensors)?;
+        }
+        Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
+    }
+
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
-        self.executor.undo_step().then(Vec::new)
+        // No rank alone has a whole network that is split.
+        (self.plan.mesh.model == 1 && self.executor.undo_step()).then(Vec::new)
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
@@ -231,6 +257,14 @@ impl Engine for CpuEngine {
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
+        if !self.plan.is_data() {
+            let mut parameters = self.parameters()?;
+            self.gather(&mut parameters)?;
+            for tensor in parameters.values_mut() {
+                self.comm.broadcast((&mut tensor.values).into(), 0)?;
+            }
+            return self.set_parameters(&parameters);
+        }
         if self.executor.state.memory().is_none() {
             self.comm.broadcast((&mut self.executor.state.weights[..]).into(), 0)?;
         }
@@ -253,6 +287,13 @@ impl Engine for CpuEngine {
     }
 
     fn exchange(&self) -> String {
+        let Mesh { data, model } = self.plan.mesh;
+        if model > 1 {
+            return format!(
+                "{data} copies of the network, each shared by {model} ranks: {} operations exchange activations",
+                self.executor.ops.iter().filter(|op| matches!(op, FusedOp::Redistribute { .. })).count()
+            );
+        }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
             (None, _) => {
@@ -278,10 +319,26 @@ impl CpuEngine {
         for (norm, of_norm) in self.executor.norms.iter().zip(running) {
             for (suffix, values) in ["running_mean", "running_var"].into_iter().zip(of_norm) {
                 let tensor = HostTensor { shape: vec![values.len()], values: values.clone() };
-                all.insert(format!("{}.{suffix}", norm.name), tensor);
+                all.insert(format!("{}.{suffix}", norm.name), spread(norm.slice.as_ref(), tensor));
             }
         }
         all
+    }
+
+    /// Collective in the model group: completes tensors, of which each rank has its part and 0 for the rest.
+    fn gather(&self, tensors: &mut NamedTensors) -> Result<(), EngineError> {
+        let Some(groups) = &self.executor.groups else { return Ok(()) };
+        let parameters = self.executor.network.parameters();
+        let split: HashSet<_> =
+            parameters.iter().filter(|p| p.slice.is_some()).map(|p| p.name.as_str()).collect();
+        for (name, tensor) in tensors {
+            // A parameter, or one of its slots in the optimizer's state.
+            let parameter = name.rsplit_once('.').map_or("", |(parameter, _)| parameter);
+            if split.contains(name.as_str()) || split.contains(parameter) {
+                groups.model.all_reduce((&mut tensor.values).into(), Reduction::Sum)?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.

@@ -51,14 +51,14 @@ pub(super) fn pieces(layout: &Layout) -> Vec<Piece> {
     layout.slots.iter().enumerate().flat_map(of_slot).collect()
 }
 
-/// The tasks of a step; `in_two`: sums first, updates when those of a bucket are done.
-pub(super) fn tasks(pieces: &[Piece], in_two: bool) -> Vec<Task> {
+/// The tasks of a step; `in_two`: sums first, updates when those of a bucket are done (or, `at_once`, those of all buckets).
+pub(super) fn tasks(pieces: &[Piece], in_two: bool, at_once: bool) -> Vec<Task> {
     if !in_two {
         return (0..pieces.len()).map(|piece| Task { piece, work: Work::Whole, after: 0 }).collect();
     }
     let mut tasks = Vec::new();
     let mut first = 0;
-    for bucket in pieces.chunk_by(|a, b| a.bucket == b.bucket) {
+    for bucket in pieces.chunk_by(|a, b| at_once || a.bucket == b.bucket) {
         let these = first..first + bucket.len();
         first = these.end;
         tasks.extend(these.clone().map(|piece| Task { piece, work: Work::Sum, after: 0 }));

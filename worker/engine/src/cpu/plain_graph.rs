@@ -4,19 +4,21 @@ use super::{CAPABILITIES, executor::Executor};
 use crate::{
     fuse::Capabilities,
     net::{Network, resnet},
+    plan::Plan,
     unfused,
 };
-use lockstep_comm::SingleRank;
+use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_protocol::spec::{Arch, ModelSpec};
 use std::sync::Arc;
 
 /// The loss of a step and every weight's gradient.
 fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String, Vec<f32>)>) {
-    let initial = unfused::initial(network);
-    let mut executor =
-        Executor::new(network.clone(), unfused::config(8), Arc::new(SingleRank), capabilities).unwrap();
+    let (initial, batch) = (unfused::initial(network), unfused::batch(network, 8));
+    let comm: Arc<dyn ProcessGroup> = Arc::new(SingleRank);
+    let (network, plan) = (network.clone(), Plan::data(1));
+    let mut executor = Executor::new(network, &plan, unfused::config(8), &comm, capabilities).unwrap();
     executor.layout.import(None, &initial, &mut executor.state.weights);
-    let found = executor.train_step(&[unfused::batch(network, 8)], 0.1).unwrap();
+    let found = executor.train_step(&[batch], 0.1).unwrap();
     let mut momentum = lockstep_host::tensors::NamedTensors::new();
     executor.layout.export(Some("momentum"), &executor.state.optimizer_slots[0], &mut momentum);
     (found.loss, momentum.into_iter().map(|(name, tensor)| (name, tensor.values)).collect())

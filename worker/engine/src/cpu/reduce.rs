@@ -7,13 +7,18 @@
 //! A group without a concurrent one sends everything through the thread's one queue, which the engine fills in program order.
 //! Statistics that are queued behind a bucket would wait for it. A bucket is therefore queued right after the next statistics have
 //! arrived, and then overlaps with the whole backward pass of the next convolution.
+//!
+//! Ranks that share a network have groups of their own for each set of axes. The one queue keeps the order of their calls the same on
+//! every rank, so no two ranks wait for each other in two groups.
 
+use super::groups::{ByAxes, Group, Groups};
+use crate::net::Axes;
 use lockstep_comm::{
-    CommError, ProcessGroup, Reduction,
+    CommError, Reduction,
     shm::{SharedMemory, SharedSlice},
 };
 use std::{
-    sync::{Arc, mpsc},
+    sync::mpsc,
     time::{Duration, Instant},
 };
 
@@ -32,8 +37,8 @@ impl Default for Bucket {
 }
 
 enum Request {
-    Statistics(Vec<f64>),
-    Bucket(Bucket),
+    Statistics(Group, Vec<f64>),
+    Bucket(Group, Bucket),
 }
 
 /// How values are summed over the ranks.
@@ -43,7 +48,7 @@ enum Transport {
     /// All ranks map this memory.
     Shared(SharedMemory),
     /// A thread all-reduces buckets, and statistics too where there is no concurrent group.
-    Group { thread: Thread, concurrent: Option<Arc<dyn ProcessGroup>> },
+    Group { thread: Thread, gradients: ByAxes, statistics: Option<ByAxes> },
 }
 
 struct Thread {
@@ -60,19 +65,27 @@ pub(super) struct Reducer {
 
 impl Reducer {
     /// `memory`: where gradients are, if all ranks map them.
-    pub(super) fn new(comm: Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
+    pub(super) fn new(comm: &Group, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
         let way = match memory {
             _ if comm.size() == 1 => Transport::SingleRank,
             Some(memory) => Transport::Shared(memory.clone()),
-            None => {
-                let concurrent = comm.concurrent();
-                Transport::Group { thread: Thread::start(comm)?, concurrent }
-            }
+            None => Transport::Group {
+                thread: Thread::start()?,
+                gradients: ByAxes::same(comm.clone()),
+                statistics: comm.concurrent().map(ByAxes::same),
+            },
         };
         Ok(Self { way, waited: Duration::ZERO })
     }
 
-    /// Sums `values` over all ranks. While this rank waits in shared memory it calls `idle`, which does a piece of other work and
+    /// For a plan with groups of its own for each axis.
+    pub(super) fn over(groups: &Groups) -> std::io::Result<Self> {
+        let (gradients, statistics) = (groups.gradients.clone(), Some(groups.statistics.clone()));
+        let way = Transport::Group { thread: Thread::start()?, gradients, statistics };
+        Ok(Self { way, waited: Duration::ZERO })
+    }
+
+    /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does a piece of other work and
     /// returns false when there is none.
     ///
     /// # Errors
@@ -80,22 +93,24 @@ impl Reducer {
     pub(super) fn statistics(
         &mut self,
         values: &mut Vec<f64>,
+        axes: Axes,
         idle: &mut dyn FnMut() -> bool,
     ) -> Result<(), CommError> {
-        let (thread, concurrent) = match &self.way {
+        let (thread, gradients, statistics) = match &self.way {
             Transport::SingleRank => return Ok(()),
             Transport::Shared(memory) => {
                 self.waited += memory.all_reduce_f64(values, idle)?;
                 return Ok(());
             }
-            Transport::Group { thread, concurrent } => (thread, concurrent),
+            Transport::Group { thread, gradients, statistics } => (thread, gradients, statistics),
         };
         let start = Instant::now();
-        match concurrent {
-            Some(group) => group.all_reduce(values.into(), Reduction::Sum)?,
+        match statistics {
+            Some(groups) => groups.of(axes).all_reduce(values.into(), Reduction::Sum)?,
             None => {
+                let group = gradients.of(axes).clone();
                 // A thread that is gone is noticed when its answer is waited for.
-                drop(thread.requests.send(Request::Statistics(std::mem::take(values))));
+                drop(thread.requests.send(Request::Statistics(group, std::mem::take(values))));
                 *values = thread.statistics.recv().map_err(|_| gone())??;
             }
         }
@@ -110,13 +125,13 @@ impl Reducer {
 
     /// Whether a bucket should wait for the next statistics to arrive before it starts.
     pub(super) fn shares_one_queue(&self) -> bool {
-        matches!(self.way, Transport::Group { concurrent: None, .. })
+        matches!(self.way, Transport::Group { statistics: None, .. })
     }
 
-    /// Starts the sum of a gradient bucket over all ranks.
-    pub(super) fn start_bucket(&mut self, values: Bucket) {
-        if let Transport::Group { thread, .. } = &self.way {
-            drop(thread.requests.send(Request::Bucket(values)));
+    /// Starts the sum of a gradient bucket over all ranks along `data` and `axes`.
+    pub(super) fn start_bucket(&mut self, values: Bucket, axes: Axes) {
+        if let Transport::Group { thread, gradients, .. } = &self.way {
+            drop(thread.requests.send(Request::Bucket(gradients.of(axes).clone(), values)));
         }
     }
 
@@ -144,7 +159,7 @@ impl Reducer {
 }
 
 impl Thread {
-    fn start(comm: Arc<dyn ProcessGroup>) -> std::io::Result<Self> {
+    fn start() -> std::io::Result<Self> {
         let (requests, incoming) = mpsc::channel();
         let (statistics_out, statistics) = mpsc::channel();
         let (buckets_out, buckets) = mpsc::channel();
@@ -152,14 +167,14 @@ impl Thread {
             // Ends when the engine drops its end.
             while let Ok(request) = incoming.recv() {
                 let delivered = match request {
-                    Request::Statistics(mut values) => {
-                        let done = comm.all_reduce((&mut values).into(), Reduction::Sum);
+                    Request::Statistics(group, mut values) => {
+                        let done = group.all_reduce((&mut values).into(), Reduction::Sum);
                         statistics_out.send(done.map(|()| values)).is_ok()
                     }
-                    Request::Bucket(mut bucket) => {
+                    Request::Bucket(group, mut bucket) => {
                         let done = match &mut bucket {
-                            Bucket::F32(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
-                            Bucket::F64(values) => comm.all_reduce((&mut values[..]).into(), Reduction::Sum),
+                            Bucket::F32(values) => group.all_reduce((&mut values[..]).into(), Reduction::Sum),
+                            Bucket::F64(values) => group.all_reduce((&mut values[..]).into(), Reduction::Sum),
                         };
                         buckets_out.send(done.map(|()| bucket)).is_ok()
                     }

@@ -16,13 +16,14 @@ mod bucket_sum;
 mod kept;
 
 use super::{
+    groups::Group,
     layout::{Layout, Slot},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
 };
 use bucket_sum::{first, keep, sum};
 use lockstep_comm::{
-    CommError, ProcessGroup,
+    CommError, ProcessGroup, Reduction,
     shm::{SharedMemory, SharedSlice},
 };
 use lockstep_kernels::optimizer::{Lanes, Optimizer, ParameterPolicy, Slots, Update};
@@ -81,6 +82,12 @@ pub(super) struct State {
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,
+    /// So many of them may be begun.
+    open_tasks: usize,
+    /// Has the other parts of the parameters of which this rank has a part.
+    model_group: Option<Group>,
+    /// Numbers of those parameters.
+    split: Vec<usize>,
     buckets: usize,
     steps: u64,
 }
@@ -108,7 +115,8 @@ impl Map {
 }
 
 impl State {
-    /// Zeros for everything; and why the ranks do not share memory, if there are several and they do not.
+    /// Zeros for everything; and why the ranks do not share memory, if there are several and they do not. `model_group`: the ranks that
+    /// have other parts of parameters.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -117,9 +125,10 @@ impl State {
         f64_gradients: bool,
         optimizer: Optimizer,
         comm: &dyn ProcessGroup,
+        model_group: Option<Group>,
     ) -> Result<(Self, Option<String>), CommError> {
         let pieces = pieces::pieces(layout);
-        let tasks = pieces::tasks(&pieces, optimizer.needs_norms());
+        let tasks = pieces::tasks(&pieces, optimizer.needs_norms(), model_group.is_some());
         let (world, len) = (comm.size() as usize, layout.len());
         let mut slot_pieces = vec![0..0; layout.slots.len()];
         for (index, piece) in pieces.iter().enumerate() {
@@ -198,7 +207,10 @@ impl State {
             policies,
             slot_pieces,
             pieces,
+            open_tasks: tasks.len(),
             tasks,
+            model_group,
+            split: (0..layout.slots.len()).filter(|slot| layout.slots[*slot].slice.is_some()).collect(),
             buckets,
             steps,
         };
@@ -253,6 +265,12 @@ impl State {
         let waited = match &self.memory {
             Some(memory) => memory.wait("update", &mut || self.advance(), &done, &|| self.behind())?,
             None => {
+                // The norms of a parameter that is split are needed before its update.
+                self.open_tasks =
+                    if self.model_group.is_some() { self.pieces.len() } else { self.tasks.len() };
+                self.advance();
+                self.add_up_squares()?;
+                self.open_tasks = self.tasks.len();
                 self.advance();
                 Duration::ZERO
             }
@@ -261,6 +279,26 @@ impl State {
         self.updates += 1;
         self.keeps_gradients = false;
         Ok((self.squares[0].iter().map(number).sum(), waited))
+    }
+
+    /// Adds up the squares of parameters that are split over the ranks that have their parts.
+    fn add_up_squares(&self) -> Result<(), CommError> {
+        let Some(group) = &self.model_group else { return Ok(()) };
+        let of_slot = |slot: &usize| {
+            let pieces = self.slot_pieces[*slot].clone();
+            self.squares.iter().map(move |of| &of[pieces.clone()])
+        };
+        let of_slots = || self.split.iter().flat_map(of_slot);
+        let mut sums: Vec<f64> = of_slots().map(|pieces| pieces.iter().map(number).sum()).collect();
+        group.all_reduce((&mut sums).into(), Reduction::Sum)?;
+        for (pieces, sum) in of_slots().zip(sums) {
+            // The sum of the pieces is what counts.
+            pieces.iter().for_each(|piece| piece.store(0, Ordering::Relaxed));
+            if let Some(first) = pieces.first() {
+                first.store(sum.to_bits(), Ordering::Relaxed);
+            }
+        }
+        Ok(())
     }
 
     /// The rank that the others wait for: one that has taken a task and not finished it, else the one that has completed the fewest
@@ -278,7 +316,7 @@ impl State {
         let begun = self.steps * self.tasks.len() as u64;
         let taken = self.counts[0].taken.load(Ordering::Acquire);
         let index = usize::try_from(taken.checked_sub(begun)?).ok()?;
-        let task = self.tasks.get(index)?;
+        let task = self.tasks[..self.open_tasks].get(index)?;
         let complete = self.steps * self.buckets as u64 + self.pieces[task.piece].bucket as u64 + 1;
         let ready = self.counts.iter().all(|c| c.buckets.load(Ordering::Acquire) >= complete)
             && (task.after == 0 || self.counts[0].done.load(Ordering::Acquire) >= begun + task.after as u64);

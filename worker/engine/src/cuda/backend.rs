@@ -103,6 +103,14 @@ impl Backend for Cuda {
         libraries::ready(Library::needed(world_size))
     }
 
+    fn check(&self, spec: &JobSpec) -> Result<(), String> {
+        match spec.parallel.is_hybrid() {
+            true => Err("parallel.mode = \"hybrid\" is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = \"data\""
+                .into()),
+            false => Ok(()),
+        }
+    }
+
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {
         let ranks = if local_ranks > 1 { local_ranks } else { 0 };
         SharedMemory { bytes: SHARED_MEMORY * ranks as u64, library: "NCCL" }

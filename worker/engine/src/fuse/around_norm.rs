@@ -58,7 +58,7 @@ impl<'a> Combined<'a> {
                     shape: ConvShape { batch: 1, in_h, in_w, in_c, out_c, kernel, stride, padding, groups },
                     input,
                     output,
-                    needs_input_gradient: input != self.network.input(),
+                    needs_input_gradient: !self.network.is_pictures(input),
                     norm_after: norm_after(self.network, output),
                     forward: ConvForward::Plain { early_statistics: false },
                     backward: ConvBackward::Plain,
@@ -90,6 +90,7 @@ impl<'a> Combined<'a> {
                 let is_head = output == self.network.logits();
                 FusedOp::Linear { name: name.clone(), input, output, is_head }
             }
+            Op::Redistribute { input, output } => FusedOp::Redistribute { input, output },
         };
         self.ops.push(fused);
     }

@@ -19,6 +19,7 @@ impl Display for FusedOp {
                 write!(f, "global_average_pool t{input} -> t{output}")?;
                 note(f, *gradient_in_norm, "gradient spread by the batch norm before it")
             }
+            FusedOp::Redistribute { input, output } => write!(f, "redistribute t{input} -> t{output}"),
             FusedOp::Linear { name, input, output, .. } => write!(f, "linear {name} t{input} -> t{output}"),
         }
     }

@@ -46,6 +46,7 @@ impl Network {
             Op::MaxPool { kernel, stride, .. } => format!("max_pool {kernel}x{kernel} stride {stride}"),
             Op::GlobalAveragePool { .. } => "global_average_pool".into(),
             Op::Linear { .. } => "linear".into(),
+            Op::Redistribute { .. } => "redistribute".into(),
         }
     }
 }
@@ -70,6 +71,7 @@ impl Names {
             Op::Relu { .. } => "relu",
             Op::Add { .. } => "add",
             Op::MaxPool { .. } => "maxpool",
+            Op::Redistribute { .. } => "redistribute",
             Op::GlobalAveragePool { .. } => {
                 self.block.clear();
                 "avgpool"

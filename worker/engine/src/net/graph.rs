@@ -3,7 +3,9 @@
 //! Activations are NHWC. The batch is not part of a shape: the same network runs any batch size.
 //! Parameters have torchvision's names and layouts, whatever an engine keeps internally.
 
+use super::placement::{Axes, NetworkPart, Placement, Slice};
 use lockstep_kernels::TensorShape;
+use std::sync::Arc;
 
 /// Number of an activation in [`Network::tensors`].
 pub type TensorId = usize;
@@ -35,6 +37,8 @@ pub enum Op {
     GlobalAveragePool { input: TensorId, output: TensorId },
     /// y = W x + b. Parameters `weight` `[out, in]` and `bias` `[out]`.
     Linear { name: String, input: TensorId, output: TensorId },
+    /// The same activation in another [`Placement`]: ranks that share a network exchange what each needs of it.
+    Redistribute { input: TensorId, output: TensorId },
 }
 
 impl Op {
@@ -47,7 +51,8 @@ impl Op {
             | Op::Add { output, .. }
             | Op::MaxPool { output, .. }
             | Op::GlobalAveragePool { output, .. }
-            | Op::Linear { output, .. } => output,
+            | Op::Linear { output, .. }
+            | Op::Redistribute { output, .. } => output,
         }
     }
 
@@ -60,8 +65,28 @@ impl Op {
             | Op::Relu { input, .. }
             | Op::MaxPool { input, .. }
             | Op::GlobalAveragePool { input, .. }
-            | Op::Linear { input, .. } => vec![input],
+            | Op::Linear { input, .. }
+            | Op::Redistribute { input, .. } => vec![input],
         }
+    }
+
+    /// The same operation on other activations.
+    #[must_use]
+    pub fn on(&self, inputs: &[TensorId], output: TensorId) -> Self {
+        let mut op = self.clone();
+        match &mut op {
+            Op::Add { branch, shortcut, output: made } => {
+                (*branch, *shortcut, *made) = (inputs[0], inputs[1], output);
+            }
+            Op::Conv { input, output: made, .. }
+            | Op::BatchNorm { input, output: made, .. }
+            | Op::Relu { input, output: made }
+            | Op::MaxPool { input, output: made, .. }
+            | Op::GlobalAveragePool { input, output: made }
+            | Op::Linear { input, output: made, .. }
+            | Op::Redistribute { input, output: made } => (*input, *made) = (inputs[0], output),
+        }
+        op
     }
 }
 
@@ -95,8 +120,13 @@ pub struct Parameter {
     /// torchvision's, e.g. `layer1.0.bn1.running_mean`.
     pub name: String,
     /// torchvision's: OIHW, `[out, in]` or `[channels]`.
+    /// Of a rank's part, if the ranks of a model group have one each.
     pub shape: Vec<usize>,
     pub role: Role,
+    /// Which part that is; `None`: every rank has the whole parameter.
+    pub slice: Option<Slice>,
+    /// What its gradient is summed over.
+    pub axes: Axes,
 }
 
 impl Parameter {
@@ -108,6 +138,11 @@ impl Parameter {
     /// Whether it has none.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Number of values of all parts together.
+    pub fn whole_len(&self) -> usize {
+        self.slice.as_ref().map_or(self.len(), |slice| slice.whole.iter().product())
     }
 }
 
@@ -127,6 +162,8 @@ pub struct Network {
     /// Shape of every activation.
     pub tensors: Vec<TensorShape>,
     pub ops: Vec<Op>,
+    /// Of a network that several ranks share: what this rank has of it. Shapes are then those of this rank.
+    pub part: Option<Arc<NetworkPart>>,
 }
 
 impl Network {
@@ -141,6 +178,7 @@ impl Network {
             frozen_norm: false,
             tensors: vec![input],
             ops: Vec::new(),
+            part: None,
         }
     }
 
@@ -163,13 +201,47 @@ impl Network {
         }
     }
 
+    /// Where an activation is among the ranks that share the network.
+    pub fn placement(&self, tensor: TensorId) -> &Placement {
+        self.part.as_ref().map_or(&Placement::Batch, |part| &part.placements[tensor])
+    }
+
+    /// The axes over which the pictures of an activation are distributed, besides `data`.
+    pub fn axes(&self, tensor: TensorId) -> Axes {
+        Axes { model: *self.placement(tensor) == Placement::Batch }
+    }
+
+    /// Whether an activation is the input pictures, which have no gradient.
+    pub fn is_pictures(&self, tensor: TensorId) -> bool {
+        let from = |op: &Op| matches!(op, Op::Redistribute { input, output } if *output == tensor && self.is_pictures(*input));
+        tensor == self.input() || self.ops.iter().any(from)
+    }
+
     /// Every parameter and running statistic, in the order of torchvision's `state_dict`.
     pub fn parameters(&self) -> Vec<Parameter> {
         let mut all = Vec::new();
         for op in &self.ops {
+            let output = op.output();
+            // Outputs that are split make the first dimension of weights shorter, inputs (whose sum is then partial) the second.
+            let split = match self.placement(output) {
+                Placement::Channels(_) => Some((0, output)),
+                Placement::Partial => Some((1, op.inputs()[0])),
+                Placement::Batch | Placement::Whole => None,
+            };
+            let cut = split.and_then(|(dimension, tensor)| {
+                let (range, all) = self.part.as_ref()?.channels(tensor)?;
+                Some((dimension, range, all))
+            });
             let mut push = |suffix: &str, shape: Vec<usize>, role: Role| {
                 if let Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } = op {
-                    all.push(Parameter { name: format!("{name}.{suffix}"), shape, role });
+                    let cut = cut.clone().filter(|(dimension, ..)| *dimension < shape.len());
+                    let slice = cut.map(|(dimension, range, all)| {
+                        let mut whole = shape.clone();
+                        whole[dimension] = all;
+                        Slice { dimension, range, whole }
+                    });
+                    let axes = self.axes(output);
+                    all.push(Parameter { name: format!("{name}.{suffix}"), shape, role, slice, axes });
                 }
             };
             match *op {
@@ -191,7 +263,11 @@ impl Network {
                     push("weight", vec![to, from], Role::LinearWeight);
                     push("bias", vec![to], Role::LinearBias);
                 }
-                Op::Relu { .. } | Op::Add { .. } | Op::MaxPool { .. } | Op::GlobalAveragePool { .. } => {}
+                Op::Relu { .. }
+                | Op::Add { .. }
+                | Op::MaxPool { .. }
+                | Op::GlobalAveragePool { .. }
+                | Op::Redistribute { .. } => {}
             }
         }
         all
@@ -221,7 +297,9 @@ impl Network {
                     let side = |side| Self::window(side, kernel, stride, padding);
                     (side(from.height), side(from.width))
                 }
-                Op::BatchNorm { .. } | Op::Relu { .. } | Op::Add { .. } => (from.height, from.width),
+                Op::BatchNorm { .. } | Op::Relu { .. } | Op::Add { .. } | Op::Redistribute { .. } => {
+                    (from.height, from.width)
+                }
                 Op::GlobalAveragePool { .. } | Op::Linear { .. } => (1, 1),
             };
         }

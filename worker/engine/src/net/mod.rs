@@ -4,10 +4,12 @@ mod describe;
 mod graph;
 pub mod init;
 mod memory;
+mod placement;
 pub mod resnet;
 
 pub use graph::{Network, Op, Parameter, Role, TensorId};
 pub use lockstep_kernels::TensorShape;
+pub use placement::{Axes, NetworkPart, Placement, Slice};
 
 use lockstep_protocol::spec::ModelSpec;
 

@@ -165,6 +165,7 @@ fn check(network: &Network) -> Result<(), CudaError> {
                 return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
             }
             Op::Conv { .. } => {}
+            Op::Redistribute { .. } => return refuse("a network that several ranks share".into()),
             _ if op.inputs().contains(&network.input()) => {
                 return refuse(format!(
                     "{}, in which something else than a convolution reads the pictures",

@@ -30,6 +30,8 @@ impl<'a> GraphEmitter<'a> {
             | FusedOp::Relu { .. }
             | FusedOp::Add { .. }
             | FusedOp::MaxPool { .. } => self.plain_backward(op)?,
+            // The step's plan refuses it.
+            FusedOp::Redistribute { .. } => {}
         }
         // What only the forward pass has read; the output of a ReLU is read for the last time here.
         if let Some(allocation) = self.activations[op.output()].take() {

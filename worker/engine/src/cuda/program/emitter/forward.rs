@@ -104,6 +104,8 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Relu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
                 self.plain_forward(op, training)?;
             }
+            // The step's plan refuses it.
+            FusedOp::Redistribute { .. } => {}
         }
         if !training {
             op.reads().into_iter().for_each(|tensor| self.evaluated(tensor));

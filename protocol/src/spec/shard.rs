@@ -1,0 +1,189 @@
+//! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
+
+use super::{JobSpec, ParallelSpec, keys::MODES, mistake::shown, named::named, nearest::nearest};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use utoipa::ToSchema;
+
+/// Strategies that a job may have.
+pub(super) const MOST_SHARDS: usize = 64;
+/// Characters of a pattern.
+const MATCH_CHARS: usize = 100;
+
+/// A strategy: how the operators that a pattern matches are split over the ranks that share a copy of the network.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ShardSpec {
+    /// Names of convolutions and linear layers as torchvision has them; `*` stands for any text: `fc`, `layer4.*.conv1`.
+    #[serde(rename = "match")]
+    pub pattern: String,
+    pub split: Split,
+}
+
+/// What of an operator is split.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Split {
+    /// Output channels, or classes: each rank computes some for all pictures of its group.
+    Out,
+    /// Input channels: each rank computes a part of the sum for all pictures of its group.
+    In,
+    /// The groups of a grouped convolution.
+    Groups,
+}
+
+named!(Split: Out = "out", In = "in", Groups = "groups");
+
+impl ShardSpec {
+    /// Whether the pattern matches an operator's name.
+    pub fn matches(&self, name: &str) -> bool {
+        let mut parts = self.pattern.split('*');
+        let first = parts.next().unwrap_or_default();
+        let Some(mut rest) = name.strip_prefix(first) else { return false };
+        let Some(last) = parts.next_back() else { return rest.is_empty() };
+        for part in parts {
+            let Some(at) = rest.find(part) else { return false };
+            rest = &rest[at + part.len()..];
+        }
+        rest.ends_with(last)
+    }
+}
+
+impl ParallelSpec {
+    /// Whether ranks share copies of the network, or may.
+    pub fn is_hybrid(&self) -> bool {
+        self.mode == MODES[1]
+    }
+
+    /// Ranks that see different pictures of a step.
+    pub fn data_ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Which of them `rank` is.
+    pub fn data_rank(&self, rank: u32) -> u32 {
+        rank
+    }
+}
+
+/// What is wrong with the value of `parallel.shard`, if anything is: every mistake.
+pub(super) fn check(value: &Value) -> Result<(), String> {
+    let Some(list) = value.as_array().filter(|list| list.len() <= MOST_SHARDS) else {
+        return Err(format!(
+            "must be a list of at most {MOST_SHARDS} tables with match and split, is {}",
+            shown(value)
+        ));
+    };
+    let mut mistakes = Vec::new();
+    for (number, entry) in (1..).zip(list) {
+        let Some(table) = entry.as_object() else {
+            mistakes
+                .push(format!("entry {number} must be a table with match and split, is {}", shown(entry)));
+            continue;
+        };
+        let is_pattern = |text: &str| {
+            let known = |c: char| c.is_ascii_alphanumeric() || "._*-".contains(c);
+            (1..=MATCH_CHARS).contains(&text.len()) && text.chars().all(known)
+        };
+        if !table.get("match").and_then(Value::as_str).is_some_and(is_pattern) {
+            let is = table.get("match").map_or_else(|| "missing".into(), shown);
+            mistakes.push(format!(
+                "entry {number}: match must be the name of an operator, such as \"fc\" or \"layer4.*\", is {is}"
+            ));
+        }
+        let split = table.get("split").and_then(Value::as_str);
+        if !split.is_some_and(|split| Split::NAMES.contains(&split)) {
+            let is = table.get("split").map_or_else(|| "missing".into(), shown);
+            let near = split.and_then(|split| nearest(split, Split::NAMES.into_iter()));
+            let near = near.map(|near| format!("; did you mean {near:?}?")).unwrap_or_default();
+            mistakes.push(format!(
+                "entry {number}: split must be one of {}, is {is}{near}",
+                Split::NAMES.join(", ")
+            ));
+        }
+        for key in table.keys().filter(|key| !["match", "split"].contains(&key.as_str())) {
+            mistakes
+                .push(format!("entry {number}: no key is called {key:?} here; the keys are match and split"));
+        }
+    }
+    if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("; ")) }
+}
+
+/// Combinations of `[parallel]` that cannot work.
+pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+    let parallel = &spec.parallel;
+    let ParallelSpec { ranks, model, .. } = *parallel;
+    if !parallel.is_hybrid() {
+        for (key, is_set) in [("model", model > 1), ("shard", !parallel.shard.is_empty())] {
+            if is_set {
+                let detail = format!(
+                    "needs parallel.mode = {:?}: with {:?} every rank has the whole network",
+                    MODES[1], MODES[0]
+                );
+                mistake(&format!("/parallel/{key}"), detail);
+            }
+        }
+        return;
+    }
+    if let Some(kind) = parallel.device.kind().filter(|kind| kind.is_counted) {
+        mistake(
+            "/parallel/mode",
+            format!(
+                "{:?} is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = {:?} for a {}",
+                MODES[1], MODES[0], kind.slot_name
+            ),
+        );
+    }
+    if !ranks.is_multiple_of(model) {
+        let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);
+        mistake(
+            "/parallel/model",
+            format!(
+                "{ranks} ranks cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}"
+            ),
+        );
+    }
+    if model == 1 && !parallel.shard.is_empty() {
+        mistake(
+            "/parallel/shard",
+            "splits operators over parallel.model = 1 rank: set model to 2 or more".into(),
+        );
+    }
+    if model > 1 && spec.log.histograms > 0 {
+        mistake(
+            "/log/histograms",
+            "no rank has all weights of a network that is split (parallel.model): leave histograms out"
+                .into(),
+        );
+    }
+    if spec.recovery.min_ranks.is_some() {
+        mistake(
+            "/recovery/min_ranks",
+            format!("a job of mode {:?} waits for all its ranks: leave min_ranks out", MODES[1]),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_matches_names() {
+        for (pattern, name, is) in [
+            ("fc", "fc", true),
+            ("fc", "fc2", false),
+            ("*", "layer1.0.conv1", true),
+            ("layer4.*", "layer4.2.conv3", true),
+            ("layer4.*", "layer3.2.conv3", false),
+            ("layer4.*.conv1", "layer4.0.conv1", true),
+            ("layer4.*.conv1", "layer4.0.conv2", false),
+            ("*conv1", "conv1", true),
+            ("layer*.0.conv*", "layer2.0.conv2", true),
+            ("a*a", "a", false),
+        ] {
+            let shard = ShardSpec { pattern: pattern.into(), split: Split::Out };
+            assert_eq!(shard.matches(name), is, "{pattern} {name}");
+        }
+    }
+}

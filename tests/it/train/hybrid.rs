@@ -1,0 +1,89 @@
+//! Ranks that share copies of a network (`parallel.mode = "hybrid"`).
+
+use super::{Bench, succeeded};
+use crate::server::turn;
+use std::collections::BTreeMap;
+
+/// The tensors of a checkpoint.
+fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
+    let all = safetensors::SafeTensors::deserialize(model).expect("tensors");
+    let floats = all.tensors().into_iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
+    let values = |bytes: &[u8]| bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+    floats.map(|(name, tensor)| (name, values(tensor.data()))).collect()
+}
+
+/// The largest difference of two values.
+fn apart(a: &[u8], b: &[u8]) -> f32 {
+    let (a, b) = (tensors(a), tensors(b));
+    assert!(a.keys().eq(b.keys()));
+    let pairs = a.iter().flat_map(|(name, values)| values.iter().zip(&b[name]));
+    pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[tokio::test]
+async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let run = |out: &str, sets: &[&str], more: &[&str]| {
+        // A small rate: training amplifies the rounding of sums that are divided differently. 400 pictures and a batch of 32: the
+        // last step of an epoch has fewer.
+        let always = [
+            "train.epochs=1",
+            "data.drop_remainder=false",
+            "checkpoint.every_steps=4",
+            "parallel.device=cpu",
+            "train.lr=0.0001",
+        ];
+        let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
+        bench.train(out, &[&sets[..], more].concat()).output().expect("it runs")
+    };
+    let validation = |said: &str| -> String {
+        let line = said
+            .lines()
+            .find_map(|line| line.split("validation accuracy is ").nth(1))
+            .expect("an evaluation");
+        line.split(", loss").next().expect("an accuracy").into()
+    };
+    let alone = succeeded(&run("one", &["parallel.ranks=1"], &[]));
+    let shared = [
+        "parallel.ranks=4",
+        "parallel.mode=hybrid",
+        "parallel.model=2",
+        "train.ema_decay=0.5",
+        "train.ema_steps=1",
+    ];
+    let said = succeeded(&run("four", &shared, &[]));
+    assert!(said.contains("2 copies of the network, each shared by 2 ranks"), "{said}");
+    assert_eq!(validation(&said), validation(&alone));
+    let last = bench.model("one", "1-13");
+    for step in ["1-4", "1-13"] {
+        let apart = apart(&bench.model("four", step), &bench.model("one", step));
+        assert!(apart < 1e-4, "{step}: {apart}");
+    }
+    assert!(said.contains("validation accuracy of the averaged weights is "), "{said}");
+
+    let from = bench.out("four").join("checkpoints/1-4");
+    let from = ["--resume", from.to_str().expect("a path")];
+    let split = r#"parallel.shard=[{match="layer3.*", split="out"}, {match="layer3.*.conv2", split="in"}]"#;
+    let other = ["parallel.ranks=2", "parallel.mode=hybrid", "parallel.model=2", split];
+    let averaged = [&shared[3..], &["parallel.ranks=1"]].concat();
+    let continued = [("two", &other[..]), ("again", &["parallel.ranks=1"][..]), ("averaged", &averaged[..])];
+    for (out, sets) in continued {
+        let said = succeeded(&run(out, sets, &from));
+        assert!(said.contains("continuing from checkpoint 1-4 at step 4"), "{said}");
+        assert_eq!(validation(&said), validation(&alone), "{out}");
+        let apart = apart(&bench.model(out, "1-13"), &last);
+        assert!(apart < 1e-4, "{out}: {apart}");
+    }
+
+    let wrong = r#"parallel.shard=[{match="layer9.*", split="out"}, {match="fc", split="groups"}]"#;
+    let refused = run("wrong", &[&other[..3], &[wrong]].concat(), &[]);
+    let said =
+        String::from_utf8_lossy(&refused.stdout).into_owned() + &String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && !said.contains("step: 1,"), "{said}");
+    for words in
+        ["no operator of resnet20 is called \"layer9.*\"", "fc cannot be split by \"groups\" over 2 ranks"]
+    {
+        assert!(said.contains(words), "{said}");
+    }
+}

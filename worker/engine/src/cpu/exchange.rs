@@ -1,0 +1,304 @@
+//! Activations of which each rank of a group has a part and needs another one.
+
+use super::groups::Group;
+use crate::net::{Placement, TensorShape};
+use lockstep_comm::{CommError, Reduction};
+use std::ops::Range;
+
+/// A box of an activation, which is NHWC.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Region {
+    pub(super) pictures: Range<usize>,
+    pub(super) pixels: Range<usize>,
+    pub(super) channels: Range<usize>,
+}
+
+impl Region {
+    pub(super) fn len(&self) -> usize {
+        self.pictures.len() * self.pixels.len() * self.channels.len()
+    }
+
+    fn common(&self, other: &Self) -> Self {
+        let both = |a: &Range<usize>, b: &Range<usize>| {
+            let start = a.start.max(b.start);
+            start..a.end.min(b.end).max(start)
+        };
+        Self {
+            pictures: both(&self.pictures, &other.pictures),
+            pixels: both(&self.pixels, &other.pixels),
+            channels: both(&self.channels, &other.channels),
+        }
+    }
+
+    /// Calls `visit` for each run of values of `inner`, a box of this one, with its place in the values of this one.
+    fn runs(&self, inner: &Self, mut visit: impl FnMut(Range<usize>)) {
+        if inner.len() == 0 {
+            return;
+        }
+        let width = self.channels.len();
+        let first = inner.channels.start - self.channels.start;
+        for picture in inner.pictures.clone() {
+            let row = (picture - self.pictures.start) * self.pixels.len();
+            let pixel = |pixel: usize| (row + pixel - self.pixels.start) * width + first;
+            if inner.channels.len() == width {
+                visit(pixel(inner.pixels.start)..pixel(inner.pixels.end));
+                continue;
+            }
+            inner.pixels.clone().map(pixel).for_each(|at| visit(at..at + inner.channels.len()));
+        }
+    }
+}
+
+/// Gives each rank `r` of `group` the values of `to[r]`, added up over all ranks that have them: rank `r` has `from[r]`. `x` is this
+/// rank's `from`; `y`, its `to`, is overwritten.
+///
+/// In each round every rank exchanges with one other, so no rank waits for one that waits for a third.
+///
+/// # Errors
+/// As [`lockstep_comm::ProcessGroup::send`].
+pub(super) fn exchange(
+    group: &Group,
+    (from, to): (&[Region], &[Region]),
+    x: &[f32],
+    y: &mut [f32],
+) -> Result<(), CommError> {
+    let (rank, size) = (group.rank() as usize, group.size() as usize);
+    y.fill(0.0);
+    let mut buffer = Vec::new();
+    for round in 0..size {
+        let peer = (round + size - rank) % size;
+        let (given, taken) = (from[rank].common(&to[peer]), from[peer].common(&to[rank]));
+        let send = |buffer: &mut Vec<f32>| {
+            buffer.clear();
+            from[rank].runs(&given, |at| buffer.extend_from_slice(&x[at]));
+            if peer == rank || buffer.is_empty() {
+                Ok(())
+            } else {
+                group.send((&*buffer).into(), peer as u32)
+            }
+        };
+        if rank <= peer {
+            send(&mut buffer)?;
+        }
+        let mut received = vec![0.0; if peer == rank { 0 } else { taken.len() }];
+        if !received.is_empty() {
+            group.recv((&mut received).into(), peer as u32)?;
+        }
+        if rank > peer {
+            send(&mut buffer)?;
+        }
+        let mut values = if peer == rank { &buffer[..] } else { &received[..] };
+        to[rank].runs(&taken, |at| {
+            let (run, rest) = values.split_at(at.len());
+            y[at].iter_mut().zip(run).for_each(|(y, v)| *y += v);
+            values = rest;
+        });
+    }
+    Ok(())
+}
+
+/// The pictures of a micro-batch on the ranks of a model group.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Pictures {
+    /// By rank: the number of the first one among all of the group, and last the number of all.
+    pub(super) bounds: Vec<usize>,
+    pub(super) rank: usize,
+}
+
+impl Pictures {
+    pub(super) fn alone(pictures: usize) -> Self {
+        Self { bounds: vec![0, pictures], rank: 0 }
+    }
+
+    pub(super) fn of_group(counts: impl IntoIterator<Item = usize>, rank: usize) -> Self {
+        let mut bounds = vec![0];
+        bounds.extend(counts.into_iter().scan(0, |sum, count| {
+            *sum += count;
+            Some(*sum)
+        }));
+        Self { bounds, rank }
+    }
+
+    /// This rank's among all of the group.
+    pub(super) fn own(&self) -> Range<usize> {
+        self.bounds[self.rank]..self.bounds[self.rank + 1]
+    }
+
+    pub(super) fn all(&self) -> usize {
+        self.bounds.last().copied().unwrap_or(0)
+    }
+
+    /// How many this rank has of an activation.
+    pub(super) fn of(&self, placement: &Placement) -> usize {
+        if *placement == Placement::Batch { self.own().len() } else { self.all() }
+    }
+
+    /// What each rank has of an activation of `pixels` pixels and `channels` channels.
+    fn regions(&self, placement: &Placement, pixels: usize, channels: usize) -> Vec<Region> {
+        let of_rank = |rank: usize| {
+            let mut region = Region { pictures: 0..self.all(), pixels: 0..pixels, channels: 0..channels };
+            match placement {
+                Placement::Batch => region.pictures = self.bounds[rank]..self.bounds[rank + 1],
+                Placement::Channels(bounds) => region.channels = bounds[rank]..bounds[rank + 1],
+                Placement::Whole | Placement::Partial => {}
+            }
+            region
+        };
+        (0..self.bounds.len() - 1).map(of_rank).collect()
+    }
+
+    /// Redistributes the activation `x` over `group`: from one placement, which is not [`Placement::Whole`], to another, which is not
+    /// [`Placement::Partial`]. `channels` are those of all ranks together.
+    ///
+    /// # Errors
+    /// As [`exchange`].
+    pub(super) fn redistribute(
+        &self,
+        group: &Group,
+        (from, to): (&Placement, &Placement),
+        (pixels, channels): (usize, usize),
+        x: &[f32],
+        y: &mut [f32],
+    ) -> Result<(), CommError> {
+        let [sources, targets] = [from, to].map(|placement| self.regions(placement, pixels, channels));
+        match (from, to) {
+            (Placement::Partial, Placement::Whole) => {
+                y.copy_from_slice(x);
+                if y.is_empty() { Ok(()) } else { group.all_reduce(y.into(), Reduction::Sum) }
+            }
+            _ => exchange(group, (&sources, &targets), x, y),
+        }
+    }
+}
+
+/// The channels of an activation on all ranks together: of one whose channels `placement` splits, those of all parts.
+pub(super) fn channels(placement: &Placement, shape: TensorShape) -> usize {
+    match placement {
+        Placement::Channels(bounds) => bounds.last().copied().unwrap_or(0),
+        _ => shape.channels,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{loss, split_loss};
+    use lockstep_comm::{
+        ProcessGroup,
+        rendezvous::{RendezvousConfig, Store, free_port},
+        ring::Ring,
+    };
+    use lockstep_data::loader::Batch;
+    use lockstep_kernels::synthetic::{labels, values};
+    use std::{sync::Arc, time::Duration};
+
+    const RANKS: usize = 3;
+
+    /// What `work` comes to on each of three ranks.
+    fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
+        let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(60));
+        let rank = |number| {
+            let store = Store::join(RendezvousConfig {
+                addr: "127.0.0.1".into(),
+                port,
+                secret: b"of these ranks".to_vec(),
+                rank: number,
+                world_size: RANKS as u32,
+                timeout,
+                stop: Arc::default(),
+            })
+            .unwrap();
+            let ring = Ring::connect(&store, timeout).unwrap();
+            store.barrier("connected").unwrap();
+            work(ring as Arc<dyn ProcessGroup>)
+        };
+        std::thread::scope(|scope| {
+            let rank = &rank;
+            let threads: Vec<_> = (0..RANKS as u32).map(|number| scope.spawn(move || rank(number))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        })
+    }
+
+    /// Sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One of the ranks
+    /// has no picture.
+    #[test]
+    fn the_backward_of_each_redistribution_is_its_transpose() {
+        let (pixels, channels) = (4, 7);
+        let split = |bounds: [usize; 4]| Placement::Channels(bounds.to_vec());
+        let (uneven, other) = (split([0, 3, 5, 7]), split([0, 1, 2, 7]));
+        let sources = [Placement::Batch, Placement::Partial, uneven.clone(), other.clone()];
+        let targets = [Placement::Batch, Placement::Whole, uneven, other];
+        let found = on_ranks(|group| {
+            let rank = group.rank() as usize;
+            let pictures = Pictures::of_group([3, 0, 2], rank);
+            let len = |placement: &Placement| pictures.regions(placement, pixels, channels)[rank].len();
+            let mut found = Vec::new();
+            for from in &sources {
+                for to in &targets {
+                    let x = values(&format!("redistribute.x.{rank}"), len(from));
+                    let gradient = values(&format!("redistribute.g.{rank}"), len(to));
+                    let (mut y, mut dx) = (vec![0.0; len(to)], vec![0.0; len(from)]);
+                    let shape = (pixels, channels);
+                    pictures.redistribute(&group, (from, to), shape, &x, &mut y).unwrap();
+                    let back = [to, from].map(Placement::of_gradient);
+                    pictures.redistribute(&group, (&back[0], &back[1]), shape, &gradient, &mut dx).unwrap();
+                    let product = |a: &[f32], b: &[f32]| -> f64 {
+                        a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+                    };
+                    found.push([product(&y, &gradient), product(&x, &dx)]);
+                }
+            }
+            found
+        });
+        for case in 0..found[0].len() {
+            let [forward, backward] =
+                [0, 1].map(|side| found.iter().map(|rank| rank[case][side]).sum::<f64>());
+            assert!(
+                (forward - backward).abs() < 1e-5 * forward.abs().max(1.0),
+                "{case}: {forward} {backward}"
+            );
+            assert!(forward != 0.0);
+        }
+    }
+
+    #[test]
+    fn the_loss_of_split_classes_is_that_of_all() {
+        let (classes, counts, bounds) = (7, [3, 0, 2], [0, 3, 5, 7]);
+        let logits: Vec<f32> = values("split_loss", 5 * classes).iter().map(|v| v * 8.0).collect();
+        let (own, others) = (labels("split_loss.own", 5, 7), labels("split_loss.others", 5, 7));
+        for (mixed, lambda) in [(false, 0.0), (true, 0.7), (true, 0.2)] {
+            let of = |from: usize, to: usize| Batch {
+                labels: own[from..to].to_vec(),
+                mixed_labels: if mixed { others[from..to].to_vec() } else { Vec::new() },
+                lambda,
+                ..Batch::default()
+            };
+            let (all, mut wanted) = (of(0, 5), vec![0.0; 5 * classes]);
+            let into = Some((&mut wanted[..], 0.2));
+            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, into);
+            let ranks = on_ranks(|group| {
+                let rank = group.rank() as usize;
+                let first: usize = counts[..rank].iter().sum();
+                let batch = of(first, first + counts[rank]);
+                let (pictures, labels) = split_loss::gather(&group, &batch).unwrap();
+                let range = bounds[rank]..bounds[rank + 1];
+                let part: Vec<f32> =
+                    logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
+                let mut gradient = vec![0.0; part.len()];
+                let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
+                let loss =
+                    split_loss::cross_entropy(&group, &part, which, (range, classes), 0.1, into).unwrap();
+                (loss, gradient)
+            });
+            let sum: f64 = ranks.iter().map(|(loss, _)| loss.sum).sum();
+            assert!((sum - alone.sum).abs() < 1e-12 * alone.sum, "{sum} {}", alone.sum);
+            assert_eq!(ranks.iter().map(|(loss, _)| loss.correct).sum::<u64>(), alone.correct);
+            for (rank, (_, gradient)) in ranks.iter().enumerate() {
+                let width = bounds[rank + 1] - bounds[rank];
+                for (row, wanted) in gradient.chunks(width).zip(wanted.chunks(classes)) {
+                    assert!(row.iter().zip(&wanted[bounds[rank]..]).all(|(a, b)| (a - b).abs() < 1e-7));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Cross-entropy of logits whose classes are split over the ranks of a model group. Ranks exchange three numbers a picture: the largest
+//! logit, the sum of exponentials and the logits of the labels. The logits themselves stay where they are.
+
+use super::{exchange::Pictures, groups::Group, loss::Loss};
+use lockstep_comm::{CommError, Reduction};
+use lockstep_data::loader::Batch;
+use std::ops::Range;
+
+/// The labels of all pictures of a model group.
+#[derive(Debug, Default)]
+pub(super) struct Labels {
+    own: Vec<u32>,
+    /// The other label of each picture and how much the own one weighs, where pictures are mixed.
+    mixed: Option<(Vec<u32>, f32)>,
+}
+
+/// Collective: the pictures and labels of all ranks of the group.
+///
+/// # Errors
+/// As [`lockstep_comm::ProcessGroup::all_gather_bytes`].
+pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels), CommError> {
+    let numbers = |values: &[u32]| values.iter().flat_map(|label| label.to_le_bytes()).collect::<Vec<u8>>();
+    // A weight, the own labels and, if any, as many others.
+    let lambda = batch.mixed().map_or(0.0, |(_, lambda)| lambda);
+    let mut message = lambda.to_le_bytes().to_vec();
+    message.extend((batch.labels.len() as u32).to_le_bytes());
+    message.extend(numbers(&batch.labels));
+    message.extend(numbers(&batch.mixed_labels));
+    let mut counts = Vec::new();
+    let mut labels = Labels::default();
+    for message in group.all_gather_bytes(&message)? {
+        let words: Vec<[u8; 4]> = message.as_chunks::<4>().0.to_vec();
+        let count = u32::from_le_bytes(words[1]) as usize;
+        let (own, others) = words[2..].split_at(count);
+        counts.push(count);
+        labels.own.extend(own.iter().map(|word| u32::from_le_bytes(*word)));
+        if !others.is_empty() {
+            let mixed = labels.mixed.get_or_insert_with(|| (Vec::new(), f32::from_le_bytes(words[0])));
+            mixed.0.extend(others.iter().map(|word| u32::from_le_bytes(*word)));
+        }
+    }
+    Ok((Pictures::of_group(counts, group.rank() as usize), labels))
+}
+
+/// A row of logits, of which this rank has the classes `classes`.
+struct Row<'a> {
+    logits: &'a [f32],
+    classes: &'a Range<usize>,
+}
+
+impl Row<'_> {
+    fn logit(&self, label: usize) -> f64 {
+        if self.classes.contains(&label) { f64::from(self.logits[label - self.classes.start]) } else { 0.0 }
+    }
+}
+
+/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has `classes` of
+/// `all_classes`. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
+///
+/// # Errors
+/// As [`lockstep_comm::ProcessGroup::all_reduce`].
+pub(super) fn cross_entropy(
+    group: &Group,
+    logits: &[f32],
+    (pictures, labels): (&Pictures, &Labels),
+    (classes, all_classes): (Range<usize>, usize),
+    smoothing: f32,
+    (gradient, scale): (&mut [f32], f64),
+) -> Result<Loss, CommError> {
+    let rows = || logits.chunks_exact(classes.len()).map(|logits| Row { logits, classes: &classes });
+    // The largest logit, the first of equals, and its class.
+    let own: Vec<f64> = rows()
+        .flat_map(|row| {
+            let mut best = 0;
+            for (class, logit) in row.logits.iter().enumerate() {
+                if *logit > row.logits[best] {
+                    best = class;
+                }
+            }
+            [f64::from(row.logits[best]), (classes.start + best) as f64]
+        })
+        .collect();
+    let mut all = vec![0.0; own.len() * group.size() as usize];
+    group.all_gather((&own).into(), (&mut all).into())?;
+    let mut best: Vec<[f64; 2]> = own.as_chunks::<2>().0.to_vec();
+    for (rank, of_rank) in all.chunks_exact(own.len().max(1)).enumerate() {
+        for (best, of_rank) in best.iter_mut().zip(of_rank.as_chunks::<2>().0) {
+            if rank == 0 || of_rank[0] > best[0] {
+                *best = *of_rank;
+            }
+        }
+    }
+    let label = |picture: usize| labels.own[picture] as usize;
+    let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
+    let mut sums: Vec<f64> = rows()
+        .enumerate()
+        .flat_map(|(picture, row)| {
+            let largest = best[picture][0];
+            let exponentials: f64 = row.logits.iter().map(|v| (f64::from(*v) - largest).exp()).sum();
+            let logits: f64 = row.logits.iter().map(|v| f64::from(*v)).sum();
+            [exponentials, logits, row.logit(label(picture)), other(picture).map_or(0.0, |o| row.logit(o))]
+        })
+        .collect();
+    group.all_reduce((&mut sums).into(), Reduction::Sum)?;
+
+    let smoothing = f64::from(smoothing);
+    let even = smoothing / all_classes as f64;
+    let mut loss = Loss::default();
+    for (picture, (row, gradient)) in rows().zip(gradient.chunks_exact_mut(classes.len())).enumerate() {
+        let [largest, predicted] = best[picture];
+        let [exponentials, sum_of_logits, of_label, of_other] = sums.as_chunks::<4>().0[picture];
+        let log_sum = largest + exponentials.ln();
+        // How much of the target is on the own label, and the rest on the other one.
+        let lambda = labels.mixed.as_ref().map_or(1.0, |(_, lambda)| f64::from(*lambda));
+        let (label, other) = (label(picture), other(picture));
+        if pictures.own().contains(&picture) {
+            let wanted_logit = lambda * of_label + (1.0 - lambda) * of_other;
+            loss.sum += (1.0 - smoothing) * (log_sum - wanted_logit)
+                + even * (all_classes as f64 * log_sum - sum_of_logits);
+            // The label with more of the target.
+            let (wanted, logit) = match other {
+                Some(other) if 1.0 - lambda > 0.5 => (other, of_other),
+                _ => (label, of_label),
+            };
+            loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
+        }
+        for (class, (gradient, logit)) in classes.clone().zip(gradient.iter_mut().zip(row.logits)) {
+            let mut target = even;
+            if class == label {
+                target += (1.0 - smoothing) * lambda;
+            }
+            if other == Some(class) {
+                target += (1.0 - smoothing) * (1.0 - lambda);
+            }
+            *gradient = (scale * ((f64::from(*logit) - log_sum).exp() - target)) as f32;
+        }
+    }
+    Ok(loss)
+}

@@ -1,0 +1,110 @@
+//! Where the values of activations are when several ranks share one copy of a network. Terms as in PyTorch's DTensor.
+
+use super::TensorId;
+use std::ops::Range;
+
+/// Where an activation is among the ranks of a model group: the ranks that share one copy of the network.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Placement {
+    /// Each rank has pictures of its own, as in data parallel: `Shard` of the batch.
+    Batch,
+    /// Every rank has all pictures of the group: `Replicate`. Each rank computes a part of the sum that is its gradient.
+    Whole,
+    /// All pictures of the group, and a range of the channels: `Shard` of the channels. Rank `r` has those from `bounds[r]` to
+    /// `bounds[r + 1]`.
+    Channels(Vec<usize>),
+    /// All pictures of the group. The sum over the ranks is the activation: `Partial`. Every rank has its whole gradient.
+    Partial,
+}
+
+impl Placement {
+    /// Where the gradient is of an activation that is placed so.
+    pub fn of_gradient(&self) -> Self {
+        match self {
+            Self::Whole => Self::Partial,
+            Self::Partial => Self::Whole,
+            other => other.clone(),
+        }
+    }
+}
+
+/// The axes of the mesh, besides `data`, that sums over pictures go over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Axes {
+    /// The ranks that share one copy of the network.
+    pub model: bool,
+}
+
+/// One rank's part of a network that several ranks share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NetworkPart {
+    /// The rank in its model group.
+    pub rank: usize,
+    /// By tensor.
+    pub placements: Vec<Placement>,
+}
+
+impl NetworkPart {
+    /// The channels that this rank has of a tensor whose channels are split, and how many all ranks have.
+    pub fn channels(&self, tensor: TensorId) -> Option<(Range<usize>, usize)> {
+        let Placement::Channels(bounds) = &self.placements[tensor] else { return None };
+        Some((bounds[self.rank]..bounds[self.rank + 1], *bounds.last()?))
+    }
+}
+
+/// The part of a parameter that a rank has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slice {
+    pub dimension: usize,
+    pub range: Range<usize>,
+    /// The parameter's shape, of all parts together.
+    pub whole: Vec<usize>,
+}
+
+impl Slice {
+    /// Calls `copy` with the places of each run of values in the part and in the whole parameter.
+    fn runs(&self, mut copy: impl FnMut(Range<usize>, Range<usize>)) {
+        let outer: usize = self.whole[..self.dimension].iter().product();
+        let inner: usize = self.whole[self.dimension + 1..].iter().product();
+        let len = self.range.len() * inner;
+        for block in 0..outer {
+            let whole = (block * self.whole[self.dimension] + self.range.start) * inner;
+            copy(block * len..(block + 1) * len, whole..whole + len);
+        }
+    }
+
+    /// This part of the values of the whole parameter.
+    pub fn cut(&self, whole: &[f32]) -> Vec<f32> {
+        let mut part = vec![0.0; whole.len() / self.whole[self.dimension].max(1) * self.range.len()];
+        self.runs(|own, all| part[own].copy_from_slice(&whole[all]));
+        part
+    }
+
+    /// The whole parameter with 0 in the places of other ranks' parts, so that the sum over the parts is the parameter.
+    pub fn spread(&self, part: &[f32]) -> Vec<f32> {
+        let mut whole = vec![0.0; self.whole.iter().product()];
+        self.runs(|own, all| whole[all].copy_from_slice(&part[own]));
+        whole
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sum_of_all_parts_is_the_parameter() {
+        for (whole, dimension, bounds) in
+            [(vec![5, 3], 0, [0, 3, 5]), (vec![2, 5, 3], 1, [0, 1, 5]), (vec![4], 0, [0, 4, 4])]
+        {
+            let values: Vec<f32> = (0..whole.iter().product::<usize>()).map(|n| n as f32 + 1.0).collect();
+            let mut sum = vec![0.0; values.len()];
+            for part in 0..2 {
+                let slice = Slice { dimension, range: bounds[part]..bounds[part + 1], whole: whole.clone() };
+                let spread = slice.spread(&slice.cut(&values));
+                sum.iter_mut().zip(spread).for_each(|(sum, value)| *sum += value);
+            }
+            assert_eq!(sum, values);
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! Plans: how one network is spread over several ranks. The network is data, and a plan is a pass over it ([`lower()`]): it gives each
+//! rank the network of its own part, with the operations that exchange activations.
+
+mod lower;
+mod mesh;
+
+pub use lower::lower;
+pub use mesh::Mesh;
+
+use crate::net::Network;
+use lockstep_protocol::spec::{ParallelSpec, ShardSpec, Split};
+
+/// Which ranks share a copy of the network, and how its operators are split over them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    pub mesh: Mesh,
+    /// The last one that matches an operator counts.
+    pub shards: Vec<ShardSpec>,
+}
+
+impl Plan {
+    /// Every rank has the whole network and pictures of its own.
+    pub fn data(ranks: u32) -> Self {
+        Self { mesh: Mesh { data: ranks as usize, model: 1 }, shards: Vec::new() }
+    }
+
+    /// The plan that a job asks for.
+    pub fn of(parallel: &ParallelSpec) -> Self {
+        if !parallel.is_hybrid() {
+            return Self::data(parallel.ranks);
+        }
+        let model = parallel.model.max(1);
+        let mesh = Mesh { data: (parallel.ranks / model) as usize, model: model as usize };
+        Self { mesh, shards: parallel.shard.clone() }
+    }
+
+    /// Whether it is plain data parallel.
+    pub fn is_data(&self) -> bool {
+        self.mesh.model == 1
+    }
+
+    /// How `network`'s operator `name` is split; `None`: not at all.
+    fn split_of(&self, network: &Network, name: &str) -> Option<Split> {
+        if self.shards.is_empty() {
+            return (name == network.head()).then_some(Split::Out);
+        }
+        self.shards.iter().rev().find(|shard| shard.matches(name)).map(|shard| shard.split)
+    }
+}

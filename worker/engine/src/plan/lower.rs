@@ -1,0 +1,203 @@
+//! From a whole network to one rank's part of it.
+//!
+//! Operators without a strategy compute each rank's own pictures, as in data parallel, so the model group costs them nothing. An
+//! operator with a strategy gets its input in the placement that the strategy asks for. Batch norms, ReLUs, additions and poolings follow
+//! the placement of their input. Where an operator needs an activation in another placement, [`Op::Redistribute`] comes before it, once
+//! for all operators that need it so.
+
+use super::{Plan, mesh::bounds};
+use crate::net::{Network, NetworkPart, Op, Placement, TensorId};
+use lockstep_protocol::spec::Split;
+use std::{collections::HashMap, sync::Arc};
+
+/// The part of `network` that `rank` has under `plan`.
+///
+/// # Errors
+/// Every strategy that matches no operator, or one that cannot be split so, with the splits that can.
+pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, String> {
+    let mistakes = mistakes(network, plan);
+    if !mistakes.is_empty() {
+        return Err(format!("parallel.shard: {}", mistakes.join("; ")));
+    }
+    let part = NetworkPart { rank: plan.mesh.model_rank(rank), placements: vec![Placement::Batch] };
+    let local = Network { tensors: vec![network.tensors[0]], ops: Vec::new(), part: None, ..network.clone() };
+    let mut lowering = Lowering {
+        whole: network,
+        plan,
+        local,
+        part,
+        places: vec![network.input(); network.tensors.len()],
+        sources: vec![network.input()],
+        redistributed: HashMap::new(),
+    };
+    for op in &network.ops {
+        lowering.push(op);
+    }
+    // The loss is that of each rank's own pictures, or of all pictures and some classes.
+    lowering.settled(lowering.places[network.logits()]);
+    let Lowering { local, part, .. } = lowering;
+    Ok(Network { part: Some(Arc::new(part)), ..local })
+}
+
+/// The operators that a strategy may name.
+fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
+    network.ops.iter().filter_map(|op| match op {
+        Op::Conv { name, .. } | Op::Linear { name, .. } => Some((name.as_str(), op)),
+        _ => None,
+    })
+}
+
+/// Everything about the strategies of `plan` that `network` cannot do.
+fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
+    let mut mistakes = Vec::new();
+    for shard in &plan.shards {
+        if !operators(network).any(|(name, _)| shard.matches(name)) {
+            let names: Vec<_> = operators(network).map(|(name, _)| name).collect();
+            let pattern = &shard.pattern;
+            mistakes.push(format!(
+                "no operator of {} is called {pattern:?}; there are {}",
+                network.arch,
+                names.join(", ")
+            ));
+        }
+    }
+    for (name, op) in operators(network) {
+        let Some(split) = plan.split_of(network, name) else { continue };
+        let channels = |tensor: TensorId| network.tensors[tensor].channels;
+        let (groups, inputs) = match *op {
+            Op::Conv { groups, input, .. } => (groups, channels(input)),
+            // Values of several pixels are not those of a range of channels.
+            _ if network.tensors[op.inputs()[0]].pixels() > 1 => (1, 0),
+            _ => (1, channels(op.inputs()[0])),
+        };
+        let counts = [
+            (Split::Out, if groups == 1 { channels(op.output()) } else { 0 }),
+            (Split::In, if groups == 1 { inputs } else { 0 }),
+            (Split::Groups, if groups == 1 { 0 } else { groups }),
+        ];
+        let can = |count: usize| count >= plan.mesh.model;
+        if counts.iter().any(|(of, count)| *of == split && can(*count)) {
+            continue;
+        }
+        let what = match *op {
+            Op::Linear { .. } => format!("a linear layer of {} -> {} values", inputs, channels(op.output())),
+            _ if groups > 1 => format!("a convolution of {groups} groups"),
+            _ => format!("a convolution of {} -> {} channels", inputs, channels(op.output())),
+        };
+        let splits: Vec<_> = counts
+            .iter()
+            .filter(|(_, count)| can(*count))
+            .map(|(of, _)| format!("{:?}", of.name()))
+            .collect();
+        let splits = if splits.is_empty() { "nothing".into() } else { splits.join(" or ") };
+        mistakes.push(format!(
+            "{name} cannot be split by {:?} over {} ranks: it is {what}, which can be split by {splits}",
+            split.name(),
+            plan.mesh.model
+        ));
+    }
+    mistakes
+}
+
+struct Lowering<'a> {
+    whole: &'a Network,
+    plan: &'a Plan,
+    local: Network,
+    part: NetworkPart,
+    /// By tensor of the whole network: its number in the local one.
+    places: Vec<TensorId>,
+    /// By tensor of the local network: which one of the whole network it is.
+    sources: Vec<TensorId>,
+    /// Activations that were redistributed already.
+    redistributed: HashMap<(TensorId, Placement), TensorId>,
+}
+
+impl Lowering<'_> {
+    fn push(&mut self, op: &Op) {
+        let (inputs, placement) = match *op {
+            Op::Conv { ref name, groups, .. } => self.operator(name, groups, op),
+            Op::Linear { ref name, .. } => self.operator(name, 1, op),
+            Op::Add { branch, shortcut, .. } => {
+                let branch = self.settled(self.places[branch]);
+                let placement = self.part.placements[branch].clone();
+                (vec![branch, self.want(self.places[shortcut], &placement)], placement)
+            }
+            Op::BatchNorm { input, .. }
+            | Op::Relu { input, .. }
+            | Op::MaxPool { input, .. }
+            | Op::GlobalAveragePool { input, .. }
+            | Op::Redistribute { input, .. } => {
+                let input = self.settled(self.places[input]);
+                (vec![input], self.part.placements[input].clone())
+            }
+        };
+        let output = self.tensor(op.output(), placement);
+        let mut local = op.on(&inputs, output);
+        if let Op::Conv { input, groups, .. } = &mut local {
+            let per_group = self.whole.tensors[op.inputs()[0]].channels / *groups;
+            if *groups > 1 {
+                *groups = self.local.tensors[*input].channels / per_group;
+            }
+        }
+        self.local.ops.push(local);
+        self.places[op.output()] = output;
+    }
+
+    /// The input of a convolution or linear layer as its strategy asks for it, and where its output is.
+    fn operator(&mut self, name: &str, groups: usize, op: &Op) -> (Vec<TensorId>, Placement) {
+        let (model, input) = (self.plan.mesh.model, self.places[op.inputs()[0]]);
+        let [from, to] = [op.inputs()[0], op.output()].map(|tensor| self.whole.tensors[tensor].channels);
+        let (wanted, made) = match self.plan.split_of(self.whole, name) {
+            None => (Placement::Batch, Placement::Batch),
+            Some(Split::Out) => (Placement::Whole, Placement::Channels(bounds(to, 1, model))),
+            Some(Split::In) => {
+                let wanted = match &self.part.placements[input] {
+                    split @ Placement::Channels(_) => split.clone(),
+                    _ => Placement::Channels(bounds(from, 1, model)),
+                };
+                (wanted, Placement::Partial)
+            }
+            Some(Split::Groups) => {
+                let of = |channels: usize| Placement::Channels(bounds(channels, channels / groups, model));
+                (of(from), of(to))
+            }
+        };
+        (vec![self.want(input, &wanted)], made)
+    }
+
+    /// The activation where operations can use it that are not linear: a sum that is pending is added up, to each rank's own pictures.
+    fn settled(&mut self, tensor: TensorId) -> TensorId {
+        match self.part.placements[tensor] {
+            Placement::Partial => self.want(tensor, &Placement::Batch),
+            _ => tensor,
+        }
+    }
+
+    /// The activation in another placement.
+    fn want(&mut self, tensor: TensorId, placement: &Placement) -> TensorId {
+        if self.part.placements[tensor] == *placement {
+            return tensor;
+        }
+        let key = (tensor, placement.clone());
+        if let Some(there) = self.redistributed.get(&key) {
+            return *there;
+        }
+        let output = self.tensor(self.sources[tensor], placement.clone());
+        self.local.ops.push(Op::Redistribute { input: tensor, output });
+        self.redistributed.insert(key, output);
+        output
+    }
+
+    /// A new activation of the local network: what this rank has of `whole`.
+    fn tensor(&mut self, whole: TensorId, placement: Placement) -> TensorId {
+        let mut shape = self.whole.tensors[whole];
+        self.part.placements.push(placement);
+        let tensor = self.local.tensors.len();
+        if let Some((channels, _)) = self.part.channels(tensor) {
+            shape.channels = channels.len();
+        }
+        self.local.tensors.push(shape);
+        self.sources.push(whole);
+        tensor
+    }
+}

@@ -1,0 +1,255 @@
+//! Ranks that share copies of one network: the same losses and weights as one rank that has all of it.
+
+use super::*;
+use lockstep_engine::{
+    Contribution, StateDict, build_cpu_with,
+    net::TensorShape,
+    plan::{Mesh, Plan},
+};
+use lockstep_protocol::spec::{ShardSpec, Split};
+
+const STEPS: usize = 10;
+/// Eight for each of four ranks: float64 sums of gradients are then those of one rank.
+const GLOBAL: usize = 32;
+const LR: f32 = 0.01;
+
+/// A plan by its mesh and its strategies.
+fn plan(data: usize, model: usize, shards: &[(&str, Split)]) -> Plan {
+    let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
+    Plan { mesh: Mesh { data, model }, shards: shards.iter().map(shard).collect() }
+}
+
+/// A residual network with grouped convolutions, a max pooling and numbers of channels that few numbers divide.
+fn grouped() -> Arc<Network> {
+    let mut network = Network::new("grouped", SIDE, 3, 10);
+    let conv = network.conv("conv1", network.input(), 12, 3, 1);
+    let norm = network.batch_norm("bn1", conv);
+    let relu = network.relu(norm);
+    let pooled = network.max_pool(relu, 3, 2);
+    let conv = network.conv("block.conv1", pooled, 15, 1, 1);
+    let norm = network.batch_norm("block.bn1", conv);
+    let relu = network.relu(norm);
+    let conv = network.grouped_conv("block.conv2", relu, 20, 3, 1, 5);
+    let norm = network.batch_norm("block.bn2", conv);
+    let relu = network.relu(norm);
+    let conv = network.conv("block.conv3", relu, 12, 1, 1);
+    let branch = network.batch_norm("block.bn3", conv);
+    let sum = network.add(branch, pooled);
+    let relu = network.relu(sum);
+    let average = network.global_average_pool(relu);
+    network.linear("fc", average, 10);
+    Arc::new(network)
+}
+
+/// Losses of the steps, and the state after them as a checkpoint has it.
+fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
+    let ranks = plan.mesh.ranks();
+    let own = GLOBAL / ranks;
+    let of_ranks = on_ranks(ranks as u32, |comm| {
+        let from = comm.rank() as usize * own;
+        let config = EngineConfig { batch_size: own, ..config.clone() };
+        let initial = init::initial_parameters(network, false, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
+        let step = |step| {
+            let batch = part_of(GLOBAL, pictures(step, from, from + own));
+            engine.train_step(&[batch], LR).unwrap().loss
+        };
+        let losses: Vec<f32> = (0..STEPS).map(step).collect();
+        (losses, engine.state_dict().unwrap())
+    });
+    let mean = |step: usize| of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / ranks as f32;
+    let losses = (0..STEPS).map(mean).collect();
+    let Some((_, Contribution::Whole(state))) = of_ranks.into_iter().next() else { panic!("rank 0 has all") };
+    (losses, *state)
+}
+
+/// By how much more than 1e-6 (absolute and relative) values differ at most.
+fn beyond(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
+    assert!(a.keys().eq(b.keys()));
+    let mut worst = (f32::MIN, String::new());
+    for (name, a) in a {
+        assert_eq!(a.shape, b[name].shape, "{name}");
+        for (a, b) in a.values.iter().zip(&b[name].values) {
+            let apart = (a - b).abs() - 1e-6 - 1e-6 * b.abs();
+            if apart > worst.0 || apart.is_nan() {
+                worst = (apart, name.clone());
+            }
+        }
+    }
+    worst
+}
+
+#[test]
+fn ranks_that_share_a_network_train_as_one_rank() {
+    use Split::{Groups, In, Out};
+    let (resnet, grouped) = (network(), grouped());
+    let sgd = config(0);
+    let cases: &[(&Arc<Network>, usize, usize, &[(&str, Split)])] = &[
+        (&resnet, 1, 2, &[]),
+        (&resnet, 2, 2, &[]),
+        (&resnet, 1, 4, &[("fc", Out)]),
+        (&resnet, 1, 2, &[("fc", In)]),
+        (&resnet, 2, 2, &[("layer3.*", Out), ("fc", Out)]),
+        (&resnet, 1, 4, &[("layer3.*.conv1", Out), ("layer3.*.conv2", In), ("fc", Out)]),
+        (&resnet, 2, 2, &[("*", Out)]),
+        (&resnet, 1, 2, &[("*", In)]),
+        (&grouped, 2, 2, &[("block.conv2", Groups)]),
+        (&grouped, 1, 4, &[("*", Out), ("block.conv2", Groups), ("block.conv3", In)]),
+        (&grouped, 1, 2, &[("conv1", In), ("block.conv2", Groups), ("fc", Out)]),
+    ];
+    let (mut alone, mut wrong) = (Vec::new(), Vec::new());
+    for (network, data, model, shards) in cases {
+        if !alone.iter().any(|(of, _): &(&Arc<Network>, _)| Arc::ptr_eq(of, network)) {
+            alone.push((*network, trained(network, &Plan::data(1), &sgd)));
+        }
+        let (_, (losses, state)) = alone.iter().find(|(of, _)| Arc::ptr_eq(of, network)).unwrap();
+        let (theirs, their_state) = trained(network, &plan(*data, *model, shards), &sgd);
+        let case = format!("{} on {data} x {model}, {shards:?}", network.arch);
+        let loss = losses.iter().zip(&theirs).map(|(loss, theirs)| (loss - theirs).abs()).fold(0.0, f32::max);
+        let (apart, name) = beyond(&their_state.parameters, &state.parameters);
+        if loss >= 1e-4 || apart > 0.0 || losses[STEPS - 1] >= losses[0] {
+            wrong.push(format!("{case}: losses differ by {loss:e}, {name} by {apart:e} more than 1e-6"));
+        }
+        let [ours, theirs] = [state, &their_state].map(|state| state.optimizer.as_ref().unwrap());
+        assert_eq!(ours.updates, theirs.updates);
+        assert!(ours.slots.keys().eq(theirs.slots.keys()));
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Optimizers that need norms of whole parameters, mixed labels, several micro-batches of unequal sizes, and a rank without pictures.
+#[test]
+fn norms_labels_and_sizes_are_those_of_all_ranks() {
+    let network = network();
+    // By step: the first picture of each rank's part of each of two micro-batches.
+    let parts = [[0, 3, 8, 9, 12, 14, 14, 15, 16], [0, 0, 1, 5, 5, 5, 6, 6, 8]];
+    let batch = |step: usize, from: usize, to: usize, all: usize| Batch {
+        mixed_labels: labels("hybrid.mixed", 16, 10)[from..to].to_vec(),
+        lambda: 0.3,
+        ..part_of(all, pictures(step, from, to))
+    };
+    for kind in [OptimizerKind::Lars, OptimizerKind::Lamb, OptimizerKind::AdamW] {
+        // With a smaller epsilon the sign of a gradient that is almost 0 decides.
+        let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
+        let config = EngineConfig { optimizer, accumulate: 2, ..config(5) };
+        let run = |plan: &Plan| {
+            on_ranks(plan.mesh.ranks() as u32, |comm| {
+                let (rank, ranks) = (comm.rank() as usize, comm.size() as usize);
+                let initial = init::initial_parameters(&network, false, 1);
+                let mut engine =
+                    build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
+                let mut results = Vec::new();
+                for (step, parts) in parts.iter().enumerate() {
+                    let micro_batches = [0, 1].map(|micro| {
+                        let bounds = &parts[4 * micro..4 * micro + 5];
+                        let all = bounds[4] - bounds[0];
+                        let per_rank = 4 / ranks;
+                        batch(step, bounds[rank * per_rank], bounds[(rank + 1) * per_rank], all)
+                    });
+                    results.push(engine.train_step(&micro_batches, 0.002).unwrap());
+                }
+                (results, engine.state_dict().unwrap())
+            })
+        };
+        let alone = run(&Plan::data(1));
+        for plan in [plan(2, 2, &[("layer3.*", Split::Out), ("fc", Split::Out)]), plan(1, 4, &[])] {
+            let several = run(&plan);
+            for (step, wanted) in alone[0].0.iter().enumerate() {
+                let of = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
+                    several.iter().map(|(results, _)| value(&results[step])).sum()
+                };
+                let samples = of(&|r| r.samples as f32);
+                let loss = of(&|r| r.loss * r.samples as f32) / samples;
+                assert!((loss - wanted.loss).abs() < 1e-4, "{kind:?} {plan:?}: {loss} {}", wanted.loss);
+                assert_eq!(
+                    (samples, of(&|r| r.correct as f32)),
+                    (wanted.samples as f32, wanted.correct as f32)
+                );
+                for (results, _) in &several {
+                    let norm = results[step].grad_norm / wanted.grad_norm;
+                    // Parts of shares are added in another order, and statistics of few pictures amplify it.
+                    let near = if step == 0 { 1e-5 } else { 5e-3 };
+                    assert!((norm - 1.0).abs() < near, "{kind:?} {plan:?}, step {step}: {norm}");
+                }
+            }
+            let (Contribution::Whole(ours), Contribution::Whole(theirs)) = (&alone[0].1, &several[0].1)
+            else {
+                panic!("rank 0 has all")
+            };
+            let apart = furthest_apart(&theirs.parameters, &ours.parameters);
+            assert!(apart < 1e-3, "{kind:?} {plan:?}: {apart}");
+        }
+    }
+}
+
+#[test]
+fn a_state_of_one_plan_continues_under_any_other() {
+    let network = network();
+    let adam = EngineConfig {
+        optimizer: Optimizer { kind: OptimizerKind::AdamW, epsilon: 1e-3, ..Optimizer::default() },
+        ..config(0)
+    };
+    let (_, state) = trained(&network, &plan(2, 2, &[("layer3.*", Split::Out), ("fc", Split::Out)]), &adam);
+    let next = |plan: &Plan| {
+        let own = GLOBAL / plan.mesh.ranks();
+        let mut of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
+            let from = comm.rank() as usize * own;
+            let config = EngineConfig { batch_size: own, ..adam.clone() };
+            let initial = init::initial_parameters(&network, false, 2);
+            let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
+            comm.barrier().unwrap();
+            engine.load_state_dict(&state).unwrap();
+            comm.barrier().unwrap();
+            let Contribution::Whole(loaded) = (match engine.state_dict().unwrap() {
+                Contribution::Replica => Contribution::Whole(Box::new(state.clone())),
+                whole => whole,
+            }) else {
+                unreachable!()
+            };
+            assert!(*loaded == state, "what was loaded is what is saved");
+            let batch = pictures(99, from, from + own);
+            let evaluated = engine.eval_step(&batch).unwrap();
+            let predicted = engine.predict(&batch).unwrap();
+            engine.train_step(&[part_of(GLOBAL, batch)], 0.002).unwrap();
+            (evaluated, predicted, engine.state_dict().unwrap())
+        });
+        let correct: u64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.correct).sum();
+        let loss: f64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.loss_sum).sum();
+        let logits: Vec<f32> = of_ranks.iter().flat_map(|(_, predicted, _)| predicted.clone()).collect();
+        let (_, _, Contribution::Whole(state)) = of_ranks.swap_remove(0) else { panic!("rank 0 has all") };
+        (correct, loss, logits, state)
+    };
+    let (correct, loss, logits, after) = next(&Plan::data(1));
+    for plan in [
+        plan(2, 2, &[("layer3.*", Split::Out), ("fc", Split::Out)]),
+        plan(1, 2, &[("layer3.*.conv2", Split::In)]),
+        plan(1, 4, &[]),
+        Plan::data(2),
+    ] {
+        let (their_correct, their_loss, their_logits, theirs) = next(&plan);
+        assert_eq!(their_correct, correct, "{plan:?}");
+        assert!((their_loss - loss).abs() < 1e-4, "{plan:?}: {their_loss} instead of {loss}");
+        assert!(logits.iter().zip(&their_logits).all(|(a, b)| (a - b).abs() < 1e-4), "{plan:?}");
+        let apart = furthest_apart(&theirs.parameters, &after.parameters);
+        assert!(apart < 1e-3, "{plan:?}: {apart}");
+    }
+}
+
+#[test]
+fn what_cannot_be_split_is_refused_with_what_can() {
+    use Split::{Groups, In, Out};
+    for (plan, words) in [
+        (plan(1, 2, &[("layer9.*", Out)]), &["\"layer9.*\"", "there are conv1, block.conv1"][..]),
+        (plan(1, 2, &[("fc", Groups)]), &["a linear layer of 12 -> 10 values", "\"out\" or \"in\""]),
+        (plan(1, 2, &[("block.conv2", Out)]), &["a convolution of 5 groups", "split by \"groups\""]),
+        (plan(1, 12, &[("fc", Out)]), &["over 12 ranks", "split by \"in\""]),
+        (
+            plan(1, 4, &[("conv1", In), ("*.conv1", Groups)]),
+            &["conv1 cannot be split by \"in\"", "block.conv1"],
+        ),
+    ] {
+        let error = lockstep_engine::plan::lower(&grouped(), &plan, 0).unwrap_err();
+        assert!(words.iter().all(|word| error.contains(word)), "{error}");
+    }
+    assert_eq!(grouped().tensors[0], TensorShape { height: SIDE, width: SIDE, channels: 3 });
+}

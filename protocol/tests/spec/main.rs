@@ -91,6 +91,7 @@ fn every_key_is_known_to_the_structs_and_back() {
         recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
         parallel: lockstep_protocol::spec::ParallelSpec {
             model: 2,
+            height: 2,
             shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
             ..Default::default()
         },
@@ -280,6 +281,13 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("parallel", "ranks = 0", "ranks", &["from 1 to 1,024"]),
         ("parallel", "mode = \"pipeline\"", "mode", &["data, hybrid"]),
         ("parallel", "model = 2\nranks = 2", "model", &["needs parallel.mode = \"hybrid\""]),
+        ("parallel", "height = 2\nranks = 2", "height", &["needs parallel.mode"]),
+        (
+            "parallel",
+            "mode = \"hybrid\"\nmodel = 2\nheight = 4\nranks = 12",
+            "height",
+            &["2 x 4", "such as 3"],
+        ),
         ("parallel", "shard = [{match = \"fc\", split = \"out\"}]", "shard", &["needs parallel.mode"]),
         ("parallel", "mode = \"hybrid\"\nmodel = 4\nranks = 6", "model", &["6 ranks", "such as 3"]),
         ("parallel", "mode = \"hybrid\"\nranks = 2\ndevice = \"cuda\"", "mode", &["CPU ranks only"]),

@@ -123,7 +123,7 @@ impl Executor {
         let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
-        let data_ranks = comm.size();
+        let data_ranks = comm.size() / plan.mesh.height as u32;
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
         let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
@@ -205,7 +205,7 @@ impl Executor {
             return Ok(StepResult::default());
         }
         self.state.begin(lr);
-        if self.data_ranks > 1 {
+        if self.groups.is_some() || self.data_ranks > 1 {
             let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
             self.norms_before = Some(self.norms.iter().map(running).collect());
         }

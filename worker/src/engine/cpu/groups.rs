@@ -11,16 +11,16 @@ pub(super) type Group = Arc<dyn ProcessGroup>;
 
 /// Groups by the [`Axes`] that they span in addition to `data`.
 #[derive(Clone)]
-pub(super) struct ByAxes([Group; 2]);
+pub(super) struct ByAxes([Group; 4]);
 
 impl ByAxes {
     /// The same group for all axes: in data parallel all ranks differ in their pictures alone.
     pub(super) fn same(group: Group) -> Self {
-        Self([group.clone(), group])
+        Self(std::array::from_fn(|_| group.clone()))
     }
 
     pub(super) fn of(&self, axes: Axes) -> &Group {
-        &self.0[usize::from(axes.model)]
+        &self.0[usize::from(axes.model) + 2 * usize::from(axes.height)]
     }
 }
 
@@ -28,6 +28,8 @@ impl ByAxes {
 pub(super) struct Groups {
     /// The ranks that share its copy of the network.
     pub(super) model: Group,
+    /// The ranks that share the rows of its pictures.
+    pub(super) height: Group,
     /// For gradients. Their sums run beside the backward pass, in an order of their own.
     pub(super) gradients: ByAxes,
     /// For statistics, which the pass waits for.
@@ -45,7 +47,20 @@ impl Groups {
             let group = all.split(Some(color as u32), all.rank() as i32)?;
             group.ok_or_else(|| CommError::Failed { operation: "split", detail: "there is no group".into() })
         };
-        let by_axes = || Ok::<_, CommError>(ByAxes([of(mesh.model_rank(rank))?, of(0)?]));
-        Ok(Self { model: of(rank / mesh.model)?, gradients: by_axes()?, statistics: by_axes()? })
+        let (model, height) = (mesh.model_rank(rank), mesh.height_rank(rank));
+        let by_axes = || -> Result<ByAxes, CommError> {
+            let [data, with_model] = [of(height * mesh.model + model)?, of(height)?];
+            // With one rank on the axis `height` these are the same groups.
+            Ok(ByAxes(match mesh.height {
+                1 => [data.clone(), with_model.clone(), data, with_model],
+                _ => [data, with_model, of(model)?, of(0)?],
+            }))
+        };
+        Ok(Self {
+            model: of(rank / mesh.model)?,
+            height: of(mesh.data_rank(rank) * mesh.model + model)?,
+            gradients: by_axes()?,
+            statistics: by_axes()?,
+        })
     }
 }

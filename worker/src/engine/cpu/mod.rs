@@ -289,11 +289,13 @@ impl Engine for CpuEngine {
     }
 
     fn exchange(&self) -> String {
-        let Mesh { data, model } = self.plan.mesh;
-        if model > 1 {
+        let Mesh { data, height, model } = self.plan.mesh;
+        if !self.plan.is_data() {
+            let is_exchange =
+                |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
             return format!(
-                "{data} copies of the network, each shared by {model} ranks: {} operations exchange activations",
-                self.executor.ops.iter().filter(|op| matches!(op, FusedOp::Redistribute { .. })).count()
+                "a mesh of {data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations",
+                self.executor.ops.iter().filter(is_exchange).count()
             );
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {

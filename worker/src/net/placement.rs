@@ -38,7 +38,7 @@ pub struct Axes {
 }
 
 /// The rows that each rank of a height group has of an activation.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Rows {
     /// Of all ranks together.
     pub whole: usize,

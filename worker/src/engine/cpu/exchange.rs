@@ -186,7 +186,6 @@ mod tests {
     use super::*;
     use crate::{
         comm::{
-            ProcessGroup,
             rendezvous::{
                 Store,
                 tests::{rendezvous_config, unused_port},
@@ -198,7 +197,7 @@ mod tests {
         net::Rows,
         synthetic::{labels, values},
     };
-    use std::{sync::Arc, time::Duration};
+    use std::time::Duration;
 
     const RANKS: usize = 3;
 
@@ -209,7 +208,7 @@ mod tests {
             let store = Store::join(rendezvous_config(port, number, RANKS as u32)).unwrap();
             let ring = Ring::connect(&store, Duration::from_secs(60)).unwrap();
             store.barrier("connected").unwrap();
-            work(ring as Arc<dyn ProcessGroup>)
+            work(Group::whole(ring))
         };
         std::thread::scope(|scope| {
             let rank = &rank;

@@ -4,7 +4,7 @@ use super::{
     batch_norm::Statistics,
     conv,
     exchange::Pictures,
-    groups::{Group, Groups},
+    groups::Groups,
     layout::Layout,
     loss,
     reduce::Reducer,
@@ -114,7 +114,7 @@ impl Executor {
         network: Arc<Network>,
         plan: &Plan,
         config: EngineConfig,
-        comm: &Group,
+        comm: &Arc<dyn ProcessGroup>,
         capabilities: Capabilities,
     ) -> Result<Self, EngineError> {
         let network = part_of(&network, plan, comm.rank())?;

@@ -135,7 +135,11 @@ impl Engine for CpuEngine {
     fn layer_times(&mut self) -> Vec<LayerTime> {
         let times = self.executor.times.take().unwrap_or_default();
         let micros = times.iter().map(|time| time.as_secs_f64() * 1e6);
-        if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) }
+        let mut layers =
+            if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) };
+        // Activations of a part of a network have other numbers.
+        layers.retain(|layer| self.plan.is_data() || layer.name.is_some());
+        layers
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {

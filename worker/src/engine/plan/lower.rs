@@ -40,7 +40,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         places: vec![network.input(); network.tensors.len()],
         sources: vec![network.input()],
         redistributed: HashMap::new(),
-        extended: Vec::new(),
+        extended: HashMap::new(),
     };
     for op in &network.ops {
         lowering.push(op);
@@ -133,7 +133,7 @@ struct Lowering<'a> {
     /// Activations that were redistributed already.
     redistributed: HashMap<(TensorId, Placement), TensorId>,
     /// Activations that were extended by the rows of other ranks already.
-    extended: Vec<(TensorId, Rows, TensorId)>,
+    extended: HashMap<(TensorId, Rows, bool), TensorId>,
 }
 
 impl Lowering<'_> {
@@ -188,16 +188,15 @@ impl Lowering<'_> {
         if reached == rows {
             return (inputs, Some(made));
         }
-        let known = self.extended.iter().find(|(of, to, _)| (*of, to) == (inputs[0], &reached));
-        let extended = match known {
-            Some((.., extended)) if !lowest => *extended,
-            _ => {
-                let (input, placement) = (inputs[0], self.part.placements[inputs[0]].clone());
-                let output = self.tensor(self.sources[input], placement, Some(reached.clone()));
+        let input = inputs[0];
+        let key = (input, reached.clone(), lowest);
+        let extended = match self.extended.get(&key) {
+            Some(extended) => *extended,
+            None => {
+                let placement = self.part.placements[input].clone();
+                let output = self.tensor(self.sources[input], placement, Some(reached));
                 self.local.ops.push(Op::Halo { input, output, lowest });
-                if !lowest {
-                    self.extended.push((input, reached, output));
-                }
+                self.extended.insert(key, output);
                 output
             }
         };

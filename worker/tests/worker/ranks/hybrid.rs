@@ -277,6 +277,51 @@ fn a_state_of_one_plan_continues_under_any_other() {
     }
 }
 
+/// Against data parallel where each rank has statistics of its own, or gradients are summed; and with batch norms that are frozen.
+#[test]
+fn other_settings_mean_what_they_mean_in_data_parallel() {
+    let frozen = Arc::new(Network { frozen_norm: true, ..(*network()).clone() });
+    let [apart, summed] = [(false, true), (true, false)].map(|(sync_batch_norm, gradients_mean)| {
+        EngineConfig { sync_batch_norm, gradients_mean, ..config(0) }
+    });
+    let split = [("layer3.*.conv1", Split::Out), ("layer3.*.conv2", Split::In), ("fc", Split::Out)];
+    for (network, config, shards) in [
+        (network(), apart, &[][..]),
+        (network(), summed, &split[..]),
+        (frozen.clone(), config(0), &split[..]),
+    ] {
+        let (losses, state) = trained(&network, &Plan::data(4), &config);
+        let (theirs, their_state) = trained(&network, &plan([2, 1, 2], shards), &config);
+        let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
+        let loss = losses.iter().zip(&theirs).map(relative).fold(0.0, f32::max);
+        let apart = furthest_apart(&their_state.parameters, &state.parameters);
+        let frozen = network.frozen_norm;
+        assert!(loss < 1e-4 && apart < 1e-2, "{config:?}, frozen: {frozen}: {loss:e} {apart:e}");
+    }
+    let (losses, _) = trained(&frozen, &Plan::data(1), &config(0));
+    let (theirs, _) = trained(&frozen, &plan([1, 3, 1], &[]), &config(0));
+    assert!(
+        losses.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-4 * a.max(1.0)),
+        "{losses:?} {theirs:?}"
+    );
+}
+
+/// Groups number their ranks anew; people and the server know the job's numbers.
+#[test]
+fn a_rank_that_is_gone_is_named_by_its_number_in_the_job() {
+    let (network, plan) = (network(), plan([2, 1, 2], &[]));
+    let errors = on_ranks(4, |comm| {
+        let initial = init::initial_parameters(&network, false, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config(4), comm.clone(), &plan).unwrap();
+        if comm.rank() == 3 {
+            comm.abort("rank 3 had enough");
+        }
+        engine.train_step(&[part_of(16, pictures(0, 0, 4))], LR).unwrap_err().to_string()
+    });
+    assert!(errors[2].contains("rank 3"), "{errors:?}");
+    assert!(errors[3].contains("rank 3 had enough"), "{errors:?}");
+}
+
 #[test]
 fn what_cannot_be_split_is_refused_with_what_can() {
     use Split::{Groups, In, Out};

@@ -1,8 +1,8 @@
 //! Ranks that share copies of a network (`parallel.mode = "hybrid"`).
 
 use super::{Bench, succeeded};
-use crate::server::turn;
-use std::collections::BTreeMap;
+use crate::{pictures, server::turn};
+use std::{collections::BTreeMap, path::Path, process::Command};
 
 /// The tensors of a checkpoint.
 fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
@@ -98,5 +98,28 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
         ["no operator of resnet20 is called \"layer9.*\"", "fc cannot be split by \"groups\" over 2 ranks"]
     {
         assert!(said.contains(words), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn the_examples_train_on_four_ranks() {
+    let _turn = turn().await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
+    for (example, mesh) in [
+        ("hybrid-classes", "1 (data) x 1 (height) x 4 (model)"),
+        ("hybrid-channels", "2 (data) x 1 (height) x 2 (model)"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+        command
+            .arg("train")
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("examples/{example}.toml")))
+            .arg("--out")
+            .arg(folder.path().join(example))
+            .args(["--set", &dataset, "--set", "train.epochs=1"]);
+        let said = succeeded(&command.output().expect("it runs"));
+        for words in ["4 ranks (CPU", "= 128 pictures a step", mesh, "validation accuracy is "] {
+            assert!(said.contains(words), "{words}: {said}");
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
 
-use super::{JobSpec, ParallelSpec, keys::MODES, mistake::shown, named::named, nearest::nearest};
+use super::{Device, JobSpec, ParallelSpec, keys::MODES, mistake::shown, named::named, nearest::nearest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -133,14 +133,13 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         }
         return;
     }
-    if let Some(kind) = parallel.device.kind().filter(|kind| kind.is_counted) {
-        mistake(
-            "/parallel/mode",
-            format!(
-                "{:?} is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = {:?} for a {}",
-                MODES[1], MODES[0], kind.slot_name
-            ),
+    // On a machine with GPUs, "auto" would be those.
+    if parallel.device != Device::Cpu {
+        let detail = format!(
+            "{:?} is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = {:?}",
+            MODES[1], MODES[0]
         );
+        mistake("/parallel/mode", detail);
     }
     if !ranks.is_multiple_of(model) {
         let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);

@@ -82,6 +82,14 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
         assert!(apart < 1e-4, "{out}: {apart}");
     }
 
+    // From given weights, of which each rank takes its parts.
+    let given = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
+    for (out, sets) in [("tuned", &shared[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
+        succeeded(&run(out, &[sets, &[given.as_str()]].concat(), &[]));
+    }
+    let apart_tuned = apart(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
+    assert!(apart_tuned < 1e-3, "{apart_tuned}");
+
     // Of 100 pictures for validation three ranks have 33, 33 and 34: the last one has a batch more. Ten classes are 4, 3 and 3.
     let uneven =
         ["train.global_batch_size=33", "parallel.ranks=3", "parallel.mode=hybrid", "parallel.model=3"];

@@ -25,7 +25,7 @@ export const tellsRanks = (job) => !job.cause || job.cause.code === "fewer_ranks
 
 /** Pictures of the steps 1 to `n`, over all ranks, as a function: `pictures_until` of protocol/src/throughput.rs. */
 export function pictures({ batch, spec: { train, parallel } }) {
-  const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : (train.batch_size ?? 32) * train.accumulate * parallel.ranks);
+  const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / (parallel.height ?? 1));
   const epoch = batch?.epoch_samples;
   if (!epoch || !whole) return (n) => n * whole;
   // The last step of an epoch has what is left over.

@@ -185,6 +185,7 @@ pub const KEYS: &[Section] = &[
             ("device", Kind::Word(&DEVICE_NAMES)),
             ("mode", Kind::Word(&MODES)),
             ("model", whole(1, 1024)),
+            ("height", whole(1, 1024)),
             ("shard", Kind::Shards),
             ("sync_batch_norm", Kind::Bool),
             ("gradients_mean", Kind::Bool),

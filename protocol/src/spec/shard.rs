@@ -1,6 +1,6 @@
 //! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
 
-use super::{JobSpec, ParallelSpec, keys::MODES, mistake::shown, named::named, nearest::nearest};
+use super::{Device, JobSpec, ParallelSpec, keys::MODES, mistake::shown, named::named, nearest::nearest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -57,12 +57,18 @@ impl ParallelSpec {
 
     /// Ranks that see different pictures of a step.
     pub fn data_ranks(&self) -> u32 {
-        self.ranks
+        self.ranks / self.height.max(1)
     }
 
-    /// Which of them `rank` is.
+    /// Which of them `rank` is. Ranks are numbered with `model` fastest, then `height`.
     pub fn data_rank(&self, rank: u32) -> u32 {
-        rank
+        let (height, model) = (self.height.max(1), self.model.max(1));
+        rank / (height * model) * model + rank % model
+    }
+
+    /// Whether `rank` is the first of those that have the same pictures.
+    pub fn counts_pictures(&self, rank: u32) -> bool {
+        (rank / self.model.max(1)).is_multiple_of(self.height.max(1))
     }
 }
 
@@ -112,9 +118,11 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
 /// Combinations of `[parallel]` that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let parallel = &spec.parallel;
-    let ParallelSpec { ranks, model, .. } = *parallel;
+    let ParallelSpec { ranks, model, height, .. } = *parallel;
     if !parallel.is_hybrid() {
-        for (key, is_set) in [("model", model > 1), ("shard", !parallel.shard.is_empty())] {
+        for (key, is_set) in
+            [("model", model > 1), ("height", height > 1), ("shard", !parallel.shard.is_empty())]
+        {
             if is_set {
                 let detail = format!(
                     "needs parallel.mode = {:?}: with {:?} every rank has the whole network",
@@ -125,14 +133,13 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         }
         return;
     }
-    if let Some(kind) = parallel.device.kind().filter(|kind| kind.is_counted) {
-        mistake(
-            "/parallel/mode",
-            format!(
-                "{:?} is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = {:?} for a {}",
-                MODES[1], MODES[0], kind.slot_name
-            ),
+    // On a machine with GPUs, "auto" would be those.
+    if parallel.device != Device::Cpu {
+        let detail = format!(
+            "{:?} is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = {:?}",
+            MODES[1], MODES[0]
         );
+        mistake("/parallel/mode", detail);
     }
     if !ranks.is_multiple_of(model) {
         let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);
@@ -140,6 +147,15 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             "/parallel/model",
             format!(
                 "{ranks} ranks cannot be divided into groups of {model}: give a divisor of parallel.ranks, such as {near}"
+            ),
+        );
+    } else if !(ranks / model).is_multiple_of(height) {
+        let left = ranks / model;
+        let near = (1..=left.min(height)).rev().find(|height| left.is_multiple_of(*height)).unwrap_or(1);
+        mistake(
+            "/parallel/height",
+            format!(
+                "{ranks} ranks cannot be divided into groups of model x height = {model} x {height}: give a height such as {near}"
             ),
         );
     }

@@ -1,8 +1,8 @@
 //! Ranks that share copies of a network (`parallel.mode = "hybrid"`).
 
 use super::{Bench, succeeded};
-use crate::server::turn;
-use std::collections::BTreeMap;
+use crate::{pictures, server::turn};
+use std::{collections::BTreeMap, path::Path, process::Command};
 
 /// The tensors of a checkpoint.
 fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
@@ -53,7 +53,7 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
         "train.ema_steps=1",
     ];
     let said = succeeded(&run("four", &shared, &[]));
-    assert!(said.contains("2 copies of the network, each shared by 2 ranks"), "{said}");
+    assert!(said.contains("a mesh of 2 (data) x 1 (height) x 2 (model) ranks"), "{said}");
     assert_eq!(validation(&said), validation(&alone));
     let last = bench.model("one", "1-13");
     for step in ["1-4", "1-13"] {
@@ -66,8 +66,14 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
     let from = ["--resume", from.to_str().expect("a path")];
     let split = r#"parallel.shard=[{match="layer3.*", split="out"}, {match="layer3.*.conv2", split="in"}]"#;
     let other = ["parallel.ranks=2", "parallel.mode=hybrid", "parallel.model=2", split];
+    let rows = ["parallel.ranks=4", "parallel.mode=hybrid", "parallel.model=2", "parallel.height=2"];
     let averaged = [&shared[3..], &["parallel.ranks=1"]].concat();
-    let continued = [("two", &other[..]), ("again", &["parallel.ranks=1"][..]), ("averaged", &averaged[..])];
+    let continued = [
+        ("two", &other[..]),
+        ("again", &["parallel.ranks=1"][..]),
+        ("averaged", &averaged[..]),
+        ("rows", &rows[..]),
+    ];
     for (out, sets) in continued {
         let said = succeeded(&run(out, sets, &from));
         assert!(said.contains("continuing from checkpoint 1-4 at step 4"), "{said}");
@@ -75,6 +81,21 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
         let apart = apart(&bench.model(out, "1-13"), &last);
         assert!(apart < 1e-4, "{out}: {apart}");
     }
+
+    // From given weights, of which each rank takes its parts.
+    let given = format!("model.pretrained={}", bench.out("four").join("checkpoints/1-13").display());
+    for (out, sets) in [("tuned", &shared[..3]), ("tuned-alone", &["parallel.ranks=1"][..])] {
+        succeeded(&run(out, &[sets, &[given.as_str()]].concat(), &[]));
+    }
+    let apart_tuned = apart(&bench.model("tuned", "1-4"), &bench.model("tuned-alone", "1-4"));
+    assert!(apart_tuned < 1e-3, "{apart_tuned}");
+
+    // Of 100 pictures for validation three ranks have 33, 33 and 34: the last one has a batch more. Ten classes are 4, 3 and 3.
+    let uneven =
+        ["train.global_batch_size=33", "parallel.ranks=3", "parallel.mode=hybrid", "parallel.model=3"];
+    let said = succeeded(&run("uneven", &uneven, &[]));
+    let alone = succeeded(&run("alone", &[uneven[0], "parallel.ranks=1"], &[]));
+    assert_eq!(validation(&said), validation(&alone));
 
     let wrong = r#"parallel.shard=[{match="layer9.*", split="out"}, {match="fc", split="groups"}]"#;
     let refused = run("wrong", &[&other[..3], &[wrong]].concat(), &[]);
@@ -85,5 +106,28 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
         ["no operator of resnet20 is called \"layer9.*\"", "fc cannot be split by \"groups\" over 2 ranks"]
     {
         assert!(said.contains(words), "{said}");
+    }
+}
+
+#[tokio::test]
+async fn the_examples_train_on_four_ranks() {
+    let _turn = turn().await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
+    for (example, mesh) in [
+        ("hybrid-classes", "1 (data) x 1 (height) x 4 (model)"),
+        ("hybrid-channels", "2 (data) x 1 (height) x 2 (model)"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+        command
+            .arg("train")
+            .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("examples/{example}.toml")))
+            .arg("--out")
+            .arg(folder.path().join(example))
+            .args(["--set", &dataset, "--set", "train.epochs=1"]);
+        let said = succeeded(&command.output().expect("it runs"));
+        for words in ["4 ranks (CPU", "= 128 pictures a step", mesh, "validation accuracy is "] {
+            assert!(said.contains(words), "{words}: {said}");
+        }
     }
 }

@@ -189,6 +189,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             field("parallel.device", "Device", Kind::Choice(&DEVICE_NAMES), ""),
             more("parallel.mode", "Mode", Kind::Choice(&["data", "hybrid"]), "hybrid: ranks share a network"),
             more("parallel.model", "Ranks of a network", Kind::Integer, "hybrid: ranks that share one copy"),
+            more("parallel.height", "Ranks of a picture", Kind::Integer, "hybrid: ranks that share its rows"),
             more(
                 "parallel.shard",
                 "Split operators",

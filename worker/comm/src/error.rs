@@ -43,6 +43,20 @@ impl CommError {
         }
     }
 
+    /// The error of a group of these `ranks`, with their numbers in place of those in the group.
+    #[must_use]
+    pub fn among(mut self, ranks: &[u32]) -> Self {
+        let number = |rank: &mut u32| *rank = ranks.get(*rank as usize).copied().unwrap_or(*rank);
+        match &mut self {
+            CommError::TimedOut { peer, .. }
+            | CommError::Disconnected { peer, .. }
+            | CommError::Mismatch { peer, .. } => number(peer),
+            CommError::Unreachable { peers, .. } => peers.iter_mut().for_each(number),
+            CommError::Aborted { .. } | CommError::Invalid { .. } | CommError::Failed { .. } => {}
+        }
+        self
+    }
+
     /// The error of a call that needed the rendezvous.
     pub(super) fn at_rendezvous(operation: &'static str, error: RendezvousError) -> Self {
         match error {

@@ -93,6 +93,17 @@ pub(super) enum FusedOp {
         input: TensorId,
         output: TensorId,
     },
+    /// An activation with the rows of other ranks that windows reach.
+    Halo {
+        input: TensorId,
+        output: TensorId,
+        lowest: bool,
+    },
+    /// The mean over all rows, from that over each rank's own.
+    MeanOfRows {
+        input: TensorId,
+        output: TensorId,
+    },
 }
 
 /// A convolution without bias.
@@ -234,7 +245,9 @@ impl FusedOp {
             | FusedOp::MaxPool { output, .. }
             | FusedOp::GlobalAveragePool { output, .. }
             | FusedOp::Linear { output, .. }
-            | FusedOp::Redistribute { output, .. } => output,
+            | FusedOp::Redistribute { output, .. }
+            | FusedOp::Halo { output, .. }
+            | FusedOp::MeanOfRows { output, .. } => output,
         }
     }
 
@@ -251,7 +264,9 @@ impl FusedOp {
             | FusedOp::MaxPool { input, .. }
             | FusedOp::GlobalAveragePool { input, .. }
             | FusedOp::Linear { input, .. }
-            | FusedOp::Redistribute { input, .. } => vec![input],
+            | FusedOp::Redistribute { input, .. }
+            | FusedOp::Halo { input, .. }
+            | FusedOp::MeanOfRows { input, .. } => vec![input],
         }
     }
 }

@@ -21,7 +21,7 @@ pub struct Plan {
 impl Plan {
     /// Every rank has the whole network and pictures of its own.
     pub fn data(ranks: u32) -> Self {
-        Self { mesh: Mesh { data: ranks as usize, model: 1 }, shards: Vec::new() }
+        Self { mesh: Mesh { data: ranks as usize, height: 1, model: 1 }, shards: Vec::new() }
     }
 
     /// The plan that a job asks for.
@@ -29,18 +29,21 @@ impl Plan {
         if !parallel.is_hybrid() {
             return Self::data(parallel.ranks);
         }
-        let model = parallel.model.max(1);
-        let mesh = Mesh { data: (parallel.ranks / model) as usize, model: model as usize };
+        let [height, model] = [parallel.height, parallel.model].map(|ranks| ranks.max(1) as usize);
+        let mesh = Mesh { data: parallel.ranks as usize / (height * model), height, model };
         Self { mesh, shards: parallel.shard.clone() }
     }
 
     /// Whether it is plain data parallel.
     pub fn is_data(&self) -> bool {
-        self.mesh.model == 1
+        self.mesh.model * self.mesh.height == 1
     }
 
     /// How `network`'s operator `name` is split; `None`: not at all.
     fn split_of(&self, network: &Network, name: &str) -> Option<Split> {
+        if self.mesh.model == 1 {
+            return None;
+        }
         if self.shards.is_empty() {
             return (name == network.head()).then_some(Split::Out);
         }

@@ -119,6 +119,7 @@ fn network(name: &str, batch: usize, layers: &[Layer], groups: usize, repeats: u
             kernel,
             stride,
             padding: (kernel - 1) / 2,
+            row_padding: (kernel - 1) / 2,
             groups: if kernel == 3 && in_c == out_c { groups } else { 1 },
         };
         let values = |len: usize| (0..len).map(|i| (i % 17) as f32 / 17.0 - 0.5).collect::<Vec<_>>();

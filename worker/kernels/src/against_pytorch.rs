@@ -90,7 +90,8 @@ fn compare_convolution(fixtures: &Fixtures<'_>, name: &str, numbers: [usize; 7])
     for instructions in conv::Instructions::ALL {
         let Some(mut scratch) = Scratch::with_instructions(instructions) else { continue };
         let padding = kernel / 2;
-        let s = ConvShape { batch, in_h: side, in_w: side, in_c, out_c, kernel, stride, padding, groups };
+        let (in_h, in_w, row_padding) = (side, side, padding);
+        let s = ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding, row_padding, groups };
         let x = values(&format!("{name}.x"), s.input_len());
         let dy = values(&format!("{name}.dy"), s.output_len());
         let mut w = vec![0.0; s.weight_len()];
@@ -168,7 +169,7 @@ fn pooling() {
     cases("max_pool", |fixtures, name, numbers| {
         let &[batch, side, channels] = numbers else { panic!("{name}") };
         let (input, output) = (square(side, channels), square(side.div_ceil(2), channels));
-        let pool = MaxPool { input, output, kernel: 3, stride: 2, padding: 1 };
+        let pool = MaxPool { input, output, kernel: 3, stride: 2, padding: 1, row_padding: 1 };
         let x: Vec<f32> = values(&format!("{name}.x"), batch * input.len())
             .iter()
             .map(|v| (v * 4.0).round_ties_even().max(0.0))

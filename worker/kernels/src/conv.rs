@@ -65,7 +65,7 @@ fn each_weight(s: &ConvShape, mut f: impl FnMut(usize, usize)) {
 fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
     assert!(s.stride > 0 && s.kernel > 0, "kernel and stride start at 1: {s:?}");
     assert!(
-        s.in_h + 2 * s.padding >= s.kernel && s.in_w + 2 * s.padding >= s.kernel,
+        s.in_h + 2 * s.row_padding >= s.kernel && s.in_w + 2 * s.padding >= s.kernel,
         "kernel too large: {s:?}"
     );
     assert!(

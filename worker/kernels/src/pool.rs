@@ -10,7 +10,10 @@ pub struct MaxPool {
     pub output: TensorShape,
     pub kernel: usize,
     pub stride: usize,
+    /// Columns on either side of the input that never win.
     pub padding: usize,
+    /// Rows above and below it: as many, or none where the input has them already.
+    pub row_padding: usize,
 }
 
 impl MaxPool {
@@ -19,7 +22,7 @@ impl MaxPool {
     #[inline(always)]
     fn window(&self, oy: usize, ox: usize, mut visit: impl FnMut(u8, usize)) {
         for ky in 0..self.kernel {
-            let Some(y) = (oy * self.stride + ky).checked_sub(self.padding) else { continue };
+            let Some(y) = (oy * self.stride + ky).checked_sub(self.row_padding) else { continue };
             if y >= self.input.height {
                 continue;
             }

@@ -9,7 +9,7 @@ use lockstep_kernels::conv::{
 /// `[batch, height, width, in_c, out_c, kernel, stride, padding]`.
 fn shape(v: [usize; 8]) -> ConvShape {
     let [batch, in_h, in_w, in_c, out_c, kernel, stride, padding] = v;
-    ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding, groups: 1 }
+    ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding, row_padding: padding, groups: 1 }
 }
 
 /// The same, in `groups`.
@@ -84,7 +84,7 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
                 let y0 = ((n * out_h + oy) * out_w + ox) * s.out_c;
                 for ky in 0..k {
                     for kx in 0..k {
-                        let iy = (oy * s.stride + ky) as isize - s.padding as isize;
+                        let iy = (oy * s.stride + ky) as isize - s.row_padding as isize;
                         let ix = (ox * s.stride + kx) as isize - s.padding as isize;
                         if iy < 0 || ix < 0 || iy >= s.in_h as isize || ix >= s.in_w as isize {
                             continue;
@@ -163,6 +163,14 @@ fn resnet20_at_28_and_32_pixels() {
             [15, quarter, quarter, 64, 64, 3, 1, 1],
         ]);
     }
+}
+
+/// Ranks that share rows bring the rows above and below with the input.
+#[test]
+fn padding_of_columns_alone() {
+    let shapes = [[2, 9, 8, 16, 16, 3, 1, 1], [3, 13, 8, 3, 64, 7, 2, 3], [2, 5, 6, 16, 24, 3, 2, 1]];
+    check_all(&shapes.map(|v| ConvShape { row_padding: 0, ..shape(v) }));
+    check_all(&[ConvShape { row_padding: 0, ..grouped(4, [2, 6, 5, 32, 32, 3, 1, 1]) }]);
 }
 
 #[test]

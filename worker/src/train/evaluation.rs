@@ -141,9 +141,12 @@ impl Run<'_> {
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
                 let result = self.engine.eval_step(&batch?)?;
-                sums[0] += result.loss_sum;
-                sums[1] += result.correct as f64;
-                sums[2] += result.samples as f64;
+                // Ranks that share the rows of pictures have the same results.
+                if parallel.counts_pictures(group.rank()) {
+                    sums[0] += result.loss_sum;
+                    sums[1] += result.correct as f64;
+                    sums[2] += result.samples as f64;
+                }
                 self.throughput.still_alive("evaluating");
             }
             if votes.is_due(number) {

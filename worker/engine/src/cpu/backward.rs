@@ -3,7 +3,7 @@
 use super::{
     batch_norm::{self, Affine, Mask},
     conv::{self, ConvShape},
-    elementwise,
+    elementwise, exchange,
     executor::{Executor, MicroBatch},
     forward::max_pool,
     linear, pool,
@@ -55,7 +55,8 @@ impl Executor {
         let op = self.ops[index].clone();
         let all = self.pictures.clone();
         let count = |tensor: usize| all.of(network.placement(tensor));
-        let pictures = count(op.output());
+        // Of ranks that share few rows some have none.
+        let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let len = |tensor: usize| count(tensor) * shapes[tensor].len();
         let mut parts = parts.into_iter();
         // An output that nothing read has no gradient: the logits' loss reaches all of ours.
@@ -89,7 +90,11 @@ impl Executor {
                 self.reducer.statistics(&mut sums, network.axes(*input), &mut || self.state.advance())?;
             }
             let of = if self.config.sync_batch_norm { statistics_of } else { pictures as f64 };
-            let count = if frozen { 1.0 } else { of * shapes[*input].pixels() as f64 };
+            let pixels = match self.config.sync_batch_norm {
+                true => network.whole_pixels(*input),
+                false => shapes[*input].pixels(),
+            };
+            let count = if frozen { 1.0 } else { of * pixels as f64 };
             if let Some(shortcut) = shortcut {
                 let mut dx = self.pool.alloc(len(*input));
                 batch_norm::backward_input(x, affine, &sums, count, &dy, &mut dx);
@@ -117,12 +122,27 @@ impl Executor {
         }
         match &op {
             FusedOp::Norm(_) => {}
-            FusedOp::Redistribute { input, .. } if network.is_pictures(*input) => {}
+            FusedOp::Redistribute { input, .. } | FusedOp::Halo { input, .. }
+                if network.is_pictures(*input) => {}
             FusedOp::Redistribute { input, output } => {
                 let [from, to] = [*output, *input].map(|tensor| network.placement(tensor).of_gradient());
                 let mut dx = self.pool.alloc(len(*input));
                 self.redistribute(*input, (&from, &to), &dy, &mut dx)?;
                 self.gradient_parts[*input].push(dx);
+            }
+            FusedOp::Halo { input, output, .. } => {
+                let mut dx = self.pool.alloc(len(*input));
+                let regions = [*output, *input].map(|tensor| self.row_regions(tensor));
+                if let Some(groups) = &self.groups {
+                    exchange::exchange(&groups.height, (&regions[0], &regions[1]), &dy, &mut dx)?;
+                }
+                self.gradient_parts[*input].push(dx);
+            }
+            FusedOp::MeanOfRows { input, .. } => {
+                let share = self.share_of_rows(*input);
+                dy.iter_mut().for_each(|d| *d *= share);
+                self.gradient_parts[*input].push(dy);
+                return Ok(());
             }
             FusedOp::Relu { input, output } => {
                 elementwise::relu_backward(&self.activations[*output][..len(*output)], &mut dy);
@@ -160,12 +180,16 @@ impl Executor {
             }
             FusedOp::MaxPool { input, output, .. } => {
                 let mut dx = self.pool.alloc(len(*input));
-                max_pool(&network, &op).backward(&dy, &self.argmax[*output][..len(*output)], &mut dx);
+                if pictures > 0 {
+                    max_pool(&network, &op).backward(&dy, &self.argmax[*output][..len(*output)], &mut dx);
+                }
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::GlobalAveragePool { input, .. } => {
                 let mut dx = self.pool.alloc(len(*input));
-                pool::global_average_backward(&dy, shapes[*input], &mut dx);
+                if !shapes[*input].is_empty() {
+                    pool::global_average_backward(&dy, shapes[*input], &mut dx);
+                }
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::Linear { name, input, output, .. } => {

@@ -182,9 +182,11 @@ pub(super) fn channels(placement: &Placement, shape: TensorShape) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cpu::{loss, split_loss};
+    use crate::{
+        cpu::{loss, split_loss},
+        net::Rows,
+    };
     use lockstep_comm::{
-        ProcessGroup,
         rendezvous::{RendezvousConfig, Store, free_port},
         ring::Ring,
     };
@@ -210,7 +212,7 @@ mod tests {
             .unwrap();
             let ring = Ring::connect(&store, timeout).unwrap();
             store.barrier("connected").unwrap();
-            work(ring as Arc<dyn ProcessGroup>)
+            work(Group::whole(ring))
         };
         std::thread::scope(|scope| {
             let rank = &rank;
@@ -258,6 +260,41 @@ mod tests {
                 "{case}: {forward} {backward}"
             );
             assert!(forward != 0.0);
+        }
+    }
+
+    /// The same of rows: windows of any size, stride and padding over rows that do not come out even.
+    #[test]
+    fn the_backward_of_rows_from_other_ranks_is_its_transpose() {
+        const ABOVE: isize = 16;
+        for (kernel, stride, padding, whole) in
+            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9)]
+        {
+            let rows = Rows::shared(whole, RANKS);
+            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
+            let windows = rows.reached(&made, kernel, stride, padding);
+            let regions = |rows: &Rows| -> Vec<Region> {
+                let of = |rows: &Range<isize>| Region {
+                    pictures: 0..2,
+                    pixels: (rows.start + ABOVE) as usize * 3..(rows.end + ABOVE) as usize * 3,
+                    channels: 0..2,
+                };
+                rows.of_rank.iter().map(of).collect()
+            };
+            let (own, reached) = (regions(&rows), regions(&windows));
+            let products = on_ranks(|group| {
+                let rank = group.rank() as usize;
+                let x = values(&format!("rows.x.{rank}"), own[rank].len());
+                let gradient = values(&format!("rows.g.{rank}"), reached[rank].len());
+                let (mut y, mut dx) = (vec![9.0; gradient.len()], vec![9.0; x.len()]);
+                exchange(&group, (&own, &reached), &x, &mut y).unwrap();
+                exchange(&group, (&reached, &own), &gradient, &mut dx).unwrap();
+                let product =
+                    |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
+                [product(&y, &gradient), product(&x, &dx)]
+            });
+            let [forward, backward] = [0, 1].map(|side| products.iter().map(|rank| rank[side]).sum::<f64>());
+            assert!((forward - backward).abs() < 1e-5 * forward.abs().max(1.0), "{forward} {backward}");
         }
     }
 

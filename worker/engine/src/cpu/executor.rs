@@ -4,7 +4,7 @@ use super::{
     batch_norm::Statistics,
     conv,
     exchange::Pictures,
-    groups::{Group, Groups},
+    groups::Groups,
     layout::Layout,
     loss,
     reduce::Reducer,
@@ -112,7 +112,7 @@ impl Executor {
         network: Arc<Network>,
         plan: &Plan,
         config: EngineConfig,
-        comm: &Group,
+        comm: &Arc<dyn ProcessGroup>,
         capabilities: Capabilities,
     ) -> Result<Self, EngineError> {
         let network = part_of(&network, plan, comm.rank())?;
@@ -121,7 +121,7 @@ impl Executor {
         let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
-        let data_ranks = comm.size();
+        let data_ranks = comm.size() / plan.mesh.height as u32;
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
         let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
@@ -203,7 +203,7 @@ impl Executor {
             return Ok(StepResult::default());
         }
         self.state.begin(lr);
-        if self.data_ranks > 1 {
+        if self.groups.is_some() || self.data_ranks > 1 {
             let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
             self.norms_before = Some(self.norms.iter().map(running).collect());
         }

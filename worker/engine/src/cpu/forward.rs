@@ -3,7 +3,8 @@
 use super::{
     batch_norm::{self, Affine, Statistics},
     conv::{self, ConvShape},
-    elementwise, exchange,
+    elementwise,
+    exchange::{self, Region},
     executor::Executor,
     linear,
     pool::{self, MaxPool},
@@ -13,7 +14,8 @@ use crate::{
     fuse::{Conv, FusedOp, Norm},
     net::{Network, Placement, TensorId},
 };
-use std::time::Instant;
+use lockstep_comm::Reduction;
+use std::{ops::Range, time::Instant};
 
 impl Executor {
     /// Runs the network over the images (NHWC) of [`Executor::pictures`] and leaves every activation for backward.
@@ -22,8 +24,7 @@ impl Executor {
     /// statistics.
     pub(super) fn forward(&mut self, images: &[f32], statistics_of: Option<f64>) -> Result<(), EngineError> {
         self.reserve();
-        let input = self.network.input();
-        self.activations[input][..images.len()].copy_from_slice(images);
+        self.copy_pictures(images);
         for index in 0..self.ops.len() {
             let output = self.ops[index].output();
             let mut y = std::mem::take(&mut self.activations[output]);
@@ -45,7 +46,8 @@ impl Executor {
         let shapes = &self.network.tensors;
         let op = &self.ops[index];
         let count = |tensor: TensorId| self.pictures.of(self.network.placement(tensor));
-        let pictures = count(op.output());
+        // Of ranks that share few rows some have none.
+        let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.activations[tensor][..count(tensor) * shapes[tensor].len()];
         let weight = |name: &str, suffix: &str| -> Result<&[f32], EngineError> {
@@ -59,7 +61,10 @@ impl Executor {
                 let [from, to] = [*input, *output].map(|tensor| self.network.placement(tensor));
                 self.redistribute(*input, (from, to), x(*input), y)?;
             }
+            FusedOp::Halo { input, lowest, .. } => self.halo(*input, op.output(), *lowest, x(*input), y)?,
+            FusedOp::MeanOfRows { input, .. } => self.mean_of_rows(*input, x(*input), y)?,
             _ if pictures == 0 => {}
+            FusedOp::GlobalAveragePool { input, .. } if shapes[*input].is_empty() => y.fill(0.0),
             FusedOp::Conv(Conv { name, shape, input, output, norm_after, .. }) => {
                 let shape = ConvShape { batch: pictures, ..*shape };
                 let weight = weight(name, "weight")?;
@@ -116,7 +121,11 @@ impl Executor {
                     self.reducer.statistics(&mut sums, self.network.axes(*input), &mut || false)?;
                 }
                 let of = if self.config.sync_batch_norm { of } else { pictures as f64 };
-                let count = of * shapes[*input].pixels() as f64;
+                let pixels = match self.config.sync_batch_norm {
+                    true => self.network.whole_pixels(*input),
+                    false => shapes[*input].pixels(),
+                };
+                let count = of * pixels as f64;
                 if count == 0.0 {
                     return Ok(());
                 }
@@ -151,16 +160,100 @@ impl Executor {
         let shape = (shape.pixels(), exchange::channels(self.network.placement(tensor), shape));
         Ok(self.pictures.redistribute(&groups.model, placements, shape, x, y)?)
     }
+
+    /// The rows of this rank of all images.
+    fn copy_pictures(&mut self, images: &[f32]) {
+        let (network, input) = (&self.network, self.network.input());
+        let to = &mut self.activations[input];
+        let Some((part, rows)) = network.part.as_ref().zip(network.rows(input)) else {
+            return to[..images.len()].copy_from_slice(images);
+        };
+        let row = network.tensors[input].width * network.tensors[input].channels;
+        let own = &rows.of_rank[part.height_rank];
+        let own = own.start as usize * row..own.end as usize * row;
+        for (to, from) in to.chunks_exact_mut(own.len()).zip(images.chunks_exact(rows.whole * row)) {
+            to.copy_from_slice(&from[own.clone()]);
+        }
+    }
+
+    /// What each rank of the height group has of an activation.
+    pub(super) fn row_regions(&self, tensor: TensorId) -> Vec<Region> {
+        let (shape, pictures) =
+            (self.network.tensors[tensor], self.pictures.of(self.network.placement(tensor)));
+        let of_rank = |rows: &Range<isize>| {
+            // Rows above the picture count as well.
+            let [start, end] = [rows.start, rows.end].map(|row| (row + ABOVE) as usize * shape.width);
+            Region { pictures: 0..pictures, pixels: start..end, channels: 0..shape.channels }
+        };
+        self.network.rows(tensor).map_or_else(Vec::new, |rows| rows.of_rank.iter().map(of_rank).collect())
+    }
+
+    /// Brings the rows of `input` that windows reach from other ranks.
+    fn halo(
+        &self,
+        input: TensorId,
+        output: TensorId,
+        lowest: bool,
+        x: &[f32],
+        y: &mut [f32],
+    ) -> Result<(), EngineError> {
+        let (Some(groups), Some((part, rows))) =
+            (&self.groups, self.network.part.as_ref().zip(self.network.rows(output)))
+        else {
+            return Ok(());
+        };
+        let regions = [input, output].map(|tensor| self.row_regions(tensor));
+        exchange::exchange(&groups.height, (&regions[0], &regions[1]), x, y)?;
+        let (shape, own) = (self.network.tensors[output], &rows.of_rank[part.height_rank]);
+        if lowest && !shape.is_empty() {
+            let row = shape.width * shape.channels;
+            let above = (-own.start).max(0) as usize * row;
+            let below = (own.end - rows.whole as isize).max(0) as usize * row;
+            for picture in y.chunks_exact_mut(shape.len()) {
+                picture[..above].fill(f32::NEG_INFINITY);
+                picture[shape.len() - below..].fill(f32::NEG_INFINITY);
+            }
+        }
+        Ok(())
+    }
+
+    /// The share of this rank in the mean over all rows: that of the global pooling, of which `input` is this rank's mean.
+    pub(super) fn share_of_rows(&self, pooled: TensorId) -> f32 {
+        let pooling = self.ops.iter().find(|op| op.output() == pooled);
+        let Some(FusedOp::GlobalAveragePool { input, .. }) = pooling else { return 1.0 };
+        self.network.tensors[*input].pixels() as f32 / self.network.whole_pixels(*input) as f32
+    }
+
+    fn mean_of_rows(&self, input: TensorId, x: &[f32], y: &mut [f32]) -> Result<(), EngineError> {
+        let Some(groups) = &self.groups else { return Ok(()) };
+        let share = self.share_of_rows(input);
+        y.iter_mut().zip(x).for_each(|(y, x)| *y = x * share);
+        if !y.is_empty() {
+            groups.height.all_reduce(y.into(), Reduction::Sum)?;
+        }
+        Ok(())
+    }
 }
+
+/// Windows begin at most so many rows above a picture.
+const ABOVE: isize = 1 << 16;
 
 /// The pooling that a [`FusedOp::MaxPool`] of `network` is.
 pub(super) fn max_pool(network: &Network, op: &FusedOp) -> MaxPool {
     let (mut pool, shapes) = (
-        MaxPool { input: network.tensors[0], output: network.tensors[0], kernel: 1, stride: 1, padding: 0 },
+        MaxPool {
+            input: network.tensors[0],
+            output: network.tensors[0],
+            kernel: 1,
+            stride: 1,
+            padding: 0,
+            row_padding: 0,
+        },
         &network.tensors,
     );
     if let FusedOp::MaxPool { input, output, kernel, stride, padding } = *op {
-        pool = MaxPool { input: shapes[input], output: shapes[output], kernel, stride, padding };
+        let row_padding = network.row_padding(input, padding);
+        pool = MaxPool { input: shapes[input], output: shapes[output], kernel, stride, padding, row_padding };
     }
     pool
 }

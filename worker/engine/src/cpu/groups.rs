@@ -1,23 +1,70 @@
 //! The groups of ranks of a plan: one for each set of axes that something is summed or exchanged over.
 
 use crate::{net::Axes, plan::Mesh};
-use lockstep_comm::{CommError, ProcessGroup};
+use lockstep_comm::{CommError, ProcessGroup, Reduction, Values, ValuesMut};
 use std::sync::Arc;
 
-pub(super) type Group = Arc<dyn ProcessGroup>;
+/// Some of the job's ranks. Errors name them by their numbers in the job.
+#[derive(Clone)]
+pub(super) struct Group {
+    comm: Arc<dyn ProcessGroup>,
+    ranks: Arc<[u32]>,
+}
+
+impl Group {
+    /// All of the job's ranks.
+    pub(super) fn whole(comm: Arc<dyn ProcessGroup>) -> Self {
+        let ranks = (0..comm.size()).collect();
+        Self { comm, ranks }
+    }
+
+    /// The rank in this group.
+    pub(super) fn rank(&self) -> u32 {
+        self.comm.rank()
+    }
+
+    pub(super) fn size(&self) -> u32 {
+        self.comm.size()
+    }
+
+    pub(super) fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
+        self.named(self.comm.all_reduce(values, reduction))
+    }
+
+    pub(super) fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
+        self.named(self.comm.all_gather(input, output))
+    }
+
+    pub(super) fn all_gather_bytes(&self, value: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        self.named(self.comm.all_gather_bytes(value))
+    }
+
+    pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
+        self.named(self.comm.send(values, to))
+    }
+
+    pub(super) fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
+        self.named(self.comm.recv(values, from))
+    }
+
+    fn named<T>(&self, result: Result<T, CommError>) -> Result<T, CommError> {
+        result.map_err(|error| error.among(&self.ranks))
+    }
+}
 
 /// Groups by the [`Axes`] that they span in addition to `data`.
 #[derive(Clone)]
-pub(super) struct ByAxes([Group; 2]);
+pub(super) struct ByAxes(Arc<[Group; 4]>);
 
 impl ByAxes {
     /// The same group for all axes: in data parallel all ranks differ in their pictures alone.
-    pub(super) fn same(group: Group) -> Self {
-        Self([group.clone(), group])
+    pub(super) fn same(comm: Arc<dyn ProcessGroup>) -> Self {
+        let group = Group::whole(comm);
+        Self(Arc::new(std::array::from_fn(|_| group.clone())))
     }
 
     pub(super) fn of(&self, axes: Axes) -> &Group {
-        &self.0[usize::from(axes.model)]
+        &self.0[usize::from(axes.model) + 2 * usize::from(axes.height)]
     }
 }
 
@@ -25,6 +72,8 @@ impl ByAxes {
 pub(super) struct Groups {
     /// The ranks that share its copy of the network.
     pub(super) model: Group,
+    /// The ranks that share the rows of its pictures.
+    pub(super) height: Group,
     /// For gradients. Their sums run beside the backward pass, in an order of their own.
     pub(super) gradients: ByAxes,
     /// For statistics, which the pass waits for.
@@ -37,12 +86,30 @@ impl Groups {
     /// # Errors
     /// Ranks cannot connect.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Self, CommError> {
-        let rank = all.rank() as usize;
-        let of = |color: usize| -> Result<Group, CommError> {
-            let group = all.split(Some(color as u32), all.rank() as i32)?;
-            group.ok_or_else(|| CommError::Failed { operation: "split", detail: "there is no group".into() })
+        // The ranks to which `color` gives the same number.
+        let of = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {
+            let own = color(all.rank() as usize);
+            let ranks = (0..all.size()).filter(|rank| color(*rank as usize) == own).collect();
+            match all.split(Some(own as u32), all.rank() as i32)? {
+                Some(comm) => Ok(Group { comm, ranks }),
+                None => Err(CommError::Failed { operation: "split", detail: "there is no group".into() }),
+            }
         };
-        let by_axes = || Ok::<_, CommError>(ByAxes([of(mesh.model_rank(rank))?, of(0)?]));
-        Ok(Self { model: of(rank / mesh.model)?, gradients: by_axes()?, statistics: by_axes()? })
+        let (model, height) = (|rank| mesh.model_rank(rank), |rank| mesh.height_rank(rank));
+        let by_axes = || -> Result<ByAxes, CommError> {
+            let data = of(&|rank| height(rank) * mesh.model + model(rank))?;
+            let with_model = of(&height)?;
+            // With one rank on the axis `height` these are the same groups.
+            Ok(ByAxes(Arc::new(match mesh.height {
+                1 => [data.clone(), with_model.clone(), data, with_model],
+                _ => [data, with_model, of(&model)?, of(&|_| 0)?],
+            })))
+        };
+        Ok(Self {
+            model: of(&|rank| rank / mesh.model)?,
+            height: of(&|rank| mesh.data_rank(rank) * mesh.model + model(rank))?,
+            gradients: by_axes()?,
+            statistics: by_axes()?,
+        })
     }
 }

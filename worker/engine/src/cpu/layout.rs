@@ -116,7 +116,9 @@ impl Layout {
                 | FusedOp::Add { .. }
                 | FusedOp::MaxPool { .. }
                 | FusedOp::GlobalAveragePool { .. }
-                | FusedOp::Redistribute { .. } => continue,
+                | FusedOp::Redistribute { .. }
+                | FusedOp::Halo { .. }
+                | FusedOp::MeanOfRows { .. } => continue,
             };
             // A bucket is summed over one group.
             let of_op = network.axes(op.output());

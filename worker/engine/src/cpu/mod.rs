@@ -133,7 +133,11 @@ impl Engine for CpuEngine {
     fn layer_times(&mut self) -> Vec<LayerTime> {
         let times = self.executor.times.take().unwrap_or_default();
         let micros = times.iter().map(|time| time.as_secs_f64() * 1e6);
-        if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) }
+        let mut layers =
+            if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) };
+        // Activations of a part of a network have other numbers.
+        layers.retain(|layer| self.plan.is_data() || layer.name.is_some());
+        layers
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
@@ -287,11 +291,13 @@ impl Engine for CpuEngine {
     }
 
     fn exchange(&self) -> String {
-        let Mesh { data, model } = self.plan.mesh;
-        if model > 1 {
+        let Mesh { data, height, model } = self.plan.mesh;
+        if !self.plan.is_data() {
+            let is_exchange =
+                |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
             return format!(
-                "{data} copies of the network, each shared by {model} ranks: {} operations exchange activations",
-                self.executor.ops.iter().filter(|op| matches!(op, FusedOp::Redistribute { .. })).count()
+                "a mesh of {data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations",
+                self.executor.ops.iter().filter(is_exchange).count()
             );
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {

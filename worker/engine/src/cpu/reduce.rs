@@ -14,11 +14,11 @@
 use super::groups::{ByAxes, Group, Groups};
 use crate::net::Axes;
 use lockstep_comm::{
-    CommError, Reduction,
+    CommError, ProcessGroup, Reduction,
     shm::{SharedMemory, SharedSlice},
 };
 use std::{
-    sync::mpsc,
+    sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
 
@@ -65,7 +65,7 @@ pub(super) struct Reducer {
 
 impl Reducer {
     /// `memory`: where gradients are, if all ranks map them.
-    pub(super) fn new(comm: &Group, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
+    pub(super) fn new(comm: &Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
         let way = match memory {
             _ if comm.size() == 1 => Transport::SingleRank,
             Some(memory) => Transport::Shared(memory.clone()),

@@ -53,9 +53,21 @@ impl<'a> Combined<'a> {
             Op::Conv { ref name, input, output, kernel, stride, padding, groups } => {
                 let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
                 let (in_h, in_w, in_c, out_c) = (from.height, from.width, from.channels, to.channels);
+                let row_padding = self.network.row_padding(input, padding);
                 FusedOp::Conv(Conv {
                     name: name.clone(),
-                    shape: ConvShape { batch: 1, in_h, in_w, in_c, out_c, kernel, stride, padding, groups },
+                    shape: ConvShape {
+                        batch: 1,
+                        in_h,
+                        in_w,
+                        in_c,
+                        out_c,
+                        kernel,
+                        stride,
+                        padding,
+                        row_padding,
+                        groups,
+                    },
                     input,
                     output,
                     needs_input_gradient: !self.network.is_pictures(input),
@@ -91,6 +103,8 @@ impl<'a> Combined<'a> {
                 FusedOp::Linear { name: name.clone(), input, output, is_head }
             }
             Op::Redistribute { input, output } => FusedOp::Redistribute { input, output },
+            Op::Halo { input, output, lowest } => FusedOp::Halo { input, output, lowest },
+            Op::MeanOfRows { input, output } => FusedOp::MeanOfRows { input, output },
         };
         self.ops.push(fused);
     }

@@ -20,6 +20,8 @@ impl Display for FusedOp {
                 note(f, *gradient_in_norm, "gradient spread by the batch norm before it")
             }
             FusedOp::Redistribute { input, output } => write!(f, "redistribute t{input} -> t{output}"),
+            FusedOp::Halo { input, output, .. } => write!(f, "halo t{input} -> t{output}"),
+            FusedOp::MeanOfRows { input, output } => write!(f, "mean_of_rows t{input} -> t{output}"),
             FusedOp::Linear { name, input, output, .. } => write!(f, "linear {name} t{input} -> t{output}"),
         }
     }

@@ -47,6 +47,8 @@ impl Network {
             Op::GlobalAveragePool { .. } => "global_average_pool".into(),
             Op::Linear { .. } => "linear".into(),
             Op::Redistribute { .. } => "redistribute".into(),
+            Op::Halo { .. } => "halo".into(),
+            Op::MeanOfRows { .. } => "mean_of_rows".into(),
         }
     }
 }
@@ -72,6 +74,8 @@ impl Names {
             Op::Add { .. } => "add",
             Op::MaxPool { .. } => "maxpool",
             Op::Redistribute { .. } => "redistribute",
+            Op::Halo { .. } => "halo",
+            Op::MeanOfRows { .. } => "mean_of_rows",
             Op::GlobalAveragePool { .. } => {
                 self.block.clear();
                 "avgpool"

@@ -3,7 +3,7 @@
 //! Activations are NHWC. The batch is not part of a shape: the same network runs any batch size.
 //! Parameters have torchvision's names and layouts, whatever an engine keeps internally.
 
-use super::placement::{Axes, NetworkPart, Placement, Slice};
+use super::placement::{Axes, NetworkPart, Placement, Rows, Slice};
 use lockstep_kernels::TensorShape;
 use std::sync::Arc;
 
@@ -39,6 +39,11 @@ pub enum Op {
     Linear { name: String, input: TensorId, output: TensorId },
     /// The same activation in another [`Placement`]: ranks that share a network exchange what each needs of it.
     Redistribute { input: TensorId, output: TensorId },
+    /// The rows of the input that this rank has, and those of other ranks that its windows reach. Rows around the picture are 0, or
+    /// where a maximum follows (`lowest`), minus infinity.
+    Halo { input: TensorId, output: TensorId, lowest: bool },
+    /// The mean over all rows, from that over each rank's own.
+    MeanOfRows { input: TensorId, output: TensorId },
 }
 
 impl Op {
@@ -52,7 +57,9 @@ impl Op {
             | Op::MaxPool { output, .. }
             | Op::GlobalAveragePool { output, .. }
             | Op::Linear { output, .. }
-            | Op::Redistribute { output, .. } => output,
+            | Op::Redistribute { output, .. }
+            | Op::Halo { output, .. }
+            | Op::MeanOfRows { output, .. } => output,
         }
     }
 
@@ -66,7 +73,9 @@ impl Op {
             | Op::MaxPool { input, .. }
             | Op::GlobalAveragePool { input, .. }
             | Op::Linear { input, .. }
-            | Op::Redistribute { input, .. } => vec![input],
+            | Op::Redistribute { input, .. }
+            | Op::Halo { input, .. }
+            | Op::MeanOfRows { input, .. } => vec![input],
         }
     }
 
@@ -84,7 +93,9 @@ impl Op {
             | Op::MaxPool { input, output: made, .. }
             | Op::GlobalAveragePool { input, output: made }
             | Op::Linear { input, output: made, .. }
-            | Op::Redistribute { input, output: made } => (*input, *made) = (inputs[0], output),
+            | Op::Redistribute { input, output: made }
+            | Op::Halo { input, output: made, .. }
+            | Op::MeanOfRows { input, output: made } => (*input, *made) = (inputs[0], output),
         }
         op
     }
@@ -208,12 +219,34 @@ impl Network {
 
     /// The axes over which the pictures of an activation are distributed, besides `data`.
     pub fn axes(&self, tensor: TensorId) -> Axes {
-        Axes { model: *self.placement(tensor) == Placement::Batch }
+        Axes { model: *self.placement(tensor) == Placement::Batch, height: self.rows(tensor).is_some() }
+    }
+
+    /// The rows of an activation on the ranks that share them; `None`: every rank has all.
+    pub fn rows(&self, tensor: TensorId) -> Option<&Rows> {
+        self.part.as_ref().and_then(|part| part.rows[tensor].as_ref())
+    }
+
+    /// Pixels of a picture's activation on all ranks together.
+    pub fn whole_pixels(&self, tensor: TensorId) -> usize {
+        let shape = self.tensors[tensor];
+        self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
+    }
+
+    /// The rows of padding that an operation on `tensor` adds: none where they are there already.
+    pub fn row_padding(&self, tensor: TensorId, padding: usize) -> usize {
+        let is_there = |op: &Op| matches!(op, Op::Halo { output, .. } if *output == tensor);
+        if self.ops.iter().any(is_there) { 0 } else { padding }
     }
 
     /// Whether an activation is the input pictures, which have no gradient.
     pub fn is_pictures(&self, tensor: TensorId) -> bool {
-        let from = |op: &Op| matches!(op, Op::Redistribute { input, output } if *output == tensor && self.is_pictures(*input));
+        let from = |op: &Op| match op {
+            Op::Redistribute { input, output } | Op::Halo { input, output, .. } => {
+                *output == tensor && self.is_pictures(*input)
+            }
+            _ => false,
+        };
         tensor == self.input() || self.ops.iter().any(from)
     }
 
@@ -267,7 +300,9 @@ impl Network {
                 | Op::Add { .. }
                 | Op::MaxPool { .. }
                 | Op::GlobalAveragePool { .. }
-                | Op::Redistribute { .. } => {}
+                | Op::Redistribute { .. }
+                | Op::Halo { .. }
+                | Op::MeanOfRows { .. } => {}
             }
         }
         all
@@ -284,7 +319,7 @@ impl Network {
         self.parameters().iter().filter(|p| p.role.is_trained()).map(Parameter::len).sum()
     }
 
-    /// The same network for pictures of another size: its parameters are the same, its activations are not.
+    /// The same whole network for pictures of another size: its parameters are the same, its activations are not.
     #[must_use]
     pub fn resized(&self, image_size: usize) -> Self {
         let mut tensors = self.tensors.clone();
@@ -297,9 +332,12 @@ impl Network {
                     let side = |side| Self::window(side, kernel, stride, padding);
                     (side(from.height), side(from.width))
                 }
-                Op::BatchNorm { .. } | Op::Relu { .. } | Op::Add { .. } | Op::Redistribute { .. } => {
-                    (from.height, from.width)
-                }
+                Op::BatchNorm { .. }
+                | Op::Relu { .. }
+                | Op::Add { .. }
+                | Op::Redistribute { .. }
+                | Op::Halo { .. }
+                | Op::MeanOfRows { .. } => (from.height, from.width),
                 Op::GlobalAveragePool { .. } | Op::Linear { .. } => (1, 1),
             };
         }

@@ -9,7 +9,7 @@ pub mod resnet;
 
 pub use graph::{Network, Op, Parameter, Role, TensorId};
 pub use lockstep_kernels::TensorShape;
-pub use placement::{Axes, NetworkPart, Placement, Slice};
+pub use placement::{Axes, NetworkPart, Placement, Rows, Slice, bounds};
 
 use lockstep_protocol::spec::ModelSpec;
 

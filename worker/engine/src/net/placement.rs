@@ -33,6 +33,42 @@ impl Placement {
 pub struct Axes {
     /// The ranks that share one copy of the network.
     pub model: bool,
+    /// The ranks that share the rows of each picture.
+    pub height: bool,
+}
+
+/// The rows that each rank of a height group has of an activation.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Rows {
+    /// Of all ranks together.
+    pub whole: usize,
+    /// Those of a window may begin above the picture and end below it.
+    pub of_rank: Vec<Range<isize>>,
+}
+
+impl Rows {
+    /// `whole` rows divided over `ranks` ranks.
+    pub fn shared(whole: usize, ranks: usize) -> Self {
+        let bounds = bounds(whole, 1, ranks);
+        Self { whole, of_rank: bounds.windows(2).map(|b| b[0] as isize..b[1] as isize).collect() }
+    }
+
+    /// The rows that square windows of `kernel` pixels, `stride` apart, reach from each rank's `output` rows.
+    #[must_use]
+    pub fn reached(&self, output: &Self, kernel: usize, stride: usize, padding: usize) -> Self {
+        let [kernel, stride, padding] = [kernel, stride, padding].map(|n| n as isize);
+        let of = |rows: &Range<isize>| match rows.is_empty() {
+            true => rows.start * stride..rows.start * stride,
+            false => rows.start * stride - padding..(rows.end - 1) * stride - padding + kernel,
+        };
+        Self { whole: self.whole, of_rank: output.of_rank.iter().map(of).collect() }
+    }
+}
+
+/// The bounds of `parts` ranges that divide `count`, each a multiple of `unit`; the first ones are longer where it does not come out even.
+pub fn bounds(count: usize, unit: usize, parts: usize) -> Vec<usize> {
+    let units = count / unit;
+    (0..=parts).map(|part| (units / parts * part + part.min(units % parts)) * unit).collect()
 }
 
 /// One rank's part of a network that several ranks share.
@@ -42,6 +78,10 @@ pub struct NetworkPart {
     pub rank: usize,
     /// By tensor.
     pub placements: Vec<Placement>,
+    /// The rank in its height group.
+    pub height_rank: usize,
+    /// By tensor; `None`: this rank has all rows.
+    pub rows: Vec<Option<Rows>>,
 }
 
 impl NetworkPart {
@@ -49,6 +89,12 @@ impl NetworkPart {
     pub fn channels(&self, tensor: TensorId) -> Option<(Range<usize>, usize)> {
         let Placement::Channels(bounds) = &self.placements[tensor] else { return None };
         Some((bounds[self.rank]..bounds[self.rank + 1], *bounds.last()?))
+    }
+
+    /// How many rows this rank has of a tensor whose rows are shared.
+    pub fn height(&self, tensor: TensorId) -> Option<usize> {
+        let rows = &self.rows[tensor].as_ref()?.of_rank[self.height_rank];
+        Some((rows.end - rows.start) as usize)
     }
 }
 
@@ -91,6 +137,23 @@ impl Slice {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn remainders_go_to_the_first_ranks() {
+        assert_eq!(bounds(10, 1, 4), [0, 3, 6, 8, 10]);
+        assert_eq!(bounds(12, 4, 2), [0, 8, 12]);
+        assert_eq!(bounds(8, 1, 2), [0, 4, 8]);
+    }
+
+    #[test]
+    fn windows_reach_beyond_the_rows_of_their_rank() {
+        let rows = Rows::shared(7, 2);
+        assert_eq!(rows.of_rank, [0..4, 4..7]);
+        assert_eq!(rows.reached(&Rows::shared(7, 2), 3, 1, 1).of_rank, [-1..5, 3..8]);
+        assert_eq!(rows.reached(&Rows::shared(4, 2), 7, 2, 3).of_rank, [-3..6, 1..10]);
+        assert_eq!(rows.reached(&Rows::shared(1, 2), 1, 8, 0).of_rank, [0..1, 8..8]);
+        assert_eq!(rows.reached(&rows, 1, 1, 0), rows);
+    }
 
     #[test]
     fn the_sum_of_all_parts_is_the_parameter() {

@@ -4,9 +4,12 @@
 //! operator with a strategy gets its input in the placement that the strategy asks for. Batch norms, ReLUs, additions and poolings follow
 //! the placement of their input. Where an operator needs an activation in another placement, [`Op::Redistribute`] comes before it, once
 //! for all operators that need it so.
+//!
+//! Ranks that share the rows of pictures have a range of the rows of each activation up to the global pooling. [`Op::Halo`] brings the rows of
+//! other ranks that windows reach, with any kernel, stride, padding and division of the rows.
 
-use super::{Plan, mesh::bounds};
-use crate::net::{Network, NetworkPart, Op, Placement, TensorId};
+use super::Plan;
+use crate::net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds};
 use lockstep_protocol::spec::Split;
 use std::{collections::HashMap, sync::Arc};
 
@@ -17,10 +20,18 @@ use std::{collections::HashMap, sync::Arc};
 pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, String> {
     let mistakes = mistakes(network, plan);
     if !mistakes.is_empty() {
-        return Err(format!("parallel.shard: {}", mistakes.join("; ")));
+        return Err(format!("parallel: {}", mistakes.join("; ")));
     }
-    let part = NetworkPart { rank: plan.mesh.model_rank(rank), placements: vec![Placement::Batch] };
-    let local = Network { tensors: vec![network.tensors[0]], ops: Vec::new(), part: None, ..network.clone() };
+    let (mut picture, height) = (network.tensors[network.input()], plan.mesh.height);
+    let rows = (height > 1).then(|| Rows::shared(picture.height, height));
+    let part = NetworkPart {
+        rank: plan.mesh.model_rank(rank),
+        placements: vec![Placement::Batch],
+        height_rank: plan.mesh.height_rank(rank),
+        rows: vec![rows],
+    };
+    picture.height = part.height(network.input()).unwrap_or(picture.height);
+    let local = Network { tensors: vec![picture], ops: Vec::new(), part: None, ..network.clone() };
     let mut lowering = Lowering {
         whole: network,
         plan,
@@ -29,6 +40,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         places: vec![network.input(); network.tensors.len()],
         sources: vec![network.input()],
         redistributed: HashMap::new(),
+        extended: HashMap::new(),
     };
     for op in &network.ops {
         lowering.push(op);
@@ -61,7 +73,17 @@ fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
             ));
         }
     }
+    let (height, rows) = (plan.mesh.height, network.tensors[network.input()].height);
+    if height > rows {
+        mistakes.push(format!("{height} ranks cannot share the {rows} rows of a picture (parallel.height)"));
+    }
     for (name, op) in operators(network) {
+        let pixels = network.tensors[op.inputs()[0]].pixels();
+        if height > 1 && pixels > 1 && matches!(op, Op::Linear { .. }) {
+            mistakes.push(format!(
+                "{name} reads {pixels} pixels, whose rows ranks cannot share (parallel.height)"
+            ));
+        }
         let Some(split) = plan.split_of(network, name) else { continue };
         let channels = |tensor: TensorId| network.tensors[tensor].channels;
         let (groups, inputs) = match *op {
@@ -110,6 +132,8 @@ struct Lowering<'a> {
     sources: Vec<TensorId>,
     /// Activations that were redistributed already.
     redistributed: HashMap<(TensorId, Placement), TensorId>,
+    /// Activations that were extended by the rows of other ranks already.
+    extended: HashMap<(TensorId, Rows, bool), TensorId>,
 }
 
 impl Lowering<'_> {
@@ -126,12 +150,15 @@ impl Lowering<'_> {
             | Op::Relu { input, .. }
             | Op::MaxPool { input, .. }
             | Op::GlobalAveragePool { input, .. }
-            | Op::Redistribute { input, .. } => {
+            | Op::Redistribute { input, .. }
+            | Op::Halo { input, .. }
+            | Op::MeanOfRows { input, .. } => {
                 let input = self.settled(self.places[input]);
                 (vec![input], self.part.placements[input].clone())
             }
         };
-        let output = self.tensor(op.output(), placement);
+        let (inputs, rows) = self.rows(op, inputs);
+        let mut output = self.tensor(op.output(), placement.clone(), rows);
         let mut local = op.on(&inputs, output);
         if let Op::Conv { input, groups, .. } = &mut local {
             let per_group = self.whole.tensors[op.inputs()[0]].channels / *groups;
@@ -140,7 +167,40 @@ impl Lowering<'_> {
             }
         }
         self.local.ops.push(local);
+        if matches!(op, Op::GlobalAveragePool { .. }) && self.part.rows[inputs[0]].is_some() {
+            let input = std::mem::replace(&mut output, self.tensor(op.output(), placement, None));
+            self.local.ops.push(Op::MeanOfRows { input, output });
+        }
         self.places[op.output()] = output;
+    }
+
+    /// The inputs with all rows that the operation reaches from its output's, and those of the output.
+    fn rows(&mut self, op: &Op, inputs: Vec<TensorId>) -> (Vec<TensorId>, Option<Rows>) {
+        let Some(rows) = self.part.rows[inputs[0]].clone() else { return (inputs, None) };
+        let (kernel, stride, padding, lowest) = match *op {
+            Op::Conv { kernel, stride, padding, .. } => (kernel, stride, padding, false),
+            Op::MaxPool { kernel, stride, padding, .. } => (kernel, stride, padding, true),
+            Op::GlobalAveragePool { .. } => return (inputs, None),
+            _ => return (inputs, Some(rows)),
+        };
+        let made = Rows::shared(self.whole.tensors[op.output()].height, self.plan.mesh.height);
+        let reached = rows.reached(&made, kernel, stride, padding);
+        if reached == rows {
+            return (inputs, Some(made));
+        }
+        let input = inputs[0];
+        let key = (input, reached.clone(), lowest);
+        let extended = match self.extended.get(&key) {
+            Some(extended) => *extended,
+            None => {
+                let placement = self.part.placements[input].clone();
+                let output = self.tensor(self.sources[input], placement, Some(reached));
+                self.local.ops.push(Op::Halo { input, output, lowest });
+                self.extended.insert(key, output);
+                output
+            }
+        };
+        (vec![extended], Some(made))
     }
 
     /// The input of a convolution or linear layer as its strategy asks for it, and where its output is.
@@ -182,20 +242,23 @@ impl Lowering<'_> {
         if let Some(there) = self.redistributed.get(&key) {
             return *there;
         }
-        let output = self.tensor(self.sources[tensor], placement.clone());
+        let rows = self.part.rows[tensor].clone();
+        let output = self.tensor(self.sources[tensor], placement.clone(), rows);
         self.local.ops.push(Op::Redistribute { input: tensor, output });
         self.redistributed.insert(key, output);
         output
     }
 
     /// A new activation of the local network: what this rank has of `whole`.
-    fn tensor(&mut self, whole: TensorId, placement: Placement) -> TensorId {
+    fn tensor(&mut self, whole: TensorId, placement: Placement, rows: Option<Rows>) -> TensorId {
         let mut shape = self.whole.tensors[whole];
         self.part.placements.push(placement);
+        self.part.rows.push(rows);
         let tensor = self.local.tensors.len();
         if let Some((channels, _)) = self.part.channels(tensor) {
             shape.channels = channels.len();
         }
+        shape.height = self.part.height(tensor).unwrap_or(shape.height);
         self.local.tensors.push(shape);
         self.sources.push(whole);
         tensor

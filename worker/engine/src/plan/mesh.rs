@@ -1,39 +1,33 @@
-//! The mesh of ranks: data x model.
+//! The mesh of ranks: data x height x model.
 
 /// Sizes of the axes. Ranks are numbered with `model` fastest, so that the ranks of a model group are neighbours.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mesh {
     /// Copies of the network.
     pub data: usize,
+    /// Ranks that share the rows of each picture.
+    pub height: usize,
     /// Ranks that share one copy.
     pub model: usize,
 }
 
 impl Mesh {
     pub fn ranks(self) -> usize {
-        self.data * self.model
+        self.data * self.height * self.model
     }
 
     /// The place of a rank on the axis `model`.
     pub fn model_rank(self, rank: usize) -> usize {
         rank % self.model
     }
-}
 
-/// The bounds of `parts` ranges that divide `count`, each a multiple of `unit`; the first ones are longer where it does not come out even.
-pub(super) fn bounds(count: usize, unit: usize, parts: usize) -> Vec<usize> {
-    let units = count / unit;
-    (0..=parts).map(|part| (units / parts * part + part.min(units % parts)) * unit).collect()
-}
+    /// The place of a rank on the axis `height`.
+    pub fn height_rank(self, rank: usize) -> usize {
+        rank / self.model % self.height
+    }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn remainders_go_to_the_first_ranks() {
-        assert_eq!(bounds(10, 1, 4), [0, 3, 6, 8, 10]);
-        assert_eq!(bounds(12, 4, 2), [0, 8, 12]);
-        assert_eq!(bounds(8, 1, 2), [0, 4, 8]);
+    /// The place of a rank on the axis `data`.
+    pub fn data_rank(self, rank: usize) -> usize {
+        rank / (self.model * self.height)
     }
 }

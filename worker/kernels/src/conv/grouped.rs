@@ -82,6 +82,7 @@ mod tests {
                 kernel: 3,
                 stride: 1,
                 padding: 1,
+                row_padding: 1,
                 groups,
             };
             assert_eq!(merged(&s).groups, expected, "{groups} groups of {in_c} -> {out_c}");

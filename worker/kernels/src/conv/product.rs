@@ -51,9 +51,9 @@ impl Axis {
 
 impl Pass {
     pub(super) fn forward(s: &ConvShape) -> Self {
-        let axis = |src: usize, dst: usize| {
+        let axis = |src: usize, dst: usize, padding: usize| {
             Axis::new(dst, s.kernel, |d, k| {
-                (d * s.stride + k).checked_sub(s.padding).filter(|position| *position < src)
+                (d * s.stride + k).checked_sub(padding).filter(|position| *position < src)
             })
         };
         Pass {
@@ -62,15 +62,15 @@ impl Pass {
             dst: [s.out_h(), s.out_w(), s.out_c],
             kernel: s.kernel,
             cardinality: s.groups,
-            rows: axis(s.in_h, s.out_h()),
-            columns: axis(s.in_w, s.out_w()),
+            rows: axis(s.in_h, s.out_h(), s.row_padding),
+            columns: axis(s.in_w, s.out_w(), s.padding),
         }
     }
 
     pub(super) fn backward(s: &ConvShape) -> Self {
-        let axis = |src: usize, dst: usize| {
+        let axis = |src: usize, dst: usize, padding: usize| {
             Axis::new(dst, s.kernel, |d, k| {
-                let position = (d + s.padding).checked_sub(k)?;
+                let position = (d + padding).checked_sub(k)?;
                 (position % s.stride == 0 && position / s.stride < src).then_some(position / s.stride)
             })
         };
@@ -80,8 +80,8 @@ impl Pass {
             dst: [s.in_h, s.in_w, s.in_c],
             kernel: s.kernel,
             cardinality: s.groups,
-            rows: axis(s.out_h(), s.in_h),
-            columns: axis(s.out_w(), s.in_w),
+            rows: axis(s.out_h(), s.in_h, s.row_padding),
+            columns: axis(s.out_w(), s.in_w, s.padding),
         }
     }
 

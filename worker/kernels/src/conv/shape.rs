@@ -1,6 +1,6 @@
 //! The shape of a convolution.
 
-/// A convolution of square kernels over `batch` pictures, the same stride and zero padding both ways.
+/// A convolution of square kernels over `batch` pictures, the same stride both ways.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConvShape {
     /// Pictures.
@@ -17,8 +17,10 @@ pub struct ConvShape {
     pub kernel: usize,
     /// Pixels from one output pixel's place in the input to the next one's.
     pub stride: usize,
-    /// Rows and columns of zeros around the input.
+    /// Columns of zeros on either side of the input.
     pub padding: usize,
+    /// Rows of zeros above and below it: as many, or none where the input has them already.
+    pub row_padding: usize,
     /// Groups of channels: each makes its share of the output from its share of the input.
     pub groups: usize,
 }
@@ -26,7 +28,7 @@ pub struct ConvShape {
 impl ConvShape {
     /// Height of the output in pixels.
     pub fn out_h(&self) -> usize {
-        (self.in_h + 2 * self.padding - self.kernel) / self.stride + 1
+        (self.in_h + 2 * self.row_padding - self.kernel) / self.stride + 1
     }
 
     /// Width of the output in pixels.

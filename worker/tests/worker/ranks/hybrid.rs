@@ -14,9 +14,9 @@ const GLOBAL: usize = 32;
 const LR: f32 = 0.01;
 
 /// A plan by its mesh and its strategies.
-fn plan(data: usize, model: usize, shards: &[(&str, Split)]) -> Plan {
+fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) -> Plan {
     let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
-    Plan { mesh: Mesh { data, model }, shards: shards.iter().map(shard).collect() }
+    Plan { mesh: Mesh { data, height, model }, shards: shards.iter().map(shard).collect() }
 }
 
 /// A residual network with grouped convolutions, a max pooling and numbers of channels that few numbers divide.
@@ -41,12 +41,35 @@ fn grouped() -> Arc<Network> {
     Arc::new(network)
 }
 
+/// Windows of 7x7 and 5x5 pixels with strides, which reach over several ranks.
+fn large_windows() -> Arc<Network> {
+    let mut network = Network::new("large-windows", SIDE, 3, 10);
+    let conv = network.conv("conv1", network.input(), 8, 7, 1);
+    let norm = network.batch_norm("bn1", conv);
+    let relu = network.relu(norm);
+    let pooled = network.max_pool(relu, 5, 2);
+    let conv = network.conv("conv2", pooled, 8, 5, 2);
+    let norm = network.batch_norm("bn2", conv);
+    let relu = network.relu(norm);
+    let conv = network.conv("conv3", relu, 8, 1, 2);
+    let norm = network.batch_norm("bn3", conv);
+    let average = network.global_average_pool(norm);
+    network.linear("fc", average, 10);
+    Arc::new(network)
+}
+
+/// Which of the ranks that see different pictures this one is.
+fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
+    let (rank, mesh) = (comm.rank() as usize, plan.mesh);
+    mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)
+}
+
 /// Losses of the steps, and the state after them as a checkpoint has it.
 fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
     let ranks = plan.mesh.ranks();
-    let own = GLOBAL / ranks;
+    let own = GLOBAL * plan.mesh.height / ranks;
     let of_ranks = on_ranks(ranks as u32, |comm| {
-        let from = comm.rank() as usize * own;
+        let from = data_rank(plan, &comm) * own;
         let config = EngineConfig { batch_size: own, ..config.clone() };
         let initial = init::initial_parameters(network, false, 1);
         let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
@@ -82,29 +105,39 @@ fn beyond(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
 #[test]
 fn ranks_that_share_a_network_train_as_one_rank() {
     use Split::{Groups, In, Out};
-    let (resnet, grouped) = (network(), grouped());
+    let (resnet, grouped, large) = (network(), grouped(), large_windows());
     let sgd = config(0);
-    let cases: &[(&Arc<Network>, usize, usize, &[(&str, Split)])] = &[
-        (&resnet, 1, 2, &[]),
-        (&resnet, 2, 2, &[]),
-        (&resnet, 1, 4, &[("fc", Out)]),
-        (&resnet, 1, 2, &[("fc", In)]),
-        (&resnet, 2, 2, &[("layer3.*", Out), ("fc", Out)]),
-        (&resnet, 1, 4, &[("layer3.*.conv1", Out), ("layer3.*.conv2", In), ("fc", Out)]),
-        (&resnet, 2, 2, &[("*", Out)]),
-        (&resnet, 1, 2, &[("*", In)]),
-        (&grouped, 2, 2, &[("block.conv2", Groups)]),
-        (&grouped, 1, 4, &[("*", Out), ("block.conv2", Groups), ("block.conv3", In)]),
-        (&grouped, 1, 2, &[("conv1", In), ("block.conv2", Groups), ("fc", Out)]),
+    let cases: &[(&Arc<Network>, [usize; 3], &[(&str, Split)])] = &[
+        (&resnet, [1, 1, 2], &[]),
+        (&resnet, [2, 1, 2], &[]),
+        (&resnet, [1, 1, 4], &[("fc", Out)]),
+        (&resnet, [1, 1, 2], &[("fc", In)]),
+        (&resnet, [2, 1, 2], &[("layer3.*", Out), ("fc", Out)]),
+        (&resnet, [1, 1, 4], &[("layer3.*.conv1", Out), ("layer3.*.conv2", In), ("fc", Out)]),
+        (&resnet, [2, 1, 2], &[("*", Out)]),
+        (&resnet, [1, 1, 2], &[("*", In)]),
+        (&grouped, [2, 1, 2], &[("block.conv2", Groups)]),
+        (&grouped, [1, 1, 4], &[("*", Out), ("block.conv2", Groups), ("block.conv3", In)]),
+        (&grouped, [1, 1, 2], &[("conv1", In), ("block.conv2", Groups), ("fc", Out)]),
+        // Three ranks have 3, 3 and 2 rows, and in the last stage one, one and none.
+        (&resnet, [1, 2, 1], &[]),
+        (&resnet, [1, 3, 1], &[]),
+        (&resnet, [2, 2, 1], &[]),
+        (&resnet, [1, 2, 2], &[("layer3.*", Out), ("fc", Out)]),
+        (&grouped, [1, 3, 1], &[]),
+        (&grouped, [2, 2, 1], &[]),
+        (&grouped, [1, 2, 2], &[("*", Out), ("block.conv2", Groups)]),
+        (&large, [1, 2, 1], &[]),
+        (&large, [1, 3, 1], &[]),
     ];
     let (mut alone, mut wrong) = (Vec::new(), Vec::new());
-    for (network, data, model, shards) in cases {
+    for (network, mesh, shards) in cases {
         if !alone.iter().any(|(of, _): &(&Arc<Network>, _)| Arc::ptr_eq(of, network)) {
             alone.push((*network, trained(network, &Plan::data(1), &sgd)));
         }
         let (_, (losses, state)) = alone.iter().find(|(of, _)| Arc::ptr_eq(of, network)).unwrap();
-        let (theirs, their_state) = trained(network, &plan(*data, *model, shards), &sgd);
-        let case = format!("{} on {data} x {model}, {shards:?}", network.arch);
+        let (theirs, their_state) = trained(network, &plan(*mesh, shards), &sgd);
+        let case = format!("{} on {mesh:?}, {shards:?}", network.arch);
         let loss = losses.iter().zip(&theirs).map(|(loss, theirs)| (loss - theirs).abs()).fold(0.0, f32::max);
         let (apart, name) = beyond(&their_state.parameters, &state.parameters);
         if loss >= 1e-4 || apart > 0.0 || losses[STEPS - 1] >= losses[0] {
@@ -152,7 +185,7 @@ fn norms_labels_and_sizes_are_those_of_all_ranks() {
             })
         };
         let alone = run(&Plan::data(1));
-        for plan in [plan(2, 2, &[("layer3.*", Split::Out), ("fc", Split::Out)]), plan(1, 4, &[])] {
+        for plan in [plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]), plan([1, 1, 4], &[])] {
             let several = run(&plan);
             for (step, wanted) in alone[0].0.iter().enumerate() {
                 let of = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
@@ -189,11 +222,13 @@ fn a_state_of_one_plan_continues_under_any_other() {
         optimizer: Optimizer { kind: OptimizerKind::AdamW, epsilon: 1e-3, ..Optimizer::default() },
         ..config(0)
     };
-    let (_, state) = trained(&network, &plan(2, 2, &[("layer3.*", Split::Out), ("fc", Split::Out)]), &adam);
+    let (_, state) =
+        trained(&network, &plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]), &adam);
     let next = |plan: &Plan| {
-        let own = GLOBAL / plan.mesh.ranks();
-        let mut of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
-            let from = comm.rank() as usize * own;
+        let own = GLOBAL * plan.mesh.height / plan.mesh.ranks();
+        let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
+            let from = data_rank(plan, &comm) * own;
+            let counts = plan.mesh.height_rank(comm.rank() as usize) == 0;
             let config = EngineConfig { batch_size: own, ..adam.clone() };
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
@@ -211,8 +246,11 @@ fn a_state_of_one_plan_continues_under_any_other() {
             let evaluated = engine.eval_step(&batch).unwrap();
             let predicted = engine.predict(&batch).unwrap();
             engine.train_step(&[part_of(GLOBAL, batch)], 0.002).unwrap();
-            (evaluated, predicted, engine.state_dict().unwrap())
+            let state = engine.state_dict().unwrap();
+            counts.then_some((evaluated, predicted, state))
         });
+        // Ranks that share the rows of pictures have the same results.
+        let mut of_ranks: Vec<_> = of_ranks.into_iter().flatten().collect();
         let correct: u64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.correct).sum();
         let loss: f64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.loss_sum).sum();
         let logits: Vec<f32> = of_ranks.iter().flat_map(|(_, predicted, _)| predicted.clone()).collect();
@@ -221,9 +259,11 @@ fn a_state_of_one_plan_continues_under_any_other() {
     };
     let (correct, loss, logits, after) = next(&Plan::data(1));
     for plan in [
-        plan(2, 2, &[("layer3.*", Split::Out), ("fc", Split::Out)]),
-        plan(1, 2, &[("layer3.*.conv2", Split::In)]),
-        plan(1, 4, &[]),
+        plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]),
+        plan([1, 1, 2], &[("layer3.*.conv2", Split::In)]),
+        plan([1, 1, 4], &[]),
+        plan([1, 3, 1], &[]),
+        plan([1, 2, 2], &[("fc", Split::In)]),
         Plan::data(2),
     ] {
         let (their_correct, their_loss, their_logits, theirs) = next(&plan);
@@ -235,21 +275,155 @@ fn a_state_of_one_plan_continues_under_any_other() {
     }
 }
 
+/// Against data parallel where each rank has statistics of its own, or gradients are summed; and with batch norms that are frozen.
+#[test]
+fn other_settings_mean_what_they_mean_in_data_parallel() {
+    let frozen = Arc::new(Network { frozen_norm: true, ..(*network()).clone() });
+    let [apart, summed] = [(false, true), (true, false)].map(|(sync_batch_norm, gradients_mean)| {
+        EngineConfig { sync_batch_norm, gradients_mean, ..config(0) }
+    });
+    let split = [("layer3.*.conv1", Split::Out), ("layer3.*.conv2", Split::In), ("fc", Split::Out)];
+    for (network, config, shards) in [
+        (network(), apart, &[][..]),
+        (network(), summed, &split[..]),
+        (frozen.clone(), config(0), &split[..]),
+    ] {
+        let (losses, state) = trained(&network, &Plan::data(4), &config);
+        let (theirs, their_state) = trained(&network, &plan([2, 1, 2], shards), &config);
+        let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
+        let loss = losses.iter().zip(&theirs).map(relative).fold(0.0, f32::max);
+        let apart = furthest_apart(&their_state.parameters, &state.parameters);
+        let frozen = network.frozen_norm;
+        assert!(loss < 1e-4 && apart < 1e-2, "{config:?}, frozen: {frozen}: {loss:e} {apart:e}");
+    }
+    let (losses, _) = trained(&frozen, &Plan::data(1), &config(0));
+    let (theirs, _) = trained(&frozen, &plan([1, 3, 1], &[]), &config(0));
+    assert!(
+        losses.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-4 * a.max(1.0)),
+        "{losses:?} {theirs:?}"
+    );
+}
+
+/// Progressive resizing, and an evaluation at a size of its own.
+#[test]
+fn a_shared_network_takes_pictures_of_other_sizes() {
+    let network = network();
+    let run = |plan: &Plan| {
+        let own = 16 * plan.mesh.height / plan.mesh.ranks();
+        let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
+            let from = data_rank(plan, &comm) * own;
+            let counts = plan.mesh.height_rank(comm.rank() as usize) == 0;
+            let initial = init::initial_parameters(&network, false, 1);
+            let mut engine = build_cpu_with(network.clone(), &initial, config(own), comm, plan).unwrap();
+            engine.take_sizes(&[13], &[11]).unwrap();
+            let of_size = |side: usize| {
+                let len = side * side * 3;
+                let images =
+                    values(&format!("hybrid.sizes.{side}"), 16 * len)[from * len..][..own * len].to_vec();
+                let labels = labels("hybrid.sizes", 16, 10)[from..from + own].to_vec();
+                part_of(16, Batch { images, labels, ..Batch::default() })
+            };
+            let mut losses = Vec::new();
+            for side in [8, 13, 8] {
+                engine.set_image_size(side).unwrap();
+                losses.push(f64::from(engine.train_step(&[of_size(side)], LR).unwrap().loss) * own as f64);
+            }
+            engine.set_image_size(11).unwrap();
+            losses.push(engine.eval_step(&of_size(11)).unwrap().loss_sum);
+            counts.then_some(losses)
+        });
+        let sum = |place: usize| of_ranks.iter().flatten().map(|losses| losses[place]).sum::<f64>() / 16.0;
+        (0..4).map(sum).collect::<Vec<_>>()
+    };
+    let alone = run(&Plan::data(1));
+    for plan in [plan([1, 2, 2], &[("layer3.*", Split::Out)]), plan([1, 3, 1], &[]), plan([2, 1, 2], &[])] {
+        let several = run(&plan);
+        assert!(
+            alone.iter().zip(&several).all(|(a, b)| (a - b).abs() < 1e-4),
+            "{plan:?}: {several:?} {alone:?}"
+        );
+    }
+}
+
+/// Groups number their ranks anew; people and the server know the job's numbers.
+#[test]
+fn a_rank_that_is_gone_is_named_by_its_number_in_the_job() {
+    let (network, plan) = (network(), plan([2, 1, 2], &[]));
+    let errors = on_ranks(4, |comm| {
+        let initial = init::initial_parameters(&network, false, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config(4), comm.clone(), &plan).unwrap();
+        if comm.rank() == 3 {
+            comm.abort("rank 3 had enough");
+        }
+        engine.train_step(&[part_of(16, pictures(0, 0, 4))], LR).unwrap_err().to_string()
+    });
+    assert!(errors[2].contains("rank 3"), "{errors:?}");
+    assert!(errors[3].contains("rank 3 had enough"), "{errors:?}");
+}
+
 #[test]
 fn what_cannot_be_split_is_refused_with_what_can() {
     use Split::{Groups, In, Out};
     for (plan, words) in [
-        (plan(1, 2, &[("layer9.*", Out)]), &["\"layer9.*\"", "there are conv1, block.conv1"][..]),
-        (plan(1, 2, &[("fc", Groups)]), &["a linear layer of 12 -> 10 values", "\"out\" or \"in\""]),
-        (plan(1, 2, &[("block.conv2", Out)]), &["a convolution of 5 groups", "split by \"groups\""]),
-        (plan(1, 12, &[("fc", Out)]), &["over 12 ranks", "split by \"in\""]),
+        (plan([1, 1, 2], &[("layer9.*", Out)]), &["\"layer9.*\"", "there are conv1, block.conv1"][..]),
+        (plan([1, 1, 2], &[("fc", Groups)]), &["a linear layer of 12 -> 10 values", "\"out\" or \"in\""]),
+        (plan([1, 1, 2], &[("block.conv2", Out)]), &["a convolution of 5 groups", "split by \"groups\""]),
+        (plan([1, 1, 12], &[("fc", Out)]), &["over 12 ranks", "split by \"in\""]),
         (
-            plan(1, 4, &[("conv1", In), ("*.conv1", Groups)]),
+            plan([1, 1, 4], &[("conv1", In), ("*.conv1", Groups)]),
             &["conv1 cannot be split by \"in\"", "block.conv1"],
         ),
+        (plan([1, 9, 1], &[]), &["9 ranks cannot share the 8 rows"]),
     ] {
         let error = lockstep_engine::plan::lower(&grouped(), &plan, 0).unwrap_err();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");
     }
     assert_eq!(grouped().tensors[0], TensorShape { height: SIDE, width: SIDE, channels: 3 });
+}
+
+/// Random windows, strides, channels, groups and splits.
+#[test]
+fn random_networks_under_random_plans_train_as_one_rank() {
+    for seed in 0..12_u64 {
+        let mut state = seed + 1;
+        let mut draw = |count: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % count
+        };
+        let mut network = Network::new("random", SIDE, 3, 10);
+        let mut shards = Vec::new();
+        let mut pick = |name: &str, splits: &[Split], drawn: usize| {
+            shards.extend(splits.get(drawn).map(|split| (name.to_owned(), *split)));
+        };
+        let mut x = network.input();
+        for layer in 0..3 {
+            let name = format!("conv{layer}");
+            let groups = if layer > 0 { [1, 3, 6][draw(3)] } else { 1 };
+            let (channels, kernel, stride) = (6 + 6 * draw(3), [1, 3, 5][draw(3)], 1 + draw(2));
+            x = network.grouped_conv(&name, x, channels, kernel, stride, groups);
+            let splits: &[Split] = if groups == 1 { &[Split::Out, Split::In] } else { &[Split::Groups] };
+            pick(&name, if groups == 3 { &[] } else { splits }, draw(3));
+            x = network.batch_norm(format!("bn{layer}"), x);
+            x = network.relu(x);
+            if draw(3) == 0 {
+                x = network.max_pool(x, 3, 1 + draw(2));
+            }
+        }
+        let average = network.global_average_pool(x);
+        network.linear("fc", average, 10);
+        pick("fc", &[Split::Out, Split::In], draw(3));
+        let meshes = [[1, 1, 2], [2, 1, 2], [1, 2, 1], [1, 3, 1], [1, 2, 2]];
+        let mesh = meshes[draw(meshes.len())];
+        let shards: Vec<_> = shards.iter().map(|(name, split)| (name.as_str(), *split)).collect();
+        let (network, config) = (Arc::new(network), config(0));
+        let (losses, state) = trained(&network, &Plan::data(1), &config);
+        let (theirs, their_state) = trained(&network, &plan(mesh, &shards), &config);
+        let case = format!("seed {seed}, {mesh:?}, {shards:?}, {:?}", network.ops);
+        assert!(
+            losses.iter().zip(&theirs).all(|(a, b)| (a - b).abs() < 1e-4),
+            "{case}: {losses:?} {theirs:?}"
+        );
+        let apart = furthest_apart(&their_state.parameters, &state.parameters);
+        assert!(apart < 1e-2, "{case}: {apart}");
+    }
 }

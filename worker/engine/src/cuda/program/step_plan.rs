@@ -165,7 +165,9 @@ fn check(network: &Network) -> Result<(), CudaError> {
                 return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
             }
             Op::Conv { .. } => {}
-            Op::Redistribute { .. } => return refuse("a network that several ranks share".into()),
+            Op::Redistribute { .. } | Op::Halo { .. } | Op::MeanOfRows { .. } => {
+                return refuse("a network that several ranks share".into());
+            }
             _ if op.inputs().contains(&network.input()) => {
                 return refuse(format!(
                     "{}, in which something else than a convolution reads the pictures",

@@ -31,7 +31,7 @@ impl<'a> GraphEmitter<'a> {
             | FusedOp::Add { .. }
             | FusedOp::MaxPool { .. } => self.plain_backward(op)?,
             // The step's plan refuses it.
-            FusedOp::Redistribute { .. } => {}
+            FusedOp::Redistribute { .. } | FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
         }
         // What only the forward pass has read; the output of a ReLU is read for the last time here.
         if let Some(allocation) = self.activations[op.output()].take() {

@@ -105,7 +105,7 @@ impl<'a> GraphEmitter<'a> {
                 self.plain_forward(op, training)?;
             }
             // The step's plan refuses it.
-            FusedOp::Redistribute { .. } => {}
+            FusedOp::Redistribute { .. } | FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
         }
         if !training {
             op.reads().into_iter().for_each(|tensor| self.evaluated(tensor));

@@ -89,7 +89,7 @@ pub enum FromAgent {
         attempts: Vec<AttemptRef>,
         /// Serve this job alone.
         only_job: Option<JobId>,
-        /// Why it takes no work now, for people; its ranks go on.
+        /// Why the agent takes no new work, as text for people; absent if it takes work. Running ranks continue.
         #[serde(default)]
         no_work: Option<String>,
     },

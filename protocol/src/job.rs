@@ -309,7 +309,10 @@ impl Job {
         let left = |why: &Reason| {
             matches!(
                 why.code(),
-                ReasonCode::AgentStopped | ReasonCode::AgentLeft | ReasonCode::AgentRestarted
+                ReasonCode::AgentStopped
+                    | ReasonCode::AgentLeft
+                    | ReasonCode::AgentDeclined
+                    | ReasonCode::AgentRestarted
             )
         };
         match self.state {

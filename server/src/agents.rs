@@ -202,9 +202,11 @@ impl Agents {
         if let Some(first) = online.get_mut(&row.id).filter(|first| is_alive && first.process != process) {
             first.twin = Some((address, crate::now()));
             let why = format!(
-                "another agent with this one's identity is connected already, from {}: this one's folder is a copy of that one's. Remove the \
-                 file agent_id in it and start this agent with a token of its own and another --name, or stop the other one",
-                first.row.machine.hostname
+                "an agent with the id of this folder is still connected, from {}. After a crash of this machine, wait: this agent is accepted \
+                 once that connection has been silent for {} s. If the folder is a copy, remove its file agent_id and start this agent with \
+                 its own token and another --name",
+                first.row.machine.hostname,
+                silence.as_secs_f64()
             );
             return Err(MayNotJoin { why, may_pass: true });
         }

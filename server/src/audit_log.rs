@@ -68,7 +68,7 @@ async fn write(app: &App, batch: Vec<Entry>) {
         match app.store.add_audit(&entries).await {
             Ok(()) => {
                 if let Some(failures) = failing.ended() {
-                    tracing::info!(failures, "the audit log is written again");
+                    tracing::info!(failures, "writing the audit log works again");
                 }
                 break;
             }

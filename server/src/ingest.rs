@@ -167,7 +167,7 @@ async fn store_patiently(app: &App, reports: &[Report]) -> Option<(Result<Vec<In
             done => {
                 let tries = failing.ended();
                 if let Some(failures) = tries.filter(|_| done.is_ok()) {
-                    tracing::info!(failures, "reports are stored again");
+                    tracing::info!(failures, "storing reports works again");
                 }
                 return Some((done, tries.is_some()));
             }

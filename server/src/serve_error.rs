@@ -153,7 +153,7 @@ pub enum ServeError {
     /// Pages that do not fit together.
     #[error(
         "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or bring a backup into a new database \
-         (`lockstep restore FILE --database URL`), and see what the disk says of itself"
+         (`lockstep restore FILE --database URL`), and check the disk (smartctl, dmesg)"
     )]
     DatabaseDamaged {
         /// The database.

@@ -27,7 +27,7 @@ describe("a new server", () => {
     await until("they are registered", () => page.getByRole("heading", { name: "fashion-mnist" }).isVisible());
     assert.equal(new URL(page.url()).pathname, "/datasets");
     assert.match(await page.locator('[data-dataset="fashion-mnist"]').innerText(), /8,000/);
-    const [counted] = await Promise.all([page.waitForResponse((r) => r.url().includes("/fashion-mnist/inspect?") && r.status() !== 202), page.getByRole("button", { name: "Count again" }).click()]);
+    const [counted] = await Promise.all([page.waitForResponse((r) => r.url().includes("/fashion-mnist/inspect?") && r.status() !== 202), page.getByRole("button", { name: "Inspect again" }).click()]);
     assert.equal(counted.status(), 200);
     await until("the page is read again", async () => /8,000/.test(await page.locator('[data-dataset="fashion-mnist"]').innerText()));
     // Those who come after find a server without any.

@@ -189,14 +189,15 @@ async fn an_agent_whose_folder_is_full_takes_no_work_and_keeps_its_ranks() {
 
     let id = server.submit(&specs::short("declined", "fashion", 1, 20)).await;
     let events = format!("/jobs/{id}/events?type=state");
-    let is_declined = async |s: &Server| s.get(&events).await.to_string().contains("did not start it");
+    let is_declined =
+        async |s: &Server| s.get(&events).await.to_string().contains("did not start the job: its folder");
     server.until("it is declined", is_declined).await;
     let job = server.job(&id).await;
     assert_eq!((&job["state"], &job["attempt"]), (&"queued".into(), &1.into()), "and tried once: {job}");
     let shown = server.get("/agents").await;
     let warning = shown["agents"][0]["warnings"][0]["text"].as_str().unwrap_or_default();
     assert!(
-        warning.contains("Takes no work") && warning.contains(folder.to_str().expect("UTF-8")),
+        warning.contains("Takes no new jobs") && warning.contains(folder.to_str().expect("UTF-8")),
         "{shown:#}"
     );
     let trained = number(&server.job(&healthy).await["step"]);

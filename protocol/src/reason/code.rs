@@ -111,6 +111,8 @@ codes! {
     AgentStopped = "agent_stopped",
     /// An agent went away between the claim of its slots and the start.
     AgentLeft = "agent_left",
+    /// An agent is there and did not start the attempt: its folder cannot be written, or it is shutting down.
+    AgentDeclined = "agent_declined",
     /// The dataset is no longer registered.
     DatasetMissing = "dataset_missing",
     /// A checkpoint to begin from is no longer there.

@@ -79,7 +79,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         StartLost => format!("the order to start attempt {attempt} has not reached {agent}"),
         AgentStopped if detail.is_empty() => "its agent stopped it in order".into(),
         AgentStopped => format!("{agent} was stopped in order ({detail})"),
-        AgentLeft if !detail.is_empty() => format!("{agent} did not start it: {detail}"),
+        AgentDeclined => format!("{agent} did not start the job: {detail}"),
         AgentLeft => format!("{agent} went away before it could start"),
         DatasetMissing => {
             let name = facts.dataset.as_deref().unwrap_or_default();

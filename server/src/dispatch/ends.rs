@@ -47,7 +47,8 @@ pub(crate) async fn left(app: &App, agent: Online, reason: String, cut_off: bool
 pub(crate) async fn declined(app: &App, agent_id: &str, declined: &AttemptRef, reason: String) {
     let places = app.leases.places_of(&declined.job);
     let agent = places.into_iter().find(|place| place.agent_id == agent_id).map(|place| place.agent);
-    let why = Reason::new(ReasonCode::AgentLeft, Facts { agent, detail: Some(reason), ..Facts::default() });
+    let why =
+        Reason::new(ReasonCode::AgentDeclined, Facts { agent, detail: Some(reason), ..Facts::default() });
     requeue(app, agent_id, why, |attempt| attempt == declined).await;
 }
 

@@ -253,14 +253,15 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
         };
         let mut warnings = warnings(&state);
         if let Some(why) = now.and_then(|agent| agent.no_work.as_ref()) {
-            let text = format!("Takes no work until that is mended, while its ranks go on: {why}.");
+            let text = format!("Takes no new jobs: {why}. Its running ranks continue.");
             warnings.insert(0, MachineWarning { problem: true, text });
         }
         let twin = now.and_then(|agent| agent.twin);
         if let Some((address, _)) = twin.filter(|(_, at)| crate::now().duration_since(*at) < TWIN_SHOWN) {
             let text = format!(
-                "Another agent with this machine's identity tries to connect from {address} and is refused: its folder is a copy of this one's. \
-                 Remove the file agent_id in it and give it a token of its own, or stop it."
+                "Another agent with this machine's identity tries to connect from {address} and is refused. If this machine has crashed, wait: \
+                 its agent is accepted soon. If the other agent's folder is a copy of this one's, remove the file agent_id there and start \
+                 that agent with its own token and another --name."
             );
             warnings.insert(0, MachineWarning { problem: true, text });
         }

@@ -35,10 +35,9 @@ impl Agent {
         self.attempts.insert((fencing_token, (job, number)), attempt);
     }
 
-    /// Every attempt whose end the server has not acknowledged, and those that this agent, which is ending, does not start: their leases
-    /// last until its connection ends, and the server puts their jobs back into the queue then.
+    /// Every attempt whose end the server has not acknowledged.
     pub(super) fn attempt_refs(&self) -> Vec<AttemptRef> {
-        self.attempts.values().map(|a| a.attempt().clone()).chain(self.given_back.iter().cloned()).collect()
+        self.attempts.values().map(|a| a.attempt().clone()).collect()
     }
 
     /// Handles the server's order to start ranks.
@@ -48,7 +47,7 @@ impl Agent {
             return;
         }
         if self.leaving.is_some() {
-            return self.given_back.push(start.attempt);
+            return self.declined.push((start.attempt, "the agent is shutting down".into()));
         }
         let mut no_port = None;
         // With several machines the port is chosen when all of them are ready.
@@ -80,9 +79,9 @@ impl Agent {
         }
         // Ranks that are not recorded on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
-            tracing::warn!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "it is not started");
-            self.declined.push(stored.start.attempt);
-            return self.take_no_work(&error);
+            tracing::warn!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "the attempt is declined: the agent's folder cannot be written");
+            let reason = self.take_no_work(&error);
+            return self.declined.push((stored.start.attempt, reason));
         }
         let refusal = no_port.map(Refusal::other);
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
@@ -97,7 +96,7 @@ impl Agent {
     /// can start.
     pub(super) fn check_folder(&mut self) {
         match self.state_dir.probe() {
-            Err(error) => self.take_no_work(&error),
+            Err(error) => drop(self.take_no_work(&error)),
             Ok(()) if self.no_work.take().is_some() => {
                 tracing::info!(folder = %self.state_dir.dir().display(), "the folder can be written again: this agent takes jobs");
             }
@@ -105,13 +104,15 @@ impl Agent {
         }
     }
 
-    /// Ranks that run go on.
-    fn take_no_work(&mut self, error: &std::io::Error) {
+    /// Takes no new work until the folder can be written, and returns the reason. Running ranks continue.
+    fn take_no_work(&mut self, error: &std::io::Error) -> String {
         let folder = self.state_dir.dir().display();
         if self.no_work.is_none() {
             tracing::error!(%folder, %error, "the folder cannot be written: this agent takes no jobs until it can; make room there or make it writable");
         }
-        self.no_work = Some(format!("its folder {folder} cannot be written: {error}"));
+        let reason = format!("its folder {folder} cannot be written: {error}");
+        self.no_work = Some(reason.clone());
+        reason
     }
 
     /// Ends the agent in order: notifies the server, and ranks write a checkpoint.

@@ -119,7 +119,6 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         context,
         attempts: BTreeMap::new(),
         leaving: None,
-        given_back: Vec::new(),
         no_work: None,
         declined: Vec::new(),
         spool_bytes: options.spool_bytes,
@@ -165,12 +164,10 @@ struct Agent {
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
     /// Since when an orderly stop is under way.
     leaving: Option<Shutdown>,
-    /// What it was told to start and does not, as it ends.
-    given_back: Vec<AttemptRef>,
     /// Why it takes no work: its folder cannot be written.
     no_work: Option<String>,
-    /// What it did not start for that; the server is to be told.
-    declined: Vec<AttemptRef>,
+    /// Attempts that this agent was ordered to start and did not, each with the reason for the server.
+    declined: Vec<(AttemptRef, String)>,
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,

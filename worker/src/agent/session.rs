@@ -261,8 +261,7 @@ impl Connected {
             self.send(&FromAgent::Leaving { reason: leaving.reason.clone() }).await?;
             (self.announced_leaving, leaving.announced) = (true, true);
         }
-        for attempt in std::mem::take(&mut agent.declined) {
-            let reason = agent.no_work.clone().unwrap_or_default();
+        for (attempt, reason) in std::mem::take(&mut agent.declined) {
             self.send(&FromAgent::Declined { attempt, reason }).await?;
         }
         let (mut reports, mut done) = (self.newly_ready(agent), Vec::new());

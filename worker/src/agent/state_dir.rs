@@ -104,7 +104,7 @@ impl StateDir {
                 // On a full disk, too, an agent takes over the ranks of the one before it.
                 let noted = lock.set_len(0).and_then(|()| lock.rewind());
                 if let Err(error) = noted.and_then(|()| write!(lock, "{}", std::process::id())) {
-                    tracing::warn!(%error, path = %lock_path.display(), "this process is not noted");
+                    tracing::warn!(%error, path = %lock_path.display(), "the process id could not be written into the lock file");
                 }
             }
             Err(TryLockError::WouldBlock) => {

@@ -121,7 +121,10 @@ fn compare(
     let is_known = state.divisions.iter().any(|division| division.dataset == spec.dataset);
     let trained_on = is_known.then(|| data.trained_on(&foreign_divisions(&state.divisions, spec)));
     match trained_on {
-        None => notes.push("another dataset: whether some of these were trained on is not known".into()),
+        None => notes.push(
+            "it is not known whether some of these pictures were trained on: the checkpoint does not record how this dataset was divided"
+                .into(),
+        ),
         Some(0) => {}
         Some(some) => notes
             .push(format!("{some} of these were trained on: their accuracy says nothing of new pictures")),

@@ -298,8 +298,8 @@ fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -
     let left = samples % global_batch_size.max(1);
     (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
         format!(
-            "the last step of an epoch has {} for {parts} micro-batches and is filled up with {} of the epoch's first ones: the result is not \
-             that of another number of ranks. data.drop_remainder = true leaves this step out",
+            "the last step of an epoch has {} for {parts} micro-batches, so {} of the epoch's first pictures are used again: the result \
+             depends on the number of ranks. data.drop_remainder = true leaves this step out",
             plural(left, "picture"),
             parts - left
         )
@@ -390,7 +390,10 @@ mod tests {
         let mut spec = JobSpec::default();
         spec.data.drop_remainder = false;
         let words = filled_up(&spec, 17, 16, 2).unwrap();
-        assert!(words.contains("has 1 picture for 2 micro-batches and is filled up with 1 of"), "{words}");
+        assert!(
+            words.contains("has 1 picture for 2 micro-batches, so 1 of the epoch's first pictures"),
+            "{words}"
+        );
         for (samples, parts) in [(17, 1), (16, 2), (18, 2), (31, 8)] {
             assert_eq!(filled_up(&spec, samples, 16, parts), None, "{samples} {parts}");
         }

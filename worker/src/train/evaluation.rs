@@ -1,7 +1,7 @@
 //! Evaluation: validation passes over the weights and over their moving average (EMA), how a stop ends them, and what is
 //! reported of them.
 
-use super::{Run, TrainError, Training, setup, votes::Votes};
+use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, votes::Votes};
 use lockstep_comm::Reduction;
 use lockstep_data::{DataError, loader::replaced};
 use lockstep_host::tensors::NamedTensors;
@@ -28,11 +28,11 @@ impl Run<'_> {
             }
             result => result?,
         };
-        if !completed && self.is_first() {
+        if !completed {
             let step = self.step;
-            self.training.observer.log(&format!(
+            self.training.log([format!(
                 "the evaluation after step {step} is broken off; it is done when the job continues"
-            ));
+            )]);
         }
         Ok(completed)
     }
@@ -53,7 +53,7 @@ impl Run<'_> {
             },
             false => None,
         };
-        if self.is_first() {
+        if self.training.is_first() {
             self.report_evaluation(&evaluation, averaged.as_ref());
         }
         self.evaluation = Some(evaluation);
@@ -98,7 +98,7 @@ impl Run<'_> {
 
     /// [`Run::validation_pass`] over the averaged weights. Afterwards the engine has its own weights again.
     fn average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
-        let average = if self.is_first() { self.engine.averaged()? } else { None };
+        let average = if self.training.is_first() { self.engine.averaged()? } else { None };
         let own = average.is_some().then(|| self.engine.parameters()).transpose()?;
         self.has_own_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
@@ -126,13 +126,14 @@ impl Run<'_> {
         let Training { group, .. } = self.training;
         self.engine.set_image_size(self.data.shape.image_size)?;
         let mut sums = [0.0; 3];
-        let (rank, world_size) = (group.rank(), group.size());
-        let mut batches =
-            self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
+        let RunPlan { replica, replicas, .. } = self.plan;
+        let batch_size = self.plan.config.batch_size;
+        let threads = self.plan.data_threads(&self.data);
+        let mut batches = self.data.validation(replica, replicas, batch_size, threads);
         let mut votes = Votes::timed(0);
         // As many batches as the rank with the most pictures has: every rank must take part in every vote.
-        let most = self.data.shape.validation_samples.div_ceil(world_size.into());
-        for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
+        let most = self.data.shape.validation_samples.div_ceil(replicas.into());
+        for number in 1..=most.div_ceil(batch_size as u64) {
             if let Some(batch) = batches.next() {
                 let result = self.engine.eval_step(&batch?)?;
                 sums[0] += result.loss_sum;
@@ -144,13 +145,13 @@ impl Run<'_> {
                 let stop = self.training.stop.load(Ordering::Relaxed);
                 let mut vote = [f64::from(u8::from(stop)), votes.step_secs(number)];
                 group.all_reduce((&mut vote).into(), Reduction::Sum)?;
-                votes.voted(number, vote[1] / f64::from(world_size));
+                votes.voted(number, vote[1] / f64::from(group.size()));
                 if vote[0] > 0.0 {
                     return Ok(None);
                 }
             }
         }
-        setup::report_broken(self.training, &self.data);
+        report_broken(self.training, &self.data);
         group.all_reduce((&mut sums).into(), Reduction::Sum)?;
         let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {

@@ -23,7 +23,7 @@ mod tests;
 pub use config::{KILLED_AFTER_SECS, RankConfig, TO_LEAVE_SECS, stop_within_secs};
 
 use crate::{
-    report::Reporter,
+    report::{Observer, Reporter},
     train::{Outcome, TrainError, Training, train},
 };
 use error::RankError;

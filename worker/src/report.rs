@@ -18,11 +18,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-mod observer;
 mod sampler;
 mod tail;
 
-pub use observer::Observer;
 pub(crate) use sampler::Sampler;
 pub use tail::{Tail, TailError};
 
@@ -125,6 +123,16 @@ impl Records {
     }
 }
 
+/// Receives what a rank reports while it trains.
+pub trait Observer: Send + Sync {
+    /// A point of a metric (a name of [`lockstep_protocol::metric::NAMES`]). NaN and infinities are kept: both arrive as NaN.
+    fn metric(&self, name: &str, step: u64, value: f32);
+    /// A line for people; several when `line` has several. Longer ones are cut at 4096 bytes.
+    fn log(&self, line: &str);
+    /// Anything else, after what came before it; written at once.
+    fn event(&self, event: &AttemptEvent);
+}
+
 /// A rank's reporter: metrics, log lines and events, in the order in which they were given.
 ///
 /// Metrics and lines are gathered and written at most 20 ms late by a thread of its own. A disk that
@@ -200,48 +208,6 @@ impl Reporter {
         self.rank
     }
 
-    /// A point of a metric (a name of [`lockstep_protocol::metric::NAMES`]). NaN and infinities are
-    /// kept: both arrive as NaN.
-    pub fn metric(&self, name: &str, step: u64, value: f32) {
-        let mut state = self.shared.lock();
-        match state.columns.iter_mut().find(|c| c.name == name) {
-            Some(column) => {
-                column.steps.push(step);
-                column.values.push(value);
-            }
-            None => {
-                state.columns.push(MetricColumn {
-                    name: name.into(),
-                    steps: vec![step],
-                    values: vec![value],
-                });
-            }
-        }
-        self.noted(state);
-    }
-
-    /// A line of the log; several when `text` has several. Longer ones are cut at 4096 bytes.
-    pub fn log(&self, text: &str) {
-        let mut state = self.shared.lock();
-        for line in text.lines() {
-            let line = &line[..line.floor_char_boundary(LONGEST_LINE)];
-            state.log_pending.extend_from_slice(line.as_bytes());
-            state.log_pending.push(b'\n');
-            state.lines_so_far += 1;
-            let number = state.lines_so_far;
-            state.lines.push(LogLine { number, at: Timestamp::now(), text: line.into() });
-        }
-        self.noted(state);
-    }
-
-    /// Any other event, after what came before it; written at once.
-    pub fn event(&self, event: &AttemptEvent) {
-        let mut state = self.shared.lock();
-        let flushed = state.flush();
-        let written = state.records.append(event);
-        complain(flushed.and(written));
-    }
-
     /// Writes all that waits.
     ///
     /// # Errors
@@ -278,6 +244,44 @@ impl Reporter {
         };
         let _ = flusher.join();
         result
+    }
+}
+
+impl Observer for Reporter {
+    fn metric(&self, name: &str, step: u64, value: f32) {
+        let mut state = self.shared.lock();
+        match state.columns.iter_mut().find(|c| c.name == name) {
+            Some(column) => {
+                column.steps.push(step);
+                column.values.push(value);
+            }
+            None => {
+                state.columns.push(MetricColumn {
+                    name: name.into(),
+                    steps: vec![step],
+                    values: vec![value],
+                });
+            }
+        }
+        self.noted(state);
+    }
+    fn log(&self, text: &str) {
+        let mut state = self.shared.lock();
+        for line in text.lines() {
+            let line = &line[..line.floor_char_boundary(LONGEST_LINE)];
+            state.log_pending.extend_from_slice(line.as_bytes());
+            state.log_pending.push(b'\n');
+            state.lines_so_far += 1;
+            let number = state.lines_so_far;
+            state.lines.push(LogLine { number, at: Timestamp::now(), text: line.into() });
+        }
+        self.noted(state);
+    }
+    fn event(&self, event: &AttemptEvent) {
+        let mut state = self.shared.lock();
+        let flushed = state.flush();
+        let written = state.records.append(event);
+        complain(flushed.and(written));
     }
 }
 

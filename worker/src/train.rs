@@ -4,6 +4,7 @@
 //! the picture's place in its split, the learning rate from the step. So a run that continues from a checkpoint gets the same
 //! weights as one that never stopped.
 
+mod dataset;
 mod decoder;
 mod error;
 mod evaluation;
@@ -12,9 +13,9 @@ mod last_step;
 mod layers;
 mod measure;
 mod memory;
+mod plan;
 mod pretrained;
 mod saving;
-mod setup;
 mod start;
 mod step;
 mod votes;
@@ -29,18 +30,15 @@ use crate::{
 use fallback::CurrentEngine;
 use layers::Layers;
 use lockstep_comm::{ProcessGroup, rendezvous::Store, watchdog::Watchdog};
-use lockstep_data::{
-    ChangeDetection,
-    loader::{DataSource, Shape},
-};
+use lockstep_data::{ChangeDetection, loader::DataSource};
 use lockstep_engine::{DeviceChoice, Engine};
 use lockstep_protocol::{
     agent::{AllowedFolders, AttemptEvent, Evaluation},
     schedule::Schedule,
-    spec::{Division, JobSpec, Precision},
+    spec::{Division, JobSpec},
 };
 use measure::ThroughputMeter;
-use setup::Plan;
+use plan::RunPlan;
 use std::{
     collections::{BTreeMap, VecDeque},
     path::Path,
@@ -93,6 +91,20 @@ pub struct Training<'a> {
     pub stop_within: Duration,
 }
 
+impl Training<'_> {
+    /// Whether this rank does and says what concerns all of the group.
+    fn is_first(&self) -> bool {
+        self.group.rank() == 0
+    }
+
+    /// Logs what concerns all ranks: once.
+    fn log<S: AsRef<str>>(&self, lines: impl IntoIterator<Item = S>) {
+        if self.is_first() {
+            lines.into_iter().for_each(|line| self.observer.log(line.as_ref()));
+        }
+    }
+}
+
 /// How training ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -102,58 +114,54 @@ pub enum Outcome {
     Stopped { step: u64 },
 }
 
-/// Builds an engine with initial weights, as [`setup::build_engine`] does; tests give engines whose float16 overflows.
-type BuildEngine<'a> =
-    dyn Fn(&Training<'_>, &Shape, Option<Precision>, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
+/// Builds an engine with initial weights, as [`plan::build_engine`] does; tests give engines whose float16 overflows.
+type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
 
 /// Trains one rank from the beginning (or from a checkpoint) to the end.
 ///
 /// # Errors
 /// The first error that ends the run; [`TrainError::is_secondary`] when another rank's end is its cause.
 pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
-    train_with(training, &setup::build_engine)
+    train_with(training, &plan::build_engine)
 }
 
 fn train_with<'a>(
     training: &'a Training<'a>,
     build_engine: &'a BuildEngine<'a>,
 ) -> Result<Outcome, TrainError> {
-    let Training { spec, group, observer, .. } = training;
+    let Training { spec, observer, .. } = training;
     let mut throughput = ThroughputMeter::new(*observer, training.rank, training.device.to_string());
     throughput.report("starting");
-    let mut data = setup::open_data(training)?;
-    let mut plan = Plan::new(spec, &data.shape, group.as_ref())?;
+    let mut data = dataset::open(training)?;
+    let network = plan::network(spec, &data.shape)?;
     let precision = start::precision(training)?;
-    let mut engine = build_engine(training, &data.shape, precision, 0)?;
-    let format = engine.take_data(&data)?;
-    data.set_format(format);
-    plan.data_threads =
-        setup::data_threads(training.device.backend.needs(), training.threads, data.is_prepared_each_step());
-    decoder::choose_decoder(training, engine.precision(), &mut data)?;
+    let plan = RunPlan::new(training, &data.shape, network, precision)?;
+    let mut engine = build_engine(training, &plan, 0)?;
+    data.set_format(engine.take_data(&data)?);
+    let decoder = decoder::choose_decoder(training, engine.precision(), &mut data)?;
+    training.log(decoder);
     throughput.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data, engine.as_mut())?;
+    training.log(&beginning.notes);
+    training.log(plan.describe(spec, &data.shape, engine.as_ref()));
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
         watchdog.continues_from(beginning.step);
     }
-    let writer = match group.rank() {
-        0 => {
-            crate::checkpoint::remove_leftovers(training.checkpoints)?;
-            Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best.clone())?)
-        }
-        _ => None,
+    let writer = if training.is_first() {
+        crate::checkpoint::remove_leftovers(training.checkpoints)?;
+        Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best.clone())?)
+    } else {
+        None
     };
-    if group.rank() == 0 {
-        setup::describe(training, &data.shape, &plan, engine.as_ref());
-    }
     let mut run = Run {
         training,
-        layers: Layers::describe(training, &data.shape, beginning.step),
+        layers: Layers::describe(training, &plan.network.resized(data.shape.image_size), beginning.step),
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
-        metadata: setup::metadata(spec, &data.shape),
+        metadata: saving::metadata(spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
-        votes: Votes::of_steps(group.size(), beginning.step),
+        votes: Votes::of_steps(plan.replicas, beginning.step),
         unmeasured: beginning.unmeasured,
         began_after: beginning.step,
         step: beginning.step,
@@ -196,7 +204,7 @@ fn train_with<'a>(
 struct Run<'a> {
     training: &'a Training<'a>,
     layers: Layers,
-    plan: Plan,
+    plan: RunPlan,
     data: DataSource,
     engine: CurrentEngine,
     build_engine: &'a BuildEngine<'a>,
@@ -237,7 +245,7 @@ struct Run<'a> {
 impl Run<'_> {
     fn epochs(&mut self) -> Result<Outcome, TrainError> {
         let total = self.plan.total_steps;
-        if self.is_first() {
+        if self.training.is_first() {
             self.training.observer.event(&AttemptEvent::Running {
                 total_steps: total,
                 steps_per_epoch: self.plan.steps_per_epoch,
@@ -262,7 +270,7 @@ impl Run<'_> {
             let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
             self.set_training_size(epoch as u32)?;
             while self.step < end {
-                let mut batches = self.data.epoch(self.epoch_plan());
+                let mut batches = self.data.epoch(self.plan.rest_of_epoch(&self.data, self.step));
                 // Ends early when float16 overflows too often: the rest of the epoch is then prepared again, for a bfloat16 engine.
                 while self.step < end && self.skipped.persist().is_none() {
                     let continues = self.step(batches.as_mut())?;
@@ -298,13 +306,9 @@ impl Run<'_> {
         Ok(self.engine.set_image_size(self.data.shape.training_size(epoch))?)
     }
 
-    fn is_first(&self) -> bool {
-        self.training.group.rank() == 0
-    }
-
     /// Whether this rank's engine keeps an average of the weights.
     fn keeps_average(&self) -> bool {
-        self.is_first() || self.training.spec.parallel.is_hybrid()
+        self.training.is_first() || self.training.spec.parallel.is_hybrid()
     }
 }
 

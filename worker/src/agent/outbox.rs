@@ -177,7 +177,7 @@ impl Outbox {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::{Records, Reporter};
+    use crate::report::{Observer, Records, Reporter};
     use lockstep_protocol::{
         agent::{AttemptRef, Ending, StartAttempt},
         job::JobId,

@@ -53,38 +53,32 @@ impl DecoderChoice {
     }
 }
 
-/// Makes this rank's GPU decode JPEG files where it can, and logs what decodes.
+/// Makes this rank's GPU decode JPEG files where it can; what decodes, for the log.
 pub(super) fn choose_decoder(
     training: &Training<'_>,
     precision: Precision,
     data: &mut DataSource,
-) -> Result<(), TrainError> {
+) -> Result<Option<String>, TrainError> {
     let choice = DecoderChoice::of(std::env::var_os(DECODER).as_deref()).map_err(TrainError::Impossible)?;
     let DeviceChoice { backend, ordinal } = training.device;
     let wanted =
         choice.of_job(backend.needs().decodes, data.decodes_jpeg(), training.spec.train.deterministic);
     let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
-    let say = |line: &str| {
-        if training.group.rank() == 0 {
-            training.observer.log(line);
-        }
-    };
-    match opened {
+    Ok(match opened {
         Ok(decoder) => {
             let (sharing, who) = match choice {
                 DecoderChoice::Shared => (Sharing::WithCores, ", and by cores while a step waits for them"),
                 DecoderChoice::Auto | DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
             };
-            say(&format!("JPEG files are decoded by the GPU ({}){who}", decoder.name()));
+            let line = format!("JPEG files are decoded by the GPU ({}){who}", decoder.name());
             data.set_decoder(Some(decoder), sharing);
+            Some(line)
         }
         Err(Some(why)) if choice == DecoderChoice::Gpu => {
             return Err(TrainError::Impossible(format!("{DECODER} is gpu: {why}")));
         }
-        Err(Some(why)) => say(&format!("JPEG files are decoded on cores: {why}")),
-        Err(None) => {}
-    }
-    Ok(())
+        Err(why) => why.map(|why| format!("JPEG files are decoded on cores: {why}")),
+    })
 }
 
 #[cfg(test)]

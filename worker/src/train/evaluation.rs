@@ -1,7 +1,7 @@
 //! Evaluation: validation passes over the weights and over their moving average (EMA), how a stop ends them, and what is
 //! reported of them.
 
-use super::{Run, TrainError, Training, setup, votes::Votes};
+use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, votes::Votes};
 use lockstep_comm::Reduction;
 use lockstep_data::{
     DataError,
@@ -31,11 +31,11 @@ impl Run<'_> {
             }
             result => result?,
         };
-        if !completed && self.is_first() {
+        if !completed {
             let step = self.step;
-            self.training.observer.log(&format!(
+            self.training.log([format!(
                 "the evaluation after step {step} is broken off; it is done when the job continues"
-            ));
+            )]);
         }
         Ok(completed)
     }
@@ -56,7 +56,7 @@ impl Run<'_> {
             },
             false => None,
         };
-        if self.is_first() {
+        if self.training.is_first() {
             self.report_evaluation(&evaluation, averaged.as_ref());
         }
         self.evaluation = Some(evaluation);
@@ -130,13 +130,14 @@ impl Run<'_> {
         self.engine.set_image_size(self.data.shape.image_size)?;
         let mut sums = [0.0; 3];
         let parallel = &self.training.spec.parallel;
-        let (rank, world_size) = (parallel.data_rank(group.rank()), parallel.data_ranks());
-        let mut batches =
-            self.data.validation(rank, world_size, self.plan.batch_size, self.plan.data_threads);
+        let RunPlan { replica, replicas, .. } = self.plan;
+        let batch_size = self.plan.config.batch_size;
+        let threads = self.plan.data_threads(&self.data);
+        let mut batches = self.data.validation(replica, replicas, batch_size, threads);
         let mut votes = Votes::timed(0);
         // As many batches as the rank with the most pictures has: every rank must take part in every vote.
-        let most = self.data.shape.validation_samples.div_ceil(world_size.into());
-        for number in 1..=most.div_ceil(self.plan.batch_size as u64) {
+        let most = self.data.shape.validation_samples.div_ceil(replicas.into());
+        for number in 1..=most.div_ceil(batch_size as u64) {
             // Ranks that share a network compute each batch together, also when one of them has no pictures left.
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
@@ -159,7 +160,7 @@ impl Run<'_> {
                 }
             }
         }
-        setup::report_broken(self.training, &self.data);
+        report_broken(self.training, &self.data);
         group.all_reduce((&mut sums).into(), Reduction::Sum)?;
         let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {

@@ -1,6 +1,6 @@
 //! The change from float16 to bfloat16 in the middle of a run: another engine takes over with the last finite state.
 
-use super::{BuildEngine, Run, TrainError};
+use super::{Run, TrainError};
 use lockstep_engine::Engine;
 use lockstep_protocol::{agent::AttemptEvent, spec::Precision};
 use std::ops::{Deref, DerefMut};
@@ -43,15 +43,14 @@ impl Run<'_> {
             return Err(TrainError::Overflow { what: what.into(), step });
         }
         self.throughput.report("starting");
-        if self.is_first() {
+        if self.training.is_first() {
             training.observer.log(&format!(
                 "float16 could not hold {what}: training continues in bfloat16 after step {step}, from the last weights \
                  that are finite"
             ));
             training.observer.event(&AttemptEvent::PrecisionFallback { step, what: what.into() });
         }
-        let (parameters, optimizer) = (self.engine.parameters()?, self.engine.optimizer_state()?);
-        let average = self.engine.averaged()?;
+        let state = self.engine.own_state()?;
         if let Some(store) = &training.store {
             // A rank that stopped while the others connect would end without a checkpoint and keep them waiting.
             store.leave_stops_to_votes();
@@ -59,15 +58,10 @@ impl Run<'_> {
         // Ranks map each other's memory until all have reached this point.
         training.group.barrier()?;
         drop(self.engine.0.take());
-        let build: &BuildEngine<'_> = self.build_engine;
-        let mut engine = build(training, &self.data.shape, Some(Precision::Bf16), 1)?;
-        let format = engine.take_data(&self.data)?;
-        self.data.set_format(format);
-        engine.set_parameters(&parameters)?;
-        engine.set_optimizer_state(&optimizer)?;
-        if let Some(average) = average {
-            engine.set_averaged(&average)?;
-        }
+        self.plan.precision = Precision::Bf16;
+        let mut engine = (self.build_engine)(training, &self.plan, 1)?;
+        self.data.set_format(engine.take_data(&self.data)?);
+        engine.load_state_dict(&state)?;
         self.throughput.device(engine.device_name());
         self.throughput.report("training");
         self.engine = CurrentEngine(Some(engine));

@@ -49,7 +49,7 @@ impl Run<'_> {
         let is_alike =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
         // There is no engine while another one is connected.
-        if !self.has_own_weights || self.engine.0.is_none() || !(is_alike || self.is_first()) {
+        if !self.has_own_weights || self.engine.0.is_none() || !(is_alike || self.training.is_first()) {
             return Ok(false);
         }
         let Some(results) = self.engine.undo_unfinished_steps() else { return Ok(false) };

@@ -5,8 +5,7 @@ mod histogram;
 
 use super::{Run, TrainError, Training};
 use histogram::histograms;
-use lockstep_data::loader::Shape;
-use lockstep_engine::net::{self, TensorId};
+use lockstep_engine::net::{Network, TensorId};
 use lockstep_protocol::{
     agent::AttemptEvent,
     network::{LayerDescription, NetworkDescription},
@@ -34,12 +33,10 @@ pub(super) struct Layers {
 
 impl Layers {
     /// For a run that has done `step` steps. Rank 0 reports the network's description.
-    pub(super) fn describe(training: &Training<'_>, shape: &Shape, step: u64) -> Self {
+    pub(super) fn describe(training: &Training<'_>, network: &Network, step: u64) -> Self {
         // On all ranks: a step that is timed is not replayed, and its collectives are those of ranks that do the same.
         let mut layers = Self { timed: step + TIMED_STEP, ..Self::default() };
-        let model = &training.spec.model;
-        let network = net::build(model, shape.image_size, shape.channels, shape.classes.len());
-        if let (0, Ok(network)) = (training.group.rank(), network) {
+        if training.is_first() {
             let (description, outputs) = network.describe();
             training.observer.event(&AttemptEvent::Network(description.clone()));
             (layers.description, layers.outputs) = (description.layers, outputs);
@@ -76,7 +73,7 @@ impl Run<'_> {
             return;
         }
         let times = self.engine.layer_times();
-        if times.is_empty() || !self.is_first() {
+        if times.is_empty() || !self.training.is_first() {
             return;
         }
         let Layers { description, outputs, .. } = &mut self.layers;
@@ -100,7 +97,7 @@ impl Run<'_> {
             return Ok(());
         }
         self.drain()?;
-        if self.is_first() {
+        if self.training.is_first() {
             let (weights, gradients) = (self.engine.parameters()?, self.engine.gradients()?);
             let mut found = histograms(self.step, &weights, &gradients, self.training.threads);
             found.layers.sort_by_cached_key(|of| self.layers.place(&of.name));

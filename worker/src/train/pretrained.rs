@@ -14,7 +14,7 @@ use lockstep_host::{
 use std::path::Path;
 
 /// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the file has none
-/// that fits. What is not taken as the file has it is logged.
+/// that fits. With lines for the log about what is not taken as the file has it.
 ///
 /// # Errors
 /// The file cannot be read, or a tensor of it does not fit, is missing or is not of this network.
@@ -23,7 +23,7 @@ pub(super) fn weights(
     path: &Path,
     initial: NamedTensors,
     head: &str,
-) -> Result<NamedTensors, TrainError> {
+) -> Result<(NamedTensors, Vec<String>), TrainError> {
     let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
     let path = allowed::resolve(path, training.weights_in).map_err(wrong)?;
     let path = checkpoint::model_file(&path).map_err(|e| wrong(e.to_string()))?;
@@ -39,10 +39,8 @@ pub(super) fn weights(
             path.display()
         )));
     }
-    for note in mapping.notes(head) {
-        training.observer.log(&format!("{}: {note}", path.display()));
-    }
-    Ok(weights)
+    let notes = mapping.notes(head).into_iter().map(|note| format!("{}: {note}", path.display()));
+    Ok((weights, notes.collect()))
 }
 
 /// Replaces `initial` by `given`, tensor by tensor.

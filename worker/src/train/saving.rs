@@ -4,8 +4,9 @@ use super::{Outcome, Run, TrainError, Training};
 use crate::checkpoint::{
     Best, CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
 };
+use lockstep_data::loader::Shape;
 use lockstep_engine::{Contribution, StateDict};
-use lockstep_protocol::agent::AttemptEvent;
+use lockstep_protocol::{agent::AttemptEvent, spec::JobSpec};
 use std::{
     collections::BTreeMap,
     sync::atomic::Ordering,
@@ -51,7 +52,7 @@ impl Run<'_> {
             parameters: state_dict.parameters,
             optimizer: state_dict.optimizer.unwrap_or_default().slots,
             average: state_dict.average,
-            batches: self.step * self.plan.accumulate as u64,
+            batches: self.step * self.plan.config.accumulate as u64,
             metadata: self.metadata.clone(),
         }
     }
@@ -69,7 +70,7 @@ impl Run<'_> {
                 samples_in_epoch: step_in_epoch * plan.global_batch_size,
             },
             random_state: RandomState { seed: self.training.spec.train.seed },
-            world_size: self.training.group.size(),
+            world_size: plan.replicas,
             global_batch_size: plan.global_batch_size,
             steps_per_epoch: plan.steps_per_epoch,
             val_accuracy: measured.map(|e| e.accuracy),
@@ -188,6 +189,34 @@ fn whole(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
                 .into(),
         )),
     }
+}
+
+/// What `model.safetensors` says about itself: all that equal jobs share, and nothing else.
+pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String> {
+    let json = |value: serde_json::Result<String>| value.unwrap_or_default();
+    let mut shared = serde_json::to_value(spec).unwrap_or_default();
+    if let Some(object) = shared.as_object_mut() {
+        object.remove("name");
+        object.remove("priority");
+        object.remove("private");
+    }
+    let mut about = BTreeMap::from([
+        ("format".into(), "pt".into()),
+        ("arch".into(), spec.model.arch.name().into()),
+        ("classes".into(), json(serde_json::to_string(&shape.classes))),
+        ("image_size".into(), shape.image_size.to_string()),
+        ("channels".into(), shape.channels.to_string()),
+        ("mean".into(), json(serde_json::to_string(&shape.mean))),
+        ("std".into(), json(serde_json::to_string(&shape.std))),
+        ("spec".into(), shared.to_string()),
+    ]);
+    if shape.whole_pictures {
+        about.insert("whole_pictures".into(), "true".into());
+    }
+    if let Some(resize) = shape.resize {
+        about.insert("resize".into(), resize.to_string());
+    }
+    about
 }
 
 pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {

@@ -1,7 +1,7 @@
 //! Where a run begins: fresh weights, given weights, or a checkpoint. Rank 0 reads files and sends their content, so the others
 //! need not have them.
 
-use super::{TrainError, Training, pretrained, setup::Plan};
+use super::{TrainError, Training, plan::RunPlan, pretrained};
 use crate::{
     checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, OptimizerNote, State},
     precision::SkippedSteps,
@@ -32,14 +32,17 @@ pub(super) struct InitialState {
     pub(super) unmeasured: bool,
     /// See [`State::divisions`].
     pub(super) divisions: Vec<Division>,
+    /// Lines for the log.
+    pub(super) notes: Vec<String>,
 }
 
-/// With `precision = "auto"`, the number format that the checkpoint's run used last: a run that has left float16 does not return to
-/// it. The same on every rank.
-pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, TrainError> {
-    let Some(folder) = training.resume else { return Ok(None) };
-    if training.spec.train.precision != Precision::Auto || !training.device.backend.needs().half_precision {
-        return Ok(None);
+/// The number format to compute in. With `precision = "auto"` a run that has left float16 does not return to it when it continues. The
+/// same on every rank.
+pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError> {
+    let asked = training.spec.train.precision;
+    let Some(folder) = training.resume else { return Ok(asked) };
+    if asked != Precision::Auto || !training.device.backend.needs().half_precision {
+        return Ok(asked);
     }
     // The newest that can be read: a damaged one will be set aside for the one before it.
     let newest = || {
@@ -50,36 +53,32 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Option<Precision>, Tr
             .chain(folders)
             .find_map(|folder| checkpoint::state(&folder)?.precision)
     };
-    let left_float16 = training.group.rank() == 0 && newest() == Some(Precision::Bf16);
+    let left_float16 = training.is_first() && newest() == Some(Precision::Bf16);
     let mut votes = [f64::from(u8::from(left_float16))];
     training.group.all_reduce((&mut votes).into(), Reduction::Sum)?;
-    Ok((votes != [0.0]).then_some(Precision::Bf16))
+    Ok(if votes == [0.0] { asked } else { Precision::Bf16 })
 }
 
 /// Sets the engine's weights; the same on every rank afterwards.
 pub(super) fn begin(
     training: &Training<'_>,
-    plan: &Plan,
+    plan: &RunPlan,
     data: &DataSource,
     engine: &mut dyn Engine,
 ) -> Result<InitialState, TrainError> {
-    let shape = &data.shape;
     if let Some(folder) = training.resume {
         return resume(training, plan, data, engine, folder);
     }
-    let pretrained = training.spec.model.pretrained.as_deref();
+    let pretrained = training.spec.model.pretrained.as_deref().map(Path::new);
+    let mut notes = Vec::new();
     if let Some(path) = pretrained {
-        let weights = match training.group.rank() {
-            0 => {
-                let model = &training.spec.model;
-                let network = net::build(model, shape.image_size, shape.channels, shape.classes.len())
-                    .map_err(TrainError::Impossible)?;
-                let (is_zero, seed) = (model.zero_init_residual, training.spec.train.seed);
-                let initial = net::init::initial_parameters(&network, is_zero, seed);
-                Some(pretrained::weights(training, Path::new(path), initial, network.head())?)
-            }
-            _ => None,
-        };
+        let mut weights = None;
+        if training.is_first() {
+            let (is_zero, seed) = (training.spec.model.zero_init_residual, training.spec.train.seed);
+            let initial = net::init::initial_parameters(&plan.network, is_zero, seed);
+            let (found, found_notes) = pretrained::weights(training, path, initial, plan.network.head())?;
+            (weights, notes) = (Some(found), found_notes);
+        }
         // Ranks that share a network take their parts of it; others get it below.
         if training.spec.parallel.is_hybrid() {
             let weights = shared(training.group.as_ref(), engine.parameters()?, weights)?;
@@ -92,56 +91,62 @@ pub(super) fn begin(
         engine.broadcast_parameters()?;
     }
     let mut divisions = Vec::new();
-    if let Some(path) = pretrained.map(Path::new) {
+    if let Some(path) = pretrained {
         // Weights of our own say what they were trained on.
         let folder = if path.is_dir() { Some(path) } else { path.parent() };
-        let is_first = training.group.rank() == 0;
-        let found = is_first.then(|| folder.and_then(checkpoint::state).map(|state| state.divisions));
+        let found =
+            training.is_first().then(|| folder.and_then(checkpoint::state).map(|state| state.divisions));
         divisions = shared_json(training.group.as_ref(), found.map(Option::unwrap_or_default))?;
-        if is_first {
-            warn_of_trained_on(training, data, &divisions);
-        }
+        notes.extend(trained_on(training, data, &divisions));
     }
+    Ok(InitialState {
+        step: 0,
+        best: None,
+        skipped: SkippedSteps::default(),
+        unmeasured: false,
+        divisions: with_own(divisions, training),
+        notes,
+    })
+}
+
+/// The divisions that a run has trained by once it has begun.
+fn with_own(mut divisions: Vec<Division>, training: &Training<'_>) -> Vec<Division> {
     let own = Division::of(&training.spec.data);
     if !divisions.contains(&own) {
         divisions.push(own);
     }
-    Ok(InitialState { step: 0, best: None, skipped: SkippedSteps::default(), unmeasured: false, divisions })
+    divisions
 }
 
 fn resume(
     training: &Training<'_>,
-    plan: &Plan,
+    plan: &RunPlan,
     data: &DataSource,
     engine: &mut dyn Engine,
     folder: &Path,
 ) -> Result<InitialState, TrainError> {
     let shape = &data.shape;
     let group = training.group.as_ref();
-    let loaded = if group.rank() == 0 { Some(newest_whole(training, folder)?) } else { None };
-    let (state, parameters, optimizer, average) = match loaded {
-        Some((place, (state, parameters, optimizer))) => {
-            fits(training, &place, &shape.classes, &parameters, &engine.parameters()?)?;
-            let average = match training.spec.train.ema_decay > 0.0 {
-                true => checkpoint::load_average(&place)?,
-                false => None,
-            };
-            (Some(state), Some(parameters), Some(optimizer), average)
+    let (mut state, mut parameters, mut optimizer, mut average) = (None, None, None, None);
+    if training.is_first() {
+        let (place, loaded) = newest_whole(training, folder)?;
+        fits(training, &place, &shape.classes, &loaded.1, &engine.parameters()?)?;
+        if training.spec.train.ema_decay > 0.0 {
+            average = checkpoint::load_average(&place)?;
         }
-        None => (None, None, None, None),
-    };
+        (state, parameters, optimizer) = (Some(loaded.0), Some(loaded.1), Some(loaded.2));
+    }
     let state: State = shared_json(group, state)?;
     let parameters = shared(group, engine.parameters()?, parameters)?;
     // Older checkpoints do not name it: it was always SGD.
     let note = state.optimizer.unwrap_or(OptimizerNote { kind: OptimizerKind::Momentum, updates: 0 });
     let kind = training.spec.train.optimizer;
     let carries_over = slots(note.kind) == slots(kind);
-    let optimizer = match carries_over {
-        true => {
-            let slots = shared(group, engine.optimizer_state()?.slots, optimizer)?;
-            Some(OptimizerState { slots, updates: note.updates })
-        }
-        false => None,
+    let optimizer = if carries_over {
+        let slots = shared(group, engine.optimizer_state()?.slots, optimizer)?;
+        Some(OptimizerState { slots, updates: note.updates })
+    } else {
+        None
     };
     // Rank 0 alone keeps the average, but of a network that ranks share each has its part.
     let average = match training.spec.parallel.is_hybrid() {
@@ -175,32 +180,30 @@ fn resume(
             plan.total_steps
         )));
     }
-    if group.rank() == 0 {
-        let observer = training.observer;
-        if step == plan.total_steps {
-            observer.log("the checkpoint is of the last step: nothing is left to train");
-        }
-        observer.log(&format!(
-            "continuing from checkpoint {} at step {step}",
-            checkpoint::folder_name(state.epoch, state.step)
+    let mut notes = Vec::new();
+    if step == plan.total_steps {
+        notes.push("the checkpoint is of the last step: nothing is left to train".into());
+    }
+    notes.push(format!(
+        "continuing from checkpoint {} at step {step}",
+        checkpoint::folder_name(state.epoch, state.step)
+    ));
+    notes.extend(compare_validation(training, data, &state));
+    if state.random_state.seed != training.spec.train.seed {
+        notes.push("train.seed is not the checkpoint's: the order of the pictures changes here".into());
+    }
+    if !carries_over {
+        notes.push(format!(
+            "train.optimizer is {} and was {}, which kept other numbers: its state begins anew, at zero",
+            kind.name(),
+            note.kind.name()
         ));
-        compare_validation(training, data, &state);
-        if state.random_state.seed != training.spec.train.seed {
-            observer.log("train.seed is not the checkpoint's: the order of the pictures changes here");
-        }
-        if !carries_over {
-            observer.log(&format!(
-                "train.optimizer is {} and was {}, which kept other numbers: its state begins anew, at zero",
-                kind.name(),
-                note.kind.name()
-            ));
-        }
-        if step != state.step {
-            observer.log(&counts_as(&state, plan, step));
-        }
-        if let Some(words) = schedule_change(training, &state, folder, plan, step) {
-            observer.log(&words);
-        }
+    }
+    if step != state.step {
+        notes.push(counts_as(&state, plan, step));
+    }
+    if training.is_first() {
+        notes.extend(schedule_change(training, &state, folder, plan, step));
     }
     // On a machine with a disk of its own the best one may be on the server alone.
     let is_own_disk = training.checkpoints.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
@@ -210,22 +213,18 @@ fn resume(
         // The best of other pictures may be the best of fewer, or of easier ones.
         best.metric == training.spec.checkpoint.keep_best && is_there && state.validation == shape.validation
     });
-    let mut divisions = state.divisions;
-    let own = Division::of(&training.spec.data);
-    if !divisions.contains(&own) {
-        divisions.push(own);
-    }
+    let divisions = with_own(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
         // Their steps are counted for the other batch size.
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
-    Ok(InitialState { step, best, skipped, unmeasured, divisions })
+    Ok(InitialState { step, best, skipped, unmeasured, divisions, notes })
 }
 
 /// Why the checkpoint's step has another number in this run: the number says at which place in the pictures it is.
-fn counts_as(state: &State, plan: &Plan, step: u64) -> String {
+fn counts_as(state: &State, plan: &RunPlan, step: u64) -> String {
     let mut why = Vec::new();
     if state.global_batch_size != plan.global_batch_size {
         why.push(format!(
@@ -250,7 +249,7 @@ fn schedule_change(
     training: &Training<'_>,
     state: &State,
     folder: &Path,
-    plan: &Plan,
+    plan: &RunPlan,
     step: u64,
 ) -> Option<String> {
     let about = checkpoint::metadata(&folder.join(checkpoint::MODEL)).ok()?;
@@ -262,29 +261,29 @@ fn schedule_change(
     schedule::change(&before, state.step, &now, step)
 }
 
-/// Logs whether other pictures measure the run than measured the checkpoint, and how many of them the checkpoint was trained on.
-fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State) {
+/// Whether other pictures measure the run than measured the checkpoint, and how many of them the checkpoint was trained on, in words.
+fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State) -> Vec<String> {
     let (now, before) = (data.shape.validation.as_ref(), state.validation.as_ref());
-    let Some(now) = now.filter(|now| before != Some(*now)) else { return };
+    let Some(now) = now.filter(|now| before != Some(*now)) else { return Vec::new() };
     let were = before
         .map_or("none".into(), |before| format!("{} (fingerprint {})", before.pictures, before.fingerprint));
-    training.observer.log(&format!(
+    let differ = format!(
         "other pictures measure this run than measured the checkpoint: {} (fingerprint {}), before {were}. Do not compare accuracies \
          before and after this step",
         now.pictures, now.fingerprint
-    ));
-    warn_of_trained_on(training, data, &state.divisions);
+    );
+    std::iter::once(differ).chain(trained_on(training, data, &state.divisions)).collect()
 }
 
-/// Logs how many validation pictures the run's first weights were trained on, by the `divisions` of the runs that they are from.
-fn warn_of_trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]) {
-    let trained_on = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
-    if trained_on > 0 {
-        training.observer.log(&format!(
-            "{trained_on} of the {} were training pictures of the run that the weights are from: their accuracy says nothing of new pictures",
+/// How many validation pictures the run's first weights were trained on, by the `divisions` of the runs that they are from, in words.
+fn trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]) -> Option<String> {
+    let count = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
+    (count > 0).then(|| {
+        format!(
+            "{count} of the {} were training pictures of the run that the weights are from: their accuracy says nothing of new pictures",
             plural(data.shape.validation_samples, "validation picture")
-        ));
-    }
+        )
+    })
 }
 
 /// The checkpoint in `folder`, or the newest one before it that is whole. A damaged one is set aside and named; without any, the run

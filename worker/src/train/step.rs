@@ -1,10 +1,7 @@
 //! One optimizer step: its batches, its start, and its result, which may come steps later.
 
-use super::{Run, TrainError, setup};
-use lockstep_data::{
-    DataError,
-    loader::{Batch, EpochPlan},
-};
+use super::{Run, TrainError, dataset::report_broken};
+use lockstep_data::{DataError, loader::Batch};
 use lockstep_engine::StepResult;
 use std::{sync::atomic::Ordering, time::Instant};
 
@@ -24,12 +21,13 @@ impl Run<'_> {
         batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
     ) -> Result<bool, TrainError> {
         let began = Instant::now();
-        let micro_batches: Vec<Batch> = batches.take(self.plan.accumulate).collect::<Result<_, _>>()?;
-        if micro_batches.len() < self.plan.accumulate {
+        let micro_batches: Vec<Batch> =
+            batches.take(self.plan.config.accumulate).collect::<Result<_, _>>()?;
+        if micro_batches.len() < self.plan.config.accumulate {
             return Err(TrainError::Impossible(format!("the data ended before step {}", self.step + 1)));
         }
         let data_secs = began.elapsed().as_secs_f64();
-        setup::report_broken(self.training, &self.data);
+        report_broken(self.training, &self.data);
         let lr = self.schedule.lr(self.step);
         let reports = self.request_layer_reports()?;
 
@@ -111,7 +109,7 @@ impl Run<'_> {
         observer.metric("step_ms", step, (secs * 1e3) as f32);
         observer.metric("data_ms", step, (data_secs * 1e3) as f32);
         observer.metric("all_reduce_ms", step, (all_reduce_secs * 1e3) as f32);
-        if self.is_first() {
+        if self.training.is_first() {
             observer.metric("lr", step, lr);
             observer.metric("grad_norm", step, result.grad_norm);
             if let Some(scale) = result.loss_scale {
@@ -125,26 +123,11 @@ impl Run<'_> {
 
     /// Logs which pictures the GPU could not decode, when there are new reasons.
     pub(super) fn report_decoder(&mut self) {
-        let Some(decoded) = self.data.decoded().filter(|_| self.is_first()) else { return };
+        let Some(decoded) = self.data.decoded().filter(|_| self.training.is_first()) else { return };
         let reasons = decoded.by_cores.len() + usize::from(decoded.given_up);
         if reasons > self.decoder_reasons {
             self.decoder_reasons = reasons;
             self.training.observer.log(&format!("so far, {decoded}"));
-        }
-    }
-
-    /// This rank's batches from the next step to the end of its epoch.
-    pub(super) fn epoch_plan(&self) -> EpochPlan {
-        let plan = &self.plan;
-        EpochPlan {
-            epoch: (self.step / plan.steps_per_epoch) as u32,
-            first_step: self.step % plan.steps_per_epoch,
-            rank: self.training.spec.parallel.data_rank(self.training.group.rank()),
-            world_size: self.training.spec.parallel.data_ranks(),
-            batch_size: plan.batch_size,
-            accumulate: plan.accumulate,
-            drop_remainder: self.training.spec.data.drop_remainder,
-            threads: plan.data_threads,
         }
     }
 }

@@ -12,7 +12,7 @@ use lockstep_protocol::{
 };
 use lockstep_worker::{
     agent::{self, AgentError, Options},
-    report::Reporter,
+    report::{Observer, Reporter},
 };
 use std::{fs, path::Path, time::Duration};
 use tokio::{

@@ -186,6 +186,16 @@ mod tests {
     }
 
     #[test]
+    fn a_resized_network_is_the_one_that_is_built_for_that_size() {
+        for arch in [Arch::ResNet20, Arch::ResNet18, Arch::ResNet50, Arch::ResNeXt50_32x4d] {
+            for stem in [Stem::Cifar, Stem::Imagenet] {
+                let at = |side: usize| build(&model(arch, stem), side, 3, 10).unwrap();
+                assert!(at(24).resized(57) == at(57) && at(57).resized(24) == at(24), "{arch:?}, {stem:?}");
+            }
+        }
+    }
+
+    #[test]
     fn the_stem_follows_the_image() {
         assert_eq!(model(Arch::ResNet50, Stem::Auto).stem_for(95), Stem::Cifar);
         assert_eq!(model(Arch::ResNet50, Stem::Auto).stem_for(96), Stem::Imagenet);

@@ -4,7 +4,7 @@ mod preflight;
 use super::{watch::GRACE, *};
 use crate::{
     fence::Fence,
-    report::Reporter,
+    report::{Observer, Reporter},
     supervisor::{RankProcess, rank_file},
 };
 use lockstep_protocol::{

@@ -1,0 +1,104 @@
+//! The pictures of a run: the same on every rank, or the run ends before its first step.
+
+use super::{TrainError, Training};
+use crate::checkpoint;
+use lockstep_data::loader::{DataSource, Mixing, Shape};
+use lockstep_protocol::{dataset::too_few_classes, numbers::plural};
+
+/// Broken files that are named in the log.
+const NAMED: usize = 20;
+
+/// Opens the dataset; all ranks have the same pictures, and normalise them alike.
+pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
+    let spec = training.spec;
+    let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.changes)?;
+    if let Some(mistake) = too_few_classes(&data.shape.classes) {
+        return Err(TrainError::Impossible(format!("dataset {} {mistake}", spec.data.dataset)));
+    }
+    let mixing = Mixing::from(&spec.train);
+    data.set_mixing(mixing);
+    // A GPU mixes the pictures that it holds in float32, the host mixes bytes. For the same bits in every run, only one may be used.
+    if spec.train.deterministic && mixing.is_on() {
+        data.stay();
+    }
+    training.log(description(&data.shape));
+    same_everywhere(training, &data)?;
+    normalise_alike(training, &mut data)?;
+    Ok(data)
+}
+
+/// What the log says about a dataset that was opened.
+fn description(shape: &Shape) -> Vec<String> {
+    let skipped = &shape.skipped;
+    let mut lines = Vec::new();
+    if !skipped.is_empty() {
+        let are = if skipped.len() == 1 { "is" } else { "are" };
+        lines.push(format!("{} {are} left out:", plural(skipped.len() as u64, "broken file")));
+        lines.extend(skipped.iter().take(NAMED).map(|file| format!("  {}", one_line(file))));
+    }
+    lines.extend(shape.notes.iter().cloned());
+    lines
+}
+
+/// Makes all ranks normalise with the mean and standard deviation of rank 0, or of the checkpoint that the run continues from. They
+/// depend on which pictures could be read, and on how this version reads them.
+fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
+    let (asked, channels) = (&training.spec.data, data.shape.channels);
+    let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
+        let about = checkpoint::metadata(&training.resume?.join(checkpoint::MODEL)).ok()?;
+        let values: Vec<f32> = serde_json::from_str(about.get(key)?).ok()?;
+        (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
+    };
+    let [mut mean, mut std] = [("mean", &asked.mean, &data.shape.mean), ("std", &asked.std, &data.shape.std)]
+        .map(|(key, asked, found)| {
+            let kept = if training.is_first() && asked.is_none() { of_checkpoint(key) } else { None };
+            kept.unwrap_or_else(|| found.clone())
+        });
+    training.group.broadcast((&mut mean).into(), 0)?;
+    training.group.broadcast((&mut std).into(), 0)?;
+    data.set_normalisation(mean, std);
+    Ok(())
+}
+
+/// Checks that all ranks have the same pictures in the same order. Otherwise they would train on some twice and on others never.
+fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
+    let group = &training.group;
+    if group.size() == 1 {
+        return Ok(());
+    }
+    let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
+    // In parts that float32 represents exactly.
+    let piece = |bits: u64| (bits & 0xffff) as f32;
+    let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
+    let mut all = vec![0.0f32; own.len() * group.size() as usize];
+    group.all_gather((&own).into(), (&mut all).into())?;
+    let other = all.chunks(own.len()).position(|rank| rank != &all[..own.len()]);
+    other.map_or(Ok(()), |rank| {
+        let count = |rank: usize| f64::from(all[rank * 4]) * 65536.0 + f64::from(all[rank * 4 + 1]);
+        Err(TrainError::Impossible(format!(
+            "rank {rank} has another dataset than rank 0 ({} pictures and {}, or other classes, names, contents or order). Copy the \
+             dataset to all machines, and change none of it while a job starts",
+            count(rank),
+            count(0)
+        )))
+    })
+}
+
+/// A broken file in words, as one line of a log: the names of files may have line feeds.
+fn one_line(file: &impl std::fmt::Display) -> String {
+    file.to_string().replace('\n', "\\n").replace('\r', "\\r")
+}
+
+/// Logs which pictures could not be read since the last call.
+pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
+    let (news, count) = data.newly_broken();
+    let before = count - news.len();
+    for file in news.iter().take(NAMED.saturating_sub(before)) {
+        let file = one_line(file);
+        training.observer.log(&format!("{file}; it is left out. Put it back before the job is paused or starts again, which it can only with what it began with"));
+    }
+    // The rest is only counted: a line each time that their number has doubled.
+    if count > NAMED && count.ilog2() != before.max(1).ilog2() {
+        training.observer.log(&format!("{count} pictures could not be read and are left out by this rank"));
+    }
+}

@@ -1,0 +1,329 @@
+//! The plan of a run: what its specification, dataset and device come to, decided before anything is allocated.
+
+use super::{
+    TrainError, Training,
+    memory::{self, RequiredMemory},
+};
+use lockstep_data::loader::{DataSource, EpochPlan, Shape};
+use lockstep_engine::{
+    BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer,
+    net::{self, Network},
+    plan as parallel,
+};
+use lockstep_protocol::{
+    numbers::plural,
+    spec::{JobSpec, ModelSpec, Precision, ScheduleKind},
+    throughput::Throughput,
+};
+use std::sync::Arc;
+
+/// A run in numbers.
+pub(super) struct RunPlan {
+    /// For the smallest pictures that it is trained on; it is [resized](Network::resized) for others.
+    pub(super) network: Network,
+    /// Sides of training pictures, ascending, and of validation pictures.
+    training_sizes: Vec<usize>,
+    evaluation_size: usize,
+    /// The ranks that see different pictures of a step, and which of them this one is.
+    pub(super) replicas: u32,
+    pub(super) replica: u32,
+    /// Pictures of this rank in a micro-batch, micro-batches, threads, and how they are trained on.
+    pub(super) config: EngineConfig,
+    pub(super) global_batch_size: u64,
+    drop_remainder: bool,
+    throughput: Throughput,
+    pub(super) steps_per_epoch: u64,
+    pub(super) total_steps: u64,
+    /// To compute in, where the device has a choice.
+    pub(super) precision: Precision,
+    /// Threads that prepare pictures of which each step makes others.
+    data_threads: usize,
+    evaluate_every_epochs: u64,
+    checkpoint_every_epochs: u64,
+    checkpoint_every_steps: u64,
+}
+
+impl RunPlan {
+    /// # Errors
+    /// The job asks for what is not possible with these pictures, or the machine has too little memory.
+    pub(super) fn new(
+        training: &Training<'_>,
+        shape: &Shape,
+        network: Network,
+        precision: Precision,
+    ) -> Result<Self, TrainError> {
+        let Training { spec, group, .. } = training;
+        let impossible = |text: String| Err(TrainError::Impossible(text));
+        if group.size() != spec.parallel.ranks {
+            let (is, wanted) = (group.size(), spec.parallel.ranks);
+            return impossible(format!("{is} ranks were started for a job of parallel.ranks = {wanted}"));
+        }
+        let (replica, replicas) = (spec.parallel.data_rank(group.rank()), spec.parallel.data_ranks());
+        let global_batch_size = spec.global_batch_size();
+        let steps_per_epoch = spec.steps_per_epoch(shape.train_samples);
+        if steps_per_epoch == 0 {
+            return impossible(format!(
+                "{} training pictures are fewer than one step takes ({global_batch_size}: {replicas} ranks x batch {} \
+                 x accumulate {}). Lower train.batch_size, or set data.drop_remainder = false",
+                shape.train_samples,
+                spec.micro_batch_size(),
+                spec.train.accumulate
+            ));
+        }
+        let config = EngineConfig {
+            batch_size: spec.micro_batch_size() as usize,
+            optimizer: Optimizer::from(&spec.train),
+            label_smoothing: spec.train.label_smoothing,
+            accumulate: spec.train.accumulate.max(1) as usize,
+            sync_batch_norm: spec.parallel.sync_batch_norm,
+            gradients_mean: spec.parallel.gradients_mean,
+            threads: training.threads.max(1),
+        };
+        let needs = training.device.backend.needs();
+        // What ranks that share a network need depends on its splits.
+        if let Some(is) = memory::of_machine().filter(|_| !spec.parallel.is_hybrid()) {
+            let of_split = (shape.train_samples, replicas);
+            let needed = RequiredMemory::of(&network, &config, needs, training.local_ranks, of_split);
+            needed.check(spec, &network, is)?;
+        }
+        let every_steps = spec.checkpoint.every_steps.unwrap_or(0);
+        let every_epochs = spec.checkpoint.every_epochs.unwrap_or(u32::from(every_steps == 0));
+        Ok(Self {
+            network,
+            training_sizes: shape.training_sizes.iter().map(|(_, side)| *side).collect(),
+            evaluation_size: shape.image_size,
+            replicas,
+            replica,
+            global_batch_size,
+            drop_remainder: spec.data.drop_remainder,
+            throughput: Throughput::new(spec, shape.train_samples),
+            steps_per_epoch,
+            total_steps: spec.total_steps(shape.train_samples),
+            precision,
+            data_threads: data_threads(needs, config.threads),
+            config,
+            evaluate_every_epochs: spec.evaluate.every_epochs.into(),
+            checkpoint_every_epochs: every_epochs.into(),
+            checkpoint_every_steps: every_steps,
+        })
+    }
+
+    /// Threads that prepare pictures. Those that are in memory already need one.
+    pub(super) fn data_threads(&self, data: &DataSource) -> usize {
+        if data.is_prepared_each_step() { self.data_threads } else { 1 }
+    }
+
+    /// This rank's batches of `data` after step number `step`, to the end of the epoch.
+    pub(super) fn rest_of_epoch(&self, data: &DataSource, step: u64) -> EpochPlan {
+        EpochPlan {
+            epoch: (step / self.steps_per_epoch) as u32,
+            first_step: step % self.steps_per_epoch,
+            rank: self.replica,
+            world_size: self.replicas,
+            batch_size: self.config.batch_size,
+            accumulate: self.config.accumulate,
+            drop_remainder: self.drop_remainder,
+            threads: self.data_threads(data),
+        }
+    }
+
+    /// What the log says about a run before its first step.
+    pub(super) fn describe(&self, spec: &JobSpec, shape: &Shape, engine: &dyn Engine) -> Vec<String> {
+        let mut lines = vec![format!(
+            "{} of {} parameters, {}, {}x{} pixels; {} training and {}",
+            spec.model.arch.name(),
+            self.network.parameter_count(),
+            plural(shape.classes.len() as u64, "class"),
+            shape.image_size,
+            shape.image_size,
+            shape.train_samples,
+            plural(shape.validation_samples, "validation picture"),
+        )];
+        if shape.training_sizes.iter().any(|(_, side)| *side != shape.image_size) {
+            let sizes: Vec<_> = shape
+                .training_sizes
+                .iter()
+                .map(|(epoch, side)| format!("{side}x{side} from epoch {}", epoch + 1))
+                .collect();
+            lines.push(format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
+        }
+        // With `train.steps` the number of epochs was not known before.
+        let epochs = self.total_steps.div_ceil(self.steps_per_epoch);
+        for (epoch, side) in shape.training_sizes.iter().filter(|(epoch, _)| u64::from(*epoch) >= epochs) {
+            lines.push(format!(
+                "{side}x{side} would begin in epoch {}: the run ends in epoch {epochs}",
+                epoch + 1
+            ));
+        }
+        if spec.train.schedule == ScheduleKind::Step {
+            for milestone in spec.train.milestones.iter().filter(|epoch| u64::from(**epoch) >= epochs) {
+                lines.push(format!(
+                    "the learning rate would fall after epoch {milestone}: the run ends in epoch {epochs}"
+                ));
+            }
+        }
+        let parts = u64::from(self.replicas) * self.config.accumulate as u64;
+        if let Some(words) = filled_up(spec, shape.train_samples, self.global_batch_size, parts) {
+            lines.push(words);
+        }
+        let (ema_steps, warmup) = (spec.train.ema_steps, f64::from(spec.train.warmup_epochs));
+        if spec.train.ema_decay > 0.0 && self.total_steps < ema_steps {
+            lines.push(format!(
+                "there will be no moving average of the weights: one is made every train.ema_steps = {ema_steps} steps, and the \
+                 run has {}",
+                self.total_steps
+            ));
+        }
+        if warmup > 0.0 && warmup * self.steps_per_epoch as f64 >= self.total_steps as f64 {
+            lines.push(format!(
+                "the learning rate warms up for {warmup} epochs: the run of {} steps ends before it is reached",
+                self.total_steps
+            ));
+        }
+        lines.push(format!(
+            "{} ({}) x batch {} x accumulate {} = {} a step; {}, {} an epoch",
+            plural(self.replicas.into(), "rank"),
+            engine.device_name(),
+            self.config.batch_size,
+            self.config.accumulate,
+            plural(self.global_batch_size, "picture"),
+            plural(self.total_steps, "step"),
+            self.steps_per_epoch
+        ));
+        lines.extend(Some(engine.exchange()).filter(|exchange| !exchange.is_empty()));
+        lines
+    }
+
+    /// The epoch, from 1, that step number `step` (from 1) is in.
+    pub(super) fn epoch_of(&self, step: u64) -> u32 {
+        (step.saturating_sub(1) / self.steps_per_epoch + 1) as u32
+    }
+
+    /// Pictures of a step, over all ranks: the last one of an epoch may have fewer than the others.
+    pub(super) fn pictures_of(&self, step: u64) -> u64 {
+        self.throughput.pictures_of(step)
+    }
+
+    pub(super) fn checkpoint_after_step(&self, step: u64) -> bool {
+        self.checkpoint_every_steps > 0 && step.is_multiple_of(self.checkpoint_every_steps)
+    }
+
+    /// Whether `step` ends an epoch, or the run, with a checkpoint.
+    pub(super) fn checkpoint_after_epoch(&self, step: u64) -> bool {
+        step == self.total_steps
+            || self.checkpoint_after_step(step)
+            || self.epoch_is_due(step, self.checkpoint_every_epochs)
+    }
+
+    /// Whether `step` ends an epoch, or the run, with an evaluation.
+    pub(super) fn evaluation_after_epoch(&self, step: u64) -> bool {
+        step == self.total_steps || self.epoch_is_due(step, self.evaluate_every_epochs)
+    }
+
+    fn epoch_is_due(&self, step: u64, every_epochs: u64) -> bool {
+        every_epochs > 0
+            && step.is_multiple_of(self.steps_per_epoch)
+            && (step / self.steps_per_epoch).is_multiple_of(every_epochs)
+    }
+}
+
+/// That an epoch's last step has pictures of its beginning, in words: there are fewer left than the `parts` that a step is cut into, one for
+/// each micro-batch of each rank.
+fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
+    let left = samples % global_batch_size.max(1);
+    (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
+        format!(
+            "the last step of an epoch has {} for {parts} micro-batches, so {} of the epoch's first pictures are used again: the result \
+             depends on the number of ranks. data.drop_remainder = true leaves this step out",
+            plural(left, "picture"),
+            parts - left
+        )
+    })
+}
+
+/// The network of a job for the smallest pictures that it is trained on.
+///
+/// # Errors
+/// They are too small for it.
+pub(super) fn network(spec: &JobSpec, shape: &Shape) -> Result<Network, TrainError> {
+    // The evaluation's image size decides the stem, whatever size training uses.
+    let model = ModelSpec { stem: spec.model.stem_for(shape.image_size), ..spec.model.clone() };
+    net::build(&model, shape.training_size(0), shape.channels, shape.classes.len())
+        .map_err(TrainError::Impossible)
+}
+
+/// Of a CPU rank's threads, one in so many prepares pictures: decoding a picture takes a small part of the time of training on it.
+const TRAINING_TO_DATA: usize = 8;
+
+/// Threads of a rank that prepare pictures. On a GPU they may use all of its cores.
+fn data_threads(needs: Needs, threads: usize) -> usize {
+    if needs.leaves_threads { threads } else { threads.div_ceil(TRAINING_TO_DATA) }
+}
+
+/// Builds the engine of a plan with initial weights; `generation` counts the engines before it in this process.
+pub(super) fn build_engine(
+    training: &Training<'_>,
+    plan: &RunPlan,
+    generation: u32,
+) -> Result<Box<dyn Engine>, TrainError> {
+    let spec = training.spec;
+    let DeviceChoice { backend, ordinal } = training.device;
+    backend.check(spec).map_err(TrainError::Impossible)?;
+    let (largest, others) = plan.training_sizes.split_last().unwrap_or((&plan.evaluation_size, &[]));
+    let network = plan.network.resized(*largest);
+    let initial = net::init::initial_parameters(&network, spec.model.zero_init_residual, spec.train.seed);
+    let mut engine = backend.build(BuildArgs {
+        network: Arc::new(network),
+        initial: &initial,
+        config: plan.config.clone(),
+        comm: training.group.clone(),
+        plan: parallel::Plan::of(&spec.parallel),
+        ordinal,
+        precision: plan.precision,
+        loss_scale: spec.train.loss_scale.clone(),
+        deterministic: spec.train.deterministic,
+        store: training.store.clone(),
+        watchdog: training.watchdog.clone(),
+        generation,
+    })?;
+    let evaluation = Some(plan.evaluation_size).filter(|side| side != largest);
+    if !others.is_empty() || evaluation.is_some() {
+        engine.take_sizes(others, evaluation.as_slice())?;
+    }
+    Ok(engine)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_engine::registry;
+    use lockstep_host::gpu::RankGpu;
+    use lockstep_protocol::spec::Device;
+
+    #[test]
+    fn a_last_step_with_fewer_pictures_than_ranks_is_named() {
+        let mut spec = JobSpec::default();
+        spec.data.drop_remainder = false;
+        let words = filled_up(&spec, 17, 16, 2).unwrap();
+        let named = "has 1 picture for 2 micro-batches, so 1 of the epoch's first pictures";
+        assert!(words.contains(named), "{words}");
+        for (samples, parts) in [(17, 1), (16, 2), (18, 2), (31, 8)] {
+            assert_eq!(filled_up(&spec, samples, 16, parts), None, "{samples} {parts}");
+        }
+        spec.data.drop_remainder = true;
+        assert_eq!(filled_up(&spec, 17, 16, 2), None);
+    }
+
+    #[test]
+    fn pictures_that_are_prepared_each_step_get_threads_by_what_else_the_cores_have_to_do() {
+        let given = RankGpu { ordinal: 0, visible: vec!["GPU-a".into()] };
+        let on = |given| registry::device_of(given, Device::Auto);
+        let (cpu, gpu) = (on(None), on(Some(&given)));
+        for (device, threads, expected) in
+            [(cpu, 1, 1), (cpu, 8, 1), (cpu, 9, 2), (cpu, 64, 8), (gpu, 16, 16)]
+        {
+            let needs = device.backend.needs();
+            assert_eq!(data_threads(needs, threads), expected, "{device:?}, {threads} threads");
+        }
+    }
+}

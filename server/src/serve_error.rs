@@ -138,9 +138,9 @@ pub enum ServeError {
     },
     /// What was committed last was in a file that is gone.
     #[error(
-        "the database {path} was not closed in order, and its write-ahead log {} is missing or empty: what was stored last was there; put \
-         that file back from where it was moved, or put back a backup (`lockstep restore`). If it is lost, or another program such as sqlite3 \
-         has written it into the database, remove {} to start with what is left", log.display(), lock.display()
+        "the database {path} was not closed cleanly, and its write-ahead log {} is missing or empty, so its latest writes are missing. Put \
+         that file back; or move the database away and restore a backup (`lockstep restore`). To start without these writes, or if \
+         another program (such as sqlite3) has already written the log into the database, remove {}", log.display(), lock.display()
     )]
     LogMissing {
         /// The database.

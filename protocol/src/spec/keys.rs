@@ -84,9 +84,6 @@ pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
 /// Epochs that a list may name.
 pub(super) const EPOCHS_LISTED: usize = 1000;
 
-/// What `parallel.mode` may be.
-pub(super) const MODES: [&str; 2] = ["data", "hybrid"];
-
 const fn whole(min: i64, max: i64) -> Kind {
     Kind::Whole { min, max }
 }
@@ -183,7 +180,7 @@ pub const KEYS: &[Section] = &[
         keys: &[
             ("ranks", whole(1, 1024)),
             ("device", Kind::Word(&DEVICE_NAMES)),
-            ("mode", Kind::Word(&MODES)),
+            ("mode", Kind::Word(&shard::MODES)),
             ("model", whole(1, 1024)),
             ("height", whole(1, 1024)),
             ("shard", Kind::Shards),

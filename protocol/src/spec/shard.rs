@@ -1,10 +1,12 @@
 //! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
 
-use super::{Device, JobSpec, ParallelSpec, keys::MODES, mistake::shown, named::named, nearest::nearest};
+use super::{Device, JobSpec, ParallelSpec, mistake::shown, named::named, nearest::nearest};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
+/// What `parallel.mode` may be.
+pub(super) const MODES: [&str; 2] = ["data", "hybrid"];
 /// Strategies that a job may have.
 pub(super) const MOST_SHARDS: usize = 64;
 /// Characters of a pattern.

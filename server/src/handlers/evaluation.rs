@@ -163,7 +163,7 @@ async fn is_of_pictures_now(app: &App, job: &Job, other: Option<&Dataset>, store
         allowed: app.dataset_roots.allowed(),
     };
     match agent_requests::call(app, request, app.config.evaluation_wait).await {
-        Ok(AgentReply::ValidationSet { found }) => found == stored.validation,
+        Ok(AgentReply::ValidationSet { found }) => found == stored.listed.or(stored.validation),
         _ => true,
     }
 }

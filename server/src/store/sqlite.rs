@@ -204,12 +204,14 @@ impl Lock {
             Err(TryLockError::Error(error)) => return Err(failed(error)),
         }
         let log = beside(path, "-wal");
-        if by.ends_with(NEEDS_WAL) && !is_log(&log) {
+        // A database that is put in the place of a lost one (`lockstep restore`) begins as an empty file.
+        let is_there = path.metadata().is_ok_and(|file| file.len() > 0);
+        if is_there && by.ends_with(NEEDS_WAL) && !is_log(&log) {
             return Err(ServeError::LogMissing { path: name, log, lock: lock_path });
         }
         let lock = Self { file, _inode: lock_inode(path)?, is_unclean: !by.is_empty() };
-        // What it says holds until this process has written to the database.
-        lock.note(if by.ends_with(NEEDS_WAL) { NEEDS_WAL } else { "" }).map_err(failed)?;
+        // The note of the previous process stays valid until this one has written.
+        lock.note(if is_there && by.ends_with(NEEDS_WAL) { NEEDS_WAL } else { "" }).map_err(failed)?;
         Ok(lock)
     }
 

@@ -317,6 +317,8 @@ async fn a_stored_evaluation_is_made_anew_when_other_pictures_measure() {
     let evaluation = |samples| ModelEvaluation {
         samples,
         validation: set(samples),
+        // One of them cannot be decoded.
+        listed: set(samples + 1),
         trained_on: Some(0),
         note: None,
         accuracy: 0.5,
@@ -335,7 +337,9 @@ async fn a_stored_evaluation_is_made_anew_when_other_pictures_measure() {
             loop {
                 let (id, asked) = next_request(&mut agent, true).await;
                 let reply = match asked {
-                    AgentRequest::ValidationSet { .. } => AgentReply::ValidationSet { found: set(pictures) },
+                    AgentRequest::ValidationSet { .. } => {
+                        AgentReply::ValidationSet { found: set(pictures + 1) }
+                    }
                     AgentRequest::Evaluate(_) => {
                         computed = true;
                         AgentReply::Evaluation(Box::new(evaluation(pictures)))

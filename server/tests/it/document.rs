@@ -45,6 +45,7 @@ async fn answer_all(mut agent: Agent) {
             AgentRequest::Evaluate(_) => AgentReply::Evaluation(Box::new(ModelEvaluation {
                 samples: 1,
                 validation: None,
+                listed: None,
                 trained_on: None,
                 note: None,
                 accuracy: 1.0,

@@ -3,7 +3,10 @@
 use crate::test_server::{DEADLINE, TestServer, config};
 use lockstep_server::{
     ServeError, serve,
-    store::{Location, backup::backup},
+    store::{
+        Location,
+        backup::{backup, restore},
+    },
 };
 use std::{
     fs,
@@ -76,6 +79,15 @@ async fn a_write_ahead_log_that_is_gone_after_an_unclean_end_is_missed() {
         assert!(!wal(&dir).exists());
         starts_with_all(dir).await;
     }
+    // With a backup, once the database is out of the way.
+    let (dir, saved) = (killed().await, killed().await);
+    let at = |dir: &TempDir| Location::Sqlite(dir.path().join("lockstep.db"));
+    backup(&at(&saved), &saved.path().join("backup")).await.unwrap();
+    fs::remove_file(wal(&dir)).unwrap();
+    fs::rename(dir.path().join("lockstep.db"), dir.path().join("damaged.db")).unwrap();
+    restore(&at(&dir), &saved.path().join("backup")).await.unwrap();
+    let dir = starts_with_all(dir).await;
+    starts_with_all(dir).await;
     // With what is left, where somebody says so.
     let dir = killed().await;
     fs::remove_file(wal(&dir)).unwrap();

@@ -32,6 +32,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         ..spec.data.clone()
     };
     let dataset = lockstep_data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
+    let listed = lockstep_data::held_out::validation_set(&dataset, &spec.data).map_err(|e| e.to_string())?;
     let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
@@ -85,6 +86,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     let (validation, trained_on, note) = compare(Path::new(&request.model), &data, &spec.data);
     Ok(ModelEvaluation {
         validation,
+        listed,
         trained_on,
         note,
         samples,

@@ -3,12 +3,9 @@
 //! Activations are NHWC. The batch is not part of a shape: the same network runs any batch size.
 //! Parameters have torchvision's names and layouts, whatever an engine keeps internally.
 
-use super::placement::{Axes, NetworkPart, Placement, Rows, Slice};
+use super::placement::{Axes, NetworkPart, Placement, Rows, Slice, TensorId};
 use lockstep_kernels::TensorShape;
 use std::sync::Arc;
-
-/// Number of an activation in [`Network::tensors`].
-pub type TensorId = usize;
 
 /// One operation. `name` is the module's name in torchvision; its parameters are `name.weight` and so on.
 #[derive(Debug, Clone, PartialEq, Eq)]

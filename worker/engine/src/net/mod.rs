@@ -7,9 +7,9 @@ mod memory;
 mod placement;
 pub mod resnet;
 
-pub use graph::{Network, Op, Parameter, Role, TensorId};
+pub use graph::{Network, Op, Parameter, Role};
 pub use lockstep_kernels::TensorShape;
-pub use placement::{Axes, NetworkPart, Placement, Rows, Slice, bounds};
+pub use placement::{Axes, NetworkPart, Placement, Rows, Slice, TensorId, bounds};
 
 use lockstep_protocol::spec::ModelSpec;
 

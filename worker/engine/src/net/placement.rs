@@ -1,7 +1,9 @@
 //! Where the values of activations are when several ranks share one copy of a network. Terms as in PyTorch's DTensor.
 
-use super::TensorId;
 use std::ops::Range;
+
+/// Number of an activation in [`Network::tensors`](super::Network::tensors).
+pub type TensorId = usize;
 
 /// Where an activation is among the ranks of a model group: the ranks that share one copy of the network.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

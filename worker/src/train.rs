@@ -161,7 +161,7 @@ fn train_with<'a>(
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
         metadata: saving::metadata(spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
-        votes: Votes::of_steps(plan.replicas, beginning.step),
+        votes: Votes::of_steps(training.group.size(), beginning.step),
         unmeasured: beginning.unmeasured,
         began_after: beginning.step,
         step: beginning.step,

@@ -61,6 +61,9 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
         assert!(apart < 1e-4, "{step}: {apart}");
     }
     assert!(said.contains("validation accuracy of the averaged weights is "), "{said}");
+    let state = std::fs::read(bench.out("four").join("checkpoints/1-13/state.json")).expect("state.json");
+    let state: serde_json::Value = serde_json::from_slice(&state).expect("JSON");
+    assert_eq!(state["world_size"], 4);
 
     let from = bench.out("four").join("checkpoints/1-4");
     let from = ["--resume", from.to_str().expect("a path")];

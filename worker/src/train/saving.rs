@@ -70,7 +70,7 @@ impl Run<'_> {
                 samples_in_epoch: step_in_epoch * plan.global_batch_size,
             },
             random_state: RandomState { seed: self.training.spec.train.seed },
-            world_size: plan.replicas,
+            world_size: self.training.group.size(),
             global_batch_size: plan.global_batch_size,
             steps_per_epoch: plan.steps_per_epoch,
             val_accuracy: measured.map(|e| e.accuracy),

@@ -88,7 +88,8 @@ pub(crate) struct Args {
     /// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP as they are read elsewhere
     #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
     artifacts: Option<String>,
-    /// Take the object store over from another server (of which this database may be a restored backup), which uses it no more
+    /// Take over an object store that another server has marked as its own and no longer uses, such as the server whose backup this
+    /// database was restored from
     #[arg(long, env = "LOCKSTEP_ARTIFACTS_ADOPT")]
     artifacts_adopt: bool,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]

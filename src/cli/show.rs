@@ -4,7 +4,7 @@ use super::{
     api::{ServerArgs, list},
     block_on, output,
 };
-use lockstep_protocol::numbers::{plural, rate};
+use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
     Job, agent::CheckpointInfo, best::best_checkpoint, job::Batch, labels::DEFAULT_PROJECT, reason::Reason,
 };
@@ -120,7 +120,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
     ));
     if let Some(Batch { batch_size, accumulate, global_batch_size, .. }) = job.batch {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
-        let ranks = plural(job.ranks.into(), "rank");
+        let ranks = job.spec.parallel.sets_in_words();
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
     }
     if job.attempt > 0 {

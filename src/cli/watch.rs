@@ -68,7 +68,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     if json {
         output::json(&job)?;
     } else {
-        // Nothing is said of checkpoints where the server does not answer any more.
+        // If the server no longer answers, the summary names no checkpoint.
         let checkpoints = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await;
         let checkpoints: Vec<CheckpointInfo> =
             list(&Value::Array(checkpoints.unwrap_or_default()), "checkpoints")?;

@@ -109,7 +109,7 @@ export class Facts {
         if (!best || segment.max[i] > best.value) best = { value: segment.max[i], step: segment.steps[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
       }
     }
-    // Of equal values the server has chosen one.
+    // Among equal values, keep the evaluation that the server chose.
     return [last ?? job.last.val_accuracy, job.best && !(best?.value > job.best.value) ? job.best : best];
   }
 

@@ -29,7 +29,7 @@ export function fill(row, job) {
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
   about(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
-  // Of a sentence the end goes first, which the layout cuts, and of a path its middle, or what is wrong with it would have no room.
+  // The layout cuts the end of the sentence; long paths are shortened in the middle, so that the words after them stay visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
   sentenceOf(at("reason"), reason, PATH);
   at("reason").title = reason;

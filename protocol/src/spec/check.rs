@@ -252,8 +252,9 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
                 mistake(
                     "/train/global_batch_size",
                     format!(
-                        "{global} cannot be divided over {} ranks x {} micro-batches; {near} can",
-                        spec.parallel.ranks, spec.train.accumulate
+                        "{global} cannot be divided over {} x {} micro-batches; {near} can",
+                        spec.parallel.sets_in_words(),
+                        spec.train.accumulate
                     ),
                 );
             }

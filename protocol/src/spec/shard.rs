@@ -1,6 +1,7 @@
 //! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
 
-use super::{Device, JobSpec, ParallelSpec, mistake::shown, named::named, nearest::nearest};
+use super::{BrokenFiles, Device, JobSpec, ParallelSpec, mistake::shown, named::named, nearest::nearest};
+use crate::numbers::plural;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
@@ -55,6 +56,16 @@ impl ParallelSpec {
     /// Whether ranks share copies of the network, or may.
     pub fn is_hybrid(&self) -> bool {
         self.mode == MODES[1]
+    }
+
+    /// `4 ranks`, or `2 sets of 2 ranks that share rows`: what has pictures of its own in a step.
+    pub fn sets_in_words(&self) -> String {
+        match self.height {
+            0 | 1 => plural(self.ranks.into(), "rank"),
+            height => {
+                format!("{} of {height} ranks that share rows", plural(self.data_ranks().into(), "set"))
+            }
+        }
     }
 
     /// Ranks that see different pictures of a step.
@@ -165,6 +176,21 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         mistake(
             "/parallel/shard",
             "splits operators over parallel.model = 1 rank: set model to 2 or more".into(),
+        );
+    }
+    if !parallel.shard.is_empty() && !parallel.sync_batch_norm && !spec.model.freeze_norm {
+        mistake(
+            "/parallel/sync_batch_norm",
+            "strategies (parallel.shard) need true: a rank that has some of a layer's channels has the pictures of its whole group"
+                .into(),
+        );
+    }
+    if height > 1 && spec.data.broken_files == BrokenFiles::Skip {
+        mistake(
+            "/data/broken_files",
+            "\"skip\" cannot be combined with parallel.height: ranks that share a picture's rows may not all be able to read it. Give \"fail\", and \
+             remove the broken files"
+                .into(),
         );
     }
     if model > 1 && spec.log.histograms > 0 {

@@ -310,6 +310,24 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             &["entry 1: match must", "did you mean \"out\"", "entry 2: split must", "called \"matches\""],
         ),
         (
+            "parallel",
+            "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\nsync_batch_norm = false\nshard = [{match = \"layer1.*\", split = \"out\"}]",
+            "sync_batch_norm",
+            &["need true"],
+        ),
+        (
+            "train",
+            "global_batch_size = 7\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nheight = 2\nranks = 4",
+            "global_batch_size",
+            &["2 sets of 2 ranks that share rows x 1", "6 or 8"],
+        ),
+        (
+            "data",
+            "broken_files = \"skip\"\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nheight = 2\nranks = 2",
+            "broken_files",
+            &["parallel.height"],
+        ),
+        (
             "recovery",
             "min_ranks = 1\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"",
             "min_ranks",

@@ -36,7 +36,7 @@ pub(crate) struct Annotations {
 #[derive(Debug, Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct AnnotationsQuery {
-    /// At most so many jobs: 1 to 1000; 1000 when absent. A page ends earlier where it has 4 MiB.
+    /// At most so many jobs: 1 to 1000; 1000 when absent. A page also ends once it has 4 MiB; it then has a `next_cursor`.
     #[param(minimum = 1, maximum = 1000)]
     limit: Option<u32>,
     /// `next_cursor` of the page before.

@@ -105,7 +105,8 @@ pub(crate) struct EventsQuery {
 /// List a job's events
 ///
 /// As its stream sends them, in order. Of a long run with few events of the types that are asked for, a page may have fewer
-/// events than `limit`, or none, and still a `next_cursor`. So may one that has 4 MiB.
+/// events than `limit`, or none, and still a `next_cursor`. A page also ends once its events have 4 MiB; it then has a
+/// `next_cursor`.
 #[utoipa::path(get, path = "/jobs/{id}/events", tag = "jobs", params(("id" = String, Path), EventsQuery),
     responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn list(
@@ -137,7 +138,7 @@ pub(crate) async fn list(
                 after = after.max(row.seq);
                 continue;
             }
-            // So must not a page of long events.
+            // Long events: other requests run between two rows.
             tokio::task::yield_now().await;
             for (seq, frame) in row.frames(after) {
                 if items.len() == limit || bytes >= PAGE_BYTES {

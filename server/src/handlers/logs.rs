@@ -49,7 +49,7 @@ pub(crate) struct LogsQuery {
     /// Only what came before this event.
     before: Option<u64>,
     /// Lines of a page: 1 to 10000; 1000 when absent. Lines that a rank reported together come together: a page has more than `limit` where
-    /// its first report alone does, else fewer. A page ends earlier where it has 4 MiB.
+    /// its first report alone does, else fewer. A page also ends once its lines have 4 MiB.
     #[param(minimum = 1, maximum = 10000)]
     limit: Option<u32>,
     /// `seq`, the oldest line first, when absent; `-seq` for the newest first.

@@ -67,7 +67,8 @@ async fn dump(location: &Location, writer: &mut Writer) -> Result<(), BackupErro
     let newest = "SELECT max(version) FROM _sqlx_migrations";
     match location {
         Location::Sqlite(path) => {
-            // Where no server is at work, the last connection removes the write-ahead log when it is closed. One that was left is noted.
+            // If no server runs, closing this connection writes a killed server's write-ahead log into the database and deletes it. The
+            // lock then has to forget that it needs the log.
             let alone = path.canonicalize().ok().map(|path| sqlite::Lock::take(&path));
             let alone = match alone {
                 Some(Err(ServeError::LogMissing { path, log, lock })) => {

@@ -49,7 +49,8 @@ use lockstep_protocol::{
 use sqlx::migrate::{MigrateError, Migrator};
 use std::collections::HashMap;
 
-/// A page whose rows have so much that may be long (specifications, notes, log lines) ends there, whatever its limit says.
+/// Size limit of a page, over the columns of unbounded length (specifications, notes, log lines). A page ends there before its limit
+/// of rows.
 pub(crate) const PAGE_BYTES: usize = 4 << 20;
 
 /// What kept a database's tables from being brought up to date.
@@ -244,7 +245,7 @@ pub trait Store: Send + Sync + 'static {
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;
     /// By what the object store of this address is known again; none of one that is not known.
     async fn artifact_marker(&self, store: &str) -> Result<Option<ArtifactMarker>>;
-    /// Whether this marker, of whatever address, came with a backup; none of one that the database does not know.
+    /// Whether this marker, of any address, came with a backup. `None`: the database does not know the marker.
     async fn is_marker_restored(&self, marker: &str) -> Result<Option<bool>>;
     /// In the place of a marker that came with a backup, this database's own.
     async fn replace_restored_marker(&self, restored: &str, own: &str) -> Result<()>;

@@ -6,8 +6,8 @@ use std::time::Duration;
 /// Where ranks that are about to connect exchange what they need for it: the ranks of the store, or those of the group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
-    /// All ranks of an attempt, where they met, and the longest wait for each other: one that first compiles kernels takes longer than ranks
-    /// take to meet. A rank that is asked to stop gives up waiting there.
+    /// The attempt's rendezvous, and how long to wait for the other ranks there. This may exceed the rendezvous timeout: a rank may compile
+    /// kernels first. A rank that is asked to stop gives up waiting there.
     Store(&'a Store, Duration),
     /// The ranks of a group that is connected already.
     Group(&'a dyn ProcessGroup),

@@ -19,7 +19,7 @@ const HOLD_OUT: u64 = 2;
 /// The split that fractions are held out of.
 const TRAIN: &str = "train";
 
-/// What tells a picture from others.
+/// Identifies a picture independently of its place in the split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Identity {
     /// Decides whether it is held out. In a folder from its class and file name; elsewhere from its content, as names and places
@@ -38,8 +38,8 @@ pub(crate) fn is_held_out(division: &Division, picture: Identity) -> bool {
     }
 }
 
-/// Those of `divisions` by which pictures may have been trained on that a job with `spec` holds out: of the same dataset, in another
-/// way. Pictures of other splits and datasets cannot be compared by them.
+/// The divisions under which an earlier run may have trained on pictures that a job with `spec` holds out: of the same dataset, with
+/// another fraction, split or seed. Pictures of other splits and datasets cannot be compared by them.
 pub fn foreign_divisions(divisions: &[Division], spec: &DataSpec) -> Vec<Division> {
     let own = Division::of(spec);
     let is_fraction = matches!(own.validation, Validation::Fraction(_));
@@ -48,7 +48,7 @@ pub fn foreign_divisions(divisions: &[Division], spec: &DataSpec) -> Vec<Divisio
 }
 
 /// The name of the split that validation pictures are in.
-pub(super) fn split_of(validation: &Validation) -> &str {
+pub(super) fn validation_split_name(validation: &Validation) -> &str {
     match validation {
         Validation::Fraction(_) => TRAIN,
         Validation::Split(name) => name,
@@ -56,7 +56,7 @@ pub(super) fn split_of(validation: &Validation) -> &str {
 }
 
 /// Of encoded pictures; `labels` has the class of each.
-pub(super) fn of_listing(listing: &Listing, labels: &[u32], classes: &[String]) -> Vec<Identity> {
+pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[String]) -> Vec<Identity> {
     let one = |(number, label): (usize, &u32)| {
         let content = listing.content(number);
         let key = match listing.file_name(number) {
@@ -77,7 +77,7 @@ pub(super) fn of_listing(listing: &Listing, labels: &[u32], classes: &[String]) 
 }
 
 /// Of pictures of `size` bytes, one after another.
-pub(super) fn of_packed(pixels: &[u8], size: usize) -> Vec<Identity> {
+pub(super) fn identities_of_packed(pixels: &[u8], size: usize) -> Vec<Identity> {
     let one = |picture: &[u8]| {
         let content = content_hash(picture);
         Identity { key: content, content }
@@ -105,11 +105,11 @@ pub(super) fn fingerprint(pictures: impl Iterator<Item = (Identity, u32)>) -> Op
 /// It is no dataset any more.
 pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationSet>, DataError> {
     let catalog = Catalog::open_with(path, &ChangeDetection::Files.store())?;
-    let Some(split) = catalog.split(split_of(&spec.validation)) else { return Ok(None) };
+    let Some(split) = catalog.split(validation_split_name(&spec.validation)) else { return Ok(None) };
     let identities = match &split.samples {
-        Samples::Listed(listing) => of_listing(listing, &split.labels, &catalog.classes),
+        Samples::Listed(listing) => identities_of_files(listing, &split.labels, &catalog.classes),
         Samples::Memory { pixels, height, width, channels, .. } => {
-            of_packed(pixels, (height * width * channels) as usize)
+            identities_of_packed(pixels, (height * width * channels) as usize)
         }
     };
     let division = Division::of(spec);
@@ -151,7 +151,7 @@ mod tests {
         let catalog = Catalog::open_with(dir, &ChangeDetection::Files.store()).unwrap();
         let split = catalog.split(TRAIN).unwrap();
         let Samples::Listed(listing) = &split.samples else { panic!("a folder") };
-        let identities = of_listing(listing, &split.labels, &catalog.classes);
+        let identities = identities_of_files(listing, &split.labels, &catalog.classes);
         let is_held_out = |identity: Identity| is_held_out(&Division::of(spec), identity);
         (0..listing.len()).map(|i| (listing.name(i), is_held_out(identities[i]))).collect()
     }

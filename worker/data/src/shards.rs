@@ -19,7 +19,7 @@ use super::{
     pattern::{self, SHARDS, fixed_part},
 };
 use classes::{class_names, classes, is_negative, unknown};
-use folder::{FolderContents, Kind, contents, is_unpacked, split_of};
+use folder::{FolderContents, Kind, contents, is_unpacked, split_in_path};
 use lockstep_host::files;
 use lockstep_protocol::dataset::BrokenFile;
 use rayon::prelude::*;
@@ -103,7 +103,7 @@ fn read(
                     .into(),
         });
     }
-    let any = shards.iter().any(|shard| split_of(shard).is_some());
+    let any = shards.iter().any(|shard| split_in_path(shard).is_some());
     let (mut broken, mut there) = (Vec::new(), Vec::new());
     let stamps: Vec<_> = shards.par_iter().map(|shard| stamp(&root.join(shard))).collect();
     let sizes: HashMap<&Path, u64> = shards
@@ -116,7 +116,7 @@ fn read(
         return Err(DataError::File { path: root.display().to_string(), detail });
     }
     for (shard, stamp) in shards.into_iter().zip(stamps) {
-        match (stamp, split_of(&shard)) {
+        match (stamp, split_in_path(&shard)) {
             (Err(detail), _) => broken.push(named_broken(&root.join(shard), detail)),
             // Other archives may lie there, but a job should not leave out in silence what it could train on.
             (Ok(_), None) if any => broken.push(named_broken(

@@ -325,11 +325,12 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
-    /// A checksum of the weights and biases, which after a step are the same bits on every replica. No step may be under way.
+    /// Checksums of the weights and biases that every rank has, and of the parts that this rank has of split ones. After a step the first
+    /// is the same on every rank, the second on every rank with the same parts. No step may be under way.
     ///
     /// # Errors
     /// The device fails.
-    fn checksum(&self) -> Result<u64, EngineError>;
+    fn checksum(&self) -> Result<[u64; 2], EngineError>;
     /// Collective: rank 0's parameters and running statistics to every rank.
     ///
     /// # Errors

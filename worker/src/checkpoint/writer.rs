@@ -29,6 +29,13 @@ pub enum CheckpointEvent {
         /// Its step.
         step: u64,
     },
+    /// It was dropped for a newer one, as the disk had not finished an earlier one.
+    Dropped {
+        /// Its epoch.
+        epoch: u32,
+        /// Its step.
+        step: u64,
+    },
     /// It could not be written (the disk is full). The one before it stays.
     Failed {
         /// Its epoch.
@@ -172,12 +179,8 @@ impl CheckpointWriter {
         let patience = if self.hangs.load(Ordering::Relaxed) { Duration::ZERO } else { patience };
         let dropped = self.queue.put(snapshot, patience);
         self.hangs.store(dropped.is_some(), Ordering::Relaxed);
-        Ok(dropped.map(|Snapshot { state, .. }| CheckpointEvent::Failed {
-            epoch: state.epoch,
-            step: state.step,
-            reason: format!("the disk of {} still writes an earlier one", self.directory.display()),
-            again: false,
-        }))
+        Ok(dropped
+            .map(|Snapshot { state, .. }| CheckpointEvent::Dropped { epoch: state.epoch, step: state.step }))
     }
 
     /// The events since the last call.
@@ -423,10 +426,7 @@ mod tests {
         mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
         let writer = CheckpointWriter::start(dir.path(), &CheckpointSpec::default(), None).unwrap();
         let save = |step, patience| match writer.save(snapshot(1, step, None), patience).unwrap() {
-            Some(CheckpointEvent::Failed { step, reason, again: false, .. }) => {
-                assert!(reason.contains("still writes an earlier one"), "{reason}");
-                Some(step)
-            }
+            Some(CheckpointEvent::Dropped { step, .. }) => Some(step),
             other => other.map(|event| panic!("{event:?}")),
         };
         assert_eq!((save(1, LONG), save(2, LONG)), (None, None), "one is written, one waits");

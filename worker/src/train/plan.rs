@@ -64,10 +64,11 @@ impl RunPlan {
         if steps_per_epoch == 0 {
             return impossible(format!(
                 "{} training pictures are fewer than one step takes ({global_batch_size}: {replicas} ranks x batch {} \
-                 x accumulate {}). Lower train.batch_size, or set data.drop_remainder = false",
+                 x accumulate {}). Lower train.{}, or set data.drop_remainder = false",
                 shape.train_samples,
                 spec.micro_batch_size(),
-                spec.train.accumulate
+                spec.train.accumulate,
+                if spec.train.global_batch_size.is_some() { "global_batch_size" } else { "batch_size" }
             ));
         }
         let config = EngineConfig {
@@ -182,7 +183,7 @@ impl RunPlan {
         }
         lines.push(format!(
             "{} ({}) x batch {} x accumulate {} = {} a step; {}, {} an epoch",
-            plural(self.replicas.into(), "rank"),
+            spec.parallel.sets_in_words(),
             engine.device_name(),
             self.config.batch_size,
             self.config.accumulate,

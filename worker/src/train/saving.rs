@@ -120,7 +120,7 @@ impl Run<'_> {
                 failed = match event {
                     CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
                     CheckpointEvent::Written(_) => None,
-                    CheckpointEvent::Removed { .. } => failed,
+                    CheckpointEvent::Removed { .. } | CheckpointEvent::Dropped { .. } => failed,
                 };
             }
             // A line for the first, and their number at the end.
@@ -233,6 +233,11 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                 ));
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
+            CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
+                "checkpoint {epoch}-{step} was dropped: an earlier one is still being written to {}. Training continues; the newest complete \
+                 checkpoint stays",
+                training.checkpoints.display()
+            )),
             CheckpointEvent::Failed { epoch, step, reason, again: false } => observer.log(&format!(
                 "checkpoint {epoch}-{step} could not be written: {reason}; training continues, the one before it stands"
             )),

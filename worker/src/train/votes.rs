@@ -137,10 +137,13 @@ impl Run<'_> {
         if group.size() == 1 {
             return Ok(());
         }
-        let own = self.engine.checksum()?.to_le_bytes();
-        let mut all = vec![0u8; own.len() * group.size() as usize];
-        group.all_gather((&own).into(), (&mut all).into())?;
-        match differing(all.as_chunks::<8>().0, self.training.spec.parallel.model as usize) {
+        let own = self.engine.checksum()?.map(u64::to_le_bytes);
+        let mut all = vec![0u8; 16 * group.size() as usize];
+        group.all_gather(own.as_flattened().into(), (&mut all).into())?;
+        let (of_all, of_parts): (Vec<_>, Vec<_>) =
+            all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[all, part]| (*all, *part)).unzip();
+        let parts = self.training.spec.parallel.model as usize;
+        match differing(&of_all, 1).or_else(|| differing(&of_parts, parts)) {
             None => Ok(()),
             Some(what) => Err(TrainError::ReplicasDiffer { what, step: self.step }),
         }

@@ -106,7 +106,7 @@ pub(crate) struct ListQuery {
     /// have it come last), or a key of the specification such as `spec.train.lr`, lists by their text; `-` before it for the largest first.
     /// `-created` when absent.
     pub(crate) sort: Option<String>,
-    /// At most so many: 1 to 1000; 50 when absent. A page ends earlier where its jobs have 4 MiB.
+    /// At most so many: 1 to 1000; 50 when absent. A page also ends once its jobs have 4 MiB; it then has a `next_cursor`.
     #[param(minimum = 1, maximum = 1000)]
     pub(crate) limit: Option<u32>,
     /// `next_cursor` of the page before, with the same `sort`.

@@ -148,10 +148,7 @@ async fn a_second_process_with_an_agent_s_identity_is_refused_while_the_first_is
     let mut first = greet("one").await.unwrap();
     for _ in 0..3 {
         let why = greet("two").await.err().expect("refused");
-        assert!(
-            why.contains("another agent with this one's identity") && why.contains("file agent_id"),
-            "{why}"
-        );
+        assert!(why.contains("wait: this agent is accepted once") && why.contains("file agent_id"), "{why}");
     }
     let (_, shown) = server.get("/agents").await;
     let warning = shown["agents"][0]["warnings"][0]["text"].as_str().unwrap();

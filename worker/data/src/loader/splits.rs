@@ -116,14 +116,15 @@ pub(super) fn open_splits(
     for split in &mut catalog.splits {
         let mut labels = std::mem::take(&mut split.labels);
         let (mut files_digest, mut identities) = (None, Vec::new());
-        let has_validation = split.name == held_out::split_of(&spec.validation);
+        let has_validation = split.name == held_out::validation_split_name(&spec.validation);
         let (pixels, width, height, channels) = match std::mem::replace(
             &mut split.samples,
             Samples::Listed(Listing::default()),
         ) {
             Samples::Memory { pixels, height, width, channels, .. } => {
                 if has_validation {
-                    identities = held_out::of_packed(&pixels, (height * width * channels) as usize);
+                    identities =
+                        held_out::identities_of_packed(&pixels, (height * width * channels) as usize);
                 }
                 (Pixels::Memory(Arc::new(pixels)), width, height, channels)
             }
@@ -157,12 +158,12 @@ pub(super) fn open_splits(
                     (0..files.len()).for_each(|number| files.add_to(&mut hash, number));
                     files_digest = Some(hash.finalize());
                     if has_validation {
-                        identities = held_out::of_listing(&files, &labels, &catalog.classes);
+                        identities = held_out::identities_of_files(&files, &labels, &catalog.classes);
                     }
                     Pixels::Memory(Arc::new(decoded.into_iter().flatten().flatten().collect()))
                 } else {
                     if has_validation {
-                        identities = held_out::of_listing(&files, &labels, &catalog.classes);
+                        identities = held_out::identities_of_files(&files, &labels, &catalog.classes);
                     }
                     Pixels::Files { files: Arc::new(files), square }
                 };

@@ -77,7 +77,7 @@ fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
     let side = |length: u32, shift: u32| length.div_ceil(1 << shift);
     let fits = |shift: &u32| too_large(side(width, *shift), side(height, *shift)).is_none();
     let shift = (0..=3).find(fits).filter(|_| frame.is_sequential()).unwrap_or(0);
-    let body = if shift == 0 && frame.is_usual() {
+    let body = if shift == 0 && frame.is_decoded_by_zune() {
         let options = DecoderOptions::default()
             .set_strict_mode(false)
             .set_max_width(usize::MAX)
@@ -260,7 +260,7 @@ fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> 
             pixels.map(|value| u16::from_ne_bytes([value[0], value[1]]))
         };
         let (least, most) = (values().min().unwrap_or(0), values().max().unwrap_or(0));
-        // Of one value, it is as dark as it says.
+        // A picture of one value may really be that dark.
         if most < 1 << 12 && least < most {
             return Err(format!(
                 "has values of up to {most} in 16 bits, of which the upper 8 are read: nearly black; scale its values up to 65535"

@@ -27,8 +27,10 @@ pub enum CpuDecodeReason {
     Grey,
     /// Four channels.
     Cmyk,
-    /// Three channels that are no YCbCr, or not clearly.
+    /// Three channels that are R, G and B.
     StoredAsRgb,
+    /// Three channels whose markers libjpeg and `zune-jpeg` read differently.
+    AmbiguousColours,
     /// Neither 4:4:4, 4:2:2, 4:2:0 nor 4:4:0.
     RareSubsampling,
     SeveralScans,
@@ -55,6 +57,7 @@ impl fmt::Display for CpuDecodeReason {
             CpuDecodeReason::Grey => "grey",
             CpuDecodeReason::Cmyk => "CMYK",
             CpuDecodeReason::StoredAsRgb => "stored as RGB",
+            CpuDecodeReason::AmbiguousColours => "of ambiguous colour markers",
             CpuDecodeReason::RareSubsampling => "of a rare subsampling",
             CpuDecodeReason::SeveralScans => "in several scans",
             CpuDecodeReason::Large => "larger than 8192 pixels",
@@ -121,8 +124,8 @@ pub(super) struct Frame<'a> {
     channels: &'a [u8],
     /// Its channels are R, G and B, or C, M, Y and K; else YCbCr, and K.
     is_rgb: bool,
-    /// `zune-jpeg` takes them for that, too.
-    is_clear: bool,
+    /// `zune-jpeg` chooses the same colour space as libjpeg.
+    zune_agrees: bool,
     pub(super) exif: Option<&'a [u8]>,
     /// Huffman tables, those of DC first: how many codes there are of each length, and their symbols.
     tables: [Option<&'a [u8]>; 8],
@@ -183,7 +186,7 @@ impl<'a> Frame<'a> {
                         (_, Some(transform)) => (transform == 0 && !is_jfif, transform == 0 || is_named_rgb),
                         (_, None) => (is_named_rgb && !is_jfif, is_named_rgb),
                     };
-                    (frame.is_rgb, frame.is_clear) = (as_libjpeg, as_libjpeg == as_zune);
+                    (frame.is_rgb, frame.zune_agrees) = (as_libjpeg, as_libjpeg == as_zune);
                     return if frame.coding == 0 { Err(CpuDecodeReason::Damaged) } else { Ok(frame) };
                 }
                 0xd8 | 0xd9 => return Err(CpuDecodeReason::Damaged),
@@ -247,8 +250,11 @@ impl<'a> Frame<'a> {
             // The height may come behind the scan.
             return Err(CpuDecodeReason::RareCoding);
         }
-        if self.is_rgb || !self.is_clear {
+        if self.is_rgb {
             return Err(CpuDecodeReason::StoredAsRgb);
+        }
+        if !self.zune_agrees {
+            return Err(CpuDecodeReason::AmbiguousColours);
         }
         if !self.is_interleaved() {
             return Err(CpuDecodeReason::SeveralScans);
@@ -264,7 +270,7 @@ impl<'a> Frame<'a> {
 
     /// Whether `zune-jpeg` 0.5.15 makes the pixels that libjpeg makes. Where channels have scans of their own, or more samples than
     /// the first channel, it decodes stripes or panics. It takes some files' channels for R, G and B that are not.
-    pub(super) fn is_usual(&self) -> bool {
+    pub(super) fn is_decoded_by_zune(&self) -> bool {
         let usual = |luma| matches!(luma, 0x11 | 0x21 | 0x22 | 0x12);
         let mut sampling = self.sampling();
         let first = sampling.next().unwrap_or(0);
@@ -273,7 +279,7 @@ impl<'a> Frame<'a> {
             3 => usual(first) && sampling.eq([0x11; 2]),
             _ => first == 0x11 && sampling.eq([0x11; 3]),
         };
-        is_alike && self.is_clear && (self.coding == 0xc2 || self.is_interleaved())
+        is_alike && self.zune_agrees && (self.coding == 0xc2 || self.is_interleaved())
     }
 
     /// What its channels are, for `jpeg-decoder`.

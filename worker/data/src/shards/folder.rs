@@ -84,7 +84,10 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
             found.shards.push(path);
         } else if is_compressed(&path) {
             found.compressed.push(path);
-        } else if path.file_name().and_then(|n| n.to_str()).is_some_and(|n| split_of(Path::new(n)).is_some())
+        } else if path
+            .file_name()
+            .and_then(|n| n.to_str())
+            .is_some_and(|n| split_in_path(Path::new(n)).is_some())
         {
             let inside = match files::stat(&path) {
                 Ok(files::Found::Folder) => listed(&path),
@@ -121,7 +124,7 @@ pub(super) fn listed(dir: &Path) -> Result<Vec<PathBuf>, String> {
 }
 
 /// The split in a shard's path; the file's name counts before its folders'.
-pub(super) fn split_of(path: &Path) -> Option<&'static str> {
+pub(super) fn split_in_path(path: &Path) -> Option<&'static str> {
     let words = |part: &str| -> Option<&'static str> {
         let word = |word: &str| {
             let word = word.trim_end_matches(|c: char| c.is_ascii_digit()).to_ascii_lowercase();
@@ -139,5 +142,5 @@ pub(super) fn split_of(path: &Path) -> Option<&'static str> {
 
 /// Whether shards that begin with a split's name are read as this split's.
 pub(crate) fn names_split(name: &str) -> bool {
-    split_of(Path::new(name)) == Some(name)
+    split_in_path(Path::new(name)) == Some(name)
 }

@@ -187,7 +187,7 @@ fn name_scattered(samples: &mut [Sample]) {
                         .into(),
                 );
             }
-            // Said of the picture.
+            // The sample that has the picture reports this.
             (None, true) => (sample.class, sample.described_class) = (None, None),
             _ => {}
         }

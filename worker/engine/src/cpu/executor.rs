@@ -218,6 +218,9 @@ impl Executor {
         }
         let square_sum = self.update()?;
         self.norms_before = None;
+        if let Some(groups) = &self.groups {
+            self.reducer.add_waited(groups.model.take_waited() + groups.height.take_waited());
+        }
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
         Ok(StepResult {
             loss: if samples > 0 { (measured.sum / samples as f64) as f32 } else { 0.0 },

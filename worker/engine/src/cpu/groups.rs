@@ -2,20 +2,28 @@
 
 use crate::{net::Axes, plan::Mesh};
 use lockstep_comm::{CommError, ProcessGroup, Reduction, Values, ValuesMut};
-use std::sync::Arc;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 /// Some of the job's ranks. Errors name them by their numbers in the job.
 #[derive(Clone)]
 pub(super) struct Group {
     comm: Arc<dyn ProcessGroup>,
     ranks: Arc<[u32]>,
+    /// Nanoseconds that calls took since they were last asked for.
+    waited: Arc<AtomicU64>,
 }
 
 impl Group {
     /// All of the job's ranks.
     pub(super) fn whole(comm: Arc<dyn ProcessGroup>) -> Self {
         let ranks = (0..comm.size()).collect();
-        Self { comm, ranks }
+        Self { comm, ranks, waited: Arc::default() }
     }
 
     /// The rank in this group.
@@ -28,26 +36,34 @@ impl Group {
     }
 
     pub(super) fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError> {
-        self.named(self.comm.all_reduce(values, reduction))
+        self.call(|comm| comm.all_reduce(values, reduction))
     }
 
     pub(super) fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
-        self.named(self.comm.all_gather(input, output))
+        self.call(|comm| comm.all_gather(input, output))
     }
 
     pub(super) fn all_gather_bytes(&self, value: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        self.named(self.comm.all_gather_bytes(value))
+        self.call(|comm| comm.all_gather_bytes(value))
     }
 
     pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
-        self.named(self.comm.send(values, to))
+        self.call(|comm| comm.send(values, to))
     }
 
     pub(super) fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError> {
-        self.named(self.comm.recv(values, from))
+        self.call(|comm| comm.recv(values, from))
     }
 
-    fn named<T>(&self, result: Result<T, CommError>) -> Result<T, CommError> {
+    /// How long this rank was in calls of this group since this was last asked.
+    pub(super) fn take_waited(&self) -> Duration {
+        Duration::from_nanos(self.waited.swap(0, Ordering::Relaxed))
+    }
+
+    fn call<T>(&self, call: impl FnOnce(&dyn ProcessGroup) -> Result<T, CommError>) -> Result<T, CommError> {
+        let began = Instant::now();
+        let result = call(self.comm.as_ref());
+        self.waited.fetch_add(began.elapsed().as_nanos() as u64, Ordering::Relaxed);
         result.map_err(|error| error.among(&self.ranks))
     }
 }
@@ -91,7 +107,7 @@ impl Groups {
             let own = color(all.rank() as usize);
             let ranks = (0..all.size()).filter(|rank| color(*rank as usize) == own).collect();
             match all.split(Some(own as u32), all.rank() as i32)? {
-                Some(comm) => Ok(Group { comm, ranks }),
+                Some(comm) => Ok(Group { comm, ranks, waited: Arc::default() }),
                 None => Err(CommError::Failed { operation: "split", detail: "there is no group".into() }),
             }
         };

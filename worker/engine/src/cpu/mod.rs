@@ -256,8 +256,14 @@ impl Engine for CpuEngine {
         finite::first_of_engine(self)
     }
 
-    fn checksum(&self) -> Result<u64, EngineError> {
-        Ok(crc32fast::hash(bytemuck::cast_slice(&self.executor.state.weights[..])).into())
+    fn checksum(&self) -> Result<[u64; 2], EngineError> {
+        let Executor { layout, state, .. } = &self.executor;
+        let mut sums = [crc32fast::Hasher::new(), crc32fast::Hasher::new()];
+        for slot in &layout.slots {
+            let values = bytemuck::cast_slice(&state.weights[slot.range.clone()]);
+            sums[usize::from(slot.slice.is_some())].update(values);
+        }
+        Ok(sums.map(|sum| sum.finalize().into()))
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {

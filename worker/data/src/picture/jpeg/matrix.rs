@@ -16,7 +16,7 @@ fn jpeg_files_of_all_kinds_have_the_pixels_of_libjpeg() {
             assert_eq!((picture.width, picture.height), pixels.dimensions(), "{name}");
             picture.pixels.iter().zip(pixels.as_raw()).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
         });
-        usual += usize::from(Frame::read(&file).unwrap().is_usual());
+        usual += usize::from(Frame::read(&file).unwrap().is_decoded_by_zune());
         match apart {
             // Rounding, and at a border what is taken for the chroma beyond it.
             Ok(apart) if apart <= 4 => most_apart = most_apart.max(apart),

@@ -23,7 +23,8 @@ struct Table {
 }
 
 impl Table {
-    /// `None` if it is none. `spec`: how many codes there are of each length, and their symbols.
+    /// `spec`: how many codes there are of each length, and their symbols. `None` if the table is invalid: too many codes, or too few
+    /// symbols.
     fn new(spec: &[u8], is_dc: bool) -> Option<Self> {
         let (counts, symbols) = spec.split_at_checked(16)?;
         let mut symbols = symbols.iter();
@@ -128,7 +129,7 @@ impl<'a> Bits<'a> {
         Some(step.into())
     }
 
-    /// Passes over a block of 64 coefficients. `None` if there is none.
+    /// Passes over a block of 64 coefficients. `None` if its codes are invalid.
     fn block(&mut self, dc: &Table, ac: &Table) -> Option<()> {
         self.take(dc)?;
         let mut number = 1;
@@ -139,7 +140,7 @@ impl<'a> Bits<'a> {
     }
 
     /// Whether nothing was taken from beyond the data's end.
-    fn are_there(&self) -> bool {
+    fn is_within_data(&self) -> bool {
         self.beyond <= self.count
     }
 
@@ -198,7 +199,7 @@ pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -
             for [dc, ac] in &blocks {
                 bits.block(&tables[*dc].1, &tables[*ac].1)?;
             }
-            if !bits.are_there() {
+            if !bits.is_within_data() {
                 return None;
             }
         }

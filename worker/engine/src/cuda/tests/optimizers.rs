@@ -245,7 +245,7 @@ fn gpu_the_checksum_is_that_of_every_weight_and_the_same_in_every_engine() {
             engine.train_step(&[pictures(&network, 8, 0)], 0.02).unwrap();
         }
         let [one, other] = engines.each_ref().map(|engine| engine.checksum().unwrap());
-        assert!(one == other && one != before, "{before} {one} {other}");
+        assert!(one == other && one != before, "{before:?} {one:?} {other:?}");
         let weights = engines[0].parameters().unwrap();
         for (name, place) in [("conv1.weight", 0), ("layer2.0.conv1.weight", 77), ("fc.bias", 9)] {
             let mut changed = weights.clone();

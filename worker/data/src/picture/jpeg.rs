@@ -382,7 +382,7 @@ mod tests {
         for before in [&b"\xe0JFIF\0\x01\x01\0\0\x01\0\x01\0\0"[..], b"\xeeAdobe\0\x64\0\0\0\0\x01"] {
             assert!(of(&head(0xc0, &ORDINARY, &[before], 3)).is_ok());
             let bytes = head(0xc0, &rgb, &[before], 3);
-            assert_eq!(of(&bytes), Err(CpuDecodeReason::StoredAsRgb));
+            assert_eq!(of(&bytes), Err(CpuDecodeReason::AmbiguousColours));
             assert_eq!(Frame::read(&bytes).unwrap().colours(), ColorTransform::YCbCr);
         }
     }

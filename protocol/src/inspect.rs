@@ -92,8 +92,8 @@ pub struct ModelEvaluation {
     /// Which pictures these are. Those of the checkpoint's run are the `validation` of the checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationSet>,
-    /// The pictures that the dataset's index lists for this: those of `validation`, and those that could not be decoded. While the dataset
-    /// has the same, a stored evaluation is of the dataset as it is.
+    /// The validation pictures that the dataset's index lists, including pictures that cannot be decoded. A stored evaluation is current
+    /// while the index lists the same pictures.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed: Option<ValidationSet>,
     /// How many of them the checkpoint was trained on; absent where that is not known, as of another dataset's.

@@ -79,7 +79,7 @@ impl ParallelSpec {
         rank / (height * model) * model + rank % model
     }
 
-    /// Whether `rank` is the first of those that have the same pictures.
+    /// Whether `rank` is the first of the ranks that have the same pictures.
     pub fn counts_pictures(&self, rank: u32) -> bool {
         (rank / self.model.max(1)).is_multiple_of(self.height.max(1))
     }

@@ -3,6 +3,7 @@
 use super::{Run, TrainError, dataset::report_broken};
 use lockstep_data::{DataError, loader::Batch};
 use lockstep_engine::StepResult;
+use lockstep_protocol::fault;
 use std::{sync::atomic::Ordering, time::Instant};
 
 /// A step that was started and whose result has not been reported.
@@ -20,6 +21,7 @@ impl Run<'_> {
         &mut self,
         batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
     ) -> Result<bool, TrainError> {
+        fault::point(fault::STEP_POINT)?;
         let began = Instant::now();
         let micro_batches: Vec<Batch> =
             batches.take(self.plan.config.accumulate).collect::<Result<_, _>>()?;

@@ -2,13 +2,11 @@
 
 use crate::{
     judge::{
-        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, runs_past, spec, trained, undisturbed, variables,
+        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables,
         with_pictures,
     },
     server::{Agents, Server, free_port, number, turn},
-    specs,
 };
-use serde_json::json;
 use std::time::{Duration, Instant};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -127,17 +125,15 @@ async fn slow_the_network_between_agent_and_server_is_cut() {
 async fn slow_the_spool_is_full() {
     let _turn = turn().await;
     let steps = 4 * STEPS;
-    // Histograms fill the spool soon.
-    let spec = specs::with(spec("disturbed", steps), json!({"log": {"histograms": 10}}));
-    let model = trained(&spec).await;
-    let mut server = Server::start_on(Agents::None, None, variables([SLOW_STEPS])).await;
+    let model = undisturbed(steps).await;
+    let mut server = Server::start_with(Agents::None).await;
     let url = server.url.clone();
-    server.start_agent_at(&url, 2, &["--spool-mib", "1"]);
+    server.start_agent_at(&url, 2, &["--spool-mib", "0.05"]);
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
     let mut server = with_pictures(server).await;
-    let id = server.submit(&spec).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
-    let mut row = Row::begin("the server is away until the agent's spool (--spool-mib 1) is full");
+    let mut row = Row::begin("the server is away until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let ended = async |s: &Server| s.ranks(&id).is_empty();
     server.until("its ranks keep a checkpoint and end", ended).await;

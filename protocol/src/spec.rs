@@ -82,19 +82,19 @@ pub struct ParallelSpec {
     pub ranks: u32,
     /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
-    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height` and `shard` say; on CPU ranks only.
+    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height` and `shard` say.
     pub mode: String,
     /// Ranks that share one copy of the network, a divisor of `ranks` (mode `hybrid`); 1 when absent. Operators that `shard` names are split over
     /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.
     #[serde(skip_serializing_if = "is_one")]
     pub model: u32,
-    /// Ranks that share the rows of each picture (mode `hybrid`), 1 when absent; `model` x `height` must divide `ranks`. They have the same pictures, so a
+    /// Ranks that share the rows of each picture (mode `hybrid`, on CPU ranks), 1 when absent; `model` x `height` must divide `ranks`. They have the same pictures, so a
     /// step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
     /// How operators are split over the ranks of `model`: tables with `match`, the name of a convolution or linear layer (`*` stands for
     /// any text), and `split`, which is `out` (output channels or classes), `in` (input channels) or `groups`. The last one that matches
-    /// an operator counts. Without any, the last layer is split over its classes.
+    /// an operator counts. Without any, the last layer is split over its classes; GPUs split nothing else.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shard: Vec<ShardSpec>,
     /// Batch norm's statistics over the whole global batch: the same result at any number of ranks.

@@ -15,8 +15,8 @@ use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
-/// Limit for a case, from the start of its processes: cuDNN's plans may have to be tuned first.
-const LIMIT: Duration = Duration::from_secs(300);
+/// Limit for a case, from the start of its processes: cuDNN's plans may have to be tuned first, and millions of classes be drawn.
+const LIMIT: Duration = Duration::from_secs(600);
 /// For ranks to meet and, in a step, to answer.
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -40,6 +40,12 @@ pub(crate) struct Args {
     /// Batch norm: statistics over all ranks (sync), or of each rank (GPUs)
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
+    /// Classes of the network (GPUs)
+    #[arg(long, value_name = "N", default_value_t = bench::CLASSES as u32, value_parser = clap::value_parser!(u32).range(2..=100_000_000))]
+    classes: u32,
+    /// Ranks that share a copy of the network, each with some of its classes (GPUs): a divisor of --ranks
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    parallel_model: u32,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -103,6 +109,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ));
     }
     let devices = devices(&args)?;
+    if !args.ranks.is_multiple_of(args.parallel_model) {
+        let Args { ranks, parallel_model, .. } = args;
+        return Err(wrong(format!(
+            "--parallel-model {parallel_model}: {ranks} ranks cannot be divided into groups of that many"
+        )));
+    }
+    if devices.is_empty() && (args.parallel_model, args.classes) != (1, bench::CLASSES as u32) {
+        return Err(wrong("--classes, --parallel-model: they are measured on GPUs only"));
+    }
     let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
     for case in &cases {
         let measured =
@@ -184,6 +199,8 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--precision={}", name(&args.precision)),
         format!("--sync-batch-norm={}", args.sync_batch_norm),
         format!("--deterministic={}", args.deterministic),
+        format!("--classes={}", args.classes),
+        format!("--parallel-model={}", args.parallel_model),
     ]
     .map(OsString::from)
     .into();
@@ -205,6 +222,8 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         precision: args.precision.precision(),
         deterministic: args.deterministic,
         sync_batch_norm: args.sync_batch_norm,
+        classes: args.classes as usize,
+        model: args.parallel_model,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

@@ -32,13 +32,12 @@ __device__ __forceinline__ Adam adam_of(const Scaler* scaler, double beta1, doub
 
 // m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2, w = (1 - lr d) w,
 // w -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + epsilon).
-extern "C" __global__ void __launch_bounds__(256)
-    adamw(float* weights, T* low_precision, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control,
-          const Scaler* scaler, float first_decay, float second_decay) {
-    enter();
+template <class Weights>
+__device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETERS, const Gradients& gradients, const Control* control,
+                                         const Scaler* scaler, float first_decay, float second_decay) {
     SHARED(double, powers, 2);
     if (!scaler->apply) return;
-    Gradients gradients = GRADIENTS;
+    u64 first_length = gradients.first_length, length = gradients.length;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);
     float inverse = scaler->inverse, size = (float)(control->lr / adam.correction1);
     float first_kept = (float)(1 - (double)control->lr * first_decay);
@@ -47,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float w[8], m[8], v[8], g[8], kept = i * 8 < first_length ? first_kept : second_kept;
         gradients.get(i, g);
-        load_channels(weights, i, w);
+        weights.get(i, w);
         load_channels(first_moment, i, m);
         load_channels(second_moment, i, v);
 #pragma unroll
@@ -55,12 +54,28 @@ extern "C" __global__ void __launch_bounds__(256)
             float below = adam.take(m[k], v[k], g[k] * inverse);
             w[k] = fmaf(w[k], kept, -size * (m[k] / below));
         }
-        store_channels(weights, i, w);
+        weights.set(i, w);
         store_channels(first_moment, i, m);
         store_channels(second_moment, i, v);
-        if (low_precision && i * 8 < first_length) store(low_precision, i, pack(w)); // it has the first part alone
     }
 }
+extern "C" __global__ void __launch_bounds__(256)
+    adamw(float* weights, T* low_precision, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control,
+          const Scaler* scaler, float first_decay, float second_decay) {
+    enter();
+    adamw_of(FlatWeights{weights, low_precision, first_length}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control,
+             scaler, first_decay, second_decay);
+}
+#if DTYPE == 2
+// The same for weights in planes.
+extern "C" __global__ void __launch_bounds__(256)
+    adamw_planes(T* rests, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
+                 float first_decay, float second_decay) {
+    enter();
+    adamw_of(PlanarWeights{rests, nearest}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control, scaler,
+             first_decay, second_decay);
+}
+#endif
 
 // LAMB's first pass over a segment (blockIdx.y), by NORM_PARTS blocks each: the moments, and sums of squares of the
 // weights and of r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w. What is not adapted is not

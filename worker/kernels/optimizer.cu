@@ -52,18 +52,13 @@ __device__ __forceinline__ double block_sum(double v, double* warps) {
     return sum;
 }
 
-// L2 norm of all gradients, whether they are finite, and the loss scale that follows. The update of a step whose
-// gradients are not is skipped. `dynamic`: the scale is halved then, and doubled after GROWTH_STEPS finite steps.
-// One thread looks whether the weights are held, for all kernels of the update: then the step changes nothing of this.
-extern "C" __global__ void __launch_bounds__(512)
-    gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
-    enter();
+// Sum of squares of all gradients: in the last block to end, which finds so in `counter`, thread 0 has it in `all`. Others get
+// false. `before` runs in thread 0 of each block before it says that it has ended.
+template <class Before>
+__device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before, double& all) {
     SHARED(double, warps, 16);
     SHARED(u32, last, 1);
-    Gradients gradients = GRADIENTS;
-    bool asks = blockIdx.x == 0 && threadIdx.x == 0;
-    u32 held = asks && scaler->held ? load_system(scaler->held) : 0;
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
     float s[4] = {};
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += 4 * step) {
         float g[4][8];
@@ -80,19 +75,35 @@ extern "C" __global__ void __launch_bounds__(512)
     }
     double sum = block_sum((double)s[0] + s[1] + s[2] + s[3], warps);
     if (threadIdx.x == 0) {
-        if (asks) scaler->refused = held;
+        before();
         partials[blockIdx.x] = sum;
         __threadfence();
         last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
         if (last[0]) *counter = 0;
     }
     __syncthreads();
-    if (!last[0]) return;
+    if (!last[0]) return false;
     __threadfence();
-    double all = 0;
+    all = 0;
     for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += load_shared_by_blocks(partials + b);
     all = block_sum(all, warps);
-    if (threadIdx.x != 0) return;
+    return threadIdx.x == 0;
+}
+
+// L2 norm of all gradients, whether they are finite, and the loss scale that follows. The update of a step whose
+// gradients are not is skipped. `dynamic`: the scale is halved then, and doubled after GROWTH_STEPS finite steps.
+// One thread looks whether the weights are held, for all kernels of the update: then the step changes nothing of this.
+// `others`: `count` sums of squares of gradients that are not among these.
+__device__ __forceinline__ void norm_of(const Gradients& gradients, const double* others, u32 count, Scaler* scaler, u32 dynamic,
+                                        double* partials, u32* counter) {
+    bool asks = blockIdx.x == 0 && threadIdx.x == 0;
+    u32 held = asks && scaler->held ? load_system(scaler->held) : 0;
+    auto refuse = [&] {
+        if (asks) scaler->refused = held;
+    };
+    double all;
+    if (!square_sum_of(gradients, partials, counter, refuse, all)) return;
+    for (u32 i = 0; i < count; i++) all += others[i];
     if (load_shared_by_blocks(&scaler->refused)) {
         scaler->apply = 0;
         scaler->updating = 0;
@@ -115,6 +126,78 @@ extern "C" __global__ void __launch_bounds__(512)
     scaler->scale = scale;
     scaler->good_steps = good;
 }
+
+extern "C" __global__ void __launch_bounds__(512)
+    gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
+    enter();
+    norm_of(GRADIENTS, nullptr, 0, scaler, dynamic, partials, counter);
+}
+
+// Where ranks have parts of some parameters: with the sum of squares of each rank's part.
+extern "C" __global__ void __launch_bounds__(512)
+    gradient_norm_of_parts(GRADIENT_PARAMETERS, const double* others, u32 count, Scaler* scaler, u32 dynamic, double* partials,
+                           u32* counter) {
+    enter();
+    norm_of(GRADIENTS, others, count, scaler, dynamic, partials, counter);
+}
+
+// *to = the sum of squares of all gradients.
+extern "C" __global__ void __launch_bounds__(512)
+    gradient_squares(GRADIENT_PARAMETERS, double* to, double* partials, u32* counter) {
+    enter();
+    double all;
+    if (square_sum_of(GRADIENTS, partials, counter, [] {}, all)) *to = all;
+}
+
+// (1 - rest) average + rest value, as the CPU engine's `sums::average`.
+__device__ __forceinline__ float averaged(float average, float value, float rest) {
+    return rest < 0.5f ? average + rest * (value - average) : value - (value - average) * (1 - rest);
+}
+
+// Float32 weights and their copy in T, if there is one, of the first `copied` values.
+struct FlatWeights {
+    float* weights;
+    T* copy;
+    u64 copied;
+
+    __device__ __forceinline__ void get(u64 group, float (&w)[8]) const { load_channels(weights, group, w); }
+    __device__ __forceinline__ void set(u64 group, const float (&w)[8]) const {
+        store_channels(weights, group, w);
+        if (copy && group * 8 < copied) store(copy, group, pack(w));
+    }
+};
+
+#if DTYPE == 2
+// Float32 weights as two planes of 16 bits: bfloat16, rounded to the nearest (halves away from zero), and the bits below, by which
+// the float32 number differs from it as a signed integer. The first plane is what is computed with, so there is no copy.
+struct PlanarWeights {
+    T* rests;
+    T* nearest;
+
+    __device__ __forceinline__ void get(u64 group, float (&w)[8]) const {
+        Raw high = load(nearest, group), low = load(rests, group);
+        const u32 *h = &high.a.x, *l = &low.a.x;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            w[2 * k] = __uint_as_float((h[k] << 16) + (u32)(int)(short)(l[k] & 0xffffu));
+            w[2 * k + 1] = __uint_as_float((h[k] & 0xffff0000u) + (u32)(int)(short)(l[k] >> 16));
+        }
+    }
+    __device__ __forceinline__ void set(u64 group, const float (&w)[8]) const {
+        Raw high, low;
+        u32 *h = &high.a.x, *l = &low.a.x;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            u32 a = __float_as_uint(w[2 * k]), b = __float_as_uint(w[2 * k + 1]);
+            // What is no number stays none.
+            h[k] = (a + (w[2 * k] == w[2 * k] ? 0x8000u : 0)) >> 16 | ((b + (w[2 * k + 1] == w[2 * k + 1] ? 0x8000u : 0)) & 0xffff0000u);
+            l[k] = (a & 0xffffu) | b << 16;
+        }
+        store(nearest, group, high);
+        store(rests, group, low);
+    }
+};
+#endif
 
 // A parameter's place in the flat buffers, ordered; lengths are multiples of 8.
 struct Segment {
@@ -192,17 +275,17 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
 // kind 0: v = m v + (g + d w), w -= lr v. 1, Nesterov: the same v, w -= lr (g + d w + m v). The first part's d and the
 // second's may differ.
 // 2, LARS: v = m v + lr rate (g + d w), w -= v, with the segment's rate and decay.
-template <int KIND>
-__device__ __forceinline__ void update(float* weights, float* velocity, T* low_precision, const Gradients& gradients,
-                                       const Control* control, const Scaler* scaler, float momentum, float first_decay,
-                                       float second_decay, const Segment* segments, const Rate* rates, u32 count) {
+template <int KIND, class Weights>
+__device__ __forceinline__ void update(const Weights& weights, float* velocity, const Gradients& gradients, const Control* control,
+                                       const Scaler* scaler, float momentum, float first_decay, float second_decay,
+                                       const Segment* segments, const Rate* rates, u32 count) {
     if (!scaler->apply) return;
     float lr = control->lr, inverse = scaler->inverse;
     u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float w[8], v[8], g[8], rate = lr, decay = i * 8 < gradients.first_length ? first_decay : second_decay;
         gradients.get(i, g);
-        load_channels(weights, i, w);
+        weights.get(i, w);
         load_channels(velocity, i, v);
         if (KIND == 2) {
             Rate own = rates[segment_of(segments, count, i)];
@@ -220,9 +303,8 @@ __device__ __forceinline__ void update(float* weights, float* velocity, T* low_p
                 w[k] -= rate * (KIND == 1 ? fmaf(momentum, v[k], d) : v[k]);
             }
         }
-        store_channels(weights, i, w);
+        weights.set(i, w);
         store_channels(velocity, i, v);
-        if (low_precision && i * 8 < gradients.first_length) store(low_precision, i, pack(w)); // it has the first part alone
     }
 }
 #define UPDATE(NAME, KIND)                                                                                          \
@@ -231,12 +313,53 @@ __device__ __forceinline__ void update(float* weights, float* velocity, T* low_p
              const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments,   \
              const Rate* rates, u32 count) {                                                                                           \
         enter();                                                                                                    \
-        update<KIND>(weights, velocity, low_precision, GRADIENTS, control, scaler, momentum, first_decay, second_decay,     \
-                     segments, rates, count);                                                                       \
+        update<KIND>(FlatWeights{weights, low_precision, first_length}, velocity, GRADIENTS, control, scaler, momentum,    \
+                     first_decay, second_decay, segments, rates, count);                                             \
     }
 UPDATE(sgd_momentum, 0)
 UPDATE(sgd_nesterov, 1)
 UPDATE(sgd_lars, 2)
+
+#if DTYPE == 2
+// The same for weights in planes.
+#define UPDATE_PLANES(NAME, KIND)                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256)                                                                \
+        NAME(T* rests, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
+             float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates,      \
+             u32 count) {                                                                                           \
+        enter();                                                                                                    \
+        update<KIND>(PlanarWeights{rests, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
+                     second_decay, segments, rates, count);                                                         \
+    }
+UPDATE_PLANES(sgd_momentum_planes, 0)
+UPDATE_PLANES(sgd_nesterov_planes, 1)
+
+// As `average_values`, of weights in planes. `length` is a multiple of 8.
+extern "C" __global__ void __launch_bounds__(256)
+    average_planes(float* average, const T* rests, const T* nearest, u64 length, float rest, const u32* finished, u32 steps) {
+    enter();
+    if (*finished != steps) return;
+    PlanarWeights weights = {(T*)rests, (T*)nearest};
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float a[8], v[8];
+        load_channels(average, i, a);
+        weights.get(i, v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) a[k] = averaged(a[k], v[k], rest);
+        store_channels(average, i, a);
+    }
+}
+
+// As `find_not_finite`, of the nearest bfloat16 of each weight, which is not finite where the weight is not.
+extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const T* values, u64 length, u32* found) {
+    enter();
+    u64 step = (u64)gridDim.x * blockDim.x;
+    bool finite = true;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= to_float(values[i]) - to_float(values[i]) == 0;
+    if (!finite) *found = 1;
+}
+#endif
 
 // sum += gradient, or = if `overwrite`. A micro-batch's gradients into the step's, float32.
 extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* sum, const T* gradient, u64 length, u32 overwrite) {
@@ -274,8 +397,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (*finished != steps) return;
     u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
-        float a = average[i], v = values[i];
-        average[i] = rest < 0.5f ? a + rest * (v - a) : v - (v - a) * (1 - rest);
+        average[i] = averaged(average[i], values[i], rest);
     }
 }
 

@@ -147,12 +147,10 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         return;
     }
     // On a machine with GPUs, "auto" would be those.
-    if parallel.device != Device::Cpu {
-        let detail = format!(
-            "{:?} is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = {:?}",
-            MODES[1], MODES[0]
-        );
-        mistake("/parallel/mode", detail);
+    if height > 1 && parallel.device != Device::Cpu {
+        let detail =
+            "only CPU ranks share the rows of pictures: set parallel.device = \"cpu\", or leave height out";
+        mistake("/parallel/height", detail.into());
     }
     if !ranks.is_multiple_of(model) {
         let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);

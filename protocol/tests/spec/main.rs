@@ -295,8 +295,12 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             "model",
             &["6 ranks", "such as 3"],
         ),
-        ("parallel", "mode = \"hybrid\"\nranks = 2\ndevice = \"cuda\"", "mode", &["CPU ranks only"]),
-        ("parallel", "mode = \"hybrid\"\nranks = 2", "mode", &["set parallel.device = \"cpu\""]),
+        (
+            "parallel",
+            "mode = \"hybrid\"\nheight = 2\nranks = 2",
+            "height",
+            &["only CPU ranks", "set parallel.device = \"cpu\""],
+        ),
         (
             "parallel",
             "device = \"cpu\"\nmode = \"hybrid\"\nshard = [{match = \"fc\", split = \"out\"}]",

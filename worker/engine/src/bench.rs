@@ -1,6 +1,10 @@
 //! Training throughput of named cases on synthetic pictures.
 
-use super::{BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult, plan::Plan, registry};
+use super::{
+    BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult,
+    plan::{Mesh, Plan},
+    registry,
+};
 use crate::net::{self, init};
 use lockstep_comm::{
     ProcessGroup, SingleRank,
@@ -25,7 +29,7 @@ const WARM_UP: usize = 3;
 /// Steps of which the median counts.
 const MEASURED: usize = 10;
 /// Classes of the synthetic pictures, as CIFAR-10 has.
-const CLASSES: usize = 10;
+pub const CLASSES: usize = 10;
 /// Longest wait of a rank for another.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -213,6 +217,10 @@ pub struct OnDevice {
     /// The same bits in every run.
     pub deterministic: bool,
     pub sync_batch_norm: bool,
+    /// Classes of the network's head; the pictures are of the first ten.
+    pub classes: usize,
+    /// Ranks that share a copy of the network, each with some of the classes.
+    pub model: u32,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
@@ -283,7 +291,8 @@ fn on_device(
     comm: Arc<dyn ProcessGroup>,
     how: OnDevice,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
-    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, how.classes)?);
+    let mesh = Mesh { data: (comm.size() / how.model) as usize, height: 1, model: how.model as usize };
     let initial = init::initial_parameters(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,
@@ -298,7 +307,7 @@ fn on_device(
         network,
         initial: &initial,
         config,
-        plan: Plan::data(comm.size()),
+        plan: Plan { mesh, shards: Vec::new() },
         comm,
         ordinal: how.device.ordinal,
         precision: how.precision,

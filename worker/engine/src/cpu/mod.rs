@@ -31,7 +31,7 @@ use super::{
     layers::layer_times,
     optimizer::state_shapes,
     plan::{Mesh, Plan},
-    unknown_size,
+    state_dict, unknown_size,
 };
 use crate::net::Network;
 use average::Average;
@@ -42,7 +42,7 @@ use layout::{cut, spread};
 use lockstep_comm::{ProcessGroup, Reduction};
 use lockstep_data::loader::Batch;
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
-use std::{collections::HashSet, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 /// What is fused: passes over memory are what cores wait for, so batch norm is one with the addition and the ReLU after it.
 const CAPABILITIES: Capabilities = Capabilities {
@@ -240,10 +240,7 @@ impl Engine for CpuEngine {
             return Ok(Contribution::Replica);
         }
         let mut state = self.own_state()?;
-        let slots = state.optimizer.iter_mut().map(|optimizer| &mut optimizer.slots);
-        for tensors in std::iter::once(&mut state.parameters).chain(slots).chain(&mut state.average) {
-            self.gather(tensors)?;
-        }
+        self.gather(state.tensors_mut())?;
         Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
     }
 
@@ -269,7 +266,7 @@ impl Engine for CpuEngine {
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         if !self.plan.is_data() {
             let mut parameters = self.parameters()?;
-            self.gather(&mut parameters)?;
+            self.gather([&mut parameters])?;
             for tensor in parameters.values_mut() {
                 self.comm.broadcast((&mut tensor.values).into(), 0)?;
             }
@@ -338,19 +335,10 @@ impl CpuEngine {
     }
 
     /// Collective in the model group: completes tensors, of which each rank has its part and 0 for the rest.
-    fn gather(&self, tensors: &mut NamedTensors) -> Result<(), EngineError> {
+    fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
         let Some(groups) = &self.executor.groups else { return Ok(()) };
-        let parameters = self.executor.network.parameters();
-        let split: HashSet<_> =
-            parameters.iter().filter(|p| p.slice.is_some()).map(|p| p.name.as_str()).collect();
-        for (name, tensor) in tensors {
-            // A parameter, or one of its slots in the optimizer's state.
-            let parameter = name.rsplit_once('.').map_or("", |(parameter, _)| parameter);
-            if split.contains(name.as_str()) || split.contains(parameter) {
-                groups.model.all_reduce((&mut tensor.values).into(), Reduction::Sum)?;
-            }
-        }
-        Ok(())
+        let add = |values: &mut [f32]| groups.model.all_reduce(values.into(), Reduction::Sum);
+        state_dict::complete(&self.executor.network, all, add)
     }
 
     /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.

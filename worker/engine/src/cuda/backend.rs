@@ -15,7 +15,7 @@ use lockstep_host::gpu::{
 };
 use lockstep_protocol::{
     agent::Slot,
-    spec::{Device, JobSpec, Precision},
+    spec::{Device, JobSpec, OptimizerKind, ParallelSpec, Precision},
 };
 use std::{
     ffi::OsString,
@@ -104,11 +104,17 @@ impl Backend for Cuda {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
-        match spec.parallel.is_hybrid() {
-            true => Err("parallel.mode = \"hybrid\" is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = \"data\""
-                .into()),
-            false => Ok(()),
+        let ParallelSpec { model, height, .. } = spec.parallel;
+        if height > 1 {
+            return Err("parallel.height: only CPU ranks share the rows of pictures. Leave it out, or set parallel.device = \"cpu\"".into());
         }
+        let adapts = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
+        if model > 1 && adapts {
+            return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
+                or set parallel.device = \"cpu\""
+                .into());
+        }
+        Ok(())
     }
 
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {
@@ -118,6 +124,7 @@ impl Backend for Cuda {
 
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError> {
         let gpu = GpuConfig {
+            plan: args.plan,
             ordinal: args.ordinal,
             precision: args.precision,
             loss_scale: args.loss_scale,

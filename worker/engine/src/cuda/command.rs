@@ -37,6 +37,8 @@ pub(super) enum Region {
     /// Results for the host, in its own memory; how many there were.
     ResultRing,
     ResultCounter,
+    /// What the host says to each rank of the model group about the micro-batch that is under way.
+    GroupControls,
     /// Float32, all parameters.
     Weights,
     /// The matrices among them in the type that is computed in.
@@ -198,6 +200,28 @@ impl StreamId {
     pub(super) const ALL: [Self; 3] = [Self::Main, Self::Side, Self::Collectives];
 }
 
+/// The ranks that take part in a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Group {
+    /// All of them.
+    World,
+    /// Those that share this one's copy of the network.
+    Model,
+    /// Those that have the same part of it as this one.
+    Data,
+}
+
+/// What ranks do with each other's values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Collective {
+    /// Values are added over all ranks, in place.
+    AllReduce,
+    /// Each rank gets the values of all, in the order of ranks.
+    AllGather,
+    /// Values are added over all ranks, and each gets its part of the sum, in the order of ranks.
+    ReduceScatter,
+}
+
 /// A point in a stream that other streams wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum EventId {
@@ -222,6 +246,8 @@ pub(super) enum Content {
     ReluMask(usize),
     /// By batch norm or by tensor: a byte a value.
     Argmax(usize),
+    /// What a split head needs beside its logits and their gradient.
+    OfHead,
 }
 
 /// A part of the step, for readers of the list.
@@ -269,16 +295,25 @@ pub(super) enum Command {
         stream: StreamId,
         event: EventId,
     },
-    /// By NCCL: `count` values are added over all ranks, in place.
-    AllReduce {
+    /// By NCCL. `count`: the values of an all-reduce, where `from` is `to`; else those that one rank gives or gets.
+    Collective {
         stream: StreamId,
-        at: Operand,
+        kind: Collective,
+        group: Group,
+        from: Operand,
+        to: Operand,
         count: usize,
         dtype: DType,
     },
 }
 
 impl Command {
+    /// Adds values over the ranks of a group, in place.
+    pub(super) fn all_reduce(stream: StreamId, group: Group, at: Operand, dtype: DType) -> Self {
+        let (kind, count) = (Collective::AllReduce, at.bytes / dtype.size());
+        Command::Collective { stream, kind, group, from: at, to: at, count, dtype }
+    }
+
     /// Where it is queued; `None` for what starts nothing.
     pub(super) fn stream(&self) -> Option<StreamId> {
         match self {
@@ -287,7 +322,7 @@ impl Command {
             | Command::Convolution { stream, .. }
             | Command::Record { stream, .. }
             | Command::Wait { stream, .. }
-            | Command::AllReduce { stream, .. } => Some(*stream),
+            | Command::Collective { stream, .. } => Some(*stream),
         }
     }
 
@@ -313,7 +348,8 @@ impl Command {
                 all.push((*workspace, Access::Write));
                 all
             }
-            Command::AllReduce { at, .. } => vec![(*at, Access::Change)],
+            Command::Collective { kind: Collective::AllReduce, to, .. } => vec![(*to, Access::Change)],
+            Command::Collective { from, to, .. } => vec![(*from, Access::Read), (*to, Access::Write)],
         };
         all.into_iter().filter(|(operand, _)| !operand.is_none()).collect()
     }

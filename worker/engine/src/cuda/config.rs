@@ -1,5 +1,6 @@
 //! The configuration of the CUDA engine.
 
+use crate::plan::Plan;
 use lockstep_comm::{rendezvous::Store, watchdog::Watchdog};
 use lockstep_protocol::spec::{LossScale, Precision};
 use std::sync::Arc;
@@ -7,6 +8,8 @@ use std::sync::Arc;
 /// What the CUDA engine is given in addition to what every engine is.
 #[derive(Debug, Clone)]
 pub(super) struct GpuConfig {
+    /// How the network is spread over the ranks.
+    pub(super) plan: Plan,
     /// As CUDA numbers the devices that this process sees.
     pub(super) ordinal: i32,
     pub(super) precision: Precision,

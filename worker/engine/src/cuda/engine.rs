@@ -1,6 +1,8 @@
 //! The engine as training sees it.
 
 use super::{backend::leave_to_driver, steps::parts, *};
+use crate::{Contribution, state_dict};
+use lockstep_comm::Reduction;
 
 impl Engine for CudaEngine {
     fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
@@ -12,7 +14,9 @@ impl Engine for CudaEngine {
 
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
         if self.network.image_size != image_size {
-            self.network = self.program.set_image_size(image_size).ok_or_else(|| unknown_size(image_size))?;
+            let own = self.program.set_image_size(image_size).ok_or_else(|| unknown_size(image_size))?;
+            self.network =
+                if self.groups.is_some() { Arc::new(self.network.resized(image_size)) } else { own };
         }
         Ok(())
     }
@@ -56,6 +60,10 @@ impl Engine for CudaEngine {
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        if self.groups.is_some() {
+            // No rank alone has a whole network that is split.
+            return None;
+        }
         let settled = self.settle();
         settled.inspect_err(|error| tracing::warn!("what is on the GPU is not known: {error}")).ok()
     }
@@ -78,10 +86,13 @@ impl Engine for CudaEngine {
     }
 
     fn layer_times(&mut self) -> Vec<LayerTime> {
-        match self.profiled.take() {
+        let mut layers = match self.profiled.take() {
             Some(calls) if !calls.is_empty() => self.program.layer_times(&calls),
             _ => Vec::new(),
-        }
+        };
+        // Activations of a part of a network have other numbers.
+        layers.retain(|layer| self.groups.is_none() || layer.name.is_some());
+        layers
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
@@ -103,7 +114,10 @@ impl Engine for CudaEngine {
         for part in parts(batch, self.config.batch_size, &self.network) {
             let control = Control { valid: part.labels.len() as u32, ..Control::default() };
             self.run(Phase::Evaluate, control, &part)?;
-            logits.extend(self.program.logits(part.labels.len())?);
+            logits.extend(match &self.groups {
+                None => self.program.logits(part.labels.len())?,
+                Some(groups) => split_logits(&mut self.program, groups, part.labels.len())?,
+            });
         }
         Ok(logits)
     }
@@ -183,6 +197,17 @@ impl Engine for CudaEngine {
         self.comm.rank()
     }
 
+    fn state_dict(&self) -> Result<Contribution, EngineError> {
+        let model = self.groups.as_ref().map_or(1, |groups| groups.model.size());
+        // The ranks of the first model group have all parts.
+        if self.comm.rank() >= model {
+            return Ok(Contribution::Replica);
+        }
+        let mut state = self.own_state()?;
+        self.gather(state.tensors_mut())?;
+        Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
+    }
+
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
@@ -195,7 +220,7 @@ impl Engine for CudaEngine {
     fn checksum(&self) -> Result<[u64; 2], EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
-        Ok([self.program.checksum()?, 0])
+        Ok(self.program.checksum()?)
     }
 
     fn exchange(&self) -> String {
@@ -205,6 +230,14 @@ impl Engine for CudaEngine {
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
+        if self.groups.is_some() {
+            let mut parameters = self.parameters()?;
+            self.gather([&mut parameters])?;
+            for tensor in parameters.values_mut() {
+                self.comm.broadcast((&mut tensor.values).into(), 0)?;
+            }
+            return self.set_parameters(&parameters);
+        }
         let mut flat = self.program.state.read_flat()?;
         self.comm.broadcast((&mut flat).into(), 0)?;
         self.program.write_flat(&flat)
@@ -229,7 +262,34 @@ impl Engine for CudaEngine {
     }
 }
 
+/// The logits of this rank's first `pictures` pictures, which the ranks of its model group have by classes.
+fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
+    let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
+    let (own, width, most) = (program.own_logits(&head)?, head.own().len(), head.most());
+    // As many of each row for every rank.
+    let padded = |row: &[f32]| [row, &vec![0.0; most - width]].concat();
+    let given: Vec<f32> = own.chunks_exact(width).flat_map(padded).collect();
+    let mut taken = vec![0f32; given.len()];
+    groups.model.all_to_all((&given).into(), (&mut taken).into())?;
+    let batch = taken.len() / (head.ranks * most);
+    let row = |picture: usize| {
+        let part = |rank: usize| {
+            let classes = head.bounds[rank + 1] - head.bounds[rank];
+            &taken[(rank * batch + picture) * most..][..classes]
+        };
+        (0..head.ranks).flat_map(part).copied().collect::<Vec<_>>()
+    };
+    Ok((0..pictures).flat_map(row).collect())
+}
+
 impl CudaEngine {
+    /// Collective in the model group: completes tensors, of whose split ones each rank has its part and 0 for the rest.
+    fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
+        let Some(groups) = &self.groups else { return Ok(()) };
+        let add = |values: &mut [f32]| groups.model.all_reduce(values.into(), Reduction::Sum);
+        state_dict::complete(self.program.network(), all, add)
+    }
+
     /// The state, when everything that was started is done or known never to end.
     fn read<T>(&self, what: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;

@@ -4,14 +4,15 @@
 //! layers, in the order in which the backward pass produces their gradients, with a low-precision copy and gradients in
 //! the type that is computed in. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
 
+use super::command::{Operand, Region};
 use crate::{
     EngineError,
     fuse::{Conv, FusedOp, Norm},
-    net::{Network, Role},
+    net::{Network, Role, Slice},
     optimizer::{is_weight, tensor_name},
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
-use std::{collections::BTreeMap, ops::Range};
+use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 
 /// Values to which every parameter is aligned: 16 bytes in any type, and whole tiles of the optimizer.
 const ALIGN: usize = 1024;
@@ -48,6 +49,8 @@ pub(super) struct Slot {
     pub(super) range: Range<usize>,
     /// Of a convolution or linear layer, and no bias.
     pub(super) is_weight: bool,
+    /// The part of the parameter that this rank has, where ranks share the network.
+    pub(super) slice: Option<Slice>,
 }
 
 impl Slot {
@@ -64,11 +67,14 @@ pub(super) struct Layout {
     by_name: BTreeMap<String, usize>,
     /// Values of the matrices; the vectors begin there.
     pub(super) matrices: usize,
+    /// Values of the first matrices and of the first vectors that are parts of split parameters.
+    pub(super) split_matrices: usize,
+    pub(super) split_vectors: usize,
     /// Values that the optimizer changes and that have gradients; the vectors of frozen batch norms follow.
     pub(super) trained: usize,
     /// Values in all.
     pub(super) len: usize,
-    /// Ranges of the matrices that are reduced together, in backward's order.
+    /// Ranges of the matrices that are reduced together over all ranks, in backward's order.
     pub(super) buckets: Vec<Range<usize>>,
 }
 
@@ -88,6 +94,8 @@ impl Layout {
             slots: Vec::new(),
             by_name: BTreeMap::new(),
             matrices: 0,
+            split_matrices: 0,
+            split_vectors: 0,
             trained: 0,
             len: 0,
             buckets: Vec::new(),
@@ -115,6 +123,8 @@ impl Layout {
                         let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
                         (Order::Rows, if is_head { padded_classes } else { *out } * inputs)
                     }
+                    // As long on every rank.
+                    (Role::LinearBias, _) if p.slice.is_some() => (Order::Vector, padded_classes),
                     _ => (Order::Vector, p.len()),
                 };
                 let slot = Slot {
@@ -123,13 +133,19 @@ impl Layout {
                     order,
                     range: 0..len,
                     is_weight: is_weight(p.role),
+                    slice: p.slice.clone(),
                 };
+                let is_split = slot.slice.is_some();
                 if matches!(op, FusedOp::Norm(norm) if norm.is_frozen()) {
                     frozen.push(slot);
                 } else if slot.order == Order::Vector {
                     vectors.push(slot);
                 } else {
                     layout.push(slot);
+                    if is_split {
+                        // The head, with which the backward pass begins.
+                        (layout.split_matrices, bucket) = (layout.len, layout.len);
+                    }
                     if layout.len - bucket >= BUCKET {
                         layout.buckets.push(bucket..layout.len);
                         bucket = layout.len;
@@ -141,10 +157,31 @@ impl Layout {
         if layout.matrices > bucket {
             layout.buckets.push(bucket..layout.matrices);
         }
-        vectors.into_iter().for_each(|slot| layout.push(slot));
+        for slot in vectors {
+            let is_split = slot.slice.is_some();
+            layout.push(slot);
+            if is_split {
+                layout.split_vectors = layout.len - layout.matrices;
+            }
+        }
         layout.trained = layout.len;
         frozen.into_iter().for_each(|slot| layout.push(slot));
         layout
+    }
+
+    /// The two planes of these values, of the first ones that are parts of split matrices, where these are in planes.
+    pub(super) fn planes(&self, values: Range<usize>) -> [Operand; 2] {
+        let plane = |from: usize| Operand::new(Region::Weights, 2 * (from + values.start), 2 * values.len());
+        [plane(0), plane(self.split_matrices)]
+    }
+
+    /// Where parts of split parameters are, and where parameters are that every rank has: of the matrices, of the vectors.
+    pub(super) fn split_and_whole(&self) -> [[Range<usize>; 2]; 2] {
+        let vectors = self.matrices + self.split_vectors;
+        [
+            [0..self.split_matrices, self.matrices..vectors],
+            [self.split_matrices..self.matrices, vectors..self.len],
+        ]
     }
 
     fn push(&mut self, mut slot: Slot) {
@@ -182,7 +219,11 @@ impl Layout {
                 }
             }
             let name = tensor_name(&slot.name, kept);
-            into.insert(name, HostTensor { shape: slot.shape.clone(), values });
+            let tensor = match &slot.slice {
+                None => HostTensor { shape: slot.shape.clone(), values },
+                Some(slice) => HostTensor { shape: slice.whole.clone(), values: slice.spread(&values) },
+            };
+            into.insert(name, tensor);
         }
     }
 
@@ -194,16 +235,18 @@ impl Layout {
             let tensor =
                 values.get(&name).ok_or_else(|| EngineError::Parameters(format!("`{name}` is missing")))?;
             let ours = &mut flat[slot.range.clone()];
+            let values = match &slot.slice {
+                None => Cow::Borrowed(&tensor.values),
+                Some(slice) => Cow::Owned(slice.cut(&tensor.values)),
+            };
             match (slot.order, &slot.shape[..]) {
                 (Order::Krsc { padded_in }, &[out, inputs, height, width]) => {
-                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| {
-                        ours[krsc] = tensor.values[oihw]
-                    });
+                    krsc(out, inputs, height, width, padded_in, |oihw, krsc| ours[krsc] = values[oihw]);
                 }
                 (Order::Folded, &[out, inputs, ..]) => {
-                    fold(out, inputs, |oihw, folded| ours[folded] = tensor.values[oihw]);
+                    fold(out, inputs, |oihw, folded| ours[folded] = values[oihw]);
                 }
-                _ => ours[..tensor.values.len()].copy_from_slice(&tensor.values),
+                _ => ours[..values.len()].copy_from_slice(&values),
             }
         }
         Ok(flat)

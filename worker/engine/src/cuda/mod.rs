@@ -15,12 +15,14 @@ mod device;
 mod dtype;
 mod engine;
 mod error;
+mod groups;
 mod held;
 mod jpeg;
 mod kernels;
 mod layout;
 mod ops;
 mod pictures;
+mod planes;
 #[cfg(test)]
 mod plans;
 mod profile;
@@ -38,10 +40,11 @@ mod tuner;
 use config::GpuConfig;
 use dtype::DType;
 use error::CudaError;
+use groups::Groups;
 
 use super::{
     Engine, EngineConfig, EngineError, EvalResult, LayerTime, LossScaling, NamedTensors, OptimizerState,
-    StepResult, check, finite,
+    StepResult, check, finite, plan,
     prologue::{Prologue, StepPart},
     unknown_size,
 };
@@ -99,12 +102,21 @@ fn build(
         needed.push(Library::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
+    let groups = Groups::split(gpu.plan.mesh, comm.as_ref())?;
+    let part = match &groups {
+        None => network.clone(),
+        Some(_) => {
+            let part = plan::lower(&network, &gpu.plan, comm.rank() as usize);
+            Arc::new(part.map_err(EngineError::Parameters)?)
+        }
+    };
     let device = Device::open(gpu.ordinal)?;
     let (free_before, total) = device.memory();
     fits(&network, config.batch_size, dtype, (free_before, total))?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
-    let program = Program::new(&device, network.clone(), &config, dtype, loss_scale, comm.clone(), gpu)?;
+    let program =
+        Program::new(&device, part, &config, dtype, loss_scale, comm.clone(), groups.as_ref(), gpu)?;
     let mut engine = CudaEngine {
         bypass: Bypass::new(program.state.kept_of.bytes)?,
         program,
@@ -124,6 +136,7 @@ fn build(
         config,
         network,
         comm,
+        groups,
         device,
     };
     engine.set_parameters(initial)?;
@@ -200,8 +213,10 @@ struct CudaEngine {
     /// Started and done, for the watchdog.
     steps: (u64, u64),
     config: EngineConfig,
-    /// For pictures of the current size.
+    /// For pictures of the current size; whole, also where this rank has a part of it.
     network: Arc<Network>,
     comm: Arc<dyn ProcessGroup>,
+    /// Where ranks share copies of the network.
+    groups: Option<Groups>,
     device: Device,
 }

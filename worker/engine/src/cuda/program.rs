@@ -7,11 +7,12 @@
 use super::{
     GpuConfig,
     arena::{Allocation, Arena},
-    command::{Command, Kernel, Operand, Part, Region, UPDATING, verify},
+    command::{Command, Content, Kernel, Operand, Part, Region, UPDATING, verify},
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     dtype::DType,
     error::CudaError,
+    groups::Groups,
     kernels::Kernels,
     layout::Layout,
     ops::{self, NormSite, Ops, ScaleTable},
@@ -34,7 +35,7 @@ use facts::{Facts, norm_sites};
 use lockstep_comm::ProcessGroup;
 use lockstep_data::loader::BatchFormat;
 use lockstep_host::tensors::NamedTensors;
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, ops::Range, sync::Arc};
 
 mod build;
 mod emitter;
@@ -43,7 +44,7 @@ mod facts;
 mod step_plan;
 mod text;
 
-pub(super) use step_plan::{StepPlan, capabilities};
+pub(super) use step_plan::{SplitHead, StepPlan, capabilities};
 
 /// Where a micro-batch stands in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -125,8 +126,14 @@ pub(super) struct Program {
     pub(super) inputs: Inputs,
     pub(super) results: Results,
     pub(super) reducer: Option<Reducer>,
-    /// Of the matrices, in the type that is computed in.
+    /// Ranks that have the same part of the network.
+    data_ranks: usize,
+    /// Where ranks share the network: what the host says to each of a model group.
+    group_controls: Option<Buffer>,
+    /// Of the matrices, in the type that is computed in, but for the first ones, of so many values: those of a split head that are
+    /// computed twice instead.
     matrix_gradients: Buffer,
+    recomputed: usize,
     /// Float32: of the vectors, as if they followed the matrices.
     vector_gradients: Buffer,
     /// Float32 sums over micro-batches of the matrices' gradients.
@@ -162,6 +169,11 @@ impl Program {
         let network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
         self.plan.set_network(network.clone());
         Some(network)
+    }
+
+    /// What this rank has of the network.
+    pub(super) fn network(&self) -> &Network {
+        &self.plan.network
     }
 
     /// Values of a picture of the largest size.
@@ -213,6 +225,7 @@ impl Program {
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
             ranks: self.reducer.as_ref().map(|reducer| &reducer.statistics),
+            data_ranks: self.data_ranks,
             takes_sums: &|convolution| self.tuner.has(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
@@ -261,7 +274,10 @@ impl Program {
         let mut flat = vec![0f32; len];
         match &self.accumulated {
             Some(sums) => sums.read(0, &mut flat[..matrices])?,
-            None => read_as_float(&self.matrix_gradients, self.dtype, &mut flat[..matrices])?,
+            None => {
+                let stored = &mut flat[self.recomputed..matrices];
+                read_as_float(&self.matrix_gradients, 0, self.dtype, stored)?;
+            }
         }
         self.vector_gradients.read(0, &mut flat[matrices..trained])?;
         // They carry the loss scale.
@@ -301,14 +317,18 @@ impl Program {
         Ok(spoilt == [0])
     }
 
-    /// A checksum of the weights.
-    pub(super) fn checksum(&self) -> Result<u64, CudaError> {
-        self.found.write(&[0u64])?;
-        self.launch([self.state.checksum(&self.ops)])?;
-        self.main.0.synchronize()?;
-        let mut sum = [0u64];
-        self.found.read(0, &mut sum)?;
-        Ok(sum[0])
+    /// Checksums of the weights that every rank has, and of this rank's parts of split ones.
+    pub(super) fn checksum(&self) -> Result<[u64; 2], CudaError> {
+        let [split, whole] = self.state.layout.split_and_whole();
+        let sum_of = |ranges: [Range<usize>; 2]| -> Result<u64, CudaError> {
+            self.found.write(&[0u64])?;
+            self.launch(ranges.map(|range| self.state.checksum(&self.ops, range)))?;
+            self.main.0.synchronize()?;
+            let mut sum = [0u64];
+            self.found.read(0, &mut sum)?;
+            Ok(sum[0])
+        };
+        Ok([sum_of(whole)?, sum_of(split)?])
     }
 
     /// Replaces weights and running statistics, which are known to be whole.
@@ -338,6 +358,34 @@ impl Program {
         self.launch(kernels)
     }
 
+    /// What a split head has left of the micro-batch that was evaluated last: the logits `[pictures, classes]` of all pictures of the
+    /// model group, and of this rank's classes.
+    pub(super) fn own_logits(&mut self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
+        self.main.0.synchronize()?;
+        let (tensor, input) =
+            (self.plan.network.logits(), Input::Staged { at: 0, format: BatchFormat::Bytes });
+        let commands = self.commands(Phase::Evaluate, input, true)?;
+        let place = commands.iter().find_map(|command| match command {
+            Command::Alloc { content: Content::Activation(of), at } if *of == tensor => Some(at.offset),
+            _ => None,
+        });
+        let (rows, (chunks, chunk), own) = (self.plan.pictures(tensor), self.plan.chunks(), head.own().len());
+        let mut values = vec![0f32; rows * chunks * chunk];
+        read_as_float(&self.arena, place.unwrap_or(0), self.dtype, &mut values)?;
+        let bias = self.with_facts(|facts| facts.vector(self.plan.network.head(), "bias"));
+        let mut biases = vec![0f32; own];
+        self.state.weights.read(bias.offset, &mut biases)?;
+        let value = |row: usize, class: usize| {
+            values[(class / chunk * rows + row) * chunk + class % chunk] + biases[class]
+        };
+        Ok((0..rows * own).map(|number| value(number / own, number % own)).collect())
+    }
+
+    /// How the classes are divided, where ranks share the network.
+    pub(super) fn head(&self) -> Option<&SplitHead> {
+        self.plan.head.as_ref()
+    }
+
     /// The logits of its first `pictures` pictures.
     pub(super) fn logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
         self.main.0.synchronize()?;
@@ -347,15 +395,15 @@ impl Program {
     }
 }
 
-/// Copies numbers of `dtype` to the host, as float32.
-fn read_as_float(from: &Buffer, dtype: DType, values: &mut [f32]) -> Result<(), CudaError> {
+/// Copies numbers of `dtype` from `offset` bytes on to the host, as float32.
+fn read_as_float(from: &Buffer, offset: usize, dtype: DType, values: &mut [f32]) -> Result<(), CudaError> {
     let to_float: fn(u16) -> f32 = match dtype {
-        DType::F32 => return from.read(0, values),
+        DType::F32 => return from.read(offset, values),
         DType::F16 => |bits| half::f16::from_bits(bits).to_f32(),
         DType::Bf16 => |bits| half::bf16::from_bits(bits).to_f32(),
     };
     let mut halves = vec![0u16; values.len()];
-    from.read(0, &mut halves)?;
+    from.read(offset, &mut halves)?;
     values.iter_mut().zip(halves).for_each(|(value, bits)| *value = to_float(bits));
     Ok(())
 }

@@ -4,9 +4,10 @@
 #![allow(unsafe_code)] // NCCL takes addresses; they are ranges of the engine's own buffers.
 
 use super::{
-    command::Region,
+    command::{Collective, Group, Region},
     device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
     dtype::DType,
+    groups::Groups,
     statistics::Statistics,
 };
 use crate::{EngineError, cuda::GpuConfig};
@@ -50,6 +51,9 @@ enum Memory {
 
 pub(super) struct Reducer {
     nccl: Arc<Nccl>,
+    /// Where ranks share the network: those that have a copy together, and, if there are several, those that have the same part.
+    model: Option<Arc<Nccl>>,
+    data: Option<Arc<Nccl>>,
     pub(super) statistics: Statistics,
     memory: Memory,
     /// Not 0: nobody waits for others any more.
@@ -62,12 +66,13 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// Connects the ranks' GPUs. `gradients` says what they add up, which must be the same on all ranks; `sync` has the channels of each
-    /// batch norm if statistics are synchronised.
+    /// Connects the ranks' GPUs, those of `comm` and those of `groups`. `gradients` says what they add up, which must be the same on all
+    /// ranks; `sync` has the channels of each batch norm if statistics are synchronised.
     pub(super) fn new(
         device: &Device,
         gpu: &GpuConfig,
         comm: &dyn ProcessGroup,
+        groups: Option<&Groups>,
         buckets: usize,
         gradients: &str,
         sync: Option<&[usize]>,
@@ -76,6 +81,12 @@ impl Reducer {
         let place = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
         let nccl = Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout())?;
+        let of = |group: &dyn ProcessGroup, what: &str| {
+            Nccl::connect(Exchange::Group(group), &name(what), gpu.ordinal, comm.timeout())
+        };
+        let model = groups.map(|groups| of(groups.model.as_ref(), "model")).transpose()?;
+        let several = groups.filter(|groups| groups.data.size() > 1);
+        let data = several.map(|groups| of(groups.data.as_ref(), "data")).transpose()?;
         device.bind()?;
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
@@ -119,6 +130,8 @@ impl Reducer {
         }
         Ok(Self {
             nccl,
+            model,
+            data,
             statistics,
             memory,
             abort,
@@ -138,22 +151,49 @@ impl Reducer {
         }
     }
 
-    /// Adds `count` values over all ranks, in place.
-    pub(super) fn all_reduce(
+    /// A collective of `count` values from one place to another.
+    pub(super) fn collective(
         &self,
         stream: Stream,
-        at: Ptr,
+        (kind, group): (Collective, Group),
+        [from, to]: [Ptr; 2],
         count: usize,
         dtype: DType,
-    ) -> Result<(), CommError> {
-        // SAFETY: a range of a buffer of this engine, which outlives the stream's work.
-        unsafe { self.nccl.all_reduce(at, count, dtype.into(), Reduction::Sum, stream.0) }
+    ) -> Result<(), EngineError> {
+        let nccl = match group {
+            Group::World => Some(&self.nccl),
+            Group::Model => self.model.as_ref(),
+            Group::Data => self.data.as_ref(),
+        };
+        let Some(nccl) = nccl else {
+            return Err(EngineError::Device(format!(
+                "a step with a collective{group}, which this engine does not have"
+            )));
+        };
+        let (dtype, stream) = (dtype.into(), stream.0);
+        // SAFETY: ranges of buffers of this engine, which outlive the stream's work; as long as the command says, which is checked.
+        Ok(unsafe {
+            match kind {
+                Collective::AllReduce => nccl.all_reduce(to, count, dtype, Reduction::Sum, stream),
+                Collective::AllGather => nccl.all_gather(from, to, count, dtype, stream),
+                Collective::ReduceScatter => {
+                    nccl.reduce_scatter(from, to, count, dtype, Reduction::Sum, stream)
+                }
+            }
+        }?)
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Arc<Nccl>> {
+        std::iter::once(&self.nccl).chain(&self.model).chain(&self.data)
     }
 
     /// How gradients and statistics reach other ranks, for the log.
     pub(super) fn exchange(&self) -> String {
-        match &self.memory {
-            Memory::None => "gradients go through NCCL; each rank has its own batch norm statistics".into(),
+        let split = if self.model.is_some() { "classes are split over ranks; " } else { "" };
+        let rest = match &self.memory {
+            Memory::None => {
+                String::from("gradients go through NCCL; each rank has its own batch norm statistics")
+            }
             Memory::Peers { .. } => {
                 "gradients go through NCCL, batch norm's statistics through the GPUs' memory".into()
             }
@@ -162,17 +202,18 @@ impl Reducer {
                     "gradients and batch norm's statistics go through NCCL, which is slower for statistics: {reason}"
                 )
             }
-        }
+        };
+        format!("{split}{rest}")
     }
 
     /// Whether the group is still well.
     pub(super) fn health(&self) -> Result<(), CommError> {
-        self.nccl.async_error()
+        self.all().try_for_each(|nccl| nccl.async_error())
     }
 
     /// Ends all waiting for other ranks on this GPU. What these get from it afterwards is garbage.
     pub(super) fn abort(&self, reason: &str) {
         self.abort.write(0, &[1u32]);
-        self.nccl.abort(reason);
+        self.all().for_each(|nccl| nccl.abort(reason));
     }
 }

@@ -9,11 +9,12 @@ use super::{
     error::CudaError,
     layout::Layout,
     ops::Ops,
+    planes::{from_planes, to_planes},
     running::Running,
 };
 use crate::{EngineError, LossScaling, Optimizer, OptimizerState};
 use lockstep_host::tensors::{HostTensor, NamedTensors};
-use std::mem::offset_of;
+use std::{mem::offset_of, ops::Range};
 
 /// fp16's loss scaling, and what else follows from a step's gradients; `Scaler` of the kernels.
 #[derive(Debug, Clone, Copy)]
@@ -49,12 +50,14 @@ const NO_STEP: u32 = u32::MAX;
 
 pub(super) struct State {
     pub(super) layout: Layout,
+    /// The first weights that are in planes, so many.
+    planar: usize,
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
     optimizer: Optimizer,
     /// As long, each of the optimizer's slots.
     pub(super) optimizer_slots: Vec<Buffer>,
-    /// The matrices in the type that is computed in; `None` with float32, where they are the weights.
+    /// The matrices in the type that is computed in, but for those in planes; `None` with float32, where they are the weights.
     low_precision: Option<Buffer>,
     /// Mean and variance of every batch norm.
     running_values: Buffer,
@@ -81,10 +84,11 @@ impl State {
         first_scale: f32,
         optimizer: Optimizer,
         keeping_blocks: u32,
+        planar: usize,
     ) -> Result<Self, CudaError> {
         let low_precision = match dtype {
             DType::F32 => None,
-            _ => Some(device.zeros(layout.matrices * dtype.size())?),
+            _ => Some(device.zeros((layout.matrices - planar) * dtype.size())?),
         };
         let held = Pinned::new(size_of::<u32>())?;
         let scaling = Scaling { scale: first_scale, held: held.device, ..bytemuck::Zeroable::zeroed() };
@@ -105,6 +109,7 @@ impl State {
             scaling: device.upload(&[scaling])?,
             held,
             average: None,
+            planar,
             layout,
         })
     }
@@ -114,7 +119,11 @@ impl State {
         let average = |which: usize| self.average.as_ref().map(|both| &both[which]);
         let buffer = match region {
             Region::Weights => Some(&self.weights),
-            Region::LowPrecision => self.low_precision.as_ref(),
+            Region::LowPrecision => {
+                // As if those in planes were there, too.
+                let missing = 2 * self.planar as u64;
+                return self.low_precision.as_ref().map(|buffer| buffer.ptr.wrapping_sub(missing));
+            }
             Region::OptimizerSlot(slot) => self.optimizer_slots.get(slot),
             Region::RunningStatistics => Some(&self.running_values),
             Region::KeptStatistics => Some(&self.kept_values),
@@ -134,12 +143,18 @@ impl State {
     /// Weights, biases and running statistics.
     pub(super) fn parameters(&self) -> Result<NamedTensors, EngineError> {
         let running = if self.is_unfinished { &self.kept_values } else { &self.running_values };
-        self.read_tensors(&self.weights, running)
+        self.read_tensors(&self.read_weights()?, running)
     }
 
-    fn read_tensors(&self, weights: &Buffer, running: &Buffer) -> Result<NamedTensors, EngineError> {
+    fn read_weights(&self) -> Result<Vec<f32>, CudaError> {
+        let mut weights = read(&self.weights)?;
+        from_planes(&mut weights[..self.planar]);
+        Ok(weights)
+    }
+
+    fn read_tensors(&self, weights: &[f32], running: &Buffer) -> Result<NamedTensors, EngineError> {
         let mut all = NamedTensors::new();
-        self.layout.export(None, &read(weights)?, &mut all);
+        self.layout.export(None, weights, &mut all);
         let values = read(running)?;
         for r in &self.running {
             for (suffix, at) in [("running_mean", r.at), ("running_var", r.at + r.stride)] {
@@ -182,20 +197,28 @@ impl State {
         ops: &Ops,
         decay: f64,
         steps: u32,
-    ) -> Result<[Kernel; 2], CudaError> {
+    ) -> Result<Vec<Kernel>, CudaError> {
         let first = self.average.is_none();
         if first {
             self.make_room_for_average(device)?;
         }
         let decay = if first { 0.0 } else { decay };
+        let planar = 4 * self.planar;
         let all = [
-            (Region::AverageWeights, Region::Weights, &self.weights),
-            (Region::AverageStatistics, Region::RunningStatistics, &self.running_values),
+            (Region::AverageWeights, Region::Weights, planar..self.weights.bytes),
+            (Region::AverageStatistics, Region::RunningStatistics, 0..self.running_values.bytes),
         ];
-        Ok(all.map(|(average, values, buffer)| {
-            let [average, values] = [average, values].map(|region| Operand::new(region, 0, buffer.bytes));
-            ops.average(average, values, buffer.bytes as u64 / 4, decay, steps)
-        }))
+        let mut kernels = Vec::from(all.map(|(average, values, bytes)| {
+            let of = |region| Operand::new(region, bytes.start, bytes.len());
+            ops.average(of(average), of(values), bytes.len() as u64 / 4, decay, steps)
+        }));
+        if planar > 0 {
+            let [nearest, rests] = self.layout.planes(0..self.planar);
+            let average = Operand::new(Region::AverageWeights, 0, planar);
+            let length = self.planar as u64;
+            kernels.push(ops.average_planes(average, [rests, nearest], length, decay, steps));
+        }
+        Ok(kernels)
     }
 
     fn make_room_for_average(&mut self, device: &Device) -> Result<(), CudaError> {
@@ -215,7 +238,7 @@ impl State {
     }
 
     pub(super) fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        let of = |[weights, running]: &[Buffer; 2]| self.read_tensors(weights, running);
+        let of = |[weights, running]: &[Buffer; 2]| self.read_tensors(&read(weights)?, running);
         self.average.as_ref().map(of).transpose()
     }
 
@@ -235,7 +258,7 @@ impl State {
 
     /// Weights and running statistics, one after another.
     pub(super) fn read_flat(&self) -> Result<Vec<f32>, EngineError> {
-        let mut flat = read(&self.weights)?;
+        let mut flat = self.read_weights()?;
         flat.extend(read(&self.running_values)?);
         Ok(flat)
     }
@@ -243,10 +266,14 @@ impl State {
     /// Replaces both. Gives what is left to be run.
     pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
         let (weights, statistics) = flat.split_at(self.layout.len);
-        self.weights.write(weights)?;
+        let (planar, weights) = weights.split_at(self.planar);
+        self.weights.write(&to_planes(planar))?;
+        self.weights.write_at(4 * self.planar, weights)?;
         self.running_values.write(statistics)?;
-        let [weights, low_precision] = [Region::Weights, Region::LowPrecision].map(Operand::whole);
-        let length = self.layout.matrices as u64;
+        let copied = self.planar..self.layout.matrices;
+        let [weights, low_precision] = [(Region::Weights, 4), (Region::LowPrecision, 2)]
+            .map(|(region, size)| Operand::new(region, size * copied.start, size * copied.len()));
+        let length = copied.len() as u64;
         Ok(self.has_low_precision().then(|| ops.to_low_precision(weights, low_precision, length)))
     }
 
@@ -277,21 +304,29 @@ impl State {
     pub(super) fn find_not_finite(&self, ops: &Ops) -> Vec<Kernel> {
         let slots = self.optimizer_slots.iter().enumerate();
         let average = self.average.iter().flatten();
+        let found = Operand::new(Region::Found, 0, 4);
+        let planar = (self.planar > 0).then(|| {
+            let [nearest, _] = self.layout.planes(0..self.planar);
+            ops.find_not_finite_nearest(nearest, self.planar as u64, found)
+        });
         [(Region::Weights, &self.weights), (Region::RunningStatistics, &self.running_values)]
             .into_iter()
             .chain(slots.map(|(slot, buffer)| (Region::OptimizerSlot(slot), buffer)))
             .chain([Region::AverageWeights, Region::AverageStatistics].into_iter().zip(average))
             .map(|(region, buffer)| {
-                let values = Operand::new(region, 0, buffer.bytes);
-                ops.find_not_finite(values, buffer.bytes as u64 / 4, Operand::new(Region::Found, 0, 4))
+                let from = if region == Region::Weights { 4 * self.planar } else { 0 };
+                let values = Operand::new(region, from, buffer.bytes - from);
+                ops.find_not_finite(values, values.bytes as u64 / 4, found)
             })
+            .chain(planar)
             .collect()
     }
 
-    /// Adds a checksum of the weights to [`Region::Found`].
-    pub(super) fn checksum(&self, ops: &Ops) -> Kernel {
-        let weights = Operand::new(Region::Weights, 0, self.weights.bytes);
-        ops.add_checksum(weights, self.weights.bytes as u64 / 4, Operand::new(Region::Found, 0, 8))
+    /// Adds a checksum of these weights to [`Region::Found`].
+    pub(super) fn checksum(&self, ops: &Ops, weights: Range<usize>) -> Kernel {
+        let length = weights.len() as u64;
+        let weights = Operand::new(Region::Weights, 4 * weights.start, 4 * weights.len());
+        ops.add_checksum(weights, length, Operand::new(Region::Found, 0, 8))
     }
 
     pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {

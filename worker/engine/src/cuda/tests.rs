@@ -5,6 +5,7 @@ use crate::{
     Engine, EngineConfig, Optimizer,
     cuda::GpuConfig,
     net::{Network, init, resnet},
+    plan::Plan,
 };
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource, EpochPlan};
@@ -24,6 +25,7 @@ mod optimizers;
 mod runs;
 mod scaling;
 mod sizes;
+mod split_head;
 mod trajectories;
 mod unfused;
 
@@ -92,6 +94,7 @@ fn cuda_from(
 /// The same bits in every run; [`defaults`] has what everybody runs.
 fn deterministic() -> GpuConfig {
     GpuConfig {
+        plan: Plan::data(1),
         ordinal: 0,
         precision: Precision::Fp32,
         loss_scale: LossScale::Static(1024.0),

@@ -1,6 +1,6 @@
 //! Commands as text, operands by what they hold.
 
-use super::{Access, Command, Content, Geometry, Operand, Part, Region, StreamId};
+use super::{Access, Collective, Command, Content, Geometry, Group, Operand, Part, Region, StreamId};
 use std::{
     collections::HashMap,
     fmt::{Display, Formatter, Result, Write},
@@ -63,9 +63,9 @@ pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn
             Command::Convolution { stream, convolution, .. } => {
                 format!("  {stream}: {convolution}: {}", accesses(command, &names))
             }
-            Command::AllReduce { stream, count, dtype, .. } => {
+            Command::Collective { stream, kind, group, count, dtype, .. } => {
                 let what = accesses(command, &names);
-                format!("  {stream}: all_reduce of {count} {}: {what}", dtype.name())
+                format!("  {stream}: {kind}{group} of {count} {}: {what}", dtype.name())
             }
         };
         let _ = writeln!(text, "{line}");
@@ -98,7 +98,29 @@ impl Display for Content {
             Content::Gradient(tensor) => write!(f, "gradient of t{tensor}"),
             Content::ReluMask(norm) => write!(f, "relu_mask of norm {norm}"),
             Content::Argmax(number) => write!(f, "argmax {number}"),
+            Content::OfHead => f.write_str("of the split head"),
         }
+    }
+}
+
+impl Display for Collective {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        f.write_str(match self {
+            Collective::AllReduce => "all_reduce",
+            Collective::AllGather => "all_gather",
+            Collective::ReduceScatter => "reduce_scatter",
+        })
+    }
+}
+
+/// As it follows a collective; nothing for all ranks.
+impl Display for Group {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        f.write_str(match self {
+            Group::World => "",
+            Group::Model => " in the model group",
+            Group::Data => " in the data group",
+        })
     }
 }
 

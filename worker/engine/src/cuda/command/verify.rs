@@ -33,7 +33,9 @@ pub(in crate::cuda) fn meetings(commands: &[Command]) -> Vec<String> {
     commands
         .iter()
         .filter_map(|command| match command {
-            Command::AllReduce { stream, count, dtype, .. } => Some(format!("{stream:?} {count} {dtype:?}")),
+            Command::Collective { stream, kind, group, count, dtype, .. } => {
+                Some(format!("{kind:?} {group:?} {stream:?} {count} {dtype:?}"))
+            }
             Command::Kernel { .. } => {
                 let accesses = command.accesses();
                 let (operand, _) = accesses.iter().find(|(operand, _)| exchange(operand))?;
@@ -48,7 +50,9 @@ fn name(command: &Command) -> String {
     match command {
         Command::Kernel { stream, kernel } => format!("{} on {stream:?}", kernel.name),
         Command::Convolution { stream, convolution, .. } => format!("{convolution} on {stream:?}"),
-        Command::AllReduce { stream, at, .. } => format!("all-reduce of {at:?} on {stream:?}"),
+        Command::Collective { stream, kind, group, to, .. } => {
+            format!("{kind}{group} to {to:?} on {stream:?}")
+        }
         other => format!("{other:?}"),
     }
 }
@@ -144,7 +148,7 @@ impl Check {
                 self.touch(operand, place, true)?;
             }
         }
-        if matches!(command, Command::AllReduce { .. }) {
+        if matches!(command, Command::Collective { .. }) {
             if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("the collective before it may still run".into());
             }
@@ -160,7 +164,7 @@ impl Check {
         stream: usize,
     ) -> Result<(), String> {
         let written = || accesses.iter().filter(|(_, access)| *access != Access::Read).map(|(o, _)| *o);
-        let waits = matches!(command, Command::AllReduce { .. })
+        let waits = matches!(command, Command::Collective { .. })
             || written().any(|operand| operand.region == Region::PeerSequences);
         let trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
@@ -276,6 +280,7 @@ fn lasts(region: Region, carries_over: bool) -> bool {
         Region::Nowhere
         | Region::Arena
         | Region::Control
+        | Region::GroupControls
         | Region::NormValues
         | Region::ChannelSums
         | Region::StatisticsSums

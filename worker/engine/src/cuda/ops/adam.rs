@@ -54,7 +54,11 @@ impl Ops {
         args.extend(flat.gradients.args());
         args.extend([Arg::In(flat.control), Arg::In(flat.scaler)]);
         args.extend(flat.decay.map(Arg::F32));
-        kernel("adamw", self.items(flat.gradients.length / 8, 6), args)
+        kernel(
+            if flat.planar { "adamw_planes" } else { "adamw" },
+            self.items(flat.gradients.length / 8, 6),
+            args,
+        )
     }
 
     /// After [`Ops::gradient_norm`]. Moves: weights and moments three times, gradients and low_precision once.

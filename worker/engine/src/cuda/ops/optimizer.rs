@@ -3,7 +3,8 @@
 //! All flat buffers have one order: a first part of the weights of convolutions and linear layers, then the
 //! rest (batch norms, biases). Each parameter begins and ends at a multiple of 8 values.
 
-use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, Region, kernel, plain};
+use super::{Arg, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, kernel, plain};
+use std::ops::Range;
 
 /// Blocks that share the norm of one parameter.
 pub(in crate::cuda) const NORM_PARTS: u32 = 16;
@@ -22,6 +23,19 @@ pub(in crate::cuda) struct Gradients {
 }
 
 impl Gradients {
+    /// Of some values of the first part and of the second, counted from the beginning of the first.
+    pub(in crate::cuda) fn part(self, first: Range<usize>, second: Range<usize>) -> Self {
+        let all = self.first_length as usize;
+        let size = self.first.bytes / all.max(1);
+        Self {
+            first: self.first.part(size * first.start, size * first.len()),
+            second: self.second.part(4 * (second.start - all), 4 * second.len()),
+            first_length: first.len() as u64,
+            length: (first.len() + second.len()) as u64,
+            ..self
+        }
+    }
+
     pub(super) fn args(self) -> [Arg; 5] {
         [
             Arg::In(self.first),
@@ -48,10 +62,12 @@ pub(in crate::cuda) struct GradientNorm {
 /// What an update reads and writes, whatever its rule.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Flat {
-    /// float32, like the optimizer's slots.
+    /// float32, like the optimizer's slots; in planes: the bits below the nearest bfloat16.
     pub(in crate::cuda) weights: Operand,
     /// The weights as T; may be 0.
     pub(in crate::cuda) low_precision: Operand,
+    /// Whether weights are two planes of 16 bits (bfloat16; SGD and AdamW).
+    pub(in crate::cuda) planar: bool,
     pub(in crate::cuda) gradients: Gradients,
     /// The learning rate is its `lr`.
     pub(in crate::cuda) control: Operand,
@@ -114,7 +130,6 @@ pub(in crate::cuda) struct Sgd {
 impl Ops {
     /// Moves: all gradients once.
     pub(in crate::cuda) fn gradient_norm(&self, p: GradientNorm) -> Kernel {
-        let blocks = (p.gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.multiprocessors) * 2);
         let mut args = p.gradients.args().to_vec();
         args.extend([
             Arg::InOut(p.scaler),
@@ -122,7 +137,33 @@ impl Ops {
             Arg::Out(self.partials()),
             self.counter(NORM_COUNTER),
         ]);
-        kernel("gradient_norm", plain([blocks as u32, 1, 1], [512, 1, 1]), args)
+        kernel("gradient_norm", self.norm_geometry(p.gradients), args)
+    }
+
+    /// As [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64), one a rank,
+    /// of gradients that are not among these.
+    pub(in crate::cuda) fn gradient_norm_of_parts(
+        &self,
+        p: GradientNorm,
+        others: Operand,
+        count: u32,
+    ) -> Kernel {
+        let Kernel { geometry, mut args, .. } = self.gradient_norm(p);
+        args.splice(5..5, [Arg::In(others), Arg::U32(count)]);
+        kernel("gradient_norm_of_parts", geometry, args)
+    }
+
+    /// *to (f64) = the sum of squares of the gradients. Moves: all of them once.
+    pub(in crate::cuda) fn gradient_squares(&self, gradients: Gradients, to: Operand) -> Kernel {
+        let mut args = gradients.args().to_vec();
+        args.extend([Arg::Out(to), Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
+        kernel("gradient_squares", self.norm_geometry(gradients), args)
+    }
+
+    /// Blocks that go through all gradients.
+    fn norm_geometry(&self, gradients: Gradients) -> Geometry {
+        let blocks = (gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.multiprocessors) * 2);
+        plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
     /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
@@ -148,10 +189,12 @@ impl Ops {
     /// value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
         let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE };
-        let (name, Rates { segments, count, rates }) = match p.update {
-            Update::Momentum => ("sgd_momentum", none),
-            Update::Nesterov => ("sgd_nesterov", none),
-            Update::Lars(rates) => ("sgd_lars", rates),
+        let (name, Rates { segments, count, rates }) = match (p.update, p.flat.planar) {
+            (Update::Momentum, false) => ("sgd_momentum", none),
+            (Update::Momentum, true) => ("sgd_momentum_planes", none),
+            (Update::Nesterov, false) => ("sgd_nesterov", none),
+            (Update::Nesterov, true) => ("sgd_nesterov_planes", none),
+            (Update::Lars(rates), _) => ("sgd_lars", rates),
         };
         let flat = p.flat;
         let [weights, low_precision] = flat.weights_args();
@@ -207,6 +250,31 @@ impl Ops {
             Arg::U32(steps),
         ];
         kernel("average_values", self.items(length, 8), args)
+    }
+
+    /// As [`Ops::average`] of weights in planes, the second and the first one; `length` is a multiple of 8.
+    pub(in crate::cuda) fn average_planes(
+        &self,
+        average: Operand,
+        [rests, nearest]: [Operand; 2],
+        length: u64,
+        decay: f64,
+        steps: u32,
+    ) -> Kernel {
+        let Kernel { mut args, .. } = self.average(average, rests, length, decay, steps);
+        args.insert(2, Arg::In(nearest));
+        kernel("average_planes", self.items(length / 8, 8), args)
+    }
+
+    /// As [`Ops::find_not_finite`], of `length` bfloat16 values.
+    pub(in crate::cuda) fn find_not_finite_nearest(
+        &self,
+        values: Operand,
+        length: u64,
+        found: Operand,
+    ) -> Kernel {
+        let Kernel { geometry, args, .. } = self.find_not_finite(values, length, found);
+        kernel("find_not_finite_nearest", geometry, args)
     }
 
     /// *found (`u32`) = 1 if any of `length` float32 values is not finite; else it stays as it is.

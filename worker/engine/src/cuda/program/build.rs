@@ -11,6 +11,7 @@ impl Program {
         dtype: DType,
         loss_scale: Option<(f32, bool)>,
         comm: Arc<dyn ProcessGroup>,
+        groups: Option<&Groups>,
         gpu: &GpuConfig,
     ) -> Result<Self, EngineError> {
         let plan = StepPlan::new(
@@ -33,9 +34,9 @@ impl Program {
             first_scale,
             config.optimizer,
             ops.keeping_blocks(),
+            if plan.is_planar() { layout.split_matrices } else { 0 },
         )?;
         let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
-        let matrix_gradients = device.zeros(dtype.size() * layout.matrices)?;
         let norm_values = device.zeros(norm_bytes.max(4))?;
         let sync = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
         let reducer = match comm.size() {
@@ -47,6 +48,7 @@ impl Program {
                     device,
                     gpu,
                     comm.as_ref(),
+                    groups,
                     layout.buckets.len(),
                     &gradients,
                     sync.then_some(&channels[..]),
@@ -57,6 +59,12 @@ impl Program {
             0 | 1 => None,
             _ => Some(device.zeros(4 * layout.matrices)?),
         };
+        let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
+        let recomputed = match plan.recomputes(accumulated.is_some(), data_ranks) {
+            true => layout.split_matrices,
+            false => 0,
+        };
+        let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - recomputed))?;
         let segments: Vec<u64> = layout
             .trained_slots()
             .iter()
@@ -67,8 +75,14 @@ impl Program {
             .collect();
         let count = layout.trained_slots().len();
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
-        let (pictures, classes) = (config.batch_size as u32, plan.padded_classes as u32);
-        let scratch = device.zeros(ops.scratch_bytes(pictures, classes, count as u32))?;
+        let inputs = Inputs::new(device, config.batch_size)?;
+        // A split head has kernels of its own, and leaves its logits where they are.
+        let (padded, logits, controls) = match &plan.head {
+            None => (plan.padded_classes, 4 * config.batch_size * network.classes, None),
+            Some(head) => (0, 4, Some(device.zeros(head.ranks * inputs.control.bytes)?)),
+        };
+        let scratch =
+            device.zeros(ops.scratch_bytes(config.batch_size as u32, padded as u32, count as u32))?;
         let mut program = Self {
             ops,
             kernels,
@@ -76,7 +90,9 @@ impl Program {
             segments,
             rates,
             tuner: Tuner::new(device, gpu.deterministic)?,
-            inputs: Inputs::new(device, config.batch_size)?,
+            inputs,
+            data_ranks,
+            group_controls: controls,
             results: Results::new(device)?,
             normalisation: device.zeros(4 * 256 * network.channels)?,
             scalings: HashMap::new(),
@@ -91,7 +107,7 @@ impl Program {
             side_begin: Event::new(false)?,
             side_end: Event::new(false)?,
             side_done: plan.ops.iter().map(|_| Event::new(false)).collect::<Result<_, _>>()?,
-            evaluated_logits: device.zeros(4 * config.batch_size * network.classes)?,
+            evaluated_logits: device.zeros(logits)?,
             deterministic: gpu.deterministic,
             dynamic_scale: loss_scale.map(|(_, dynamic)| dynamic),
             config: config.clone(),
@@ -99,6 +115,7 @@ impl Program {
             state,
             reducer,
             matrix_gradients,
+            recomputed,
             vector_gradients,
             accumulated,
             norm_values,

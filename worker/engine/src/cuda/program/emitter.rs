@@ -2,7 +2,7 @@
 //! started, and the same facts give the same list.
 
 use super::*;
-use crate::cuda::command::{Content, EventId, Kernel, Part, StreamId};
+use crate::cuda::command::{Collective, EventId, Group, Kernel, Part, StreamId};
 use std::collections::VecDeque;
 
 mod backward;
@@ -10,6 +10,7 @@ mod forward;
 mod fused;
 mod loss;
 mod plain;
+mod split_head;
 #[cfg(test)]
 mod tests;
 mod update;
@@ -71,6 +72,8 @@ struct GraphEmitter<'a> {
     shared: Vec<Allocation>,
     /// Buckets of gradients that are complete.
     sent: usize,
+    /// Features and gradient of the logits, where the gradient of a split head's weights is still to come.
+    head: Option<[Allocation; 2]>,
     /// The convolution output whose sums cuDNN has taken along.
     summed: Option<TensorId>,
 }
@@ -115,6 +118,7 @@ impl<'a> GraphEmitter<'a> {
             gradients: vec![Vec::new(); tensors],
             shared: Vec::new(),
             sent: 0,
+            head: None,
             summed: None,
         }
     }
@@ -138,8 +142,7 @@ impl<'a> GraphEmitter<'a> {
                     self.backward(index, micro_batch)?;
                 }
                 self.part(Part::Update);
-                self.finish(micro_batch);
-                Ok(())
+                self.finish(micro_batch)
             }
         }
     }
@@ -196,7 +199,7 @@ impl<'a> GraphEmitter<'a> {
     /// Room for a tensor of the whole batch. Before more memory is taken for it, the backward pass waits for the weight
     /// gradients that are far behind, and uses again what they have read.
     fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Allocation {
-        let bytes = self.plan.batch * self.plan.values(tensor) * self.plan.dtype.size();
+        let bytes = self.plan.pictures(tensor) * self.plan.values(tensor) * self.plan.dtype.size();
         if self.pending.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
             let done: Vec<_> = self.pending.drain(..self.pending.len() - PENDING_WEIGHT_GRADIENTS).collect();
             if let Some((number, _)) = done.last() {

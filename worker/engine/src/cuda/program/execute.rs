@@ -28,9 +28,10 @@ impl Program {
             }
             Command::Record { stream, event } => self.event(*event)?.record(self.stream(*stream)?)?,
             Command::Wait { stream, event } => self.stream(*stream)?.wait(self.event(*event)?)?,
-            Command::AllReduce { stream, at: values, count, dtype } => {
+            Command::Collective { stream, kind, group, from, to, count, dtype } => {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
-                reducer.all_reduce(self.stream(*stream)?, at(*values)?, *count, *dtype)?;
+                let ends = [at(*from)?, at(*to)?];
+                reducer.collective(self.stream(*stream)?, (*kind, *group), ends, *count, *dtype)?;
             }
         }
         Ok(())
@@ -83,7 +84,7 @@ impl Program {
             return Ok(0);
         }
         let base = self.region(operand.region, pictures).ok_or_else(|| absent(&format!("{operand:?}")))?;
-        Ok(base + operand.offset as u64)
+        Ok(base.wrapping_add(operand.offset as u64))
     }
 
     /// Where a region begins, if there is one.
@@ -114,8 +115,12 @@ impl Program {
             Region::ScaleColumns => scaling(1),
             Region::InputCounter => Some(&self.inputs.counter),
             Region::Control => Some(&self.inputs.control),
+            Region::GroupControls => self.group_controls.as_ref(),
             Region::ResultCounter => Some(&self.results.counter),
-            Region::MatrixGradients => Some(&self.matrix_gradients),
+            Region::MatrixGradients => {
+                let missing = (self.recomputed * self.dtype.size()) as u64;
+                return Some(self.matrix_gradients.ptr.wrapping_sub(missing));
+            }
             Region::VectorGradients => Some(&self.vector_gradients),
             Region::Accumulated => self.accumulated.as_ref(),
             Region::NormValues => Some(&self.norm_values),

@@ -31,6 +31,8 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) dynamic_scale: bool,
     /// How ranks add statistics up; `None` for a single rank, which sends no gradients either.
     pub(in crate::cuda) ranks: Option<&'a Statistics>,
+    /// Ranks that have the same part of the network as this one, and other pictures.
+    pub(in crate::cuda) data_ranks: usize,
     /// Convolutions (with `sums` set) that take statistics along, as the tuner found it faster.
     pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// From pictures of the dataset's size to the network's, by height and by width; `None` where they have it.
@@ -44,6 +46,11 @@ impl Facts<'_> {
 
     /// The weights of a convolution or linear layer in the type that is computed in.
     pub(super) fn matrix(&self, name: &str) -> Operand {
+        let slot = self.slot(name, "weight");
+        if self.plan.is_planar() && slot.slice.is_some() {
+            let [nearest, _] = self.layout.planes(slot.padded());
+            return nearest;
+        }
         let region = if self.plan.dtype == DType::F32 { Region::Weights } else { Region::LowPrecision };
         self.matrix_in(region, name)
     }
@@ -64,6 +71,11 @@ impl Facts<'_> {
 
     pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
         vector_gradient(self.layout, name, suffix)
+    }
+
+    /// See [`StepPlan::recomputes`].
+    pub(super) fn recomputes(&self) -> bool {
+        self.plan.recomputes(self.accumulates, self.data_ranks)
     }
 
     /// The gradients of all matrices: in the type that is computed in, or float32 sums over micro-batches.

@@ -5,9 +5,9 @@ use super::{Convolution, DType, Direction};
 use crate::{
     cuda::error::CudaError,
     fuse::{Capabilities, Conv, FusedOp, Norm, fuse},
-    net::{Network, TensorId},
+    net::{Network, Op, Placement, TensorId},
 };
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
 /// Channels of the input as the network's first convolution reads it: a multiple of what cuDNN's
 /// tensor-core engines take.
@@ -16,6 +16,47 @@ const PADDED_INPUT: usize = 4;
 const PADDED_CLASSES: usize = 8;
 /// Channels that a thread of our kernels reads at a time.
 const CHANNELS: usize = 8;
+/// Weights of a split head that are multiplied at a time: cuDNN's plans are for tensors of less than 2^31 values, and most for less than
+/// 2^31 bytes. Tests have small ones.
+const CHUNK: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
+
+/// The last layer, of whose classes the ranks of a model group have some each.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::cuda) struct SplitHead {
+    /// Ranks of the group, and which one this is.
+    pub(in crate::cuda) ranks: usize,
+    pub(in crate::cuda) rank: usize,
+    /// Of rank `r` the classes from `bounds[r]` to `bounds[r + 1]`.
+    pub(in crate::cuda) bounds: Vec<usize>,
+    /// Parts of the logits in memory, each `[pictures, classes of a chunk]`.
+    pub(in crate::cuda) chunks: usize,
+}
+
+impl SplitHead {
+    /// Of a network that ranks share.
+    fn of(network: &Network) -> Option<Self> {
+        let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
+        let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
+        let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
+        let chunks = (most_classes(&bounds) * inputs).div_ceil(CHUNK).max(1);
+        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks })
+    }
+
+    /// This rank's classes.
+    pub(in crate::cuda) fn own(&self) -> Range<usize> {
+        self.bounds[self.rank]..self.bounds[self.rank + 1]
+    }
+
+    /// Classes of the rank that has the most.
+    pub(in crate::cuda) fn most(&self) -> usize {
+        most_classes(&self.bounds)
+    }
+}
+
+/// The first ranks have one more where classes do not come out even.
+fn most_classes(bounds: &[usize]) -> usize {
+    bounds[1] - bounds[0]
+}
 
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct StepPlan {
@@ -28,6 +69,7 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) dtype: DType,
     pub(super) padded_input: usize,
     pub(super) padded_classes: usize,
+    pub(super) head: Option<SplitHead>,
     /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 one over 2x2 pixels: of a handful of channels
     /// cuDNN makes a slow one (1.9 ms of ResNet-50's 28 at batch 256).
     pub(super) folded: bool,
@@ -65,8 +107,13 @@ impl StepPlan {
                 }
                 _ => false,
             });
-        let padded_classes = network.classes.next_multiple_of(PADDED_CLASSES);
-        Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, folded })
+        let head = SplitHead::of(&network);
+        // The same on every rank.
+        let padded_classes = match &head {
+            None => network.classes.next_multiple_of(PADDED_CLASSES),
+            Some(head) => head.most().next_multiple_of(PADDED_CLASSES * head.chunks),
+        };
+        Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, head, folded })
     }
 
     /// Continues with pictures of another size.
@@ -100,6 +147,32 @@ impl StepPlan {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
     }
 
+    /// Pictures of a micro-batch that this rank has of `tensor`: its own, or those of its model group.
+    pub(super) fn pictures(&self, tensor: TensorId) -> usize {
+        match &self.head {
+            Some(head) if *self.network.placement(tensor) != Placement::Batch => head.ranks * self.batch,
+            _ => self.batch,
+        }
+    }
+
+    /// Parts that the logits have in memory, and classes of each.
+    pub(super) fn chunks(&self) -> (usize, usize) {
+        let chunks = self.head.as_ref().map_or(1, |head| head.chunks);
+        (chunks, self.padded_classes / chunks)
+    }
+
+    /// Whether a split head's weights are two planes of 16 bits, of which the first is computed with; see [`crate::cuda::planes`].
+    pub(super) fn is_planar(&self) -> bool {
+        self.head.is_some() && self.dtype == DType::Bf16
+    }
+
+    /// Whether the gradient of a split head's weights is stored nowhere whole: it is computed twice, a chunk at a time, for its norm and for
+    /// the update. A third of the head's multiplications are added, and a sixth of its memory is saved. Not where gradients are added up
+    /// over micro-batches or ranks.
+    pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
+        self.chunks().0 > 1 && !accumulates && data_ranks == 1
+    }
+
     /// Values of a picture as they lie in memory.
     pub(super) fn values(&self, tensor: TensorId) -> usize {
         let shape = self.network.tensors[tensor];
@@ -114,7 +187,7 @@ impl StepPlan {
         shape.pixels() * channels
     }
 
-    /// The convolution that an operation is, forward, and whether it reads the pictures.
+    /// The convolution that an operation is, forward, and whether it reads the pictures. Of a split head: that of a chunk of the classes.
     pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
         let (input, output, kernel, stride, padding, groups, first) = match *op {
             FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
@@ -129,13 +202,13 @@ impl StepPlan {
         let convolution = Convolution {
             direction: Direction::Forward,
             dtype: self.dtype,
-            batch: self.batch,
+            batch: self.pictures(input),
             in_h: from.height,
             in_w: from.width,
             in_c: if first { self.padded_input } else { from.channels },
             out_h: to.height,
             out_w: to.width,
-            out_c: if is_head { self.padded_classes } else { to.channels },
+            out_c: if is_head { self.chunks().1 } else { to.channels },
             kernel,
             stride,
             padding,
@@ -154,8 +227,13 @@ impl StepPlan {
 
 /// Whether this engine runs `network`.
 fn check(network: &Network) -> Result<(), CudaError> {
-    use crate::net::Op;
     let refuse = |what: String| Err(CudaError::Unsupported(what));
+    if let Some(name) = split_elsewhere(network) {
+        return refuse(format!(
+            "parallel: {name} is split, and GPUs split only the last layer, over its classes ([[parallel.shard]] with split = \"out\"). Leave \
+             other strategies and parallel.height out, or set parallel.device = \"cpu\""
+        ));
+    }
     if network.head().is_empty() {
         return refuse(format!("{}, which does not end in a linear layer", network.arch));
     }
@@ -165,9 +243,6 @@ fn check(network: &Network) -> Result<(), CudaError> {
                 return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
             }
             Op::Conv { .. } => {}
-            Op::Redistribute { .. } | Op::Halo { .. } | Op::MeanOfRows { .. } => {
-                return refuse("a network that several ranks share".into());
-            }
             _ if op.inputs().contains(&network.input()) => {
                 return refuse(format!(
                     "{}, in which something else than a convolution reads the pictures",
@@ -187,4 +262,24 @@ fn check(network: &Network) -> Result<(), CudaError> {
         }
     }
     Ok(())
+}
+
+/// What of a network that ranks share is split otherwise than the last layer over its classes: the name of an operator.
+fn split_elsewhere(network: &Network) -> Option<&str> {
+    let part = network.part.as_ref()?;
+    let head = network.ops.last()?;
+    let is_of_head = |tensor: TensorId| {
+        let placement = network.placement(tensor);
+        tensor == head.output() && matches!(placement, Placement::Channels(_))
+            || head.inputs() == [tensor] && *placement == Placement::Whole
+    };
+    let is_plain = |op: &Op| {
+        let tensor = op.output();
+        part.rows[tensor].is_none() && (*network.placement(tensor) == Placement::Batch || is_of_head(tensor))
+    };
+    let mut names = network.ops.iter().filter(|op| !is_plain(op)).filter_map(|op| match op {
+        Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
+        _ => None,
+    });
+    names.next()
 }

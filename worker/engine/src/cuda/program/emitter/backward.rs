@@ -15,6 +15,9 @@ impl<'a> GraphEmitter<'a> {
                     self.convolution_backward(op, conv.input, conv.output, dgrad_in_norm, micro_batch)?;
                 }
             },
+            FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
+                self.split_backward(op, name, [*input, *output])?;
+            }
             FusedOp::Linear { name, input, output, is_head } => {
                 if !is_head {
                     self.bias_backward(name, *output, micro_batch)?;
@@ -30,8 +33,9 @@ impl<'a> GraphEmitter<'a> {
             | FusedOp::Relu { .. }
             | FusedOp::Add { .. }
             | FusedOp::MaxPool { .. } => self.plain_backward(op)?,
+            FusedOp::Redistribute { input, output } => self.scatter_gradient(*input, *output)?,
             // The step's plan refuses it.
-            FusedOp::Redistribute { .. } | FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
+            FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
         }
         // What only the forward pass has read; the output of a ReLU is read for the last time here.
         if let Some(allocation) = self.activations[op.output()].take() {
@@ -263,7 +267,7 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// Frees what a weight gradient reads: at once, or when it is known to be done.
-    fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
+    pub(super) fn free_after_weight_gradient(&mut self, read: Vec<Allocation>) {
         if !self.side_stream {
             read.into_iter().for_each(|allocation| self.free(allocation));
             return;

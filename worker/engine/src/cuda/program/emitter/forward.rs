@@ -82,6 +82,9 @@ impl<'a> GraphEmitter<'a> {
                 }
                 _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
             },
+            FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
+                self.split_forward(op, name, [*input, *output])?;
+            }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
                 if !is_head {
@@ -104,8 +107,9 @@ impl<'a> GraphEmitter<'a> {
             FusedOp::Relu { .. } | FusedOp::Add { .. } | FusedOp::MaxPool { .. } => {
                 self.plain_forward(op, training)?;
             }
+            FusedOp::Redistribute { input, output } => self.gather_features(*input, *output)?,
             // The step's plan refuses it.
-            FusedOp::Redistribute { .. } | FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
+            FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
         }
         if !training {
             op.reads().into_iter().for_each(|tensor| self.evaluated(tensor));

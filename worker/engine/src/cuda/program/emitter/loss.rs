@@ -6,6 +6,12 @@ impl GraphEmitter<'_> {
     pub(super) fn loss(&mut self, MicroBatch { first, .. }: MicroBatch) -> Result<(), EngineError> {
         let logits = self.plan.network.logits();
         let allocation = self.activation(logits)?;
+        if self.plan.head.is_some() {
+            self.split_loss(self.facts.label_smoothing, Some(first))?;
+            self.activations[logits] = None;
+            self.gradients[logits].push(Gradient::Whole(allocation));
+            return Ok(());
+        }
         let gradient = self.alloc(logits, Content::Gradient);
         let loss = ops::CrossEntropy {
             dlogits: gradient.operand(),
@@ -20,6 +26,9 @@ impl GraphEmitter<'_> {
     }
 
     pub(super) fn evaluate(&mut self) -> Result<(), EngineError> {
+        if self.plan.head.is_some() {
+            return self.split_loss(0.0, None);
+        }
         let allocation = self.activation(self.plan.network.logits())?;
         let loss = ops::CrossEntropy { smoothing: 0.0, ..self.cross_entropy(allocation) };
         self.main(self.facts.ops.cross_entropy(loss));

@@ -15,6 +15,7 @@ use std::path::Path;
 
 mod mutations;
 mod signatures;
+mod split_head;
 
 const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true };
 const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
@@ -46,6 +47,7 @@ struct Setting {
     capability: u32,
     optimizer: OptimizerKind,
     accumulates: bool,
+    data_ranks: usize,
     /// Whether convolutions take statistics along wherever they may.
     sums: bool,
 }
@@ -63,7 +65,8 @@ impl Setting {
             Ranks::ByNccl => Some(Statistics::ByNccl),
         };
         let optimizer = OptimizerKind::Momentum;
-        Self { plan, layout, norms, statistics, capability, optimizer, accumulates: false, sums: false }
+        let (accumulates, data_ranks, sums) = (false, 1, false);
+        Self { plan, layout, norms, statistics, capability, optimizer, accumulates, data_ranks, sums }
     }
 
     fn with_facts<T>(&self, use_them: impl FnOnce(&Facts<'_>) -> T) -> T {
@@ -77,6 +80,7 @@ impl Setting {
             accumulates: self.accumulates,
             dynamic_scale: true,
             ranks: self.statistics.as_ref(),
+            data_ranks: self.data_ranks,
             takes_sums: &|convolution| self.sums && convolution.groups == 1,
             scaling: None,
         })

@@ -1,6 +1,6 @@
 //! Gradients over all ranks, and the optimizer's step.
 
-use super::*;
+use super::{split_head::Squares, *};
 use lockstep_kernels::optimizer::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
 
@@ -37,7 +37,7 @@ impl GraphEmitter<'_> {
 
     /// Adds values over all ranks.
     pub(super) fn all_reduce(&mut self, stream: StreamId, at: Operand, dtype: DType) {
-        self.commands.push(Command::AllReduce { stream, at, count: at.bytes / dtype.size(), dtype });
+        self.commands.push(Command::all_reduce(stream, Group::World, at, dtype));
     }
 
     /// Has the main stream wait for the side stream.
@@ -47,7 +47,7 @@ impl GraphEmitter<'_> {
     }
 
     /// Adds what is left over ranks, updates the weights and reports the result.
-    pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) {
+    pub(super) fn finish(&mut self, MicroBatch { first, last, .. }: MicroBatch) -> Result<(), EngineError> {
         let Facts { layout, ops, accumulates, .. } = *self.facts;
         if self.side_stream {
             self.join();
@@ -56,14 +56,20 @@ impl GraphEmitter<'_> {
             }
         }
         let gradients = self.facts.gradients();
+        let [split, whole] = [0, 1].map(|which| {
+            let [matrices, vectors] = &layout.split_and_whole()[which];
+            gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained))
+        });
         if accumulates {
             let size = self.plan.dtype.size();
             let own = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
             self.main(ops.accumulate_gradients(gradients.first, own, layout.matrices as u64, first));
         }
         if !last {
-            return;
+            return Ok(());
         }
+        let recomputes = self.facts.recomputes();
+        let mut squares = None;
         self.main(ops.stamp(stamp(1), Operand::NONE));
         if let Some(ranks) = self.facts.ranks {
             if accumulates {
@@ -72,32 +78,60 @@ impl GraphEmitter<'_> {
                     self.send_bucket(number, StreamId::Main, at, DType::F32);
                 }
             }
-            self.send_bucket(layout.buckets.len(), StreamId::Main, gradients.second, DType::F32);
+            self.send_bucket(layout.buckets.len(), StreamId::Main, whole.second, DType::F32);
+            if recomputes {
+                // While the others' gradients are on their way.
+                squares = self.split_squares(split)?;
+            }
             if !ranks.is_ordered() {
                 self.record(StreamId::Collectives, EventId::CollectivesDone);
                 self.wait(StreamId::Main, EventId::CollectivesDone);
             }
         }
+        self.add_split_gradients(split);
+        if !recomputes {
+            squares = self.split_squares(split)?;
+        }
+        let squares = squares.map(|own| self.gather_squares(own));
         // From here on nothing waits for other ranks: an update that begins also ends.
         self.main(ops.stamp(stamp(2), UPDATING));
         let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
-        self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic }));
-        self.update_weights(gradients);
+        match squares {
+            None => self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic })),
+            Some(Squares { at, count }) => {
+                let norm = ops::GradientNorm { gradients: whole, scaler, dynamic };
+                self.main(ops.gradient_norm_of_parts(norm, at.operand(), count as u32));
+                self.free_now(at);
+            }
+        }
+        let split = layout.split_matrices;
+        self.update_weights(gradients.part(split..layout.matrices, layout.matrices..layout.trained), split);
+        self.update_head(gradients)?;
         self.main(ops.stamp(stamp(3), Operand::NONE));
         self.main(ops.record(rings::record()));
+        Ok(())
     }
 
-    /// The optimizer's step, by gradients whose norm is known.
-    fn update_weights(&mut self, gradients: ops::Gradients) {
+    /// The optimizer's step of the values from `from` on, by gradients whose norm is known.
+    pub(super) fn update_weights(&mut self, gradients: ops::Gradients, from: usize) {
         let (facts, layout) = (self.facts, self.facts.layout);
         let (ops, optimizer) = (facts.ops, &facts.optimizer);
-        let low_precision = match self.plan.dtype {
-            DType::F32 => Operand::NONE,
-            dtype => Operand::new(Region::LowPrecision, 0, dtype.size() * layout.matrices),
+        let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
+        let planar = self.plan.is_planar() && from < layout.split_matrices;
+        let [low_precision, weights] = match self.plan.dtype {
+            _ if planar => layout.planes(from..from + length),
+            DType::F32 => [Operand::NONE, Operand::new(Region::Weights, 4 * from, bytes)],
+            dtype => {
+                let copied = dtype.size() * gradients.first_length as usize;
+                let copy = Operand::new(Region::LowPrecision, dtype.size() * from, copied);
+                [copy, Operand::new(Region::Weights, 4 * from, bytes)]
+            }
         };
+        let slot = |number: usize| facts.optimizer_slot(number).part(4 * from, bytes);
         let flat = ops::Flat {
-            weights: Operand::new(Region::Weights, 0, 4 * layout.trained),
+            weights,
             low_precision,
+            planar,
             gradients,
             control: CONTROL,
             scaler: Operand::whole(Region::LossScale),
@@ -110,8 +144,8 @@ impl GraphEmitter<'_> {
             rates: Operand::whole(Region::Rates),
         };
         let moments = || ops::Moments {
-            first: facts.optimizer_slot(0),
-            second: facts.optimizer_slot(1),
+            first: slot(0),
+            second: slot(1),
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
@@ -126,7 +160,7 @@ impl GraphEmitter<'_> {
             OptimizerKind::AdamW => return self.main(ops.adamw(ops::AdamW { flat, moments: moments() })),
             OptimizerKind::Lamb => return self.main(ops.lamb(ops::Lamb { flat, moments: moments(), rates })),
         };
-        let (velocity, momentum) = (facts.optimizer_slot(0), optimizer.momentum);
+        let (velocity, momentum) = (slot(0), optimizer.momentum);
         self.main(ops.sgd(ops::Sgd { update, flat, velocity, momentum }));
     }
 }

@@ -128,11 +128,8 @@ fn memory_that_is_freed_too_early_or_twice_is_refused() {
 /// One group of ranks must not be used from two streams at once.
 #[test]
 fn collectives_on_two_streams_are_ordered() {
-    let reduce = |stream: StreamId, region: Region| Command::AllReduce {
-        stream,
-        at: Operand::new(region, 0, 1024),
-        count: 256,
-        dtype: DType::F32,
+    let reduce = |stream: StreamId, region: Region| {
+        Command::all_reduce(stream, Group::World, Operand::new(region, 0, 1024), DType::F32)
     };
     let (main, other, event) = (StreamId::Main, StreamId::Collectives, EventId::BucketReady(0));
     let done = EventId::CollectivesDone;
@@ -184,7 +181,7 @@ fn an_update_that_the_host_could_not_hold_is_refused() {
         let told = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
         let [at] = numbers(&commands, told)[..] else { panic!("it is told once") };
         assert!(refusal(&without(&commands, at)).unwrap().contains("does not know that it changes weights"));
-        let Some(last) = commands.iter().rposition(|c| matches!(c, Command::AllReduce { .. })) else {
+        let Some(last) = commands.iter().rposition(|c| matches!(c, Command::Collective { .. })) else {
             continue;
         };
         let mut early = without(&commands, at);

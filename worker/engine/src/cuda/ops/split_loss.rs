@@ -1,0 +1,164 @@
+//! Softmax cross-entropy where the ranks of a model group have some of the classes each; `split_loss.cu`. Rows are the pictures of
+//! the whole group, `batch` a rank in the order of ranks.
+
+use super::{Arg, Kernel, Operand, Ops, kernel, plain};
+
+/// Groups of 8 classes of a row that a block goes through: eight a thread.
+const GROUPS_OF_BLOCK: u32 = 8 * 256;
+/// Bytes of what a range of a row's classes, of what a rank's classes come to, and of what a row's gradient follows from.
+const PART_BYTES: usize = 24;
+const RECORD_BYTES: usize = 48;
+const ROW_BYTES: usize = 32;
+
+/// Whose classes they are, and where the logits and their labels lie.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct SplitLogits {
+    /// T, in chunks of classes: each `[rows, chunk]`, without the bias.
+    pub(in crate::cuda) logits: Operand,
+    /// float32, this rank's classes and padding.
+    pub(in crate::cuda) bias: Operand,
+    /// Control blocks of all ranks of the group.
+    pub(in crate::cuda) controls: Operand,
+    /// `u32`s of one of them.
+    pub(in crate::cuda) words: u32,
+    /// Pictures of a rank.
+    pub(in crate::cuda) batch: u32,
+    /// Ranks of the group, and which one this is.
+    pub(in crate::cuda) ranks: u32,
+    pub(in crate::cuda) rank: u32,
+    /// Classes of all ranks.
+    pub(in crate::cuda) all_classes: u32,
+    /// This rank's classes, and the first of them.
+    pub(in crate::cuda) classes: u32,
+    pub(in crate::cuda) first: u32,
+    /// Classes of a chunk, a multiple of 8.
+    pub(in crate::cuda) chunk: u32,
+    pub(in crate::cuda) chunks: u32,
+}
+
+/// The loss of this rank's pictures, from the records of all ranks.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct SplitLoss {
+    /// Of all ranks of the group.
+    pub(in crate::cuda) records: Operand,
+    pub(in crate::cuda) smoothing: f32,
+    pub(in crate::cuda) loss_scale: Operand,
+    /// What gradients follow from; may be 0.
+    pub(in crate::cuda) rows: Operand,
+    /// As of [`super::CrossEntropy`].
+    pub(in crate::cuda) totals: Operand,
+    /// Adds to the totals instead of replacing them.
+    pub(in crate::cuda) accumulate: bool,
+}
+
+impl SplitLogits {
+    fn rows(&self) -> u32 {
+        self.ranks * self.batch
+    }
+
+    /// Blocks that share a chunk's classes of a row.
+    fn pieces(&self) -> u32 {
+        (self.chunk / 8).div_ceil(GROUPS_OF_BLOCK).max(1)
+    }
+
+    /// Bytes of what [`Ops::class_records`] leaves for itself.
+    pub(in crate::cuda) fn part_bytes(&self) -> usize {
+        self.rows() as usize * (self.chunks * self.pieces()) as usize * PART_BYTES
+    }
+
+    /// Bytes of this rank's records.
+    pub(in crate::cuda) fn record_bytes(&self) -> usize {
+        self.rows() as usize * RECORD_BYTES
+    }
+
+    /// Bytes of what gradients follow from.
+    pub(in crate::cuda) fn row_bytes(&self) -> usize {
+        self.rows() as usize * ROW_BYTES
+    }
+}
+
+impl Ops {
+    /// What this rank's classes come to for each row, into `records`; `parts` are for the two kernels alone. Moves: logits once.
+    pub(in crate::cuda) fn class_records(
+        &self,
+        p: SplitLogits,
+        parts: Operand,
+        records: Operand,
+    ) -> [Kernel; 2] {
+        let (rows, pieces) = (p.rows(), p.pieces());
+        let args = [
+            Arg::In(p.logits),
+            Arg::In(p.bias),
+            Arg::Out(parts),
+            Arg::U32(p.chunk),
+            Arg::U32(pieces),
+            Arg::U32(p.classes),
+        ];
+        let of_parts = kernel("class_parts", plain([p.chunks * pieces, rows, 1], [256, 1, 1]), args);
+        let args = [
+            Arg::In(parts),
+            Arg::U32(p.chunks * pieces),
+            Arg::In(p.logits),
+            Arg::In(p.bias),
+            Arg::In(p.controls),
+            Arg::U32(p.words),
+            Arg::U32(p.batch),
+            Arg::U32(p.chunk),
+            Arg::U32(p.classes),
+            Arg::U32(p.first),
+            Arg::Out(records),
+        ];
+        [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
+    }
+
+    /// After [`Ops::class_records`] of all ranks.
+    pub(in crate::cuda) fn class_loss(&self, p: SplitLogits, loss: SplitLoss) -> Kernel {
+        let args = [
+            Arg::In(loss.records),
+            Arg::In(p.controls),
+            Arg::U32(p.words),
+            Arg::U32(p.batch),
+            Arg::U32(p.ranks),
+            Arg::U32(p.rank),
+            Arg::U32(p.all_classes),
+            Arg::F32(loss.smoothing),
+            Arg::In(loss.loss_scale),
+            Arg::Out(loss.rows),
+            Arg::out(loss.totals, loss.accumulate),
+            Arg::U32(loss.accumulate.into()),
+        ];
+        kernel("class_loss", plain([1, 1, 1], [256, 1, 1]), args)
+    }
+
+    /// After [`Ops::class_loss`]: the gradient of the logits in their place, and that of the bias, added to what is there with
+    /// `accumulate`. Moves: logits twice.
+    pub(in crate::cuda) fn class_gradient(
+        &self,
+        p: SplitLogits,
+        rows: Operand,
+        smoothing: f32,
+        dbias: Operand,
+        accumulate: bool,
+    ) -> Kernel {
+        let args = [
+            Arg::InOut(p.logits),
+            Arg::In(p.bias),
+            Arg::In(rows),
+            Arg::U32(p.rows()),
+            Arg::U32(p.chunk),
+            Arg::U32(p.classes),
+            Arg::U32(p.first),
+            Arg::F32(smoothing / p.all_classes as f32),
+            Arg::out(dbias, accumulate),
+            Arg::U32(accumulate.into()),
+        ];
+        let grid = [p.chunk.div_ceil(256), p.chunks, 1];
+        kernel("class_gradient", plain(grid, [256, 1, 1]), args)
+    }
+
+    /// to = the sum of `count` parts of `length` values each, a multiple of 8.
+    pub(in crate::cuda) fn sum_parts(&self, parts: Operand, to: Operand, length: u64, count: u32) -> Kernel {
+        let args = [Arg::In(parts), Arg::Out(to), Arg::U64(length), Arg::U32(count)];
+        kernel("sum_parts", self.items(length / 8, 8), args)
+    }
+}

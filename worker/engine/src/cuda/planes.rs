@@ -1,0 +1,55 @@
+//! Float32 numbers as two planes of 16 bits: the nearest bfloat16 of each (halves away from zero), then the bits below, by which the
+//! number differs from it as a signed integer. The weights of a split head lie so where the GPU computes in bfloat16: the first plane is
+//! what it computes with, so there is no copy of them. `PlanarWeights` of the kernels.
+
+/// In planes, two halves a value.
+pub(super) fn to_planes(values: &[f32]) -> Vec<f32> {
+    let mut planes = vec![0f32; values.len()];
+    let halves: &mut [u16] = bytemuck::cast_slice_mut(&mut planes);
+    let (nearest, rests) = halves.split_at_mut(values.len());
+    for ((value, nearest), rest) in values.iter().zip(nearest).zip(rests) {
+        let bits = value.to_bits();
+        // What is no number stays none.
+        let carry = if value.is_nan() { 0 } else { 0x8000 };
+        (*nearest, *rest) = ((bits.wrapping_add(carry) >> 16) as u16, bits as u16);
+    }
+    planes
+}
+
+/// Back, in place.
+pub(super) fn from_planes(values: &mut [f32]) {
+    let halves: Vec<u16> = bytemuck::cast_slice(values).to_vec();
+    let (nearest, rests) = halves.split_at(values.len());
+    for ((value, nearest), rest) in values.iter_mut().zip(nearest).zip(rests) {
+        let below = i32::from(rest.cast_signed()).cast_unsigned();
+        *value = f32::from_bits((u32::from(*nearest) << 16).wrapping_add(below));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_comes_back_and_the_first_plane_is_the_nearest() {
+        let mut values =
+            vec![0.0, -0.0, 1.0, -1.0, f32::MAX, f32::MIN_POSITIVE, f32::INFINITY, f32::NEG_INFINITY];
+        // Every value of the upper half, with the ends and the middle of the lower one.
+        let bits = (0..=0xffffu32).flat_map(|high| {
+            [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| f32::from_bits(high << 16 | low))
+        });
+        values.extend(bits.filter(|value| !value.is_nan()));
+        let mut planes = to_planes(&values);
+        let halves: Vec<u16> = bytemuck::cast_slice(&planes).to_vec();
+        for (value, half) in values.iter().zip(halves) {
+            let [ours, nearest] = [half::bf16::from_bits(half), half::bf16::from_f32(*value)].map(f32::from);
+            let is_as_near = f64::from(ours - value).abs() <= f64::from(nearest - value).abs();
+            assert!(ours == nearest || is_as_near, "{value:e}: {ours:e}, {nearest:e}");
+        }
+        from_planes(&mut planes);
+        assert!(planes.iter().zip(&values).all(|(a, b)| a.to_bits() == b.to_bits()));
+        let mut nan = to_planes(&[f32::NAN, f32::from_bits(0x7fff_ffff), f32::from_bits(0xffff_ffff)]);
+        from_planes(&mut nan);
+        assert!(nan.iter().all(|value| value.is_nan()));
+    }
+}

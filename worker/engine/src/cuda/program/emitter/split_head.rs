@@ -1,0 +1,254 @@
+//! The last layer where the ranks of a model group have some of its classes each. Every rank multiplies the features of the whole
+//! group's pictures with the weights of its own classes, a chunk of them at a time; the logits stay where they are.
+
+use super::*;
+
+/// Sums of squares (f64), so many.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Squares {
+    pub(super) at: Allocation,
+    pub(super) count: usize,
+}
+
+impl GraphEmitter<'_> {
+    /// The features of the whole group's pictures.
+    pub(super) fn gather_features(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
+        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
+        self.activations[output] = Some(y);
+        let count = self.plan.batch * self.plan.values(input);
+        self.in_group(Collective::AllGather, x.operand(), y.operand(), count, self.plan.dtype);
+        Ok(())
+    }
+
+    /// The gradient of the own pictures' features, from what each rank's classes contribute.
+    pub(super) fn scatter_gradient(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
+        let (dy, dx) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
+        let count = self.plan.batch * self.plan.values(input);
+        self.in_group(Collective::ReduceScatter, dy.operand(), dx.operand(), count, self.plan.dtype);
+        self.free(dy);
+        self.gradients[input].push(Gradient::Whole(dx));
+        Ok(())
+    }
+
+    /// The logits of this rank's classes, without the bias.
+    pub(super) fn split_forward(
+        &mut self,
+        op: &FusedOp,
+        name: &str,
+        [input, output]: [TensorId; 2],
+    ) -> Result<(), EngineError> {
+        let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
+        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
+        self.activations[output] = Some(y);
+        let w = self.facts.matrix(name);
+        for chunk in 0..self.plan.chunks().0 {
+            let tensors = self.of_chunk(&convolution, chunk, x.operand(), w, y.operand());
+            self.convolve(StreamId::Main, convolution, tensors);
+        }
+        Ok(())
+    }
+
+    /// The gradients of features and weights. That of the features is needed first.
+    pub(super) fn split_backward(
+        &mut self,
+        op: &FusedOp,
+        name: &str,
+        [input, output]: [TensorId; 2],
+    ) -> Result<(), EngineError> {
+        let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
+        let (dy, x) = (self.gradient(output)?, self.activation(input)?);
+        let (chunks, _) = self.plan.chunks();
+        self.fork();
+        let dx = self.alloc(input, Content::Gradient);
+        let [bytes, ..] = convolution.bytes();
+        let parts = (chunks > 1).then(|| self.alloc_bytes(chunks * bytes, Content::Gradient(input)));
+        let dgrad = Convolution { direction: Direction::Input, ..convolution };
+        let w = self.facts.matrix(name);
+        for chunk in 0..chunks {
+            let to = parts.map_or(dx.operand(), |parts| piece(parts.operand(), (chunk, chunks), bytes));
+            let tensors = self.of_chunk(&dgrad, chunk, to, w, dy.operand());
+            self.convolve(StreamId::Main, dgrad, tensors);
+        }
+        if let Some(parts) = parts {
+            let length = (bytes / self.plan.dtype.size()) as u64;
+            self.main(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunks as u32));
+            self.free_now(parts);
+        }
+        self.gradients[input].push(Gradient::Whole(dx));
+
+        // The head alone reads the gathered features.
+        (self.readers[input], self.activations[input]) = (0, None);
+        if self.facts.recomputes() {
+            self.head = Some([x, dy]);
+            return Ok(());
+        }
+        let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
+        let wgrad = Convolution { direction: Direction::Weight, ..convolution };
+        let w = self.facts.matrix_gradient(name);
+        for chunk in 0..chunks {
+            let tensors = self.of_chunk(&wgrad, chunk, x.operand(), w, dy.operand());
+            self.convolve(stream, wgrad, tensors);
+        }
+        self.free_after_weight_gradient(vec![x, dy]);
+        Ok(())
+    }
+
+    /// The loss of the own pictures. With `first`, which says whether gradients replace those before, the logits become their gradient.
+    pub(super) fn split_loss(&mut self, smoothing: f32, first: Option<bool>) -> Result<(), EngineError> {
+        let (facts, plan) = (self.facts, self.plan);
+        let Some(head) = &plan.head else { return Ok(()) };
+        let logits = self.activation(plan.network.logits())?;
+        let words = rings::fetch(plan.batch, None).words;
+        let controls = Operand::whole(Region::GroupControls);
+        self.in_group(Collective::AllGather, CONTROL, controls, words as usize, DType::F32);
+        let (chunks, chunk) = plan.chunks();
+        let own = head.own();
+        let split = ops::SplitLogits {
+            logits: logits.operand(),
+            bias: facts.vector(plan.network.head(), "bias"),
+            controls,
+            words,
+            batch: plan.batch as u32,
+            ranks: head.ranks as u32,
+            rank: head.rank as u32,
+            all_classes: plan.network.classes as u32,
+            classes: own.len() as u32,
+            first: own.start as u32,
+            chunk: chunk as u32,
+            chunks: chunks as u32,
+        };
+        let bytes = split.record_bytes();
+        let parts = self.alloc_bytes(split.part_bytes(), Content::OfHead);
+        let records = self.alloc_bytes(bytes, Content::OfHead);
+        self.main(facts.ops.class_records(split, parts.operand(), records.operand()));
+        let all = self.alloc_bytes(head.ranks * bytes, Content::OfHead);
+        self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
+        let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::OfHead));
+        let loss = ops::SplitLoss {
+            records: all.operand(),
+            smoothing,
+            loss_scale: Operand::whole(Region::LossScale),
+            rows: optional(rows),
+            totals: Operand::whole(Region::Totals),
+            accumulate: first == Some(false),
+        };
+        self.main(facts.ops.class_loss(split, loss));
+        if let (Some(first), Some(rows)) = (first, rows) {
+            let dbias = facts.vector_gradient(plan.network.head(), "bias");
+            self.main(facts.ops.class_gradient(split, rows.operand(), smoothing, dbias, !first));
+        }
+        [parts, records, all].into_iter().chain(rows).for_each(|at| self.free_now(at));
+        Ok(())
+    }
+
+    /// Adds the gradients of this rank's classes over the ranks that have the same classes.
+    pub(super) fn add_split_gradients(&mut self, split: ops::Gradients) {
+        if self.plan.head.is_none() || self.facts.data_ranks == 1 {
+            return;
+        }
+        let matrices = if split.in_float32 { DType::F32 } else { self.plan.dtype };
+        for (at, dtype) in [(split.first, matrices), (split.second, DType::F32)] {
+            self.commands.push(Command::all_reduce(StreamId::Main, Group::Data, at, dtype));
+        }
+    }
+
+    /// The sums of squares (f64) of the gradients of this rank's classes, so many; none where every rank has all parameters.
+    pub(super) fn split_squares(&mut self, split: ops::Gradients) -> Result<Option<Squares>, EngineError> {
+        if self.plan.head.is_none() {
+            return Ok(None);
+        }
+        let ops = self.facts.ops;
+        if !self.facts.recomputes() {
+            let at = self.alloc_bytes(8, Content::OfHead);
+            self.main(ops.gradient_squares(split, at.operand()));
+            return Ok(Some(Squares { at, count: 1 }));
+        }
+        let (chunks, _) = self.plan.chunks();
+        let at = self.alloc_bytes(8 * (chunks + 1), Content::OfHead);
+        let place = |number: usize| at.operand().part(8 * number, 8);
+        self.each_chunk(|emitter, chunk, gradients| {
+            emitter.main(ops.gradient_squares(gradients, place(chunk)));
+        })?;
+        let length = split.length - split.first_length;
+        let vectors = ops::Gradients { first: Operand::NONE, first_length: 0, length, ..split };
+        self.main(ops.gradient_squares(vectors, place(chunks)));
+        Ok(Some(Squares { at, count: chunks + 1 }))
+    }
+
+    /// Collective: those of all ranks of the model group in the place of this rank's.
+    pub(super) fn gather_squares(&mut self, own: Squares) -> Squares {
+        let ranks = self.plan.head.as_ref().map_or(1, |head| head.ranks);
+        let all = self.alloc_bytes(8 * ranks * own.count, Content::OfHead);
+        let (from, count) = (own.at.operand().part(0, 8 * own.count), 2 * own.count);
+        self.in_group(Collective::AllGather, from, all.operand(), count, DType::F32);
+        self.free_now(own.at);
+        Squares { at: all, count: ranks * own.count }
+    }
+
+    /// Updates the weights of this rank's classes.
+    pub(super) fn update_head(&mut self, gradients: ops::Gradients) -> Result<(), EngineError> {
+        let layout = self.facts.layout;
+        if self.facts.recomputes() {
+            self.each_chunk(|emitter, chunk, gradients| {
+                emitter.update_weights(gradients, chunk * gradients.length as usize);
+            })?;
+        } else if self.plan.head.is_some() {
+            let none = layout.matrices..layout.matrices;
+            self.update_weights(gradients.part(0..layout.split_matrices, none), 0);
+        }
+        self.head.take().into_iter().flatten().for_each(|at| self.free_now(at));
+        Ok(())
+    }
+
+    /// Computes the gradient of each chunk's weights, and starts what uses it.
+    fn each_chunk(&mut self, use_it: impl Fn(&mut Self, usize, ops::Gradients)) -> Result<(), EngineError> {
+        let convolution = self.plan.ops.last().and_then(|op| self.plan.convolution(op));
+        let (Some((convolution, _)), Some([x, dy])) = (convolution, self.head) else {
+            return Err(EngineError::Parameters("the head has no gradient".into()));
+        };
+        let wgrad = Convolution { direction: Direction::Weight, ..convolution };
+        let [_, bytes, of_y] = wgrad.bytes();
+        let at = self.alloc_bytes(bytes, Content::OfHead);
+        let length = (bytes / self.plan.dtype.size()) as u64;
+        let gradients = ops::Gradients {
+            first: at.operand(),
+            second: Operand::NONE,
+            first_length: length,
+            length,
+            in_float32: self.plan.dtype == DType::F32,
+        };
+        for chunk in 0..self.plan.chunks().0 {
+            let y = piece(dy.operand(), (chunk, self.plan.chunks().0), of_y);
+            let tensors = Tensors { x: x.operand(), w: at.operand(), y, sums: Operand::NONE };
+            self.convolve(StreamId::Main, wgrad, tensors);
+            use_it(self, chunk, gradients);
+        }
+        self.free_now(at);
+        Ok(())
+    }
+
+    fn in_group(&mut self, kind: Collective, from: Operand, to: Operand, count: usize, dtype: DType) {
+        let (stream, group) = (StreamId::Main, Group::Model);
+        self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
+    }
+
+    /// The operands of a chunk of the classes: `x`, and its parts of the weights and of the logits, or of their gradients.
+    fn of_chunk(
+        &self,
+        convolution: &Convolution,
+        chunk: usize,
+        x: Operand,
+        w: Operand,
+        y: Operand,
+    ) -> Tensors<Operand> {
+        let [_, of_w, of_y] = convolution.bytes();
+        let place = (chunk, self.plan.chunks().0);
+        Tensors { x, w: piece(w, place, of_w), y: piece(y, place, of_y), sums: Operand::NONE }
+    }
+}
+
+/// Piece `number` of `count`, each of `bytes`; the last one with what is behind it.
+fn piece(whole: Operand, (number, count): (usize, usize), bytes: usize) -> Operand {
+    let offset = number * bytes;
+    whole.part(offset, if number + 1 == count { whole.bytes - offset } else { bytes })
+}

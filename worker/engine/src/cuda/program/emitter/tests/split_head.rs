@@ -1,0 +1,186 @@
+//! The last layer split over its classes.
+
+use super::*;
+use crate::{
+    net::init,
+    plan::{self, Mesh, Plan},
+};
+use lockstep_protocol::spec::{ShardSpec, Split};
+
+/// What a rank of `model` has of a network.
+fn part(network: &Network, model: usize, rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
+    let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
+    let mesh = Mesh { data: 1, height: 1, model };
+    let plan = Plan { mesh, shards: shards.iter().map(shard).collect() };
+    Arc::new(plan::lower(network, &plan, rank).unwrap())
+}
+
+/// Uneven classes, in one chunk and in several; alone and with other copies of the network.
+#[test]
+fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
+    for (classes, model, chunks) in [(10, 2, 1), (7, 4, 1), (1001, 2, 63)] {
+        let network = build(Arch::ResNet50, Stem::Cifar, 32, classes);
+        for (dtype, ranks) in
+            [(DType::F32, Ranks::Exchanged), (DType::F16, Ranks::ByNccl), (DType::Bf16, Ranks::Apart)]
+        {
+            for (data_ranks, accumulates) in [(1, false), (2, false), (2, true)] {
+                let met = |rank: usize, whole: bool| {
+                    let part = part(&network, model, rank, &[]);
+                    let setting =
+                        Setting { data_ranks, accumulates, ..Setting::new(&part, 32, dtype, 90, ranks) };
+                    let head = setting.plan.head.as_ref().unwrap();
+                    assert_eq!((head.chunks, setting.plan.padded_classes % (8 * chunks)), (chunks, 0));
+                    let mut all = Vec::new();
+                    for phase in [Phase::Train(MicroBatch { whole, ..ONLY }), Phase::Evaluate] {
+                        for side_stream in [false, true] {
+                            all = meetings(&setting.sound(phase, side_stream).commands);
+                        }
+                        if matches!(phase, Phase::Train(_)) {
+                            let groups = ["Model", "Data"]
+                                .map(|group| all.iter().filter(|meeting| meeting.contains(group)).count());
+                            // Features, labels, records, the features' gradient, squares; gradients of matrix and bias.
+                            assert_eq!(groups, [5, if data_ranks > 1 { 2 } else { 0 }], "{all:?}");
+                        }
+                    }
+                    let train = Phase::Train(MicroBatch { whole, ..ONLY });
+                    all.extend(meetings(&setting.sound(train, true).commands));
+                    if accumulates {
+                        for (first, last) in [(true, false), (false, false), (false, true)] {
+                            let phase = Phase::Train(MicroBatch { first, last, whole });
+                            all.extend(meetings(&setting.sound(phase, true).commands));
+                        }
+                    }
+                    all
+                };
+                let first = met(0, true);
+                for rank in 0..model {
+                    assert_eq!(first, met(rank, rank == 0), "{classes} classes, rank {rank}");
+                }
+            }
+        }
+    }
+}
+
+/// Whatever a rank gets from the others is used.
+#[test]
+fn a_missing_exchange_is_refused() {
+    let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), 2, 1, &[]);
+    let setting = Setting::new(&part, 32, DType::Bf16, 90, Ranks::Exchanged);
+    let commands = setting.sound(Phase::Train(ONLY), true).commands;
+    let exchanges = |c: &Command| matches!(c, Command::Collective { group: Group::Model, .. });
+    let numbers: Vec<usize> = (0..commands.len()).filter(|number| exchanges(&commands[*number])).collect();
+    assert_eq!(numbers.len(), 5);
+    for number in numbers {
+        let without = [&commands[..number], &commands[number + 1..]].concat();
+        assert!(verify::verify(&without, false).is_err(), "{:?}", commands[number]);
+    }
+}
+
+/// Kernels and convolutions of the operations up to the pooling, by name and geometry.
+fn backbone(commands: &[Command], ops: usize) -> Vec<String> {
+    let mut inside = false;
+    let mut all = Vec::new();
+    for command in commands {
+        match command {
+            Command::Part(Part::Forward(op) | Part::Backward(op)) => inside = *op < ops,
+            Command::Part(_) => inside = false,
+            Command::Kernel { kernel, .. } if inside => {
+                all.push(format!("{} {}", kernel.name, kernel.geometry));
+            }
+            Command::Convolution { convolution, .. } if inside => all.push(convolution.to_string()),
+            _ => {}
+        }
+    }
+    all
+}
+
+#[test]
+fn the_backbone_is_that_of_data_parallel() {
+    let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
+    let emitted = |network: &Arc<Network>| {
+        let setting = Setting::new(network, 256, DType::Bf16, 90, Ranks::Exchanged);
+        (setting.sound(Phase::Train(ONLY), true), setting)
+    };
+    let (whole, setting) = emitted(&network);
+    let (split, of_split) = emitted(&part(&network, 2, 0, &[]));
+    let ops = setting.plan.ops.len() - 1;
+    let [whole_backbone, split_backbone] = [&whole, &split].map(|emitted| backbone(&emitted.commands, ops));
+    assert!(whole_backbone.len() > 200 && whole_backbone == split_backbone);
+    // The logits are there once.
+    let logits = of_split.plan.network.logits();
+    let of_logits = |content: &Content| matches!(content, Content::Activation(tensor) | Content::Gradient(tensor) if *tensor == logits);
+    let allocated = |c: &&Command| matches!(c, Command::Alloc { content, .. } if of_logits(content));
+    assert_eq!(split.commands.iter().filter(allocated).count(), 1);
+}
+
+#[test]
+fn its_kernels_have_the_arguments_that_they_declare() {
+    let declared = signatures::declared();
+    let part = part(&build(Arch::ResNet18, Stem::Cifar, 32, 1001), 2, 1, &[]);
+    let mut launched = 0;
+    use OptimizerKind::{AdamW, Momentum, Nesterov};
+    for (dtype, optimizer) in [
+        (DType::F32, Momentum),
+        (DType::F16, AdamW),
+        (DType::Bf16, Momentum),
+        (DType::Bf16, Nesterov),
+        (DType::Bf16, AdamW),
+    ] {
+        let setting = Setting { optimizer, ..Setting::new(&part, 32, dtype, 90, Ranks::Exchanged) };
+        for phase in [Phase::Train(ONLY), Phase::Evaluate] {
+            for command in setting.sound(phase, true).commands {
+                let Command::Kernel { kernel, .. } = command else { continue };
+                signatures::check(&kernel, &declared);
+                launched += usize::from(kernel.name.starts_with("class_") || kernel.name.contains("parts"));
+            }
+        }
+    }
+    assert!(launched >= 5 * (4 + 2 + 3), "{launched}");
+}
+
+#[test]
+fn parameters_of_all_ranks_add_up_to_the_network_s() {
+    let network = build(Arch::ResNet20, Stem::Cifar, 32, 11);
+    let mut initial = init::initial_parameters(&network, false, 1);
+    initial.retain(|name, _| !name.contains("running"));
+    let mut sum: Vec<f32> = vec![0.0; 11 * 64];
+    for rank in 0..4 {
+        let part = part(&network, 4, rank, &[]);
+        let setting = Setting::new(&part, 8, DType::F32, 90, Ranks::Apart);
+        let layout = &setting.layout;
+        let flat = layout.import(None, &initial).unwrap();
+        let mut back = Default::default();
+        layout.export(None, &flat, &mut back);
+        assert!(back.keys().eq(initial.keys()));
+        assert!(back["conv1.weight"] == initial["conv1.weight"]);
+        assert_eq!(back["fc.weight"].shape, [11, 64]);
+        sum.iter_mut().zip(&back["fc.weight"].values).for_each(|(sum, value)| *sum += value);
+        // Of three, three, three and two classes, padded to eight.
+        let [split, whole] = layout.split_and_whole();
+        assert_eq!((split[0].clone(), split[1].len()), (0..1024, 1024));
+        assert_eq!(whole[0].start, 1024);
+        assert!(layout.buckets[0].start == 1024, "the first bucket is of parameters that every rank has");
+    }
+    assert_eq!(sum, initial["fc.weight"].values);
+}
+
+#[test]
+fn other_splits_are_refused_by_the_operator_s_name() {
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
+    let refused = |network: Arc<Network>| {
+        StepPlan::new(network, 8, DType::F32, capabilities(false)).unwrap_err().to_string()
+    };
+    for (shards, name) in [
+        (&[("layer4.0.conv1", Split::Out)][..], "layer4.0.conv1"),
+        (&[("layer4.0.conv2", Split::In), ("fc", Split::Out)], "layer4.0.conv2"),
+        (&[("fc", Split::In)], "fc"),
+    ] {
+        let error = refused(part(&network, 2, 0, shards));
+        assert!(error.contains(&format!("{name} is split")) && error.contains("device = \"cpu\""), "{error}");
+    }
+    let plan = Plan { mesh: Mesh { data: 1, height: 2, model: 1 }, shards: Vec::new() };
+    let rows = plan::lower(&network, &plan, 0).unwrap();
+    assert!(refused(Arc::new(rows)).contains("conv1 is split"));
+    let named = part(&network, 2, 0, &[("fc", Split::Out)]);
+    assert_eq!(named, part(&network, 2, 0, &[]));
+}

@@ -1,0 +1,286 @@
+//! A head whose classes several GPUs have between them, next to one rank that has all of them.
+
+use super::*;
+use crate::{Contribution, StateDict, StepResult, plan::Mesh};
+use lockstep_comm::{
+    ProcessGroup,
+    rendezvous::{RendezvousConfig, Store, free_port},
+    ring::Ring,
+};
+use std::time::Duration;
+
+/// Pictures of a rank.
+const OWN: usize = 16;
+const STEPS: usize = 6;
+
+/// What `work` comes to on a rank for each of `size` GPUs. None, and a word of it, where there are fewer.
+fn on_gpus<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Option<Vec<T>> {
+    if (0..size.cast_signed()).any(|ordinal| crate::cuda::device::Device::open(ordinal).is_err()) {
+        eprintln!("there are not {size} GPUs: left out");
+        return None;
+    }
+    let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(120));
+    let rank = |number: u32| {
+        let store = Store::join(RendezvousConfig {
+            addr: "127.0.0.1".into(),
+            port,
+            secret: b"of these ranks".to_vec(),
+            rank: number,
+            world_size: size,
+            timeout,
+            stop: Arc::default(),
+        })
+        .unwrap();
+        let ring = Ring::connect(&store, timeout).unwrap();
+        store.barrier("connected").unwrap();
+        let result = work(ring);
+        store.barrier("done").unwrap();
+        result
+    };
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> = (0..size).map(|number| scope.spawn(move || rank(number))).collect();
+        Some(threads.into_iter().map(|thread| thread.join().unwrap()).collect())
+    })
+}
+
+/// What is trained, and how.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    /// Copies of the network, and ranks of each.
+    mesh: [usize; 2],
+    classes: usize,
+    accumulate: usize,
+    /// Weight of the own label where pictures are mixed.
+    lambda: Option<f32>,
+    /// The last micro-batch of each second step has fewer pictures, and only on the first ranks.
+    ragged: bool,
+    precision: Precision,
+}
+
+const CASE: Case = Case {
+    mesh: [1, 2],
+    classes: 10,
+    accumulate: 1,
+    lambda: None,
+    ragged: false,
+    precision: Precision::Fp32,
+};
+
+impl Case {
+    fn ranks(&self) -> usize {
+        self.mesh[0] * self.mesh[1]
+    }
+
+    fn plan(&self) -> Plan {
+        let [data, model] = self.mesh;
+        Plan { mesh: Mesh { data, height: 1, model }, shards: Vec::new() }
+    }
+
+    fn network(&self) -> Arc<Network> {
+        let model = ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() };
+        Arc::new(resnet::build(&model, 16, 3, self.classes).unwrap())
+    }
+
+    /// The micro-batches of a step, of which a rank has the pictures of its own.
+    fn step(&self, number: usize, rank: Option<usize>) -> Vec<Batch> {
+        let of_micro_batch = |micro: usize| {
+            let network = self.network();
+            let all = pictures(&network, self.ranks() * OWN, number * self.accumulate + micro);
+            let is_last = micro + 1 == self.accumulate;
+            // Of rank 0 half, of rank 1 three, of others none.
+            let count = |rank: usize| match (self.ragged && is_last && number % 2 == 1, rank) {
+                (false, _) => OWN,
+                (true, rank) => [OWN / 2, 3].get(rank).copied().unwrap_or(0),
+            };
+            let size = network.tensors[0].len();
+            let mut batch = Batch { lambda: self.lambda.unwrap_or(0.0), ..Batch::default() };
+            for of in 0..self.ranks() {
+                batch.global_samples += count(of);
+                if rank.is_some_and(|rank| rank != of) {
+                    continue;
+                }
+                let range = of * OWN..of * OWN + count(of);
+                batch.images.extend(&all.images[range.start * size..range.end * size]);
+                batch.labels.extend(&all.labels[range.clone()]);
+                if self.lambda.is_some() {
+                    let other = |label: &u32| (label * 7 + 3) % self.classes as u32;
+                    batch.mixed_labels.extend(all.labels[range.clone()].iter().map(other));
+                }
+                batch.indices.extend(&all.indices[range]);
+            }
+            batch
+        };
+        (0..self.accumulate).map(of_micro_batch).collect()
+    }
+
+    fn config(&self, batch_size: usize) -> EngineConfig {
+        EngineConfig { accumulate: self.accumulate, ..config(batch_size) }
+    }
+
+    fn engine(&self, comm: Arc<dyn ProcessGroup>) -> Box<dyn Engine> {
+        let network = self.network();
+        let gpu = GpuConfig {
+            plan: self.plan(),
+            ordinal: comm.rank().cast_signed(),
+            precision: self.precision,
+            ..deterministic()
+        };
+        let config = self.config(OWN);
+        Box::new(crate::cuda::build(network.clone(), &initial(&network), config, comm, &gpu).unwrap())
+    }
+}
+
+/// What a run comes to on one rank.
+struct Run {
+    steps: Vec<StepResult>,
+    checksum: [u64; 2],
+    logits: Vec<f32>,
+    evaluated: [f64; 2],
+    state: Option<StateDict>,
+}
+
+fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
+    let steps =
+        (0..STEPS).map(|step| engine.train_step(&case.step(step, rank), 0.01).unwrap()).collect::<Vec<_>>();
+    let batch = case.step(1, rank).pop().unwrap();
+    let batch = Batch { mixed_labels: Vec::new(), ..batch };
+    let logits = engine.predict(&batch).unwrap();
+    let evaluated = engine.eval_step(&batch).unwrap();
+    let state = match engine.state_dict().unwrap() {
+        Contribution::Whole(state) => Some(*state),
+        Contribution::Replica => None,
+    };
+    let evaluated = [evaluated.loss_sum, evaluated.correct as f64];
+    Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
+}
+
+/// The mean loss of all pictures of a step, and the right answers.
+fn whole(runs: &[Run], step: usize) -> (f32, u32) {
+    let of = |f: &dyn Fn(&StepResult) -> f32| runs.iter().map(|run| f(&run.steps[step])).sum::<f32>();
+    let samples = of(&|s| s.samples as f32);
+    (of(&|s| s.loss * s.samples as f32) / samples, runs.iter().map(|run| run.steps[step].correct).sum())
+}
+
+/// Trains a case on GPUs and on one CPU rank, and compares: losses by `loss` and weights by `way`, relative to how far they moved.
+fn compare(case: Case, loss: f32, way: f64) {
+    let network = case.network();
+    let config = case.config(case.ranks() * OWN);
+    let wanted = run(cpu_from(&initial(&network), &network, &config).as_mut(), &case, None);
+    let Some(runs) = on_gpus(case.ranks() as u32, |comm| {
+        let rank = comm.rank() as usize;
+        run(case.engine(comm).as_mut(), &case, Some(rank))
+    }) else {
+        return;
+    };
+    for step in 0..STEPS {
+        let (ours, correct) = whole(&runs, step);
+        let theirs = &wanted.steps[step];
+        let norms = runs.iter().map(|run| run.steps[step].grad_norm).collect::<Vec<_>>();
+        eprintln!(
+            "{case:?}, step {step}: loss {ours} / {}, gradient {norms:?} / {}",
+            theirs.loss, theirs.grad_norm
+        );
+        assert!((ours - theirs.loss).abs() < loss * theirs.loss, "{case:?}, step {step}");
+        assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
+        assert!(
+            (norms[0] - theirs.grad_norm).abs() < 100.0 * loss * theirs.grad_norm,
+            "{case:?}, step {step}"
+        );
+        if case.precision == Precision::Fp32 {
+            assert_eq!(correct, theirs.correct, "{case:?}, step {step}");
+        }
+    }
+    let sums: Vec<u64> = runs.iter().map(|run| run.checksum[0]).collect();
+    assert!(sums.iter().all(|sum| *sum == sums[0]), "{case:?}: {sums:x?}");
+    for (rank, run) in runs.iter().enumerate() {
+        let same = &runs[rank % case.mesh[1]];
+        assert_eq!(run.checksum[1], same.checksum[1], "{case:?}: rank {rank} has the part of another");
+    }
+    let logits: Vec<f32> = runs.iter().flat_map(|run| run.logits.iter().copied()).collect();
+    assert_eq!(logits.len(), wanted.logits.len(), "{case:?}");
+    let apart = (difference(&logits, &wanted.logits) / square(&wanted.logits)).sqrt();
+    let evaluated = [0, 1].map(|of| runs.iter().map(|run| run.evaluated[of]).sum::<f64>());
+    let state = runs.into_iter().next().and_then(|run| run.state).unwrap();
+    let wanted_state = wanted.state.unwrap();
+    let weights = apart_of_way(&state.parameters, &wanted_state.parameters, &initial(&network));
+    eprintln!(
+        "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {:?}",
+        wanted.evaluated
+    );
+    assert!(weights < way && apart < way, "{case:?}");
+    assert!((evaluated[0] - wanted.evaluated[0]).abs() < way * wanted.evaluated[0], "{case:?}");
+    let shapes = |state: &StateDict| {
+        let slots = &state.optimizer.as_ref().unwrap().slots;
+        slots.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect::<Vec<_>>()
+    };
+    assert_eq!(shapes(&state), shapes(&wanted_state));
+    // The checkpoint is a whole one: a single rank continues from it.
+    let mut single = cpu_from(&initial(&network), &network, &config);
+    single.load_state_dict(&state).unwrap();
+    assert!(single.train_step(&case.step(0, None), 0.01).unwrap().loss.is_finite());
+}
+
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_a_split_head_trains_as_one_rank() {
+    compare(CASE, 1e-4, 1e-2);
+    // Uneven, in several chunks; micro-batches and ranks with fewer pictures.
+    compare(Case { classes: 1003, ..CASE }, 1e-4, 1e-2);
+    compare(Case { classes: 1003, accumulate: 2, ragged: true, ..CASE }, 1e-4, 1e-2);
+    for lambda in [0.7, 0.2] {
+        compare(Case { lambda: Some(lambda), ..CASE }, 1e-4, 1e-2);
+    }
+}
+
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_a_split_head_in_16_bits_is_near_one_rank() {
+    for precision in [Precision::Bf16, Precision::Fp16] {
+        compare(Case { precision, classes: 1003, ..CASE }, 2e-2, 0.5);
+    }
+}
+
+#[test]
+#[ignore = "needs 2 GPUs, or 4"]
+fn gpus_two_copies_of_a_split_head_train_as_one_rank() {
+    compare(Case { mesh: [2, 2], classes: 11, ..CASE }, 1e-4, 1e-2);
+    compare(Case { mesh: [1, 4], classes: 11, ragged: true, ..CASE }, 1e-4, 1e-2);
+    compare(Case { mesh: [2, 2], classes: 1003, accumulate: 2, ..CASE }, 1e-4, 1e-2);
+}
+
+/// Two ranks continue from what they have saved, bit by bit.
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_a_split_head_continues_from_its_checkpoint() {
+    let case = Case { classes: 1003, precision: Precision::Bf16, ..CASE };
+    on_gpus(2, |comm| {
+        let rank = comm.rank() as usize;
+        let mut engine = case.engine(comm.clone());
+        engine.train_step(&case.step(0, Some(rank)), 0.01).unwrap();
+        let state = match engine.state_dict().unwrap() {
+            Contribution::Whole(state) => Some(state),
+            Contribution::Replica => None,
+        };
+        // Rank 0 gives it to the other.
+        let mut whole = state.map_or_else(|| engine.own_state().unwrap(), |state| *state);
+        for tensors in whole.tensors_mut() {
+            for tensor in tensors.values_mut() {
+                comm.broadcast((&mut tensor.values).into(), 0).unwrap();
+            }
+        }
+        let next = case.step(1, Some(rank));
+        let continued = engine.train_step(&next, 0.01).unwrap();
+        let checksum = engine.checksum().unwrap();
+        engine.load_state_dict(&whole).unwrap();
+        let again = engine.train_step(&next, 0.01).unwrap();
+        assert_eq!((again.loss, again.grad_norm), (continued.loss, continued.grad_norm));
+        assert_eq!(engine.checksum().unwrap(), checksum);
+        engine.broadcast_parameters().unwrap();
+        assert_eq!(engine.checksum().unwrap(), checksum);
+        assert_eq!(engine.first_not_finite().unwrap(), None);
+        // The first average is what there is.
+        engine.average(0.9).unwrap();
+        assert!(engine.averaged().unwrap().unwrap() == engine.parameters().unwrap());
+    });
+}

@@ -1,0 +1,242 @@
+// Softmax cross-entropy with label smoothing where the ranks of a model group have some of the classes each; loss.cu has that
+// of all classes.
+//
+// Every rank has the logits of the whole group's pictures: `batch` rows for each rank, in the order of ranks, of which the
+// last ones of a rank may be padding. Its classes are `classes` from `first` on. Logits lie in chunks of `chunk` classes, a
+// multiple of 8, each [rows, chunk]; what is behind the last class is padding. `controls` are the control blocks of all ranks
+// of the group, `words` u32 apart. Ranks tell each other a ClassRecord for each row and never logits.
+
+// What a range of a row's classes comes to.
+struct ClassPart {
+    float best; // the largest logit
+    u32 where;  // its class, the first of equals; 0xffffffff where none is larger than minus infinity
+    float exps; // sum of exp(v - best)
+    u32 pad;
+    double sum; // of all logits
+};
+
+// What a rank's classes come to for a row.
+struct ClassRecord {
+    double best, where, exps, sum; // `where` among all classes; -1 for none
+    double own, other;             // logits of the row's labels; 0 of those that another rank has
+};
+
+// What the gradient of a row follows from.
+struct ClassRow {
+    float best, log_sum; // of all classes: the largest logit, log of the sum of exp(v - best)
+    float scale;         // of the row's gradient: 0 of padding, NaN where the loss is not finite
+    u32 label, other;    // 0xffffffff: pictures are not mixed
+    float own_share, other_share;
+    u32 pad;
+};
+
+__device__ __forceinline__ const Control* control_of(const u32* controls, u32 words, u32 rank) {
+    return (const Control*)(controls + (u64)rank * words);
+}
+
+// A sum of exp(v - from) as one of exp(v - to). Nothing stays nothing: `from` is minus infinity then.
+__device__ __forceinline__ float rebased(float exps, float from, float to) { return exps == 0 ? 0.0f : exps * expf(from - to); }
+
+__device__ __forceinline__ ClassPart no_classes() { return {__uint_as_float(0xff800000u), 0xffffffffu, 0.0f, 0, 0.0}; }
+
+__device__ __forceinline__ void join(ClassPart& a, const ClassPart& b) {
+    bool other = b.best > a.best || b.best == a.best && b.where < a.where;
+    float best = other ? b.best : a.best;
+    a.exps = rebased(a.exps, a.best, best) + rebased(b.exps, b.best, best);
+    a.best = best;
+    if (other) a.where = b.where;
+    a.sum += b.sum;
+}
+
+// Joins those of a warp's lanes.
+__device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
+    for (u32 o = 16; o > 0; o /= 2) {
+        ClassPart q = {from_lane_xor(p.best, o), from_lane_xor(p.where, o), from_lane_xor(p.exps, o), 0, from_lane_xor(p.sum, o)};
+        join(p, q);
+    }
+    return p;
+}
+
+// Each chunk's classes of a row (blockIdx.y) in `pieces` pieces, a block a piece: parts [rows, gridDim.x].
+extern "C" __global__ void __launch_bounds__(256)
+    class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 pieces, u32 classes) {
+    enter();
+    SHARED(ClassPart, of_warp, 8);
+    u32 row = blockIdx.y, rows = gridDim.y, number = blockIdx.x / pieces, piece = blockIdx.x % pieces;
+    const T* from = logits + ((u64)number * rows + row) * chunk;
+    u32 groups = chunk / 8, each = (groups + pieces - 1) / pieces, end = min((piece + 1) * each, groups);
+    ClassPart p = no_classes();
+    for (u32 i = piece * each + threadIdx.x; i < end; i += blockDim.x) {
+        u32 c = number * chunk + i * 8;
+        if (c >= classes) break;
+        float v[8], b[8];
+        unpack(load(from, i), v);
+        load_channels(bias, c / 8, b);
+        float best = p.best;
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            v[k] += b[k];
+            if (c + k < classes && v[k] > best) {
+                best = v[k];
+                p.where = c + k;
+            }
+        }
+        p.exps = rebased(p.exps, p.best, best);
+        p.best = best;
+        float sum = 0;
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            if (c + k < classes) {
+                p.exps += expf(v[k] - best);
+                sum += v[k];
+            }
+        p.sum += sum;
+    }
+    p = joined_lanes(p);
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0) of_warp[warp] = p;
+    __syncthreads();
+    if (warp > 0) return;
+    p = joined_lanes(lane < 8 ? of_warp[lane] : no_classes());
+    if (lane == 0) parts[(u64)row * gridDim.x + blockIdx.x] = p;
+}
+
+// The record of each row (blockIdx.x) from its `count` parts. A warp a row.
+extern "C" __global__ void __launch_bounds__(32)
+    class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
+                  u32 batch, u32 chunk, u32 classes, u32 first, ClassRecord* records) {
+    enter();
+    u32 row = blockIdx.x, rows = gridDim.x, picture = row % batch;
+    ClassPart p = no_classes();
+    for (u32 i = threadIdx.x; i < count; i += 32) join(p, parts[(u64)row * count + i]);
+    p = joined_lanes(p);
+    if (threadIdx.x > 0) return;
+    const Control* control = control_of(controls, words, row / batch);
+    const u32* labels = indices(control) + 2 * (u64)batch;
+    ClassRecord r = {p.best, p.where == 0xffffffffu ? -1.0 : (double)first + p.where, p.exps, p.sum, 0.0, 0.0};
+    if (picture < control->valid) {
+        auto logit = [&](u32 label) {
+            u32 own = label - first; // below the first class it is a large number
+            if (own >= classes) return 0.0;
+            return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + bias[own]);
+        };
+        r.own = logit(labels[picture]);
+        if (control->mixed) r.other = logit(labels[batch + picture]);
+    }
+    records[row] = r;
+}
+
+// The loss of this rank's own rows from the records [ranks, rows] of all, and what the gradient of every row follows from, into
+// `rows` if there is one. `classes` are those of all ranks. With `accumulate`, totals are added to. One block.
+extern "C" __global__ void __launch_bounds__(256)
+    class_loss(const ClassRecord* records, const u32* controls, u32 words, u32 batch, u32 ranks, u32 rank, u32 classes,
+               float smoothing, const float* loss_scale, ClassRow* rows, Totals* totals, u32 accumulate) {
+    enter();
+    SHARED(double, warps, 8);
+    u32 count = batch * ranks;
+    double even = (double)smoothing / classes, loss = 0, right = 0;
+    for (u32 row = threadIdx.x; row < count; row += blockDim.x) {
+        const Control* control = control_of(controls, words, row / batch);
+        const u32* labels = indices(control) + 2 * (u64)batch;
+        u32 picture = row % batch;
+        ClassRow to = {0.0f, 0.0f, 0.0f, 0xffffffffu, 0xffffffffu, 0.0f, 0.0f, 0};
+        if (picture < control->valid) {
+            double best = records[row].best, where = records[row].where, exps = 0, sum = 0, own = 0, other = 0;
+            for (u32 r = 1; r < ranks; r++) { // the first of equals
+                const ClassRecord& of = records[(u64)r * count + row];
+                if (of.best > best) {
+                    best = of.best;
+                    where = of.where;
+                }
+            }
+            for (u32 r = 0; r < ranks; r++) {
+                const ClassRecord& of = records[(u64)r * count + row];
+                exps += of.exps == 0 ? 0.0 : of.exps * exp(of.best - best);
+                sum += of.sum;
+                own += of.own;
+                other += of.other;
+            }
+            bool mixed = control->mixed;
+            float lambda = mixed ? control->lambda : 1.0f;
+            double log_sum = log(exps), wanted = own;
+            u32 label = labels[picture];
+            to.label = label;
+            to.own_share = (1.0f - smoothing) * lambda;
+            if (mixed) {
+                to.other = labels[batch + picture];
+                to.other_share = (1.0f - smoothing) * (1.0f - lambda);
+                wanted = (double)lambda * own + (1.0 - lambda) * other;
+                if (lambda < 0.5f) label = to.other;
+            }
+            double of_row = (1.0 - smoothing) * (log_sum + best - wanted) + even * ((log_sum + best) * classes - sum);
+            to.best = (float)best;
+            to.log_sum = (float)log_sum;
+            to.scale = of_row - of_row == 0 ? control->grad_scale * *loss_scale : __uint_as_float(0x7fc00000u);
+            if (row / batch == rank) {
+                loss += of_row;
+                right += where == (double)label && exps == exps;
+            }
+        }
+        if (rows) rows[row] = to;
+    }
+    loss = block_sum(loss, warps);
+    right = block_sum(right, warps);
+    if (threadIdx.x > 0) return;
+    totals->loss_sum = (accumulate ? totals->loss_sum : 0.0) + loss;
+    totals->correct = (accumulate ? totals->correct : 0) + (u64)right;
+    totals->samples = (accumulate ? totals->samples : 0) + min(control_of(controls, words, rank)->valid, batch);
+}
+
+// The gradient of the logits in their place, and the bias's, float32 [classes]. Block (x, y) has 256 classes of chunk y: a lane
+// has 8 of them, each warp every eighth row. With `accumulate`, the bias's is added to.
+extern "C" __global__ void __launch_bounds__(256)
+    class_gradient(T* logits, const float* bias, const ClassRow* rows, u32 count, u32 chunk, u32 classes, u32 first, float even,
+                   float* dbias, u32 accumulate) {
+    enter();
+    SHARED(float, sums, 8 * 256);
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.x * 32 + lane, c = blockIdx.y * chunk + group * 8;
+    float s[8] = {};
+    if (group * 8 < chunk) {
+        float b[8];
+        load_channels(bias, c / 8, b);
+        for (u32 row = warp; row < count; row += 8) {
+            ClassRow of = rows[row];
+            T* at = logits + ((u64)blockIdx.y * count + row) * chunk;
+            u32 label = of.label - first, other = of.other - first;
+            float v[8], d[8];
+            unpack(load(at, group), v);
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                float p = expf(v[k] + b[k] - of.best - of.log_sum), target = c + k == label ? of.own_share : 0.0f;
+                if (c + k == other) target += of.other_share;
+                d[k] = c + k < classes && of.scale != 0 ? (p - even - target) * of.scale : 0.0f;
+                s[k] += d[k];
+            }
+            store(at, group, pack(d));
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k++) sums[warp * 256 + lane * 8 + k] = s[k];
+    __syncthreads();
+    u32 own = blockIdx.x * 256 + threadIdx.x, class_ = blockIdx.y * chunk + own;
+    if (own >= chunk || class_ >= classes) return;
+    float sum = 0;
+    for (u32 w = 0; w < 8; w++) sum += sums[w * 256 + threadIdx.x];
+    dbias[class_] = accumulate ? dbias[class_] + sum : sum;
+}
+
+// to = the sum of `count` parts, `length` values each, a multiple of 8.
+extern "C" __global__ void __launch_bounds__(256) sum_parts(const T* parts, T* to, u64 length, u32 count) {
+    enter();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float sum[8] = {};
+        for (u32 part = 0; part < count; part++) {
+            float v[8];
+            unpack(load(parts, part * groups + i), v);
+#pragma unroll
+            for (int k = 0; k < 8; k++) sum[k] += v[k];
+        }
+        store(to, i, pack(sum));
+    }
+}

@@ -104,6 +104,9 @@ impl Backend for Cuda {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
+        if spec.parallel.optimizer_sharding && spec.parallel.ranks > 1 {
+            return Err("parallel.optimizer_sharding is done by CPU ranks only: leave it out, or set parallel.device = \"cpu\"".into());
+        }
         match spec.parallel.is_hybrid() {
             true => Err("parallel.mode = \"hybrid\" is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = \"data\""
                 .into()),

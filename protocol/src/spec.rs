@@ -97,6 +97,10 @@ pub struct ParallelSpec {
     /// an operator counts. Without any, the last layer is split over its classes; GPUs split nothing else.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shard: Vec<ShardSpec>,
+    /// ZeRO-1: ranks that add up gradients divide the optimizer's state among them, instead of each keeping all of it. Checkpoints
+    /// are the same.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub optimizer_sharding: bool,
     /// Batch norm's statistics over the whole global batch: the same result at any number of ranks.
     pub sync_batch_norm: bool,
     /// Average gradients over ranks; false sums them.
@@ -188,6 +192,7 @@ impl Default for ParallelSpec {
             model: 1,
             height: 1,
             shard: Vec::new(),
+            optimizer_sharding: false,
             sync_batch_norm: true,
             gradients_mean: true,
             parameter_broadcast: true,

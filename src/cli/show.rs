@@ -123,6 +123,9 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
         let ranks = job.spec.parallel.sets_in_words();
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
     }
+    if job.spec.parallel.optimizer_sharding && job.ranks > 1 {
+        lines.push(("optimizer state", "divided over the ranks; the log has the bytes of each".into()));
+    }
     if job.attempt > 0 {
         lines.push(("attempt", job.attempt.to_string()));
     }

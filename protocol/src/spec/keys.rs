@@ -184,6 +184,7 @@ pub const KEYS: &[Section] = &[
             ("model", whole(1, 1024)),
             ("height", whole(1, 1024)),
             ("shard", Kind::Shards),
+            ("optimizer_sharding", Kind::Bool),
             ("sync_batch_norm", Kind::Bool),
             ("gradients_mean", Kind::Bool),
             ("parameter_broadcast", Kind::Bool),

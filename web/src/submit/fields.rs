@@ -196,6 +196,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Words,
                 r#"hybrid, such as [{"match": "layer4.*", "split": "out"}]; empty: the last layer"#,
             ),
+            more("parallel.optimizer_sharding", "Divide optimizer state over ranks", Kind::Switch, ""),
             more("parallel.sync_batch_norm", "Batch norm over all ranks", Kind::Switch, ""),
             more("parallel.gradients_mean", "Average gradients (off: sum)", Kind::Switch, ""),
             more(

@@ -20,6 +20,7 @@ mod optimizer;
 pub mod plan;
 mod prologue;
 pub mod registry;
+mod sharding;
 mod state_dict;
 #[cfg(test)]
 mod unfused;
@@ -223,7 +224,8 @@ pub trait Engine: Send {
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; nothing has changed then. The device
     /// fails.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
-    /// What the optimizer keeps from step to step.
+    /// What the optimizer keeps from step to step. Where ranks divide it, this rank's part in tensors of the whole shape, and 0 in the
+    /// place of the others'.
     ///
     /// # Errors
     /// The device fails.
@@ -273,7 +275,7 @@ pub trait Engine: Send {
     /// Which replica of the state this rank has: its rank in the data-parallel group.
     fn replica(&self) -> u32;
     /// Collective: what this rank contributes to a checkpoint. Of replicas rank 0 alone copies its state off the device; the
-    /// others do nothing.
+    /// others do nothing, but for giving it their parts of the optimizer's state where ranks divide that.
     ///
     /// # Errors
     /// The device fails.

@@ -16,22 +16,26 @@ pub struct Plan {
     pub mesh: Mesh,
     /// The last one that matches an operator counts.
     pub shards: Vec<ShardSpec>,
+    /// Ranks that add up gradients divide the optimizer's state among them (ZeRO-1).
+    pub optimizer_sharding: bool,
 }
 
 impl Plan {
     /// Every rank has the whole network and pictures of its own.
     pub fn data(ranks: u32) -> Self {
-        Self { mesh: Mesh { data: ranks as usize, height: 1, model: 1 }, shards: Vec::new() }
+        let mesh = Mesh { data: ranks as usize, height: 1, model: 1 };
+        Self { mesh, shards: Vec::new(), optimizer_sharding: false }
     }
 
     /// The plan that a job asks for.
     pub fn of(parallel: &ParallelSpec) -> Self {
+        let optimizer_sharding = parallel.optimizer_sharding;
         if !parallel.is_hybrid() {
-            return Self::data(parallel.ranks);
+            return Self { optimizer_sharding, ..Self::data(parallel.ranks) };
         }
         let [height, model] = [parallel.height, parallel.model].map(|ranks| ranks.max(1) as usize);
         let mesh = Mesh { data: parallel.ranks as usize / (height * model), height, model };
-        Self { mesh, shards: parallel.shard.clone() }
+        Self { mesh, shards: parallel.shard.clone(), optimizer_sharding }
     }
 
     /// Whether it is plain data parallel.

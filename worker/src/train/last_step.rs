@@ -4,9 +4,10 @@
 //! Survivors may be a step apart, as one may have had the last gradients when the connection broke and the other not. Each keeps
 //! its own, and the newest is continued from. The weights of a step are the same bits on every rank.
 //!
-//! Nothing is kept, and the newest checkpoint counts, in four cases:
+//! Nothing is kept, and the newest checkpoint counts, in five cases:
 //!
 //! - The ranks share memory: a killed rank leaves weights of two steps.
+//! - A lost rank had a part of the state (`parallel.model`, `parallel.optimizer_sharding`).
 //! - The GPU does not answer, or does not finish an update in time.
 //! - Only rank 0 has the whole state (`train.ema_decay`, running statistics of each rank), and rank 0 is lost.
 //! - The ranks evaluate the averaged weights, which replace the trained ones meanwhile.

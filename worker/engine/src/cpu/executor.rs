@@ -4,12 +4,12 @@ use super::{
     batch_norm::Statistics,
     conv,
     exchange::Pictures,
-    groups::Groups,
+    groups::{ByAxes, Groups},
     layout::Layout,
     loss,
     reduce::Reducer,
     split_loss::{self, Labels},
-    state::State,
+    state::{Sharding, State},
 };
 use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
@@ -125,11 +125,15 @@ impl Executor {
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
         let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
+        let sharding = (plan.optimizer_sharding && comm.size() > 1).then(|| {
+            let of_gradients = groups.as_ref().map(|groups| groups.gradients.clone());
+            Sharding::new(&layout, of_gradients.unwrap_or_else(|| ByAxes::same(comm.clone())))
+        });
         let (state, shm_unavailable_reason) =
-            State::new(&layout, f64_gradients, config.optimizer, sharing, model_group)?;
+            State::new(&layout, f64_gradients, config.optimizer, sharing, model_group, sharding)?;
         let reducer = match &groups {
-            None => Reducer::new(comm, state.memory()),
-            Some(groups) => Reducer::over(groups),
+            None => Reducer::new(comm, state.memory(), state.is_sharded()),
+            Some(groups) => Reducer::over(groups, state.is_sharded()),
         };
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;

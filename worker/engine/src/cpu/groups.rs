@@ -39,6 +39,15 @@ impl Group {
         self.call(|comm| comm.all_reduce(values, reduction))
     }
 
+    pub(super) fn reduce_scatter(
+        &self,
+        input: Values<'_>,
+        output: ValuesMut<'_>,
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        self.call(|comm| comm.reduce_scatter(input, output, reduction))
+    }
+
     pub(super) fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         self.call(|comm| comm.all_gather(input, output))
     }

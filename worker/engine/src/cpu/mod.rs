@@ -26,7 +26,7 @@ mod undo;
 
 use super::{
     Contribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
-    OptimizerState, StepResult, check, finite,
+    OptimizerState, StateDict, StepResult, check, finite,
     fuse::{Capabilities, FusedOp},
     layers::layer_times,
     optimizer::state_shapes,
@@ -210,8 +210,8 @@ impl Engine for CpuEngine {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
-        for (&name, flat) in config.optimizer.slots().iter().zip(&state.optimizer_slots) {
-            layout.export(Some(name), flat, &mut slots);
+        for (number, &name) in config.optimizer.slots().iter().enumerate() {
+            layout.export(Some(name), &state.optimizer_slot(number), &mut slots);
         }
         Ok(OptimizerState { slots, updates: state.updates })
     }
@@ -223,8 +223,10 @@ impl Engine for CpuEngine {
         let Executor { layout, state, .. } = &mut self.executor;
         state.updates = to.updates;
         if writes {
-            for (&name, flat) in optimizer.slots().iter().zip(&mut state.optimizer_slots) {
-                layout.import(Some(name), &to.slots, flat);
+            let mut flat = vec![0.0; layout.len()];
+            for (number, &name) in optimizer.slots().iter().enumerate() {
+                layout.import(Some(name), &to.slots, &mut flat);
+                state.set_optimizer_slot(number, &flat);
             }
         }
         Ok(())
@@ -235,18 +237,26 @@ impl Engine for CpuEngine {
     }
 
     fn state_dict(&self) -> Result<Contribution, EngineError> {
-        // The ranks of the first model group have all parts.
-        if self.comm.rank() as usize >= self.plan.mesh.model {
+        // The ranks of the first model group have all parts, once the other ranks have given them theirs of the optimizer's state.
+        let keeps = (self.comm.rank() as usize) < self.plan.mesh.model;
+        let optimizer = self.gathered_optimizer_state(keeps)?;
+        if !keeps {
             return Ok(Contribution::Replica);
         }
-        let mut state = self.own_state()?;
+        let mut state = StateDict {
+            parameters: self.parameters()?,
+            optimizer,
+            average: self.averaged()?,
+            loss_scaling: None,
+        };
         self.gather(state.tensors_mut())?;
         Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
-        // No rank alone has a whole network that is split.
-        (self.plan.mesh.model == 1 && self.executor.undo_step()).then(Vec::new)
+        // No rank alone has a whole network that is split, or all of an optimizer's state that is divided.
+        let has_all = self.plan.mesh.model == 1 && !self.executor.state.is_sharded();
+        (has_all && self.executor.undo_step()).then(Vec::new)
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
@@ -294,21 +304,30 @@ impl Engine for CpuEngine {
     }
 
     fn exchange(&self) -> String {
+        let Executor { layout, state, config, .. } = &self.executor;
+        let saving = match (self.plan.optimizer_sharding, self.comm.size()) {
+            (false, _) | (_, 1) => String::new(),
+            _ if state.is_sharded() => format!("; {}", state.saving(layout.whole_len)),
+            _ => {
+                let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
+                format!("; optimizer state, {:.2} MB, is there once, too", bytes as f64 / 1e6)
+            }
+        };
         let Mesh { data, height, model } = self.plan.mesh;
         if !self.plan.is_data() {
             let is_exchange =
                 |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
             return format!(
-                "a mesh of {data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations",
+                "a mesh of {data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations{saving}",
                 self.executor.ops.iter().filter(is_exchange).count()
             );
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
-            (None, _) => {
-                "ranks share memory: weights are there once, and gradients are added up in place".into()
-            }
-            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why})"),
+            (None, _) => format!(
+                "ranks share memory: weights are there once, and gradients are added up in place{saving}"
+            ),
+            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why}){saving}"),
         }
     }
 
@@ -321,6 +340,18 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
+    /// Collective where ranks divide the optimizer's state: all of it, for those that `keep` it.
+    fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
+        let Executor { layout, state, config, .. } = &self.executor;
+        let mut slots = NamedTensors::new();
+        for (number, &name) in config.optimizer.slots().iter().enumerate() {
+            if let Some(flat) = state.gathered_slot(number, keep)? {
+                layout.export(Some(name), &flat, &mut slots);
+            }
+        }
+        Ok(keep.then_some(OptimizerState { slots, updates: state.updates }))
+    }
+
     /// Weights in the engine's order, and each batch norm's running mean and variance.
     fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
         let mut all = NamedTensors::new();

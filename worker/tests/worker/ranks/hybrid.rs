@@ -14,9 +14,10 @@ const GLOBAL: usize = 32;
 const LR: f32 = 0.01;
 
 /// A plan by its mesh and its strategies.
-fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) -> Plan {
+pub(super) fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) -> Plan {
     let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
-    Plan { mesh: Mesh { data, height, model }, shards: shards.iter().map(shard).collect() }
+    let shards = shards.iter().map(shard).collect();
+    Plan { mesh: Mesh { data, height, model }, shards, optimizer_sharding: false }
 }
 
 /// A residual network with grouped convolutions, a max pooling and numbers of channels that few numbers divide.
@@ -59,7 +60,7 @@ fn large_windows() -> Arc<Network> {
 }
 
 /// Which of the ranks that see different pictures this one is.
-fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
+pub(super) fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
     let (rank, mesh) = (comm.rank() as usize, plan.mesh);
     mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)
 }
@@ -87,7 +88,7 @@ fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f
 }
 
 /// By how much more than 1e-6 (absolute and relative) values differ at most.
-fn beyond(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
+pub(super) fn beyond(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
     assert!(a.keys().eq(b.keys()));
     let mut worst = (f32::MIN, String::new());
     for (name, a) in a {

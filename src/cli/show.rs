@@ -122,6 +122,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
         let ranks = job.spec.parallel.sets_in_words();
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
+        lines.extend(job.spec.parallel.pipeline_in_words(accumulate).map(|words| ("pipeline", words)));
     }
     if job.attempt > 0 {
         lines.push(("attempt", job.attempt.to_string()));

@@ -5,6 +5,7 @@ mod frozen;
 mod hybrid;
 mod kept;
 mod optimizers;
+mod pipeline;
 
 use lockstep_comm::{
     CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,

@@ -82,7 +82,7 @@ pub struct ParallelSpec {
     pub ranks: u32,
     /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
-    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height` and `shard` say.
+    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height`, `pipeline` and `shard` say.
     pub mode: String,
     /// Ranks that share one copy of the network, a divisor of `ranks` (mode `hybrid`); 1 when absent. Operators that `shard` names are split over
     /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.
@@ -92,6 +92,10 @@ pub struct ParallelSpec {
     /// step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
+    /// Stages of the network (mode `hybrid`), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`. Each rank has the layers of one
+    /// stage, and the `train.accumulate` micro-batches of a step pass the stages one after another. On CPU ranks only.
+    #[serde(skip_serializing_if = "is_one")]
+    pub pipeline: u32,
     /// How operators are split over the ranks of `model`: tables with `match`, the name of a convolution or linear layer (`*` stands for
     /// any text), and `split`, which is `out` (output channels or classes), `in` (input channels) or `groups`. The last one that matches
     /// an operator counts. Without any, the last layer is split over its classes; GPUs split nothing else.
@@ -191,6 +195,7 @@ impl Default for ParallelSpec {
             mode: "data".into(),
             model: 1,
             height: 1,
+            pipeline: 1,
             shard: Vec::new(),
             optimizer_sharding: false,
             sync_batch_norm: true,

@@ -122,6 +122,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
         let ranks = job.spec.parallel.sets_in_words();
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
+        lines.extend(job.spec.parallel.pipeline_in_words(accumulate).map(|words| ("pipeline", words)));
     }
     if job.spec.parallel.optimizer_sharding && job.ranks > 1 {
         lines.push(("optimizer state", "divided over the ranks; the log has the bytes of each".into()));

@@ -324,6 +324,7 @@ mod tests {
         spec.parallel.model = 2;
         spec.parallel.height = 2;
         spec.parallel.optimizer_sharding = true;
+        spec.parallel.pipeline = 2;
         spec.parallel.shard = vec![ShardSpec { pattern: "fc".into(), split: Split::Out }];
         let form = Form::from_spec(&spec);
         let missing: Vec<_> = form.values.keys().filter(|k| !fields::fields().any(|f| f.key == *k)).collect();

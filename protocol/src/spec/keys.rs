@@ -183,6 +183,7 @@ pub const KEYS: &[Section] = &[
             ("mode", Kind::Word(&shard::MODES)),
             ("model", whole(1, 1024)),
             ("height", whole(1, 1024)),
+            ("pipeline", whole(1, 1024)),
             ("shard", Kind::Shards),
             ("optimizer_sharding", Kind::Bool),
             ("sync_batch_norm", Kind::Bool),

@@ -191,6 +191,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             more("parallel.model", "Ranks of a network", Kind::Integer, "hybrid: ranks that share one copy"),
             more("parallel.height", "Ranks of a picture", Kind::Integer, "hybrid: ranks that share its rows"),
             more(
+                "parallel.pipeline",
+                "Stages",
+                Kind::Integer,
+                "hybrid: parts of the network, one after the other",
+            ),
+            more(
                 "parallel.shard",
                 "Split operators",
                 Kind::Words,

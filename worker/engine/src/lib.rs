@@ -201,18 +201,19 @@ pub trait Engine: Send {
     fn layer_times(&mut self) -> Vec<LayerTime> {
         Vec::new()
     }
-    /// Forward with running statistics; no change of state, no communication.
+    /// Forward with running statistics; no change of state, no communication but among ranks that share a network. Zeros on the ranks of a
+    /// stage but the last.
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: pictures or labels do not fit the network. The device fails.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
-    /// Logits `[samples, classes]` with running statistics.
+    /// Logits `[samples, classes]` with running statistics; none on the ranks of a stage but the last.
     ///
     /// # Errors
     /// As [`Engine::eval_step`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
-    /// Weights, biases and running statistics. Of what is split over ranks: this rank's part in tensors of the whole shape, and 0 in the
-    /// place of the others', so that the sum over a model group is the parameter.
+    /// Weights, biases and running statistics. Of what is split over ranks, or is on another stage: this rank's part in tensors of the whole
+    /// shape, and 0 in the place of the others', so that the sum over the ranks of a copy of the network is the parameter.
     ///
     /// # Errors
     /// The device fails.
@@ -327,8 +328,8 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
-    /// Checksums of the weights and biases that every rank has, and of the parts that this rank has of split ones. After a step the first
-    /// is the same on every rank, the second on every rank with the same parts. No step may be under way.
+    /// Checksums of the weights and biases that every rank of the stage has, and of the parts that this rank has of split ones. After a step
+    /// the first is the same on every rank of the stage, the second on every rank of it with the same parts. No step may be under way.
     ///
     /// # Errors
     /// The device fails.

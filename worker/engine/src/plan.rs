@@ -3,9 +3,11 @@
 
 mod lower;
 mod mesh;
+mod stages;
 
 pub use lower::lower;
 pub use mesh::Mesh;
+pub use stages::{Pass, cuts, schedule};
 
 use crate::net::Network;
 use lockstep_protocol::spec::{ParallelSpec, ShardSpec, Split};
@@ -18,13 +20,15 @@ pub struct Plan {
     pub shards: Vec<ShardSpec>,
     /// Ranks that add up gradients divide the optimizer's state among them (ZeRO-1).
     pub optimizer_sharding: bool,
+    /// The first operation of each stage but the first. Empty: [`lower()`] balances the stages.
+    pub cuts: Vec<usize>,
 }
 
 impl Plan {
     /// Every rank has the whole network and pictures of its own.
     pub fn data(ranks: u32) -> Self {
-        let mesh = Mesh { data: ranks as usize, height: 1, model: 1 };
-        Self { mesh, shards: Vec::new(), optimizer_sharding: false }
+        let mesh = Mesh { stage: 1, data: ranks as usize, height: 1, model: 1 };
+        Self { mesh, shards: Vec::new(), optimizer_sharding: false, cuts: Vec::new() }
     }
 
     /// The plan that a job asks for.
@@ -33,14 +37,15 @@ impl Plan {
         if !parallel.is_hybrid() {
             return Self { optimizer_sharding, ..Self::data(parallel.ranks) };
         }
-        let [height, model] = [parallel.height, parallel.model].map(|ranks| ranks.max(1) as usize);
-        let mesh = Mesh { data: parallel.ranks as usize / (height * model), height, model };
-        Self { mesh, shards: parallel.shard.clone(), optimizer_sharding }
+        let [stage, height, model] =
+            [parallel.pipeline, parallel.height, parallel.model].map(|ranks| ranks.max(1) as usize);
+        let mesh = Mesh { stage, data: parallel.ranks as usize / (stage * height * model), height, model };
+        Self { mesh, shards: parallel.shard.clone(), optimizer_sharding, cuts: Vec::new() }
     }
 
     /// Whether it is plain data parallel.
     pub fn is_data(&self) -> bool {
-        self.mesh.model * self.mesh.height == 1
+        self.mesh.stage * self.mesh.height * self.mesh.model == 1
     }
 
     /// How `network`'s operator `name` is split; `None`: not at all.

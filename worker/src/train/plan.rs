@@ -192,6 +192,7 @@ impl RunPlan {
             self.steps_per_epoch
         ));
         lines.extend(Some(engine.exchange()).filter(|exchange| !exchange.is_empty()));
+        lines.extend(spec.parallel.pipeline_in_words(spec.train.accumulate));
         lines
     }
 

@@ -7,8 +7,11 @@
 //!
 //! Ranks that share the rows of pictures have a range of the rows of each activation up to the global pooling. [`Op::Halo`] brings the rows of
 //! other ranks that windows reach, with any kernel, stride, padding and division of the rows.
+//!
+//! What comes of it is cut into stages where exactly one activation is read later. A rank has the operations of its stage, and so only the
+//! parameters of its stage; neighbours have that activation in the same placement.
 
-use super::Plan;
+use super::{Plan, cuts, stages::stage_of};
 use crate::net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds};
 use lockstep_protocol::spec::Split;
 use std::{collections::HashMap, sync::Arc};
@@ -29,6 +32,8 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         placements: vec![Placement::Batch],
         height_rank: plan.mesh.height_rank(rank),
         rows: vec![rows],
+        stage: 0,
+        stages: 1,
     };
     picture.height = part.height(network.input()).unwrap_or(picture.height);
     let local = Network { tensors: vec![picture], ops: Vec::new(), part: None, ..network.clone() };
@@ -42,13 +47,22 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         redistributed: HashMap::new(),
         extended: HashMap::new(),
     };
+    let mut ends = Vec::new();
     for op in &network.ops {
         lowering.push(op);
+        ends.push(lowering.local.ops.len());
     }
     // The loss is that of each rank's own pictures, or of all pictures and some classes.
     lowering.settled(lowering.places[network.logits()]);
     let Lowering { local, part, .. } = lowering;
-    Ok(Network { part: Some(Arc::new(part)), ..local })
+    let (stage, stages) = (plan.mesh.stage_rank(rank), plan.mesh.stage);
+    if stages == 1 {
+        return Ok(Network { part: Some(Arc::new(part)), ..local });
+    }
+    let mut bounds = if plan.cuts.is_empty() { cuts(network, stages)? } else { plan.cuts.clone() };
+    bounds.iter_mut().for_each(|cut| *cut = ends[*cut - 1]);
+    let bounds = [&[0][..], &bounds, &[local.ops.len()]].concat();
+    Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
 }
 
 /// The operators that a strategy may name.
@@ -73,6 +87,7 @@ fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
             ));
         }
     }
+    mistakes.extend(cuts(network, plan.mesh.stage).err());
     let (height, rows) = (plan.mesh.height, network.tensors[network.input()].height);
     if height > rows {
         mistakes.push(format!("{height} ranks cannot share the {rows} rows of a picture (parallel.height)"));

@@ -5,6 +5,7 @@ mod frozen;
 mod hybrid;
 mod kept;
 mod optimizers;
+mod pipeline;
 mod sharded;
 
 use lockstep_comm::{

@@ -41,12 +41,14 @@ impl Candidate {
 
     /// The better one first.
     fn compare(&self, other: &Self, machine: &Machine) -> Ordering {
-        let time = |of: &Self| {
-            let worth = WORTH_IT[0] + WORTH_IT[1] * of.plan.shards.len() as f64;
-            of.cost.step_ms * if of.plan.is_data() { 1.0 } else { 1.0 + worth }
-        };
         let excess = self.excess(machine).total_cmp(&other.excess(machine));
-        excess.then(time(self).total_cmp(&time(other)))
+        excess.then(self.time().total_cmp(&other.time()))
+    }
+
+    /// Milliseconds of a step, and a part of them for what has to be worth it.
+    fn time(&self) -> f64 {
+        let worth = WORTH_IT[0] + WORTH_IT[1] * self.plan.shards.len() as f64;
+        self.cost.step_ms * if self.plan.is_data() { 1.0 } else { 1.0 + worth }
     }
 }
 
@@ -123,10 +125,13 @@ fn best_splits(
             .zip(chosen)
             .filter_map(|(of, split)| split.map(|split| ShardSpec { pattern: of.pattern.clone(), split }));
         // The last one that matches counts.
-        let shards = own.chain(pinned.iter().cloned()).collect();
+        let mut shards: Vec<_> = own.chain(pinned.iter().cloned()).collect();
+        if shards.is_empty() {
+            // So it is without any.
+            shards.push(ShardSpec { pattern: network.head().into(), split: Split::Out });
+        }
         candidate(network, Plan::on(mesh, shards), machine, work)
     };
-    // A job without strategies has its head split.
     let is_head = |of: &Alike| of.pattern == network.head() && pinned.is_empty();
     let start: Vec<_> = operators.iter().map(|of| is_head(of).then_some(Split::Out)).collect();
     let mut best = evaluate(&start);
@@ -146,12 +151,18 @@ fn best_splits(
         {
             best = Some(first.clone());
         }
-        // What costs more here may cost less with what follows.
-        let of_split = |split: &Option<Split>| {
-            let alike = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(KEPT);
-            alike.map(|(_, chosen)| chosen.clone()).collect::<Vec<_>>()
-        };
-        kept = of.splits.iter().flat_map(of_split).collect();
+        // What costs more here may cost less with what follows, and what is too large may fit.
+        kept.clear();
+        for by_time in [false, true] {
+            if by_time {
+                found.sort_by(|(a, _), (b, _)| a.time().total_cmp(&b.time()));
+            }
+            for split in of.splits {
+                let alike = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(KEPT);
+                let new: Vec<_> = alike.filter(|(_, chosen)| !kept.contains(chosen)).collect();
+                kept.extend(new.into_iter().map(|(_, chosen)| chosen.clone()));
+            }
+        }
     }
     best
 }

@@ -77,6 +77,8 @@ pub const HISTOGRAM_STEPS: usize = 200;
 pub const NETWORK_LAYERS: usize = 4096;
 /// A layer's name, in bytes.
 pub const LAYER_NAME_BYTES: usize = 200;
+/// A text about a plan: its words, or why it was chosen. As many as the patterns of all strategies have, and more.
+pub const PLAN_TEXT_BYTES: usize = 16_384;
 /// `state.json` of a checkpoint, in bytes. Whoever continues from it reads it whole; it has about a kilobyte.
 pub const STATE_FILE_BYTES: u64 = 1 << 20;
 /// Panels of a job or of a project.

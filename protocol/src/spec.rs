@@ -32,7 +32,7 @@ pub use nearest::nearest;
 pub use recipe::Recipe;
 pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
 pub use renamed::{ACCEPTED, is_renamed, name_today, upgrade};
-pub use shard::{ShardSpec, Split};
+pub use shard::{MOST_SHARDS, ShardSpec, Split};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
 use crate::labels;
@@ -83,6 +83,7 @@ pub struct ParallelSpec {
     /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
     /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height`, `pipeline` and `shard` say.
+    /// `auto`: the ranks search for the fastest plan whose memory suffices, when they start; `model`, `height` and `shard` pin parts of it.
     pub mode: String,
     /// Ranks that share one copy of the network, a divisor of `ranks` (mode `hybrid`); 1 when absent. Operators that `shard` names are split over
     /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.

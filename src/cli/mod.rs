@@ -37,6 +37,7 @@ pub(crate) mod metrics;
 pub(crate) mod mistyped;
 pub(crate) mod oidc;
 pub(crate) mod output;
+pub(crate) mod plan;
 pub(crate) mod predict;
 pub(crate) mod queue;
 pub(crate) mod rank;

@@ -45,6 +45,7 @@ mod network;
 mod opens;
 mod pause;
 mod people;
+mod plan;
 mod progressive;
 mod projects;
 mod queue;

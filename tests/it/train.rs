@@ -1,5 +1,6 @@
 //! `lockstep train`: training without a server. Here: the same bytes from the same job, however ranks are started.
 
+mod auto;
 mod average;
 mod hybrid;
 mod layers;

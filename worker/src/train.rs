@@ -4,6 +4,7 @@
 //! the picture's place in its split, the learning rate from the step. So a run that continues from a checkpoint gets the same
 //! weights as one that never stopped.
 
+mod auto;
 mod dataset;
 mod decoder;
 mod error;
@@ -24,6 +25,7 @@ pub use error::TrainError;
 
 use crate::{
     checkpoint::{Best, CheckpointWriter},
+    planning::Planned,
     precision::SkippedSteps,
     report::{LossLines, Observer},
 };
@@ -52,6 +54,7 @@ use step::InFlight;
 use votes::{NotFinite, Votes};
 
 /// What a rank trains, with which other ranks, and where it reports to.
+#[derive(Clone)]
 pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
@@ -134,6 +137,10 @@ fn train_with<'a>(
     throughput.report("starting");
     let mut data = dataset::open(training)?;
     let network = plan::network(spec, &data.shape)?;
+    let largest = data.shape.training_sizes.last().map_or(network.image_size, |(_, side)| *side);
+    let auto::Choice { spec, planned } = auto::choose(training, &network.resized(largest))?;
+    let training = &Training { spec: &spec, ..training.clone() };
+    training.log(planned.iter().map(Planned::in_words));
     let precision = start::precision(training)?;
     let plan = RunPlan::new(training, &data.shape, network, precision)?;
     let mut engine = build_engine(training, &plan, 0)?;
@@ -143,7 +150,7 @@ fn train_with<'a>(
     throughput.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data, engine.as_mut())?;
     training.log(&beginning.notes);
-    training.log(plan.describe(spec, &data.shape, engine.as_ref()));
+    training.log(plan.describe(&spec, &data.shape, engine.as_ref()));
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
@@ -157,9 +164,14 @@ fn train_with<'a>(
     };
     let mut run = Run {
         training,
-        layers: Layers::describe(training, &plan.network.resized(data.shape.image_size), beginning.step),
+        layers: Layers::describe(
+            training,
+            &plan.network.resized(data.shape.image_size),
+            planned.as_ref(),
+            beginning.step,
+        ),
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
-        metadata: saving::metadata(spec, &data.shape),
+        metadata: saving::metadata(&spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
         votes: Votes::of_steps(training.group.size(), beginning.step),
         unmeasured: beginning.unmeasured,

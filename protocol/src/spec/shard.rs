@@ -7,9 +7,9 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 /// What `parallel.mode` may be.
-pub(super) const MODES: [&str; 2] = ["data", "hybrid"];
+pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
 /// Strategies that a job may have.
-pub(super) const MOST_SHARDS: usize = 64;
+pub const MOST_SHARDS: usize = 64;
 /// Characters of a pattern.
 const MATCH_CHARS: usize = 100;
 
@@ -38,6 +38,11 @@ pub enum Split {
 named!(Split: Out = "out", In = "in", Groups = "groups");
 
 impl ShardSpec {
+    /// Whether the pattern is one that a job may have.
+    pub fn is_pattern(&self) -> bool {
+        is_pattern(&self.pattern)
+    }
+
     /// Whether the pattern matches an operator's name.
     pub fn matches(&self, name: &str) -> bool {
         let mut parts = self.pattern.split('*');
@@ -52,7 +57,24 @@ impl ShardSpec {
     }
 }
 
+fn is_pattern(text: &str) -> bool {
+    let known = |c: char| c.is_ascii_alphanumeric() || "._*-".contains(c);
+    (1..=MATCH_CHARS).contains(&text.len()) && text.chars().all(known)
+}
+
 impl ParallelSpec {
+    /// Whether the ranks search for the best plan when they start.
+    pub fn is_auto(&self) -> bool {
+        self.mode == MODES[2]
+    }
+
+    /// The same with a plan in the place of what it says of that.
+    #[must_use]
+    pub fn with_mesh(&self, height: u32, model: u32, shard: Vec<ShardSpec>) -> Self {
+        let mode = MODES[usize::from(height * model > 1)].into();
+        Self { mode, height, model, shard, ..self.clone() }
+    }
+
     /// Whether ranks share copies of the network, or may.
     pub fn is_hybrid(&self) -> bool {
         self.mode == MODES[1]
@@ -121,10 +143,6 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
                 .push(format!("entry {number} must be a table with match and split, is {}", shown(entry)));
             continue;
         };
-        let is_pattern = |text: &str| {
-            let known = |c: char| c.is_ascii_alphanumeric() || "._*-".contains(c);
-            (1..=MATCH_CHARS).contains(&text.len()) && text.chars().all(known)
-        };
         if !table.get("match").and_then(Value::as_str).is_some_and(is_pattern) {
             let is = table.get("match").map_or_else(|| "missing".into(), shown);
             mistakes.push(format!(
@@ -153,7 +171,12 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let parallel = &spec.parallel;
     let ParallelSpec { ranks, model, height, pipeline, .. } = *parallel;
-    if !parallel.is_hybrid() {
+    if parallel.is_auto() && pipeline > 1 {
+        let detail =
+            format!("needs parallel.mode = {:?}: {:?} does not search for stages", MODES[1], MODES[2]);
+        mistake("/parallel/pipeline", detail);
+    }
+    if !parallel.is_hybrid() && !parallel.is_auto() {
         for (key, is_set) in [
             ("model", model > 1),
             ("height", height > 1),
@@ -162,8 +185,8 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         ] {
             if is_set {
                 let detail = format!(
-                    "needs parallel.mode = {:?}: with {:?} every rank has the whole network",
-                    MODES[1], MODES[0]
+                    "needs parallel.mode = {:?} or {:?}: with {:?} every rank has the whole network",
+                    MODES[1], MODES[2], MODES[0]
                 );
                 mistake(&format!("/parallel/{key}"), detail);
             }
@@ -207,6 +230,10 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
                  such as {near}"
             ),
         );
+    }
+    // A search takes what of the rest it can.
+    if parallel.is_auto() {
+        return;
     }
     if model == 1 && !parallel.shard.is_empty() {
         mistake(

@@ -35,8 +35,10 @@ fn network(parameters: u64) -> AttemptEvent {
         output_shape: vec![16, 32, 32],
         parameters,
         time_us,
+        plan: None,
     };
-    AttemptEvent::Network(NetworkDescription { layers: vec![layer("conv1", Some(12.5)), layer("fc", None)] })
+    let layers = vec![layer("conv1", Some(12.5)), layer("fc", None)];
+    AttemptEvent::Network(NetworkDescription { layers, plan: None })
 }
 
 async fn ask(server: &TestServer, id: &str, query: &str) -> Value {

@@ -22,7 +22,7 @@ fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
 }
 
 /// The largest difference of two values.
-fn apart(a: &[u8], b: &[u8]) -> f32 {
+pub(super) fn apart(a: &[u8], b: &[u8]) -> f32 {
     let (a, b) = (tensors(a), tensors(b));
     assert!(a.keys().eq(b.keys()));
     let pairs = a.iter().flat_map(|(name, values)| values.iter().zip(&b[name]));

@@ -187,7 +187,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("parallel.ranks", "Ranks", Kind::Integer, "processes in lockstep, one a slot"),
             field("parallel.device", "Device", Kind::Choice(&DEVICE_NAMES), ""),
-            more("parallel.mode", "Mode", Kind::Choice(&["data", "hybrid"]), "hybrid: ranks share a network"),
+            more(
+                "parallel.mode",
+                "Mode",
+                Kind::Choice(&["data", "hybrid", "auto"]),
+                "hybrid: ranks share a network; auto: if that is faster",
+            ),
             more("parallel.model", "Ranks of a network", Kind::Integer, "hybrid: ranks that share one copy"),
             more("parallel.height", "Ranks of a picture", Kind::Integer, "hybrid: ranks that share its rows"),
             more(

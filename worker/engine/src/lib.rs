@@ -14,6 +14,7 @@ mod finite;
 mod frozen_norm;
 mod fuse;
 mod layers;
+mod measure;
 pub mod net;
 pub mod nvjpeg;
 mod optimizer;
@@ -32,6 +33,7 @@ pub use cpu::MOST_CPU_SLOTS;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
+pub use measure::{Sample, measure};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
 pub use state_dict::{Contribution, StateDict};
 

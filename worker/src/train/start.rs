@@ -372,7 +372,7 @@ fn shared(
 }
 
 /// Rank 0's `value` on every rank, by its JSON text.
-fn shared_json<T: Serialize + DeserializeOwned>(
+pub(super) fn shared_json<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: Option<T>,
 ) -> Result<T, TrainError> {

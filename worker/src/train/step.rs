@@ -121,6 +121,8 @@ impl Run<'_> {
             observer.metric("images_per_second", step, (plan.pictures_of(step) as f64 / secs) as f32);
         }
         self.throughput.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+        let is_timed_apart = result.step_secs > 0.0;
+        self.compare_step_time(step, if is_timed_apart { secs } else { secs - data_secs });
     }
 
     /// Logs which pictures the GPU could not decode, when there are new reasons.

@@ -373,6 +373,7 @@ impl CpuEngine {
                 layout.export(Some(name), &flat, &mut slots);
             }
         }
+        add_zeros(&mut slots, state_shapes(&config.optimizer, &self.network));
         Ok(keep.then_some(OptimizerState { slots, updates: state.updates }))
     }
 

@@ -13,7 +13,7 @@
 
 use super::{Plan, cuts, stages::stage_of};
 use crate::net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds};
-use lockstep_protocol::spec::Split;
+use lockstep_protocol::spec::{ShardSpec, Split};
 use std::{collections::HashMap, sync::Arc};
 
 /// The part of `network` that `rank` has under `plan`.
@@ -21,10 +21,7 @@ use std::{collections::HashMap, sync::Arc};
 /// # Errors
 /// Every strategy that matches no operator, or one that cannot be split so, with the splits that can.
 pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, String> {
-    let mistakes = mistakes(network, plan);
-    if !mistakes.is_empty() {
-        return Err(format!("parallel: {}", mistakes.join("; ")));
-    }
+    check(network, plan).map_err(|mistakes| format!("parallel: {mistakes}"))?;
     let (mut picture, height) = (network.tensors[network.input()], plan.mesh.height);
     let rows = (height > 1).then(|| Rows::shared(picture.height, height));
     let part = NetworkPart {
@@ -65,6 +62,16 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
     Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
 }
 
+/// Names in a list of all operators.
+const NAMED: usize = 10;
+
+/// # Errors
+/// As [`lower()`].
+pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {
+    let mistakes = mistakes(network, plan);
+    if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("; ")) }
+}
+
 /// The operators that a strategy may name.
 fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
     network.ops.iter().filter_map(|op| match op {
@@ -76,16 +83,21 @@ fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
 /// Everything about the strategies of `plan` that `network` cannot do.
 fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
     let mut mistakes = Vec::new();
-    for shard in &plan.shards {
-        if !operators(network).any(|(name, _)| shard.matches(name)) {
-            let names: Vec<_> = operators(network).map(|(name, _)| name).collect();
-            let pattern = &shard.pattern;
-            mistakes.push(format!(
-                "no operator of {} is called {pattern:?}; there are {}",
-                network.arch,
-                names.join(", ")
-            ));
-        }
+    let is_unknown = |shard: &&ShardSpec| !operators(network).any(|(name, _)| shard.matches(name));
+    let unknown: Vec<_> =
+        plan.shards.iter().filter(is_unknown).map(|shard| format!("{:?}", shard.pattern)).collect();
+    if !unknown.is_empty() {
+        let names: Vec<_> = operators(network).map(|(name, _)| name).take(NAMED).collect();
+        let more = match operators(network).count().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more (lockstep plan lists them)"),
+        };
+        mistakes.push(format!(
+            "no operator of {} is called {}; there are {}{more}",
+            network.arch,
+            unknown.join(" or "),
+            names.join(", ")
+        ));
     }
     mistakes.extend(cuts(network, plan.mesh.stage).err());
     let (height, rows) = (plan.mesh.height, network.tensors[network.input()].height);

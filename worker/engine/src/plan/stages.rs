@@ -227,7 +227,7 @@ mod tests {
             (Mesh { stage: 2, data: 1, height: 2, model: 2 }, shards),
         ] {
             let lowered = |mesh: Mesh, rank: usize| {
-                let plan = Plan { mesh, shards: shards.clone(), cuts: Vec::new() };
+                let plan = Plan::on(mesh, shards.clone());
                 lower(&network, &plan, rank).unwrap()
             };
             for rank in 0..mesh.ranks_of_stage() {

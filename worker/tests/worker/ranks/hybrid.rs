@@ -17,7 +17,7 @@ const LR: f32 = 0.01;
 pub(super) fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) -> Plan {
     let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
     let mesh = Mesh { stage: 1, data, height, model };
-    Plan { mesh, shards: shards.iter().map(shard).collect(), optimizer_sharding: false, cuts: Vec::new() }
+    Plan::on(mesh, shards.iter().map(shard).collect())
 }
 
 /// The same plan for each of several stages of the network.

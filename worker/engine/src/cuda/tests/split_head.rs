@@ -74,7 +74,7 @@ impl Case {
 
     fn plan(&self) -> Plan {
         let [data, model] = self.mesh;
-        Plan { mesh: Mesh { data, height: 1, model }, shards: Vec::new() }
+        Plan::on(Mesh { stage: 1, data, height: 1, model }, Vec::new())
     }
 
     fn network(&self) -> Arc<Network> {

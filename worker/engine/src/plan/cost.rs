@@ -344,7 +344,9 @@ impl Walk<'_> {
             }
             None => pictures * passes_of(self.local, op) * value / rates.memory_bytes_per_second,
         };
-        if matches!(op, Op::BatchNorm { .. }) && self.work.sync_batch_norm && !self.local.frozen_norm {
+        // Sums in memory that ranks share take no time to speak of.
+        let is_synced = self.work.sync_batch_norm && !self.local.frozen_norm && !self.shares_memory();
+        if matches!(op, Op::BatchNorm { .. }) && is_synced {
             let channels = self.local.tensors[op.output()].channels as f64;
             let group = self.group(true, self.local.axes(op.output()));
             // Forward and backward: two sums a channel.

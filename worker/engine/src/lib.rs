@@ -32,7 +32,7 @@ pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
-pub use state_dict::{Contribution, StateDict};
+pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
 
 use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
@@ -272,16 +272,19 @@ pub trait Engine: Send {
     }
     /// Which replica of the state this rank has: its rank in the data-parallel group.
     fn replica(&self) -> u32;
-    /// Collective: what this rank contributes to a checkpoint. Of replicas rank 0 alone copies its state off the device; the
-    /// others do nothing.
+    /// Collective: what this rank contributes to a checkpoint, of which each of `writers` writes some tensors. Only they copy their state
+    /// off the device.
     ///
     /// # Errors
     /// The device fails.
-    fn state_dict(&self) -> Result<Contribution, EngineError> {
-        if self.replica() != 0 {
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        let own = self.replica();
+        if !writers.include(own) {
             return Ok(Contribution::Replica);
         }
-        Ok(Contribution::Whole(Box::new(self.own_state()?)))
+        let mut state = self.own_state()?;
+        writers.retain(&mut state, &(own..own + 1));
+        Ok(writers.contribution(state))
     }
     /// What this rank itself has of the state, copied off the device.
     ///

@@ -26,7 +26,7 @@ mod undo;
 
 use super::{
     Contribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
-    OptimizerState, StepResult, check, finite,
+    OptimizerState, StepResult, Writers, check, finite,
     fuse::{Capabilities, FusedOp},
     layers::layer_times,
     optimizer::state_shapes,
@@ -234,17 +234,21 @@ impl Engine for CpuEngine {
         self.comm.rank()
     }
 
-    fn state_dict(&self) -> Result<Contribution, EngineError> {
-        // The ranks of the first model group have all parts.
-        if self.comm.rank() as usize >= self.plan.mesh.model {
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        // The ranks of each model group have all parts. A tensor is gathered in the group of the rank that writes it.
+        let (own, model) = (self.comm.rank(), self.plan.mesh.model as u32);
+        let group = own / model * model..(own / model + 1) * model;
+        if !group.clone().any(|rank| writers.include(rank)) {
             return Ok(Contribution::Replica);
         }
         let mut state = self.own_state()?;
+        writers.retain(&mut state, &group);
         let slots = state.optimizer.iter_mut().map(|optimizer| &mut optimizer.slots);
         for tensors in std::iter::once(&mut state.parameters).chain(slots).chain(&mut state.average) {
             self.gather(tensors)?;
         }
-        Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
+        writers.retain(&mut state, &(own..own + 1));
+        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {

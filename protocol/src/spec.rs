@@ -128,6 +128,10 @@ pub struct CheckpointSpec {
     pub keep: u32,
     /// A metric whose best checkpoint is kept in addition to the newest: `val_accuracy`, `val_loss` or `none`.
     pub keep_best: String,
+    /// Every rank that has the folder of checkpoints writes some of the tensors, in parts with an index as Hugging Face reads them.
+    /// `false` when absent: rank 0 writes all, each kind in one file. Training continues from both alike.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub sharded: bool,
 }
 
 /// What happens when a rank or its machine dies.
@@ -208,7 +212,13 @@ impl Default for ParallelSpec {
 
 impl Default for CheckpointSpec {
     fn default() -> Self {
-        Self { every_epochs: None, every_steps: None, keep: 5, keep_best: "val_accuracy".into() }
+        Self {
+            every_epochs: None,
+            every_steps: None,
+            keep: 5,
+            keep_best: "val_accuracy".into(),
+            sharded: false,
+        }
     }
 }
 

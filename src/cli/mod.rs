@@ -19,6 +19,7 @@ pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod download;
 pub(crate) mod evaluate;
+pub(crate) mod export;
 pub(crate) mod file;
 pub(crate) mod fork;
 pub(crate) mod help;

@@ -52,6 +52,7 @@ mod queue;
 mod recipes;
 mod reference;
 mod second_account;
+mod sharded;
 mod streams;
 mod sweeps;
 mod tls;

@@ -5,6 +5,7 @@ mod average;
 mod hybrid;
 mod layers;
 mod refusals;
+mod sharded;
 mod stops;
 
 use crate::{pages, pictures, server::turn};

@@ -14,6 +14,7 @@ mod last_step;
 mod layers;
 mod measure;
 mod memory;
+mod parts;
 mod plan;
 mod pretrained;
 mod saving;
@@ -40,6 +41,7 @@ use lockstep_protocol::{
     spec::{Division, JobSpec},
 };
 use measure::ThroughputMeter;
+use parts::Parts;
 use plan::RunPlan;
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -156,8 +158,11 @@ fn train_with<'a>(
     if let Some(watchdog) = &training.watchdog {
         watchdog.continues_from(beginning.step);
     }
-    let writer = if training.is_first() {
+    if training.is_first() {
         crate::checkpoint::remove_leftovers(training.checkpoints)?;
+    }
+    let parts = Parts::of(training, &plan, beginning.best.as_ref())?;
+    let writer = if training.is_first() && parts.is_none() {
         Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best.clone())?)
     } else {
         None
@@ -191,6 +196,7 @@ fn train_with<'a>(
         engine: CurrentEngine(Some(engine)),
         build_engine,
         writer,
+        parts,
         slow_warned: false,
         throughput,
     };
@@ -221,8 +227,10 @@ struct Run<'a> {
     engine: CurrentEngine,
     build_engine: &'a BuildEngine<'a>,
     schedule: Schedule,
-    /// Writes checkpoints; on rank 0 only.
+    /// Writes whole checkpoints; on rank 0 only.
     writer: Option<CheckpointWriter>,
+    /// Writes sharded ones.
+    parts: Option<Parts>,
     /// Whether the log has the warning that a checkpoint may take longer than the time that ranks have at their end.
     slow_warned: bool,
     metadata: BTreeMap<String, String>,

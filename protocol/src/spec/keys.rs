@@ -198,6 +198,7 @@ pub const KEYS: &[Section] = &[
             ("every_steps", whole(1, MAX_STEPS)),
             ("keep", whole(2, 10_000)),
             ("keep_best", Kind::Word(&["val_accuracy", "val_loss", "none"])),
+            ("sharded", Kind::Bool),
         ],
     },
     Section {

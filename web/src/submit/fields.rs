@@ -239,6 +239,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Choice(&["val_accuracy", "val_loss", "none"]),
                 "",
             ),
+            more("checkpoint.sharded", "All ranks write", Kind::Switch, "in parts with an index"),
             more("evaluate.every_epochs", "Validate every", Kind::Integer, "epochs; 0: at the end"),
             more("log.every_steps", "Log the loss every", Kind::Integer, "steps; 0: at most 10 a second"),
             more("log.histograms", "Histograms every", Kind::Integer, "steps, at least 10; 0: none"),

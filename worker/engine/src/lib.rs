@@ -35,7 +35,7 @@ pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 pub use measure::{Sample, measure};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
-pub use state_dict::{Contribution, StateDict};
+pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
 
 use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
@@ -277,16 +277,19 @@ pub trait Engine: Send {
     }
     /// Which replica of the state this rank has: its rank in the data-parallel group.
     fn replica(&self) -> u32;
-    /// Collective: what this rank contributes to a checkpoint. Of replicas rank 0 alone copies its state off the device; the
-    /// others do nothing, but for giving it their parts of the optimizer's state where ranks divide that.
+    /// Collective: what this rank contributes to a checkpoint, of which each of `writers` writes some tensors. Only they copy their state
+    /// off the device; the others do nothing, but for giving their parts of the optimizer's state where ranks divide that.
     ///
     /// # Errors
     /// The device fails.
-    fn state_dict(&self) -> Result<Contribution, EngineError> {
-        if self.replica() != 0 {
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        let own = self.replica();
+        if !writers.include(own) {
             return Ok(Contribution::Replica);
         }
-        Ok(Contribution::Whole(Box::new(self.own_state()?)))
+        let mut state = self.own_state()?;
+        writers.retain(&mut state, |rank| rank == own);
+        Ok(writers.contribution(state))
     }
     /// What this rank itself has of the state, copied off the device.
     ///

@@ -97,7 +97,7 @@ impl Run<'_> {
         }
         let size_bytes = checkpoint::write(directory, &snapshot, self.best.as_ref())?;
         self.training.observer.log(&format!("another rank is gone: step {step}, the last, is kept"));
-        let info = snapshot.info(self.best.as_ref(), size_bytes);
+        let info = snapshot.state.info(self.best.as_ref(), size_bytes);
         announce(self.training, vec![CheckpointEvent::Written(info)]);
         if is_own_folder {
             let mut old = checkpoint::list(directory)?;

@@ -5,7 +5,7 @@
 //! longer. The step to vote at next follows from the mean time of a step over all ranks. That mean is part of the vote, so
 //! all ranks come to the same step.
 
-use super::{Run, TrainError};
+use super::{Run, TrainError, parts::Parts};
 use lockstep_comm::Reduction;
 use lockstep_engine::StepResult;
 use std::{
@@ -98,13 +98,18 @@ impl Run<'_> {
         }
         let stop = self.training.stop.load(Ordering::Relaxed);
         let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
-        let own = [stop, not_finite[0], not_finite[1]].map(|vote| f64::from(u8::from(vote)));
-        let mut votes = [own[0], own[1], own[2], self.votes.step_secs(self.step)];
+        let is_written = self.parts.as_ref().is_some_and(Parts::is_done);
+        let own = [stop, not_finite[0], not_finite[1], is_written].map(|vote| f64::from(u8::from(vote)));
+        let mut votes = [own[0], own[1], own[2], own[3], self.votes.step_secs(self.step)];
         group.all_reduce((&mut votes).into(), Reduction::Sum)?;
-        let [stop, not_finite, losses, step_secs] = votes;
+        let [stop, not_finite, losses, written, step_secs] = votes;
         // Only votes that were due measure the duration of a step.
         if !always {
             self.votes.voted(self.step, step_secs / f64::from(group.size()));
+        }
+        // Before the run ends, a checkpoint of earlier steps is completed.
+        if written == f64::from(group.size()) || not_finite > 0.0 {
+            let _ = self.complete_parts(None)?;
         }
         if not_finite > 0.0 {
             let oldest = self.in_flight.front().map_or((self.step, 0.0), |u| (u.step, u.lr));

@@ -5,11 +5,11 @@ use super::{
     conv,
     exchange::Pictures,
     groups::{ByAxes, Groups},
+    in_flight::Kept,
     layout::Layout,
     loss,
     reduce::Reducer,
     split_loss::{self, Labels},
-    stages::Kept,
     state::{Sharding, State},
 };
 use crate::{

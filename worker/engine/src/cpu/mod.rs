@@ -12,6 +12,7 @@ mod executor;
 mod forward;
 mod gradient;
 mod groups;
+mod in_flight;
 #[cfg(test)]
 mod kept;
 mod layout;
@@ -27,7 +28,7 @@ mod undo;
 
 use super::{
     Contribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
-    OptimizerState, StateDict, StepResult, check, finite,
+    OptimizerState, StateDict, StepResult, Writers, check, finite,
     fuse::{Capabilities, FusedOp},
     layers::layer_times,
     optimizer::state_shapes,
@@ -249,22 +250,23 @@ impl Engine for CpuEngine {
         self.comm.rank()
     }
 
-    fn state_dict(&self) -> Result<Contribution, EngineError> {
-        // The ranks of each stage's first model group have all parts, once the other ranks have given them theirs of the optimizer's state.
-        let Mesh { model, .. } = self.plan.mesh;
-        let keeps = self.comm.rank() as usize % self.plan.mesh.ranks_of_stage() < model;
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        // The ranks of one place in all stages have all parts between them, and gather what one of them writes.
+        let (own, mesh) = (self.comm.rank(), self.plan.mesh);
+        let place = |rank: u32| rank as usize % mesh.ranks_of_stage() / mesh.model;
+        let gathers = |rank: u32| place(rank) == place(own);
+        let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
+        // Where ranks divide the optimizer's state, those of other places give their parts.
         let optimizer = self.gathered_optimizer_state(keeps)?;
         if !keeps {
             return Ok(Contribution::Replica);
         }
-        let mut state = StateDict {
-            parameters: self.parameters()?,
-            optimizer,
-            average: self.averaged()?,
-            loss_scaling: None,
-        };
+        let (parameters, average) = (self.parameters()?, self.averaged()?);
+        let mut state = StateDict { parameters, optimizer, average, loss_scaling: None };
+        writers.retain(&mut state, gathers);
         self.gather(state.tensors_mut())?;
-        Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
+        writers.retain(&mut state, |rank| rank == own);
+        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {

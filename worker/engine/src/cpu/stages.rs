@@ -5,34 +5,12 @@
 //! chain: they never wait in a circle.
 
 use super::{
-    batch_norm::Statistics,
-    exchange::Pictures,
     executor::Executor,
     groups::{Group, Groups},
 };
 use crate::{EngineError, net::TensorId};
 use lockstep_comm::CommError;
 use std::mem::swap;
-
-/// What a forward pass leaves for the backward pass of its micro-batch.
-pub(super) struct Kept {
-    activations: Vec<Vec<f32>>,
-    argmax: Vec<Vec<u8>>,
-    statistics: Vec<Statistics>,
-    pictures: Pictures,
-}
-
-impl Kept {
-    /// Without values, for a network of so many tensors and batch norms.
-    pub(super) fn new(tensors: usize, norms: usize) -> Self {
-        Self {
-            activations: vec![Vec::new(); tensors],
-            argmax: vec![Vec::new(); tensors],
-            statistics: vec![Statistics::default(); norms],
-            pictures: Pictures::default(),
-        }
-    }
-}
 
 impl Executor {
     /// Exchanges what the passes use for what is kept of micro-batch number `number`, or back. Those that are between their passes at the

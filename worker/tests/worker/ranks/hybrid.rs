@@ -2,7 +2,7 @@
 
 use super::*;
 use lockstep_engine::{
-    Contribution, StateDict, build_cpu_with,
+    Contribution, StateDict, Writers, build_cpu_with,
     net::TensorShape,
     plan::{Mesh, Plan},
 };
@@ -89,7 +89,7 @@ fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f
             engine.train_step(&[batch], LR).unwrap().loss
         };
         let losses: Vec<f32> = (0..STEPS).map(step).collect();
-        (losses, engine.state_dict().unwrap())
+        (losses, engine.state_dict(&Writers::default()).unwrap())
     });
     let mean = |step: usize| of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / ranks as f32;
     let losses = (0..STEPS).map(mean).collect();
@@ -192,7 +192,7 @@ fn norms_labels_and_sizes_are_those_of_all_ranks() {
                     });
                     results.push(engine.train_step(&micro_batches, 0.002).unwrap());
                 }
-                (results, engine.state_dict().unwrap())
+                (results, engine.state_dict(&Writers::default()).unwrap())
             })
         };
         let alone = run(&Plan::data(1));
@@ -252,7 +252,7 @@ fn a_state_of_one_plan_continues_under_any_other() {
             comm.barrier().unwrap();
             engine.load_state_dict(&state).unwrap();
             comm.barrier().unwrap();
-            let Contribution::Whole(loaded) = (match engine.state_dict().unwrap() {
+            let Contribution::Whole(loaded) = (match engine.state_dict(&Writers::default()).unwrap() {
                 Contribution::Replica => Contribution::Whole(Box::new(state.clone())),
                 whole => whole,
             }) else {
@@ -263,7 +263,7 @@ fn a_state_of_one_plan_continues_under_any_other() {
             let evaluated = engine.eval_step(&batch).unwrap();
             let predicted = engine.predict(&batch).unwrap();
             engine.train_step(&[part_of(GLOBAL, batch)], 0.002).unwrap();
-            let state = engine.state_dict().unwrap();
+            let state = engine.state_dict(&Writers::default()).unwrap();
             counts.then_some((evaluated, predicted, state))
         });
         // Ranks that share the rows of pictures have the same results, and the last stage alone has any.

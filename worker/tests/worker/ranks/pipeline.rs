@@ -4,7 +4,7 @@ use super::{
     hybrid::{beyond, data_rank, data_ranks, grouped, plan, staged},
     *,
 };
-use lockstep_engine::{Contribution, StateDict, build_cpu_with, plan::Plan};
+use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::spec::Split;
 
 const STEPS: usize = 10;
@@ -35,7 +35,7 @@ fn trained(
             result
         };
         let results: Vec<StepResult> = (0..steps).map(step).collect();
-        (results, engine.state_dict().unwrap())
+        (results, engine.state_dict(&Writers::default()).unwrap())
     });
     let (results, contributions): (Vec<_>, Vec<_>) = of_ranks.into_iter().unzip();
     let Some(Contribution::Whole(state)) = contributions.into_iter().next() else { panic!("rank 0 has all") };

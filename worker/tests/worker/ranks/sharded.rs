@@ -4,7 +4,7 @@ use super::{
     hybrid::{beyond, data_rank, plan},
     *,
 };
-use lockstep_engine::{Contribution, StateDict, build_cpu_with, plan::Plan};
+use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
 use lockstep_protocol::spec::Split;
 
 const STEPS: usize = 10;
@@ -59,7 +59,7 @@ fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f
             result.loss * result.samples as f32
         };
         let losses: Vec<f32> = (0..STEPS).map(step).collect();
-        (losses, engine.state_dict().unwrap())
+        (losses, engine.state_dict(&Writers::default()).unwrap())
     });
     let pictures = (GLOBAL * config.accumulate * plan.mesh.height) as f32;
     let mean = |step: usize| of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / pictures;
@@ -134,14 +134,18 @@ fn a_divided_state_continues_on_any_number_of_ranks_with_and_without_the_key() {
             let initial = init::initial_parameters(&network, false, 2);
             let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
             engine.load_state_dict(&state).unwrap();
-            if let Contribution::Whole(loaded) = engine.state_dict().unwrap() {
+            if let Contribution::Whole(loaded) = engine.state_dict(&Writers::default()).unwrap() {
                 assert!(*loaded == state, "what was loaded is what is saved");
             }
             engine.keep_gradients().unwrap();
             engine.train_step(&[part_of(GLOBAL, pictures(99, from, from + own))], 0.002).unwrap();
             let undone = engine.undo_unfinished_steps();
             assert!(!plan.optimizer_sharding || plan.mesh.ranks() == 1 || undone.is_none());
-            (engine.state_dict().unwrap(), engine.parameters().unwrap(), engine.gradients().unwrap())
+            (
+                engine.state_dict(&Writers::default()).unwrap(),
+                engine.parameters().unwrap(),
+                engine.gradients().unwrap(),
+            )
         });
         let replicas = of_ranks.iter().all(|(_, parameters, gradients)| {
             plan.mesh.model > 1 || (*parameters == of_ranks[0].1 && *gradients == of_ranks[0].2)

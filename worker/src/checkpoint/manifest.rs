@@ -1,6 +1,6 @@
 //! Sizes and checksums, by which a damaged checkpoint is recognised.
 
-use super::{CheckpointError, MANIFEST, STATE, tensors};
+use super::{CheckpointError, MANIFEST, STATE};
 use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -10,6 +10,10 @@ use std::{
     io::{self, Read},
     path::Path,
 };
+
+pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
 
 /// Sizes and checksums of a checkpoint's other files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -118,5 +122,5 @@ pub(super) fn checksum(path: &Path) -> io::Result<ManifestFile> {
             }
         }
     }
-    Ok(ManifestFile { size_bytes, sha256: tensors::hexadecimal(&hash.finalize()) })
+    Ok(ManifestFile { size_bytes, sha256: hexadecimal(&hash.finalize()) })
 }

@@ -4,6 +4,7 @@
 use super::{
     ManifestFile,
     header::{self, Entry, Header, NoHeader},
+    manifest::hexadecimal,
 };
 use lockstep_host::{
     files,
@@ -146,10 +147,6 @@ impl Hashing {
         file.sync_all()?;
         Ok(Written { size_bytes: self.size, sha256: hexadecimal(&self.hash.finalize()) })
     }
-}
-
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// Reads a file of tensors: float32, or float64, bfloat16 and float16 made into it. `num_batches_tracked` is

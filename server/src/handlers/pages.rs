@@ -66,7 +66,7 @@ pub(crate) async fn jobs(
         filter.limit = ROWS;
     }
     let mut page = app.store.jobs(&filter).await?;
-    page.jobs.iter_mut().for_each(|job| app.wait_reasons.tell(job));
+    page.jobs.iter_mut().for_each(|job| app.last_plan.tell(job));
     let any = !page.jobs.is_empty()
         || !app
             .store

@@ -215,7 +215,7 @@ pub(crate) async fn list(
     for job in &mut page.jobs {
         // All of them would be most of a long list.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
-        app.wait_reasons.tell(job);
+        app.last_plan.tell(job);
     }
     let total = match query.count {
         Some(true) => Some(app.store.jobs_counted(&filter).await?),

@@ -252,8 +252,9 @@ async fn a_list_holds_as_many_jobs_as_is_documented() {
     let (status, page) = server.get("/jobs?limit=1000").await;
     assert_eq!((status, page["jobs"].as_array().unwrap().len()), (200, 1000));
     assert_eq!(page["jobs"][0]["id"], one.id.as_str());
-    let (_, rest) = server.get(&format!("/jobs?limit=1000&cursor={}", page["next"].as_str().unwrap())).await;
-    assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next"]), (1, &Value::Null));
+    let (_, rest) =
+        server.get(&format!("/jobs?limit=1000&cursor={}", page["next_cursor"].as_str().unwrap())).await;
+    assert_eq!((rest["jobs"].as_array().unwrap().len(), &rest["next_cursor"]), (1, &Value::Null));
     for limit in ["0", "1001"] {
         let (status, response) = server.get(&format!("/jobs?limit={limit}")).await;
         assert_eq!(status, 400);

@@ -63,8 +63,6 @@ pub(crate) struct JobList {
     jobs: Elements<Job>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
-    /// The same, by its name of the last version.
-    next: Option<String>,
     /// With `count=true`: jobs on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
@@ -223,7 +221,7 @@ pub(crate) async fn list(
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
     let jobs = Elements { items: page.jobs, fields };
-    large::json(JobList { jobs, next: next_cursor.clone(), next_cursor, total }).await
+    large::json(JobList { jobs, next_cursor, total }).await
 }
 
 #[cfg(test)]

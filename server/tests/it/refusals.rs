@@ -241,7 +241,6 @@ async fn counts_are_taken_up_to_their_limit_and_refused_beyond_it() {
     for (path, most) in [
         ("/jobs?limit=".to_owned(), 1000),
         (format!("/jobs/{id}/logs?limit="), 10_000),
-        (format!("/jobs/{id}/logs?tail="), 10_000),
         (format!("/jobs/{id}/metrics?points="), 10_000),
     ] {
         for count in [1, most] {

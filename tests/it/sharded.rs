@@ -119,5 +119,4 @@ async fn parts_reach_the_server_and_the_object_store_from_another_machine_and_co
     let set = json!({"set": {"parallel.ranks": 2, "train.batch_size": 16, "train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     server.succeeded(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
-    server.stop().await;
 }

@@ -28,6 +28,7 @@ enum Command {
     Init(cli::init::Args),
     Submit(cli::submit::Args),
     Validate(cli::validate::Args),
+    Plan(cli::plan::Args),
     List(cli::list::Args),
     Queue(cli::queue::Args),
     Show(cli::show::Args),
@@ -41,11 +42,11 @@ enum Command {
     Fork(cli::fork::Args),
     Checkpoints(cli::checkpoints::Args),
     Download(cli::download::Args),
+    Export(cli::export::Args),
     Delete(cli::delete::Args),
     Predict(cli::predict::Args),
     Evaluate(cli::evaluate::Args),
-    /// `look`: an agent of the last version starts the program that has taken its place on disk.
-    #[command(hide = true, alias = "look")]
+    #[command(hide = true)]
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
     Machine(cli::machine::Args),
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
         Command::Init(args) => cli::init::run(&args),
         Command::Submit(args) => cli::submit::run(args),
         Command::Validate(args) => cli::validate::run(&args),
+        Command::Plan(args) => cli::plan::run(args),
         Command::List(args) => cli::list::run(args),
         Command::Queue(args) => cli::queue::run(args),
         Command::Show(args) => cli::show::run(args),
@@ -97,6 +99,7 @@ fn main() -> ExitCode {
         Command::Fork(args) => cli::fork::run(args),
         Command::Checkpoints(args) => cli::checkpoints::run(args),
         Command::Download(args) => cli::download::run(args),
+        Command::Export(args) => cli::export::run(&args),
         Command::Delete(args) => cli::delete::run(args),
         Command::Evaluate(args) => cli::evaluate::run(args),
         Command::Predict(args) => cli::predict::run(args),

@@ -45,7 +45,9 @@ const actions = new Actions({
   job: () => job, checkpoints, setJob: (next) => { setJob(next); factsSoon(); }, refused: (why) => facts.refused(why),
   quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
-const histograms = new Histograms(job.id), network = new Network(job.id);
+const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
+/** Whether ranks choose a plan, which the network's description has. */
+const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
 checkpoints.changed.add(() => actions.show());
 for (const seat of data.ranks) ranks.seat(seat);
@@ -100,7 +102,7 @@ function apply(event) {
       break;
     case "network":
       tabs.reveal("network");
-      if (tabs.isOpened("network")) network.load();
+      if (tabs.isOpened("network") || isPlanned()) network.load();
       break;
     case "rank": ranks.report(event); break;
     case "evaluation":
@@ -221,12 +223,13 @@ async function pageAgain() {
   seatsOf = now.job.attempt;
   for (const name of ["histograms", "network"]) if (!page.querySelector(`[data-tab=${name}]`).hidden) tabs.reveal(name);
   histograms.more();
-  if (tabs.isOpened("network")) network.load();
+  if (tabs.isOpened("network") || isPlanned()) network.load();
   factsSoon();
 }
 
 async function start() {
   setJob(job);
+  if (isPlanned()) network.load();
   facts.draw();
   ranks.draw(job);
   let seq = null, delay = 250;

@@ -4,7 +4,7 @@
 //! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (as a
 //! failed assertion ends it), `error` (the disk is full), `error*` (every time from then on) or `hold` (waits until
 //! something is written into `FILE`), each with `@N` for the N-th time the point is reached. With `FILE` a point takes effect
-//! once only, in whatever process reaches it first: it creates the file.
+//! once only, in whatever process reaches it first: it creates the file. `slow` takes 20 ms every time.
 
 use std::{
     fs::File,
@@ -35,6 +35,8 @@ pub const INGEST_POINTS: [&str; 5] =
 /// Every point inside the transactions that make and change jobs.
 pub const JOB_POINTS: [&str; 6] =
     ["create.begin", "create.commit", "create.committed", "claim.begin", "claim.commit", "claim.committed"];
+/// Before a rank begins an optimizer step.
+pub const STEP_POINT: &str = "step";
 
 #[derive(Debug)]
 struct Fault {
@@ -72,6 +74,10 @@ static FAULTS: LazyLock<Vec<Fault>> =
 /// When a fault says that the disk is full here.
 pub fn point(point: &str) -> io::Result<()> {
     for fault in FAULTS.iter().filter(|f| f.point == point) {
+        if fault.action == "slow" {
+            std::thread::sleep(Duration::from_millis(20));
+            continue;
+        }
         let time = fault.reached.fetch_add(1, Ordering::Relaxed) + 1;
         let lasting = fault.action == "error*" && time > fault.at;
         if time != fault.at && !lasting {

@@ -7,6 +7,7 @@ pub mod agent;
 pub mod allowed;
 pub mod attempt;
 pub mod best;
+pub mod checkpoint_files;
 pub mod cut;
 pub mod dataset;
 pub mod fault;

@@ -77,8 +77,12 @@ pub const HISTOGRAM_STEPS: usize = 200;
 pub const NETWORK_LAYERS: usize = 4096;
 /// A layer's name, in bytes.
 pub const LAYER_NAME_BYTES: usize = 200;
+/// A text about a plan: its words, or why it was chosen. As many as the patterns of all strategies have, and more.
+pub const PLAN_TEXT_BYTES: usize = 16_384;
 /// `state.json` of a checkpoint, in bytes. Whoever continues from it reads it whole; it has about a kilobyte.
 pub const STATE_FILE_BYTES: u64 = 1 << 20;
+/// `MANIFEST.json` of a checkpoint, in bytes. Of a sharded one it names at most three files a rank.
+pub const MANIFEST_BYTES: usize = 1 << 20;
 /// Panels of a job or of a project.
 pub const PANELS: usize = 24;
 /// Metrics of a panel.

@@ -1,6 +1,9 @@
 //! A job's network as a list of its layers, in the order in which a picture passes them. Rank 0 says it once an attempt.
 
-use crate::limits::{LAYER_NAME_BYTES, NETWORK_LAYERS};
+use crate::{
+    limits::{LAYER_NAME_BYTES, NETWORK_LAYERS, PLAN_TEXT_BYTES},
+    spec::{MOST_SHARDS, ShardSpec},
+};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -8,9 +11,53 @@ use utoipa::ToSchema;
 const DIMENSIONS: usize = 8;
 
 /// The layers of a network: at most [`NETWORK_LAYERS`].
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NetworkDescription {
     pub layers: Vec<LayerDescription>,
+    /// How it is spread over the job's ranks; absent where nothing was predicted for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plan: Option<PlanDescription>,
+}
+
+/// How a network is spread over ranks, with what was predicted of a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PlanDescription {
+    /// In words: `data parallel on 4 ranks`. At most [`PLAN_TEXT_BYTES`], as all texts here.
+    pub words: String,
+    /// Copies of the network, or sets of ranks that share one.
+    pub data: u32,
+    /// Ranks that share the rows of each picture.
+    pub height: u32,
+    /// Ranks that share one copy of the network.
+    pub model: u32,
+    /// How operators are split over the ranks of `model`.
+    pub shard: Vec<ShardSpec>,
+    /// Milliseconds of a step, as predicted.
+    pub step_ms: f32,
+    /// Milliseconds of a step, the median of some; absent before they are done.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_step_ms: Option<f32>,
+    /// Of all ranks together, as predicted.
+    pub images_per_second: f32,
+    /// Of the rank with the largest part, as predicted.
+    pub memory_bytes: u64,
+    /// `computing`, `communication` or `memory`.
+    pub limited_by: String,
+    /// Why the ranks run this plan and no other.
+    pub why: String,
+}
+
+/// What a plan makes of a layer, as predicted for the rank with the largest part.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LayerPlan {
+    /// What a rank has of its output: `own pictures`, `1/2 of the channels`.
+    pub placement: String,
+    /// Weights, gradients, optimizer state and what is kept for the backward pass.
+    pub memory_bytes: u64,
+    /// What a rank sends to others in a step, gradients included.
+    pub sent_bytes: u64,
+    /// Microseconds of a step, forward and backward, with the exchange of activations.
+    pub time_us: f32,
 }
 
 /// One layer.
@@ -27,6 +74,8 @@ pub struct LayerDescription {
     /// How long it takes in a step, forward and backward together, in microseconds; absent where it was not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_us: Option<f32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub plan: Option<LayerPlan>,
 }
 
 impl NetworkDescription {
@@ -53,17 +102,47 @@ impl NetworkDescription {
                 let count = layer.output_shape.len();
                 return Err(format!("the output of {name} has {count} dimensions; {DIMENSIONS} are allowed"));
             }
-            if layer.time_us.is_some_and(|time| !time.is_finite() || time < 0.0) {
+            if layer.time_us.is_some_and(|time| !is_time(time)) {
                 return Err(format!("the time of {name} is no time"));
             }
+            if let Some(plan) = &layer.plan {
+                if plan.placement.len() > LAYER_NAME_BYTES || plan.placement.chars().any(char::is_control) {
+                    return Err(format!("the placement of {name} is no short line"));
+                }
+                if !is_time(plan.time_us) {
+                    return Err(format!("the predicted time of {name} is no time"));
+                }
+            }
+        }
+        self.plan.as_ref().map_or(Ok(()), PlanDescription::check)
+    }
+}
+
+impl PlanDescription {
+    fn check(&self) -> Result<(), String> {
+        let texts = [&self.words, &self.limited_by, &self.why];
+        if texts.iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
+            return Err(format!("a text of the plan is no line of at most {PLAN_TEXT_BYTES} bytes"));
+        }
+        if self.shard.len() > MOST_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
+            return Err("the plan has strategies that no job may have".into());
+        }
+        let times = [Some(self.step_ms), self.measured_step_ms, Some(self.images_per_second)];
+        if !times.into_iter().flatten().all(is_time) {
+            return Err("a time of the plan is no time".into());
         }
         Ok(())
     }
 }
 
+fn is_time(time: f32) -> bool {
+    time.is_finite() && time >= 0.0
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::spec::Split;
 
     fn layer() -> LayerDescription {
         LayerDescription {
@@ -72,17 +151,40 @@ mod tests {
             output_shape: vec![64, 32, 32],
             parameters: 1728,
             time_us: Some(12.5),
+            plan: Some(LayerPlan {
+                placement: "own pictures".into(),
+                memory_bytes: 1 << 20,
+                sent_bytes: 0,
+                time_us: 12.0,
+            }),
+        }
+    }
+
+    fn plan() -> PlanDescription {
+        PlanDescription {
+            words: "data parallel on 2 ranks".into(),
+            data: 2,
+            height: 1,
+            model: 1,
+            shard: Vec::new(),
+            step_ms: 12.0,
+            measured_step_ms: Some(12.5),
+            images_per_second: 100.0,
+            memory_bytes: 1 << 30,
+            limited_by: "computing".into(),
+            why: "there is no other".into(),
         }
     }
 
     fn of(layer: LayerDescription) -> NetworkDescription {
-        NetworkDescription { layers: vec![layer] }
+        NetworkDescription { layers: vec![layer], plan: Some(plan()) }
     }
 
     #[test]
     fn as_many_layers_and_bytes_as_allowed_and_one_more() {
-        assert_eq!(NetworkDescription { layers: vec![layer(); NETWORK_LAYERS] }.check(), Ok(()));
-        assert!(NetworkDescription { layers: vec![layer(); NETWORK_LAYERS + 1] }.check().is_err());
+        let many = |count| NetworkDescription { layers: vec![layer(); count], plan: None };
+        assert_eq!(many(NETWORK_LAYERS).check(), Ok(()));
+        assert!(many(NETWORK_LAYERS + 1).check().is_err());
         let (most, more) = ("n".repeat(LAYER_NAME_BYTES), "n".repeat(LAYER_NAME_BYTES + 1));
         assert_eq!(of(LayerDescription { name: most.clone(), kind: most, ..layer() }).check(), Ok(()));
         assert!(of(LayerDescription { name: more.clone(), ..layer() }).check().is_err());
@@ -101,5 +203,24 @@ mod tests {
         for time in [f32::NAN, f32::INFINITY, -1.0] {
             assert!(of(LayerDescription { time_us: Some(time), ..layer() }).check().is_err(), "{time}");
         }
+    }
+
+    #[test]
+    fn a_plan_has_limits() {
+        let of_plan = |plan| NetworkDescription { layers: Vec::new(), plan: Some(plan) }.check();
+        assert_eq!(of_plan(plan()), Ok(()));
+        assert_eq!(of_plan(PlanDescription { why: "w".repeat(PLAN_TEXT_BYTES), ..plan() }), Ok(()));
+        for wrong in [
+            PlanDescription { why: "w".repeat(PLAN_TEXT_BYTES + 1), ..plan() },
+            PlanDescription { words: "a\nb".into(), ..plan() },
+            PlanDescription { step_ms: f32::NAN, ..plan() },
+            PlanDescription { measured_step_ms: Some(-1.0), ..plan() },
+            PlanDescription { shard: vec![ShardSpec { pattern: "a b".into(), split: Split::Out }], ..plan() },
+        ] {
+            assert!(of_plan(wrong.clone()).is_err(), "{wrong:?}");
+        }
+        let placement = |placement: String| LayerPlan { placement, ..layer().plan.expect("one") };
+        let long = placement("p".repeat(LAYER_NAME_BYTES + 1));
+        assert!(of(LayerDescription { plan: Some(long), ..layer() }).check().is_err());
     }
 }

@@ -16,7 +16,6 @@ mod named;
 mod nearest;
 mod recipe;
 mod reference;
-mod renamed;
 mod shard;
 mod train;
 
@@ -31,8 +30,7 @@ pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
 pub use recipe::Recipe;
 pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
-pub use renamed::{ACCEPTED, is_renamed, name_today, upgrade};
-pub use shard::{ShardSpec, Split};
+pub use shard::{MOST_SHARDS, ShardSpec, Split};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
 use crate::labels;
@@ -82,7 +80,8 @@ pub struct ParallelSpec {
     pub ranks: u32,
     /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
-    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height` and `shard` say.
+    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height`, `pipeline` and `shard` say.
+    /// `auto`: the ranks search for the fastest plan whose memory suffices, when they start; `model`, `height` and `shard` pin parts of it.
     pub mode: String,
     /// Ranks that share one copy of the network, a divisor of `ranks` (mode `hybrid`); 1 when absent. Operators that `shard` names are split over
     /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.
@@ -92,11 +91,19 @@ pub struct ParallelSpec {
     /// step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
+    /// Stages of the network (mode `hybrid`), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`. Each rank has the layers of one
+    /// stage, and the `train.accumulate` micro-batches of a step pass the stages one after another. On CPU ranks only.
+    #[serde(skip_serializing_if = "is_one")]
+    pub pipeline: u32,
     /// How operators are split over the ranks of `model`: tables with `match`, the name of a convolution or linear layer (`*` stands for
     /// any text), and `split`, which is `out` (output channels or classes), `in` (input channels) or `groups`. The last one that matches
     /// an operator counts. Without any, the last layer is split over its classes; GPUs split nothing else.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shard: Vec<ShardSpec>,
+    /// ZeRO-1: ranks that add up gradients divide the optimizer's state among them, instead of each keeping all of it. Checkpoints
+    /// are the same.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub optimizer_sharding: bool,
     /// Batch norm's statistics over the whole global batch: the same result at any number of ranks.
     pub sync_batch_norm: bool,
     /// Average gradients over ranks; false sums them.
@@ -119,6 +126,10 @@ pub struct CheckpointSpec {
     pub keep: u32,
     /// A metric whose best checkpoint is kept in addition to the newest: `val_accuracy`, `val_loss` or `none`.
     pub keep_best: String,
+    /// Every rank that has the folder of checkpoints writes some of the tensors, in parts with an index as Hugging Face reads them.
+    /// `false` when absent: rank 0 writes all, each kind in one file. Training continues from both alike.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub sharded: bool,
 }
 
 /// What happens when a rank or its machine dies.
@@ -187,7 +198,9 @@ impl Default for ParallelSpec {
             mode: "data".into(),
             model: 1,
             height: 1,
+            pipeline: 1,
             shard: Vec::new(),
+            optimizer_sharding: false,
             sync_batch_norm: true,
             gradients_mean: true,
             parameter_broadcast: true,
@@ -197,7 +210,13 @@ impl Default for ParallelSpec {
 
 impl Default for CheckpointSpec {
     fn default() -> Self {
-        Self { every_epochs: None, every_steps: None, keep: 5, keep_best: "val_accuracy".into() }
+        Self {
+            every_epochs: None,
+            every_steps: None,
+            keep: 5,
+            keep_best: "val_accuracy".into(),
+            sharded: false,
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use crate::manifest::{MANIFEST, Manifest};
 use bytes::Bytes;
 use futures_util::{TryStreamExt, stream::BoxStream};
 use location::Location;
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, limits::MANIFEST_BYTES};
 use object_store::{
     BackoffConfig, Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
     aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
@@ -26,8 +26,6 @@ use object_store::{
 };
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-/// The largest manifest that is read.
-const MANIFEST_BYTES: u64 = 64 << 10;
 /// A file is sent and fetched in parts of at least this size. Buckets take none below 5 MiB, but for the last.
 pub(crate) const PART_BYTES: u64 = 8 << 20;
 /// Buckets take so many parts of one object.
@@ -142,7 +140,7 @@ impl ObjectStorage {
     /// # Errors
     /// The store; a manifest that is too large for one is no error here, see [`Place::read`].
     pub(crate) async fn manifest(&self, place: &Place) -> Result<Option<Bytes>> {
-        let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES + 1));
+        let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
         match within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await {
             Ok(found) => within(found.bytes()).await.map(Some),
             Err(Error::NotFound { .. }) => Ok(None),
@@ -237,7 +235,7 @@ impl Place {
     /// Why it is not the manifest of this checkpoint.
     pub(crate) fn read(&self, text: &[u8]) -> std::result::Result<Manifest, String> {
         let wrong = |detail: String| format!("its {MANIFEST} {detail}");
-        if text.len() as u64 > MANIFEST_BYTES {
+        if text.len() > MANIFEST_BYTES {
             return Err(wrong(format!("has more than {MANIFEST_BYTES} bytes")));
         }
         let manifest: Manifest =

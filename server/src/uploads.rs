@@ -3,7 +3,11 @@
 //! ranks. What has arrived survives the end of either side: the agent asks how much there is, and continues.
 
 use crate::manifest::{MANIFEST, Manifest, check_whole, sha256};
-use lockstep_protocol::{agent::UploadState, limits::STATE_FILE_BYTES};
+use lockstep_protocol::{
+    agent::UploadState,
+    checkpoint_files::{self, STATE},
+    limits::{MANIFEST_BYTES, STATE_FILE_BYTES},
+};
 use std::{
     fs::{self, File},
     io::{self, Seek as _, SeekFrom, Write as _},
@@ -12,15 +16,8 @@ use std::{
 
 /// The largest piece of a file in one request.
 pub(crate) const PIECE_BYTES: usize = 8 << 20;
-/// The largest manifest. It names four files.
-const MANIFEST_BYTES: usize = 16 << 10;
 /// The largest checkpoint, all its files together.
 const CHECKPOINT_BYTES: u64 = 1 << 40;
-/// The files that a manifest may name. All but the average must be there.
-const FILES: [&str; 4] = ["model.safetensors", "optimizer.safetensors", "state.json", "ema.safetensors"];
-const OPTIONAL: &str = "ema.safetensors";
-/// The file with the results of the evaluation.
-const STATE: &str = "state.json";
 
 /// Why a piece or a checkpoint is refused.
 #[derive(Debug)]
@@ -82,12 +79,25 @@ impl Upload {
             manifest: hash(&self.gathering)?,
             ..UploadState::default()
         };
-        for name in FILES {
-            if let Ok(about) = self.gathering.join(name).metadata() {
-                state.received.insert(name.into(), about.len());
+        for name in self.gathered()? {
+            if let Ok(about) = self.gathering.join(&name).metadata() {
+                state.received.insert(name, about.len());
             }
         }
         Ok(state)
+    }
+
+    /// The names of the files of which something has arrived, but for the manifest.
+    fn gathered(&self) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.gathering) {
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(Vec::new());
+            }
+            entries => entries?,
+        };
+        let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+        let names: Vec<String> = names.collect::<io::Result<_>>()?;
+        Ok(names.into_iter().filter(|name| is_file(name)).collect())
     }
 
     /// Begins an upload with its manifest. An earlier upload with another manifest is dropped.
@@ -102,11 +112,8 @@ impl Upload {
         if fs::read(&path).is_ok_and(|before| before == text) {
             return Ok(());
         }
-        for name in FILES {
-            match fs::remove_file(self.gathering.join(name)) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e.into()),
-                _ => {}
-            }
+        for name in self.gathered()? {
+            fs::remove_file(self.gathering.join(name))?;
         }
         let temporary = self.gathering.join("MANIFEST.new");
         fs::write(&temporary, text)?;
@@ -242,10 +249,10 @@ impl Upload {
         if format!("{}-{}", manifest.epoch, manifest.step) != self.name {
             return Err(wrong(format!("it is that of {}-{}", manifest.epoch, manifest.step)));
         }
-        if let Some(other) = manifest.files.keys().find(|name| !FILES.contains(&name.as_str())) {
+        if let Some(other) = manifest.files.keys().find(|name| !is_file(name)) {
             return Err(wrong(format!("{other:?} is no file of a checkpoint")));
         }
-        if let Some(missing) = FILES.iter().find(|n| **n != OPTIONAL && !manifest.files.contains_key(**n)) {
+        if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
             return Err(wrong(format!("it names no {missing}")));
         }
         let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
@@ -260,6 +267,11 @@ impl Upload {
         }
         Ok(manifest)
     }
+}
+
+/// Whether a manifest may name this file.
+fn is_file(name: &str) -> bool {
+    name == STATE || checkpoint_files::kind(name).is_some()
 }
 
 #[cfg(test)]

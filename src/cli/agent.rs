@@ -57,8 +57,8 @@ pub(crate) struct Args {
     gpus: Option<String>,
     /// Disk space for the ranks' records while the server is away, in MiB; when it is full they write a checkpoint
     /// and end
-    #[arg(long, value_name = "MIB", default_value_t = 4096)]
-    spool_mib: u64,
+    #[arg(long, value_name = "MIB", default_value = "4096")]
+    spool_mib: f64,
     /// Address or name by which the ranks of other machines reach this one, for jobs over several machines [default: the
     /// address of --interface, of the interface that NCCL_SOCKET_IFNAME names, or the one with which this machine reaches the
     /// server]
@@ -134,7 +134,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         advertise: args.advertise,
         interface: args.interface,
         program: None,
-        spool_bytes: args.spool_mib.saturating_mul(1 << 20),
+        spool_bytes: (args.spool_mib * f64::from(1 << 20)) as u64,
         follow_parent: args.follow_parent,
         datasets: Datasets {
             by_name: args.dataset,

@@ -4,10 +4,11 @@ use super::{
     api::{Api, ServerArgs},
     block_on,
     checkpoint_choice::{CheckpointArgs, Weights},
-    file, output, wrong,
+    export, file, output, wrong,
 };
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use futures_util::StreamExt;
+use lockstep_protocol::checkpoint_files;
 use reqwest::Method;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -39,22 +40,39 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let (_, chosen) = args.which.find(&api).await?;
         let file = args.which.weights.file();
-        let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", chosen.id)).await?;
-        let expected = manifest
-            .pointer(&format!("/files/{file}/sha256"))
-            .and_then(Value::as_str)
-            .ok_or_else(|| match args.which.weights {
-                Weights::Model => anyhow!("checkpoint {} has no checksum of {file}", chosen.id),
-                Weights::Ema => {
-                    wrong(format!("checkpoint {} has no averaged weights: leave --weights out", chosen.id))
+        let from = format!("/checkpoints/{}", chosen.id);
+        let manifest: Value = api.get(&format!("{from}/MANIFEST.json")).await?;
+        let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
+        let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(file));
+        let files: Vec<(&String, &str)> =
+            of_kind.filter_map(|(name, about)| Some((name, about.get("sha256")?.as_str()?))).collect();
+        let (size_bytes, sha256) = match &files[..] {
+            [] if args.which.weights == Weights::Ema => {
+                return Err(wrong(format!(
+                    "checkpoint {} has no averaged weights: leave --weights out",
+                    chosen.id
+                )));
+            }
+            [] => bail!("checkpoint {} has no checksum of {file}", chosen.id),
+            [(name, expected)] => {
+                let size_bytes = fetch(&api, &format!("{from}/{name}"), expected, &args.output).await?;
+                (size_bytes, (*expected).to_owned())
+            }
+            // The parts of a sharded checkpoint become one file.
+            parts => {
+                let beside = args.output.parent().filter(|folder| !folder.as_os_str().is_empty());
+                let folder = tempfile::tempdir_in(beside.unwrap_or(Path::new(".")))?;
+                for (name, expected) in parts {
+                    fetch(&api, &format!("{from}/{name}"), expected, &folder.path().join(name)).await?;
                 }
-            })?;
-        let path = format!("/checkpoints/{}/{file}", chosen.id);
-        let size_bytes = fetch(&api, &path, expected, &args.output).await?;
+                let joined = export::join(folder.path(), args.which.weights, &args.output)?;
+                (joined.size_bytes, joined.sha256)
+            }
+        };
         if args.server.json {
             let file = args.output.display().to_string();
             return output::json(&serde_json::json!({
-                "file": file, "size_bytes": size_bytes, "sha256": expected, "checkpoint": chosen,
+                "file": file, "size_bytes": size_bytes, "sha256": sha256, "checkpoint": chosen,
             }));
         }
         let accuracy = chosen
@@ -65,7 +83,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             .map(|accuracy| format!(", validation accuracy {accuracy}"))
             .unwrap_or_default();
         output::line(format_args!(
-            "{}: epoch {}, step {}{accuracy}, {size_bytes} bytes, sha256 {expected}",
+            "{}: epoch {}, step {}{accuracy}, {size_bytes} bytes, sha256 {sha256}",
             args.output.display(),
             chosen.info.epoch,
             chosen.info.step

@@ -4,9 +4,10 @@ use super::{
     api::{Api, mistake},
     dataset, file, output, wrong,
 };
+use lockstep_engine::plan;
 use lockstep_protocol::{
     JobSpec,
-    spec::{apply_set, from_json, shortened, toml_document},
+    spec::{SpecError, apply_set, from_json, shortened, toml_document},
 };
 use serde_json::Value;
 use std::{
@@ -86,10 +87,21 @@ pub(super) async fn resolve_all(api: &Api, documents: &mut [Value]) -> anyhow::R
 /// # Errors
 /// Exit status 2: all that is wrong in it.
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
-    from_json(document).map_err(|mistakes| {
+    read(document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         wrong(mistaken(path, &lines))
     })
+}
+
+/// A job as its document has it, with strategies that fit its network.
+///
+/// # Errors
+/// Every mistake.
+pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
+    let spec = from_json(document)?;
+    let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
+    plan::check(&spec).map_err(mistaken)?;
+    Ok(spec)
 }
 
 /// Mistakes in a job's file, each on a line of its own.

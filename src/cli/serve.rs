@@ -102,6 +102,10 @@ pub(crate) struct Args {
     /// Seconds after a job's end until its points leave the event stream; its metrics are kept
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
+    /// Seconds of silence after which an agent counts as lost and its jobs continue elsewhere; its ranks end 4 s earlier
+    #[arg(long, value_name = "SECS", env = "LOCKSTEP_LEASE", default_value = "15",
+        value_parser = clap::value_parser!(u32).range(8..=3600))]
+    lease: u32,
     /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
@@ -166,6 +170,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.oidc = args.oidc.config()?;
     config.dataset_roots = args.dataset_root;
     config.fair_share = args.fair_share;
+    config.lease = Duration::from_secs(args.lease.into());
     config.keep_points = Duration::from_secs(args.keep_points.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),

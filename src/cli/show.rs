@@ -6,7 +6,13 @@ use super::{
 };
 use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
-    Job, agent::CheckpointInfo, best::best_checkpoint, job::Batch, labels::DEFAULT_PROJECT, reason::Reason,
+    Job,
+    agent::CheckpointInfo,
+    best::best_checkpoint,
+    job::Batch,
+    labels::DEFAULT_PROJECT,
+    network::{NetworkDescription, PlanDescription},
+    reason::Reason,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -26,14 +32,18 @@ pub(crate) struct Args {
 /// Exit status 2 when there is no such job.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let (job, answer, checkpoints) = block_on(async {
+    let (job, answer, checkpoints, plan) = block_on(async {
         let job = api.find_job(&args.job).await?;
         let answer: Value = api.get(&format!("/jobs/{}/attempts", job.id)).await?;
         let checkpoints = match args.server.json {
             true => Vec::new(),
             false => api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await?,
         };
-        anyhow::Ok((job, answer, checkpoints))
+        let plan = match args.server.json || job.spec.parallel.mode == "data" {
+            true => None,
+            false => api.get::<NetworkDescription>(&format!("/jobs/{}/network", job.id)).await?.plan,
+        };
+        anyhow::Ok((job, answer, checkpoints, plan))
     })?;
     if args.server.json {
         // As the server sent them, so that fields of a newer server are included.
@@ -42,7 +52,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let attempts: Vec<AttemptRow> = list(&answer, "attempts")?;
     let checkpoints: Vec<CheckpointInfo> = list(&Value::Array(checkpoints), "checkpoints")?;
-    for (key, value) in lines(&job, &checkpoints).into_iter().chain(attempts.iter().map(line)) {
+    let plan = plan.map(|plan| ("plan".to_owned(), planned(&plan)));
+    for (key, value) in lines(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;
     }
     output::line(format_args!("\n{}", toml::to_string(&job.spec)?.trim_end()))
@@ -79,6 +90,12 @@ fn line(attempt: &AttemptRow) -> (String, String) {
         text += &format!("; it began from checkpoint {checkpoint}");
     }
     (format!("attempt {}", attempt.attempt), text)
+}
+
+/// What the ranks run, and the predicted time of a step beside the measured one.
+fn planned(plan: &PlanDescription) -> String {
+    let measured = plan.measured_step_ms.map(|ms| format!(", measured {ms:.1} ms")).unwrap_or_default();
+    format!("{}; predicted {:.1} ms a step{measured}; {}", plan.words, plan.step_ms, plan.why)
 }
 
 fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
@@ -122,6 +139,10 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
         let micro = if accumulate == 1 { String::new() } else { format!(" x {accumulate} micro-batches") };
         let ranks = job.spec.parallel.sets_in_words();
         lines.push(("pictures a step", format!("{global_batch_size}: {batch_size} a rank{micro} x {ranks}")));
+        lines.extend(job.spec.parallel.pipeline_in_words(accumulate).map(|words| ("pipeline", words)));
+    }
+    if job.spec.parallel.optimizer_sharding && job.ranks > 1 {
+        lines.push(("optimizer state", "divided over the ranks; the log has the bytes of each".into()));
     }
     if job.attempt > 0 {
         lines.push(("attempt", job.attempt.to_string()));

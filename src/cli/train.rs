@@ -25,7 +25,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, StartAttempt},
     dataset::default_validation,
     job::JobId,
-    spec::{Validation, apply_set, from_json, shortened, toml_document},
+    spec::{Validation, apply_set, shortened, toml_document},
 };
 use lockstep_worker::{
     checkpoint,
@@ -328,7 +328,7 @@ fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, boo
     for set in sets {
         apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {}: {e}", shortened(&set))))?;
     }
-    let spec = from_json(&document).map_err(|mistakes| {
+    let spec = super::job_file::read(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         wrong(format!("{shown}:\n  {}", lines.join("\n  ")))
     })?;

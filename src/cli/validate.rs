@@ -115,8 +115,9 @@ fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     }
     // Else a checkpoint's id, or a path on the machine that trains.
     if let Some(given) = spec.model.pretrained.as_deref().map(Path::new).filter(|path| path.exists()) {
+        let files = checkpoint::model_files(given).map_err(|e| e.to_string());
         let read =
-            checkpoint::model_file(given).map_err(|e| e.to_string()).and_then(|p| checkpoint::shapes(&p));
+            files.and_then(|files| files.iter().try_for_each(|file| checkpoint::shapes(file).map(drop)));
         mistakes.extend(read.err().map(|detail| format!("model.pretrained: {detail}")));
     }
     if mistakes.is_empty() { Ok(()) } else { Err(wrong(job_file::mistaken(job, &mistakes))) }

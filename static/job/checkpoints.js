@@ -3,7 +3,7 @@
 import { ask, byId, text } from "../page.js";
 import { accuracyOf, bytes, count, percent } from "../numbers.js";
 
-/** Links of a row; `average` is there in jobs that keep one. */
+/** Links of a row; `average` is there in jobs that keep one, and of sharded checkpoints only `state`. */
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
 /** The best of all evaluations and its epoch, and the best checkpoint's accuracy where that is another number. As `best_words` in protocol/src/best.rs. */
@@ -94,14 +94,14 @@ export class Checkpoints {
   }
 }
 
-/** One download after the other: a browser asks once whether it may. */
-function everything(id, menu) {
+/** One download after the other: a browser asks once whether it may. The server says which files there are: a sharded checkpoint has parts. */
+async function everything(id, menu) {
   menu.open = false;
-  const files = Object.keys(FILES).filter((name) => menu.querySelector(`[data-f="${name}"]:not([hidden])`)).map((name) => FILES[name]);
-  for (const [i, file] of [...files, "MANIFEST.json"].entries()) {
+  const at = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(at).catch(() => ({ files: {} }));
+  for (const [i, file] of [...Object.keys(files), "MANIFEST.json"].entries()) {
     setTimeout(() => {
       const link = document.createElement("a");
-      link.href = `/api/v1/checkpoints/${encodeURIComponent(id)}/${file}`;
+      link.href = `${at}/${file}`;
       link.download = `${id}-${file}`;
       link.click();
     }, i * 300);

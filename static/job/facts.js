@@ -25,7 +25,7 @@ export const tellsRanks = (job) => !job.cause || job.cause.code === "fewer_ranks
 
 /** Pictures of the steps 1 to `n`, over all ranks, as a function: `pictures_until` of protocol/src/throughput.rs. */
 export function pictures({ batch, spec: { train, parallel } }) {
-  const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / (parallel.height ?? 1));
+  const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / ((parallel.height ?? 1) * (parallel.pipeline ?? 1)));
   const epoch = batch?.epoch_samples;
   if (!epoch || !whole) return (n) => n * whole;
   // The last step of an epoch has what is left over.
@@ -91,7 +91,8 @@ export class Facts {
     byId("best-note").hidden = !lost;
     text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
     const wait = this.ranks.waitShare();
-    text(byId("wait"), Number.isFinite(wait) ? percent(wait) : "–");
+    const { train, parallel } = job.spec, stages = parallel.pipeline ?? 1;
+    fact("wait", Number.isFinite(wait) ? percent(wait) : "–", stages > 1 ? `bubble ${percent((stages - 1) / (train.accumulate + stages - 1))}` : "");
 
     const share = total ? Math.floor(100 * step / total) : 0;
     document.title = `${done || !total ? job.state : `${share} %`} · ${job.name} · Lockstep`;

@@ -1,7 +1,7 @@
 // The picture of a job's network: its stages as blocks, and its layers as a table.
 
 import { ask, byId, sentence, text } from "../page.js";
-import { count, millis, percent, plural } from "../numbers.js";
+import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 
 /** With more of the layers in one stage, stages are told apart by one more part of the names. */
 const TOO_MUCH = 0.7;
@@ -32,16 +32,25 @@ export function stages(layers) {
 
 const sum = (layers, key) => layers.reduce((all, layer) => all + (layer[key] ?? 0), 0);
 
+/** A plan, with the measured time of a step beside the predicted one. */
+const planWords = (plan) => `${plan.words}: ${plan.measured_step_ms === undefined ? "" : `${millis(plan.measured_step_ms)} a step, `}predicted were ${millis(plan.step_ms)}, ${rate(plan.images_per_second)} images/s and ${bytes(plan.memory_bytes)} a rank · limited by ${plan.limited_by} · ${plan.why}`;
+
 export class Network {
-  constructor(job) { this.job = job; }
+  /** `onPlan` is given the plan of a job that has one. */
+  constructor(job, onPlan) { Object.assign(this, { job, onPlan }); }
 
   async load() {
     try {
-      this.#draw((await ask(`/api/v1/jobs/${this.job}/network`)).layers);
+      const { layers, plan } = await ask(`/api/v1/jobs/${this.job}/network`);
+      this.#draw(layers, plan);
+      if (plan) this.onPlan(plan);
     } catch (error) { text(byId("network-sum"), sentence(error)); }
   }
 
-  #draw(layers) {
+  #draw(layers, plan) {
+    byId("network-plan").hidden = !plan;
+    if (plan) text(byId("network-plan"), planWords(plan));
+    for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !plan;
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
     text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} a step` : ""}` : "Nothing is known of it yet.");
     byId("network-time").hidden = !timed;
@@ -56,13 +65,17 @@ export class Network {
       return item;
     }));
     byId("network-rows").replaceChildren(...found.flatMap((stage) => {
-      const head = make("tr"), cell = make("th", stage.name, { scope: "rowgroup", colspan: timed ? 5 : 4 });
+      const head = make("tr"), cell = make("th", stage.name, { scope: "rowgroup", colspan: 4 + (timed ? 1 : 0) + (plan ? 4 : 0) });
       head.className = "stage";
       head.append(cell);
       const rows = stage.layers.map((layer) => {
         const row = make("tr");
         row.append(make("th", layer.name, { scope: "row" }), make("td", layer.kind), make("td", shape(layer.output_shape)), make("td", layer.parameters ? count(layer.parameters) : "–", { class: "num" }));
         if (timed) row.append(make("td", layer.time_us === undefined ? "–" : time(layer.time_us), { class: "num" }));
+        if (plan) {
+          const of = layer.plan ?? { time_us: 0, placement: "–", memory_bytes: 0, sent_bytes: 0 };
+          row.append(make("td", time(of.time_us), { class: "num" }), make("td", of.placement), make("td", bytes(of.memory_bytes), { class: "num" }), make("td", bytes(of.sent_bytes), { class: "num" }));
+        }
         return row;
       });
       return stage.layers.length === 1 && stage.layers[0].name === stage.name ? rows : [head, ...rows];

@@ -26,11 +26,23 @@ function place({ steps, length }, step) {
 
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 
+/** Where a rank is in the mesh of ranks that share a network or pictures, and what of them it has, in words; none where each has all.
+    Ranks are numbered with `model` fastest: worker/engine/src/plan/mesh.rs. */
+export function inMesh(rank, { height = 1, model = 1, shard = [] }) {
+  if (height * model === 1) return [];
+  const row = Math.floor(rank / model) % height, words = [`data ${Math.floor(rank / (model * height))}`];
+  if (height > 1) words.push(`height ${row}: part ${row + 1} of ${height} of the rows`);
+  if (model > 1) words.push(`model ${rank % model}: part ${(rank % model) + 1} of ${model} of ${shard.map((of) => of.match).join(", ") || "the last layer"}`);
+  return words;
+}
+
 export class Ranks {
   #rows = new Map();
   #reports = new Map();
   #seats = new Map();
   #slowSince = new Map();
+  /** The plan that ranks have chosen; null: that of the job's settings. */
+  plan = null;
   /** Ranks whose lines are brought forward; empty: all alike. */
   chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
   /** When each rank began to write a checkpoint, and how long it wrote lately. */
@@ -167,7 +179,7 @@ export class Ranks {
     return said === "failed" || said === "finished" ? said : "ended";
   }
 
-  draw({ state, cause, attempt, images_per_second: speed }) {
+  draw({ state, cause, attempt, images_per_second: speed, spec: { parallel } }) {
     const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
     text(byId("ranks-note"), `last ${WINDOW} steps${this.#limit(splits)}${speed ? ` · ${rate(speed)} images/s in all` : ""}`);
@@ -188,6 +200,7 @@ export class Ranks {
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "not heard of yet" : "no report kept");
       if (this.#seats.get(r)) about.push(this.#seats.get(r));
+      if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel));
       about.push(...this.#gpu(r));
       const key = about.join("\n");
       if (row.key !== key) {

@@ -230,6 +230,23 @@ describe("layers", () => {
     await page.end();
   });
 
+  test("have a plan's predicted figures, and ranks their places in its mesh", async () => {
+    await agent.evaluate(async (id) => {
+      const layer = (name, placement) => ({ name, kind: "linear", output_shape: [10], parameters: 650, time_us: 210.5, plan: { placement, memory_bytes: 2_500_000, sent_bytes: 0, time_us: 200.5 } });
+      const plan = {
+        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out", data: 1, height: 1, model: 2, shard: [{ match: "fc", split: "out" }], step_ms: 12.5, measured_step_ms: 13.5,
+        images_per_second: 1280, memory_bytes: 3e9, limited_by: "computing", why: "data parallel takes 20.0 ms a step",
+      };
+      await window.it.report(await window.it.attempt(id), 0, [{ type: "network", layers: [layer("conv1", "own pictures"), layer("fc", "1/2 of the channels")], plan }]);
+    }, other.id);
+    const page = await open(`/jobs/${other.id}?tab=network`);
+    await until("the plan is there", async () => /fc split by out: 13.5 ms a step, predicted were 12.5 ms, 1,280 images\/s and 3.0 GB a rank · limited by computing/.test(await page.locator("#network-plan").textContent()));
+    const row = page.locator("#network-rows tr").last();
+    assert.deepEqual(await row.locator("th, td").allTextContents(), ["fc", "linear", "10", "650", "211 µs", "201 µs", "1/2 of the channels", "2.5 MB", "0 B"]);
+    await until("ranks say what they have", async () => /data 0\s*model 1: part 2 of 2 of fc/.test(await page.locator("#ranks [data-rank='1']").innerText()));
+    await page.end();
+  });
+
   test("have no place on the page of a job that has not told of them", async () => {
     const { id } = await server.ask("/jobs", spec("quiet", 2, 10));
     const page = await browser.page(server, `/jobs/${id}?tab=network`);

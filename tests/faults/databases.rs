@@ -1,7 +1,7 @@
 //! Databases that go away, and `kill -9` of the server and of both databases under load.
 
 use crate::{
-    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables, with_pictures},
     postgres::Cluster,
     server::{Agents, Server, number, turn},
 };
@@ -17,7 +17,7 @@ async fn postgres_away(secs: u64, steps: u64) {
     let _turn = turn().await;
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
-    let server = with_pictures(Server::start_on(LOCAL, Some(url), Vec::new()).await).await;
+    let server = with_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
     let model = undisturbed(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
@@ -47,21 +47,21 @@ async fn postgres_away(secs: u64, steps: u64) {
 
 #[tokio::test]
 async fn postgres_is_away_for_a_moment() {
-    postgres_away(3, 1000).await;
+    postgres_away(3, 2 * STEPS).await;
 }
 
 #[tokio::test]
-#[ignore = "slow: half a minute away"]
-async fn slow_postgres_is_away_for_half_a_minute() {
-    postgres_away(30, 8000).await;
+#[ignore = "slow: 15 s away"]
+async fn slow_postgres_is_away_for_15_s() {
+    postgres_away(15, 4 * STEPS).await;
 }
 
 /// A person with `sqlite3`, a program that copies files: somebody else is writing to the database and does not end.
 #[tokio::test]
 async fn sqlite_is_busy_for_longer_than_a_request_waits() {
     let _turn = turn().await;
-    let steps = 2000;
-    let server = with_pictures(Server::start_on(LOCAL, None, Vec::new()).await).await;
+    let steps = 2 * STEPS;
+    let server = with_pictures(Server::start_on(LOCAL, None, variables([SLOW_STEPS])).await).await;
     let model = undisturbed(steps).await;
     let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;

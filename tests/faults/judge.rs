@@ -22,6 +22,15 @@ use tokio::sync::Mutex;
 /// that a job has not ended before it is disturbed.
 pub(crate) const STEPS: u64 = 320;
 pub(crate) const EVERY: u64 = 40;
+/// A lease of 10 s, of ranks that end 6 s after the last word from the server.
+pub(crate) const SHORT_LEASE: (&str, &str) = ("LOCKSTEP_LEASE", "10");
+/// Ranks whose steps take at least 20 ms, so that a job of [`STEPS`] takes 6.4 s on the fastest machine.
+pub(crate) const SLOW_STEPS: (&str, &str) = ("LOCKSTEP_FAULT", "step:slow");
+
+/// Variables of an environment.
+pub(crate) fn variables<const N: usize>(these: [(&str, &str); N]) -> Vec<(String, String)> {
+    these.map(|(name, value)| (name.into(), value.into())).into()
+}
 
 /// A job of two ranks, with augmentation and a learning rate that changes, so that a step done twice or left out shows
 /// in the weights.

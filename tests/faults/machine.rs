@@ -9,7 +9,7 @@
 //! ```
 
 use crate::{
-    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables, with_pictures},
     server::{Agents, Process, Server, number, turn},
     socket::stored,
     specs,
@@ -176,9 +176,7 @@ fn faketime() -> PathBuf {
 #[tokio::test]
 async fn the_clock_is_set_forward_and_back() {
     let _turn = turn().await;
-    // Long enough that it still reports after the second jump on a quick machine (640 steps took it 0.9 s).
-    let steps = 4 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed(STEPS).await;
     let folder = tempfile::tempdir().expect("a folder");
     let clock = folder.path().join("clock");
     let set = |offset: &str| {
@@ -194,17 +192,18 @@ async fn the_clock_is_set_forward_and_back() {
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1".into()),
         ("DONT_FAKE_MONOTONIC", "1".into()),
     ];
-    let environment = environment.map(|(name, value)| (name.into(), value.display().to_string()));
-    let server = with_pictures(Server::start_on(LOCAL, None, environment.into()).await).await;
+    let clocked = environment.map(|(name, value)| (name.into(), value.display().to_string()));
+    let environment = [variables([SLOW_STEPS]), clocked.into()].concat();
+    let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let mut row = Row::begin("the clock is set an hour forward, then two hours back");
-    let id = server.submit(&spec("disturbed", steps)).await;
+    let id = server.submit(&spec("disturbed", STEPS)).await;
     runs_past(&server, &id, EVERY).await;
     set("+3600");
     until_events_leap(&server, &id, 3000).await;
     set("-3600");
     until_events_leap(&server, &id, -6000).await;
     row.mended_now();
-    judge(&server, &id, steps, &model, &[]).await;
+    judge(&server, &id, STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "no lease ended");
     row.passed("same attempt, nothing lost");
     server.stop().await;

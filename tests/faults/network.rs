@@ -1,9 +1,11 @@
 //! An agent that reaches its server through a tunnel (`ssh -L`), and what happens when that is cut.
 
 use crate::{
-    judge::{EVERY, Row, judge, runs_past, spec, undisturbed, with_pictures},
-    server::turn,
-    server::{Agents, Server, free_port, number},
+    judge::{
+        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables,
+        with_pictures,
+    },
+    server::{Agents, Server, free_port, number, turn},
 };
 use std::time::{Duration, Instant};
 use tokio::{
@@ -68,52 +70,51 @@ impl Tunnel {
     }
 }
 
-/// Longer than a lease of 15 s lasts, on a fast machine too.
-const LONG: u64 = 6000;
-
 #[tokio::test]
 #[ignore = "slow: leases run out"]
 async fn slow_the_network_between_agent_and_server_is_cut() {
     let _turn = turn().await;
-    let model = undisturbed(LONG).await;
-    let mut server = Server::start_with(Agents::None).await;
+    let steps = 2 * STEPS;
+    let model = undisturbed(steps).await;
+    let environment = variables([SHORT_LEASE, SLOW_STEPS]);
+    let mut server = Server::start_on(Agents::None, None, environment).await;
     let mut tunnel = Tunnel::open(&server).await;
     server.start_agent_at(&tunnel.url(), 2, &[]);
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
     let server = with_pictures(server).await;
 
     // Nothing comes through, for less than the lease.
-    let id = server.submit(&spec("disturbed", LONG)).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
-    let mut row = Row::begin("the network between agent and server is cut for 8 s");
+    let mut row = Row::begin("the network between agent and server is cut for 3 s");
     tunnel.passes.send_replace(false);
-    tokio::time::sleep(Duration::from_secs(8)).await;
+    tokio::time::sleep(Duration::from_secs(3)).await;
     tunnel.passes.send_replace(true);
     row.mended_now();
-    judge(&server, &id, LONG, &model, &[]).await;
+    judge(&server, &id, steps, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("same attempt, nothing lost");
 
     // The tunnel is gone: the agent's machine says "connection refused", and the server lives.
-    let id = server.submit(&spec("disturbed", LONG)).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
-    let mut row = Row::begin("the SSH tunnel between agent and server is gone for 25 s");
+    let mut row = Row::begin("the SSH tunnel between agent and server is gone for 16 s");
     tunnel.close().await;
     let began = Instant::now();
     let ended = async |s: &Server| s.ranks(&id).is_empty();
     server.until("its ranks end by themselves", ended).await;
     let ranks_gone = began.elapsed();
-    assert!(ranks_gone < Duration::from_secs(17), "ranks ended {ranks_gone:?} after the cut");
+    assert!(ranks_gone < Duration::from_secs(12), "ranks ended {ranks_gone:?} after the cut");
     server
         .until("the server gives the job to others", async |s: &Server| {
             s.job(&id).await["state"] == "restarting"
         })
         .await;
     assert!(server.ranks(&id).is_empty(), "not before its ranks had ended");
-    tokio::time::sleep(Duration::from_secs(25).saturating_sub(began.elapsed())).await;
+    tokio::time::sleep(Duration::from_secs(16).saturating_sub(began.elapsed())).await;
     tunnel.listen().await;
     row.until_mended(&server, &id, 1).await;
-    judge(&server, &id, LONG, &model, &[1]).await;
+    judge(&server, &id, steps, &model, &[1]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 2);
     row.passed(&format!("ranks ended themselves after {:.1} s, within the lease", ranks_gone.as_secs_f64()));
     server.stop().await;
@@ -123,21 +124,22 @@ async fn slow_the_network_between_agent_and_server_is_cut() {
 #[ignore = "slow: a spool fills"]
 async fn slow_the_spool_is_full() {
     let _turn = turn().await;
-    let model = undisturbed(LONG).await;
+    let steps = 4 * STEPS;
+    let model = undisturbed(steps).await;
     let mut server = Server::start_with(Agents::None).await;
     let url = server.url.clone();
-    server.start_agent_at(&url, 2, &["--spool-mib", "1"]);
+    server.start_agent_at(&url, 2, &["--spool-mib", "0.05"]);
     server.until("the agent is online", async |s: &Server| s.slots().await > 0).await;
     let mut server = with_pictures(server).await;
-    let id = server.submit(&spec("disturbed", LONG)).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
-    let mut row = Row::begin("the server is away until the agent's spool (--spool-mib 1) is full");
+    let mut row = Row::begin("the server is away until the agent's spool (--spool-mib 0.05) is full");
     server.kill_serve();
     let ended = async |s: &Server| s.ranks(&id).is_empty();
     server.until("its ranks keep a checkpoint and end", ended).await;
     server.serve_again().await;
     row.until_mended(&server, &id, 1).await;
-    judge(&server, &id, LONG, &model, &[]).await;
+    judge(&server, &id, steps, &model, &[]).await;
     let events = crate::socket::stored(&server, &id).await;
     let reason = events.iter().find_map(|e| (e["state"] == "restarting").then(|| e["reason"].to_string()));
     let reason = reason.expect("a restart");

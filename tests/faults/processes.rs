@@ -1,7 +1,10 @@
 //! Ranks, agents and servers that die, hang, are stopped or are cut off.
 
 use crate::{
-    judge::{EVERY, Row, STEPS, judge, runs_past, spec, undisturbed, with_pictures},
+    judge::{
+        EVERY, Row, SHORT_LEASE, SLOW_STEPS, STEPS, judge, runs_past, spec, undisturbed, variables,
+        with_pictures,
+    },
     server::{Agents, Server, number, signal, turn},
     socket::stored,
     specs,
@@ -237,18 +240,18 @@ async fn a_dataset_that_vanished_or_changed_is_a_reason_not_a_hang() {
     server.stop().await;
 }
 
-/// Long enough for a lease (15 s) to run out and more.
-const LONG: u64 = 6000;
-
 #[tokio::test]
 #[ignore = "slow: leases run out"]
 async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
     let _turn = turn().await;
-    let mut server = with_pictures(Server::start_with(Agents::Separate { cpu_slots: 2 }).await).await;
-    let model = undisturbed(LONG).await;
+    let steps = 2 * STEPS;
+    let environment = variables([SHORT_LEASE, SLOW_STEPS]);
+    let server = Server::start_on(Agents::Separate { cpu_slots: 2 }, None, environment).await;
+    let mut server = with_pictures(server).await;
+    let model = undisturbed(steps).await;
 
     // Killed: its ranks end by themselves before the server gives the job to another.
-    let id = server.submit(&spec("disturbed", LONG)).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
     runs_past(&server, &id, EVERY + 20).await;
     let ranks = server.ranks(&id);
     assert_eq!(ranks.len(), 2);
@@ -264,15 +267,15 @@ async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
     assert!(number(&server.job(&id).await["step"]) >= before);
     server.start_agent(2).await;
     row.until_mended(&server, &id, 1).await;
-    judge(&server, &id, LONG, &model, &[1]).await;
+    judge(&server, &id, steps, &model, &[1]).await;
     row.passed("ranks ended themselves within the lease, attempt fenced");
 
     // Cut off for longer than the lease, then back as a zombie.
     for (fault, secs, same_attempt) in [
-        ("the agent is cut off (SIGSTOP) for 5 s", 5, true),
-        ("the agent is cut off (SIGSTOP) for 25 s, then returns", 25, false),
+        ("the agent is cut off (SIGSTOP) for 3 s", 3, true),
+        ("the agent is cut off (SIGSTOP) for 16 s, then returns", 16, false),
     ] {
-        let id = server.submit(&spec("disturbed", LONG)).await;
+        let id = server.submit(&spec("disturbed", steps)).await;
         runs_past(&server, &id, EVERY + 20).await;
         let agent = server.agent_beside().expect("the agent");
         let mut row = Row::begin(fault);
@@ -284,7 +287,7 @@ async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
         } else {
             row.until_mended(&server, &id, 1).await;
         }
-        judge(&server, &id, LONG, &model, if same_attempt { &[] } else { &[1] }).await;
+        judge(&server, &id, steps, &model, if same_attempt { &[] } else { &[1] }).await;
         assert_eq!(number(&server.job(&id).await["attempt"]) == 1, same_attempt);
         row.passed(if same_attempt { "same attempt" } else { "no stale write, no doubled attempt" });
     }
@@ -292,34 +295,33 @@ async fn slow_an_agent_that_does_not_come_back_in_time_is_fenced() {
 }
 
 #[tokio::test]
-#[ignore = "slow: the server is away for a minute"]
+#[ignore = "slow: the server is away for 20 s"]
 async fn slow_a_server_that_is_away_for_longer() {
     let _turn = turn().await;
-    let mut server = server().await;
-    // Longer than it is away, on a fast machine too.
-    let steps = 12_000;
+    let away = Duration::from_secs(20);
+    let steps = 4 * STEPS;
     let model = undisturbed(steps).await;
-    for secs in [20, 60] {
-        let id = server.submit(&spec("disturbed", steps)).await;
-        runs_past(&server, &id, EVERY + 20).await;
-        let mut row = Row::begin(&format!("kill -9 of the server, away for {secs} s"));
-        server.kill_serve();
-        let began = Instant::now();
-        let log = server.attempt_dir(&id, 1).join("rank.1.log");
-        let length = || fs::metadata(&log).map_or(0, |m| m.len());
-        let mut trained_on = 0;
-        let mut last = length();
-        while began.elapsed() < Duration::from_secs(secs) {
-            tokio::time::sleep(Duration::from_secs(1)).await;
-            trained_on += u64::from(length() > last);
-            last = length();
-        }
-        server.serve_again().await;
-        row.mended_now();
-        judge(&server, &id, steps, &model, &[]).await;
-        assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks all along");
-        row.passed(&format!("same attempt; ranks trained on in {trained_on} of {secs} s"));
+    let mut server = Server::start_on(Agents::Local { cpu_slots: 2 }, None, variables([SLOW_STEPS])).await;
+    server = with_pictures(server).await;
+    let id = server.submit(&spec("disturbed", steps)).await;
+    runs_past(&server, &id, EVERY + 20).await;
+    let mut row = Row::begin(&format!("kill -9 of the server, away for {} s", away.as_secs()));
+    server.kill_serve();
+    let began = Instant::now();
+    let log = server.attempt_dir(&id, 1).join("rank.1.log");
+    let length = || fs::metadata(&log).map_or(0, |m| m.len());
+    let mut trained_on = 0;
+    let mut last = length();
+    while began.elapsed() < away {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        trained_on += u64::from(length() > last);
+        last = length();
     }
+    server.serve_again().await;
+    row.mended_now();
+    judge(&server, &id, steps, &model, &[]).await;
+    assert_eq!(number(&server.job(&id).await["attempt"]), 1, "the same ranks all along");
+    row.passed(&format!("same attempt; ranks trained on in {trained_on} of {} s", away.as_secs()));
     server.stop().await;
 }
 

@@ -155,24 +155,30 @@ async fn a_rank_killed_on_the_second_agent_costs_a_restart_and_no_bit() {
     let _turn = turn().await;
     let machines = Machines::start(&[("a", 1), ("b", 1)]).await;
     let steps = 200;
-    let undisturbed = machines.server.submit(&job(2, steps)).await;
-    machines.server.succeeded(&undisturbed).await;
-    let id = machines.server.submit(&job(2, steps)).await;
-    machines.server.job_when(&id, "it trains", |job| number(&job["step"]) >= 25).await;
-    let ranks = machines.server.ranks(&id);
-    let (_, second) = ranks.iter().find(|(rank, _)| *rank == 1).expect("rank 1");
-    assert_eq!(parent(second.pid), Some(machines.pid("b") as u32), "rank 1 is the second machine's");
-    signal(second.pid, Signal::KILL);
-    let job = machines.server.succeeded(&id).await;
-    assert_eq!(number(&job["attempt"]), 2, "{job:#}");
-    let attempts = machines.attempts(&id).await;
-    let reason = attempts[0]["reason"]["words"].as_str().unwrap_or_default();
-    assert!(reason.contains("rank 1 was killed by signal 9"), "{attempts:#?}");
-    assert!(attempts.iter().all(|attempt| attempt["agents"] == json!(["a", "b"])), "{attempts:#?}");
-    assert!(
-        machines.server.last_model(&id).await == machines.server.last_model(&undisturbed).await,
-        "the same weights"
-    );
+    // Of optimizer state that the ranks divide, the killed rank's part is in the newest checkpoint alone.
+    for divides in [false, true] {
+        let spec = specs::with(job(2, steps), json!({"parallel": {"optimizer_sharding": divides}}));
+        let undisturbed = machines.server.submit(&spec).await;
+        machines.server.succeeded(&undisturbed).await;
+        let id = machines.server.submit(&spec).await;
+        machines.server.job_when(&id, "it trains", |job| number(&job["step"]) >= 25).await;
+        let ranks = machines.server.ranks(&id);
+        let (_, second) = ranks.iter().find(|(rank, _)| *rank == 1).expect("rank 1");
+        assert_eq!(parent(second.pid), Some(machines.pid("b") as u32), "rank 1 is the second machine's");
+        signal(second.pid, Signal::KILL);
+        let job = machines.server.succeeded(&id).await;
+        assert_eq!(number(&job["attempt"]), 2, "{job:#}");
+        let attempts = machines.attempts(&id).await;
+        let reason = attempts[0]["reason"]["words"].as_str().unwrap_or_default();
+        assert!(reason.contains("rank 1 was killed by signal 9"), "{attempts:#?}");
+        assert!(attempts.iter().all(|attempt| attempt["agents"] == json!(["a", "b"])), "{attempts:#?}");
+        let from = attempts[1]["checkpoint"].as_str().unwrap_or_default();
+        assert!(!divides || from.ends_with('0'), "every tenth step has a checkpoint: {attempts:#?}");
+        assert!(
+            machines.server.last_model(&id).await == machines.server.last_model(&undisturbed).await,
+            "the same weights"
+        );
+    }
     machines.stop().await;
 }
 

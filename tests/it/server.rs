@@ -98,6 +98,7 @@ fn by_itself(mut command: Command) -> Command {
     for name in [
         "LOCKSTEP_ARTIFACTS",
         "LOCKSTEP_DATABASE",
+        "LOCKSTEP_LEASE",
         "LOCKSTEP_SERVER",
         "LOCKSTEP_CA_FILE",
         "LOCKSTEP_TOKEN",
@@ -133,7 +134,7 @@ pub(crate) struct Server {
     agents: Agents,
     /// `--database`, when it is not the data directory's own file.
     pub(crate) database: Option<String>,
-    /// Variables of the server's environment, and so of its agent's and their ranks'.
+    /// Variables of the server's environment, and of its agents' and their ranks'.
     pub(crate) environment: Vec<(String, String)>,
     /// Program and arguments that `lockstep serve` is started by (`prlimit`), when it is not started directly.
     by: Vec<String>,
@@ -273,7 +274,7 @@ impl Server {
         command.args(["agent", "--server", url, "--name", "beside", "--token-file"]);
         command.arg(self.agent_token_file()).args(options).arg("--cpu-slots");
         command.arg(cpu_slots.to_string()).arg("--data-dir").arg(self.folder.path().join("agent-beside"));
-        command.current_dir(self.folder.path());
+        command.current_dir(self.folder.path()).envs(self.environment.iter().cloned());
         command.stdout(log.try_clone().expect("a log")).stderr(log);
         self.agent = Some(command.spawn().expect("lockstep agent starts"));
     }

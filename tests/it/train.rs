@@ -1,9 +1,11 @@
 //! `lockstep train`: training without a server. Here: the same bytes from the same job, however ranks are started.
 
+mod auto;
 mod average;
 mod hybrid;
 mod layers;
 mod refusals;
+mod sharded;
 mod stops;
 
 use crate::{pages, pictures, server::turn};

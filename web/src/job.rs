@@ -199,6 +199,7 @@ impl JobTemplate<'_> {
                 best: c.info.best,
                 is_uploading: c.stored == Some("uploading"),
                 accuracy: c.info.accuracy_in_words().unwrap_or_default(),
+                sharded: self.job.spec.checkpoint.sharded,
                 averaged: self.is_averaged(),
                 averaged_from: self.job.spec.train.ema_steps,
                 step: c.info.step,
@@ -215,7 +216,8 @@ impl JobTemplate<'_> {
     /// An empty row for the script to fill and insert.
     fn blank(&self) -> CheckpointRow {
         let averaged_from = self.job.spec.train.ema_steps;
-        CheckpointRow { averaged: self.is_averaged(), averaged_from, ..CheckpointRow::default() }
+        let sharded = self.job.spec.checkpoint.sharded;
+        CheckpointRow { sharded, averaged: self.is_averaged(), averaged_from, ..CheckpointRow::default() }
     }
 }
 
@@ -257,6 +259,8 @@ struct CheckpointRow {
     /// The object store does not have it yet.
     is_uploading: bool,
     accuracy: String,
+    /// Its job's ranks write parts with names of their own.
+    sharded: bool,
     /// Its job keeps a running average of the weights.
     averaged: bool,
     /// Checkpoints of earlier steps have no average.

@@ -10,6 +10,7 @@ mod folders;
 mod header;
 mod manifest;
 mod own_disk;
+mod parts;
 mod read;
 mod state;
 mod tensors;
@@ -19,31 +20,23 @@ pub use files::write;
 pub use folders::{
     folder_name, is_being_written, list, newest, parse_folder_name, remove, remove_leftovers, set_aside,
 };
-pub use manifest::{Manifest, ManifestFile, model_file, validate};
+pub use manifest::{Files, Manifest, ManifestFile, validate};
 pub(crate) use own_disk::{OWN_DISK_NOTE, OwnDiskNote};
+pub use parts::{about, complete_parts, files_of, model_files, parts_folder, read_files, write_part};
 pub use read::{info, load, load_average, state};
 pub use state::{Best, DataPosition, OptimizerNote, RandomState, Snapshot, State};
-pub use tensors::{metadata, read as read_tensors, shapes};
+pub use tensors::{join, metadata, read as read_tensors, shapes};
 pub(crate) use tensors::{read_opened as read_opened_tensors, shapes_opened};
-pub use writer::{CheckpointEvent, CheckpointWriter};
+pub use writer::{CheckpointEvent, CheckpointWriter, Retention};
 
+pub use lockstep_protocol::checkpoint_files::{AVERAGE, MANIFEST, MODEL, OPTIMIZER, STATE};
 use std::{
     io,
     path::{Path, PathBuf},
 };
 
-/// Weights, biases and running statistics.
-pub const MODEL: &str = "model.safetensors";
-/// What the optimizer keeps: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`. In files of
-/// older versions, whose [`State`] has no `optimizer`, momentum under the parameters' bare names.
-pub const OPTIMIZER: &str = "optimizer.safetensors";
-/// The running average of what [`MODEL`] has, under the same names; in the checkpoints of jobs with `train.ema_decay`.
-pub const AVERAGE: &str = "ema.safetensors";
-/// A [`State`].
-pub const STATE: &str = "state.json";
-/// A [`Manifest`].
-pub const MANIFEST: &str = "MANIFEST.json";
-const TEMPORARY: &str = ".tmp-";
+/// What names of folders begin with that are not complete; rank 0 removes them when it starts.
+pub(crate) const TEMPORARY: &str = ".tmp-";
 
 /// Why a checkpoint could not be written or read; the sentence names the file.
 #[derive(Debug, thiserror::Error)]

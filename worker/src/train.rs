@@ -4,6 +4,7 @@
 //! the picture's place in its split, the learning rate from the step. So a run that continues from a checkpoint gets the same
 //! weights as one that never stopped.
 
+mod auto;
 mod dataset;
 mod decoder;
 mod error;
@@ -13,6 +14,7 @@ mod last_step;
 mod layers;
 mod measure;
 mod memory;
+mod parts;
 mod plan;
 mod pretrained;
 mod saving;
@@ -24,6 +26,7 @@ pub use error::TrainError;
 
 use crate::{
     checkpoint::{Best, CheckpointWriter},
+    planning::Planned,
     precision::SkippedSteps,
     report::{LossLines, Observer},
 };
@@ -38,6 +41,7 @@ use lockstep_protocol::{
     spec::{Division, JobSpec},
 };
 use measure::ThroughputMeter;
+use parts::Parts;
 use plan::RunPlan;
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -52,6 +56,7 @@ use step::InFlight;
 use votes::{NotFinite, Votes};
 
 /// What a rank trains, with which other ranks, and where it reports to.
+#[derive(Clone)]
 pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
@@ -134,6 +139,10 @@ fn train_with<'a>(
     throughput.report("starting");
     let mut data = dataset::open(training)?;
     let network = plan::network(spec, &data.shape)?;
+    let largest = data.shape.training_sizes.last().map_or(network.image_size, |(_, side)| *side);
+    let auto::Choice { spec, planned } = auto::choose(training, &network.resized(largest))?;
+    let training = &Training { spec: &spec, ..training.clone() };
+    training.log(planned.iter().map(Planned::in_words));
     let precision = start::precision(training)?;
     let plan = RunPlan::new(training, &data.shape, network, precision)?;
     let mut engine = build_engine(training, &plan, 0)?;
@@ -143,23 +152,31 @@ fn train_with<'a>(
     throughput.device(engine.device_name());
     let beginning = start::begin(training, &plan, &data, engine.as_mut())?;
     training.log(&beginning.notes);
-    training.log(plan.describe(spec, &data.shape, engine.as_ref()));
+    training.log(plan.describe(&spec, &data.shape, engine.as_ref()));
     training.progress.store(beginning.step, Ordering::Relaxed);
     training.kept.store(beginning.step, Ordering::Relaxed);
     if let Some(watchdog) = &training.watchdog {
         watchdog.continues_from(beginning.step);
     }
-    let writer = if training.is_first() {
+    if training.is_first() {
         crate::checkpoint::remove_leftovers(training.checkpoints)?;
+    }
+    let parts = Parts::of(training, &plan, beginning.best.as_ref())?;
+    let writer = if training.is_first() && parts.is_none() {
         Some(CheckpointWriter::start(training.checkpoints, &spec.checkpoint, beginning.best.clone())?)
     } else {
         None
     };
     let mut run = Run {
         training,
-        layers: Layers::describe(training, &plan.network.resized(data.shape.image_size), beginning.step),
+        layers: Layers::describe(
+            training,
+            &plan.network.resized(data.shape.image_size),
+            planned.as_ref(),
+            beginning.step,
+        ),
         schedule: Schedule::new(&spec.train, plan.steps_per_epoch, plan.total_steps),
-        metadata: saving::metadata(spec, &data.shape),
+        metadata: saving::metadata(&spec, &data.shape),
         lines: LossLines::new(spec.log.every_steps),
         votes: Votes::of_steps(training.group.size(), beginning.step),
         unmeasured: beginning.unmeasured,
@@ -179,6 +196,7 @@ fn train_with<'a>(
         engine: CurrentEngine(Some(engine)),
         build_engine,
         writer,
+        parts,
         slow_warned: false,
         throughput,
     };
@@ -209,8 +227,10 @@ struct Run<'a> {
     engine: CurrentEngine,
     build_engine: &'a BuildEngine<'a>,
     schedule: Schedule,
-    /// Writes checkpoints; on rank 0 only.
+    /// Writes whole checkpoints; on rank 0 only.
     writer: Option<CheckpointWriter>,
+    /// Writes sharded ones.
+    parts: Option<Parts>,
     /// Whether the log has the warning that a checkpoint may take longer than the time that ranks have at their end.
     slow_warned: bool,
     metadata: BTreeMap<String, String>,

@@ -183,7 +183,9 @@ pub const KEYS: &[Section] = &[
             ("mode", Kind::Word(&shard::MODES)),
             ("model", whole(1, 1024)),
             ("height", whole(1, 1024)),
+            ("pipeline", whole(1, 1024)),
             ("shard", Kind::Shards),
+            ("optimizer_sharding", Kind::Bool),
             ("sync_batch_norm", Kind::Bool),
             ("gradients_mean", Kind::Bool),
             ("parameter_broadcast", Kind::Bool),
@@ -196,6 +198,7 @@ pub const KEYS: &[Section] = &[
             ("every_steps", whole(1, MAX_STEPS)),
             ("keep", whole(2, 10_000)),
             ("keep_best", Kind::Word(&["val_accuracy", "val_loss", "none"])),
+            ("sharded", Kind::Bool),
         ],
     },
     Section {

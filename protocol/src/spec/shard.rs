@@ -7,9 +7,9 @@ use serde_json::Value;
 use utoipa::ToSchema;
 
 /// What `parallel.mode` may be.
-pub(super) const MODES: [&str; 2] = ["data", "hybrid"];
+pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
 /// Strategies that a job may have.
-pub(super) const MOST_SHARDS: usize = 64;
+pub const MOST_SHARDS: usize = 64;
 /// Characters of a pattern.
 const MATCH_CHARS: usize = 100;
 
@@ -38,6 +38,11 @@ pub enum Split {
 named!(Split: Out = "out", In = "in", Groups = "groups");
 
 impl ShardSpec {
+    /// Whether the pattern is one that a job may have.
+    pub fn is_pattern(&self) -> bool {
+        is_pattern(&self.pattern)
+    }
+
     /// Whether the pattern matches an operator's name.
     pub fn matches(&self, name: &str) -> bool {
         let mut parts = self.pattern.split('*');
@@ -52,34 +57,72 @@ impl ShardSpec {
     }
 }
 
+fn is_pattern(text: &str) -> bool {
+    let known = |c: char| c.is_ascii_alphanumeric() || "._*-".contains(c);
+    (1..=MATCH_CHARS).contains(&text.len()) && text.chars().all(known)
+}
+
 impl ParallelSpec {
+    /// Whether the ranks search for the best plan when they start.
+    pub fn is_auto(&self) -> bool {
+        self.mode == MODES[2]
+    }
+
+    /// The same with a plan in the place of what it says of that.
+    #[must_use]
+    pub fn with_mesh(&self, height: u32, model: u32, shard: Vec<ShardSpec>) -> Self {
+        let mode = MODES[usize::from(height * model > 1)].into();
+        Self { mode, height, model, shard, ..self.clone() }
+    }
+
     /// Whether ranks share copies of the network, or may.
     pub fn is_hybrid(&self) -> bool {
         self.mode == MODES[1]
     }
 
-    /// `4 ranks`, or `2 sets of 2 ranks that share rows`: what has pictures of its own in a step.
+    /// `4 ranks`, `2 sets of 2 ranks that share rows` or `2 sets of 2 ranks with the same pictures`: what has pictures of its own in a step.
     pub fn sets_in_words(&self) -> String {
-        match self.height {
-            0 | 1 => plural(self.ranks.into(), "rank"),
-            height => {
-                format!("{} of {height} ranks that share rows", plural(self.data_ranks().into(), "set"))
-            }
+        let sets = plural(self.data_ranks().into(), "set");
+        match (self.height.max(1), self.pipeline.max(1)) {
+            (1, 1) => plural(self.ranks.into(), "rank"),
+            (height, 1) => format!("{sets} of {height} ranks that share rows"),
+            (height, stages) => format!("{sets} of {} ranks with the same pictures", height * stages),
         }
     }
 
     /// Ranks that see different pictures of a step.
     pub fn data_ranks(&self) -> u32 {
-        self.ranks / self.height.max(1)
+        self.ranks_of_stage() / self.height.max(1)
     }
 
-    /// Which of them `rank` is. Ranks are numbered with `model` fastest, then `height`.
+    /// Which of them `rank` is. Ranks are numbered with `model` fastest, then `height`, then copies of the network, then stages.
     pub fn data_rank(&self, rank: u32) -> u32 {
-        let (height, model) = (self.height.max(1), self.model.max(1));
+        let (height, model, rank) =
+            (self.height.max(1), self.model.max(1), rank % self.ranks_of_stage().max(1));
         rank / (height * model) * model + rank % model
     }
 
-    /// Whether `rank` is the first of the ranks that have the same pictures.
+    /// Ranks that have the same stage of the network.
+    pub fn ranks_of_stage(&self) -> u32 {
+        self.ranks / self.pipeline.max(1)
+    }
+
+    /// How a pipeline's step of `micro_batches` goes, as the schedule 1F1B has it; `None`: there is one stage.
+    pub fn pipeline_in_words(&self, micro_batches: u32) -> Option<String> {
+        let (stages, micro_batches) = (self.pipeline, micro_batches.max(1));
+        let bubble =
+            100.0 * f64::from(stages.saturating_sub(1)) / f64::from(micro_batches + stages.max(1) - 1);
+        let kept = plural(stages.min(micro_batches).into(), "micro-batch");
+        (stages > 1).then(|| {
+            format!(
+                "{stages} stages x {}: each stage waits for {bubble:.0} % of a step (the bubble), and the first one keeps the activations of \
+                 {kept}",
+                plural(micro_batches.into(), "micro-batch")
+            )
+        })
+    }
+
+    /// Whether `rank` is the first of the ranks of its stage that have the same pictures.
     pub fn counts_pictures(&self, rank: u32) -> bool {
         (rank / self.model.max(1)).is_multiple_of(self.height.max(1))
     }
@@ -99,10 +142,6 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
             mistakes
                 .push(format!("entry {number} must be a table with match and split, is {}", shown(entry)));
             continue;
-        };
-        let is_pattern = |text: &str| {
-            let known = |c: char| c.is_ascii_alphanumeric() || "._*-".contains(c);
-            (1..=MATCH_CHARS).contains(&text.len()) && text.chars().all(known)
         };
         if !table.get("match").and_then(Value::as_str).is_some_and(is_pattern) {
             let is = table.get("match").map_or_else(|| "missing".into(), shown);
@@ -131,15 +170,23 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
 /// Combinations of `[parallel]` that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let parallel = &spec.parallel;
-    let ParallelSpec { ranks, model, height, .. } = *parallel;
-    if !parallel.is_hybrid() {
-        for (key, is_set) in
-            [("model", model > 1), ("height", height > 1), ("shard", !parallel.shard.is_empty())]
-        {
+    let ParallelSpec { ranks, model, height, pipeline, .. } = *parallel;
+    if parallel.is_auto() && pipeline > 1 {
+        let detail =
+            format!("needs parallel.mode = {:?}: {:?} does not search for stages", MODES[1], MODES[2]);
+        mistake("/parallel/pipeline", detail);
+    }
+    if !parallel.is_hybrid() && !parallel.is_auto() {
+        for (key, is_set) in [
+            ("model", model > 1),
+            ("height", height > 1),
+            ("pipeline", pipeline > 1),
+            ("shard", !parallel.shard.is_empty()),
+        ] {
             if is_set {
                 let detail = format!(
-                    "needs parallel.mode = {:?}: with {:?} every rank has the whole network",
-                    MODES[1], MODES[0]
+                    "needs parallel.mode = {:?} or {:?}: with {:?} every rank has the whole network",
+                    MODES[1], MODES[2], MODES[0]
                 );
                 mistake(&format!("/parallel/{key}"), detail);
             }
@@ -147,10 +194,14 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         return;
     }
     // On a machine with GPUs, "auto" would be those.
-    if height > 1 && parallel.device != Device::Cpu {
-        let detail =
-            "only CPU ranks share the rows of pictures: set parallel.device = \"cpu\", or leave height out";
-        mistake("/parallel/height", detail.into());
+    for (key, ranks, what) in [
+        ("height", height, "share the rows of pictures"),
+        ("pipeline", pipeline, "have stages of the network"),
+    ] {
+        if ranks > 1 && parallel.device != Device::Cpu {
+            let detail = format!("only CPU ranks {what}: set parallel.device = \"cpu\", or leave {key} out");
+            mistake(&format!("/parallel/{key}"), detail);
+        }
     }
     if !ranks.is_multiple_of(model) {
         let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);
@@ -169,6 +220,20 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
                 "{ranks} ranks cannot be divided into groups of model x height = {model} x {height}: give a height such as {near}"
             ),
         );
+    } else if !(ranks / model / height).is_multiple_of(pipeline) {
+        let left = ranks / model / height;
+        let near = (1..=left.min(pipeline)).rev().find(|stages| left.is_multiple_of(*stages)).unwrap_or(1);
+        mistake(
+            "/parallel/pipeline",
+            format!(
+                "{ranks} ranks cannot be divided into groups of model x height x pipeline = {model} x {height} x {pipeline}: give a pipeline \
+                 such as {near}"
+            ),
+        );
+    }
+    // A search takes what of the rest it can.
+    if parallel.is_auto() {
+        return;
     }
     if model == 1 && !parallel.shard.is_empty() {
         mistake(
@@ -183,18 +248,20 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
                 .into(),
         );
     }
-    if height > 1 && spec.data.broken_files == BrokenFiles::Skip {
+    let shares_pictures = if height > 1 { "height" } else { "pipeline" };
+    if height * pipeline > 1 && spec.data.broken_files == BrokenFiles::Skip {
         mistake(
             "/data/broken_files",
-            "\"skip\" cannot be combined with parallel.height: ranks that share a picture's rows may not all be able to read it. Give \"fail\", and \
-             remove the broken files"
-                .into(),
+            format!(
+                "\"skip\" cannot be combined with parallel.{shares_pictures}: ranks that have the same pictures may not all be able to read them. \
+                 Give \"fail\", and remove the broken files"
+            ),
         );
     }
-    if model > 1 && spec.log.histograms > 0 {
+    if model * pipeline > 1 && spec.log.histograms > 0 {
         mistake(
             "/log/histograms",
-            "no rank has all weights of a network that is split (parallel.model): leave histograms out"
+            "no rank has all weights of a network that is split (parallel.model, parallel.pipeline): leave histograms out"
                 .into(),
         );
     }

@@ -92,6 +92,7 @@ fn every_key_is_known_to_the_structs_and_back() {
         parallel: lockstep_protocol::spec::ParallelSpec {
             model: 2,
             height: 2,
+            pipeline: 2,
             shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
             ..Default::default()
         },
@@ -300,6 +301,37 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             "mode = \"hybrid\"\nheight = 2\nranks = 2",
             "height",
             &["only CPU ranks", "set parallel.device = \"cpu\""],
+        ),
+        ("parallel", "pipeline = 2\nranks = 2", "pipeline", &["needs parallel.mode = \"hybrid\""]),
+        (
+            "parallel",
+            "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\npipeline = 4\nranks = 12",
+            "pipeline",
+            &["model x height x pipeline = 2 x 1 x 4", "such as 3"],
+        ),
+        (
+            "parallel",
+            "mode = \"hybrid\"\npipeline = 2\nranks = 2\ndevice = \"cuda\"",
+            "pipeline",
+            &["only CPU ranks", "leave pipeline out"],
+        ),
+        (
+            "train",
+            "global_batch_size = 7\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nheight = 2\npipeline = 2\nranks = 8",
+            "global_batch_size",
+            &["2 sets of 4 ranks with the same pictures x 1", "6 or 8"],
+        ),
+        (
+            "data",
+            "broken_files = \"skip\"\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\npipeline = 2\nranks = 2",
+            "broken_files",
+            &["parallel.pipeline"],
+        ),
+        (
+            "log",
+            "histograms = 100\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\npipeline = 2\nranks = 2",
+            "histograms",
+            &["parallel.pipeline"],
         ),
         (
             "parallel",

@@ -1,7 +1,7 @@
 //! Files of checkpoints, with ranges and checksums. What is sent as good was compared with its manifest.
 
 use super::{
-    checkpoints::{FILES, check_regular, damaged, fetched, find, folder, manifest, no_average, removed},
+    checkpoints::{check_regular, damaged, fetched, find, folder, is_file, manifest, no_average, removed},
     conditional::{self, CACHING},
     extract::Path,
 };
@@ -18,6 +18,7 @@ use axum::{
     http::{HeaderValue, Request, StatusCode, header},
     response::{IntoResponse, Response},
 };
+use lockstep_protocol::checkpoint_files::{self, AVERAGE};
 use tower_http::services::ServeFile;
 
 /// How often a file is compared with its manifest before it counts as damaged: the checkpoint may be replaced meanwhile, and a better copy
@@ -29,7 +30,7 @@ const CHECKS: u32 = 3;
 /// `Range`, `If-Range` and `If-None-Match` are honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the
 /// manifest.
 #[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
-    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json")),
+    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json; of a sharded checkpoint also model.safetensors.index.json and the files that it names, such as model-00001-of-00004.safetensors")),
     responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
         (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
         (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem),
@@ -40,9 +41,12 @@ pub(crate) async fn file(
     Path((id, file)): Path<(String, String)>,
     mut request: Request<Body>,
 ) -> Result<Response> {
-    let Some(name) = FILES.into_iter().find(|name| *name == file) else {
-        return Err(Error::NotFound(format!("a checkpoint has the files {}", FILES.join(", "))));
-    };
+    let name = file.as_str();
+    if !is_file(name) {
+        let detail = "a checkpoint has the files that its MANIFEST.json names: state.json, and model.safetensors, optimizer.safetensors \
+                      and ema.safetensors or their parts";
+        return Err(Error::NotFound(detail.into()));
+    }
     conditional::keep_one_range(request.headers_mut());
     let row = find(&app, &id).await?;
     let checksum = whole(&app, &row, name).await?.map(|written| written.sha256);
@@ -60,8 +64,24 @@ pub(crate) async fn file(
             request.headers_mut().remove(header::IF_MODIFIED_SINCE);
         }
     }
-    if name == FILES[1] && checksum.is_none() {
-        return Err(no_average());
+    if checksum.is_none()
+        && let Some(kind) = checkpoint_files::kind(name)
+    {
+        let index = checkpoint_files::index(kind);
+        if whole(&app, &row, &index).await?.is_some() {
+            return Err(Error::NotFound(format!(
+                "this checkpoint is sharded and has no {name}: {index} names the files with its tensors, and `lockstep download` makes one \
+                 file of them"
+            )));
+        }
+        if kind == AVERAGE {
+            return Err(no_average());
+        }
+        if name != kind {
+            let detail =
+                format!("this checkpoint is not sharded and has no {name}: its tensors are in {kind}");
+            return Err(Error::NotFound(detail));
+        }
     }
     let path = folder(&app, &row).join(name);
     let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();

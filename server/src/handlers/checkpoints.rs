@@ -17,15 +17,19 @@ use crate::{
 };
 use axum::{Json, extract::State, http::HeaderMap, response::Response};
 use jiff::Timestamp;
-use lockstep_protocol::agent::CheckpointInfo;
+use lockstep_protocol::{
+    agent::CheckpointInfo,
+    checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, STATE},
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fmt::Display;
 use utoipa::ToSchema;
 
-/// The files of a checkpoint; nothing else in its folder is served.
-pub(super) const FILES: [&str; 5] =
-    ["model.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"];
+/// Whether a file of a checkpoint has this name; nothing else in its folder is served.
+pub(super) fn is_file(name: &str) -> bool {
+    [STATE, MANIFEST].contains(&name) || checkpoint_files::kind(name).is_some()
+}
 
 /// Which weights of a checkpoint.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
@@ -47,12 +51,13 @@ impl Weights {
         if !folder.exists() {
             return Err(removed());
         }
-        check_regular(&folder.join(FILES[0]))?;
+        check_regular(&folder.join(MODEL))?;
         if self == Weights::Model {
             return Ok(folder.into());
         }
-        let path = folder.join(FILES[1]);
-        if !path.exists() {
+        let path = folder.join(AVERAGE);
+        // The agent finds the parts by the index.
+        if !path.exists() && !folder.join(checkpoint_files::index(AVERAGE)).exists() {
             return Err(no_average());
         }
         check_regular(&path)?;

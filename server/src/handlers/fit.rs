@@ -10,12 +10,14 @@ use crate::{
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     Job, JobSpec, JobState,
+    checkpoint_files::{self, MODEL},
     dataset::{Dataset, classes_differ},
     spec::SpecError,
 };
 use serde::Deserialize;
 use std::{
     collections::HashMap,
+    fs,
     io::{self, Read},
     path::Path,
 };
@@ -41,8 +43,8 @@ struct Header {
 impl Trained {
     /// What a checkpoint's folder says; none where it does not, and then its ranks find out.
     pub(super) async fn of(folder: &Path) -> Option<Self> {
-        let path = folder.join("model.safetensors");
-        let about = tokio::task::spawn_blocking(move || metadata(&path)).await.ok()?.ok()?;
+        let folder = folder.to_owned();
+        let about = tokio::task::spawn_blocking(move || about(&folder)).await.ok()?.ok()?;
         let number = |key: &str| about.get(key)?.parse().ok();
         Some(Self {
             classes: serde_json::from_str(about.get("classes")?).ok()?,
@@ -148,6 +150,22 @@ pub(super) async fn check_newest(app: &App, caller: &Caller, job: &Job) -> Resul
     let trained = Trained::of(&app.checkpoint_dir(&newest)).await;
     let mistakes = mistakes(trained.as_ref(), &job.spec, &job.spec, &dataset);
     if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
+}
+
+/// The metadata of a checkpoint's weights, or of the first part of sharded ones: each part has all of it.
+fn about(folder: &Path) -> io::Result<HashMap<String, String>> {
+    match metadata(&folder.join(MODEL)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let mut names = fs::read_dir(folder)?.flatten().map(|entry| entry.file_name());
+            let is_part = |name: &std::ffi::OsString| {
+                name.to_str().is_some_and(|name| {
+                    name.starts_with("model-") && checkpoint_files::kind(name) == Some(MODEL)
+                })
+            };
+            metadata(&folder.join(names.find(is_part).ok_or(error)?))
+        }
+        read => read,
+    }
 }
 
 fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {

@@ -112,5 +112,5 @@ pub(crate) async fn network(
 ) -> Result<Json<NetworkDescription>> {
     let job = jobs::find(&app, &id).await?;
     let network = app.store.network(&job.id).await?;
-    Ok(Json(network.unwrap_or(NetworkDescription { layers: Vec::new() })))
+    Ok(Json(network.unwrap_or_default()))
 }

@@ -94,6 +94,45 @@ fn the_same_step_measured_later_takes_the_place_of_the_first() {
 }
 
 #[test]
+fn a_sharded_checkpoint_comes_in_its_parts() {
+    let dir = tempfile::tempdir().unwrap();
+    let upload = Upload::of(dir.path(), "1-20");
+    let mut sharded: Vec<(&str, &[u8])> = vec![
+        ("model.safetensors.index.json", b"{}"),
+        ("model-00001-of-00002.safetensors", b"some"),
+        ("model-00002-of-00002.safetensors", b"others"),
+        ("optimizer.safetensors", b"slots"),
+        ("state.json", b"{}"),
+    ];
+    upload.begin(&manifest(&sharded), true).unwrap();
+    upload.append("model-00002-of-00002.safetensors", 0, b"oth").unwrap();
+    assert_eq!(upload.state().unwrap().received, [("model-00002-of-00002.safetensors".into(), 3)].into());
+    // Another manifest: what has come is of no use.
+    sharded[1].1 = b"more";
+    upload.begin(&manifest(&sharded), true).unwrap();
+    assert!(upload.state().unwrap().received.is_empty());
+    for (name, bytes) in &sharded {
+        upload.append(name, 0, bytes).unwrap();
+    }
+    upload.commit(true).unwrap();
+    let place = dir.path().join("checkpoints/1-20/model-00002-of-00002.safetensors");
+    assert_eq!(fs::read(place).unwrap(), b"others");
+    for (name, words) in
+        [("model-00003-of-00002.safetensors", "is no file"), ("model-1-of-2.safetensors", "is no file")]
+    {
+        sharded[1].0 = name;
+        assert!(words_of(upload.begin(&manifest(&sharded), true)).contains(words), "{name}");
+    }
+    sharded.remove(0);
+    sharded.remove(0);
+    assert!(words_of(upload.begin(&manifest(&sharded), true)).contains("it names no model.safetensors"));
+}
+
+fn words_of(refused: Result<()>) -> String {
+    words(refused.unwrap_err())
+}
+
+#[test]
 fn manifests_that_no_agent_writes_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let upload = Upload::of(dir.path(), "1-20");

@@ -21,6 +21,8 @@ pub struct Agent {
     pub welcome: (Vec<Acknowledged>, Vec<AttemptRef>),
     /// Answers to heartbeats are passed over, and counted.
     pub heartbeats: usize,
+    /// The last order to stop: the server may say the same one twice, and an agent ignores the second.
+    stopped: Option<ToAgent>,
 }
 
 pub fn hello(name: &str, slots: u32, attempts: Vec<AttemptRef>) -> FromAgent {
@@ -99,7 +101,7 @@ impl Agent {
     pub async fn greet_with(server: &TestServer, token: &str, hello: FromAgent) -> Result<Self, String> {
         let request = server.socket("/agent/socket", token);
         let (socket, _) = timeout(DEADLINE, connect_async(request)).await.unwrap().unwrap();
-        let mut agent = Self { socket, welcome: (Vec::new(), Vec::new()), heartbeats: 0 };
+        let mut agent = Self { socket, welcome: (Vec::new(), Vec::new()), heartbeats: 0, stopped: None };
         agent.send(hello).await;
         match agent.next().await {
             Some(ToAgent::Welcome { acknowledged, revoked, .. }) => {
@@ -146,13 +148,19 @@ impl Agent {
         self.socket.send(Message::Binary(bytes.into())).await.unwrap();
     }
 
-    /// The next message but heartbeats' answers; none when the server has closed.
+    /// The next message but heartbeats' answers and repeated orders to stop; none when the server has closed.
     pub async fn next(&mut self) -> Option<ToAgent> {
         loop {
             match timeout(DEADLINE, self.socket.next()).await.expect("the server says something") {
                 Some(Ok(Message::Binary(bytes))) => match rmp_serde::from_slice(&bytes).unwrap() {
                     ToAgent::HeartbeatAck => self.heartbeats += 1,
-                    message => return Some(message),
+                    stop @ ToAgent::Stop { .. } if self.stopped.as_ref() == Some(&stop) => {}
+                    message => {
+                        if matches!(message, ToAgent::Stop { .. }) {
+                            self.stopped = Some(message.clone());
+                        }
+                        return Some(message);
+                    }
                 },
                 None | Some(Ok(Message::Close(_)) | Err(_)) => return None,
                 Some(Ok(_)) => {}

@@ -9,7 +9,8 @@ use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, Source},
     histograms::{HistogramKind, LayerHistogram, LayerHistograms},
     limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, HISTOGRAM_STEPS},
-    network::{LayerDescription, NetworkDescription},
+    network::{LayerDescription, LayerPlan, NetworkDescription, PlanDescription},
+    spec::{ShardSpec, Split},
 };
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -35,8 +36,28 @@ fn network(parameters: u64) -> AttemptEvent {
         output_shape: vec![16, 32, 32],
         parameters,
         time_us,
+        plan: Some(LayerPlan {
+            placement: "own pictures".into(),
+            memory_bytes: 1 << 20,
+            sent_bytes: 1000,
+            time_us: 11.5,
+        }),
     };
-    AttemptEvent::Network(NetworkDescription { layers: vec![layer("conv1", Some(12.5)), layer("fc", None)] })
+    let layers = vec![layer("conv1", Some(12.5)), layer("fc", None)];
+    let plan = PlanDescription {
+        words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out".into(),
+        data: 1,
+        height: 1,
+        model: 2,
+        shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
+        step_ms: 24.5,
+        measured_step_ms: Some(25.5),
+        images_per_second: 640.0,
+        memory_bytes: 1 << 30,
+        limited_by: "computing".into(),
+        why: "data parallel takes 30.0 ms a step".into(),
+    };
+    AttemptEvent::Network(NetworkDescription { layers, plan: Some(plan) })
 }
 
 async fn ask(server: &TestServer, id: &str, query: &str) -> Value {
@@ -96,6 +117,10 @@ async fn scenario(server: TestServer) {
     let (_, known) = server.get(&format!("/jobs/{id}/network")).await;
     assert_eq!(known["layers"][0]["time_us"], 12.5);
     assert!(known["layers"][1].get("time_us").is_none() && known["layers"][1]["parameters"] == 1, "{known}");
+    // What was predicted, beside what was measured.
+    assert_eq!(known["plan"]["shard"], json!([{"match": "fc", "split": "out"}]));
+    assert_eq!([&known["plan"]["step_ms"], &known["plan"]["measured_step_ms"]], [24.5, 25.5]);
+    assert_eq!(known["layers"][0]["plan"]["placement"], "own pictures");
     let page = server.text(&format!("/jobs/{id}")).await.1;
     assert!(!page.contains(r#"aria-controls="histograms-panel" aria-selected="false" tabindex="-1" hidden"#));
     // Readers of the stream hear of it.

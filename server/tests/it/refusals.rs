@@ -166,7 +166,7 @@ async fn the_list_is_narrowed_and_paged() {
     loop {
         let (_, page) = server.get(&format!("/jobs?limit=2{cursor}")).await;
         seen.extend(page["jobs"].as_array().unwrap().iter().map(|j| j["id"].as_str().unwrap().to_owned()));
-        match page["next"].as_str() {
+        match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
             None => break,
         }

@@ -1,8 +1,17 @@
 //! Ranks that share copies of a network (`parallel.mode = "hybrid"`).
 
-use super::{Bench, succeeded};
+use super::{
+    Bench,
+    stops::{pid_of, signal, until_step},
+    succeeded,
+};
 use crate::{pictures, server::turn};
-use std::{collections::BTreeMap, path::Path, process::Command};
+use rustix::process::Signal;
+use std::{
+    collections::BTreeMap,
+    path::Path,
+    process::{Command, Stdio},
+};
 
 /// The tensors of a checkpoint.
 fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
@@ -13,7 +22,7 @@ fn tensors(model: &[u8]) -> BTreeMap<String, Vec<f32>> {
 }
 
 /// The largest difference of two values.
-fn apart(a: &[u8], b: &[u8]) -> f32 {
+pub(super) fn apart(a: &[u8], b: &[u8]) -> f32 {
     let (a, b) = (tensors(a), tensors(b));
     assert!(a.keys().eq(b.keys()));
     let pairs = a.iter().flat_map(|(name, values)| values.iter().zip(&b[name]));
@@ -112,6 +121,77 @@ async fn ranks_that_share_a_network_train_and_continue_as_one_rank() {
     }
 }
 
+/// Also with augmentation and mixup, of which later stages know only the labels.
+#[tokio::test]
+async fn stages_train_as_one_rank_and_continue_after_a_killed_rank() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let always = [
+        "train.epochs=1",
+        "train.accumulate=2",
+        "train.lr=0.0001",
+        "train.mixup=0.2",
+        "train.ema_decay=0.5",
+        "train.ema_steps=1",
+        "data.drop_remainder=false",
+        "data.crop_padding=2",
+        "data.horizontal_flip=true",
+        "checkpoint.every_steps=4",
+        "parallel.device=cpu",
+    ];
+    let stages = ["parallel.ranks=4", "parallel.mode=hybrid", "parallel.pipeline=2"];
+    let sets = |more: &[&'static str]| -> Vec<&'static str> {
+        always.iter().chain(more).flat_map(|set| ["--set", *set]).collect()
+    };
+    let run = |out: &str, sets: &[&'static str], more: &[&str]| {
+        succeeded(&bench.train(out, &[sets, more].concat()).output().expect("it runs"))
+    };
+    let accuracies = |said: &str| -> Vec<String> {
+        let lines = said.lines().filter(|line| line.contains("validation accuracy "));
+        lines.map(|line| line.split(", loss").next().unwrap_or_default().to_owned()).collect()
+    };
+    let one = sets(&["parallel.ranks=1"]);
+    let alone = run("one", &one, &[]);
+    let said = run("stages", &sets(&stages), &[]);
+    for words in [
+        "a mesh of 2 (pipeline) x 2 (data) x 1 (height) x 1 (model) ranks",
+        "later stages begin at layer2.",
+        "2 stages x 2 micro-batches: each stage waits for 33 % of a step (the bubble)",
+        "2 sets of 2 ranks with the same pictures",
+    ] {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+    assert_eq!(accuracies(&said)[..2], accuracies(&alone)[..2]);
+    let (last, theirs) = (bench.model("one", "1-13"), bench.model("stages", "1-13"));
+    assert!(apart(&theirs, &last) < 1e-4, "{}", apart(&theirs, &last));
+
+    // A checkpoint of stages under another plan, and back.
+    for (out, from, sets) in [("back", "stages", one), ("forth", "one", sets(&stages))] {
+        let from = bench.out(from).join("checkpoints/1-4").display().to_string();
+        run(out, &sets, &["--resume", &from]);
+        let apart = apart(&bench.model(out, "1-13"), &last);
+        assert!(apart < 1e-4, "{out}: {apart}");
+    }
+
+    // Rank 2 has the second stage.
+    let long = [&sets(&stages)[..], &["--set", "train.epochs=3"]].concat();
+    run("undisturbed", &long, &[]);
+    let mut child = bench
+        .train("killed", &long)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("it starts");
+    until_step(&mut child, 6);
+    signal(pid_of(&bench.out("killed").join("attempts/1"), 2), Signal::KILL);
+    drop(child.stdout.take());
+    let output = child.wait_with_output().expect("it ends");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("rank 2 was killed by signal 9 at step "), "{said}");
+    run("killed", &long, &["--resume", "latest"]);
+    assert!(bench.model("killed", "3-39") == bench.model("undisturbed", "3-39"), "the same bytes");
+}
+
 #[tokio::test]
 async fn the_examples_train_on_four_ranks() {
     let _turn = turn().await;
@@ -120,6 +200,7 @@ async fn the_examples_train_on_four_ranks() {
     for (example, mesh) in [
         ("hybrid-classes", "1 (data) x 1 (height) x 4 (model)"),
         ("hybrid-channels", "2 (data) x 1 (height) x 2 (model)"),
+        ("pipeline", "4 (pipeline) x 1 (data) x 1 (height) x 1 (model)"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
         command
@@ -129,7 +210,7 @@ async fn the_examples_train_on_four_ranks() {
             .arg(folder.path().join(example))
             .args(["--set", &dataset, "--set", "train.epochs=1"]);
         let said = succeeded(&command.output().expect("it runs"));
-        for words in ["4 ranks (CPU", "= 128 pictures a step", mesh, "validation accuracy is "] {
+        for words in ["(CPU, ", "= 128 pictures a step", mesh, "validation accuracy is "] {
             assert!(said.contains(words), "{words}: {said}");
         }
     }

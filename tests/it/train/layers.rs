@@ -24,7 +24,7 @@ fn tensors(bench: &Bench, out: &str, checkpoint: &str) -> BTreeMap<String, Vec<f
 }
 
 /// What a rank has said.
-fn said(bench: &Bench, out: &str, rank: u32) -> (Vec<LayerHistograms>, Vec<NetworkDescription>) {
+pub(super) fn said(bench: &Bench, out: &str, rank: u32) -> (Vec<LayerHistograms>, Vec<NetworkDescription>) {
     let path = bench.out(out).join(format!("attempts/1/rank.{rank}.events"));
     let mut tail = Tail::open(&path, 0);
     let (mut histograms, mut networks) = (Vec::new(), Vec::new());

@@ -62,6 +62,34 @@ async fn what_cannot_be_trained_is_said_with_what_to_change() {
     assert!(said.contains("lrr"), "{said}");
 }
 
+#[tokio::test]
+async fn stages_that_there_cannot_be_are_refused() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let stages =
+        ["parallel.mode=hybrid", "parallel.ranks=12", "parallel.pipeline=12", "train.global_batch_size=8"];
+    for (sets, status, words) in [
+        (
+            &["parallel.device=cpu"][..],
+            1,
+            &["resnet20 can be cut into at most 11 stages", "parallel.pipeline = 12"][..],
+        ),
+        (&["parallel.device=cuda"], 2, &["parallel.pipeline", "CPU ranks only"]),
+        (&["parallel.device=cpu", "train.accumulate=0"], 2, &["train.accumulate", "from 1 to 4,096"]),
+        (
+            &["parallel.device=cpu", "parallel.ranks=16"],
+            2,
+            &["parallel.pipeline", "give a pipeline such as 8"],
+        ),
+    ] {
+        let sets: Vec<_> = stages.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
+        let output = bench.train(&format!("out-{status}-{}", words[0]), &sets).output().expect("it runs");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(status), "{said}");
+        assert!(words.iter().all(|word| said.contains(word)), "{said}");
+    }
+}
+
 /// The last checkpoint is tried once a second.
 #[tokio::test]
 async fn a_full_disk_is_logged_once_with_a_count() {

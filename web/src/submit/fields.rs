@@ -187,15 +187,27 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
         &[
             field("parallel.ranks", "Ranks", Kind::Integer, "processes in lockstep, one a slot"),
             field("parallel.device", "Device", Kind::Choice(&DEVICE_NAMES), ""),
-            more("parallel.mode", "Mode", Kind::Choice(&["data", "hybrid"]), "hybrid: ranks share a network"),
+            more(
+                "parallel.mode",
+                "Mode",
+                Kind::Choice(&["data", "hybrid", "auto"]),
+                "hybrid: ranks share a network; auto: if that is faster",
+            ),
             more("parallel.model", "Ranks of a network", Kind::Integer, "hybrid: ranks that share one copy"),
             more("parallel.height", "Ranks of a picture", Kind::Integer, "hybrid: ranks that share its rows"),
+            more(
+                "parallel.pipeline",
+                "Stages",
+                Kind::Integer,
+                "hybrid: parts of the network, one after the other",
+            ),
             more(
                 "parallel.shard",
                 "Split operators",
                 Kind::Words,
                 r#"hybrid, such as [{"match": "layer4.*", "split": "out"}]; empty: the last layer"#,
             ),
+            more("parallel.optimizer_sharding", "Divide optimizer state over ranks", Kind::Switch, ""),
             more("parallel.sync_batch_norm", "Batch norm over all ranks", Kind::Switch, ""),
             more("parallel.gradients_mean", "Average gradients (off: sum)", Kind::Switch, ""),
             more(
@@ -227,6 +239,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 Kind::Choice(&["val_accuracy", "val_loss", "none"]),
                 "",
             ),
+            more("checkpoint.sharded", "All ranks write", Kind::Switch, "in parts with an index"),
             more("evaluate.every_epochs", "Validate every", Kind::Integer, "epochs; 0: at the end"),
             more("log.every_steps", "Log the loss every", Kind::Integer, "steps; 0: at most 10 a second"),
             more("log.histograms", "Histograms every", Kind::Integer, "steps, at least 10; 0: none"),

@@ -292,7 +292,8 @@ fn on_device(
     how: OnDevice,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let network = Arc::new(net::build(&case.model, case.image_size, 3, how.classes)?);
-    let mesh = Mesh { data: (comm.size() / how.model) as usize, height: 1, model: how.model as usize };
+    let mesh =
+        Mesh { stage: 1, data: (comm.size() / how.model) as usize, height: 1, model: how.model as usize };
     let initial = init::initial_parameters(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,
@@ -307,7 +308,7 @@ fn on_device(
         network,
         initial: &initial,
         config,
-        plan: Plan { mesh, shards: Vec::new() },
+        plan: Plan::on(mesh, Vec::new()),
         comm,
         ordinal: how.device.ordinal,
         precision: how.precision,

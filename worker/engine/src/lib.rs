@@ -14,12 +14,14 @@ mod finite;
 mod frozen_norm;
 mod fuse;
 mod layers;
+mod measure;
 pub mod net;
 pub mod nvjpeg;
 mod optimizer;
 pub mod plan;
 mod prologue;
 pub mod registry;
+mod sharding;
 mod state_dict;
 #[cfg(test)]
 mod unfused;
@@ -31,8 +33,9 @@ pub use cpu::MOST_CPU_SLOTS;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
+pub use measure::{Sample, measure};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
-pub use state_dict::{Contribution, StateDict};
+pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
 
 use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
@@ -200,18 +203,19 @@ pub trait Engine: Send {
     fn layer_times(&mut self) -> Vec<LayerTime> {
         Vec::new()
     }
-    /// Forward with running statistics; no change of state, no communication.
+    /// Forward with running statistics; no change of state, no communication but among ranks that share a network. Zeros on the ranks of a
+    /// stage but the last.
     ///
     /// # Errors
     /// [`EngineError::Parameters`]: pictures or labels do not fit the network. The device fails.
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError>;
-    /// Logits `[samples, classes]` with running statistics.
+    /// Logits `[samples, classes]` with running statistics; none on the ranks of a stage but the last.
     ///
     /// # Errors
     /// As [`Engine::eval_step`].
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError>;
-    /// Weights, biases and running statistics. Of what is split over ranks: this rank's part in tensors of the whole shape, and 0 in the
-    /// place of the others', so that the sum over a model group is the parameter.
+    /// Weights, biases and running statistics. Of what is split over ranks, or is on another stage: this rank's part in tensors of the whole
+    /// shape, and 0 in the place of the others', so that the sum over the ranks of a copy of the network is the parameter.
     ///
     /// # Errors
     /// The device fails.
@@ -223,7 +227,8 @@ pub trait Engine: Send {
     /// [`EngineError::Parameters`] names tensors that are missing, unknown or of another shape; nothing has changed then. The device
     /// fails.
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError>;
-    /// What the optimizer keeps from step to step.
+    /// What the optimizer keeps from step to step. Where ranks divide it, this rank's part in tensors of the whole shape, and 0 in the
+    /// place of the others'.
     ///
     /// # Errors
     /// The device fails.
@@ -272,16 +277,19 @@ pub trait Engine: Send {
     }
     /// Which replica of the state this rank has: its rank in the data-parallel group.
     fn replica(&self) -> u32;
-    /// Collective: what this rank contributes to a checkpoint. Of replicas rank 0 alone copies its state off the device; the
-    /// others do nothing.
+    /// Collective: what this rank contributes to a checkpoint, of which each of `writers` writes some tensors. Only they copy their state
+    /// off the device; the others do nothing, but for giving their parts of the optimizer's state where ranks divide that.
     ///
     /// # Errors
     /// The device fails.
-    fn state_dict(&self) -> Result<Contribution, EngineError> {
-        if self.replica() != 0 {
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        let own = self.replica();
+        if !writers.include(own) {
             return Ok(Contribution::Replica);
         }
-        Ok(Contribution::Whole(Box::new(self.own_state()?)))
+        let mut state = self.own_state()?;
+        writers.retain(&mut state, |rank| rank == own);
+        Ok(writers.contribution(state))
     }
     /// What this rank itself has of the state, copied off the device.
     ///
@@ -325,8 +333,8 @@ pub trait Engine: Send {
     /// # Errors
     /// The device fails.
     fn first_not_finite(&self) -> Result<Option<String>, EngineError>;
-    /// Checksums of the weights and biases that every rank has, and of the parts that this rank has of split ones. After a step the first
-    /// is the same on every rank, the second on every rank with the same parts. No step may be under way.
+    /// Checksums of the weights and biases that every rank of the stage has, and of the parts that this rank has of split ones. After a step
+    /// the first is the same on every rank of the stage, the second on every rank of it with the same parts. No step may be under way.
     ///
     /// # Errors
     /// The device fails.

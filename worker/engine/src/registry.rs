@@ -22,6 +22,11 @@ fn backends() -> impl Iterator<Item = &'static dyn Backend> {
     ADDED.get().into_iter().chain(&BACKENDS).copied()
 }
 
+/// The backend of that name.
+pub fn named(name: &str) -> Option<&'static dyn Backend> {
+    backends().find(|backend| backend.name() == name)
+}
+
 /// Where a rank computes that its launcher has given `given`, for a job that asks for `asked`.
 pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
     let theirs = |backend: &'static dyn Backend| {

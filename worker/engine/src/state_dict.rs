@@ -1,8 +1,14 @@
 //! What the ranks of a group contribute to a checkpoint, and what they are given from one.
 
-use super::{EngineError, LossScaling, NamedTensors, OptimizerState, net::Network};
+use super::{
+    EngineError, LossScaling, NamedTensors, OptimizerState,
+    net::{Network, Parameter},
+};
 use lockstep_comm::CommError;
-use std::collections::HashSet;
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BTreeSet, HashSet},
+};
 
 /// All that an engine needs to continue, on the host.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -17,15 +23,14 @@ pub struct StateDict {
     pub loss_scaling: Option<LossScaling>,
 }
 
-/// What one rank has of the state that its group keeps.
-///
-/// Every rank has all of it today. An engine whose ranks keep parts of it contributes them by a variant of its own, which the
-/// writer of a checkpoint then has to gather.
+/// What one rank writes of the state that its group keeps.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Contribution {
-    /// All of it: of rank 0 of a group whose ranks are replicas.
+    /// All of it: rank 0, where it alone writes.
     Whole(Box<StateDict>),
-    /// What rank 0 contributes already; nothing was copied off the device for it.
+    /// The tensors that this rank writes ([`Writers`]), each whole.
+    Part(Box<StateDict>),
+    /// Nothing; nothing was copied off the device for it.
     Replica,
 }
 
@@ -57,5 +62,158 @@ impl StateDict {
     pub(super) fn tensors_mut(&mut self) -> impl Iterator<Item = &mut NamedTensors> {
         let slots = self.optimizer.iter_mut().map(|optimizer| &mut optimizer.slots);
         std::iter::once(&mut self.parameters).chain(slots).chain(&mut self.average)
+    }
+}
+
+/// Which ranks have the running average of the parameters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum AverageOn {
+    /// There is no average.
+    #[default]
+    NoRank,
+    /// Rank 0 has all of it.
+    FirstRank,
+    /// Each rank has that of its parameters.
+    EveryRank,
+}
+
+/// Which rank writes which tensors of a checkpoint; by default rank 0 writes all. Running statistics are rank 0's to write, since ranks may
+/// have statistics of their own.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Writers {
+    /// Ascending; empty where rank 0 alone writes.
+    ranks: Vec<u32>,
+    /// By the name of a trained parameter. What the optimizer keeps of it is written by the same rank.
+    by_parameter: BTreeMap<String, u32>,
+    average: AverageOn,
+}
+
+impl Writers {
+    /// Deals the parameters of a whole network, of each of which the optimizer keeps `slots`, to `ranks` (ascending from 0): the largest first, each
+    /// to the rank that has the fewest bytes to write.
+    pub fn deal(network: &Network, slots: usize, average: AverageOn, ranks: &[u32]) -> Self {
+        let (mut trained, running): (Vec<_>, Vec<_>) =
+            network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
+        trained.sort_by_key(|parameter| Reverse(parameter.len()));
+        let values = |of: &[Parameter]| of.iter().map(Parameter::len).sum::<usize>();
+        let mut loads = vec![0; ranks.len()];
+        if let Some(first) = loads.first_mut() {
+            *first = values(&running) + if average == AverageOn::FirstRank { values(&trained) } else { 0 };
+        }
+        let copies = 1 + slots + usize::from(average == AverageOn::EveryRank);
+        let mut by_parameter = BTreeMap::new();
+        for parameter in trained {
+            let least = loads.iter_mut().zip(ranks).min_by_key(|(load, _)| **load);
+            if let Some((load, rank)) = least {
+                *load += copies * parameter.len();
+                by_parameter.insert(parameter.name, *rank);
+            }
+        }
+        // There may be more ranks than parameters.
+        let ranks = BTreeSet::from_iter(by_parameter.values().copied().chain([0]));
+        Self { ranks: ranks.into_iter().collect(), by_parameter, average }
+    }
+
+    /// The rank that writes a tensor of the parameters or of the optimizer's state.
+    pub fn of(&self, tensor: &str) -> u32 {
+        // A parameter, or one of its slots.
+        let parameter =
+            || tensor.rsplit_once('.').and_then(|(parameter, _)| self.by_parameter.get(parameter));
+        self.by_parameter.get(tensor).or_else(parameter).copied().unwrap_or(0)
+    }
+
+    /// Whether a rank writes anything.
+    pub fn include(&self, rank: u32) -> bool {
+        if self.ranks.is_empty() { rank == 0 } else { self.ranks.contains(&rank) }
+    }
+
+    /// Which part a rank writes, from 1, of how many.
+    pub fn part_of(&self, rank: u32) -> Option<(usize, usize)> {
+        self.ranks.binary_search(&rank).ok().map(|place| (place + 1, self.ranks.len()))
+    }
+
+    /// Whether the average is written in parts, too.
+    pub fn deal_average(&self) -> bool {
+        self.average == AverageOn::EveryRank
+    }
+
+    /// Drops what no rank writes for which `keeps` is true.
+    pub fn retain(&self, state: &mut StateDict, keeps: impl Fn(u32) -> bool) {
+        state.parameters.retain(|name, _| keeps(self.of(name)));
+        if let Some(optimizer) = &mut state.optimizer {
+            optimizer.slots.retain(|name, _| keeps(self.of(name)));
+        }
+        if let Some(average) = &mut state.average {
+            average.retain(|name, _| keeps(if self.deal_average() { self.of(name) } else { 0 }));
+        }
+    }
+
+    /// What a rank contributes, of which `state` has what it writes.
+    pub fn contribution(&self, state: StateDict) -> Contribution {
+        let state = Box::new(state);
+        if self.ranks.is_empty() { Contribution::Whole(state) } else { Contribution::Part(state) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::resnet;
+    use lockstep_host::tensors::HostTensor;
+    use lockstep_protocol::spec::{Arch, ModelSpec};
+
+    #[test]
+    fn every_tensor_has_one_writer_and_writers_have_as_many_bytes() {
+        let network =
+            resnet::build(&ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() }, 64, 3, 1000).unwrap();
+        let tensor =
+            |name: String, len: usize| (name, HostTensor { shape: vec![len], values: vec![0.0; len] });
+        let parameters: NamedTensors =
+            network.parameters().into_iter().map(|p| tensor(p.name.clone(), p.len())).collect();
+        let slots = network.parameters().into_iter().filter(|p| p.role.is_trained());
+        let slots = slots.map(|p| tensor(format!("{}.momentum", p.name), p.len())).collect();
+        for (average, ranks) in [
+            (AverageOn::NoRank, &[0, 1, 2, 3][..]),
+            (AverageOn::FirstRank, &[0, 1]),
+            (AverageOn::EveryRank, &[0, 2, 5]),
+        ] {
+            let writers = Writers::deal(&network, 1, average, ranks);
+            let state = StateDict {
+                parameters: parameters.clone(),
+                optimizer: Some(OptimizerState { slots: NamedTensors::clone(&slots), updates: 7 }),
+                average: (average != AverageOn::NoRank).then(|| parameters.clone()),
+                loss_scaling: None,
+            };
+            let (mut all, mut loads) = (StateDict::default(), Vec::new());
+            for (place, rank) in ranks.iter().enumerate() {
+                assert_eq!(writers.part_of(*rank), Some((place + 1, ranks.len())));
+                let mut own = state.clone();
+                writers.retain(&mut own, |of| of == *rank);
+                let OptimizerState { slots, updates } = own.optimizer.unwrap();
+                let average = own.average.unwrap_or_default();
+                let values = [&own.parameters, &slots, &average]
+                    .map(|of| of.values().map(|t| t.values.len()).sum::<usize>());
+                loads.push(values.iter().sum::<usize>());
+                all.parameters.extend(own.parameters);
+                let optimizer =
+                    all.optimizer.get_or_insert_with(|| OptimizerState { updates, ..Default::default() });
+                optimizer.slots.extend(slots);
+                if state.average.is_some() {
+                    all.average.get_or_insert_default().extend(average);
+                }
+            }
+            assert!(all == state, "{average:?}: each tensor is somebody's");
+            let whole: usize = loads.iter().sum();
+            for load in &loads {
+                assert!(
+                    (load * ranks.len()).abs_diff(whole) * 50 < whole,
+                    "{average:?}: within 2 %: {loads:?}"
+                );
+            }
+            assert!(writers.include(0) && !writers.include(9));
+        }
+        let whole = Writers::default();
+        assert_eq!((whole.of("fc.weight"), whole.include(0), whole.include(1)), (0, true, false));
+        assert_eq!(whole.part_of(0), None);
     }
 }

@@ -10,7 +10,7 @@ use super::{
     state_dir::StoredAttempt,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
-use lockstep_protocol::reason::ReasonCode;
+use lockstep_protocol::{limits::MANIFEST_BYTES, reason::ReasonCode};
 use reqwest::StatusCode;
 use std::{
     fs::{self, File},
@@ -19,8 +19,6 @@ use std::{
     time::Duration,
 };
 
-/// The largest manifest.
-const MANIFEST_BYTES: usize = 64 << 10;
 /// Pauses before trying again, the first and the longest.
 const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
 /// How often a checkpoint with wrong checksums is fetched again.

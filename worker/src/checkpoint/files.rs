@@ -1,8 +1,8 @@
 //! Writing a checkpoint's folder.
 
 use super::{
-    AVERAGE, Best, CheckpointError, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE, Snapshot,
-    State, TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, validate,
+    AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE,
+    Snapshot, State, TEMPORARY, at, folders::folder_name, manifest::size_of, tensors, validate,
 };
 use lockstep_protocol::fault;
 use serde::Serialize;
@@ -25,20 +25,10 @@ static WRITTEN: AtomicU64 = AtomicU64::new(0);
 /// The disk is full or not writable, or a checkpoint of this name cannot be read; nothing incomplete is left under the
 /// checkpoint's name.
 pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
-    let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
-    let name = folder_name(epoch, step);
-    let place = directory.join(&name);
-    if place.exists() {
-        match validate(&place) {
-            Ok(manifest) if snapshot.state.val_accuracy.is_none() || is_measured(&place) => {
-                return Ok(size_of(&place, &manifest));
-            }
-            Ok(_) => {}
-            Err(CheckpointError::Damaged { .. }) => fs::remove_dir_all(&place).map_err(at(&place))?,
-            // It could not be read, and may be whole: it stays, and the caller tries again.
-            Err(error) => return Err(error),
-        }
+    if let Some(size_bytes) = stands(directory, &snapshot.state)? {
+        return Ok(size_bytes);
     }
+    let name = folder_name(snapshot.state.epoch, snapshot.state.step);
     // When a rank is lost, another one may write the same step while rank 0 still does: each into a folder of its own.
     let writer = (std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed));
     let temporary = directory.join(format!("{TEMPORARY}{name}.{}.{}", writer.0, writer.1));
@@ -47,20 +37,35 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         // Of an earlier process with this number.
         fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
     }
-    let reached = |point: &str, path: &Path| fault::point(point).map_err(at(path));
-    reached("checkpoint.begin", &temporary)?;
-    let written = write_files(&temporary, snapshot, best).and_then(|size| {
-        reached("checkpoint.synced", &temporary)?;
-        let stands = put(&temporary, &place, exchange).map_err(at(&place))?;
-        reached("checkpoint.renamed", &place)?;
-        sync_directory(directory)?;
-        reached("checkpoint.written", &place)?;
-        if stands { Ok(size) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
-    });
+    fault::point("checkpoint.begin").map_err(at(&temporary))?;
+    let written = fs::create_dir(&temporary)
+        .map_err(at(&temporary))
+        .and_then(|()| write_tensors(&temporary, snapshot, str::to_owned))
+        .and_then(|files| complete(directory, &temporary, &snapshot.state, best, files));
     // An incomplete or replaced folder is removed: its space may be what others lack. If removing fails, the next start
     // removes it.
     let _ = fs::remove_dir_all(&temporary);
     written
+}
+
+/// The size of the complete checkpoint of the same step that stays in the place of one with this state.
+pub(super) fn stands(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
+    let place = directory.join(folder_name(state.epoch, state.step));
+    if !place.exists() {
+        return Ok(None);
+    }
+    match validate(&place) {
+        Ok(manifest) if state.val_accuracy.is_none() || is_measured(&place) => {
+            Ok(Some(size_of(&place, &manifest)))
+        }
+        Ok(_) => Ok(None),
+        Err(CheckpointError::Damaged { .. }) => {
+            fs::remove_dir_all(&place).map_err(at(&place))?;
+            Ok(None)
+        }
+        // It could not be read, and may be whole: it stays, and the caller tries again.
+        Err(error) => Err(error),
+    }
 }
 
 /// Whether a complete checkpoint has the evaluation of its step.
@@ -112,38 +117,63 @@ pub(super) fn put(
     }
 }
 
-fn write_files(folder: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
-    fs::create_dir(folder).map_err(at(folder))?;
-    let mut manifest = Manifest {
-        version: 1,
-        epoch: snapshot.state.epoch,
-        step: snapshot.state.step,
-        files: BTreeMap::new(),
-    };
-    let mut total = 0;
-    let mut note = |name: &str, written: io::Result<tensors::Written>| {
-        let point = format!("checkpoint.{}", name.split('.').next().unwrap_or_default());
-        let written = written.and_then(|w| fault::point(&point).map(|()| w));
-        let written = written.map_err(at(&folder.join(name)))?;
-        total += written.size_bytes;
-        let file = ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 };
-        manifest.files.insert(name.into(), file);
-        Ok(())
-    };
-    let (model, optimizer) = (folder.join(MODEL), folder.join(OPTIMIZER));
-    note(MODEL, tensors::write(&model, &snapshot.parameters, Some(snapshot.batches), &snapshot.metadata))?;
-    if let Some(average) = &snapshot.average {
-        let path = folder.join(AVERAGE);
-        note(AVERAGE, tensors::write(&path, average, Some(snapshot.batches), &snapshot.metadata))?;
+/// Writes a snapshot's tensors into `folder`, each kind under the name that `name` gives its file.
+pub(super) fn write_tensors(
+    folder: &Path,
+    snapshot: &Snapshot,
+    name: impl Fn(&str) -> String,
+) -> Result<Files, CheckpointError> {
+    let batches = Some(snapshot.batches);
+    let model = Some((MODEL, &snapshot.parameters, batches, &snapshot.metadata));
+    let average = snapshot.average.as_ref().map(|average| (AVERAGE, average, batches, &snapshot.metadata));
+    let optimizer = Some((OPTIMIZER, &snapshot.optimizer, None, &BTreeMap::new()));
+    let mut files = Files::new();
+    for (kind, tensors, batches, metadata) in [model, average, optimizer].into_iter().flatten() {
+        let name = name(kind);
+        let path = folder.join(&name);
+        let file = written(kind, &path, tensors::write(&path, tensors, batches, metadata))?;
+        files.insert(name, file);
     }
-    note(OPTIMIZER, tensors::write(&optimizer, &snapshot.optimizer, None, &BTreeMap::new()))?;
-    let state = State { best: best.cloned(), ..snapshot.state.clone() };
-    note(STATE, write_json(&folder.join(STATE), &state))?;
-    let path = folder.join(MANIFEST);
-    total += write_json(&path, &manifest).map_err(at(&path))?.size_bytes;
-    fault::point("checkpoint.manifest").map_err(at(&path))?;
-    sync_directory(folder)?;
-    Ok(total)
+    Ok(files)
+}
+
+/// The manifest's entry of a file of a `kind` that was written.
+fn written(
+    kind: &str,
+    path: &Path,
+    written: io::Result<tensors::Written>,
+) -> Result<ManifestFile, CheckpointError> {
+    let point = format!("checkpoint.{}", kind.split('.').next().unwrap_or_default());
+    let written = written.and_then(|w| fault::point(&point).map(|()| w)).map_err(at(path))?;
+    Ok(ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 })
+}
+
+/// Adds state and manifest to `temporary`, which has `files`, and gives it the checkpoint's name. Returns the size of all files.
+pub(super) fn complete(
+    directory: &Path,
+    temporary: &Path,
+    state: &State,
+    best: Option<&Best>,
+    mut files: Files,
+) -> Result<u64, CheckpointError> {
+    let (epoch, step) = (state.epoch, state.step);
+    let place = directory.join(folder_name(epoch, step));
+    let reached = |point: &str, path: &Path| fault::point(point).map_err(at(path));
+    let state = State { best: best.cloned(), ..state.clone() };
+    let path = temporary.join(STATE);
+    files.insert(STATE.into(), written(STATE, &path, write_json(&path, &state))?);
+    let manifest = Manifest { version: 1, epoch, step, files };
+    let path = temporary.join(MANIFEST);
+    write_json(&path, &manifest).map_err(at(&path))?;
+    reached("checkpoint.manifest", &path)?;
+    sync_directory(temporary)?;
+    let size_bytes = size_of(temporary, &manifest);
+    reached("checkpoint.synced", temporary)?;
+    let stands = put(temporary, &place, exchange).map_err(at(&place))?;
+    reached("checkpoint.renamed", &place)?;
+    sync_directory(directory)?;
+    reached("checkpoint.written", &place)?;
+    if stands { Ok(size_bytes) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
 }
 
 pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<tensors::Written> {

@@ -25,7 +25,7 @@ pub(super) struct Entry {
 
 impl Entry {
     /// Bytes that its type and shape take; `None` if that is no whole number, or the type is unknown.
-    fn bytes(&self) -> Option<u64> {
+    pub(super) fn bytes(&self) -> Option<u64> {
         let dtype: Dtype = serde_json::from_value(Value::String(self.dtype.clone())).ok()?;
         let mut bits = u64::try_from(dtype.bitsize()).ok()?;
         for side in &self.shape {

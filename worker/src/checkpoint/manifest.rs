@@ -1,15 +1,19 @@
 //! Sizes and checksums, by which a damaged checkpoint is recognised.
 
-use super::{AVERAGE, CheckpointError, MANIFEST, MODEL, OPTIMIZER, STATE, tensors};
-use lockstep_protocol::limits::STATE_FILE_BYTES;
+use super::{CheckpointError, MANIFEST, STATE};
+use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
     collections::BTreeMap,
     fs::{self, File},
     io::{self, Read},
-    path::{Path, PathBuf},
+    path::Path,
 };
+
+pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
 
 /// Sizes and checksums of a checkpoint's other files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -18,8 +22,11 @@ pub struct Manifest {
     pub version: u32,
     pub epoch: u32,
     pub step: u64,
-    pub files: BTreeMap<String, ManifestFile>,
+    pub files: Files,
 }
+
+/// Files by their names.
+pub type Files = BTreeMap<String, ManifestFile>;
 
 /// A file as the manifest knows it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,26 +58,6 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     Ok(manifest)
 }
 
-/// The file with the weights of a checkpoint's folder (or the file of averaged weights in it, if `path` names that), which
-/// is checked against its manifest where there is one, or of somebody's own.
-///
-/// # Errors
-/// As [`validate`].
-pub fn model_file(path: &Path) -> Result<PathBuf, CheckpointError> {
-    let (folder, file) = match path.parent() {
-        _ if path.is_dir() => (path, MODEL),
-        Some(folder) if path.file_name().is_some_and(|name| name == AVERAGE) => (folder, AVERAGE),
-        _ => return Ok(path.into()),
-    };
-    if folder.join(MANIFEST).exists() {
-        let (name, manifest) = manifest(folder)?;
-        if let Some(wanted) = manifest.files.get(file) {
-            check(folder, &name, file, wanted)?;
-        }
-    }
-    Ok(folder.join(file))
-}
-
 /// A checkpoint's name and manifest, which names all that a checkpoint has.
 pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -81,13 +68,11 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
     if manifest.version != 1 {
         return Err(damaged(format!("{MANIFEST} is of version {}; this program reads 1", manifest.version)));
     }
-    for required in [MODEL, OPTIMIZER, STATE] {
-        if !manifest.files.contains_key(required) {
-            return Err(damaged(format!("{MANIFEST} does not name {required}")));
-        }
+    if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
+        return Err(damaged(format!("{MANIFEST} does not name {missing}")));
     }
     // It is read whole, and another machine may have written it.
-    let state = manifest.files[STATE].size_bytes;
+    let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
     if state > STATE_FILE_BYTES {
         return Err(damaged(format!("{STATE} has {state} bytes; at most {STATE_FILE_BYTES} are read")));
     }
@@ -95,7 +80,12 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
 }
 
 /// Compares a file with its manifest entry.
-fn check(folder: &Path, name: &str, file: &str, wanted: &ManifestFile) -> Result<(), CheckpointError> {
+pub(super) fn check(
+    folder: &Path,
+    name: &str,
+    file: &str,
+    wanted: &ManifestFile,
+) -> Result<(), CheckpointError> {
     let damaged = |detail: String| Err(CheckpointError::Damaged { name: name.into(), detail });
     let found = checksum(&folder.join(file)).map_err(|e| unreadable(folder, name, file, e))?;
     if found.size_bytes != wanted.size_bytes {
@@ -132,5 +122,5 @@ pub(super) fn checksum(path: &Path) -> io::Result<ManifestFile> {
             }
         }
     }
-    Ok(ManifestFile { size_bytes, sha256: tensors::hexadecimal(&hash.finalize()) })
+    Ok(ManifestFile { size_bytes, sha256: hexadecimal(&hash.finalize()) })
 }

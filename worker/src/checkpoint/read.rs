@@ -4,11 +4,11 @@ use super::{
     AVERAGE, CheckpointError, MODEL, OPTIMIZER, STATE, State, at,
     folders::folder_name,
     manifest::{manifest, size_of, validate},
-    tensors::read as read_tensors,
+    parts::{files_of, read_files},
 };
 use lockstep_engine::{first_not_finite, slot_name};
 use lockstep_host::{files, tensors::NamedTensors};
-use lockstep_protocol::{agent::CheckpointInfo, limits::STATE_FILE_BYTES};
+use lockstep_protocol::{agent::CheckpointInfo, checkpoint_files, limits::STATE_FILE_BYTES};
 use std::{fs, path::Path};
 
 /// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots as they are named today.
@@ -22,8 +22,8 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     let path = folder.join(STATE);
     let text = fs::read(&path).map_err(at(&path))?;
     let state: State = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
-    let parameters = read_tensors(&folder.join(MODEL)).map_err(damaged)?;
-    let mut optimizer = read_tensors(&folder.join(OPTIMIZER)).map_err(damaged)?;
+    let tensors = |kind| files_of(folder, kind).and_then(|files| read_files(&files)).map_err(damaged);
+    let (parameters, mut optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
     if state.optimizer.is_none() {
         optimizer =
             optimizer.into_iter().map(|(name, tensor)| (slot_name(&name, "momentum"), tensor)).collect();
@@ -42,10 +42,10 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
 /// It cannot be read, or holds values that are not finite.
 pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
-    if !manifest.files.contains_key(AVERAGE) {
+    if !manifest.files.keys().any(|file| checkpoint_files::kind(file) == Some(AVERAGE)) {
         return Ok(None);
     }
-    let average = match read_tensors(&folder.join(AVERAGE)) {
+    let average = match files_of(folder, AVERAGE).and_then(|files| read_files(&files)) {
         Ok(average) => average,
         Err(detail) => return Err(CheckpointError::Damaged { name, detail }),
     };

@@ -123,15 +123,17 @@ pub struct Snapshot {
     pub metadata: BTreeMap<String, String>,
 }
 
-impl Snapshot {
-    /// What is reported once it is written. `best` is the best checkpoint at that time.
+impl State {
+    /// What is reported once its checkpoint is written. `best` is the best checkpoint at that time.
     pub fn info(&self, best: Option<&Best>, size_bytes: u64) -> CheckpointInfo {
-        let State { epoch, step, val_accuracy, val_loss, .. } = self.state;
+        let Self { epoch, step, val_accuracy, val_loss, .. } = *self;
         let best = best.is_some_and(|best| best.step == step);
-        let validation = self.state.validation.clone();
+        let validation = self.validation.clone();
         CheckpointInfo { epoch, step, val_accuracy, val_loss, validation, best, size_bytes }
     }
+}
 
+impl Snapshot {
     /// The first value that no model can continue from, in words.
     pub fn first_not_finite(&self) -> Option<String> {
         first_not_finite(&self.parameters)

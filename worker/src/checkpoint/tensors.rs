@@ -1,7 +1,11 @@
 //! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Reading uses the crate. Writing is ours,
 //! because the crate's header has another order in every run, and equal jobs must give equal bytes.
 
-use super::header::{self, Entry, Header, NoHeader};
+use super::{
+    ManifestFile,
+    header::{self, Entry, Header, NoHeader},
+    manifest::hexadecimal,
+};
 use lockstep_host::{
     files,
     tensors::{HostTensor, NamedTensors},
@@ -11,10 +15,12 @@ use safetensors::{Dtype, SafeTensors};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::{
+    borrow::Cow,
+    cmp::Reverse,
     collections::{BTreeMap, HashMap},
     fs::File,
     io::{self, BufWriter, Write},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 /// Counts the batches that batch norm has seen; PyTorch keeps it and `strict=True` asks for it.
@@ -27,9 +33,10 @@ const MAX_BYTES: u64 = 8 << 30;
 const TYPES: &str = "float32, float64, bfloat16 and float16 are read";
 
 /// A tensor on its way into a file.
-enum Data<'a> {
-    Float32(&'a HostTensor),
-    Int64(i64),
+struct Data<'a> {
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: Cow<'a, [u8]>,
 }
 
 /// A file that was written and synced.
@@ -47,27 +54,35 @@ pub(super) fn write(
     batches: Option<u64>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<Written> {
-    let mut entries: BTreeMap<String, Data<'_>> =
-        tensors.iter().map(|(name, tensor)| (name.clone(), Data::Float32(tensor))).collect();
+    let float32 = tensors.iter().map(|(name, HostTensor { shape, values })| {
+        let bytes = Cow::Borrowed(bytemuck::cast_slice(values));
+        (name.clone(), Data { dtype: Dtype::F32, shape: shape.clone(), bytes })
+    });
+    let mut all: BTreeMap<String, Data<'_>> = float32.collect();
     if let Some(batches) = batches {
         for norm in tensors.keys().filter_map(|name| name.strip_suffix("running_mean")) {
-            entries.insert(format!("{norm}{TRACKED}"), Data::Int64(batches as i64));
+            let bytes = Cow::Owned((batches as i64).to_le_bytes().to_vec());
+            all.insert(format!("{norm}{TRACKED}"), Data { dtype: Dtype::I64, shape: Vec::new(), bytes });
         }
     }
+    write_all(path, &all, metadata)
+}
+
+fn write_all(
+    path: &Path,
+    all: &BTreeMap<String, Data<'_>>,
+    metadata: &BTreeMap<String, String>,
+) -> io::Result<Written> {
     // Wider types first keeps every tensor aligned, as the format asks.
-    let mut ordered: Vec<_> = entries.iter().collect();
-    ordered.sort_by_key(|(_, data)| matches!(data, Data::Float32(_)));
+    let mut ordered: Vec<_> = all.iter().collect();
+    ordered.sort_by_key(|(_, data)| Reverse(data.dtype.bitsize()));
     let mut header = Map::new();
     header.insert("__metadata__".into(), json!(metadata));
     let mut offset = 0;
-    for (name, data) in &ordered {
-        let (dtype, shape, size) = match data {
-            Data::Float32(tensor) => ("F32", tensor.shape.as_slice(), tensor.values.len() * 4),
-            Data::Int64(_) => ("I64", [].as_slice(), 8),
-        };
-        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]});
+    for (name, Data { dtype, shape, bytes }) in &ordered {
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + bytes.len()]});
         header.insert((*name).clone(), entry);
-        offset += size;
+        offset += bytes.len();
     }
     let mut text = serde_json::to_vec(&Value::Object(header))?;
     text.resize(text.len().next_multiple_of(8), b' ');
@@ -76,12 +91,30 @@ pub(super) fn write(
     out.write_all(&(text.len() as u64).to_le_bytes())?;
     out.write_all(&text)?;
     for (_, data) in ordered {
-        match data {
-            Data::Float32(tensor) => out.write_all(bytemuck::cast_slice(&tensor.values))?,
-            Data::Int64(value) => out.write_all(&value.to_le_bytes())?,
-        }
+        out.write_all(&data.bytes)?;
     }
     out.finish()
+}
+
+/// Joins the tensors of `files`, the parts of a checkpoint, in a new file: the same bytes as [`write`] makes of all of them. Both are in
+/// memory meanwhile.
+///
+/// # Errors
+/// As [`read`], or the new file cannot be written; a sentence.
+pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
+    let read = |file: &PathBuf| read_bytes(file, open(file)?);
+    let bytes: Vec<Vec<u8>> = files.iter().map(read).collect::<Result<_, _>>()?;
+    let (mut all, mut metadata) = (BTreeMap::new(), BTreeMap::new());
+    for (file, bytes) in files.iter().zip(&bytes) {
+        let (header, tensors) = parse(file, bytes)?;
+        metadata.extend(header.metadata);
+        all.extend(tensors.tensors().into_iter().map(|(name, view)| {
+            let (dtype, shape, bytes) = (view.dtype(), view.shape().to_vec(), Cow::Borrowed(view.data()));
+            (name, Data { dtype, shape, bytes })
+        }));
+    }
+    let written = write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))?;
+    Ok(ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 })
 }
 
 /// Writes a small file the same way.
@@ -116,10 +149,6 @@ impl Hashing {
     }
 }
 
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 /// Reads a file of tensors: float32, or float64, bfloat16 and float16 made into it. `num_batches_tracked` is
 /// left out.
 ///
@@ -136,13 +165,8 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
 /// As [`read`].
 pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTensors, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
-    let bytes =
-        files::read_opened(opened, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))?;
-    let header = header::read(&bytes[..], bytes.len() as u64).map_err(|why| no_header(path, why))?;
-    readable_types(&header).map_err(naming)?;
-    let torn = |e: String| format!("{}: not a whole safetensors file: {e}", path.display());
-    header.check_places().map_err(torn)?;
-    let file = SafeTensors::deserialize(&bytes).map_err(|e| torn(e.to_string()))?;
+    let bytes = read_bytes(path, opened)?;
+    let (_, file) = parse(path, &bytes)?;
     let mut tensors = NamedTensors::new();
     for (name, view) in file.iter().filter(|(name, _)| !name.ends_with(TRACKED)) {
         let data = view.data();
@@ -158,6 +182,20 @@ pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTenso
         tensors.insert(name.to_string(), HostTensor { shape: view.shape().to_vec(), values });
     }
     Ok(tensors)
+}
+
+fn read_bytes(path: &Path, opened: (File, u64)) -> Result<Vec<u8>, String> {
+    files::read_opened(opened, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))
+}
+
+/// The header of a file and its tensors, of types that are read.
+fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Header, SafeTensors<'a>), String> {
+    let header = header::read(bytes, bytes.len() as u64).map_err(|why| no_header(path, why))?;
+    readable_types(&header).map_err(|e| format!("{}: {e}", path.display()))?;
+    let torn = |e: String| format!("{}: not a whole safetensors file: {e}", path.display());
+    header.check_places().map_err(torn)?;
+    let tensors = SafeTensors::deserialize(bytes).map_err(|e| torn(e.to_string()))?;
+    Ok((header, tensors))
 }
 
 fn halves(data: &[u8]) -> impl Iterator<Item = u16> {
@@ -207,6 +245,13 @@ pub(crate) fn shapes_opened(
         header.tensors.into_iter().map(|(name, entry)| (name, entry.shape)).collect();
     shapes.retain(|name, _| !name.ends_with(TRACKED));
     Ok(shapes)
+}
+
+/// The size of each tensor of a file in bytes, from its header alone.
+pub(super) fn sizes(path: &Path) -> Result<BTreeMap<String, u64>, String> {
+    let (file, has) = open(path)?;
+    let header = header::read(file, has).map_err(|why| no_header(path, why))?;
+    Ok(header.tensors.into_iter().map(|(name, entry)| (name, entry.bytes().unwrap_or(0))).collect())
 }
 
 /// A file's metadata, read from its header alone.

@@ -150,12 +150,12 @@ fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
     // It has the same metadata as the weights' file.
     let file = folder.join(AVERAGE);
     assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
-    assert_eq!(model_file(&file).unwrap(), file);
+    assert_eq!(model_files(&file).unwrap(), std::slice::from_ref(&file));
     let mut bytes = fs::read(&file).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
-    for error in [model_file(&file).unwrap_err(), validate(&folder).unwrap_err()] {
+    for error in [model_files(&file).unwrap_err(), validate(&folder).unwrap_err()] {
         let words = "checkpoint 1-4 is damaged: ema.safetensors: its checksum does not match";
         assert_eq!(error.to_string(), words);
     }
@@ -242,19 +242,22 @@ fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
     let dir = tempfile::tempdir().unwrap();
     write(dir.path(), &snapshot(1, 9, None), None).unwrap();
     let folder = dir.path().join("1-9");
-    let file = model_file(&folder).unwrap();
-    assert_eq!((file.as_path(), model_file(&file).unwrap()), (folder.join(MODEL).as_path(), file.clone()));
+    let file = folder.join(MODEL);
+    assert_eq!(
+        [model_files(&folder).unwrap(), model_files(&file).unwrap()],
+        [[file.clone()], [file.clone()]]
+    );
     // The optimizer's file is not what is asked.
     fs::write(folder.join(OPTIMIZER), "").unwrap();
-    model_file(&folder).unwrap();
+    model_files(&folder).unwrap();
     let mut bytes = fs::read(&file).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).unwrap();
-    let words = model_file(&folder).unwrap_err().to_string();
+    let words = model_files(&folder).unwrap_err().to_string();
     assert_eq!(words, "checkpoint 1-9 is damaged: model.safetensors: its checksum does not match");
     fs::remove_file(folder.join(MANIFEST)).unwrap();
-    assert_eq!(model_file(&folder).unwrap(), file, "somebody's own folder");
+    assert_eq!(model_files(&folder).unwrap(), [file], "somebody's own folder");
 }
 
 #[test]
@@ -388,4 +391,86 @@ fn a_pickle_is_refused_with_how_to_convert_it() {
     assert_eq!(read_tensors(&path).unwrap()["a"].values, [1.0]);
     fs::write(&path, b"nothing of the kind").unwrap();
     assert!(read_tensors(&path).unwrap_err().contains("not a whole safetensors file"));
+}
+
+/// Two ranks that write, and what another reader makes of the folder.
+#[test]
+fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
+    let (whole, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let mut saved = snapshot(1, 9, Some(0.5));
+    saved.average = Some(saved.parameters.clone());
+    write(whole.path(), &saved, None).unwrap();
+    let with = |deals_average: bool| {
+        let unique = format!("x.{deals_average}");
+        let folder = parts_folder(sharded.path(), &saved.state, &unique);
+        let of = |of_first: bool| {
+            let mut own = saved.clone();
+            let keeps = |name: &str| name.starts_with("fc.") != of_first;
+            own.parameters.retain(|name, _| keeps(name));
+            own.optimizer.retain(|name, _| keeps(name));
+            own.average = own.average.filter(|_| deals_average || of_first);
+            if let Some(average) = own.average.as_mut().filter(|_| deals_average) {
+                average.retain(|name, _| keeps(name));
+            }
+            own
+        };
+        let parts = [(1, true), (2, false)].map(|(number, of_first)| {
+            write_part(&folder, &of(of_first), (number, 2), deals_average).unwrap()
+        });
+        let files = parts.into_iter().flatten().collect();
+        let size = complete_parts(sharded.path(), &folder, &saved.state, None, files).unwrap();
+        assert_eq!(
+            size,
+            size_of(&sharded.path().join("1-9"), &validate(&sharded.path().join("1-9")).unwrap())
+        );
+        assert_eq!(fs::read_dir(sharded.path()).unwrap().count(), 1, "nothing temporary is left");
+    };
+    for deals_average in [false, true] {
+        with(deals_average);
+        let folder = sharded.path().join("1-9");
+        assert_eq!(folder.join(AVERAGE).exists(), !deals_average);
+        assert_eq!(
+            load(&folder).unwrap(),
+            (saved.state.clone(), saved.parameters.clone(), saved.optimizer.clone())
+        );
+        assert_eq!(load_average(&folder).unwrap(), saved.average);
+        assert_eq!(about(&folder).unwrap()["mean"], "[mean]");
+        for (kind, files) in [(MODEL, model_files(&folder)), (AVERAGE, model_files(&folder.join(AVERAGE)))] {
+            let joined = folder.join("joined");
+            join(&files.unwrap(), &joined).unwrap();
+            let [joined, kept] =
+                [joined, whole.path().join("1-9").join(kind)].map(|path| fs::read(path).unwrap());
+            assert!(joined == kept, "{kind}");
+            fs::remove_file(folder.join("joined")).unwrap();
+        }
+        let index = fs::read(folder.join("model.safetensors.index.json")).unwrap();
+        let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+        // 54, 2 and 20 values of 4 bytes, and the number of batches.
+        assert_eq!(index["metadata"]["total_size"], 4 * 76 + 8);
+        assert_eq!(index["weight_map"].as_object().unwrap().len(), 4);
+        assert_eq!(index["weight_map"]["fc.weight"], "model-00002-of-00002.safetensors");
+        // The same step again stays as it is.
+        let before = fs::read(folder.join(MANIFEST)).unwrap();
+        write(sharded.path(), &saved, None).unwrap();
+        assert_eq!(fs::read(folder.join(MANIFEST)).unwrap(), before);
+        fs::remove_file(folder.join("optimizer-00002-of-00002.safetensors")).unwrap();
+        let words = load(&folder).unwrap_err().to_string();
+        assert!(
+            words.starts_with("checkpoint 1-9 is damaged: optimizer-00002-of-00002.safetensors: "),
+            "{words}"
+        );
+        fs::remove_dir_all(&folder).unwrap();
+    }
+    // Somebody else's folder may lead nowhere else.
+    let folder = sharded.path().join("theirs");
+    fs::create_dir(&folder).unwrap();
+    for (text, words) in [
+        (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "no plain file name"),
+        (r#"{"weight_map": {}}"#, "it names no file"),
+        ("{}", "weight_map"),
+    ] {
+        fs::write(folder.join("model.safetensors.index.json"), text).unwrap();
+        let said = model_files(&folder).unwrap_err().to_string();
+        assert!(said.contains(words), "{said}");
+    }
 }

@@ -1,7 +1,7 @@
 //! Writes checkpoints while training continues and deletes those that are no longer kept.
 
 use super::{
-    Best, CheckpointError, Snapshot,
+    Best, CheckpointError, Snapshot, State,
     files::write,
     folders::{folder_name, list, remove},
 };
@@ -120,13 +120,7 @@ impl CheckpointWriter {
         let (outgoing, events) = channel();
         let give_up = Arc::new(AtomicBool::new(false));
         let given_up = give_up.clone();
-        let mut retention = Retention {
-            directory: directory.into(),
-            keep: (spec.keep as usize).max(2),
-            metric: spec.keep_best.clone(),
-            best,
-            took_ms: Arc::default(),
-        };
+        let mut retention = Retention::new(directory, spec, best);
         let took_ms = retention.took_ms.clone();
         let write_all = move || {
             let mut unwritten = None;
@@ -216,7 +210,9 @@ impl Drop for CheckpointWriter {
     }
 }
 
-struct Retention {
+/// Keeps the newest checkpoints and the best.
+#[derive(Debug)]
+pub struct Retention {
     directory: PathBuf,
     keep: usize,
     metric: String,
@@ -225,6 +221,12 @@ struct Retention {
 }
 
 impl Retention {
+    /// Keeps checkpoints under `directory`; `best` is the best one so far.
+    pub fn new(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> Self {
+        let (keep, metric) = ((spec.keep as usize).max(2), spec.keep_best.clone());
+        Self { directory: directory.into(), keep, metric, best, took_ms: Arc::default() }
+    }
+
     /// Writes a snapshot and reports what became of it and of older ones; gives it back when it could not be written.
     fn try_to_write(
         &mut self,
@@ -232,43 +234,53 @@ impl Retention {
         again: bool,
         events: &Sender<CheckpointEvent>,
     ) -> Option<Snapshot> {
-        let mut news = Vec::new();
-        let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
-        let before = self.best.clone();
-        let result = self.write(&snapshot, &mut news);
-        let unwritten = news.is_empty();
+        let directory = self.directory.clone();
+        let (is_written, news) = self.add(&snapshot.state, again, |best| write(&directory, &snapshot, best));
         // If nobody receives events any more, only what is on disk counts.
         let _ = news.into_iter().try_for_each(|item| events.send(item));
-        match result {
-            Ok(()) => None,
+        (!is_written).then_some(snapshot)
+    }
+
+    /// Writes the checkpoint of `state` by `write`, which gets the best one so far and gives the size, and removes older ones. Whether it is
+    /// written, and what is to be reported of it and of older ones; `again`: it was tried before.
+    pub fn add(
+        &mut self,
+        state: &State,
+        again: bool,
+        write: impl FnOnce(Option<&Best>) -> Result<u64, CheckpointError>,
+    ) -> (bool, Vec<CheckpointEvent>) {
+        let mut news = Vec::new();
+        let before = self.best.clone();
+        match self.write(state, write, &mut news) {
+            Ok(()) => (true, news),
             // It is written; an older one could not be removed, and will be the next time.
-            Err(error) if !unwritten => {
+            Err(error) if !news.is_empty() => {
                 tracing::warn!(%error, "an old checkpoint stays for now");
-                None
+                (true, news)
             }
             Err(error) => {
                 self.best = before;
-                let _ =
-                    events.send(CheckpointEvent::Failed { epoch, step, reason: error.to_string(), again });
-                Some(snapshot)
+                let (epoch, step, reason) = (state.epoch, state.step, error.to_string());
+                (false, vec![CheckpointEvent::Failed { epoch, step, reason, again }])
             }
         }
     }
 
     fn write(
         &mut self,
-        snapshot: &Snapshot,
+        state: &State,
+        write: impl FnOnce(Option<&Best>) -> Result<u64, CheckpointError>,
         events: &mut Vec<CheckpointEvent>,
     ) -> Result<(), CheckpointError> {
-        let (epoch, step) = (snapshot.state.epoch, snapshot.state.step);
-        if let Some(best) = Best::improved(self.best.as_ref(), &self.metric, &snapshot.state) {
+        let (epoch, step) = (state.epoch, state.step);
+        if let Some(best) = Best::improved(self.best.as_ref(), &self.metric, state) {
             self.best = Some(best);
         }
         let began = Instant::now();
-        let size_bytes = write(&self.directory, snapshot, self.best.as_ref())?;
+        let size_bytes = write(self.best.as_ref())?;
         let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.took_ms.store(took_ms, Ordering::Relaxed);
-        events.push(CheckpointEvent::Written(snapshot.info(self.best.as_ref(), size_bytes)));
+        events.push(CheckpointEvent::Written(state.info(self.best.as_ref(), size_bytes)));
         // Newest by step. An earlier attempt may have left later ones than this.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));

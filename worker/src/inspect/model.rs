@@ -38,8 +38,9 @@ impl Model {
     /// # Errors
     /// What is wrong with the file, in a sentence.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
-        let path = checkpoint::model_file(path).map_err(|e| e.to_string())?;
-        let about = checkpoint::metadata(&path)?;
+        let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
+        let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
+        let about = checkpoint::metadata(path)?;
         let text = |key: &str| {
             about.get(key).ok_or_else(|| {
                 format!(
@@ -61,7 +62,7 @@ impl Model {
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
             .map_err(|e| naming(e.to_string()))?;
         let network = net::build(&model, image_size, channels, classes.len()).map_err(naming)?;
-        let weights = checkpoint::read_tensors(&path)?;
+        let weights = checkpoint::read_files(&files)?;
         if let Some(found) = lockstep_engine::first_not_finite(&weights) {
             return Err(naming(format!(
                 "{found}; its training has diverged, so it has no answers: choose another checkpoint"

@@ -33,10 +33,15 @@ pub(super) fn mistake(request: &FitWeights) -> Option<String> {
 /// The file of weights at `path`, and its tensors.
 fn shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, Shapes), String> {
     let path = allowed::resolve(path, allowed)?;
-    let file = if path.is_dir() { path.join("model.safetensors") } else { path };
-    let (file, opened) = allowed::open(&file, allowed)?;
-    let given = checkpoint::shapes_opened(&file, opened)?;
-    Ok((file, given))
+    let files =
+        if path.is_dir() { checkpoint::files_of(&path, checkpoint::MODEL)? } else { vec![path.clone()] };
+    let (mut first, mut given) = (path, Shapes::new());
+    for file in files.iter().rev() {
+        let (file, opened) = allowed::open(file, allowed)?;
+        given.extend(checkpoint::shapes_opened(&file, opened)?);
+        first = file;
+    }
+    Ok((first, given))
 }
 
 #[cfg(test)]

@@ -45,7 +45,7 @@ fn description(shape: &Shape) -> Vec<String> {
 fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
     let (asked, channels) = (&training.spec.data, data.shape.channels);
     let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
-        let about = checkpoint::metadata(&training.resume?.join(checkpoint::MODEL)).ok()?;
+        let about = checkpoint::about(training.resume?).ok()?;
         let values: Vec<f32> = serde_json::from_str(about.get(key)?).ok()?;
         (values.len() == channels && values.iter().all(|v| v.is_finite())).then_some(values)
     };

@@ -4,9 +4,10 @@
 //! Survivors may be a step apart, as one may have had the last gradients when the connection broke and the other not. Each keeps
 //! its own, and the newest is continued from. The weights of a step are the same bits on every rank.
 //!
-//! Nothing is kept, and the newest checkpoint counts, in four cases:
+//! Nothing is kept, and the newest checkpoint counts, in five cases:
 //!
 //! - The ranks share memory: a killed rank leaves weights of two steps.
+//! - A lost rank had a part of the state (`parallel.model`, `parallel.optimizer_sharding`).
 //! - The GPU does not answer, or does not finish an update in time.
 //! - Only rank 0 has the whole state (`train.ema_decay`, running statistics of each rank), and rank 0 is lost.
 //! - The ranks evaluate the averaged weights, which replace the trained ones meanwhile.
@@ -96,7 +97,7 @@ impl Run<'_> {
         }
         let size_bytes = checkpoint::write(directory, &snapshot, self.best.as_ref())?;
         self.training.observer.log(&format!("another rank is gone: step {step}, the last, is kept"));
-        let info = snapshot.info(self.best.as_ref(), size_bytes);
+        let info = snapshot.state.info(self.best.as_ref(), size_bytes);
         announce(self.training, vec![CheckpointEvent::Written(info)]);
         if is_own_folder {
             let mut old = checkpoint::list(directory)?;

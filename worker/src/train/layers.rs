@@ -4,15 +4,15 @@
 mod histogram;
 
 use super::{Run, TrainError, Training};
+use crate::planning::Planned;
 use histogram::histograms;
 use lockstep_engine::net::{Network, TensorId};
-use lockstep_protocol::{
-    agent::AttemptEvent,
-    network::{LayerDescription, NetworkDescription},
-};
+use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
 /// The step of an attempt whose layers are timed, from 1: the first ones load kernels and allocate.
 const TIMED_STEP: u64 = 3;
+/// Steps after it whose median is compared with the predicted time.
+const COMPARED_STEPS: usize = 10;
 
 /// The reports that a step makes in addition to its result.
 #[derive(Debug, Clone, Copy)]
@@ -24,31 +24,57 @@ pub(super) struct LayerReports {
 /// The layers that rank 0 reports about; other ranks only time the same step.
 #[derive(Default)]
 pub(super) struct Layers {
-    description: Vec<LayerDescription>,
+    description: NetworkDescription,
     /// The output of each layer.
     outputs: Vec<TensorId>,
     /// The step that is timed, counted as [`Run::step`].
     timed: u64,
+    /// Seconds of steps after it, without those in which the step waited for pictures.
+    step_secs: Vec<f64>,
 }
 
 impl Layers {
     /// For a run that has done `step` steps. Rank 0 reports the network's description.
-    pub(super) fn describe(training: &Training<'_>, network: &Network, step: u64) -> Self {
+    pub(super) fn describe(
+        training: &Training<'_>,
+        network: &Network,
+        planned: Option<&Planned>,
+        step: u64,
+    ) -> Self {
         // On all ranks: a step that is timed is not replayed, and its collectives are those of ranks that do the same.
         let mut layers = Self { timed: step + TIMED_STEP, ..Self::default() };
         if training.is_first() {
-            let (description, outputs) = network.describe();
-            training.observer.event(&AttemptEvent::Network(description.clone()));
-            (layers.description, layers.outputs) = (description.layers, outputs);
+            (layers.description, layers.outputs) = network.describe();
+            if let Some(planned) = planned {
+                layers.description = planned.describe(network);
+            }
+            training.observer.event(&AttemptEvent::Network(layers.description.clone()));
         }
         layers
+    }
+
+    /// A step that took `secs` is done. The predicted and the measured time, once there are enough.
+    fn compare(&mut self, step: u64, secs: f64) -> Option<[f32; 2]> {
+        let plan = self.description.plan.as_mut()?;
+        if step <= self.timed || plan.measured_step_ms.is_some() {
+            return None;
+        }
+        self.step_secs.push(secs);
+        if self.step_secs.len() < COMPARED_STEPS {
+            return None;
+        }
+        self.step_secs.sort_by(f64::total_cmp);
+        let measured = (1e3 * self.step_secs[COMPARED_STEPS / 2]) as f32;
+        plan.measured_step_ms = Some(measured);
+        Some([plan.step_ms, measured])
     }
 
     /// Where a parameter stands in the network: its layer's place, and a bias after its weight.
     fn place(&self, parameter: &str) -> (usize, bool) {
         let (layer, tensor) = parameter.rsplit_once('.').unwrap_or((parameter, ""));
-        let place = self.description.iter().position(|of| of.name == layer);
-        (place.unwrap_or(self.description.len()), tensor == "bias")
+        let layers = &self.description.layers;
+        let place = layers.iter().position(|of| of.name == layer);
+        (place.unwrap_or(layers.len()), tensor == "bias")
     }
 }
 
@@ -78,7 +104,7 @@ impl Run<'_> {
         }
         let Layers { description, outputs, .. } = &mut self.layers;
         for time in &times {
-            let mut layers = description.iter_mut().zip(outputs.iter());
+            let mut layers = description.layers.iter_mut().zip(outputs.iter());
             let layer = layers.find(|(layer, output)| match &time.name {
                 Some(name) => *name == layer.name,
                 None => **output == time.output,
@@ -87,8 +113,14 @@ impl Run<'_> {
                 layer.time_us = Some(time.micros as f32);
             }
         }
-        let description = NetworkDescription { layers: description.clone() };
-        self.training.observer.event(&AttemptEvent::Network(description));
+        self.training.observer.event(&AttemptEvent::Network(description.clone()));
+    }
+
+    /// Reports the measured time of a step beside the predicted one, when enough steps are done.
+    pub(super) fn compare_step_time(&mut self, step: u64, secs: f64) {
+        let Some([predicted, measured]) = self.layers.compare(step, secs) else { return };
+        self.training.log([format!("a step takes {measured:.1} ms; predicted were {predicted:.1} ms")]);
+        self.training.observer.event(&AttemptEvent::Network(self.layers.description.clone()));
     }
 
     /// Reports the histograms of a step that has kept its gradients, once it is done.

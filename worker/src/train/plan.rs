@@ -4,6 +4,7 @@ use super::{
     TrainError, Training,
     memory::{self, RequiredMemory},
 };
+use crate::planning;
 use lockstep_data::loader::{DataSource, EpochPlan, Shape};
 use lockstep_engine::{
     BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer,
@@ -12,7 +13,7 @@ use lockstep_engine::{
 };
 use lockstep_protocol::{
     numbers::plural,
-    spec::{JobSpec, ModelSpec, Precision, ScheduleKind},
+    spec::{JobSpec, Precision, ScheduleKind},
     throughput::Throughput,
 };
 use std::sync::Arc;
@@ -192,6 +193,7 @@ impl RunPlan {
             self.steps_per_epoch
         ));
         lines.extend(Some(engine.exchange()).filter(|exchange| !exchange.is_empty()));
+        lines.extend(spec.parallel.pipeline_in_words(spec.train.accumulate));
         lines
     }
 
@@ -247,10 +249,8 @@ fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -
 /// # Errors
 /// They are too small for it.
 pub(super) fn network(spec: &JobSpec, shape: &Shape) -> Result<Network, TrainError> {
-    // The evaluation's image size decides the stem, whatever size training uses.
-    let model = ModelSpec { stem: spec.model.stem_for(shape.image_size), ..spec.model.clone() };
-    net::build(&model, shape.training_size(0), shape.channels, shape.classes.len())
-        .map_err(TrainError::Impossible)
+    let sides = (shape.image_size, shape.training_size(0));
+    planning::network(&spec.model, sides, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
 }
 
 /// Of a CPU rank's threads, one in so many prepares pictures: decoding a picture takes a small part of the time of training on it.

@@ -26,9 +26,14 @@ pub(super) fn weights(
 ) -> Result<(NamedTensors, Vec<String>), TrainError> {
     let wrong = |text: String| TrainError::Impossible(format!("model.pretrained: {text}"));
     let path = allowed::resolve(path, training.weights_in).map_err(wrong)?;
-    let path = checkpoint::model_file(&path).map_err(|e| wrong(e.to_string()))?;
-    let (path, opened) = allowed::open(&path, training.weights_in).map_err(wrong)?;
-    let given = checkpoint::read_opened_tensors(&path, opened).map_err(wrong)?;
+    let files = checkpoint::model_files(&path).map_err(|e| wrong(e.to_string()))?;
+    let mut given = NamedTensors::new();
+    for file in &files {
+        let (file, opened) = allowed::open(file, training.weights_in).map_err(wrong)?;
+        given.extend(checkpoint::read_opened_tensors(&file, opened).map_err(wrong)?);
+    }
+    // Its only file, or the folder of several.
+    let path = if let [file] = &files[..] { file } else { &path };
     let (weights, mapping) = take_over(given, initial, head).map_err(|problems| {
         let arch = training.spec.model.arch.name();
         wrong(format!("{} does not hold a {arch} as this job builds it: {problems}", path.display()))

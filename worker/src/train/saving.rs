@@ -5,7 +5,7 @@ use crate::checkpoint::{
     Best, CheckpointError, CheckpointEvent, DataPosition, OptimizerNote, RandomState, Snapshot, State,
 };
 use lockstep_data::loader::Shape;
-use lockstep_engine::{Contribution, StateDict};
+use lockstep_engine::{Contribution, StateDict, Writers};
 use lockstep_protocol::{agent::AttemptEvent, spec::JobSpec};
 use std::{
     collections::BTreeMap,
@@ -14,20 +14,29 @@ use std::{
 };
 
 impl Run<'_> {
-    /// Collective: every rank contributes to a checkpoint of the steps so far. Rank 0 hands it to the checkpoint thread, which
-    /// writes it while training continues.
+    /// Collective: every rank contributes to a checkpoint of the steps so far. Rank 0 hands it to the checkpoint thread, or each rank its part
+    /// to a thread of its own; they write it while training continues.
     pub(super) fn save(&mut self) -> Result<(), TrainError> {
         self.drain()?;
+        // It says itself what became of the one before.
+        let _ = self.complete_parts(None)?;
         self.check_state()?;
         // On every rank: this report writes out what the rank has reported so far. So no step before a checkpoint is missing
         // from the records when the rank is killed right after.
         self.throughput.report("checkpointing");
-        let contribution = self.engine.state_dict()?;
+        let whole_checkpoints = Writers::default();
+        let writers = self.parts.as_ref().map_or(&whole_checkpoints, |parts| &parts.writers);
+        let contribution = self.engine.state_dict(writers)?;
         // Every rank knows which checkpoint is the best: any may have to write the next one.
         let keep_best = &self.training.spec.checkpoint.keep_best;
         if let Some(best) = Best::improved(self.best.as_ref(), keep_best, &self.state(&StateDict::default()))
         {
             self.best = Some(best);
+        }
+        if self.parts.is_some() {
+            self.begin_part(contribution)?;
+            self.throughput.report("training");
+            return Ok(());
         }
         let Some(writer) = &self.writer else {
             self.throughput.report("training");
@@ -109,9 +118,13 @@ impl Run<'_> {
     /// Waits until the newest checkpoint is on disk: what is not written is lost with this process. A full disk is waited for
     /// half as long as a stall may last.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
+        let patience = self.stall_timeout() / 2;
+        if self.parts.is_some() {
+            self.throughput.report("checkpointing");
+            return self.flush_parts(patience);
+        }
         let Some(mut writer) = self.writer.take() else { return Ok(()) };
         self.throughput.report("checkpointing");
-        let patience = self.stall_timeout() / 2;
         let began = Instant::now();
         let mut failed = None;
         let mut retries = 0_u64;
@@ -152,7 +165,12 @@ impl Run<'_> {
     pub(super) fn announce_checkpoints(&mut self) {
         let Some(writer) = &self.writer else { return };
         announce(self.training, writer.events());
-        let warning = may_not_fit(writer.took(), self.training.stop_within);
+        let took = writer.took();
+        self.warn_of_slow_checkpoints(took);
+    }
+
+    pub(super) fn warn_of_slow_checkpoints(&mut self, took: Duration) {
+        let warning = may_not_fit(took, self.training.stop_within);
         // Once in a run: later checkpoints take as long.
         if let Some(warning) = warning.filter(|_| !self.slow_warned) {
             self.slow_warned = true;
@@ -183,7 +201,7 @@ fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
 fn whole(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
     match contribution {
         Contribution::Whole(state_dict) => Ok(state_dict),
-        Contribution::Replica => Err(TrainError::Impossible(
+        Contribution::Part(_) | Contribution::Replica => Err(TrainError::Impossible(
             "no checkpoint: this rank writes checkpoints, but its engine has left the state to another rank of \
              the group. This is a mistake in Lockstep"
                 .into(),

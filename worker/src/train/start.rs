@@ -252,7 +252,7 @@ fn schedule_change(
     plan: &RunPlan,
     step: u64,
 ) -> Option<String> {
-    let about = checkpoint::metadata(&folder.join(checkpoint::MODEL)).ok()?;
+    let about = checkpoint::about(folder).ok()?;
     let (was, _) = read_leniently(&serde_json::from_str(about.get("spec")?).ok()?);
     let epochs = u64::from(was.train.epochs.unwrap_or(10));
     let total = was.train.steps.unwrap_or(state.steps_per_epoch * epochs);
@@ -342,7 +342,7 @@ fn fits(
         )))
     };
     // Tensors alone are not enough: another dataset may have as many classes. Not every file has class names.
-    if let Ok(about) = checkpoint::metadata(&folder.join(checkpoint::MODEL))
+    if let Ok(about) = checkpoint::about(folder)
         && let Some(text) = about.get("classes")
         && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
         && let Some(difference) = classes_differ(&trained, classes)
@@ -372,7 +372,7 @@ fn shared(
 }
 
 /// Rank 0's `value` on every rank, by its JSON text.
-fn shared_json<T: Serialize + DeserializeOwned>(
+pub(super) fn shared_json<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: Option<T>,
 ) -> Result<T, TrainError> {

@@ -3,6 +3,7 @@
 use super::{Run, TrainError, dataset::report_broken};
 use lockstep_data::{DataError, loader::Batch};
 use lockstep_engine::StepResult;
+use lockstep_protocol::fault;
 use std::{sync::atomic::Ordering, time::Instant};
 
 /// A step that was started and whose result has not been reported.
@@ -20,6 +21,7 @@ impl Run<'_> {
         &mut self,
         batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
     ) -> Result<bool, TrainError> {
+        fault::point(fault::STEP_POINT)?;
         let began = Instant::now();
         let micro_batches: Vec<Batch> =
             batches.take(self.plan.config.accumulate).collect::<Result<_, _>>()?;
@@ -119,6 +121,8 @@ impl Run<'_> {
             observer.metric("images_per_second", step, (plan.pictures_of(step) as f64 / secs) as f32);
         }
         self.throughput.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+        let is_timed_apart = result.step_secs > 0.0;
+        self.compare_step_time(step, if is_timed_apart { secs } else { secs - data_secs });
     }
 
     /// Logs which pictures the GPU could not decode, when there are new reasons.

@@ -5,10 +5,11 @@
 //! longer. The step to vote at next follows from the mean time of a step over all ranks. That mean is part of the vote, so
 //! all ranks come to the same step.
 
-use super::{Run, TrainError};
+use super::{Run, TrainError, parts::Parts};
 use lockstep_comm::Reduction;
 use lockstep_engine::StepResult;
 use std::{
+    collections::BTreeSet,
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
@@ -97,13 +98,18 @@ impl Run<'_> {
         }
         let stop = self.training.stop.load(Ordering::Relaxed);
         let not_finite = [self.not_finite.is_some(), self.not_finite.is_some_and(|n| n.loss)];
-        let own = [stop, not_finite[0], not_finite[1]].map(|vote| f64::from(u8::from(vote)));
-        let mut votes = [own[0], own[1], own[2], self.votes.step_secs(self.step)];
+        let is_written = self.parts.as_ref().is_some_and(Parts::is_done);
+        let own = [stop, not_finite[0], not_finite[1], is_written].map(|vote| f64::from(u8::from(vote)));
+        let mut votes = [own[0], own[1], own[2], own[3], self.votes.step_secs(self.step)];
         group.all_reduce((&mut votes).into(), Reduction::Sum)?;
-        let [stop, not_finite, losses, step_secs] = votes;
+        let [stop, not_finite, losses, written, step_secs] = votes;
         // Only votes that were due measure the duration of a step.
         if !always {
             self.votes.voted(self.step, step_secs / f64::from(group.size()));
+        }
+        // Before the run ends, a checkpoint of earlier steps is completed.
+        if written == f64::from(group.size()) || not_finite > 0.0 {
+            let _ = self.complete_parts(None)?;
         }
         if not_finite > 0.0 {
             let oldest = self.in_flight.front().map_or((self.step, 0.0), |u| (u.step, u.lr));
@@ -142,8 +148,10 @@ impl Run<'_> {
         group.all_gather(own.as_flattened().into(), (&mut all).into())?;
         let (of_all, of_parts): (Vec<_>, Vec<_>) =
             all.as_chunks::<8>().0.as_chunks::<2>().0.iter().map(|[all, part]| (*all, *part)).unzip();
-        let parts = self.training.spec.parallel.model as usize;
-        match differing(&of_all, 1).or_else(|| differing(&of_parts, parts)) {
+        let parallel = &self.training.spec.parallel;
+        let (of_stage, model) = (parallel.ranks_of_stage() as usize, parallel.model as usize);
+        let differing_parts = || differing(&of_parts, |rank| (rank / of_stage, rank % model));
+        match differing(&of_all, |rank| (rank / of_stage, 0)).or_else(differing_parts) {
             None => Ok(()),
             Some(what) => Err(TrainError::ReplicasDiffer { what, step: self.step }),
         }
@@ -156,12 +164,13 @@ impl Run<'_> {
     }
 }
 
-/// Which ranks have other weights than most have, by all ranks' checksums; a sentence without its end. `None`: all have the same. Of
-/// every `parts` ranks each has another part of the network.
-fn differing(checksums: &[[u8; 8]], parts: usize) -> Option<String> {
+/// Which ranks have other weights than most have, by all ranks' checksums; a sentence without its end. `None`: all that have the same part
+/// of the network, by `part_of`, have the same.
+fn differing(checksums: &[[u8; 8]], part_of: impl Fn(usize) -> (usize, usize)) -> Option<String> {
     let (mut ranks, mut has_majority) = (Vec::new(), true);
-    for part in 0..parts {
-        let of_part = || (part..).step_by(parts).zip(checksums[part..].iter().step_by(parts));
+    let parts: BTreeSet<_> = (0..checksums.len()).map(&part_of).collect();
+    for part in parts {
+        let of_part = || checksums.iter().enumerate().filter(|(rank, _)| part_of(*rank) == part);
         let count = |of: &[u8; 8]| of_part().filter(|(_, other)| *other == of).count();
         let most = of_part().map(|(_, of)| of).max_by_key(|of| count(of))?;
         let is_majority = 2 * count(most) > of_part().count();
@@ -211,12 +220,17 @@ mod tests {
             (&[7, 7, 8, 8][..], Some("the weights of ranks 0, 1, 2 and 3 differ from each other")),
         ] {
             let checksums: Vec<_> = checksums.iter().map(|of: &u64| of.to_le_bytes()).collect();
-            assert_eq!(differing(&checksums, 1).as_deref(), named);
+            assert_eq!(differing(&checksums, |_| (0, 0)).as_deref(), named);
         }
         let of_two_parts: Vec<_> = [7, 8, 7, 8, 7, 9].map(u64::to_le_bytes).to_vec();
-        assert_eq!(differing(&of_two_parts[..4], 2), None);
-        let named = differing(&of_two_parts, 2);
+        let part = |rank| (0, rank % 2);
+        assert_eq!(differing(&of_two_parts[..4], part), None);
+        let named = differing(&of_two_parts, part);
         assert_eq!(named.as_deref(), Some("the weights of rank 5 differ from those of the others"));
+        let of_two_stages = [7, 7, 7, 8, 8, 9].map(u64::to_le_bytes);
+        let stage = |rank| (rank / 3, 0);
+        assert_eq!(differing(&[&of_two_stages[..3], &[of_two_stages[3]; 3]].concat(), stage), None);
+        assert_eq!(differing(&of_two_stages, stage), named);
     }
 
     #[test]

@@ -15,12 +15,13 @@ use crate::{
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Gradients of all parameters from that of the logits. `statistics_of` is as in forward.
+    /// Gradients of all parameters from that of the logits, or of what the next stage reads. `statistics_of` is as in forward.
     pub(super) fn backward(
         &mut self,
         statistics_of: f64,
         micro_batch: MicroBatch,
     ) -> Result<(), EngineError> {
+        self.take_gradient()?;
         for index in (0..self.ops.len()).rev() {
             let parts = std::mem::take(&mut self.gradient_parts[self.ops[index].output()]);
             let began = Instant::now();
@@ -28,6 +29,7 @@ impl Executor {
             self.count_time(index, began);
         }
         self.send_ready();
+        self.keep_input_gradient();
         // The first micro-batch may have left gradients for activations that nobody reads.
         for parts in &mut self.gradient_parts {
             for part in parts.drain(..) {

@@ -4,21 +4,22 @@ use super::{
     batch_norm::Statistics,
     conv,
     exchange::Pictures,
-    groups::Groups,
+    groups::{ByAxes, Groups},
+    in_flight::Kept,
     layout::Layout,
     loss,
     reduce::Reducer,
     split_loss::{self, Labels},
-    state::State,
+    state::{Sharding, State},
 };
 use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
     fuse::{self, Capabilities, FusedOp},
     net::{Network, Placement, Slice},
-    plan::{self, Plan},
+    plan::{self, Pass, Plan},
     prologue::{Prologue, StepPart},
 };
-use lockstep_comm::{ProcessGroup, SingleRank};
+use lockstep_comm::{ProcessGroup, Reduction, SingleRank};
 use lockstep_data::loader::Batch;
 use std::{
     sync::Arc,
@@ -96,6 +97,10 @@ pub(super) struct Executor {
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
     /// By output tensor of a max pooling: which place of its window each value came from.
     pub(super) argmax: Vec<Vec<u8>>,
+    /// Where several micro-batches are between their passes: of all but one of them.
+    pub(super) kept: Vec<Kept>,
+    /// Of a stage: the gradient of its input that the stage before has not got yet.
+    pub(super) input_gradient: Option<Vec<f32>>,
     pub(super) pool: BufferPool,
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
@@ -121,15 +126,22 @@ impl Executor {
         let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
         let norms = norms(&network, &ops);
         let tensors = network.tensors.len();
-        let data_ranks = comm.size() / plan.mesh.height as u32;
+        let data_ranks = (plan.mesh.data * plan.mesh.model) as u32;
+        let (stage, stages) = network.stage();
+        let in_flight = (stages - stage).min(config.accumulate.max(1));
+        let kept = (1..in_flight).map(|_| Kept::new(tensors, norms.len())).collect();
         let groups = if plan.is_data() { None } else { Some(Groups::split(plan.mesh, comm.as_ref())?) };
         let sharing: &dyn ProcessGroup = if plan.is_data() { comm.as_ref() } else { &SingleRank };
         let model_group = groups.as_ref().map(|groups| groups.model.clone());
+        let sharding = (plan.optimizer_sharding && comm.size() > 1).then(|| {
+            let of_gradients = groups.as_ref().map(|groups| groups.gradients.clone());
+            Sharding::new(&layout, of_gradients.unwrap_or_else(|| ByAxes::same(comm.clone())))
+        });
         let (state, shm_unavailable_reason) =
-            State::new(&layout, f64_gradients, config.optimizer, sharing, model_group)?;
+            State::new(&layout, f64_gradients, config.optimizer, sharing, model_group, sharding)?;
         let reducer = match &groups {
-            None => Reducer::new(comm, state.memory()),
-            Some(groups) => Reducer::over(groups),
+            None => Reducer::new(comm, state.memory(), state.is_sharded()),
+            Some(groups) => Reducer::over(groups, state.is_sharded()),
         };
         let reducer = reducer
             .map_err(|e| EngineError::Parameters(format!("cannot start the communication thread: {e}")))?;
@@ -150,6 +162,8 @@ impl Executor {
             sums: vec![Vec::new(); tensors],
             gradient_parts: vec![Vec::new(); tensors],
             argmax: vec![Vec::new(); tensors],
+            kept,
+            input_gradient: None,
             pool: BufferPool::default(),
             scratch: conv::Scratch::default(),
             network,
@@ -207,24 +221,43 @@ impl Executor {
             let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
             self.norms_before = Some(self.norms.iter().map(running).collect());
         }
-        let mut measured = loss::Loss::default();
-        for StepPart { batch, first, last, statistics_of } in parts {
-            let labels = self.meet(batch)?;
-            self.forward(&batch.images, Some(statistics_of))?;
-            let part = self.loss_and_gradient(batch, &labels, gradient_scale)?;
-            measured.sum += part.sum;
-            measured.correct += part.correct;
-            self.backward(statistics_of, MicroBatch { first, last })?;
+        // Waits of an evaluation are none of the step's.
+        if let Some(groups) = &self.groups {
+            groups.take_waited();
         }
+        let mut measured = loss::Loss::default();
+        let (stage, stages) = self.network.stage();
+        for pass in plan::schedule(stage, stages, parts.len()) {
+            let (Pass::Forward(number) | Pass::Backward(number)) = pass;
+            let StepPart { batch, first, last, statistics_of } = parts[number];
+            self.swap_kept(number);
+            if pass == Pass::Backward(number) {
+                self.backward(statistics_of, MicroBatch { first, last })?;
+            } else {
+                let labels = self.meet(batch)?;
+                self.forward(&batch.images, Some(statistics_of))?;
+                if self.network.is_last_stage() {
+                    let part = self.loss_and_gradient(batch, &labels, gradient_scale)?;
+                    measured.sum += part.sum;
+                    measured.correct += part.correct;
+                }
+            }
+            self.swap_kept(number);
+        }
+        self.give_gradient()?;
         let square_sum = self.update()?;
         self.norms_before = None;
+        // Only the last stage has measured something, and each has the gradient of its own parameters.
+        let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
-            self.reducer.add_waited(groups.model.take_waited() + groups.height.take_waited());
+            groups.stage.all_reduce((&mut sums).into(), Reduction::Sum)?;
+            self.reducer.add_waited(groups.take_waited());
         }
+        let [square_sum, loss_sum, correct] = sums;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
         Ok(StepResult {
-            loss: if samples > 0 { (measured.sum / samples as f64) as f32 } else { 0.0 },
-            correct: measured.correct as u32,
+            loss: if samples > 0 { (loss_sum / samples as f64) as f32 } else { 0.0 },
+            correct: correct as u32,
             samples: samples as u32,
             grad_norm: square_sum.sqrt() as f32,
             step_secs: 0.0,
@@ -308,14 +341,20 @@ impl Executor {
     /// See [`crate::Engine::eval_step`].
     pub(super) fn evaluate(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
         let logits = self.infer(batch)?;
+        if !self.network.is_last_stage() {
+            return Ok(EvalResult::default());
+        }
         let loss = loss::cross_entropy(&logits, &batch.labels, None, self.network.classes, 0.0, None);
         Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: batch.labels.len() as u64 })
     }
 
-    /// Logits of this rank's pictures with running statistics.
+    /// Logits of this rank's pictures with running statistics; none on a stage but the last.
     pub(super) fn infer(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
         self.meet(batch)?;
         self.forward(&batch.images, None)?;
+        if !self.network.is_last_stage() {
+            return Ok(Vec::new());
+        }
         let (tensor, own) = (self.network.logits(), self.pictures.own().len());
         let placement = self.network.placement(tensor);
         let len = self.pictures.of(placement) * self.network.tensors[tensor].len();

@@ -18,13 +18,15 @@ use lockstep_comm::Reduction;
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Runs the network over the images (NHWC) of [`Executor::pictures`] and leaves every activation for backward.
+    /// Runs the network, or this rank's stage of it, over the images (NHWC) of [`Executor::pictures`] and leaves every activation for backward.
     ///
     /// Training names the pictures of all ranks, which batch norm's statistics may be of; `None` normalises with the running
     /// statistics.
     pub(super) fn forward(&mut self, images: &[f32], statistics_of: Option<f64>) -> Result<(), EngineError> {
         self.reserve();
-        self.copy_pictures(images);
+        if !self.take_input()? {
+            self.copy_pictures(images);
+        }
         for index in 0..self.ops.len() {
             let output = self.ops[index].output();
             let mut y = std::mem::take(&mut self.activations[output]);
@@ -34,7 +36,7 @@ impl Executor {
             self.activations[output] = y;
             result?;
         }
-        Ok(())
+        self.give_output()
     }
 
     fn op_forward(

@@ -39,6 +39,15 @@ impl Group {
         self.call(|comm| comm.all_reduce(values, reduction))
     }
 
+    pub(super) fn reduce_scatter(
+        &self,
+        input: Values<'_>,
+        output: ValuesMut<'_>,
+        reduction: Reduction,
+    ) -> Result<(), CommError> {
+        self.call(|comm| comm.reduce_scatter(input, output, reduction))
+    }
+
     pub(super) fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError> {
         self.call(|comm| comm.all_gather(input, output))
     }
@@ -90,6 +99,8 @@ pub(super) struct Groups {
     pub(super) model: Group,
     /// The ranks that share the rows of its pictures.
     pub(super) height: Group,
+    /// The ranks that have the other stages of its copy of the network, each with the same place in its stage.
+    pub(super) stage: Group,
     /// For gradients. Their sums run beside the backward pass, in an order of their own.
     pub(super) gradients: ByAxes,
     /// For statistics, which the pass waits for.
@@ -97,6 +108,11 @@ pub(super) struct Groups {
 }
 
 impl Groups {
+    /// How long this rank waited for activations since this was last asked.
+    pub(super) fn take_waited(&self) -> Duration {
+        [&self.model, &self.height, &self.stage].map(Group::take_waited).iter().sum()
+    }
+
     /// Collective over all ranks of the mesh.
     ///
     /// # Errors
@@ -112,18 +128,20 @@ impl Groups {
             }
         };
         let (model, height) = (|rank| mesh.model_rank(rank), |rank| mesh.height_rank(rank));
+        let stage = |rank| mesh.stage_rank(rank);
         let by_axes = || -> Result<ByAxes, CommError> {
-            let data = of(&|rank| height(rank) * mesh.model + model(rank))?;
-            let with_model = of(&height)?;
+            let data = of(&|rank| (stage(rank) * mesh.height + height(rank)) * mesh.model + model(rank))?;
+            let with_model = of(&|rank| stage(rank) * mesh.height + height(rank))?;
             // With one rank on the axis `height` these are the same groups.
             Ok(ByAxes(Arc::new(match mesh.height {
                 1 => [data.clone(), with_model.clone(), data, with_model],
-                _ => [data, with_model, of(&model)?, of(&|_| 0)?],
+                _ => [data, with_model, of(&|rank| stage(rank) * mesh.model + model(rank))?, of(&stage)?],
             })))
         };
         Ok(Self {
             model: of(&|rank| rank / mesh.model)?,
-            height: of(&|rank| mesh.data_rank(rank) * mesh.model + model(rank))?,
+            height: of(&|rank| rank / (mesh.height * mesh.model) * mesh.model + model(rank))?,
+            stage: of(&|rank| rank % mesh.ranks_of_stage())?,
             gradients: by_axes()?,
             statistics: by_axes()?,
         })

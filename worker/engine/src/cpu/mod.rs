@@ -12,6 +12,7 @@ mod executor;
 mod forward;
 mod gradient;
 mod groups;
+mod in_flight;
 #[cfg(test)]
 mod kept;
 mod layout;
@@ -20,27 +21,28 @@ mod pieces;
 mod plain_graph;
 mod reduce;
 mod split_loss;
+mod stages;
 mod state;
 #[cfg(test)]
 mod undo;
 
 use super::{
     Contribution, Engine, EngineConfig, EngineError, EvalResult, HostTensor, LayerTime, NamedTensors,
-    OptimizerState, StepResult, check, finite,
+    OptimizerState, StateDict, StepResult, Writers, check, finite,
     fuse::{Capabilities, FusedOp},
     layers::layer_times,
     optimizer::state_shapes,
-    plan::{Mesh, Plan},
+    plan::{self, Mesh, Plan},
     state_dict, unknown_size,
 };
-use crate::net::Network;
+use crate::net::{Network, Op};
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MOST_CPU_SLOTS;
 use executor::{Executor, part_of};
 use layout::{cut, spread};
 use lockstep_comm::{ProcessGroup, Reduction};
-use lockstep_data::loader::Batch;
+use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
 use std::{sync::Arc, time::Duration};
 
@@ -66,8 +68,13 @@ pub(super) fn build(
         .thread_name(|i| format!("compute-{i}"))
         .build()
         .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
-    let executor = Executor::new(network.clone(), plan, config, &comm, CAPABILITIES)?;
-    let (plan, sizes) = (plan.clone(), vec![network.clone()]);
+    let mut plan = plan.clone();
+    if plan.cuts.is_empty() {
+        // Pictures of other sizes have the same stages. What is wrong is found with the other mistakes of the plan.
+        plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
+    }
+    let executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
+    let sizes = vec![network.clone()];
     let mut engine = CpuEngine { threads, executor, sizes, network, plan, comm, average: None };
     engine.set_parameters(initial)?;
     if engine.executor.state.memory().is_some() {
@@ -89,6 +96,12 @@ struct CpuEngine {
 }
 
 impl Engine for CpuEngine {
+    fn take_data(&mut self, _data: &DataSource) -> Result<BatchFormat, EngineError> {
+        // Stages but the first need only the labels.
+        let is_first = self.executor.network.stage().0 == 0;
+        Ok(if is_first { BatchFormat::Normalised } else { BatchFormat::AugmentParams })
+    }
+
     fn take_sizes(&mut self, training: &[usize], evaluation: &[usize]) -> Result<(), EngineError> {
         let sizes = training.iter().chain(evaluation);
         self.sizes.extend(sizes.map(|size| Arc::new(self.network.resized(*size))));
@@ -106,7 +119,7 @@ impl Engine for CpuEngine {
 
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
         for batch in micro_batches {
-            check_batch(&self.network, batch)?;
+            self.check_batch(batch)?;
         }
         let executor = &mut self.executor;
         self.threads.install(|| executor.train_step(micro_batches, lr)).map(Some)
@@ -141,13 +154,13 @@ impl Engine for CpuEngine {
     }
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
-        check_batch(&self.network, batch)?;
+        self.check_batch(batch)?;
         let executor = &mut self.executor;
         self.threads.install(|| executor.evaluate(batch))
     }
 
     fn predict(&mut self, batch: &Batch) -> Result<Vec<f32>, EngineError> {
-        check_batch(&self.network, batch)?;
+        self.check_batch(batch)?;
         let executor = &mut self.executor;
         self.threads.install(|| executor.infer(batch))
     }
@@ -210,9 +223,10 @@ impl Engine for CpuEngine {
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
-        for (&name, flat) in config.optimizer.slots().iter().zip(&state.optimizer_slots) {
-            layout.export(Some(name), flat, &mut slots);
+        for (number, &name) in config.optimizer.slots().iter().enumerate() {
+            layout.export(Some(name), &state.optimizer_slot(number), &mut slots);
         }
+        add_zeros(&mut slots, state_shapes(&config.optimizer, &self.network));
         Ok(OptimizerState { slots, updates: state.updates })
     }
 
@@ -223,8 +237,10 @@ impl Engine for CpuEngine {
         let Executor { layout, state, .. } = &mut self.executor;
         state.updates = to.updates;
         if writes {
-            for (&name, flat) in optimizer.slots().iter().zip(&mut state.optimizer_slots) {
-                layout.import(Some(name), &to.slots, flat);
+            let mut flat = vec![0.0; layout.len()];
+            for (number, &name) in optimizer.slots().iter().enumerate() {
+                layout.import(Some(name), &to.slots, &mut flat);
+                state.set_optimizer_slot(number, &flat);
             }
         }
         Ok(())
@@ -234,19 +250,30 @@ impl Engine for CpuEngine {
         self.comm.rank()
     }
 
-    fn state_dict(&self) -> Result<Contribution, EngineError> {
-        // The ranks of the first model group have all parts.
-        if self.comm.rank() as usize >= self.plan.mesh.model {
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        // The ranks of one place in all stages have all parts between them, and gather what one of them writes.
+        let (own, mesh) = (self.comm.rank(), self.plan.mesh);
+        let place = |rank: u32| rank as usize % mesh.ranks_of_stage() / mesh.model;
+        let gathers = |rank: u32| place(rank) == place(own);
+        let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
+        // Where ranks divide the optimizer's state, those of other places give their parts.
+        let optimizer = self.gathered_optimizer_state(keeps)?;
+        if !keeps {
             return Ok(Contribution::Replica);
         }
-        let mut state = self.own_state()?;
+        let (parameters, average) = (self.parameters()?, self.averaged()?);
+        let mut state = StateDict { parameters, optimizer, average, loss_scaling: None };
+        writers.retain(&mut state, gathers);
         self.gather(state.tensors_mut())?;
-        Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
+        writers.retain(&mut state, |rank| rank == own);
+        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
-        // No rank alone has a whole network that is split.
-        (self.plan.mesh.model == 1 && self.executor.undo_step()).then(Vec::new)
+        // No rank alone has a whole network that is split, or all of an optimizer's state that is divided.
+        let Mesh { stage, model, .. } = self.plan.mesh;
+        let has_all = stage * model == 1 && !self.executor.state.is_sharded();
+        (has_all && self.executor.undo_step()).then(Vec::new)
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
@@ -294,21 +321,39 @@ impl Engine for CpuEngine {
     }
 
     fn exchange(&self) -> String {
-        let Mesh { data, height, model } = self.plan.mesh;
+        let Executor { layout, state, config, .. } = &self.executor;
+        let saving = match (self.plan.optimizer_sharding, self.comm.size()) {
+            (false, _) | (_, 1) => String::new(),
+            _ if state.is_sharded() => format!("; {}", state.saving(layout.whole_len)),
+            _ => {
+                let bytes = 4 * config.optimizer.slots().len() * layout.whole_len;
+                format!("; optimizer state, {:.2} MB, is there once, too", bytes as f64 / 1e6)
+            }
+        };
+        let Mesh { stage, data, height, model } = self.plan.mesh;
         if !self.plan.is_data() {
             let is_exchange =
                 |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
+            let first_of_stages = self.plan.cuts.iter().filter_map(|cut| match &self.network.ops[*cut] {
+                Op::Conv { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
+                _ => None,
+            });
+            let begins = first_of_stages.collect::<Vec<_>>().join(", ");
+            let (axis, begins) = match stage {
+                1 => (String::new(), String::new()),
+                _ => (format!("{stage} (pipeline) x "), format!("; later stages begin at {begins}")),
+            };
             return format!(
-                "a mesh of {data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations",
+                "a mesh of {axis}{data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations{begins}{saving}",
                 self.executor.ops.iter().filter(is_exchange).count()
             );
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
-            (None, _) => {
-                "ranks share memory: weights are there once, and gradients are added up in place".into()
-            }
-            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why})"),
+            (None, _) => format!(
+                "ranks share memory: weights are there once, and gradients are added up in place{saving}"
+            ),
+            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why}){saving}"),
         }
     }
 
@@ -321,6 +366,19 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
+    /// Collective where ranks divide the optimizer's state: all of it, for those that `keep` it.
+    fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
+        let Executor { layout, state, config, .. } = &self.executor;
+        let mut slots = NamedTensors::new();
+        for (number, &name) in config.optimizer.slots().iter().enumerate() {
+            if let Some(flat) = state.gathered_slot(number, keep)? {
+                layout.export(Some(name), &flat, &mut slots);
+            }
+        }
+        add_zeros(&mut slots, state_shapes(&config.optimizer, &self.network));
+        Ok(keep.then_some(OptimizerState { slots, updates: state.updates }))
+    }
+
     /// Weights in the engine's order, and each batch norm's running mean and variance.
     fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
         let mut all = NamedTensors::new();
@@ -331,31 +389,47 @@ impl CpuEngine {
                 all.insert(format!("{}.{suffix}", norm.name), spread(norm.slice.as_ref(), tensor));
             }
         }
+        add_zeros(&mut all, self.network.parameters().into_iter().map(|p| (p.name, p.shape)));
         all
     }
 
-    /// Collective in the model group: completes tensors, of which each rank has its part and 0 for the rest.
+    /// Collective in the model group and among stages: completes tensors, of which each rank has its part and 0 for the rest.
     fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
         let Some(groups) = &self.executor.groups else { return Ok(()) };
+        let mut all: Vec<_> = all.into_iter().collect();
         let add = |values: &mut [f32]| groups.model.all_reduce(values.into(), Reduction::Sum);
-        state_dict::complete(&self.executor.network, all, add)
+        state_dict::complete(&self.executor.network, all.iter_mut().map(|tensors| &mut **tensors), add)?;
+        for tensor in all.into_iter().flat_map(|tensors| tensors.values_mut()) {
+            groups.stage.all_reduce((&mut tensor.values).into(), Reduction::Sum)?;
+        }
+        Ok(())
     }
 
     /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.
     fn writes(&self) -> bool {
         self.executor.state.memory().is_none() || self.comm.rank() == 0
     }
+
+    /// Whether a batch fits the network: the passes rely on it.
+    fn check_batch(&self, batch: &Batch) -> Result<(), EngineError> {
+        let picture = self.network.tensors[self.network.input()].len();
+        let reads_pictures = self.executor.network.stage().0 == 0;
+        if reads_pictures && batch.images.len() != batch.labels.len() * picture {
+            return Err(EngineError::Parameters(format!(
+                "a batch of {} labels has {} values where {picture} a picture are needed",
+                batch.labels.len(),
+                batch.images.len()
+            )));
+        }
+        batch.check_labels(self.network.classes).map_err(EngineError::Parameters)
+    }
 }
 
-/// Whether a batch fits the network: the loops below rely on it.
-fn check_batch(network: &Network, batch: &Batch) -> Result<(), EngineError> {
-    let picture = network.tensors[network.input()].len();
-    if batch.images.len() != batch.labels.len() * picture {
-        return Err(EngineError::Parameters(format!(
-            "a batch of {} labels has {} values where {picture} a picture are needed",
-            batch.labels.len(),
-            batch.images.len()
-        )));
+/// Adds zeros for what is not among `tensors`: the parameters of other stages.
+fn add_zeros(tensors: &mut NamedTensors, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) {
+    for (name, shape) in shapes {
+        tensors
+            .entry(name)
+            .or_insert_with(|| HostTensor { values: vec![0.0; shape.iter().product()], shape });
     }
-    batch.check_labels(network.classes).map_err(EngineError::Parameters)
 }

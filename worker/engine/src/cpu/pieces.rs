@@ -1,6 +1,7 @@
 //! An update cut into tasks that any thread of any rank may do.
 
 use super::layout::Layout;
+use crate::sharding::Share;
 use std::ops::Range;
 
 /// Values of a piece, at most: a task of some 15 us.
@@ -15,6 +16,8 @@ pub(super) struct Piece {
     pub(super) range: Range<usize>,
     /// In its bucket.
     pub(super) in_bucket: Range<usize>,
+    /// In the optimizer's slots, which have no more than this rank's pieces.
+    pub(super) in_slots: Range<usize>,
 }
 
 /// What is done with a piece.
@@ -37,18 +40,28 @@ pub(super) struct Task {
     pub(super) after: usize,
 }
 
-/// The pieces of every bucket, in order; a piece has values of one parameter only.
-pub(super) fn pieces(layout: &Layout) -> Vec<Piece> {
-    let of_slot = |(slot, at): (usize, &super::layout::Slot)| {
-        let (bucket, first) = (at.bucket, at.in_bucket.start);
-        let (start, len) = (at.range.start, at.range.len());
-        (0..len).step_by(PIECE).map(move |from| {
-            let to = len.min(from + PIECE);
-            let (range, in_bucket) = (start + from..start + to, first + from..first + to);
-            Piece { slot, bucket, range, in_bucket }
-        })
-    };
-    layout.slots.iter().enumerate().flat_map(of_slot).collect()
+/// The pieces of this rank's share of every bucket, in order; a piece has values of one parameter only. A parameter of which the rank
+/// has nothing has an empty piece, where norms of all of it have room.
+pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
+    let (mut pieces, mut kept) = (Vec::new(), 0);
+    for (slot, at) in layout.slots.iter().enumerate() {
+        let bucket = &layout.buckets[at.bucket];
+        let own = shares[at.bucket].of(bucket.len());
+        let from = own.start.max(at.in_bucket.start).min(at.in_bucket.end);
+        let end = own.end.min(at.in_bucket.end).max(from);
+        let mut start = from;
+        loop {
+            let in_bucket = start..end.min(start + PIECE);
+            let range = bucket.start + in_bucket.start..bucket.start + in_bucket.end;
+            let in_slots = kept..kept + in_bucket.len();
+            (start, kept) = (in_bucket.end, in_slots.end);
+            pieces.push(Piece { slot, bucket: at.bucket, range, in_bucket, in_slots });
+            if start == end {
+                break;
+            }
+        }
+    }
+    pieces
 }
 
 /// The tasks of a step; `in_two`: sums first, updates when those of a bucket are done (or, `at_once`, those of all buckets).

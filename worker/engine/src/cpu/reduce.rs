@@ -1,5 +1,6 @@
 //! All-reduces of a step. Ranks that share memory need none for gradients ([`super::state`]) and sum statistics in that memory.
-//! Other ranks all-reduce gradients on a thread, concurrently with the backward pass.
+//! Other ranks all-reduce gradients on a thread, concurrently with the backward pass. Where they divide the optimizer's state
+//! ([`crate::sharding`]), a rank gets the sum of its own part of each bucket alone.
 //!
 //! Every rank must call the same collectives of a group in the same order. Gradient buckets use one group, in the order in which
 //! the backward pass completes them. Statistics of batch norms use the group concurrent to it; the pass waits for them.
@@ -14,7 +15,7 @@
 use super::groups::{ByAxes, Group, Groups};
 use crate::net::Axes;
 use lockstep_comm::{
-    CommError, ProcessGroup, Reduction,
+    CommError, ProcessGroup, Reduction, Values, ValuesMut,
     shm::{SharedMemory, SharedSlice},
 };
 use std::{
@@ -64,13 +65,17 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// `memory`: where gradients are, if all ranks map them.
-    pub(super) fn new(comm: &Arc<dyn ProcessGroup>, memory: Option<&SharedMemory>) -> std::io::Result<Self> {
+    /// `memory`: where gradients are, if all ranks map them. `sharded`: of a bucket a rank needs its own part alone.
+    pub(super) fn new(
+        comm: &Arc<dyn ProcessGroup>,
+        memory: Option<&SharedMemory>,
+        sharded: bool,
+    ) -> std::io::Result<Self> {
         let way = match memory {
             _ if comm.size() == 1 => Transport::SingleRank,
             Some(memory) => Transport::Shared(memory.clone()),
             None => Transport::Group {
-                thread: Thread::start()?,
+                thread: Thread::start(sharded)?,
                 gradients: ByAxes::same(comm.clone()),
                 statistics: comm.concurrent().map(ByAxes::same),
             },
@@ -79,9 +84,9 @@ impl Reducer {
     }
 
     /// For a plan with groups of its own for each axis.
-    pub(super) fn over(groups: &Groups) -> std::io::Result<Self> {
+    pub(super) fn over(groups: &Groups, sharded: bool) -> std::io::Result<Self> {
         let (gradients, statistics) = (groups.gradients.clone(), Some(groups.statistics.clone()));
-        let way = Transport::Group { thread: Thread::start()?, gradients, statistics };
+        let way = Transport::Group { thread: Thread::start(sharded)?, gradients, statistics };
         Ok(Self { way, waited: Duration::ZERO })
     }
 
@@ -159,7 +164,7 @@ impl Reducer {
 }
 
 impl Thread {
-    fn start() -> std::io::Result<Self> {
+    fn start(sharded: bool) -> std::io::Result<Self> {
         let (requests, incoming) = mpsc::channel();
         let (statistics_out, statistics) = mpsc::channel();
         let (buckets_out, buckets) = mpsc::channel();
@@ -173,8 +178,8 @@ impl Thread {
                     }
                     Request::Bucket(group, mut bucket) => {
                         let done = match &mut bucket {
-                            Bucket::F32(values) => group.all_reduce((&mut values[..]).into(), Reduction::Sum),
-                            Bucket::F64(values) => group.all_reduce((&mut values[..]).into(), Reduction::Sum),
+                            Bucket::F32(values) => sum(&group, values, sharded),
+                            Bucket::F64(values) => sum(&group, values, sharded),
                         };
                         buckets_out.send(done.map(|()| bucket)).is_ok()
                     }
@@ -186,6 +191,23 @@ impl Thread {
         })?;
         Ok(Self { requests, statistics, buckets })
     }
+}
+
+/// Sums values over the ranks; of a `sharded` bucket, which has a part for each rank, this rank's part alone.
+fn sum<T>(group: &Group, values: &mut [T], sharded: bool) -> Result<(), CommError>
+where
+    T: Copy + Default,
+    for<'a> Values<'a>: From<&'a [T]>,
+    for<'a> ValuesMut<'a>: From<&'a mut [T]>,
+{
+    if !sharded {
+        return group.all_reduce(values.into(), Reduction::Sum);
+    }
+    let len = values.len() / group.size() as usize;
+    let mut part = vec![T::default(); len];
+    group.reduce_scatter((&*values).into(), (&mut part[..]).into(), Reduction::Sum)?;
+    values[group.rank() as usize * len..][..len].copy_from_slice(&part);
+    Ok(())
 }
 
 fn gone() -> CommError {

@@ -14,6 +14,7 @@
 
 mod bucket_sum;
 mod kept;
+mod sharding;
 
 use super::{
     groups::Group,
@@ -21,16 +22,18 @@ use super::{
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
 };
+use crate::sharding::Share;
 use bucket_sum::{first, keep, sum};
 use lockstep_comm::{
-    CommError, ProcessGroup, Reduction,
+    CommError, ProcessGroup,
     shm::{SharedMemory, SharedSlice},
 };
 use lockstep_kernels::optimizer::{Lanes, Optimizer, ParameterPolicy, Slots, Update};
+pub(super) use sharding::Sharding;
 use std::{
     ops::Range,
     sync::atomic::{AtomicU64, Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Values added up and updated at a time: they stay in the first-level cache.
@@ -56,7 +59,7 @@ struct Counts {
 /// See the module.
 pub(super) struct State {
     pub(super) weights: SharedSlice<f32>,
-    /// By the optimizer's slot, each as long as the weights.
+    /// By the optimizer's slot, each as long as the weights, or as what this rank has of them.
     pub(super) optimizer_slots: Vec<SharedSlice<f32>>,
     /// Updates done since those were zeros.
     pub(super) updates: u64,
@@ -88,6 +91,8 @@ pub(super) struct State {
     model_group: Option<Group>,
     /// Numbers of those parameters.
     split: Vec<usize>,
+    /// Has the other parts of the optimizer's state where ranks divide it.
+    sharding: Option<Sharding>,
     buckets: usize,
     steps: u64,
 }
@@ -116,7 +121,7 @@ impl Map {
 
 impl State {
     /// Zeros for everything; and why the ranks do not share memory, if there are several and they do not. `model_group`: the ranks that
-    /// have other parts of parameters.
+    /// have other parts of parameters. `sharding`: ranks that share no memory divide the optimizer's state so.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -126,15 +131,11 @@ impl State {
         optimizer: Optimizer,
         comm: &dyn ProcessGroup,
         model_group: Option<Group>,
+        sharding: Option<Sharding>,
     ) -> Result<(Self, Option<String>), CommError> {
-        let pieces = pieces::pieces(layout);
-        let tasks = pieces::tasks(&pieces, optimizer.needs_norms(), model_group.is_some());
+        let mut shares = vec![Share::WHOLE; layout.buckets.len()];
+        let mut pieces = pieces::pieces(layout, &shares);
         let (world, len) = (comm.size() as usize, layout.len());
-        let mut slot_pieces = vec![0..0; layout.slots.len()];
-        for (index, piece) in pieces.iter().enumerate() {
-            let range = &mut slot_pieces[piece.slot];
-            *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
-        }
 
         let mut map = Map { next: 0 };
         let weights = map.take(4 * len);
@@ -152,6 +153,19 @@ impl State {
                 Err(why) => (None, Some(why)),
             },
         };
+        // What ranks share is there once.
+        let sharding = sharding.filter(|_| memory.is_none());
+        if let Some(sharding) = &sharding {
+            shares.clone_from(&sharding.shares);
+            pieces = pieces::pieces(layout, &shares);
+        }
+        let in_two_passes = model_group.is_some() || sharding.is_some();
+        let tasks = pieces::tasks(&pieces, optimizer.needs_norms(), in_two_passes);
+        let mut slot_pieces = vec![0..0; layout.slots.len()];
+        for (index, piece) in pieces.iter().enumerate() {
+            let range = &mut slot_pieces[piece.slot];
+            *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
+        }
         let kept = match &memory {
             // SAFETY: numbers, of which all bits are valid; the module says who uses which when.
             Some(memory) => unsafe {
@@ -169,15 +183,20 @@ impl State {
                 }
             },
             None => {
-                let bucket = |range: &Range<usize>| match f64_gradients {
-                    true => Bucket::F64(vec![0.0; range.len()].into()),
-                    false => Bucket::F32(vec![0.0; range.len()].into()),
+                // Of equally long parts.
+                let bucket = |(range, share): (&Range<usize>, &Share)| {
+                    let len = share.part_len(range.len()) * share.ranks;
+                    match f64_gradients {
+                        true => Bucket::F64(vec![0.0; len].into()),
+                        false => Bucket::F32(vec![0.0; len].into()),
+                    }
                 };
+                let own_len = pieces.last().map_or(0, |piece| piece.in_slots.end);
                 let zeros = || (0..pieces.len()).map(|_| AtomicU64::new(0)).collect::<Vec<_>>();
                 SharedBuffers {
                     weights: vec![0.0; len].into(),
-                    optimizer_slots: optimizer_slots.iter().map(|_| vec![0.0; len].into()).collect(),
-                    gradients: vec![layout.buckets.iter().map(bucket).collect()],
+                    optimizer_slots: optimizer_slots.iter().map(|_| vec![0.0; own_len].into()).collect(),
+                    gradients: vec![layout.buckets.iter().zip(&shares).map(bucket).collect()],
                     counts: vec![Counts::default()].into(),
                     squares: [0; 3].map(|_| zeros().into()),
                 }
@@ -211,6 +230,7 @@ impl State {
             tasks,
             model_group,
             split: (0..layout.slots.len()).filter(|slot| layout.slots[*slot].slice.is_some()).collect(),
+            sharding,
             buckets,
             steps,
         };
@@ -265,40 +285,29 @@ impl State {
         let waited = match &self.memory {
             Some(memory) => memory.wait("update", &mut || self.advance(), &done, &|| self.behind())?,
             None => {
-                // The norms of a parameter that is split are needed before its update.
-                self.open_tasks =
-                    if self.model_group.is_some() { self.pieces.len() } else { self.tasks.len() };
+                // The norms of a parameter of which other ranks have parts are needed before its update.
+                let is_divided = self.model_group.is_some() || self.sharding.is_some();
+                self.open_tasks = if is_divided { self.pieces.len() } else { self.tasks.len() };
                 self.advance();
                 self.add_up_squares()?;
                 self.open_tasks = self.tasks.len();
                 self.advance();
-                Duration::ZERO
+                let began = Instant::now();
+                if let Some(sharding) = &self.sharding {
+                    sharding.complete(&mut self.weights)?;
+                    if let Some(reduced) = self.reduced.as_mut().filter(|_| self.keeps_gradients) {
+                        sharding.complete(reduced)?;
+                    }
+                    began.elapsed()
+                } else {
+                    Duration::ZERO
+                }
             }
         };
         self.steps += 1;
         self.updates += 1;
         self.keeps_gradients = false;
         Ok((self.squares[0].iter().map(number).sum(), waited))
-    }
-
-    /// Adds up the squares of parameters that are split over the ranks that have their parts.
-    fn add_up_squares(&self) -> Result<(), CommError> {
-        let Some(group) = &self.model_group else { return Ok(()) };
-        let of_slot = |slot: &usize| {
-            let pieces = self.slot_pieces[*slot].clone();
-            self.squares.iter().map(move |of| &of[pieces.clone()])
-        };
-        let of_slots = || self.split.iter().flat_map(of_slot);
-        let mut sums: Vec<f64> = of_slots().map(|pieces| pieces.iter().map(number).sum()).collect();
-        group.all_reduce((&mut sums).into(), Reduction::Sum)?;
-        for (pieces, sum) in of_slots().zip(sums) {
-            // The sum of the pieces is what counts.
-            pieces.iter().for_each(|piece| piece.store(0, Ordering::Relaxed));
-            if let Some(first) = pieces.first() {
-                first.store(sum.to_bits(), Ordering::Relaxed);
-            }
-        }
-        Ok(())
     }
 
     /// The rank that the others wait for: one that has taken a task and not finished it, else the one that has completed the fewest
@@ -356,7 +365,7 @@ impl State {
         let mut slots: Slots<'_> = Default::default();
         for (slot, values) in slots.iter_mut().zip(&self.optimizer_slots) {
             // SAFETY: as above.
-            *slot = unsafe { values.part(piece.range.clone()) };
+            *slot = unsafe { values.part(piece.in_slots.clone()) };
         }
         let reduced: &mut [f32] = match &self.reduced {
             // SAFETY: as above.

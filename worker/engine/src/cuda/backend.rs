@@ -104,6 +104,9 @@ impl Backend for Cuda {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
+        if spec.parallel.optimizer_sharding && spec.parallel.ranks > 1 {
+            return Err("parallel.optimizer_sharding is done by CPU ranks only: leave it out, or set parallel.device = \"cpu\"".into());
+        }
         let ParallelSpec { model, height, .. } = spec.parallel;
         if height > 1 {
             return Err("parallel.height: only CPU ranks share the rows of pictures. Leave it out, or set parallel.device = \"cpu\"".into());

@@ -1,7 +1,7 @@
 //! The engine as training sees it.
 
 use super::{backend::leave_to_driver, steps::parts, *};
-use crate::{Contribution, state_dict};
+use crate::{Contribution, Writers, state_dict};
 use lockstep_comm::Reduction;
 
 impl Engine for CudaEngine {
@@ -197,15 +197,18 @@ impl Engine for CudaEngine {
         self.comm.rank()
     }
 
-    fn state_dict(&self) -> Result<Contribution, EngineError> {
-        let model = self.groups.as_ref().map_or(1, |groups| groups.model.size());
-        // The ranks of the first model group have all parts.
-        if self.comm.rank() >= model {
+    fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
+        let (own, model) = (self.comm.rank(), self.groups.as_ref().map_or(1, |groups| groups.model.size()));
+        // The ranks of a model group have all parts between them, and gather what one of them writes.
+        let gathers = |rank: u32| rank / model == own / model;
+        if !(0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank)) {
             return Ok(Contribution::Replica);
         }
         let mut state = self.own_state()?;
+        writers.retain(&mut state, gathers);
         self.gather(state.tensors_mut())?;
-        Ok(if self.comm.rank() == 0 { Contribution::Whole(Box::new(state)) } else { Contribution::Replica })
+        writers.retain(&mut state, |rank| rank == own);
+        Ok(if writers.include(own) { writers.contribution(state) } else { Contribution::Replica })
     }
 
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {

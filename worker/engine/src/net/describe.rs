@@ -22,9 +22,12 @@ impl Network {
                 _ => [shape.channels, shape.height, shape.width].map(|side| side as u32).to_vec(),
             };
             let parameters = trained.get(&name).copied().unwrap_or(0);
-            LayerDescription { name, kind, output_shape, parameters, time_us: None }
+            LayerDescription { name, kind, output_shape, parameters, time_us: None, plan: None }
         });
-        (NetworkDescription { layers: layers.collect() }, self.ops.iter().map(Op::output).collect())
+        (
+            NetworkDescription { layers: layers.collect(), plan: None },
+            self.ops.iter().map(Op::output).collect(),
+        )
     }
 
     fn kind(&self, op: &Op) -> String {

@@ -195,7 +195,7 @@ impl Network {
         0
     }
 
-    /// What the last operation produces.
+    /// What the last operation produces: of a stage but the last, what the next one reads.
     pub fn logits(&self) -> TensorId {
         self.tensors.len() - 1
     }
@@ -230,6 +230,18 @@ impl Network {
         self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
     }
 
+    /// Which stage of the whole network it is, of how many. The input of all but the first is what the stage before makes, and the last one's
+    /// last tensor are the logits.
+    pub fn stage(&self) -> (usize, usize) {
+        self.part.as_ref().map_or((0, 1), |part| (part.stage, part.stages))
+    }
+
+    /// Whether it ends in the logits.
+    pub fn is_last_stage(&self) -> bool {
+        let (stage, stages) = self.stage();
+        stage + 1 == stages
+    }
+
     /// The rows of padding that an operation on `tensor` adds: none where they are there already.
     pub fn row_padding(&self, tensor: TensorId, padding: usize) -> usize {
         let is_there = |op: &Op| matches!(op, Op::Halo { output, .. } if *output == tensor);
@@ -244,7 +256,7 @@ impl Network {
             }
             _ => false,
         };
-        tensor == self.input() || self.ops.iter().any(from)
+        (tensor == self.input() && self.stage().0 == 0) || self.ops.iter().any(from)
     }
 
     /// Every parameter and running statistic, in the order of torchvision's `state_dict`.

@@ -84,6 +84,9 @@ pub struct NetworkPart {
     pub height_rank: usize,
     /// By tensor; `None`: this rank has all rows.
     pub rows: Vec<Option<Rows>>,
+    /// The rank's stage, of so many. It has no operation and no parameter of the others.
+    pub stage: usize,
+    pub stages: usize,
 }
 
 impl NetworkPart {

@@ -7,10 +7,13 @@
 //!
 //! Ranks that share the rows of pictures have a range of the rows of each activation up to the global pooling. [`Op::Halo`] brings the rows of
 //! other ranks that windows reach, with any kernel, stride, padding and division of the rows.
+//!
+//! What comes of it is cut into stages where exactly one activation is read later. A rank has the operations of its stage, and so only the
+//! parameters of its stage; neighbours have that activation in the same placement.
 
-use super::Plan;
+use super::{Plan, cuts, stages::stage_of};
 use crate::net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds};
-use lockstep_protocol::spec::Split;
+use lockstep_protocol::spec::{ShardSpec, Split};
 use std::{collections::HashMap, sync::Arc};
 
 /// The part of `network` that `rank` has under `plan`.
@@ -18,10 +21,7 @@ use std::{collections::HashMap, sync::Arc};
 /// # Errors
 /// Every strategy that matches no operator, or one that cannot be split so, with the splits that can.
 pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, String> {
-    let mistakes = mistakes(network, plan);
-    if !mistakes.is_empty() {
-        return Err(format!("parallel: {}", mistakes.join("; ")));
-    }
+    check(network, plan).map_err(|mistakes| format!("parallel: {mistakes}"))?;
     let (mut picture, height) = (network.tensors[network.input()], plan.mesh.height);
     let rows = (height > 1).then(|| Rows::shared(picture.height, height));
     let part = NetworkPart {
@@ -29,6 +29,8 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         placements: vec![Placement::Batch],
         height_rank: plan.mesh.height_rank(rank),
         rows: vec![rows],
+        stage: 0,
+        stages: 1,
     };
     picture.height = part.height(network.input()).unwrap_or(picture.height);
     let local = Network { tensors: vec![picture], ops: Vec::new(), part: None, ..network.clone() };
@@ -42,13 +44,32 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         redistributed: HashMap::new(),
         extended: HashMap::new(),
     };
+    let mut ends = Vec::new();
     for op in &network.ops {
         lowering.push(op);
+        ends.push(lowering.local.ops.len());
     }
     // The loss is that of each rank's own pictures, or of all pictures and some classes.
     lowering.settled(lowering.places[network.logits()]);
     let Lowering { local, part, .. } = lowering;
-    Ok(Network { part: Some(Arc::new(part)), ..local })
+    let (stage, stages) = (plan.mesh.stage_rank(rank), plan.mesh.stage);
+    if stages == 1 {
+        return Ok(Network { part: Some(Arc::new(part)), ..local });
+    }
+    let mut bounds = if plan.cuts.is_empty() { cuts(network, stages)? } else { plan.cuts.clone() };
+    bounds.iter_mut().for_each(|cut| *cut = ends[*cut - 1]);
+    let bounds = [&[0][..], &bounds, &[local.ops.len()]].concat();
+    Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
+}
+
+/// Names in a list of all operators.
+const NAMED: usize = 10;
+
+/// # Errors
+/// As [`lower()`].
+pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {
+    let mistakes = mistakes(network, plan);
+    if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("; ")) }
 }
 
 /// The operators that a strategy may name.
@@ -62,17 +83,23 @@ fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
 /// Everything about the strategies of `plan` that `network` cannot do.
 fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
     let mut mistakes = Vec::new();
-    for shard in &plan.shards {
-        if !operators(network).any(|(name, _)| shard.matches(name)) {
-            let names: Vec<_> = operators(network).map(|(name, _)| name).collect();
-            let pattern = &shard.pattern;
-            mistakes.push(format!(
-                "no operator of {} is called {pattern:?}; there are {}",
-                network.arch,
-                names.join(", ")
-            ));
-        }
+    let is_unknown = |shard: &&ShardSpec| !operators(network).any(|(name, _)| shard.matches(name));
+    let unknown: Vec<_> =
+        plan.shards.iter().filter(is_unknown).map(|shard| format!("{:?}", shard.pattern)).collect();
+    if !unknown.is_empty() {
+        let names: Vec<_> = operators(network).map(|(name, _)| name).take(NAMED).collect();
+        let more = match operators(network).count().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more (lockstep plan lists them)"),
+        };
+        mistakes.push(format!(
+            "no operator of {} is called {}; there are {}{more}",
+            network.arch,
+            unknown.join(" or "),
+            names.join(", ")
+        ));
     }
+    mistakes.extend(cuts(network, plan.mesh.stage).err());
     let (height, rows) = (plan.mesh.height, network.tensors[network.input()].height);
     if height > rows {
         mistakes.push(format!("{height} ranks cannot share the {rows} rows of a picture (parallel.height)"));

@@ -1,8 +1,11 @@
-//! The mesh of ranks: data x height x model.
+//! The mesh of ranks: stage x data x height x model.
 
-/// Sizes of the axes. Ranks are numbered with `model` fastest, so that the ranks of a model group are neighbours.
+/// Sizes of the axes. Ranks are numbered with `model` fastest, so that the ranks of a model group are neighbours, and stages slowest: a
+/// stage sends the least.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mesh {
+    /// Stages of the network: each rank has the operations of one.
+    pub stage: usize,
     /// Copies of the network.
     pub data: usize,
     /// Ranks that share the rows of each picture.
@@ -13,6 +16,11 @@ pub struct Mesh {
 
 impl Mesh {
     pub fn ranks(self) -> usize {
+        self.stage * self.ranks_of_stage()
+    }
+
+    /// Ranks that have the same stage.
+    pub fn ranks_of_stage(self) -> usize {
         self.data * self.height * self.model
     }
 
@@ -28,6 +36,11 @@ impl Mesh {
 
     /// The place of a rank on the axis `data`.
     pub fn data_rank(self, rank: usize) -> usize {
-        rank / (self.model * self.height)
+        rank / (self.model * self.height) % self.data
+    }
+
+    /// The place of a rank on the axis `stage`.
+    pub fn stage_rank(self, rank: usize) -> usize {
+        rank / self.ranks_of_stage()
     }
 }

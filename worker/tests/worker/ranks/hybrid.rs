@@ -2,7 +2,7 @@
 
 use super::*;
 use lockstep_engine::{
-    Contribution, StateDict, build_cpu_with,
+    Contribution, StateDict, Writers, build_cpu_with,
     net::TensorShape,
     plan::{Mesh, Plan},
 };
@@ -14,13 +14,24 @@ const GLOBAL: usize = 32;
 const LR: f32 = 0.01;
 
 /// A plan by its mesh and its strategies.
-fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) -> Plan {
+pub(super) fn plan([data, height, model]: [usize; 3], shards: &[(&str, Split)]) -> Plan {
     let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
-    Plan { mesh: Mesh { data, height, model }, shards: shards.iter().map(shard).collect() }
+    let mesh = Mesh { stage: 1, data, height, model };
+    Plan::on(mesh, shards.iter().map(shard).collect())
+}
+
+/// The same plan for each of several stages of the network.
+pub(super) fn staged(stage: usize, plan: Plan) -> Plan {
+    Plan { mesh: Mesh { stage, ..plan.mesh }, ..plan }
+}
+
+/// Ranks that see different pictures.
+pub(super) fn data_ranks(plan: &Plan) -> usize {
+    plan.mesh.data * plan.mesh.model
 }
 
 /// A residual network with grouped convolutions, a max pooling and numbers of channels that few numbers divide.
-fn grouped() -> Arc<Network> {
+pub(super) fn grouped() -> Arc<Network> {
     let mut network = Network::new("grouped", SIDE, 3, 10);
     let conv = network.conv("conv1", network.input(), 12, 3, 1);
     let norm = network.batch_norm("bn1", conv);
@@ -59,7 +70,7 @@ fn large_windows() -> Arc<Network> {
 }
 
 /// Which of the ranks that see different pictures this one is.
-fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
+pub(super) fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
     let (rank, mesh) = (comm.rank() as usize, plan.mesh);
     mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)
 }
@@ -67,7 +78,7 @@ fn data_rank(plan: &Plan, comm: &Arc<dyn ProcessGroup>) -> usize {
 /// Losses of the steps, and the state after them as a checkpoint has it.
 fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
     let ranks = plan.mesh.ranks();
-    let own = GLOBAL * plan.mesh.height / ranks;
+    let own = GLOBAL / data_ranks(plan);
     let of_ranks = on_ranks(ranks as u32, |comm| {
         let from = data_rank(plan, &comm) * own;
         let config = EngineConfig { batch_size: own, ..config.clone() };
@@ -78,7 +89,7 @@ fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f
             engine.train_step(&[batch], LR).unwrap().loss
         };
         let losses: Vec<f32> = (0..STEPS).map(step).collect();
-        (losses, engine.state_dict().unwrap())
+        (losses, engine.state_dict(&Writers::default()).unwrap())
     });
     let mean = |step: usize| of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / ranks as f32;
     let losses = (0..STEPS).map(mean).collect();
@@ -87,7 +98,7 @@ fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f
 }
 
 /// By how much more than 1e-6 (absolute and relative) values differ at most.
-fn beyond(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
+pub(super) fn beyond(a: &NamedTensors, b: &NamedTensors) -> (f32, String) {
     assert!(a.keys().eq(b.keys()));
     let mut worst = (f32::MIN, String::new());
     for (name, a) in a {
@@ -167,7 +178,7 @@ fn norms_labels_and_sizes_are_those_of_all_ranks() {
         let config = EngineConfig { optimizer, accumulate: 2, ..config(5) };
         let run = |plan: &Plan| {
             on_ranks(plan.mesh.ranks() as u32, |comm| {
-                let (rank, ranks) = (comm.rank() as usize, comm.size() as usize);
+                let (rank, ranks) = (data_rank(plan, &comm), data_ranks(plan));
                 let initial = init::initial_parameters(&network, false, 1);
                 let mut engine =
                     build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
@@ -181,15 +192,21 @@ fn norms_labels_and_sizes_are_those_of_all_ranks() {
                     });
                     results.push(engine.train_step(&micro_batches, 0.002).unwrap());
                 }
-                (results, engine.state_dict().unwrap())
+                (results, engine.state_dict(&Writers::default()).unwrap())
             })
         };
         let alone = run(&Plan::data(1));
-        for plan in [plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]), plan([1, 1, 4], &[])] {
+        for plan in [
+            plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]),
+            plan([1, 1, 4], &[]),
+            staged(2, plan([2, 1, 2], &[])),
+            staged(4, plan([1, 1, 1], &[])),
+        ] {
             let several = run(&plan);
+            let of_stage = &several[..plan.mesh.ranks_of_stage()];
             for (step, wanted) in alone[0].0.iter().enumerate() {
                 let of = |value: &dyn Fn(&StepResult) -> f32| -> f32 {
-                    several.iter().map(|(results, _)| value(&results[step])).sum()
+                    of_stage.iter().map(|(results, _)| value(&results[step])).sum()
                 };
                 let samples = of(&|r| r.samples as f32);
                 let loss = of(&|r| r.loss * r.samples as f32) / samples;
@@ -225,7 +242,7 @@ fn a_state_of_one_plan_continues_under_any_other() {
     let (_, state) =
         trained(&network, &plan([2, 1, 2], &[("layer3.*", Split::Out), ("fc", Split::Out)]), &adam);
     let next = |plan: &Plan| {
-        let own = GLOBAL * plan.mesh.height / plan.mesh.ranks();
+        let own = GLOBAL / data_ranks(plan);
         let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
             let from = data_rank(plan, &comm) * own;
             let counts = plan.mesh.height_rank(comm.rank() as usize) == 0;
@@ -235,7 +252,7 @@ fn a_state_of_one_plan_continues_under_any_other() {
             comm.barrier().unwrap();
             engine.load_state_dict(&state).unwrap();
             comm.barrier().unwrap();
-            let Contribution::Whole(loaded) = (match engine.state_dict().unwrap() {
+            let Contribution::Whole(loaded) = (match engine.state_dict(&Writers::default()).unwrap() {
                 Contribution::Replica => Contribution::Whole(Box::new(state.clone())),
                 whole => whole,
             }) else {
@@ -246,10 +263,10 @@ fn a_state_of_one_plan_continues_under_any_other() {
             let evaluated = engine.eval_step(&batch).unwrap();
             let predicted = engine.predict(&batch).unwrap();
             engine.train_step(&[part_of(GLOBAL, batch)], 0.002).unwrap();
-            let state = engine.state_dict().unwrap();
+            let state = engine.state_dict(&Writers::default()).unwrap();
             counts.then_some((evaluated, predicted, state))
         });
-        // Ranks that share the rows of pictures have the same results.
+        // Ranks that share the rows of pictures have the same results, and the last stage alone has any.
         let mut of_ranks: Vec<_> = of_ranks.into_iter().flatten().collect();
         let correct: u64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.correct).sum();
         let loss: f64 = of_ranks.iter().map(|(evaluated, ..)| evaluated.loss_sum).sum();
@@ -264,6 +281,8 @@ fn a_state_of_one_plan_continues_under_any_other() {
         plan([1, 1, 4], &[]),
         plan([1, 3, 1], &[]),
         plan([1, 2, 2], &[("fc", Split::In)]),
+        staged(2, plan([1, 2, 2], &[("layer3.*", Split::Out)])),
+        staged(3, Plan::data(2)),
         Plan::data(2),
     ] {
         let (their_correct, their_loss, their_logits, theirs) = next(&plan);
@@ -289,12 +308,17 @@ fn other_settings_mean_what_they_mean_in_data_parallel() {
         (frozen.clone(), config(0), &split[..]),
     ] {
         let (losses, state) = trained(&network, &Plan::data(4), &config);
-        let (theirs, their_state) = trained(&network, &plan([2, 1, 2], shards), &config);
-        let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
-        let loss = losses.iter().zip(&theirs).map(relative).fold(0.0, f32::max);
-        let apart = furthest_apart(&their_state.parameters, &state.parameters);
-        let frozen = network.frozen_norm;
-        assert!(loss < 1e-4 && apart < 1e-2, "{config:?}, frozen: {frozen}: {loss:e} {apart:e}");
+        for plan in [plan([2, 1, 2], shards), staged(2, Plan::data(4))] {
+            let (theirs, their_state) = trained(&network, &plan, &config);
+            let relative = |(a, b): (&f32, &f32)| (a - b).abs() / a.max(1.0);
+            let loss = losses.iter().zip(&theirs).map(relative).fold(0.0, f32::max);
+            let apart = furthest_apart(&their_state.parameters, &state.parameters);
+            let frozen = network.frozen_norm;
+            assert!(
+                loss < 1e-4 && apart < 1e-2,
+                "{config:?}, {plan:?}, frozen: {frozen}: {loss:e} {apart:e}"
+            );
+        }
     }
     let (losses, _) = trained(&frozen, &Plan::data(1), &config(0));
     let (theirs, _) = trained(&frozen, &plan([1, 3, 1], &[]), &config(0));
@@ -309,10 +333,11 @@ fn other_settings_mean_what_they_mean_in_data_parallel() {
 fn a_shared_network_takes_pictures_of_other_sizes() {
     let network = network();
     let run = |plan: &Plan| {
-        let own = 16 * plan.mesh.height / plan.mesh.ranks();
+        let own = 16 / data_ranks(plan);
         let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
             let from = data_rank(plan, &comm) * own;
-            let counts = plan.mesh.height_rank(comm.rank() as usize) == 0;
+            let (rank, mesh) = (comm.rank() as usize, plan.mesh);
+            let counts = mesh.height_rank(rank) == 0 && mesh.stage_rank(rank) + 1 == mesh.stage;
             let initial = init::initial_parameters(&network, false, 1);
             let mut engine = build_cpu_with(network.clone(), &initial, config(own), comm, plan).unwrap();
             engine.take_sizes(&[13], &[11]).unwrap();
@@ -336,7 +361,12 @@ fn a_shared_network_takes_pictures_of_other_sizes() {
         (0..4).map(sum).collect::<Vec<_>>()
     };
     let alone = run(&Plan::data(1));
-    for plan in [plan([1, 2, 2], &[("layer3.*", Split::Out)]), plan([1, 3, 1], &[]), plan([2, 1, 2], &[])] {
+    for plan in [
+        plan([1, 2, 2], &[("layer3.*", Split::Out)]),
+        plan([1, 3, 1], &[]),
+        plan([2, 1, 2], &[]),
+        staged(3, plan([1, 2, 1], &[])),
+    ] {
         let several = run(&plan);
         assert!(
             alone.iter().zip(&several).all(|(a, b)| (a - b).abs() < 1e-4),
@@ -348,17 +378,22 @@ fn a_shared_network_takes_pictures_of_other_sizes() {
 /// Groups number their ranks anew; people and the server know the job's numbers.
 #[test]
 fn a_rank_that_is_gone_is_named_by_its_number_in_the_job() {
-    let (network, plan) = (network(), plan([2, 1, 2], &[]));
-    let errors = on_ranks(4, |comm| {
-        let initial = init::initial_parameters(&network, false, 1);
-        let mut engine = build_cpu_with(network.clone(), &initial, config(4), comm.clone(), &plan).unwrap();
-        if comm.rank() == 3 {
-            comm.abort("rank 3 had enough");
-        }
-        engine.train_step(&[part_of(16, pictures(0, 0, 4))], LR).unwrap_err().to_string()
-    });
-    assert!(errors[2].contains("rank 3"), "{errors:?}");
-    assert!(errors[3].contains("rank 3 had enough"), "{errors:?}");
+    let network = network();
+    for plan in [plan([2, 1, 2], &[]), staged(2, Plan::data(2))] {
+        let errors = on_ranks(4, |comm| {
+            let initial = init::initial_parameters(&network, false, 1);
+            let mut engine =
+                build_cpu_with(network.clone(), &initial, config(4), comm.clone(), &plan).unwrap();
+            if comm.rank() == 3 {
+                comm.abort("rank 3 had enough");
+            }
+            let error = engine.train_step(&[part_of(16, pictures(0, 0, 4))], LR).unwrap_err().to_string();
+            assert!(engine.undo_unfinished_steps().is_none(), "no rank has the whole network");
+            error
+        });
+        assert!(errors[2].contains("rank 3"), "{errors:?}");
+        assert!(errors[3].contains("rank 3 had enough"), "{errors:?}");
+    }
 }
 
 #[test]
@@ -374,6 +409,10 @@ fn what_cannot_be_split_is_refused_with_what_can() {
             &["conv1 cannot be split by \"in\"", "block.conv1"],
         ),
         (plan([1, 9, 1], &[]), &["9 ranks cannot share the 8 rows"]),
+        (
+            staged(4, plan([1, 1, 1], &[])),
+            &["grouped can be cut into at most 3 stages", "parallel.pipeline = 4"],
+        ),
     ] {
         let error = lockstep_engine::plan::lower(&grouped(), &plan, 0).unwrap_err();
         assert!(words.iter().all(|word| error.contains(word)), "{error}");

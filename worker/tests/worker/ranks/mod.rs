@@ -5,6 +5,8 @@ mod frozen;
 mod hybrid;
 mod kept;
 mod optimizers;
+mod pipeline;
+mod sharded;
 
 use lockstep_comm::{
     CommError, ProcessGroup, Reduction, SingleRank, Values, ValuesMut,

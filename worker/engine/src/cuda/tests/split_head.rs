@@ -1,7 +1,7 @@
 //! A head whose classes several GPUs have between them, next to one rank that has all of them.
 
 use super::*;
-use crate::{Contribution, StateDict, StepResult, plan::Mesh};
+use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
     rendezvous::{RendezvousConfig, Store, free_port},
@@ -74,7 +74,7 @@ impl Case {
 
     fn plan(&self) -> Plan {
         let [data, model] = self.mesh;
-        Plan { mesh: Mesh { data, height: 1, model }, shards: Vec::new() }
+        Plan::on(Mesh { stage: 1, data, height: 1, model }, Vec::new())
     }
 
     fn network(&self) -> Arc<Network> {
@@ -147,9 +147,9 @@ fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
     let batch = Batch { mixed_labels: Vec::new(), ..batch };
     let logits = engine.predict(&batch).unwrap();
     let evaluated = engine.eval_step(&batch).unwrap();
-    let state = match engine.state_dict().unwrap() {
+    let state = match engine.state_dict(&Writers::default()).unwrap() {
         Contribution::Whole(state) => Some(*state),
-        Contribution::Replica => None,
+        Contribution::Part(_) | Contribution::Replica => None,
     };
     let evaluated = [evaluated.loss_sum, evaluated.correct as f64];
     Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
@@ -258,9 +258,9 @@ fn gpus_a_split_head_continues_from_its_checkpoint() {
         let rank = comm.rank() as usize;
         let mut engine = case.engine(comm.clone());
         engine.train_step(&case.step(0, Some(rank)), 0.01).unwrap();
-        let state = match engine.state_dict().unwrap() {
+        let state = match engine.state_dict(&Writers::default()).unwrap() {
             Contribution::Whole(state) => Some(state),
-            Contribution::Replica => None,
+            Contribution::Part(_) | Contribution::Replica => None,
         };
         // Rank 0 gives it to the other.
         let mut whole = state.map_or_else(|| engine.own_state().unwrap(), |state| *state);

@@ -10,8 +10,8 @@ use lockstep_protocol::spec::{ShardSpec, Split};
 /// What a rank of `model` has of a network.
 fn part(network: &Network, model: usize, rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
     let shard = |(pattern, split): &(&str, Split)| ShardSpec { pattern: (*pattern).into(), split: *split };
-    let mesh = Mesh { data: 1, height: 1, model };
-    let plan = Plan { mesh, shards: shards.iter().map(shard).collect() };
+    let mesh = Mesh { stage: 1, data: 1, height: 1, model };
+    let plan = Plan::on(mesh, shards.iter().map(shard).collect());
     Arc::new(plan::lower(network, &plan, rank).unwrap())
 }
 
@@ -178,7 +178,7 @@ fn other_splits_are_refused_by_the_operator_s_name() {
         let error = refused(part(&network, 2, 0, shards));
         assert!(error.contains(&format!("{name} is split")) && error.contains("device = \"cpu\""), "{error}");
     }
-    let plan = Plan { mesh: Mesh { data: 1, height: 2, model: 1 }, shards: Vec::new() };
+    let plan = Plan::on(Mesh { stage: 1, data: 1, height: 2, model: 1 }, Vec::new());
     let rows = plan::lower(&network, &plan, 0).unwrap();
     assert!(refused(Arc::new(rows)).contains("conv1 is split"));
     let named = part(&network, 2, 0, &[("fc", Split::Out)]);

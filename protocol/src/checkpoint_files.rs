@@ -1,0 +1,71 @@
+//! The names of a checkpoint's files. Tensors of one kind are in one file, or each in one of several parts, which an index names: the layout
+//! of Hugging Face's sharded checkpoints (<https://huggingface.co/docs/transformers/big_models>).
+
+/// Weights, biases and running statistics.
+pub const MODEL: &str = "model.safetensors";
+/// What the optimizer keeps: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`. In files of
+/// older versions, whose `state.json` has no `optimizer`, momentum under the parameters' bare names.
+pub const OPTIMIZER: &str = "optimizer.safetensors";
+/// The running average of what [`MODEL`] has, under the same names; in the checkpoints of jobs with `train.ema_decay`.
+pub const AVERAGE: &str = "ema.safetensors";
+/// What else training continues from.
+pub const STATE: &str = "state.json";
+/// Sizes and checksums of the other files.
+pub const MANIFEST: &str = "MANIFEST.json";
+
+/// The part `number` (from 1) of `count` of the tensors of `file`: `model-00002-of-00004.safetensors`.
+pub fn part(file: &str, number: usize, count: usize) -> String {
+    let kind = file.trim_end_matches(".safetensors");
+    format!("{kind}-{number:05}-of-{count:05}.safetensors")
+}
+
+/// The index of the parts of `file`: `model.safetensors.index.json`.
+pub fn index(file: &str) -> String {
+    format!("{file}.index.json")
+}
+
+/// Which of [`MODEL`], [`OPTIMIZER`] and [`AVERAGE`] a file is, or is a part or the index of.
+pub fn kind(name: &str) -> Option<&'static str> {
+    let is_part = |file: &str| {
+        let numbers =
+            name.split_once('-').and_then(|(_, rest)| rest.split_once(".safetensors")?.0.split_once("-of-"));
+        let numbers = numbers.and_then(|(number, count)| Some((number.parse().ok()?, count.parse().ok()?)));
+        numbers
+            .is_some_and(|(number, count)| (1..=count).contains(&number) && part(file, number, count) == name)
+    };
+    [MODEL, OPTIMIZER, AVERAGE].into_iter().find(|file| name == *file || name == index(file) || is_part(file))
+}
+
+/// The first file that every checkpoint has and `has` lacks. An index stands for its file.
+pub fn missing(has: impl Fn(&str) -> bool) -> Option<&'static str> {
+    [MODEL, OPTIMIZER, STATE].into_iter().find(|file| !has(file) && !has(&index(file)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_names_that_a_checkpoint_has_are_files_of_one() {
+        for (name, is) in [
+            ("model.safetensors", Some(MODEL)),
+            ("model.safetensors.index.json", Some(MODEL)),
+            ("model-00001-of-00002.safetensors", Some(MODEL)),
+            ("optimizer-00002-of-00002.safetensors", Some(OPTIMIZER)),
+            ("ema-00100-of-100000.safetensors", Some(AVERAGE)),
+            ("model-00003-of-00002.safetensors", None),
+            ("model-00000-of-00002.safetensors", None),
+            ("model-1-of-2.safetensors", None),
+            ("model-00001-of-00002.safetensors.index.json", None),
+            ("model-00001-of-00002.safetensors/../x", None),
+            ("weights-00001-of-00002.safetensors", None),
+            ("state.json", None),
+            ("../model.safetensors", None),
+            ("", None),
+        ] {
+            assert_eq!(kind(name), is, "{name}");
+        }
+        assert_eq!(missing(|name| [MODEL, STATE, "optimizer.safetensors.index.json"].contains(&name)), None);
+        assert_eq!(missing(|name| [OPTIMIZER, STATE].contains(&name)), Some(MODEL));
+    }
+}

@@ -1,0 +1,333 @@
+//! `lockstep plan`: how a job's network is spread over its ranks and what a step costs, predicted without training.
+
+use super::{init_tracing, job_file, output, wrong};
+use lockstep_data::loader::DataSource;
+use lockstep_engine::{
+    Sample, Selection,
+    net::Network,
+    plan::{Candidate, Cost, Machine},
+    registry,
+};
+use lockstep_host::{cores, gpu::RankGpu};
+use lockstep_protocol::{
+    JobSpec,
+    network::LayerDescription,
+    numbers::{plural, rate},
+    spec::{Device, ImageSize, Validation, apply_set},
+};
+use lockstep_worker::{
+    local_group::{self, JoinedGroup, Member},
+    planning::{self, Planned, gigabytes},
+};
+use serde::Serialize;
+use serde_json::Value;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// Limit for measuring, from the start of the processes: cuDNN's plans may have to be tuned first.
+const LIMIT: Duration = Duration::from_secs(600);
+/// For ranks to meet, and to answer.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// Other plans that are shown.
+const OTHERS: usize = 5;
+
+/// Print how a job's network is spread over its ranks and what a step costs, without training
+///
+/// The plan is the one that the job file asks for, or with parallel.mode = "auto" the fastest whose memory suffices. Figures are
+/// predicted from measured speeds of operators and links.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// The job's specification, a TOML file; its data.dataset is a path
+    #[arg(value_name = "JOB.toml")]
+    job: PathBuf,
+    /// Change a key of it, such as parallel.mode=auto (may be repeated)
+    #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
+    sets: Vec<String>,
+    /// Numbers of ranks to plan for, instead of parallel.ranks: 8,64,1024
+    #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: Vec<u32>,
+    /// Classes, where the dataset is not on this machine; data.image_size has to be given then
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    classes: Option<u32>,
+    /// Plan for machines with these figures: what --json has printed on one of them [default: this machine's, measured once]
+    #[arg(long, value_name = "FILE")]
+    machine: Option<PathBuf>,
+    /// Measure this machine again
+    #[arg(long, conflicts_with = "machine")]
+    measure: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// What a rank of this machine measures
+    #[arg(long, hide = true, value_name = "JSON")]
+    sample: Option<String>,
+}
+
+/// What is printed as JSON.
+#[derive(Serialize)]
+struct Report<'a> {
+    machine: &'a Machine,
+    plans: Vec<PlanReport>,
+}
+
+#[derive(Serialize)]
+struct PlanReport {
+    ranks: u32,
+    plan: Value,
+    layers: Vec<LayerDescription>,
+    considered: Vec<Considered>,
+}
+
+#[derive(Serialize)]
+struct Considered {
+    words: String,
+    step_ms: f64,
+    images_per_second: f64,
+    memory_bytes: u64,
+    fits: bool,
+}
+
+/// Plans.
+///
+/// # Errors
+/// Exit status 2: mistakes in the job or the arguments, or no plan can be run; 1: this machine cannot be measured.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    init_tracing("warn");
+    if let Some(member) = Member::of_this_process().map_err(wrong)? {
+        return be_a_rank(&args, &member);
+    }
+    let document = job_file::document(&args.job, &args.sets)?;
+    let spec = job_file::check(&args.job, &document)?;
+    let network = network(&args, &spec)?;
+    let counts = if args.ranks.is_empty() { vec![spec.parallel.ranks] } else { args.ranks.clone() };
+    let machine = match &args.machine {
+        Some(path) => read_machine(path)?,
+        None => this_machine(&args, &spec, &network, counts.iter().copied().max().unwrap_or(1))?,
+    };
+    let mut plans = Vec::new();
+    for ranks in counts {
+        let mut document = document.clone();
+        apply_set(&mut document, &format!("parallel.ranks={ranks}")).map_err(wrong)?;
+        let spec = job_file::check(&args.job, &document)?;
+        let planned = Planned::of(&spec, &network, &machine).map_err(wrong)?;
+        plans.push((spec, planned));
+    }
+    if args.json {
+        return print_json(&plans, &network, &machine);
+    }
+    output::line(format_args!(
+        "{} of {} parameters, {}, {side} x {side} pixels; {}, {} a machine",
+        network.arch,
+        network.parameter_count(),
+        plural(network.classes as u64, "class"),
+        machine.device,
+        plural(machine.ranks as u64, "rank"),
+        side = network.image_size
+    ))?;
+    match &plans[..] {
+        [(spec, planned)] => print(spec, planned, &network, &machine),
+        _ => {
+            let row = |(spec, planned): &(JobSpec, Planned)| {
+                let [step, images, memory] = figures(&planned.chosen, &machine);
+                [
+                    spec.parallel.ranks.to_string(),
+                    spec.global_batch_size().to_string(),
+                    step,
+                    images,
+                    memory,
+                    planned.limited_by.into(),
+                    planned.chosen.plan.to_string(),
+                ]
+            };
+            let header = ["RANKS", "PICTURES", "STEP", "IMAGES/S", "MEMORY", "LIMITED BY", "PLAN"];
+            output::table(header, &plans.iter().map(row).collect::<Vec<_>>())
+        }
+    }
+}
+
+/// One plan: its operators, its sums, and others.
+fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
+    let layers = planned.describe(network).layers;
+    // What strategies may name; the rest is one row.
+    let (own, rest): (Vec<_>, Vec<_>) =
+        layers.iter().partition(|layer| layer.kind.starts_with("conv") || layer.kind == "linear");
+    let row = |name: String, kind: String, output: String, of: &[&LayerDescription]| {
+        let plans = || of.iter().filter_map(|layer| layer.plan.as_ref());
+        let placement = match of {
+            [layer] => layer.plan.as_ref().map(|plan| plan.placement.clone()).unwrap_or_default(),
+            _ => String::new(),
+        };
+        [
+            name,
+            kind,
+            output,
+            placement,
+            megabytes(plans().map(|plan| plan.memory_bytes).sum()),
+            megabytes(plans().map(|plan| plan.sent_bytes).sum()),
+            format!("{:.3} ms", plans().map(|plan| f64::from(plan.time_us)).sum::<f64>() / 1e3),
+        ]
+    };
+    let shape = |layer: &LayerDescription| {
+        layer.output_shape.iter().map(u32::to_string).collect::<Vec<_>>().join(" x ")
+    };
+    let mut rows: Vec<_> = own
+        .iter()
+        .map(|layer| row(layer.name.clone(), layer.kind.clone(), shape(layer), &[*layer]))
+        .collect();
+    rows.push(row(format!("{} others", rest.len()), String::new(), String::new(), &rest));
+    output::table(["OPERATOR", "KIND", "OUTPUT", "PLACEMENT", "MEMORY", "SENT", "PREDICTED"], &rows)?;
+    let Candidate { plan, cost } = &planned.chosen;
+    let Cost { step_ms, compute_ms, exchange_ms, gradients_ms, update_ms, .. } = cost;
+    let [_, images, memory] = figures(&planned.chosen, machine);
+    output::line("")?;
+    for (key, value) in [
+        ("plan", plan.to_string()),
+        ("why", planned.why.clone()),
+        ("pictures a step", spec.global_batch_size().to_string()),
+        (
+            "step",
+            format!(
+                "{step_ms:.2} ms: computing {compute_ms:.2}, exchanging {exchange_ms:.2}, waiting for gradients {gradients_ms:.2}, \
+                 updating {update_ms:.2}"
+            ),
+        ),
+        ("images a second", images),
+        ("memory of a rank", format!("{memory} of {}", gigabytes(machine.memory_bytes as f64))),
+        ("limited by", planned.limited_by.into()),
+    ] {
+        output::line(format_args!("{key:<20}{value}"))?;
+    }
+    let others = planned.considered.iter().filter(|of| of.plan != *plan).take(OTHERS);
+    let rows: Vec<_> = others
+        .map(|of| {
+            let [step, images, memory] = figures(of, machine);
+            [step, images, memory, of.plan.to_string()]
+        })
+        .collect();
+    if rows.is_empty() {
+        return Ok(());
+    }
+    output::line("")?;
+    output::table(["STEP", "IMAGES/S", "MEMORY", "OTHER PLAN"], &rows)
+}
+
+/// Time of a step, images a second, memory of a rank.
+fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
+    let cost = &of.cost;
+    let lacks = if of.fits(machine) { "" } else { " (too much)" };
+    [
+        format!("{:.2} ms", cost.step_ms),
+        rate(cost.images_per_second),
+        format!("{}{lacks}", gigabytes(cost.memory_bytes)),
+    ]
+}
+
+fn megabytes(bytes: u64) -> String {
+    if bytes == 0 { "-".into() } else { format!("{:.1} MB", bytes as f64 / 1e6) }
+}
+
+fn print_json(plans: &[(JobSpec, Planned)], network: &Network, machine: &Machine) -> anyhow::Result<()> {
+    let report = |(spec, planned): &(JobSpec, Planned)| -> anyhow::Result<PlanReport> {
+        let description = planned.describe(network);
+        let considered = planned.considered.iter().map(|of| Considered {
+            words: of.plan.to_string(),
+            step_ms: of.cost.step_ms,
+            images_per_second: of.cost.images_per_second,
+            memory_bytes: of.cost.memory_bytes as u64,
+            fits: of.fits(machine),
+        });
+        Ok(PlanReport {
+            ranks: spec.parallel.ranks,
+            plan: serde_json::to_value(description.plan)?,
+            layers: description.layers,
+            considered: considered.collect(),
+        })
+    };
+    let plans = plans.iter().map(report).collect::<anyhow::Result<_>>()?;
+    output::json(&Report { machine, plans })
+}
+
+/// The job's network for its largest training pictures.
+fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
+    let (sides, channels, classes) = match args.classes {
+        Some(classes) => {
+            let evaluation = spec.data.evaluation_size().ok_or_else(|| {
+                wrong("--classes: the dataset is not read, so the side of pictures is needed, too: --set data.image_size=224")
+            })?;
+            let side = spec.data.image_size.as_ref().map_or(evaluation, ImageSize::last);
+            ((evaluation as usize, side as usize), 3, classes as usize)
+        }
+        None => {
+            let given = Path::new(&spec.data.dataset);
+            let beside = args.job.parent().map(|folder| folder.join(given));
+            let found = [Some(given.to_path_buf()), beside].into_iter().flatten();
+            let dataset = found.into_iter().find_map(|path| lockstep_data::canonical(&path).ok());
+            let dataset = dataset.ok_or_else(|| {
+                wrong(format!(
+                    "data.dataset: there is no {} on this machine: give --classes N and data.image_size instead",
+                    given.display()
+                ))
+            })?;
+            let mut data = spec.data.clone();
+            data.validation = Validation::Split("none".into());
+            let data = DataSource::open(&dataset, &data, spec.train.seed)?;
+            let shape = &data.shape;
+            let side = shape.training_sizes.last().map_or(shape.image_size, |(_, side)| *side);
+            ((shape.image_size, side), shape.channels, shape.classes.len())
+        }
+    };
+    planning::network(&spec.model, sides, channels, classes).map_err(wrong)
+}
+
+/// Figures from a file: what `--json` prints, or its `machine` alone.
+fn read_machine(path: &Path) -> anyhow::Result<Machine> {
+    let failed = |detail: String| wrong(format!("--machine {}: {detail}", path.display()));
+    let text = fs::read(path).map_err(|e| failed(e.to_string()))?;
+    let mut document: Value = serde_json::from_slice(&text).map_err(|e| failed(e.to_string()))?;
+    let machine = document.get_mut("machine").map(Value::take).unwrap_or(document);
+    let machine: Machine = serde_json::from_value(machine).map_err(|e| failed(e.to_string()))?;
+    machine.check().map_err(failed)?;
+    Ok(machine)
+}
+
+/// The figures of this machine, measured with at most `most` ranks if they are not kept.
+fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
+    let asked = spec.parallel.device;
+    let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(wrong)?;
+    if offer.slots.is_empty() {
+        let why = offer.hindrance.unwrap_or_default();
+        return Err(wrong(format!("parallel.device = {:?}: {why}; give --machine FILE", asked.name())));
+    }
+    let devices: Vec<String> = offer.slots.into_iter().filter_map(|slot| slot.uuid).collect();
+    let ranks = match devices.len() as u32 {
+        0 => most.min(cores().max(2)),
+        gpus => most.min(gpus),
+    };
+    let first = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.clone() });
+    let device = registry::device_of(first.as_ref(), asked);
+    let sample = planning::sample(spec, network, device, (cores() / ranks).max(1) as usize);
+    if let Some(kept) = planning::kept(&sample, device, ranks).filter(|_| !args.measure) {
+        return Ok(kept);
+    }
+    output::warn(format_args!("measuring this machine with {}", plural(ranks.into(), "rank")));
+    let members = local_group::members_on(ranks, &devices)?;
+    let sampled = format!("--sample={}", serde_json::to_string(&sample)?);
+    let arguments = ["plan".into(), args.job.clone().into_os_string(), sampled.into()];
+    let printed = local_group::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!(e))?;
+    let machine: Machine = serde_json::from_slice(&printed)?;
+    planning::keep(&machine, &sample, device, ranks);
+    Ok(machine)
+}
+
+/// One of the ranks that measure.
+fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
+    let sample: Sample = serde_json::from_str(args.sample.as_deref().unwrap_or_default())?;
+    let device = registry::device_of(member.gpu.as_ref(), Device::Auto);
+    device.backend.preflight(member.world_size).map_err(|e| anyhow::anyhow!(e))?;
+    let JoinedGroup { comm, store } = member.meet(PATIENCE)?;
+    let machine = planning::measure(&sample, device, member.world_size, comm.as_ref(), store.as_deref())?;
+    if member.rank == 0 { output::json(&machine) } else { Ok(()) }
+}

@@ -1,0 +1,182 @@
+//! `lockstep plan`: what a job's plan costs, from figures of this machine and of others, without training.
+
+use crate::{
+    pages, pictures,
+    server::{Finished, lockstep, turn},
+};
+use serde_json::{Value, json};
+use std::{fs, path::Path};
+
+/// CPU ranks that compute fast, on fast links.
+fn machine() -> Value {
+    let link = json!({"latency_us": 3.0, "bytes_per_second": 2e11});
+    json!({
+        "device": "CPU, 64 threads",
+        "backend": "cpu",
+        "ranks": 8,
+        "memory_bytes": 100_000_000_000u64,
+        "shared_memory": false,
+        "rates": {
+            "value_bytes": 4,
+            "flops_per_second": {"conv1x1": 3e14, "conv3x3": 4e14, "conv7x7": 1e14, "linear": 4e14},
+            "memory_bytes_per_second": 3.5e12,
+        },
+        "within": link,
+        "between": link,
+    })
+}
+
+/// A job of a ResNet-50 whose dataset is on no machine.
+fn job(folder: &Path, parallel: &str) {
+    let job = format!(
+        "[model]\narch = \"resnet50\"\n[data]\ndataset = \"faces\"\nimage_size = 224\n[train]\nbatch_size = 64\n[parallel]\n{parallel}\n"
+    );
+    fs::write(folder.join("job.toml"), job).expect("a job");
+    fs::write(folder.join("machine.json"), machine().to_string()).expect("figures");
+}
+
+fn plan(folder: &Path, arguments: &[&str]) -> Finished {
+    let job = folder.join("job.toml").display().to_string();
+    let mut command = lockstep();
+    command
+        .current_dir(folder)
+        .args(["plan", &job])
+        .args(arguments)
+        .env("LOCKSTEP_CACHE", folder.join("cache"));
+    Finished::of(&mut command)
+}
+
+const AUTO: &str = "ranks = 8\ndevice = \"cpu\"\nmode = \"auto\"";
+
+#[test]
+fn a_plan_is_chosen_by_classes_and_memory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    job(folder, AUTO);
+    let of =
+        |arguments: &[&str]| plan(folder, &[&["--machine", "machine.json", "--json"], arguments].concat());
+
+    // An ordinary ResNet: with figures that say so.
+    let found = of(&["--classes", "1000"]).json();
+    let plan_of = |found: &Value| found["plans"][0]["plan"].clone();
+    let ordinary = plan_of(&found);
+    assert_eq!(ordinary["words"], "data parallel on 8 ranks");
+    let why = ordinary["why"].as_str().expect("why");
+    assert!(why.starts_with("it is the fastest; the next best is ") && why.contains("ms a step"), "{why}");
+    let layers = found["plans"][0]["layers"].as_array().expect("layers");
+    assert_eq!(layers[0]["plan"]["placement"], "own pictures");
+    let ms: f64 = layers.iter().map(|layer| layer["plan"]["time_us"].as_f64().expect("a time") / 1e3).sum();
+    let step = ordinary["step_ms"].as_f64().expect("a time");
+    assert!(ms > 0.0 && ms <= step, "{ms} of {step}");
+
+    // Four million classes: 8 G weights do not fit with what the optimizer keeps.
+    let wide = plan_of(&of(&["--classes", "4000000"]).json());
+    assert_eq!(
+        (&wide["limited_by"], &wide["shard"]),
+        (&json!("memory"), &json!([{"match": "fc", "split": "out"}]))
+    );
+    assert!(wide["why"].as_str().is_some_and(|why| why.starts_with("data parallel needs ")), "{wide}");
+
+    // What --json has printed is a machine, too.
+    fs::write(folder.join("printed.json"), of(&["--classes", "1000"]).ok()).expect("figures");
+    let several = plan(folder, &["--machine", "printed.json", "--classes", "4000000", "--ranks", "8,16"]);
+    let table = several.ok();
+    for words in ["RANKS", "8      512", "16     1024", "fc split by out", "memory"] {
+        assert!(table.contains(words), "{words}: {table}");
+    }
+    let one = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
+    let text = one.ok();
+    for words in [
+        "resnet50 of 25557032 parameters, 1000 classes, 224 x 224 pixels; CPU, 64 threads, 8 ranks a machine",
+        "layer1.0.conv2 ",
+        "120 others",
+        "plan                data parallel on 8 ranks",
+        "limited by          computing",
+        "OTHER PLAN",
+    ] {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+
+    // A job that is told otherwise learns it.
+    let pinned = of(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
+    let why = plan_of(&pinned.json())["why"].clone();
+    let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 8 ranks";
+    assert!(why.as_str().is_some_and(|why| why.starts_with(better)), "{why}");
+}
+
+#[test]
+fn what_cannot_be_planned_says_why() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let folder = folder.path();
+    let wrong = "[[parallel.shard]]\nmatch = \"layer9.*\"\nsplit = \"out\"";
+    job(folder, &format!("{AUTO}\n{wrong}"));
+    let told = |arguments: &[&str]| {
+        let ended = plan(folder, arguments);
+        assert_eq!(ended.status, 2, "{}", ended.stderr);
+        ended.stderr
+    };
+    let said = told(&["--classes", "1000"]);
+    assert_eq!(said.matches("layer1.0.conv1").count(), 1, "{said}");
+    assert!(said.contains("and 44 more (lockstep plan lists them)"), "{said}");
+    job(folder, AUTO);
+    assert!(told(&[]).contains("there is no faces on this machine: give --classes N and data.image_size"));
+    let said = told(&["--classes", "9", "--set", "data.image_size="]);
+    assert!(said.contains("--set data.image_size=224"), "{said}");
+    let mut alone = machine();
+    alone.as_object_mut().expect("a table").remove("within");
+    fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
+    let said = told(&["--classes", "9", "--machine", "machine.json"]);
+    assert!(said.contains("how 8 ranks reach each other is not known"), "{said}");
+    alone["rates"]["memory_bytes_per_second"] = json!(0);
+    fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
+    let said = told(&["--classes", "9", "--machine", "machine.json"]);
+    assert!(said.contains("memory_bytes_per_second is 0 and must be a number above 0"), "{said}");
+}
+
+/// The commands of docs/parallel.md: this machine is measured once, and its file is that of a machine.
+#[tokio::test]
+async fn this_machine_is_measured_once() {
+    let _turn = turn().await;
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, text) in pages::files("docs/parallel.md") {
+        fs::write(folder.path().join(name), text).expect("a job file");
+    }
+    let run = |line: &str| {
+        let mut command = pages::shell(line);
+        Finished::of(command.current_dir(folder.path()).env("LOCKSTEP_CACHE", folder.path().join("cache")))
+    };
+    let first = pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --json");
+    let measured = run(&first);
+    assert!(measured.stderr.contains("measuring this machine with "), "{}", measured.stderr);
+    measured.ok();
+    let figures = || -> Value {
+        let text = fs::read_to_string(folder.path().join("machine.json")).expect("figures");
+        serde_json::from_str(&text).expect("JSON")
+    };
+    let kept = figures();
+    assert!(kept["machine"]["device"].as_str().is_some_and(|device| device.starts_with("CPU, ")));
+    assert!(kept["machine"]["within"]["bytes_per_second"].as_f64() > Some(0.0), "{kept}");
+    // The figures are kept.
+    let again = run(&first);
+    assert_eq!(again.stderr, "");
+    assert_eq!(figures(), kept);
+    let others = run(&pages::line("docs/parallel.md", "lockstep plan auto.toml --classes 100000 --machine"));
+    let others = others.ok();
+    assert!(others.contains("RANKS") && others.contains("\n64 "), "{others}");
+
+    // With a dataset, its classes and pictures are known.
+    let dataset = pictures::idx_dataset(folder.path(), 64, 16);
+    let set = format!("data.dataset={}", dataset.display());
+    let mut command = lockstep();
+    command.current_dir(folder.path()).args([
+        "plan",
+        "auto.toml",
+        "--set",
+        &set,
+        "--machine",
+        "machine.json",
+    ]);
+    let planned = Finished::of(&mut command);
+    let said = planned.ok();
+    assert!(said.contains("10 classes, 32 x 32 pixels"), "{said}");
+}

@@ -1,0 +1,123 @@
+//! Jobs of a server whose ranks write checkpoints together (`checkpoint.sharded`).
+
+use crate::{
+    elsewhere::{Machine, online, stored},
+    pictures,
+    server::{Agents, Folder, Server, number, turn},
+    socket::{Socket, is_metric, last_step},
+    specs,
+};
+use serde_json::{Value, json};
+use std::{collections::BTreeSet, fs};
+
+const STEPS: u64 = 100;
+
+fn spec(name: &str, ranks: u32, sharded: bool) -> Value {
+    specs::with(
+        specs::short(name, "fashion", ranks, STEPS),
+        json!({"checkpoint": {"every_epochs": null, "every_steps": 25, "keep": 10, "sharded": sharded}}),
+    )
+}
+
+/// A checkpoint's weights as `lockstep download` writes them, without the header, which has the job's specification.
+async fn downloaded(server: &Server, id: &str) -> Vec<u8> {
+    let file = server.folder().path().join("downloaded.safetensors");
+    let file = file.to_str().expect("a path");
+    server.cli(&["download", id, "--checkpoint", "latest", "-o", file]).ok();
+    let bytes = fs::read(file).expect("the weights");
+    bytes[8 + u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize..].to_vec()
+}
+
+async fn files(server: &Server, checkpoint: &Value) -> BTreeSet<String> {
+    let id = checkpoint["id"].as_str().expect("an id");
+    let detail = server.get(&format!("/checkpoints/{id}")).await;
+    detail["files"].as_object().expect("files").keys().cloned().collect()
+}
+
+#[tokio::test]
+async fn a_sharded_job_is_paused_continued_forked_and_measured_as_any_other() {
+    let _turn = turn().await;
+    let server = Server::start().await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let whole = server.submit(&spec("whole", 2, false)).await;
+    server.succeeded(&whole).await;
+    let expected = downloaded(&server, &whole).await;
+
+    let id = server.submit(&spec("sharded", 2, true)).await;
+    let mut socket = Socket::of_job(&server, &id, 0).await;
+    socket.until(|f| is_metric(f, "loss") && last_step(f) >= 30).await;
+    server.cli(&["pause", &id]).ok();
+    let at = number(&server.job(&id).await["step"]);
+    let newest = &server.checkpoints(&id).await[0];
+    assert_eq!(number(&newest["step"]), at);
+    let parts = ["model", "optimizer"]
+        .map(|kind| [1, 2].map(|part| format!("{kind}-0000{part}-of-00002.safetensors")).to_vec());
+    let indexes = ["model", "optimizer"].map(|kind| format!("{kind}.safetensors.index.json"));
+    let names = parts.into_iter().flatten().chain(indexes).chain(["state.json".into()]);
+    assert_eq!(files(&server, newest).await, names.collect());
+    server.cli(&["resume", &id]).ok();
+    assert_eq!(number(&server.succeeded(&id).await["attempt"]), 2);
+    assert!(
+        downloaded(&server, &id).await == expected,
+        "as a job that was never paused and writes whole files"
+    );
+
+    // Files have the names that the manifest has.
+    let last = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();
+    let ask =
+        async |file: &str| server.http.get(server.api(&format!("/checkpoints/{last}/{file}"))).send().await;
+    let missing = ask("model.safetensors").await.expect("an answer");
+    assert_eq!(missing.status().as_u16(), 404);
+    assert!(missing.text().await.expect("a problem").contains("`lockstep download` makes one file"));
+    let part = ask("model-00002-of-00002.safetensors").await.expect("an answer");
+    assert!(part.status().is_success() && part.headers().contains_key("x-checksum-sha256"));
+
+    let set = json!({"checkpoint": 75, "set": {"parallel.ranks": 1, "train.batch_size": 16, "checkpoint.sharded": false}});
+    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
+    let fork = fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text)).to_owned();
+    server.succeeded(&fork).await;
+    assert!(downloaded(&server, &fork).await == expected);
+    let of_fork = &server.checkpoints(&fork).await[0];
+    assert!(files(&server, of_fork).await.contains("model.safetensors"));
+
+    let accuracy = async |id: &str| server.evaluation(id, "?checkpoint=latest").await["accuracy"].clone();
+    assert_eq!(accuracy(&id).await, accuracy(&whole).await);
+    let tuned = specs::short("tuned", "fashion", 1, 5);
+    let tuned = server.submit(&specs::with(tuned, json!({"model": {"pretrained": last}}))).await;
+    server.succeeded(&tuned).await;
+    server.cli(&["delete", &id, "--yes"]).ok();
+    server.until("its files are gone", async |s: &Server| !s.job_dir(&id).exists()).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn parts_reach_the_server_and_the_object_store_from_another_machine_and_come_back() {
+    let _turn = turn().await;
+    let kept = Folder::new();
+    let store = vec![("LOCKSTEP_ARTIFACTS".into(), kept.path().join("artifacts").display().to_string())];
+    let server = Server::start_on(Agents::None, None, store).await;
+    let _machines = ["machine-a", "machine-b"].map(|name| Machine::start_without(&server, name, 2, &[], &[]));
+    online(&server, 4).await;
+    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 640, 64)).await;
+    let arrived = async |id: &str| {
+        server.succeeded(id).await;
+        server.until("it is uploaded", async |s: &Server| stored(s, id).await == STEPS).await;
+        downloaded(&server, id).await
+    };
+    let whole = server.submit(&spec("whole", 4, false)).await;
+    let expected = arrived(&whole).await;
+    let id = server.submit(&spec("sharded", 4, true)).await;
+    assert!(arrived(&id).await == expected);
+    // Two of the four ranks are on rank 0's machine.
+    let newest = server.checkpoints(&id).await[0].clone();
+    assert!(files(&server, &newest).await.contains("model-00002-of-00002.safetensors"));
+    let is_kept = async |s: &Server| s.checkpoints(&id).await[0]["stored"] == "stored";
+    server.until("it is in the object store", is_kept).await;
+    fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
+    assert!(downloaded(&server, &id).await == expected, "from the object store");
+    // On fewer ranks, on a machine that fetches it.
+    let set = json!({"set": {"parallel.ranks": 2, "train.batch_size": 16, "train.steps": STEPS + 5}});
+    let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
+    server.succeeded(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
+    server.stop().await;
+}

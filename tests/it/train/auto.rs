@@ -1,0 +1,82 @@
+//! Ranks that choose their plan (`parallel.mode = "auto"`).
+
+use super::{Bench, hybrid::apart, layers::said, succeeded};
+use crate::{pictures, server::turn};
+use std::{path::Path, process::Command};
+
+#[tokio::test]
+async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    // 13 steps an epoch: times of 10 are compared.
+    let always = ["train.epochs=1", "data.drop_remainder=false", "parallel.device=cpu", "train.lr=0.0001"];
+    let run = |out: &str, sets: &[&str]| {
+        let sets: Vec<_> = always.iter().chain(sets).flat_map(|set| ["--set", *set]).collect();
+        let mut command = bench.train(out, &sets);
+        succeeded(&command.env("LOCKSTEP_CACHE", bench.out("cache")).output().expect("it runs"))
+    };
+    run("one", &["parallel.ranks=1"]);
+    let measured = run("first", &["parallel.mode=auto"]);
+    assert!(measured.contains("measuring operators and links, to choose a plan"), "{measured}");
+    let last = bench.model("one", "1-13");
+    let auto = "parallel.mode=auto";
+    for (out, sets, words, mesh) in [
+        ("two", &[auto][..], "plan: data parallel on 2 ranks; predicted are ", [2, 1, 1]),
+        // A part of the plan is pinned.
+        (
+            "four",
+            &[auto, "parallel.ranks=4", "parallel.model=2"],
+            "plan: 2 (data) x 1 (height) x 2 (model) ranks, ",
+            [2, 1, 2],
+        ),
+        (
+            "rows",
+            &[auto, "parallel.ranks=4", "parallel.height=2"],
+            "plan: 2 (data) x 2 (height) x 1 (model) ranks; predicted are ",
+            [2, 2, 1],
+        ),
+    ] {
+        let text = run(out, sets);
+        for words in [words, "a step takes ", "= 32 pictures a step"] {
+            assert!(text.contains(words), "{out}: {words} in {text}");
+        }
+        // The figures are kept: of two ranks, and of four.
+        assert_eq!(text.contains("measuring operators"), out == "four", "{out}: {text}");
+        let apart = apart(&bench.model(out, "1-13"), &last);
+        assert!(apart < 1e-4, "{out}: {apart}");
+        let (_, networks) = said(&bench, out, 0);
+        let [first, .., timed] = &networks[..] else { panic!("{networks:?}") };
+        let plans = [first, timed].map(|network| network.plan.as_ref().expect("a plan"));
+        assert_eq!([plans[0].data, plans[0].height, plans[0].model], mesh);
+        assert!(plans[0].step_ms > 0.0 && plans[0].measured_step_ms.is_none());
+        assert!(plans[1].measured_step_ms > Some(0.0), "{plans:?}");
+        assert!(timed.layers.iter().all(|layer| layer.plan.is_some()) && timed.check() == Ok(()));
+    }
+    // What fits no rank is not begun.
+    let mut command =
+        bench.train("none", &["--set", auto, "--set", "parallel.shard=[{match=\"fc\", split=\"groups\"}]"]);
+    let refused = command.output().expect("it runs");
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && text.contains("fc cannot be split by \"groups\""), "{text}");
+}
+
+#[tokio::test]
+async fn the_example_chooses_its_plan() {
+    let _turn = turn().await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let dataset = format!("data.dataset={}", pictures::idx_dataset(folder.path(), 256, 64).display());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
+    command
+        .arg("train")
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/auto.toml"))
+        .arg("--out")
+        .arg(folder.path().join("auto"))
+        .env("LOCKSTEP_CACHE", folder.path().join("cache"))
+        .args(["--set", &dataset, "--set", "train.epochs=1"]);
+    let said = succeeded(&command.output().expect("it runs"));
+    for words in
+        ["plan: data parallel on 4 ranks", "4 ranks (CPU", "= 128 pictures a step", "validation accuracy is "]
+    {
+        assert!(said.contains(words), "{words}: {said}");
+    }
+}

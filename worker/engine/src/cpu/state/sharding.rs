@@ -1,0 +1,154 @@
+//! Optimizer state of which each rank has a part ([`crate::sharding`]): what ranks have to give each other then.
+
+use super::{State, number};
+use crate::{
+    cpu::{
+        groups::{ByAxes, Group},
+        layout::Layout,
+    },
+    net::Axes,
+    sharding::{Share, saving_in_words},
+};
+use lockstep_comm::{CommError, Reduction};
+use std::{ops::Range, sync::atomic::Ordering};
+
+/// The ranks that divide each bucket.
+pub(in crate::cpu) struct Sharding {
+    groups: ByAxes,
+    /// By bucket.
+    axes: Vec<Axes>,
+    pub(super) shares: Vec<Share>,
+    /// In the flat buffer.
+    buckets: Vec<Range<usize>>,
+    /// The parameters of the buckets of each group, in the order in which all ranks add up norms.
+    slots: Vec<(Axes, Vec<usize>)>,
+}
+
+impl Sharding {
+    /// Of the ranks that add up gradients in `groups`.
+    pub(in crate::cpu) fn new(layout: &Layout, groups: ByAxes) -> Self {
+        let share = |axes: &Axes| {
+            let group = groups.of(*axes);
+            Share { rank: group.rank() as usize, ranks: group.size() as usize }
+        };
+        let mut slots: Vec<(Axes, Vec<usize>)> = Vec::new();
+        for (number, slot) in layout.slots.iter().enumerate() {
+            let axes = layout.axes[slot.bucket];
+            match slots.iter_mut().find(|(of, _)| *of == axes) {
+                Some((_, slots)) => slots.push(number),
+                None => slots.push((axes, vec![number])),
+            }
+        }
+        Self {
+            shares: layout.axes.iter().map(share).collect(),
+            axes: layout.axes.clone(),
+            buckets: layout.buckets.clone(),
+            slots,
+            groups,
+        }
+    }
+
+    /// Collective among the ranks of a bucket: all of it, from each rank's `own` part. What `all` has behind the bucket does not count.
+    fn gather(&self, bucket: usize, own: &[f32], all: &mut Vec<f32>) -> Result<(), CommError> {
+        let (share, len) = (self.shares[bucket], self.buckets[bucket].len());
+        let mut own = own.to_vec();
+        own.resize(share.part_len(len), 0.0);
+        all.resize(own.len() * share.ranks, 0.0);
+        self.groups.of(self.axes[bucket]).all_gather((&own).into(), all.into())
+    }
+
+    /// Collective: completes `flat`, of which each rank has its parts.
+    pub(super) fn complete(&self, flat: &mut [f32]) -> Result<(), CommError> {
+        let mut all = Vec::new();
+        for (bucket, range) in self.buckets.iter().enumerate() {
+            let flat = &mut flat[range.clone()];
+            self.gather(bucket, &flat[self.shares[bucket].of(flat.len())], &mut all)?;
+            flat.copy_from_slice(&all[..flat.len()]);
+        }
+        Ok(())
+    }
+}
+
+impl State {
+    /// Collective where ranks have parts: gives each piece's sums of squares to all ranks that need norms of the whole parameter.
+    pub(super) fn add_up_squares(&self) -> Result<(), CommError> {
+        if let Some(sharding) = &self.sharding {
+            for (axes, slots) in &sharding.slots {
+                self.add_up_squares_of(slots, sharding.groups.of(*axes))?;
+            }
+        }
+        match &self.model_group {
+            Some(group) => self.add_up_squares_of(&self.split, group),
+            None => Ok(()),
+        }
+    }
+
+    /// Adds up the squares of parameters over the ranks that have their parts.
+    fn add_up_squares_of(&self, slots: &[usize], group: &Group) -> Result<(), CommError> {
+        let of_slot = |slot: &usize| {
+            let pieces = self.slot_pieces[*slot].clone();
+            self.squares.iter().map(move |of| &of[pieces.clone()])
+        };
+        let of_slots = || slots.iter().flat_map(of_slot);
+        let mut sums: Vec<f64> = of_slots().map(|pieces| pieces.iter().map(number).sum()).collect();
+        group.all_reduce((&mut sums).into(), Reduction::Sum)?;
+        for (pieces, sum) in of_slots().zip(sums) {
+            // The sum of the pieces is what counts.
+            pieces.iter().for_each(|piece| piece.store(0, Ordering::Relaxed));
+            if let Some(first) = pieces.first() {
+                first.store(sum.to_bits(), Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether other ranks have parts of the optimizer's state.
+    pub(in crate::cpu) fn is_sharded(&self) -> bool {
+        self.sharding.is_some()
+    }
+
+    /// What this rank has of the optimizer's slot number `slot`, in the order of the weights; 0 for what other ranks have.
+    pub(in crate::cpu) fn optimizer_slot(&self, slot: usize) -> Vec<f32> {
+        let mut flat = vec![0.0; self.weights.len()];
+        for piece in &self.pieces {
+            flat[piece.range.clone()].copy_from_slice(&self.optimizer_slots[slot][piece.in_slots.clone()]);
+        }
+        flat
+    }
+
+    /// Collective: the same with the parts of all ranks that add up the gradients, for those that `keep` it.
+    ///
+    /// # Errors
+    /// Another rank is gone.
+    pub(in crate::cpu) fn gathered_slot(
+        &self,
+        slot: usize,
+        keep: bool,
+    ) -> Result<Option<Vec<f32>>, CommError> {
+        let Some(sharding) = &self.sharding else { return Ok(keep.then(|| self.optimizer_slot(slot))) };
+        let (mut rest, mut all) = (&self.optimizer_slots[slot][..], Vec::new());
+        let mut flat = Vec::new();
+        for (bucket, range) in sharding.buckets.iter().enumerate() {
+            let (own, behind) = rest.split_at(sharding.shares[bucket].of(range.len()).len());
+            sharding.gather(bucket, own, &mut all)?;
+            if keep {
+                flat.extend_from_slice(&all[..range.len()]);
+            }
+            rest = behind;
+        }
+        Ok(keep.then_some(flat))
+    }
+
+    /// Replaces the optimizer's slot number `slot` by what this rank has of `flat`, which is in the order of the weights.
+    pub(in crate::cpu) fn set_optimizer_slot(&mut self, slot: usize, flat: &[f32]) {
+        for piece in &self.pieces {
+            self.optimizer_slots[slot][piece.in_slots.clone()].copy_from_slice(&flat[piece.range.clone()]);
+        }
+    }
+
+    /// What sharding saves, in words, of optimizer state that is `whole_len` values a slot.
+    pub(in crate::cpu) fn saving(&self, whole_len: usize) -> String {
+        let own: usize = self.optimizer_slots.iter().map(|slot| slot.len()).sum();
+        saving_in_words(4 * own, 4 * self.optimizer_slots.len() * whole_len)
+    }
+}

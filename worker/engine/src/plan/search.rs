@@ -1,0 +1,168 @@
+//! The fastest plan whose memory suffices: every mesh of data x height x model, each with the splits that a beam search finds.
+//!
+//! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has 18 choices. A beam search makes one after the other and keeps
+//! the best beginnings of each choice: an operator that is split by `in` costs least behind one that is split by `out`. A test compares it
+//! with every plan of small networks.
+
+use super::{Cost, Machine, Mesh, Plan, Workload, cost};
+use crate::net::{Network, Op};
+use lockstep_protocol::spec::{ParallelSpec, ShardSpec, Split};
+use std::cmp::Ordering;
+
+/// A plan other than data parallel has to be faster by this part, and by another one for each of its strategies: what a model says is not
+/// exact, and a short plan is understood.
+const WORTH_IT: [f64; 2] = [0.02, 0.002];
+
+/// Beginnings that are kept of each choice.
+const KEPT: usize = 6;
+
+/// A plan that was considered.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Candidate {
+    pub plan: Plan,
+    pub cost: Cost,
+}
+
+impl Candidate {
+    /// Whether a rank of `machine` has the memory for it.
+    pub fn fits(&self, machine: &Machine) -> bool {
+        self.excess(machine) <= 0.0
+    }
+
+    /// Bytes that a rank has too few.
+    fn excess(&self, machine: &Machine) -> f64 {
+        (self.cost.memory_bytes - machine.memory_bytes as f64).max(0.0)
+    }
+
+    /// Whether it is to be chosen rather than `other`.
+    pub fn is_better(&self, other: &Self, machine: &Machine) -> bool {
+        self.compare(other, machine).is_lt()
+    }
+
+    /// The better one first.
+    fn compare(&self, other: &Self, machine: &Machine) -> Ordering {
+        let excess = self.excess(machine).total_cmp(&other.excess(machine));
+        excess.then(self.time().total_cmp(&other.time()))
+    }
+
+    /// Milliseconds of a step, and a part of them for what has to be worth it.
+    fn time(&self) -> f64 {
+        let worth = WORTH_IT[0] + WORTH_IT[1] * self.plan.shards.len() as f64;
+        self.cost.step_ms * if self.plan.is_data() { 1.0 } else { 1.0 + worth }
+    }
+}
+
+/// The best plan of each mesh of `ranks` ranks that `runs`, best first. What `pinned` says of `model`, `height` and `shard` stays. Empty:
+/// none can be run.
+pub fn search(
+    network: &Network,
+    ranks: usize,
+    (machine, work): (&Machine, &Workload),
+    pinned: &ParallelSpec,
+    runs: impl Fn(&Plan) -> bool,
+) -> Vec<Candidate> {
+    let divisors = |of: usize| (1..=of).filter(move |n| of.is_multiple_of(*n));
+    let is_free = |pin: u32, ranks: usize| pin <= 1 || pin as usize == ranks;
+    let mut found = Vec::new();
+    for height in divisors(ranks).filter(|ranks| is_free(pinned.height, *ranks)) {
+        for model in divisors(ranks / height).filter(|ranks| is_free(pinned.model, *ranks)) {
+            let mesh = Mesh { stage: 1, data: ranks / (height * model), height, model };
+            let best = match model {
+                1 if !pinned.shard.is_empty() => None,
+                1 => candidate(network, Plan::on(mesh, Vec::new()), machine, work),
+                _ => best_splits(network, mesh, (machine, work), &pinned.shard),
+            };
+            found.extend(best.filter(|best| runs(&best.plan)));
+        }
+    }
+    found.sort_by(|a, b| a.compare(b, machine));
+    found
+}
+
+fn candidate(network: &Network, plan: Plan, machine: &Machine, work: &Workload) -> Option<Candidate> {
+    let cost = cost(network, &plan, machine, work).ok()?;
+    Some(Candidate { plan, cost })
+}
+
+const DENSE: &[Option<Split>] = &[None, Some(Split::Out), Some(Split::In)];
+const GROUPED: &[Option<Split>] = &[None, Some(Split::Groups)];
+
+/// Operators that are split alike.
+struct Alike {
+    pattern: String,
+    splits: &'static [Option<Split>],
+}
+
+/// The operators in their order. Parts of a name that are numbers stand for the blocks of a stage.
+fn alike(network: &Network) -> Vec<Alike> {
+    let mut all: Vec<Alike> = Vec::new();
+    for op in &network.ops {
+        let (name, splits) = match op {
+            Op::Conv { name, groups: 2.., .. } => (name, GROUPED),
+            Op::Conv { name, .. } | Op::Linear { name, .. } => (name, DENSE),
+            _ => continue,
+        };
+        let part = |part: &str| if part.parse::<u32>().is_ok() { "*".to_owned() } else { part.to_owned() };
+        let pattern = name.split('.').map(part).collect::<Vec<_>>().join(".");
+        if all.iter().all(|other| other.pattern != pattern) {
+            all.push(Alike { pattern, splits });
+        }
+    }
+    all
+}
+
+/// The best splits of those that the search meets.
+fn best_splits(
+    network: &Network,
+    mesh: Mesh,
+    (machine, work): (&Machine, &Workload),
+    pinned: &[ShardSpec],
+) -> Option<Candidate> {
+    let operators = alike(network);
+    let evaluate = |chosen: &[Option<Split>]| {
+        let own = operators
+            .iter()
+            .zip(chosen)
+            .filter_map(|(of, split)| split.map(|split| ShardSpec { pattern: of.pattern.clone(), split }));
+        // The last one that matches counts.
+        let mut shards: Vec<_> = own.chain(pinned.iter().cloned()).collect();
+        if shards.is_empty() {
+            // So it is without any.
+            shards.push(ShardSpec { pattern: network.head().into(), split: Split::Out });
+        }
+        candidate(network, Plan::on(mesh, shards), machine, work)
+    };
+    let is_head = |of: &Alike| of.pattern == network.head() && pinned.is_empty();
+    let start: Vec<_> = operators.iter().map(|of| is_head(of).then_some(Split::Out)).collect();
+    let mut best = evaluate(&start);
+    let mut kept = vec![if best.is_some() { start } else { vec![None; operators.len()] }];
+    for (place, of) in operators.iter().enumerate() {
+        let mut found = Vec::new();
+        for before in &kept {
+            for split in of.splits {
+                let mut chosen = before.clone();
+                chosen[place] = *split;
+                found.extend(evaluate(&chosen).map(|candidate| (candidate, chosen)));
+            }
+        }
+        found.sort_by(|(a, _), (b, _)| a.compare(b, machine));
+        if let Some((first, _)) = found.first()
+            && best.as_ref().is_none_or(|best| first.is_better(best, machine))
+        {
+            best = Some(first.clone());
+        }
+        // What costs more here may cost less with what follows, and what is too large may fit.
+        kept.clear();
+        for by_time in [false, true] {
+            if by_time {
+                found.sort_by(|(a, _), (b, _)| a.time().total_cmp(&b.time()));
+            }
+            for split in of.splits {
+                let alike = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(KEPT);
+                let new: Vec<_> = alike.filter(|(_, chosen)| !kept.contains(chosen)).collect();
+                kept.extend(new.into_iter().map(|(_, chosen)| chosen.clone()));
+            }
+        }
+    }
+    best
+}

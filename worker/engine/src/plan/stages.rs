@@ -1,0 +1,252 @@
+//! Stages: where a network is cut, and in which order a stage computes the micro-batches of a step.
+
+use crate::net::{Network, NetworkPart, Op, TensorId};
+use std::{collections::HashMap, ops::Range, sync::Arc};
+
+/// What a stage computes of a micro-batch, by its number in the step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pass {
+    Forward(usize),
+    Backward(usize),
+}
+
+/// The order in which stage number `stage` computes a step's micro-batches: 1F1B (PipeDream-Flush, Narayanan et al. 2021). At most `stages
+/// - stage` micro-batches are between their forward and their backward pass. With one stage each backward pass follows its forward pass.
+pub fn schedule(stage: usize, stages: usize, micro_batches: usize) -> Vec<Pass> {
+    let ahead = (stages - 1 - stage).min(micro_batches);
+    let mut passes: Vec<Pass> = (0..ahead).map(Pass::Forward).collect();
+    for number in 0..micro_batches {
+        passes.extend((number + ahead < micro_batches).then_some(Pass::Forward(number + ahead)));
+        passes.push(Pass::Backward(number));
+    }
+    passes
+}
+
+/// The first operation of each stage but the first. The largest number of multiply-adds of a stage is the least possible.
+///
+/// # Errors
+/// The network has fewer places where it can be cut.
+pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
+    // Stages consist of these parts, each of which ends before an operation.
+    let mut ends = borders(network);
+    ends.push(network.ops.len());
+    if stages > ends.len() {
+        return Err(format!(
+            "{} can be cut into at most {} stages, at the borders of its blocks (parallel.pipeline = {stages})",
+            network.arch,
+            ends.len()
+        ));
+    }
+    let sum = |end: &usize| -> u64 { network.ops[..*end].iter().map(|op| multiply_adds(network, op)).sum() };
+    let until: Vec<u64> = ends.iter().map(sum).collect();
+    // By the last part of the last stage: what the largest stage costs, and the cuts.
+    let mut best: Vec<(u64, Vec<usize>)> = until.iter().map(|cost| (*cost, Vec::new())).collect();
+    for _ in 1..stages {
+        let ending_with = |last: usize| {
+            let largest = |cut: &usize| best[*cut].0.max(until[last] - until[*cut]);
+            let Some(cut) = (0..last).min_by_key(largest) else { return (u64::MAX, Vec::new()) };
+            (largest(&cut), [&best[cut].1[..], &[ends[cut]]].concat())
+        };
+        best = (0..ends.len()).map(ending_with).collect();
+    }
+    Ok(best.pop().map(|(_, cuts)| cuts).unwrap_or_default())
+}
+
+/// Operations before which the network can be cut: convolutions and linear layers, so that each stage has parameters, that read the only
+/// activation which is read from there on.
+fn borders(network: &Network) -> Vec<usize> {
+    let mut last_readers = vec![0; network.tensors.len()];
+    for (number, op) in network.ops.iter().enumerate() {
+        op.inputs().into_iter().for_each(|input| last_readers[input] = number);
+    }
+    let is_border = |at: &usize| {
+        let made_before = std::iter::once(network.input()).chain(network.ops[..*at].iter().map(Op::output));
+        let alive: Vec<TensorId> = made_before.filter(|tensor| last_readers[*tensor] >= *at).collect();
+        let op = &network.ops[*at];
+        matches!(op, Op::Conv { .. } | Op::Linear { .. }) && alive == op.inputs()
+    };
+    (1..network.ops.len()).filter(is_border).collect()
+}
+
+/// Of a picture. What lies between convolutions and linear layers costs little beside them.
+fn multiply_adds(network: &Network, op: &Op) -> u64 {
+    let shape = |tensor: TensorId| network.tensors[tensor];
+    match *op {
+        Op::Conv { input, output, kernel, groups, .. } => {
+            (shape(output).len() * kernel * kernel * shape(input).channels / groups) as u64
+        }
+        Op::Linear { input, output, .. } => (shape(input).len() * shape(output).len()) as u64,
+        _ => 0,
+    }
+}
+
+/// The operations `range` of a rank's network, which are stage number `stage` of `stages`. Its input is what they read of the stage before,
+/// and its last tensor what the next stage reads.
+pub(super) fn stage_of(
+    local: &Network,
+    part: &NetworkPart,
+    range: Range<usize>,
+    (stage, stages): (usize, usize),
+) -> Network {
+    let input = range.start.checked_sub(1).map_or(local.input(), |before| local.ops[before].output());
+    let ops = &local.ops[range];
+    let tensors: Vec<TensorId> = std::iter::once(input).chain(ops.iter().map(Op::output)).collect();
+    let numbers: HashMap<TensorId, TensorId> =
+        tensors.iter().enumerate().map(|(number, tensor)| (*tensor, number)).collect();
+    let renumbered = |op: &Op| {
+        let inputs: Vec<TensorId> = op.inputs().iter().map(|input| numbers[input]).collect();
+        op.on(&inputs, numbers[&op.output()])
+    };
+    let part = NetworkPart {
+        placements: tensors.iter().map(|tensor| part.placements[*tensor].clone()).collect(),
+        rows: tensors.iter().map(|tensor| part.rows[*tensor].clone()).collect(),
+        stage,
+        stages,
+        ..*part
+    };
+    Network {
+        tensors: tensors.iter().map(|tensor| local.tensors[*tensor]).collect(),
+        ops: ops.iter().map(renumbered).collect(),
+        part: Some(Arc::new(part)),
+        ..local.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        net::resnet,
+        plan::{Mesh, Plan, lower},
+    };
+    use lockstep_protocol::spec::{Arch, ModelSpec, ShardSpec, Split};
+    use std::collections::VecDeque;
+
+    fn network(arch: Arch) -> Network {
+        resnet::build(&ModelSpec { arch, ..ModelSpec::default() }, 32, 3, 10).unwrap()
+    }
+
+    #[test]
+    fn four_stages_compute_six_micro_batches_in_the_published_order() {
+        let text = |stage: usize| -> String {
+            let word = |pass: &Pass| match pass {
+                Pass::Forward(number) => format!("f{number}"),
+                Pass::Backward(number) => format!("b{number}"),
+            };
+            schedule(stage, 4, 6).iter().map(word).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(text(0), "f0 f1 f2 f3 b0 f4 b1 f5 b2 b3 b4 b5");
+        assert_eq!(text(2), "f0 f1 b0 f2 b1 f3 b2 f4 b3 f5 b4 b5");
+        assert_eq!(text(3), "f0 b0 f1 b1 f2 b2 f3 b3 f4 b4 f5 b5");
+    }
+
+    /// Each pass waits for the same pass of its neighbour, and a stage never keeps more than it says.
+    #[test]
+    fn every_schedule_ends_and_keeps_few_activations() {
+        for (stages, micro_batches) in (1..6).flat_map(|stages| (0..9).map(move |count| (stages, count))) {
+            let mut left: Vec<VecDeque<Pass>> =
+                (0..stages).map(|stage| schedule(stage, stages, micro_batches).into()).collect();
+            let mut done: Vec<Vec<Pass>> = vec![Vec::new(); stages];
+            let mut moves = true;
+            while std::mem::take(&mut moves) {
+                for stage in 0..stages {
+                    let Some(pass) = left[stage].front().copied() else { continue };
+                    let is_ready = match pass {
+                        Pass::Forward(_) => stage == 0 || done[stage - 1].contains(&pass),
+                        Pass::Backward(number) => {
+                            done[stage].contains(&Pass::Forward(number))
+                                && (stage + 1 == stages || done[stage + 1].contains(&pass))
+                        }
+                    };
+                    if is_ready {
+                        done[stage].extend(left[stage].pop_front());
+                        moves = true;
+                    }
+                    let forward = done[stage].iter().filter(|pass| matches!(pass, Pass::Forward(_))).count();
+                    let kept = forward - (done[stage].len() - forward);
+                    assert!(kept <= stages - stage && kept <= micro_batches.max(1), "{stages} {stage}");
+                }
+            }
+            assert!(left.iter().all(VecDeque::is_empty), "{stages} stages, {micro_batches} micro-batches");
+            for of_stage in done {
+                let numbers =
+                    |is: fn(&Pass) -> Option<usize>| of_stage.iter().filter_map(is).collect::<Vec<_>>();
+                let all: Vec<usize> = (0..micro_batches).collect();
+                assert_eq!(numbers(|p| if let Pass::Forward(n) = p { Some(*n) } else { None }), all);
+                assert_eq!(numbers(|p| if let Pass::Backward(n) = p { Some(*n) } else { None }), all);
+            }
+        }
+    }
+
+    #[test]
+    fn cuts_are_at_the_borders_of_blocks_and_balance_the_arithmetic() {
+        let first = |arch: Arch, stages: usize| -> Vec<String> {
+            let network = network(arch);
+            let name = |cut: &usize| match &network.ops[*cut] {
+                Op::Conv { name, .. } | Op::Linear { name, .. } => name.clone(),
+                op => panic!("{op:?}"),
+            };
+            cuts(&network, stages).unwrap().iter().map(name).collect()
+        };
+        assert_eq!(first(Arch::ResNet20, 1), [""; 0]);
+        assert_eq!(first(Arch::ResNet20, 3), ["layer2.0.conv1", "layer3.0.conv1"]);
+        assert_eq!(first(Arch::ResNet18, 2), ["layer3.0.conv1"]);
+        // As many as there are: the stem, nine blocks, the last layer.
+        let all = first(Arch::ResNet20, 11);
+        assert_eq!((all.len(), all[0].as_str(), all[9].as_str()), (10, "layer1.0.conv1", "fc"));
+        let error = cuts(&network(Arch::ResNet20), 12).unwrap_err();
+        assert_eq!(
+            error,
+            "resnet20 can be cut into at most 11 stages, at the borders of its blocks (parallel.pipeline = 12)"
+        );
+        for (arch, most) in [(Arch::ResNet50, 18), (Arch::ResNeXt50_32x4d, 18), (Arch::ResNet152, 52)] {
+            let network = network(arch);
+            assert!(cuts(&network, most).is_ok() && cuts(&network, most + 1).is_err(), "{arch:?}");
+            let costs = |cuts: &[usize]| {
+                let ends = [cuts, &[network.ops.len()]].concat();
+                let mut from = 0;
+                let cost = |end| network.ops[std::mem::replace(&mut from, end)..end].iter();
+                let cost =
+                    ends.into_iter().map(cost).map(|ops| ops.map(|op| multiply_adds(&network, op)).sum());
+                cost.collect::<Vec<u64>>()
+            };
+            let four = costs(&cuts(&network, 4).unwrap());
+            let mean = four.iter().sum::<u64>() / 4;
+            assert!(four.iter().all(|cost| *cost < mean * 5 / 4), "{arch:?}: {four:?}");
+        }
+    }
+
+    /// Each operation and each parameter is on one stage, whatever else a plan splits, and neighbours agree on what is sent.
+    #[test]
+    fn the_stages_of_a_network_are_the_network() {
+        let network = network(Arch::ResNet20);
+        let shards = vec![ShardSpec { pattern: "layer3.*".into(), split: Split::Out }];
+        for (mesh, shards) in [
+            (Mesh { stage: 4, data: 2, height: 1, model: 1 }, Vec::new()),
+            (Mesh { stage: 3, data: 1, height: 1, model: 2 }, shards.clone()),
+            (Mesh { stage: 2, data: 1, height: 2, model: 2 }, shards),
+        ] {
+            let lowered = |mesh: Mesh, rank: usize| {
+                let plan = Plan::on(mesh, shards.clone());
+                lower(&network, &plan, rank).unwrap()
+            };
+            for rank in 0..mesh.ranks_of_stage() {
+                let whole = lowered(Mesh { stage: 1, ..mesh }, rank);
+                let stages: Vec<Network> = (0..mesh.stage)
+                    .map(|stage| lowered(mesh, stage * mesh.ranks_of_stage() + rank))
+                    .collect();
+                let parameters: Vec<_> = stages.iter().flat_map(Network::parameters).collect();
+                assert_eq!(parameters, whole.parameters(), "{mesh:?}");
+                assert_eq!(stages.iter().map(|stage| stage.ops.len()).sum::<usize>(), whole.ops.len());
+                for (number, pair) in stages.windows(2).enumerate() {
+                    let (sent, received) = (pair[0].logits(), pair[1].input());
+                    assert_eq!(pair[0].tensors[sent], pair[1].tensors[received]);
+                    assert_eq!(pair[0].placement(sent), pair[1].placement(received));
+                    assert_eq!(pair[0].rows(sent), pair[1].rows(received));
+                    assert_eq!(pair[1].stage(), (number + 1, mesh.stage));
+                    assert!(!pair[1].is_pictures(received), "it has a gradient");
+                }
+            }
+        }
+    }
+}

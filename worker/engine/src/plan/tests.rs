@@ -1,0 +1,227 @@
+//! Plans and what they cost, of machines with round figures.
+
+use super::*;
+use crate::net::resnet;
+use lockstep_protocol::spec::{Arch, ModelSpec};
+
+/// About a machine of eight H200.
+fn gpus() -> Machine {
+    let rate = |(kind, rate): (&str, f64)| (kind.to_owned(), rate);
+    Machine {
+        device: "GPU, fp16".into(),
+        backend: "cuda".into(),
+        ranks: 8,
+        memory_bytes: 140_000_000_000,
+        shared_memory: false,
+        rates: Rates {
+            value_bytes: 2,
+            flops_per_second: [
+                ("conv1x1", 3e14),
+                ("conv3x3", 4e14),
+                ("conv7x7", 1e14),
+                ("grouped", 1e14),
+                ("linear", 4e14),
+            ]
+            .map(rate)
+            .into(),
+            memory_bytes_per_second: 3.5e12,
+        },
+        within: Some(Link { latency_us: 3.0, bytes_per_second: 2e11 }),
+        between: Some(Link { latency_us: 15.0, bytes_per_second: 4e10 }),
+    }
+}
+
+fn resnet(arch: Arch, classes: usize) -> Network {
+    resnet::build(&ModelSpec { arch, ..ModelSpec::default() }, 224, 3, classes).unwrap()
+}
+
+fn work(pictures: u64) -> Workload {
+    Workload { pictures, accumulate: 1, state: 1, sync_batch_norm: true }
+}
+
+fn best(network: &Network, ranks: usize, machine: &Machine, pictures: u64) -> Candidate {
+    let all = search(network, ranks, (machine, &work(pictures)), &ParallelSpec::default(), |_| true);
+    all.into_iter().next().unwrap()
+}
+
+fn mesh(data: usize, height: usize, model: usize) -> Mesh {
+    Mesh { stage: 1, data, height, model }
+}
+
+fn out(pattern: &str) -> ShardSpec {
+    ShardSpec { pattern: pattern.into(), split: Split::Out }
+}
+
+#[test]
+fn an_ordinary_resnet_is_trained_data_parallel() {
+    for (arch, ranks) in [(Arch::ResNet50, 4), (Arch::ResNet50, 8), (Arch::ResNet18, 8)] {
+        let found = best(&resnet(arch, 1000), ranks, &gpus(), 256 * ranks as u64);
+        assert_eq!(found.plan, Plan::data(ranks as u32), "{arch:?}: {}", found.plan);
+        assert!(found.fits(&gpus()));
+        let Cost { step_ms, compute_ms, exchange_ms, gradients_ms, update_ms, .. } = found.cost;
+        let parts = compute_ms + exchange_ms + gradients_ms + update_ms;
+        assert!((step_ms - parts).abs() < 1e-9 * step_ms, "{:?}", found.cost);
+    }
+    // Measured: 10,289 images/s on one H200.
+    let one = best(&resnet(Arch::ResNet50, 1000), 1, &gpus(), 256);
+    assert!((4000.0..20_000.0).contains(&one.cost.images_per_second), "{}", one.cost.images_per_second);
+}
+
+/// PyTorch, a million classes on two GPUs: 8,295 images/s with a split head, 5,922 with a whole one.
+#[test]
+fn a_very_wide_classifier_has_its_head_split() {
+    let network = resnet(Arch::ResNet50, 1_000_000);
+    let found = best(&network, 2, &gpus(), 512);
+    assert_eq!(found.plan.mesh, mesh(1, 1, 2), "{}", found.plan);
+    assert_eq!(found.plan.shards, [out("fc")]);
+    let whole = cost(&network, &Plan::data(2), &gpus(), &work(512)).unwrap();
+    let faster = found.cost.images_per_second / whole.images_per_second;
+    assert!((1.1..2.5).contains(&faster), "{faster}");
+    // A machine on its own.
+    let far = Machine { ranks: 1, ..gpus() };
+    assert_eq!(best(&network, 2, &far, 64).plan.shards, [out("fc")]);
+}
+
+#[test]
+fn memory_forces_a_split_and_names_no_plan_that_does_not_fit() {
+    let network = resnet(Arch::ResNet18, 100_000);
+    let data = cost(&network, &Plan::data(4), &gpus(), &work(128)).unwrap();
+    // A link so slow that the head would stay whole.
+    let slow = Link { latency_us: 1e6, bytes_per_second: 1e12 };
+    let roomy = Machine { within: Some(slow), ..gpus() };
+    let work = Workload { sync_batch_norm: false, ..work(128) };
+    let first = |machine: &Machine| -> Candidate {
+        search(&network, 4, (machine, &work), &ParallelSpec::default(), |_| true).remove(0)
+    };
+    assert!(first(&roomy).plan.is_data());
+    let tight = Machine { memory_bytes: data.memory_bytes as u64 - 1, ..roomy.clone() };
+    let found = first(&tight);
+    assert!(!found.plan.is_data() && found.fits(&tight), "{}", found.plan);
+    let none = Machine { memory_bytes: 1 << 20, ..roomy };
+    assert!(!first(&none).fits(&none));
+}
+
+#[test]
+fn what_is_pinned_stays_and_what_cannot_run_is_left_out() {
+    let (network, machine, work) = (resnet(Arch::ResNet18, 1000), gpus(), work(128));
+    let pinned = ParallelSpec { shard: vec![out("layer4.*.conv1")], ..ParallelSpec::default() };
+    let found = search(&network, 4, (&machine, &work), &pinned, |_| true);
+    assert!(found.iter().all(|of| of.plan.mesh.model > 1 && of.plan.shards.last() == pinned.shard.last()));
+    let pinned = ParallelSpec { model: 2, height: 2, ..ParallelSpec::default() };
+    let found = search(&network, 4, (&machine, &work), &pinned, |_| true);
+    assert_eq!(found.iter().map(|of| of.plan.mesh).collect::<Vec<_>>(), [mesh(1, 2, 2)]);
+    let found = search(&network, 4, (&machine, &work), &ParallelSpec::default(), Plan::is_data);
+    assert_eq!(found.len(), 1);
+    // Two pictures are too few for four ranks: some share rows.
+    let few =
+        search(&network, 4, (&machine, &Workload { pictures: 2, ..work }), &ParallelSpec::default(), |_| {
+            true
+        });
+    assert!(!few.is_empty() && few.iter().all(|of| of.plan.mesh.height > 1));
+}
+
+/// A chain with a residual addition, of random sizes, on a random machine.
+fn small(draw: &mut impl FnMut(usize) -> usize) -> (Network, Machine) {
+    let mut network = Network::new("small", 8 << draw(2), 3, 1);
+    let width = 16 << draw(4);
+    let mut x = network.conv("stem", network.input(), width, 3, 1);
+    x = network.batch_norm("stem_norm", x);
+    x = network.relu(x);
+    let shortcut = x;
+    x = network.conv("first", x, width << draw(3), 3, 1);
+    x = network.batch_norm("first_norm", x);
+    x = network.relu(x);
+    x = network.conv("second", x, width, [1, 3][draw(2)], 1);
+    x = network.batch_norm("second_norm", x);
+    x = network.add(x, shortcut);
+    x = network.relu(x);
+    x = network.global_average_pool(x);
+    x = network.linear("middle", x, 64 << draw(6));
+    network.classes = 10 << draw(14);
+    network.linear("fc", x, network.classes);
+    let link = Link { latency_us: [1.0, 30.0][draw(2)], bytes_per_second: [1e9, 1e10, 2e11][draw(3)] };
+    let machine = Machine { within: Some(link), ranks: 4, ..gpus() };
+    (network, machine)
+}
+
+/// The search is never more than 5 % slower than the best of all plans, with memory for any plan and with less.
+#[test]
+fn the_search_finds_what_trying_all_plans_finds() {
+    let mut state = 1u64;
+    let mut draw = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let mut has_split = 0;
+    for case in 0..24 {
+        let (network, mut machine) = small(&mut draw);
+        let work = work(4 << draw(5));
+        let mut all = Vec::new();
+        for (height, model) in [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)] {
+            let mesh = mesh(4 / (height * model), height, model);
+            let names = ["stem", "first", "second", "middle", "fc"];
+            let count = if model == 1 { 1 } else { 3usize.pow(names.len() as u32) };
+            for number in 0..count {
+                let split = |place: usize| {
+                    [None, Some(Split::Out), Some(Split::In)][number / 3usize.pow(place as u32) % 3]
+                };
+                let shards = names.iter().enumerate().filter_map(|(place, name)| {
+                    Some(ShardSpec { pattern: (*name).into(), split: split(place)? })
+                });
+                let plan = Plan::on(mesh, shards.collect());
+                if let Ok(cost) = cost(&network, &plan, &machine, &work) {
+                    all.push(Candidate { plan, cost });
+                }
+            }
+        }
+        let least = all.iter().map(|of| of.cost.memory_bytes).fold(f64::MAX, f64::min);
+        for memory in [machine.memory_bytes, (1.3 * least) as u64] {
+            machine.memory_bytes = memory;
+            let fastest = all.iter().filter(|of| of.fits(&machine)).map(|of| of.cost.step_ms);
+            let fastest = fastest.fold(f64::MAX, f64::min);
+            let found = best(&network, 4, &machine, work.pictures);
+            assert!(found.fits(&machine), "{case}: {}", found.plan);
+            let slower = found.cost.step_ms / fastest;
+            assert!(slower <= 1.05, "{case}, {memory} bytes: {slower} with {}", found.plan);
+            has_split += usize::from(!found.plan.shards.is_empty());
+        }
+    }
+    assert!((10..48).contains(&has_split), "cases of both kinds: {has_split}");
+}
+
+#[test]
+fn strategies_that_fit_no_network_are_named_once_and_shortly() {
+    let spec = |shard: Vec<ShardSpec>| {
+        let mut spec = JobSpec::default();
+        spec.model.arch = Arch::ResNet50;
+        spec.parallel =
+            ParallelSpec { ranks: 2, mode: "hybrid".into(), model: 2, shard, ..ParallelSpec::default() };
+        spec
+    };
+    assert_eq!(check(&spec(vec![out("layer4.*"), out("fc")])), Ok(()));
+    let wrong = check(&spec(vec![out("layer9.*"), out("head")])).unwrap_err();
+    assert_eq!(
+        wrong,
+        "no operator of resnet50 is called \"layer9.*\" or \"head\"; there are conv1, layer1.0.conv1, layer1.0.conv2, \
+         layer1.0.conv3, layer1.0.downsample.0, layer1.1.conv1, layer1.1.conv2, layer1.1.conv3, layer1.2.conv1, layer1.2.conv2 \
+         and 44 more (lockstep plan lists them)"
+    );
+    let mut auto = spec(vec![ShardSpec { pattern: "fc".into(), split: Split::Groups }]);
+    (auto.parallel.mode, auto.parallel.model) = ("auto".into(), 1);
+    assert!(check(&auto).unwrap_err().starts_with("fc cannot be split by \"groups\" over 2 ranks"));
+}
+
+#[test]
+fn a_machine_s_figures_are_positive_numbers() {
+    assert_eq!(gpus().check(), Ok(()));
+    let text = serde_json::to_string(&gpus()).unwrap();
+    assert_eq!(serde_json::from_str::<Machine>(&text).unwrap(), gpus());
+    for wrong in [
+        Machine { ranks: 0, ..gpus() },
+        Machine { within: Some(Link { latency_us: 1.0, bytes_per_second: 0.0 }), ..gpus() },
+        Machine { rates: Rates { flops_per_second: [].into(), ..gpus().rates }, ..gpus() },
+        Machine { rates: Rates { memory_bytes_per_second: f64::NAN, ..gpus().rates }, ..gpus() },
+    ] {
+        assert!(wrong.check().is_err(), "{wrong:?}");
+    }
+}

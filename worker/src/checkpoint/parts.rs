@@ -1,0 +1,161 @@
+//! Sharded checkpoints, as Hugging Face reads them: each rank writes some tensors into a file of its own, and an index says which file has
+//! which tensor. Every tensor is whole in one file. Here also: which files have a checkpoint's tensors, sharded or not.
+
+use super::{
+    AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, ManifestFile, OPTIMIZER, Snapshot, State,
+    TEMPORARY, at,
+    files::{complete, stands, write_json, write_tensors},
+    folders::folder_name,
+    header::HEADER_BYTES,
+    manifest::{check, manifest},
+    tensors,
+};
+use lockstep_host::{files, tensors::NamedTensors};
+use lockstep_protocol::{checkpoint_files, fault};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+#[derive(Serialize)]
+struct Index {
+    metadata: IndexMetadata,
+    #[serde(flatten)]
+    places: Places,
+}
+
+#[derive(Serialize)]
+struct IndexMetadata {
+    /// Bytes of all tensors.
+    total_size: u64,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Places {
+    /// Files by the names of the tensors in them.
+    weight_map: BTreeMap<String, String>,
+}
+
+/// The temporary folder of a checkpoint whose parts several ranks write. `unique` is the same on all of them, and is used once.
+pub fn parts_folder(directory: &Path, state: &State, unique: &str) -> PathBuf {
+    directory.join(format!("{TEMPORARY}{}.{unique}", folder_name(state.epoch, state.step)))
+}
+
+/// Writes a rank's tensors into `folder`, as the part `number` (from 1) of `count`. The average is whole unless `deals_average`.
+///
+/// # Errors
+/// The disk is full or not writable.
+pub fn write_part(
+    folder: &Path,
+    snapshot: &Snapshot,
+    (number, count): (usize, usize),
+    deals_average: bool,
+) -> Result<Files, CheckpointError> {
+    fault::point("checkpoint.begin").map_err(at(folder))?;
+    fs::create_dir_all(folder).map_err(at(folder))?;
+    write_tensors(folder, snapshot, |kind| match kind {
+        AVERAGE if !deals_average => AVERAGE.into(),
+        kind => checkpoint_files::part(kind, number, count),
+    })
+}
+
+/// Completes the checkpoint whose parts are in `temporary`; as [`write`](super::write) otherwise. `files` are those of all ranks.
+///
+/// # Errors
+/// As [`write`](super::write), or a part is not there.
+pub fn complete_parts(
+    directory: &Path,
+    temporary: &Path,
+    state: &State,
+    best: Option<&Best>,
+    mut files: Files,
+) -> Result<u64, CheckpointError> {
+    if let Some(size_bytes) = stands(directory, state)? {
+        return Ok(size_bytes);
+    }
+    for kind in [MODEL, OPTIMIZER, AVERAGE] {
+        let parts = files.keys().filter(|name| *name != kind && checkpoint_files::kind(name) == Some(kind));
+        let (mut weight_map, mut total_size) = (BTreeMap::new(), 0);
+        for part in parts {
+            let path = temporary.join(part);
+            let sizes = tensors::sizes(&path).map_err(|detail| at(&path)(io::Error::other(detail)))?;
+            total_size += sizes.values().sum::<u64>();
+            weight_map.extend(sizes.into_keys().map(|name| (name, part.clone())));
+        }
+        if !weight_map.is_empty() {
+            let name = checkpoint_files::index(kind);
+            let path = temporary.join(&name);
+            let index = Index { metadata: IndexMetadata { total_size }, places: Places { weight_map } };
+            let written = write_json(&path, &index).map_err(at(&path))?;
+            files.insert(name, ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 });
+        }
+    }
+    complete(directory, temporary, state, best, files)
+}
+
+/// The files with the tensors of `kind` ([`MODEL`], [`OPTIMIZER`] or [`AVERAGE`]) in a folder: the file of that name, or the parts that its
+/// index names.
+///
+/// # Errors
+/// The index cannot be read, or names no plain file.
+pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
+    let (whole, index) = (folder.join(kind), folder.join(checkpoint_files::index(kind)));
+    if whole.exists() || !index.exists() {
+        return Ok(vec![whole]);
+    }
+    let wrong = |detail: String| format!("{}: {detail}", index.display());
+    let text = files::read(&index, HEADER_BYTES).map_err(|detail| format!("{} {detail}", index.display()))?;
+    let places: Places = serde_json::from_slice(&text).map_err(|e| wrong(e.to_string()))?;
+    let names = BTreeSet::from_iter(places.weight_map.into_values());
+    match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
+        Some(name) => Err(wrong(format!("it names {name:?}, which is no plain file name"))),
+        None if names.is_empty() => Err(wrong("it names no file".into())),
+        None => Ok(names.into_iter().map(|name| folder.join(name)).collect()),
+    }
+}
+
+/// The files with the weights of a checkpoint's folder (or with the average in it, if `path` is `ema.safetensors` there), which are checked
+/// against its manifest where there is one; or somebody's own file.
+///
+/// # Errors
+/// As [`validate`](super::validate).
+pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let (folder, kind) = match path.parent() {
+        _ if path.is_dir() => (path, MODEL),
+        Some(folder) if path.file_name().is_some_and(|name| name == AVERAGE) => (folder, AVERAGE),
+        _ => return Ok(vec![path.into()]),
+    };
+    let mut name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    if folder.join(MANIFEST).exists() {
+        let (its_name, manifest) = manifest(folder)?;
+        name = its_name;
+        for (file, wanted) in
+            manifest.files.iter().filter(|(file, _)| checkpoint_files::kind(file) == Some(kind))
+        {
+            check(folder, &name, file, wanted)?;
+        }
+    }
+    files_of(folder, kind).map_err(|detail| CheckpointError::Damaged { name, detail })
+}
+
+/// Reads the tensors of several files.
+///
+/// # Errors
+/// As [`read_tensors`](super::read_tensors).
+pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
+    let mut all = NamedTensors::new();
+    for file in files {
+        all.extend(tensors::read(file)?);
+    }
+    Ok(all)
+}
+
+/// The metadata of the weights in a checkpoint's folder: what they were trained on.
+///
+/// # Errors
+/// As [`metadata`](super::metadata).
+pub fn about(folder: &Path) -> Result<HashMap<String, String>, String> {
+    files_of(folder, MODEL)?.first().map_or_else(|| Ok(HashMap::new()), |file| tensors::metadata(file))
+}

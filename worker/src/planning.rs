@@ -1,0 +1,412 @@
+//! The plan of a job: how its network is spread over its ranks, what that costs, and why it is this plan. For `lockstep plan`, and for the
+//! ranks of a job with `parallel.mode = "auto"`. The figures of a machine are measured once and kept in the cache.
+
+use crate::links;
+use lockstep_comm::{ProcessGroup, rendezvous::Store};
+use lockstep_engine::{
+    DeviceChoice, EngineError, Sample, Selection,
+    net::{self, Network, Placement},
+    plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, search},
+    registry, slots,
+};
+use lockstep_host::{cache, cpu_name, usage::memory_free};
+use lockstep_protocol::{
+    network::{LayerPlan, NetworkDescription, PlanDescription},
+    spec::{Device, JobSpec, ModelSpec, ParallelSpec, from_json},
+};
+use sha2::{Digest, Sha256};
+use std::{fs, path::PathBuf};
+
+/// The most pictures of a measured step, on cores and on a device of its own: their speed hardly depends on more.
+const PICTURES: [u32; 2] = [8, 64];
+
+/// The network of a job for pictures of `side` pixels; evaluation's side decides the stem.
+///
+/// # Errors
+/// They are too small for it.
+pub fn network(
+    model: &ModelSpec,
+    (evaluation_side, side): (usize, usize),
+    channels: usize,
+    classes: usize,
+) -> Result<Network, String> {
+    let model = ModelSpec { stem: model.stem_for(evaluation_side), ..model.clone() };
+    net::build(&model, side, channels, classes)
+}
+
+/// What is measured for a job that has `network`.
+pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: usize) -> Sample {
+    let most = PICTURES[usize::from(!device.backend.needs().host_memory)];
+    Sample {
+        model: ModelSpec {
+            stem: spec.model.stem_for(network.image_size),
+            pretrained: None,
+            ..spec.model.clone()
+        },
+        image_size: network.image_size,
+        pictures: spec.micro_batch_size().clamp(1, most) as usize,
+        precision: spec.train.precision,
+        threads,
+    }
+}
+
+/// Collective: measures how fast ranks compute, all at the same time, and how they reach each other. `local_ranks` are on this machine.
+///
+/// # Errors
+/// As [`lockstep_engine::measure`]; ranks do not answer.
+pub fn measure(
+    sample: &Sample,
+    device: DeviceChoice,
+    local_ranks: u32,
+    group: &dyn ProcessGroup,
+    store: Option<&Store>,
+) -> Result<Machine, EngineError> {
+    let needs = device.backend.needs();
+    let ranks = group.size() as usize;
+    let link = match ranks {
+        1 => None,
+        _ => {
+            let ordinal = (!needs.host_memory).then_some(device.ordinal);
+            let found = links::measure(group, store, ordinal)?;
+            Some(Link::of_all_reduce(ranks, found.short_us, found.bytes_per_second))
+        }
+    };
+    let (name, rates) = lockstep_engine::measure(sample, device)?;
+    // The process of the first rank that is done may end others' connections.
+    group.barrier()?;
+    Ok(Machine {
+        device: name,
+        backend: device.backend.name().into(),
+        ranks: local_ranks.max(1) as usize,
+        memory_bytes: facts(device, local_ranks).1,
+        shared_memory: needs.shared_memory,
+        rates,
+        within: link,
+        between: None,
+    })
+}
+
+/// A device's name, and the memory that a rank on it has.
+fn facts(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
+    if device.backend.needs().host_memory {
+        return (cpu_name(), memory_free().1 / u64::from(local_ranks.max(1)));
+    }
+    let slots = device.backend.devices(Selection::default()).unwrap_or_default().slots;
+    let slot = slots.into_iter().nth(device.ordinal.max(0) as usize);
+    slot.map_or((String::new(), u64::MAX), |slot| (slot.name, slot.memory_bytes))
+}
+
+/// Where the figures of `ranks` ranks that measure `sample` are kept.
+fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
+    let key = serde_json::to_string(&(sample, device.backend.name(), facts(device, 1), ranks)).ok()?;
+    let digest = Sha256::digest(key.as_bytes());
+    let name: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+    Some(cache::dir()?.join(format!("machine-{name}.json")))
+}
+
+/// The figures that were measured before, if they were.
+pub fn kept(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
+    let machine: Machine = serde_json::from_slice(&fs::read(file(sample, device, ranks)?).ok()?).ok()?;
+    machine.check().ok().map(|()| machine)
+}
+
+/// Keeps figures. Without a cache they are measured again.
+pub fn keep(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
+    let Some(file) = file(sample, device, ranks) else { return };
+    let write = || -> std::io::Result<()> {
+        let folder = file.parent().unwrap_or(&file);
+        fs::create_dir_all(folder)?;
+        // Several jobs may do so at the same time.
+        let mut whole = tempfile::NamedTempFile::new_in(folder)?;
+        serde_json::to_writer_pretty(&mut whole, machine)?;
+        whole.persist(&file)?;
+        Ok(())
+    };
+    if let Err(error) = write() {
+        tracing::warn!("{}: {error}; the figures of this machine are measured again", file.display());
+    }
+}
+
+/// A job's plan, and the others that were considered.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Planned {
+    pub chosen: Candidate,
+    /// The best plan of each mesh, best first.
+    pub considered: Vec<Candidate>,
+    /// `computing`, `communication` or `memory`.
+    pub limited_by: &'static str,
+    /// Why it is this plan.
+    pub why: String,
+}
+
+impl Planned {
+    /// The plan of a job on machines like `machine`: that which the job asks for, or with `parallel.mode = "auto"` the best one.
+    ///
+    /// # Errors
+    /// Nothing that the job allows can be run; a sentence.
+    pub fn of(spec: &JobSpec, network: &Network, machine: &Machine) -> Result<Self, String> {
+        let parallel = &spec.parallel;
+        let ranks = parallel.ranks as usize;
+        if parallel.pipeline > 1 {
+            return Err("the time of stages (parallel.pipeline) is not predicted: leave the key out".into());
+        }
+        if ranks > 1 && machine.within.is_none() {
+            return Err(format!(
+                "how {ranks} ranks reach each other is not known: one rank was measured, because this machine has one device. Give the \
+                 figures of another machine (--machine FILE)"
+            ));
+        }
+        let work = Workload {
+            pictures: spec.global_batch_size(),
+            accumulate: spec.train.accumulate.into(),
+            state: slots(spec.train.optimizer).len() as u64 + u64::from(spec.train.ema_decay > 0.0),
+            sync_batch_norm: parallel.sync_batch_norm,
+        };
+        let runs = |plan: &Plan| can_run(&with_plan(spec, plan, machine), machine);
+        // Results that depend on how pictures are divided over ranks stay what they are.
+        let is_free = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
+        let may_run = |plan: &Plan| (is_free || plan.is_data()) && runs(plan).is_ok();
+        let free = ParallelSpec::default();
+        let pinned = if parallel.is_auto() { parallel } else { &free };
+        let considered = search(network, ranks, (machine, &work), pinned, may_run);
+        let chosen = match parallel.is_auto() {
+            true => considered.first().cloned().ok_or_else(|| {
+                let why = runs(&Plan::data(parallel.ranks)).err();
+                let why = why.unwrap_or_else(|| "leave out parallel.model, height or shard".into());
+                format!("no plan for {ranks} ranks can be run: {why}")
+            })?,
+            false => {
+                let plan = Plan::of(parallel);
+                let cost = cost(network, &plan, machine, &work)?;
+                Candidate { plan, cost }
+            }
+        };
+        let why = why(&chosen, &considered, parallel, machine);
+        let limited_by = limited_by(&chosen, &considered, machine);
+        Ok(Self { chosen, considered, limited_by, why })
+    }
+
+    /// The job as ranks run it: the same training, with the plan in the place of `auto`.
+    pub fn resolve(&self, spec: &JobSpec, machine: &Machine) -> JobSpec {
+        with_plan(spec, &self.chosen.plan, machine)
+    }
+
+    /// Why a rank of `machine` has too little memory for it, if so.
+    pub fn lacks_memory(&self, machine: &Machine) -> Option<String> {
+        (!self.chosen.fits(machine)).then(|| {
+            format!(
+                "no plan fits: {} needs {} a rank, which has {}. Use more ranks, smaller pictures, or take the batch in parts \
+                 (train.accumulate)",
+                self.chosen.plan,
+                gigabytes(self.chosen.cost.memory_bytes),
+                gigabytes(machine.memory_bytes as f64)
+            )
+        })
+    }
+
+    /// `network`, which may be for another size of pictures, with what the plan makes of each layer.
+    pub fn describe(&self, network: &Network) -> NetworkDescription {
+        let Candidate { plan, cost } = &self.chosen;
+        let (mut description, _) = network.describe();
+        for (layer, of) in description.layers.iter_mut().zip(&cost.operators) {
+            layer.plan = Some(LayerPlan {
+                placement: placement(of, plan.mesh),
+                memory_bytes: of.memory_bytes as u64,
+                sent_bytes: of.sent_bytes as u64,
+                time_us: (of.ms * 1e3) as f32,
+            });
+        }
+        let Mesh { data, height, model, .. } = plan.mesh;
+        description.plan = Some(PlanDescription {
+            words: plan.to_string(),
+            data: data as u32,
+            height: height as u32,
+            model: model as u32,
+            shard: plan.shards.clone(),
+            step_ms: cost.step_ms as f32,
+            measured_step_ms: None,
+            images_per_second: cost.images_per_second as f32,
+            memory_bytes: cost.memory_bytes as u64,
+            limited_by: self.limited_by.into(),
+            why: self.why.clone(),
+        });
+        description
+    }
+
+    /// `2 (data) x 1 (height) x 2 (model) ranks, fc split by out: 12.3 ms a step and ... as predicted`, for a log.
+    pub fn in_words(&self) -> String {
+        let Candidate { plan, cost } = &self.chosen;
+        format!(
+            "plan: {plan}; predicted are {:.1} ms a step, {:.0} images/s and {} a rank, limited by {}; {}",
+            cost.step_ms,
+            cost.images_per_second,
+            gigabytes(cost.memory_bytes),
+            self.limited_by,
+            self.why
+        )
+    }
+}
+
+/// The job that runs `plan`: pictures of a step and of a micro-batch over all ranks stay.
+fn with_plan(spec: &JobSpec, plan: &Plan, machine: &Machine) -> JobSpec {
+    let mut resolved = spec.clone();
+    let Mesh { height, model, .. } = plan.mesh;
+    resolved.parallel = spec.parallel.with_mesh(height as u32, model as u32, plan.shards.clone());
+    if resolved.parallel.is_hybrid() {
+        resolved.parallel.device = Device::named(&machine.backend).unwrap_or(spec.parallel.device);
+    }
+    let pictures = spec.global_batch_size();
+    if resolved.global_batch_size() != pictures {
+        resolved.train.batch_size = None;
+        resolved.train.global_batch_size = u32::try_from(pictures).ok();
+    }
+    resolved
+}
+
+/// Whether the ranks of a machine can run a job; else why not.
+fn can_run(spec: &JobSpec, machine: &Machine) -> Result<(), String> {
+    let document = serde_json::to_value(spec).map_err(|e| e.to_string())?;
+    from_json(&document).map_err(|mistakes| {
+        let first =
+            mistakes.first().map(|of| (of.pointer.trim_start_matches('/').replace('/', "."), &of.detail));
+        first.map(|(key, detail)| format!("{key} {detail}")).unwrap_or_default()
+    })?;
+    registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check(spec))
+}
+
+fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, machine: &Machine) -> String {
+    let timed = |of: &Candidate| format!("{} ({:.1} ms a step)", of.plan, of.cost.step_ms);
+    if parallel.ranks == 1 {
+        return "there is one rank".into();
+    }
+    let mut others = considered.iter().filter(|of| of.plan.mesh != chosen.plan.mesh);
+    if !parallel.is_auto() {
+        return match considered.first().filter(|best| best.is_better(chosen, machine)) {
+            Some(best) => {
+                format!("the job asks for it; parallel.mode = \"auto\" would choose {}", timed(best))
+            }
+            None => match others.next() {
+                Some(next) => format!("it is the fastest; the next best is {}", timed(next)),
+                None => "these ranks can run no other".into(),
+            },
+        };
+    }
+    if chosen.plan.is_data() {
+        return match others.next() {
+            Some(next) => format!("it is the fastest; the next best is {}", timed(next)),
+            None => "these ranks can run no other".into(),
+        };
+    }
+    match considered.iter().find(|of| of.plan.is_data()) {
+        Some(data) if !data.fits(machine) => format!(
+            "data parallel needs {} a rank, which has {}",
+            gigabytes(data.cost.memory_bytes),
+            gigabytes(machine.memory_bytes as f64)
+        ),
+        Some(data) => format!("data parallel takes {:.1} ms a step", data.cost.step_ms),
+        None => "a part of it is pinned, or ranks have too few pictures for data parallel".into(),
+    }
+}
+
+fn limited_by(chosen: &Candidate, considered: &[Candidate], machine: &Machine) -> &'static str {
+    let data_fits = considered.iter().filter(|of| of.plan.is_data()).all(|data| data.fits(machine));
+    let cost = &chosen.cost;
+    if !chosen.fits(machine) || !data_fits && !chosen.plan.is_data() {
+        "memory"
+    } else if cost.exchange_ms + cost.gradients_ms > cost.compute_ms + cost.update_ms {
+        "communication"
+    } else {
+        "computing"
+    }
+}
+
+fn placement(of: &OperatorCost, mesh: Mesh) -> String {
+    let mut words = match &of.placement {
+        Placement::Batch => "own pictures".to_owned(),
+        Placement::Whole => "all pictures of the group".into(),
+        Placement::Channels(_) => format!("1/{} of the channels", mesh.model),
+        Placement::Partial => "a part of the sum".into(),
+    };
+    if of.shares_rows {
+        words += &format!(", 1/{} of the rows", mesh.height);
+    }
+    words
+}
+
+/// `3.21 GB`.
+pub fn gigabytes(bytes: f64) -> String {
+    format!("{:.2} GB", bytes / 1e9)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_engine::plan::Rates;
+    use lockstep_protocol::spec::Arch;
+
+    fn machine(backend: &str) -> Machine {
+        let link = Some(Link { latency_us: 30.0, bytes_per_second: 1e9 });
+        Machine {
+            device: "CPU, 1 thread".into(),
+            backend: backend.into(),
+            ranks: 4,
+            memory_bytes: 8 << 30,
+            shared_memory: true,
+            rates: Rates {
+                value_bytes: 4,
+                flops_per_second: [("conv3x3".to_owned(), 3e10)].into(),
+                memory_bytes_per_second: 1e10,
+            },
+            within: link,
+            between: link,
+        }
+    }
+
+    fn job() -> (JobSpec, Network) {
+        let mut spec = JobSpec::default();
+        spec.data.dataset = "clothes".into();
+        spec.model.arch = Arch::ResNet20;
+        spec.train.batch_size = Some(8);
+        spec.parallel = ParallelSpec { ranks: 4, mode: "auto".into(), ..ParallelSpec::default() };
+        let network = network(&spec.model, (32, 32), 3, 10).unwrap();
+        (spec, network)
+    }
+
+    #[test]
+    fn the_pictures_of_a_step_do_not_depend_on_the_plan() {
+        let (spec, _) = job();
+        let hybrid = ParallelSpec { mode: "hybrid".into(), height: 2, ..spec.parallel.clone() };
+        let resolved = with_plan(&spec, &Plan::of(&hybrid), &machine("cpu"));
+        assert_eq!((resolved.global_batch_size(), resolved.micro_batch_size()), (32, 16));
+        assert_eq!((resolved.parallel.is_hybrid(), resolved.parallel.device), (true, Device::Cpu));
+        let resolved = with_plan(&spec, &Plan::data(4), &machine("cpu"));
+        assert_eq!((resolved.parallel.mode.as_str(), resolved.train), ("data", spec.train));
+    }
+
+    #[test]
+    fn plans_that_train_something_else_or_do_not_run_are_not_considered() {
+        let (mut spec, network) = job();
+        let planned = Planned::of(&spec, &network, &machine("cpu")).unwrap();
+        assert!(planned.chosen.plan.is_data() && planned.considered.len() == 6, "{}", planned.why);
+        let description = planned.describe(&network);
+        assert_eq!(description.check(), Ok(()));
+        assert!(description.layers.iter().all(|layer| layer.plan.is_some()));
+        for change in [
+            (|spec| spec.parallel.sync_batch_norm = false) as fn(&mut JobSpec),
+            |spec| spec.parallel.gradients_mean = false,
+            |spec| spec.recovery.min_ranks = Some(2),
+        ] {
+            let mut spec = spec.clone();
+            change(&mut spec);
+            let planned = Planned::of(&spec, &network, &machine("cpu")).unwrap();
+            assert!(planned.considered.iter().all(|of| of.plan.is_data()), "{}", planned.why);
+        }
+        spec.parallel.model = 2;
+        spec.parallel.sync_batch_norm = false;
+        let refused = Planned::of(&spec, &network, &machine("cpu")).unwrap_err();
+        assert!(refused.contains("leave out parallel.model"), "{refused}");
+        let small = Machine { memory_bytes: 1 << 20, ..machine("cpu") };
+        let planned = Planned::of(&job().0, &network, &small).unwrap();
+        assert!(planned.lacks_memory(&small).is_some_and(|why| why.starts_with("no plan fits")));
+    }
+}

@@ -1,0 +1,49 @@
+//! The plan that the ranks of a run choose before anything is allocated (`parallel.mode = "auto"`), and what is predicted for it.
+
+use super::{TrainError, Training, start::shared_json};
+use crate::planning::{self, Planned};
+use lockstep_engine::net::Network;
+use lockstep_protocol::spec::JobSpec;
+
+/// What the ranks run.
+pub(super) struct Choice {
+    /// The job, without `auto`.
+    pub(super) spec: JobSpec,
+    /// On rank 0: what is predicted, if the machine's figures are known.
+    pub(super) planned: Option<Planned>,
+}
+
+/// Collective. `network` is for the largest pictures that the run is trained on. Figures of this machine that are not known are measured
+/// where there is a plan to choose.
+pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choice, TrainError> {
+    let &Training { spec, device, local_ranks, threads, .. } = training;
+    let (group, is_first) = (training.group.as_ref(), training.is_first());
+    let sample = planning::sample(spec, network, device, threads);
+    // What stages cost is not predicted.
+    let plans =
+        is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid()) && spec.parallel.pipeline <= 1;
+    let kept = if plans { planning::kept(&sample, device, group.size()) } else { None };
+    if !spec.parallel.is_auto() {
+        let planned = kept.and_then(|machine| Planned::of(spec, network, &machine).ok());
+        return Ok(Choice { spec: spec.clone(), planned });
+    }
+    let machine = match shared_json(group, is_first.then_some(kept.is_some()))? {
+        true => kept,
+        false => {
+            training.log(["measuring operators and links, to choose a plan"]);
+            let found = planning::measure(&sample, device, local_ranks, group, training.store.as_deref())?;
+            if is_first {
+                planning::keep(&found, &sample, device, group.size());
+            }
+            is_first.then_some(found)
+        }
+    };
+    let planned = machine.map(|machine| -> Result<_, String> {
+        let planned = Planned::of(spec, network, &machine)?;
+        let resolved = planned.resolve(spec, &machine);
+        planned.lacks_memory(&machine).map_or(Ok((planned, resolved)), Err)
+    });
+    let said = planned.as_ref().map(|of| of.as_ref().map(|(_, spec)| spec.clone()).map_err(Clone::clone));
+    let spec = shared_json::<Result<JobSpec, String>>(group, said)?.map_err(TrainError::Impossible)?;
+    Ok(Choice { spec, planned: planned.and_then(Result::ok).map(|(planned, _)| planned) })
+}

@@ -1,0 +1,219 @@
+//! Sharded checkpoints (`checkpoint.sharded`): every rank that has the folder of checkpoints writes some tensors, while training continues.
+//! Each vote of the ranks says whether all parts are on disk. Then rank 0 adds index, state and manifest, and gives the checkpoint its name.
+//! So a checkpoint is there with all parts or not at all, whichever rank is lost meanwhile.
+
+use super::{Run, TrainError, Training, plan::RunPlan, saving::announce, start::shared_json};
+use crate::checkpoint::{
+    Best, CheckpointError, CheckpointEvent, Files, Retention, Snapshot, State, TEMPORARY, complete_parts,
+    parts_folder, write_part,
+};
+use lockstep_engine::{AverageOn, Contribution, StateDict, Writers, slots};
+use serde::{Deserialize, Serialize};
+use std::{
+    fs, io,
+    path::PathBuf,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+/// Between two tries to write the last checkpoint on a full disk.
+const RETRY: Duration = Duration::from_secs(1);
+
+/// How the ranks of a run write checkpoints together.
+pub(super) struct Parts {
+    pub(super) writers: Writers,
+    /// Of this run alone; the same on every rank.
+    run: String,
+    /// Checkpoints that were begun.
+    begun: u64,
+    pending: Option<Pending>,
+    /// On rank 0.
+    retention: Option<Retention>,
+}
+
+/// A checkpoint whose parts are being written.
+struct Pending {
+    folder: PathBuf,
+    /// On rank 0.
+    state: Option<State>,
+    /// `None` on a rank that writes no part.
+    thread: Option<JoinHandle<Part>>,
+}
+
+/// What a rank has written.
+#[derive(Default, Serialize, Deserialize)]
+struct Part {
+    files: Files,
+    error: Option<String>,
+    secs: f64,
+}
+
+impl Parts {
+    /// Collective: finds the ranks that have the folder of checkpoints, and deals the network's tensors to them. `None`: rank 0 writes whole
+    /// checkpoints. `best`: the best one so far.
+    ///
+    /// # Errors
+    /// Another rank is gone.
+    pub(super) fn of(
+        training: &Training<'_>,
+        plan: &RunPlan,
+        best: Option<&Best>,
+    ) -> Result<Option<Self>, TrainError> {
+        let (spec, group) = (training.spec, training.group.as_ref());
+        if !spec.checkpoint.sharded || group.size() == 1 {
+            return Ok(None);
+        }
+        let directory = training.checkpoints;
+        // A full disk ends no run: without the mark, rank 0 alone writes.
+        let make = || {
+            fs::create_dir_all(directory)?;
+            tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(directory)
+        };
+        let mark = training.is_first().then(make).and_then(Result::ok);
+        let name = mark.as_ref().and_then(|mark| mark.path().file_name()?.to_str());
+        let name = training.is_first().then(|| name.unwrap_or_default().to_owned());
+        let run: String = shared_json(group, name)?;
+        let has_folder = !run.is_empty() && directory.join(&run).exists();
+        let have_folder = group.all_gather_bytes(&[u8::from(has_folder)])?;
+        let ranks: Vec<u32> = (0..)
+            .zip(&have_folder)
+            .filter(|(rank, has)| *rank == 0 || **has == [1])
+            .map(|(rank, _)| rank)
+            .collect();
+        if ranks.len() == 1 {
+            training.log([format!(
+                "no other rank has rank 0's folder {}: rank 0 alone writes checkpoints, each kind of tensors in one file",
+                directory.display()
+            )]);
+            return Ok(None);
+        }
+        training.log([format!("{} of {} ranks write a part of each checkpoint", ranks.len(), group.size())]);
+        let average = match (spec.train.ema_decay > 0.0, spec.parallel.is_hybrid()) {
+            (false, _) => AverageOn::NoRank,
+            (true, false) => AverageOn::FirstRank,
+            (true, true) => AverageOn::EveryRank,
+        };
+        let writers = Writers::deal(&plan.network, slots(spec.train.optimizer).len(), average, &ranks);
+        let retention =
+            training.is_first().then(|| Retention::new(directory, &spec.checkpoint, best.cloned()));
+        Ok(Some(Self { writers, run, begun: 0, pending: None, retention }))
+    }
+
+    /// Whether this rank's part of the checkpoint that is being written is on disk, or could not be written.
+    pub(super) fn is_done(&self) -> bool {
+        let is_done = |pending: &Pending| pending.thread.as_ref().is_none_or(JoinHandle::is_finished);
+        self.pending.as_ref().is_some_and(is_done)
+    }
+
+    /// Begins to write this rank's part of a checkpoint; `snapshot` has what it writes.
+    fn begin(&mut self, training: &Training<'_>, snapshot: Snapshot) -> io::Result<()> {
+        self.begun += 1;
+        let unique = format!("{}.{}", self.run.trim_start_matches(TEMPORARY), self.begun);
+        let folder = parts_folder(training.checkpoints, &snapshot.state, &unique);
+        let state = training.is_first().then(|| snapshot.state.clone());
+        let part = self.writers.part_of(training.group.rank());
+        let thread = part.map(|part| {
+            let (folder, deals_average) = (folder.clone(), self.writers.deal_average());
+            let write = move || {
+                let began = Instant::now();
+                let written = write_part(&folder, &snapshot, part, deals_average);
+                let secs = began.elapsed().as_secs_f64();
+                match written {
+                    Ok(files) => Part { files, error: None, secs },
+                    Err(error) => Part { error: Some(error.to_string()), secs, ..Part::default() },
+                }
+            };
+            thread::Builder::new().name("checkpoints".into()).spawn(write)
+        });
+        self.pending = Some(Pending { folder, state, thread: thread.transpose()? });
+        Ok(())
+    }
+
+    /// On rank 0: completes a checkpoint of which every rank has written its part. What is to be reported, and how long it took.
+    fn complete(
+        &mut self,
+        training: &Training<'_>,
+        folder: PathBuf,
+        state: &State,
+        parts: Vec<Part>,
+        again: bool,
+    ) -> (Vec<CheckpointEvent>, Duration) {
+        let began = Instant::now();
+        let longest = parts.iter().map(|part| part.secs).fold(0.0, f64::max);
+        let failed = |(rank, part): (usize, &Part)| Some(format!("rank {rank}: {}", part.error.as_ref()?));
+        let error = parts.iter().enumerate().find_map(failed);
+        let files = parts.into_iter().flat_map(|part| part.files).collect();
+        let complete = |best: Option<&Best>| match error {
+            Some(error) => Err(CheckpointError::Io { path: folder.clone(), error: io::Error::other(error) }),
+            None => complete_parts(training.checkpoints, &folder, state, best, files),
+        };
+        let news = self.retention.as_mut().map(|retention| retention.add(state, again, complete).1);
+        // As of a whole checkpoint that is incomplete or replaced.
+        let _ = fs::remove_dir_all(&folder);
+        (news.unwrap_or_default(), began.elapsed() + Duration::try_from_secs_f64(longest).unwrap_or_default())
+    }
+}
+
+impl Run<'_> {
+    /// Begins to write this rank's part of a checkpoint of the steps so far.
+    pub(super) fn begin_part(&mut self, contribution: Contribution) -> Result<(), TrainError> {
+        let own = match contribution {
+            Contribution::Part(part) | Contribution::Whole(part) => *part,
+            Contribution::Replica => StateDict::default(),
+        };
+        let snapshot = self.snapshot(own);
+        let Some(parts) = &mut self.parts else { return Ok(()) };
+        Ok(parts.begin(self.training, snapshot)?)
+    }
+
+    /// Collective: waits until all parts of the checkpoint that is being written are on disk, and completes it. Why it could not be written:
+    /// training continues, and the one before it stands. `again`: it is tried again, and that is logged once.
+    pub(super) fn complete_parts(&mut self, again: Option<u64>) -> Result<Result<(), String>, TrainError> {
+        let pending = self.parts.as_mut().and_then(|parts| parts.pending.take());
+        let Some(Pending { folder, state, thread }) = pending else { return Ok(Ok(())) };
+        let panicked = |_| Part { error: Some("its thread panicked".into()), ..Part::default() };
+        let own = thread.map_or_else(Part::default, |thread| thread.join().unwrap_or_else(panicked));
+        let group = self.training.group.as_ref();
+        let parts = group.all_gather_bytes(&serde_json::to_vec(&own).map_err(io::Error::from)?)?;
+        let mut failed = None;
+        if let (Some(of_run), Some(state)) = (&mut self.parts, state) {
+            let parts = parts.iter().map(|part| serde_json::from_slice(part)).collect::<Result<_, _>>();
+            let parts = parts.map_err(io::Error::from)?;
+            let (mut events, took) = of_run.complete(self.training, folder, &state, parts, again.is_some());
+            failed = events.iter().find_map(|event| match event {
+                CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
+                _ => None,
+            });
+            // A line for the first try again.
+            events.retain(|event| {
+                again.is_none_or(|tries| tries == 1) || !matches!(event, CheckpointEvent::Failed { .. })
+            });
+            announce(self.training, events);
+            self.warn_of_slow_checkpoints(took);
+        }
+        let failed = self.training.is_first().then_some(failed);
+        Ok(shared_json::<Option<String>>(group, failed)?.map_or(Ok(()), Err))
+    }
+
+    /// Collective: waits until the newest checkpoint is on disk, and tries again as long as `patience` when the disk is full. All ranks count
+    /// the same tries.
+    pub(super) fn flush_parts(&mut self, patience: Duration) -> Result<(), TrainError> {
+        let mut tries = 0;
+        let mut written = self.complete_parts(None)?;
+        while let Err(reason) = written {
+            if tries >= patience.as_secs().max(1) {
+                return Err(TrainError::System(io::Error::other(format!(
+                    "the last checkpoint could not be written in {tries} more tries: {reason}"
+                ))));
+            }
+            tries += 1;
+            thread::sleep(RETRY);
+            self.save()?;
+            written = self.complete_parts(Some(tries))?;
+        }
+        if tries > 0 {
+            self.training.log([format!("the last checkpoint took {} more tries", tries)]);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,128 @@
+//! Stages of a network that compute several micro-batches at once: the same losses and weights as one rank with as many micro-batches.
+
+use super::{
+    hybrid::{beyond, data_rank, data_ranks, grouped, plan, staged},
+    *,
+};
+use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
+use lockstep_protocol::spec::Split;
+
+const STEPS: usize = 10;
+/// Of all ranks: eight for each of two, so that float64 sums of gradients are those of one rank.
+const MICRO_BATCH: usize = 16;
+/// Low: batch norms of few pictures amplify the rounding of sums over rows and channels.
+const LR: f32 = 0.002;
+
+/// What the ranks report of the steps, and the state after them as a checkpoint has it.
+fn trained(
+    network: &Arc<Network>,
+    plan: &Plan,
+    (accumulate, steps): (usize, usize),
+    batch: impl Fn(usize, usize, usize) -> Batch + Sync,
+) -> (Vec<Vec<StepResult>>, StateDict) {
+    let own = MICRO_BATCH / data_ranks(plan);
+    let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
+        let from = data_rank(plan, &comm) * own;
+        let config = EngineConfig { accumulate, ..config(own) };
+        let initial = init::initial_parameters(network, false, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
+        let step = |step| {
+            let micro_batch =
+                |number| part_of(MICRO_BATCH, batch(step * accumulate + number, from, from + own));
+            let micro_batches: Vec<Batch> = (0..accumulate).map(micro_batch).collect();
+            let result = engine.train_step(&micro_batches, LR).unwrap();
+            engine.average(0.9).unwrap();
+            result
+        };
+        let results: Vec<StepResult> = (0..steps).map(step).collect();
+        (results, engine.state_dict(&Writers::default()).unwrap())
+    });
+    let (results, contributions): (Vec<_>, Vec<_>) = of_ranks.into_iter().unzip();
+    let Some(Contribution::Whole(state)) = contributions.into_iter().next() else { panic!("rank 0 has all") };
+    (results, *state)
+}
+
+#[test]
+fn stages_train_as_one_rank_with_as_many_micro_batches() {
+    let (resnet, grouped) = (network(), grouped());
+    let halves = [("layer2.*", Split::Out), ("fc", Split::Out)];
+    let cases: &[(&Arc<Network>, Plan, usize)] = &[
+        (&resnet, staged(2, Plan::data(1)), 1),
+        (&resnet, staged(2, Plan::data(1)), 2),
+        (&resnet, staged(2, Plan::data(1)), 5),
+        (&resnet, staged(4, Plan::data(1)), 2),
+        (&resnet, staged(4, Plan::data(1)), 5),
+        (&resnet, staged(11, Plan::data(1)), 2),
+        (&resnet, staged(2, Plan::data(2)), 2),
+        (&resnet, staged(2, plan([1, 1, 2], &halves)), 2),
+        (&resnet, staged(2, plan([1, 2, 1], &[])), 2),
+        (&grouped, staged(3, Plan::data(1)), 5),
+        (&grouped, staged(3, plan([1, 2, 2], &[("*", Split::Out), ("block.conv2", Split::Groups)])), 2),
+    ];
+    let (mut alone, mut wrong) = (Vec::new(), Vec::new());
+    for (network, plan, accumulate) in cases {
+        let is_it =
+            |(of, with, ..): &(&Arc<Network>, usize, _, _)| Arc::ptr_eq(of, network) && with == accumulate;
+        if !alone.iter().any(is_it) {
+            let (results, state) = trained(network, &Plan::data(1), (*accumulate, STEPS), pictures);
+            alone.push((*network, *accumulate, results, state));
+        }
+        let (.., results, state) = alone.iter().find(|of| is_it(of)).unwrap();
+        let (theirs, their_state) = trained(network, plan, (*accumulate, STEPS), pictures);
+        let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
+        for (step, wanted) in results[0].iter().enumerate() {
+            let mean = |value: &dyn Fn(&StepResult) -> f32| {
+                theirs.iter().map(|results| value(&results[step])).sum::<f32>() / theirs.len() as f32
+            };
+            let loss = mean(&|result| result.loss);
+            let right = mean(&|result| result.correct as f32 / result.samples as f32);
+            let norm = theirs.iter().map(|results| (results[step].grad_norm / wanted.grad_norm - 1.0).abs());
+            let norm = norm.fold(0.0, f32::max);
+            let wanted_right = wanted.correct as f32 / wanted.samples as f32;
+            if (loss - wanted.loss).abs() >= 1e-4 || (right - wanted_right).abs() > 1e-6 || norm > 1e-4 {
+                wrong.push(format!(
+                    "{case}, step {step}: loss {loss} {}, right {right} {wanted_right}, norm {norm:e}",
+                    wanted.loss
+                ));
+            }
+        }
+        let slots = |state: &StateDict| state.optimizer.as_ref().unwrap().slots.clone();
+        for (what, (theirs, ours)) in [
+            ("weights", (&their_state.parameters, &state.parameters)),
+            ("average", (their_state.average.as_ref().unwrap(), state.average.as_ref().unwrap())),
+        ] {
+            let (apart, name) = beyond(theirs, ours);
+            if apart > 0.0 {
+                wrong.push(format!("{case}: {what} of {name} differ by {apart:e} more than 1e-6"));
+            }
+        }
+        let apart = furthest_apart(&slots(&their_state), &slots(state));
+        if apart > 1e-3 {
+            wrong.push(format!("{case}: momentum differs by {apart:e}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Activations that fit into no connection's buffers: neighbours that both send first would wait for each other.
+#[test]
+fn stages_that_send_long_messages_do_not_wait_for_each_other() {
+    const LARGE: usize = 64;
+    let mut network = Network::new("large", LARGE, 3, 10);
+    let mut x = network.input();
+    for layer in 1..=3 {
+        x = network.conv(format!("conv{layer}"), x, 64, 1, 1);
+    }
+    let x = network.global_average_pool(x);
+    network.linear("fc", x, 10);
+    let network = Arc::new(network);
+    let batch = |number: usize, from: usize, to: usize| Batch {
+        images: values(&format!("pipeline.large.{number}"), to * LARGE * LARGE * 3)
+            .split_off(from * LARGE * LARGE * 3),
+        labels: labels("pipeline.large", to, 10).split_off(from),
+        ..Batch::default()
+    };
+    let (alone, _) = trained(&network, &Plan::data(1), (4, 1), batch);
+    let (theirs, _) = trained(&network, &staged(3, Plan::data(1)), (4, 1), batch);
+    assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - alone[0][0].loss).abs() < 1e-4), "{theirs:?}");
+}

@@ -1,0 +1,200 @@
+//! Optimizer state that ranks divide among them (ZeRO-1): the same losses, weights and checkpoints as one rank that has all of it.
+
+use super::{
+    hybrid::{beyond, data_rank, plan},
+    *,
+};
+use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
+use lockstep_protocol::spec::Split;
+
+const STEPS: usize = 10;
+/// Multiples of eight for each rank: float64 sums of gradients are then those of one rank.
+const GLOBAL: usize = 32;
+const KINDS: [OptimizerKind; 5] = [
+    OptimizerKind::Momentum,
+    OptimizerKind::Nesterov,
+    OptimizerKind::Lars,
+    OptimizerKind::AdamW,
+    OptimizerKind::Lamb,
+];
+
+fn sharded(plan: Plan) -> Plan {
+    Plan { optimizer_sharding: true, ..plan }
+}
+
+/// More than two million weights, so gradients are summed in float32. Nearly all of them are one parameter.
+fn wide() -> Arc<Network> {
+    let mut network = Network::new("wide", SIDE, 3, 64_000);
+    let conv = network.conv("conv1", network.input(), 32, 3, 1);
+    let norm = network.batch_norm("bn1", conv);
+    let relu = network.relu(norm);
+    let average = network.global_average_pool(relu);
+    network.linear("fc", average, 64_000);
+    Arc::new(network)
+}
+
+fn of_kind(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
+    // With a smaller epsilon the sign of a gradient that is almost 0 decides.
+    let optimizer = Optimizer { kind, weight_decay: 1e-3, epsilon: 1e-3, ..Optimizer::default() };
+    EngineConfig { optimizer, accumulate, ..config(GLOBAL) }
+}
+
+/// Mean losses of the steps, and the state after them as a checkpoint has it. The ranks share no memory. Of three ranks the first has
+/// half of the pictures.
+fn trained(network: &Arc<Network>, plan: &Plan, config: &EngineConfig) -> (Vec<f32>, StateDict) {
+    let ranks = plan.mesh.ranks();
+    let parts = ranks / plan.mesh.height;
+    let of_ranks = meet(ranks as u32, false, |comm| {
+        let part = data_rank(plan, &comm);
+        let bounds = [part, part + 1].map(|part| match parts {
+            3 => [0, 16, 24, 32][part],
+            parts => part * GLOBAL / parts,
+        });
+        let initial = init::initial_parameters(network, false, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
+        let step = |step| {
+            let micro_batch = |micro| part_of(GLOBAL, pictures(2 * step + micro, bounds[0], bounds[1]));
+            let batches: Vec<_> = (0..config.accumulate).map(micro_batch).collect();
+            let result = engine.train_step(&batches, 0.002).unwrap();
+            result.loss * result.samples as f32
+        };
+        let losses: Vec<f32> = (0..STEPS).map(step).collect();
+        (losses, engine.state_dict(&Writers::default()).unwrap())
+    });
+    let pictures = (GLOBAL * config.accumulate * plan.mesh.height) as f32;
+    let mean = |step: usize| of_ranks.iter().map(|(losses, _)| losses[step]).sum::<f32>() / pictures;
+    let losses = (0..STEPS).map(mean).collect();
+    let Some((_, Contribution::Whole(state))) = of_ranks.into_iter().next() else { panic!("rank 0 has all") };
+    (losses, *state)
+}
+
+/// How two runs differ by more than rounding, in words.
+fn difference(ours: &(Vec<f32>, StateDict), theirs: &(Vec<f32>, StateDict)) -> Option<String> {
+    let loss = ours.0.iter().zip(&theirs.0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let [optimizer, their_optimizer] = [&ours.1, &theirs.1].map(|state| state.optimizer.as_ref().unwrap());
+    let weights = beyond(&ours.1.parameters, &theirs.1.parameters);
+    let slots = beyond(&optimizer.slots, &their_optimizer.slots);
+    assert_eq!(optimizer.updates, their_optimizer.updates);
+    let is_near = loss < 1e-4 && weights.0 <= 0.0 && slots.0 <= 0.0;
+    (!is_near).then(|| format!("losses by {loss:e}, weights {weights:?}, optimizer state {slots:?}"))
+}
+
+#[test]
+fn ranks_that_divide_optimizer_state_train_as_one_rank() {
+    let mut wrong = Vec::new();
+    for (number, kind) in KINDS.into_iter().enumerate() {
+        let config = of_kind(kind, 1 + number % 2);
+        // Float32 sums take long here.
+        let of_wide: &[u32] = [&[4][..], &[], &[], &[], &[3]][number];
+        for (network, of_ranks) in [(network(), &[2, 3, 4][..]), (wide(), of_wide)] {
+            if of_ranks.is_empty() {
+                continue;
+            }
+            let alone = trained(&network, &Plan::data(1), &config);
+            for ranks in of_ranks {
+                let divided = trained(&network, &sharded(Plan::data(*ranks)), &config);
+                let case = format!("{}, {kind:?} on {ranks} ranks", network.arch);
+                wrong.extend(difference(&divided, &alone).map(|difference| format!("{case}: {difference}")));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// A part of a parameter that ranks share is divided over the ranks that have the same part.
+#[test]
+fn ranks_that_share_a_network_divide_the_state_of_their_parts() {
+    let split = [("layer3.*.conv1", Split::Out), ("layer3.*.conv2", Split::In), ("fc", Split::Out)];
+    let mut wrong = Vec::new();
+    for (kind, mesh, shards) in [
+        (OptimizerKind::Momentum, [2, 1, 2], &split[..]),
+        (OptimizerKind::Lamb, [2, 1, 2], &split[..]),
+        (OptimizerKind::Lars, [1, 2, 2], &split[..]),
+        (OptimizerKind::AdamW, [2, 2, 1], &[]),
+    ] {
+        let plan = plan(mesh, shards);
+        let config = of_kind(kind, 1);
+        let whole = trained(&network(), &plan, &config);
+        let divided = trained(&network(), &sharded(plan), &config);
+        wrong.extend(
+            difference(&divided, &whole).map(|difference| format!("{kind:?}, {mesh:?}: {difference}")),
+        );
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn a_divided_state_continues_on_any_number_of_ranks_with_and_without_the_key() {
+    let (network, config) = (network(), of_kind(OptimizerKind::AdamW, 1));
+    let (_, state) = trained(&network, &sharded(Plan::data(3)), &config);
+    let next = |plan: &Plan| {
+        let own = GLOBAL / plan.mesh.ranks();
+        let mut of_ranks = meet(plan.mesh.ranks() as u32, false, |comm| {
+            let from = data_rank(plan, &comm) * own;
+            let initial = init::initial_parameters(&network, false, 2);
+            let mut engine = build_cpu_with(network.clone(), &initial, config.clone(), comm, plan).unwrap();
+            engine.load_state_dict(&state).unwrap();
+            if let Contribution::Whole(loaded) = engine.state_dict(&Writers::default()).unwrap() {
+                assert!(*loaded == state, "what was loaded is what is saved");
+            }
+            engine.keep_gradients().unwrap();
+            engine.train_step(&[part_of(GLOBAL, pictures(99, from, from + own))], 0.002).unwrap();
+            let undone = engine.undo_unfinished_steps();
+            assert!(!plan.optimizer_sharding || plan.mesh.ranks() == 1 || undone.is_none());
+            (
+                engine.state_dict(&Writers::default()).unwrap(),
+                engine.parameters().unwrap(),
+                engine.gradients().unwrap(),
+            )
+        });
+        let replicas = of_ranks.iter().all(|(_, parameters, gradients)| {
+            plan.mesh.model > 1 || (*parameters == of_ranks[0].1 && *gradients == of_ranks[0].2)
+        });
+        assert!(replicas, "{plan:?}: every rank has all weights and kept gradients");
+        let (Contribution::Whole(state), _, gradients) = of_ranks.swap_remove(0) else { panic!("rank 0") };
+        (*state, gradients)
+    };
+    let (alone, wanted) = next(&Plan::data(1));
+    for plan in [
+        sharded(Plan::data(1)),
+        sharded(Plan::data(2)),
+        Plan::data(2),
+        sharded(Plan::data(4)),
+        sharded(plan([2, 1, 2], &[("layer3.*", Split::Out)])),
+    ] {
+        let (state, gradients) = next(&plan);
+        let (apart, name) = beyond(&state.parameters, &alone.parameters);
+        assert!(apart <= 0.0, "{plan:?}: {name} {apart:e}");
+        if plan.is_data() {
+            let (apart, name) = beyond(&gradients, &wanted);
+            assert!(apart <= 0.0, "{plan:?}: the gradient of {name} {apart:e}");
+        }
+    }
+}
+
+#[test]
+fn each_rank_keeps_its_share_of_the_optimizer_s_state() {
+    let exchange = |plan: Plan, shared: bool| {
+        let network = wide();
+        meet(plan.mesh.ranks() as u32, shared, |comm| {
+            let initial = init::initial_parameters(&network, false, 1);
+            let config = of_kind(OptimizerKind::AdamW, 1);
+            let engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), &plan).unwrap();
+            comm.barrier().unwrap();
+            engine.exchange()
+        })
+    };
+    // 2,112,928 parameters of two slots of float32.
+    for said in exchange(sharded(Plan::data(4)), false) {
+        assert!(said.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{said}");
+    }
+    for said in exchange(sharded(plan([2, 1, 2], &[])), false) {
+        assert!(said.ends_with("; a rank keeps 4.23 of 16.90 MB of optimizer state"), "{said}");
+    }
+    for said in exchange(sharded(Plan::data(2)), true) {
+        assert!(said.ends_with("; optimizer state, 16.90 MB, is there once, too"), "{said}");
+    }
+    for said in exchange(Plan::data(2), false) {
+        assert!(!said.contains("optimizer"), "{said}");
+    }
+}

@@ -13,8 +13,11 @@ use std::{
 
 const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
-async fn postgres_away(secs: u64, steps: u64) {
+#[tokio::test]
+#[ignore = "slow: 15 s away"]
+async fn slow_postgres_is_away_for_15_s() {
     let _turn = turn().await;
+    let (secs, steps) = (15, 4 * STEPS);
     let mut cluster = Cluster::new(true);
     let url = cluster.database("away");
     let server = with_pictures(Server::start_on(LOCAL, Some(url), variables([SLOW_STEPS])).await).await;
@@ -43,17 +46,6 @@ async fn postgres_away(secs: u64, steps: u64) {
     assert_eq!(number(&server.job(&id).await["attempt"]), 1);
     row.passed("503 with a reason, ranks trained on, same attempt");
     server.stop().await;
-}
-
-#[tokio::test]
-async fn postgres_is_away_for_a_moment() {
-    postgres_away(3, 2 * STEPS).await;
-}
-
-#[tokio::test]
-#[ignore = "slow: 15 s away"]
-async fn slow_postgres_is_away_for_15_s() {
-    postgres_away(15, 4 * STEPS).await;
 }
 
 /// A person with `sqlite3`, a program that copies files: somebody else is writing to the database and does not end.

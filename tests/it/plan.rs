@@ -13,7 +13,7 @@ fn machine() -> Value {
     json!({
         "device": "CPU, 64 threads",
         "backend": "cpu",
-        "ranks": 8,
+        "ranks": 4,
         "memory_bytes": 100_000_000_000u64,
         "shared_memory": false,
         "rates": {
@@ -46,7 +46,7 @@ fn plan(folder: &Path, arguments: &[&str]) -> Finished {
     Finished::of(&mut command)
 }
 
-const AUTO: &str = "ranks = 8\ndevice = \"cpu\"\nmode = \"auto\"";
+const AUTO: &str = "ranks = 4\ndevice = \"cpu\"\nmode = \"auto\"";
 
 #[test]
 fn a_plan_is_chosen_by_classes_and_memory() {
@@ -60,7 +60,7 @@ fn a_plan_is_chosen_by_classes_and_memory() {
     let found = of(&["--classes", "1000"]).json();
     let plan_of = |found: &Value| found["plans"][0]["plan"].clone();
     let ordinary = plan_of(&found);
-    assert_eq!(ordinary["words"], "data parallel on 8 ranks");
+    assert_eq!(ordinary["words"], "data parallel on 4 ranks");
     let why = ordinary["why"].as_str().expect("why");
     assert!(
         why.starts_with("no other plan is 2 % faster; the next best is ") && why.contains("ms a step"),
@@ -82,18 +82,18 @@ fn a_plan_is_chosen_by_classes_and_memory() {
 
     // What --json has printed is a machine, too.
     fs::write(folder.join("printed.json"), of(&["--classes", "1000"]).ok()).expect("figures");
-    let several = plan(folder, &["--machine", "printed.json", "--classes", "4000000", "--ranks", "8,16"]);
+    let several = plan(folder, &["--machine", "printed.json", "--classes", "4000000", "--ranks", "4,8"]);
     let table = several.ok();
-    for words in ["RANKS", "8      512", "16     1024", "fc split by out", "memory"] {
+    for words in ["RANKS", "4      256", "8      512", "fc split by out", "memory"] {
         assert!(table.contains(words), "{words}: {table}");
     }
     let one = plan(folder, &["--machine", "machine.json", "--classes", "1000"]);
     let text = one.ok();
     for words in [
-        "resnet50 of 25557032 parameters, 1000 classes, 224 x 224 pixels; CPU, 64 threads, 8 ranks a machine",
+        "resnet50 of 25557032 parameters, 1000 classes, 224 x 224 pixels; CPU, 64 threads, 4 ranks a machine",
         "layer1.0.conv2 ",
         "120 others",
-        "plan                data parallel on 8 ranks",
+        "plan                data parallel on 4 ranks",
         "limited by          computing",
         "OTHER PLAN",
     ] {
@@ -103,7 +103,7 @@ fn a_plan_is_chosen_by_classes_and_memory() {
     // A job that is told otherwise learns it.
     let pinned = of(&["--classes", "1000", "--set", "parallel.mode=hybrid", "--set", "parallel.model=2"]);
     let why = plan_of(&pinned.json())["why"].clone();
-    let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 8 ranks";
+    let better = "the job asks for it; parallel.mode = \"auto\" would choose data parallel on 4 ranks";
     assert!(why.as_str().is_some_and(|why| why.starts_with(better)), "{why}");
 }
 
@@ -129,7 +129,7 @@ fn what_cannot_be_planned_says_why() {
     alone.as_object_mut().expect("a table").remove("within");
     fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
     let said = told(&["--classes", "9", "--machine", "machine.json"]);
-    assert!(said.contains("how 8 ranks reach each other is not known"), "{said}");
+    assert!(said.contains("how 4 ranks reach each other is not known"), "{said}");
     alone["rates"]["memory_bytes_per_second"] = json!(0);
     fs::write(folder.join("machine.json"), alone.to_string()).expect("figures");
     let said = told(&["--classes", "9", "--machine", "machine.json"]);

@@ -14,7 +14,7 @@ use std::cmp::Ordering;
 const WORTH_IT: [f64; 2] = [0.02, 0.002];
 
 /// Beginnings that are kept of each choice.
-const KEPT: usize = 6;
+const KEPT: usize = 3;
 
 /// A plan that was considered.
 #[derive(Debug, Clone, PartialEq)]
@@ -134,15 +134,22 @@ fn best_splits(
     };
     let is_head = |of: &Alike| of.pattern == network.head() && pinned.is_empty();
     let start: Vec<_> = operators.iter().map(|of| is_head(of).then_some(Split::Out)).collect();
-    let mut best = evaluate(&start);
-    let mut kept = vec![if best.is_some() { start } else { vec![None; operators.len()] }];
+    let nothing = vec![None; operators.len()];
+    let mut kept: Vec<_> = [start, nothing]
+        .into_iter()
+        .find_map(|chosen| Some((evaluate(&chosen)?, chosen)))
+        .into_iter()
+        .collect();
+    let mut best = kept.first().map(|(candidate, _)| candidate.clone());
     for (place, of) in operators.iter().enumerate() {
-        let mut found = Vec::new();
-        for before in &kept {
+        let mut found = kept.clone();
+        for (_, before) in &kept {
             for split in of.splits {
                 let mut chosen = before.clone();
-                chosen[place] = *split;
-                found.extend(evaluate(&chosen).map(|candidate| (candidate, chosen)));
+                if chosen[place] != *split {
+                    chosen[place] = *split;
+                    found.extend(evaluate(&chosen).map(|candidate| (candidate, chosen)));
+                }
             }
         }
         found.sort_by(|(a, _), (b, _)| a.compare(b, machine));
@@ -159,8 +166,8 @@ fn best_splits(
             }
             for split in of.splits {
                 let alike = found.iter().filter(|(_, chosen)| chosen[place] == *split).take(KEPT);
-                let new: Vec<_> = alike.filter(|(_, chosen)| !kept.contains(chosen)).collect();
-                kept.extend(new.into_iter().map(|(_, chosen)| chosen.clone()));
+                let new: Vec<_> = alike.filter(|of| !kept.contains(of)).cloned().collect();
+                kept.extend(new);
             }
         }
     }

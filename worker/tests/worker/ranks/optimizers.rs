@@ -32,15 +32,15 @@ fn every_optimizer_does_the_same_on_1_2_and_4_ranks_bit_for_bit() {
     }
 }
 
-/// ResNet-18: too large for sums in float64, and with parameters of many pieces.
+/// ResNet-18: too large for sums in float64, and with parameters of many pieces. With norms of each parameter and without.
 #[test]
-fn every_optimizer_does_the_same_to_a_large_network_on_any_ranks_and_threads() {
+fn optimizers_do_the_same_to_a_large_network_on_any_ranks_and_threads() {
     let model = ModelSpec { arch: Arch::ResNet18, ..ModelSpec::default() };
     let network = Arc::new(resnet::build(&model, SIDE, 3, 10).unwrap());
     let initial = init::initial_parameters(&network, false, 1);
-    for (kind, name) in OptimizerKind::ALL {
+    for (kind, lr, name) in [(OptimizerKind::Momentum, 0.01, "momentum"), (OptimizerKind::Lamb, 1e-4, "LAMB")]
+    {
         let optimizer = Optimizer { kind, ..config(1).optimizer };
-        let lr = if matches!(kind, OptimizerKind::AdamW | OptimizerKind::Lamb) { 1e-4 } else { 0.01 };
         let run = |ranks: u32, shared: bool, threads: usize, accumulate: usize, steps: usize| {
             meet(ranks, shared, |comm| {
                 let own = 8 / ranks as usize / accumulate;

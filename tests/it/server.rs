@@ -35,8 +35,8 @@ pub(crate) const SOON: Duration = Duration::from_secs(30);
 /// Longest wait for a job of these tests to end.
 pub(crate) const JOB_END: Duration = Duration::from_secs(120);
 
-/// Tests that train at the same time. Most of them wait for what is killed, stopped or slow for longer than they compute.
-const TURNS: u32 = 3;
+/// Tests that train at the same time.
+const TURNS: u32 = 2;
 
 static TURN: Semaphore = Semaphore::const_new(TURNS as usize);
 

@@ -10,7 +10,7 @@ use std::{
     fs,
     io::{BufRead, BufReader},
     process::{Child, Stdio},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 const JOB: &str = r#"

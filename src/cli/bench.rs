@@ -40,6 +40,9 @@ pub(crate) struct Args {
     /// Batch norm: statistics over all ranks (sync), or of each rank (GPUs)
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
+    /// Divide optimizer state over the ranks (ZeRO-1, GPUs)
+    #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
+    optimizer_sharding: bool,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -183,6 +186,7 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--case={}", case.name),
         format!("--precision={}", name(&args.precision)),
         format!("--sync-batch-norm={}", args.sync_batch_norm),
+        format!("--optimizer-sharding={}", args.optimizer_sharding),
         format!("--deterministic={}", args.deterministic),
     ]
     .map(OsString::from)
@@ -205,6 +209,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         precision: args.precision.precision(),
         deterministic: args.deterministic,
         sync_batch_norm: args.sync_batch_norm,
+        optimizer_sharding: args.optimizer_sharding,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

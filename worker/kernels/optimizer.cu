@@ -52,18 +52,9 @@ __device__ __forceinline__ double block_sum(double v, double* warps) {
     return sum;
 }
 
-// L2 norm of all gradients, whether they are finite, and the loss scale that follows. The update of a step whose
-// gradients are not is skipped. `dynamic`: the scale is halved then, and doubled after GROWTH_STEPS finite steps.
-// One thread looks whether the weights are held, for all kernels of the update: then the step changes nothing of this.
-extern "C" __global__ void __launch_bounds__(512)
-    gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
-    enter();
-    SHARED(double, warps, 16);
-    SHARED(u32, last, 1);
-    Gradients gradients = GRADIENTS;
-    bool asks = blockIdx.x == 0 && threadIdx.x == 0;
-    u32 held = asks && scaler->held ? load_system(scaler->held) : 0;
-    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+// Sum of squares of a thread's share of gradients.
+__device__ __forceinline__ double squares_of(const Gradients& gradients) {
+    u64 groups = gradients.length / 8, step = (u64)gridDim.x * blockDim.x;
     float s[4] = {};
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += 4 * step) {
         float g[4][8];
@@ -78,21 +69,11 @@ extern "C" __global__ void __launch_bounds__(512)
 #pragma unroll
             for (int k = 0; k < 8; k++) s[u] = fmaf(g[u][k], g[u][k], s[u]);
     }
-    double sum = block_sum((double)s[0] + s[1] + s[2] + s[3], warps);
-    if (threadIdx.x == 0) {
-        if (asks) scaler->refused = held;
-        partials[blockIdx.x] = sum;
-        __threadfence();
-        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
-        if (last[0]) *counter = 0;
-    }
-    __syncthreads();
-    if (!last[0]) return;
-    __threadfence();
-    double all = 0;
-    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += load_shared_by_blocks(partials + b);
-    all = block_sum(all, warps);
-    if (threadIdx.x != 0) return;
+    return (double)s[0] + s[1] + s[2] + s[3];
+}
+
+// What follows from the sum of squares of all gradients. One thread calls it.
+__device__ __forceinline__ void take_squares(double all, Scaler* scaler, u32 dynamic) {
     if (load_shared_by_blocks(&scaler->refused)) {
         scaler->apply = 0;
         scaler->updating = 0;
@@ -114,6 +95,56 @@ extern "C" __global__ void __launch_bounds__(512)
     }
     scaler->scale = scale;
     scaler->good_steps = good;
+}
+
+// L2 norm of all gradients, whether they are finite, and the loss scale that follows. The update of a step whose
+// gradients are not is skipped. `dynamic`: the scale is halved then, and doubled after GROWTH_STEPS finite steps.
+// One thread looks whether the weights are held, for all kernels of the update: then the step changes nothing of this.
+extern "C" __global__ void __launch_bounds__(512)
+    gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
+    enter();
+    SHARED(double, warps, 16);
+    SHARED(u32, last, 1);
+    Gradients gradients = GRADIENTS;
+    bool asks = blockIdx.x == 0 && threadIdx.x == 0;
+    u32 held = asks && scaler->held ? load_system(scaler->held) : 0;
+    double sum = block_sum(squares_of(gradients), warps);
+    if (threadIdx.x == 0) {
+        if (asks) scaler->refused = held;
+        partials[blockIdx.x] = sum;
+        __threadfence();
+        last[0] = atomicAdd(counter, 1u) == gridDim.x - 1;
+        if (last[0]) *counter = 0;
+    }
+    __syncthreads();
+    if (!last[0]) return;
+    __threadfence();
+    double all = 0;
+    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += load_shared_by_blocks(partials + b);
+    all = block_sum(all, warps);
+    if (threadIdx.x == 0) take_squares(all, scaler, dynamic);
+}
+
+// Sums of squares of a part of the gradients, a number a block: of ranks that have the others' sums in `norm_of_squares`.
+extern "C" __global__ void __launch_bounds__(512) gradient_squares(GRADIENT_PARAMETERS, double* squares) {
+    enter();
+    SHARED(double, warps, 16);
+    Gradients gradients = GRADIENTS;
+    double sum = block_sum(squares_of(gradients), warps);
+    if (threadIdx.x == 0) squares[blockIdx.x] = sum;
+}
+
+// gradient_norm by one block, from `count` sums of squares over all ranks.
+extern "C" __global__ void __launch_bounds__(512)
+    norm_of_squares(const double* squares, u32 count, Scaler* scaler, u32 dynamic) {
+    enter();
+    SHARED(double, warps, 16);
+    double all = 0;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) all += squares[i];
+    all = block_sum(all, warps);
+    if (threadIdx.x != 0) return;
+    scaler->refused = scaler->held ? load_system(scaler->held) : 0;
+    take_squares(all, scaler, dynamic);
 }
 
 // A parameter's place in the flat buffers, ordered; lengths are multiples of 8.

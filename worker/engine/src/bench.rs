@@ -213,6 +213,8 @@ pub struct OnDevice {
     /// The same bits in every run.
     pub deterministic: bool,
     pub sync_batch_norm: bool,
+    /// Ranks divide the optimizer's state.
+    pub optimizer_sharding: bool,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
@@ -298,7 +300,7 @@ fn on_device(
         network,
         initial: &initial,
         config,
-        plan: Plan::data(comm.size()),
+        plan: Plan { optimizer_sharding: how.optimizer_sharding, ..Plan::data(comm.size()) },
         comm,
         ordinal: how.device.ordinal,
         precision: how.precision,

@@ -104,14 +104,21 @@ impl Backend for Cuda {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
-        if spec.parallel.optimizer_sharding && spec.parallel.ranks > 1 {
-            return Err("parallel.optimizer_sharding is done by CPU ranks only: leave it out, or set parallel.device = \"cpu\"".into());
+        if spec.parallel.is_hybrid() {
+            return Err("parallel.mode = \"hybrid\" is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = \"data\""
+                .into());
         }
-        match spec.parallel.is_hybrid() {
-            true => Err("parallel.mode = \"hybrid\" is computed by CPU ranks only: set parallel.device = \"cpu\", or mode = \"data\""
-                .into()),
-            false => Ok(()),
+        // During training a GPU has sums of gradients and float32 weights of its own part alone.
+        for (key, is_set) in
+            [("log.histograms", spec.log.histograms > 0), ("train.ema_decay", spec.train.ema_decay > 0.0)]
+        {
+            if is_set && spec.parallel.optimizer_sharding && spec.parallel.ranks > 1 {
+                return Err(format!(
+                    "{key} on GPUs: no GPU has all weights and gradients with parallel.optimizer_sharding; leave one of the two out"
+                ));
+            }
         }
+        Ok(())
     }
 
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {
@@ -127,6 +134,7 @@ impl Backend for Cuda {
             deterministic: args.deterministic,
             store: args.store,
             watchdog: args.watchdog,
+            optimizer_sharding: args.plan.optimizer_sharding,
             generation: args.generation,
         };
         HAS_ENGINE.store(true, Ordering::Relaxed);

@@ -62,6 +62,9 @@ pub(super) enum Region {
     ChannelSums,
     /// Sums that NCCL adds over ranks.
     StatisticsSums,
+    /// Float64 sums of squares of gradients by bucket, and of the norms of each parameter, where ranks divide the optimizer's state.
+    BucketSquares,
+    SegmentSquares,
     /// All ranks' exchange buffers; exchanges so far.
     PeerTable,
     PeerSequences,
@@ -276,6 +279,23 @@ pub(super) enum Command {
         count: usize,
         dtype: DType,
     },
+    /// By NCCL, among the ranks that divide the optimizer's state.
+    Sharded {
+        stream: StreamId,
+        exchange: ShardExchange,
+        at: Operand,
+    },
+}
+
+/// What ranks that divide the optimizer's state give each other, in place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum ShardExchange {
+    /// Of a bucket of gradients, which has a part for each rank, each rank gets the sum of its own.
+    ReduceScatter(DType),
+    /// Each rank has its own part of a bucket of weights, and gets those of the others.
+    AllGather(DType),
+    /// Float64 values are added up.
+    Sum,
 }
 
 impl Command {
@@ -287,7 +307,8 @@ impl Command {
             | Command::Convolution { stream, .. }
             | Command::Record { stream, .. }
             | Command::Wait { stream, .. }
-            | Command::AllReduce { stream, .. } => Some(*stream),
+            | Command::AllReduce { stream, .. }
+            | Command::Sharded { stream, .. } => Some(*stream),
         }
     }
 
@@ -313,7 +334,7 @@ impl Command {
                 all.push((*workspace, Access::Write));
                 all
             }
-            Command::AllReduce { at, .. } => vec![(*at, Access::Change)],
+            Command::AllReduce { at, .. } | Command::Sharded { at, .. } => vec![(*at, Access::Change)],
         };
         all.into_iter().filter(|(operand, _)| !operand.is_none()).collect()
     }

@@ -18,6 +18,8 @@ pub(super) struct GpuConfig {
     pub(super) store: Option<Arc<Store>>,
     /// Notified of every step that is submitted and completed.
     pub(super) watchdog: Option<Arc<Watchdog>>,
+    /// Ranks divide the optimizer's state among them.
+    pub(super) optimizer_sharding: bool,
     /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
     pub(super) generation: u32,
 }

@@ -38,6 +38,7 @@ impl Engine for CudaEngine {
             let (phase, control) = self.micro_batch(&part, gradient_scale, lr);
             self.run(phase, control, part.batch)?;
         }
+        self.has_old_weights = self.program.state.share.is_some();
         self.under_way.push_back(UnderWay::OnGpu);
         self.steps.0 += 1;
         if let Some(watchdog) = &self.watchdog {
@@ -51,11 +52,16 @@ impl Engine for CudaEngine {
         while let Some(result) = self.result()? {
             self.unreturned.push(result);
         }
+        self.gather_weights()?;
         self.last_end = None;
         Ok(std::mem::take(&mut self.unreturned))
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
+        // A part of the optimizer's state may be lost with its rank.
+        if self.program.state.share.is_some() {
+            return None;
+        }
         let settled = self.settle();
         settled.inspect_err(|error| tracing::warn!("what is on the GPU is not known: {error}")).ok()
     }
@@ -183,6 +189,24 @@ impl Engine for CudaEngine {
         self.comm.rank()
     }
 
+    fn state_dict(&self) -> Result<Contribution, EngineError> {
+        let is_first = self.replica() == 0;
+        let optimizer = match self.program.state.share {
+            Some(_) => self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), is_first))?,
+            None if is_first => Some(self.optimizer_state()?),
+            None => None,
+        };
+        if !is_first {
+            return Ok(Contribution::Replica);
+        }
+        Ok(Contribution::Whole(Box::new(StateDict {
+            parameters: self.parameters()?,
+            optimizer,
+            average: self.averaged()?,
+            loss_scaling: self.loss_scaling()?,
+        })))
+    }
+
     fn first_not_finite(&self) -> Result<Option<String>, EngineError> {
         self.device.bind()?;
         self.device.synchronize()?;
@@ -199,7 +223,8 @@ impl Engine for CudaEngine {
     }
 
     fn exchange(&self) -> String {
-        self.program.reducer.as_ref().map(Reducer::exchange).unwrap_or_default()
+        let saving = self.program.state.saving();
+        self.program.reducer.as_ref().map(|reducer| reducer.exchange() + &saving).unwrap_or_default()
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {

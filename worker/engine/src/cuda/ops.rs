@@ -37,7 +37,9 @@ pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
 pub(super) use norm::{
     Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,
 };
-pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, NORM_PARTS, Rates, Sgd, Update};
+pub(super) use optimizer::{
+    Flat, GradientNorm, Gradients, LarsRates, NORM_PARTS, Rates, SQUARE_PARTS, Sgd, Update,
+};
 pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
 pub(super) use step::{Fetch, Keep, Record};
 pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};

@@ -100,6 +100,7 @@ fn gpu_a_step_tells_where_its_time_goes() {
             precision: Precision::Fp16,
             deterministic: true,
             sync_batch_norm: true,
+            optimizer_sharding: false,
             store: None,
         };
         let calls = bench::profile(&case.parse().unwrap(), how).unwrap();

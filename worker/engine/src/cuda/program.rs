@@ -7,7 +7,7 @@
 use super::{
     GpuConfig,
     arena::{Allocation, Arena},
-    command::{Command, Kernel, Operand, Part, Region, UPDATING, verify},
+    command::{Command, Kernel, Operand, Part, Region, ShardExchange, StreamId, UPDATING, verify},
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     dtype::DType,
@@ -28,6 +28,7 @@ use crate::{
     fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
     layers::layer_times,
     net::{Network, TensorId},
+    sharding::Share,
 };
 use emitter::{arena_bytes, emit};
 use facts::{Facts, norm_sites};
@@ -120,6 +121,9 @@ pub(super) struct Program {
     /// For LARS and LAMB: where each parameter lies, and its rate.
     segments: Buffer,
     rates: Buffer,
+    /// This one among the ranks that divide the optimizer's state, and room for sums of squares of gradients and of parameters' norms.
+    share: Option<Share>,
+    shard_squares: Option<[Buffer; 2]>,
     tuner: Tuner,
     pub(super) state: State,
     pub(super) inputs: Inputs,
@@ -213,6 +217,7 @@ impl Program {
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
             ranks: self.reducer.as_ref().map(|reducer| &reducer.statistics),
+            share: self.share,
             takes_sums: &|convolution| self.tuner.has(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
@@ -275,6 +280,17 @@ impl Program {
             all.remove(&frozen.name);
         }
         Ok(all)
+    }
+
+    /// Where ranks divide the optimizer's state, collective: starts to give each rank the float32 weights of the others.
+    pub(super) fn gather_weights(&self) -> Result<(), EngineError> {
+        let gather = |range: std::ops::Range<usize>| Command::Sharded {
+            stream: StreamId::Main,
+            exchange: ShardExchange::AllGather(DType::F32),
+            at: Operand::new(Region::Weights, 4 * range.start, 4 * range.len()),
+        };
+        let commands: Vec<_> = self.state.layout.buckets.iter().cloned().map(gather).collect();
+        self.start(&commands, 0)
     }
 
     /// Starts the work of a micro-batch on [`Program::main`].

@@ -4,14 +4,14 @@
 #![allow(unsafe_code)] // NCCL takes addresses; they are ranges of the engine's own buffers.
 
 use super::{
-    command::Region,
+    command::{Region, ShardExchange},
     device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
     dtype::DType,
     statistics::Statistics,
 };
 use crate::{EngineError, cuda::GpuConfig};
 use lockstep_comm::{
-    CommError, Exchange, ProcessGroup, Reduction, first_to_differ,
+    CommError, DataType, Exchange, ProcessGroup, Reduction, first_to_differ,
     nccl::Nccl,
     peers::{MAX_PEERS, Peers},
 };
@@ -148,6 +148,33 @@ impl Reducer {
     ) -> Result<(), CommError> {
         // SAFETY: a range of a buffer of this engine, which outlives the stream's work.
         unsafe { self.nccl.all_reduce(at, count, dtype.into(), Reduction::Sum, stream.0) }
+    }
+
+    /// Among ranks that divide the optimizer's state: works in place on `bytes` at `at`.
+    pub(super) fn share(
+        &self,
+        stream: Stream,
+        exchange: ShardExchange,
+        at: Ptr,
+        bytes: usize,
+    ) -> Result<(), CommError> {
+        let (rank, ranks) = (self.nccl.rank() as usize, self.nccl.size() as usize);
+        let (dtype, parts) = match exchange {
+            ShardExchange::ReduceScatter(dtype) | ShardExchange::AllGather(dtype) => (dtype.into(), ranks),
+            ShardExchange::Sum => (DataType::F64, 1),
+        };
+        let own = at + (rank * bytes / ranks) as u64;
+        let count = bytes / parts / dtype.size_bytes();
+        // SAFETY: a range of a buffer of this engine, which outlives the stream's work, and a part of it for each rank.
+        unsafe {
+            match exchange {
+                ShardExchange::ReduceScatter(_) => {
+                    self.nccl.reduce_scatter(at, own, count, dtype, Reduction::Sum, stream.0)
+                }
+                ShardExchange::AllGather(_) => self.nccl.all_gather(own, at, count, dtype, stream.0),
+                ShardExchange::Sum => self.nccl.all_reduce(at, count, dtype, Reduction::Sum, stream.0),
+            }
+        }
     }
 
     /// How gradients and statistics reach other ranks, for the log.

@@ -23,6 +23,7 @@ mod networks;
 mod optimizers;
 mod runs;
 mod scaling;
+mod sharded;
 mod sizes;
 mod trajectories;
 mod unfused;
@@ -98,6 +99,7 @@ fn deterministic() -> GpuConfig {
         deterministic: true,
         store: None,
         watchdog: None,
+        optimizer_sharding: false,
         generation: 0,
     }
 }

@@ -67,6 +67,9 @@ pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn
                 let what = accesses(command, &names);
                 format!("  {stream}: all_reduce of {count} {}: {what}", dtype.name())
             }
+            Command::Sharded { stream, exchange, .. } => {
+                format!("  {stream}: {exchange:?}: {}", accesses(command, &names))
+            }
         };
         let _ = writeln!(text, "{line}");
     }

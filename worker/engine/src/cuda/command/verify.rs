@@ -4,11 +4,13 @@
 //! - Two commands of which one writes what the other touches are ordered: by their stream, or by events.
 //! - What is waited for has been recorded, and a stream that joins in begins behind the main one.
 //! - Collectives come one after another, and the list ends when all streams have come to their ends.
-//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there.
+//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there,
+//!   but for ranks that divide the optimizer's state: they give each other norms and new weights. No rank alone has the state of such a
+//!   step, so the host does not ask for it.
 //!
 //! A stream's place is a clock: how many of its commands, and of each other stream's, are known to be done.
 
-use super::{Access, Command, EventId, Operand, Region, StreamId, UPDATING};
+use super::{Access, Command, EventId, Operand, Region, ShardExchange, StreamId, UPDATING};
 use std::collections::{BTreeMap, HashMap};
 
 /// By stream: commands that are known to be done.
@@ -34,6 +36,9 @@ pub(in crate::cuda) fn meetings(commands: &[Command]) -> Vec<String> {
         .iter()
         .filter_map(|command| match command {
             Command::AllReduce { stream, count, dtype, .. } => Some(format!("{stream:?} {count} {dtype:?}")),
+            Command::Sharded { stream, exchange, at } => {
+                Some(format!("{stream:?} {exchange:?} {} bytes", at.bytes))
+            }
             Command::Kernel { .. } => {
                 let accesses = command.accesses();
                 let (operand, _) = accesses.iter().find(|(operand, _)| exchange(operand))?;
@@ -49,6 +54,7 @@ fn name(command: &Command) -> String {
         Command::Kernel { stream, kernel } => format!("{} on {stream:?}", kernel.name),
         Command::Convolution { stream, convolution, .. } => format!("{convolution} on {stream:?}"),
         Command::AllReduce { stream, at, .. } => format!("all-reduce of {at:?} on {stream:?}"),
+        Command::Sharded { stream, exchange, at } => format!("{exchange:?} of {at:?} on {stream:?}"),
         other => format!("{other:?}"),
     }
 }
@@ -144,7 +150,7 @@ impl Check {
                 self.touch(operand, place, true)?;
             }
         }
-        if matches!(command, Command::AllReduce { .. }) {
+        if matches!(command, Command::AllReduce { .. } | Command::Sharded { .. }) {
             if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("the collective before it may still run".into());
             }
@@ -160,8 +166,11 @@ impl Check {
         stream: usize,
     ) -> Result<(), String> {
         let written = || accesses.iter().filter(|(_, access)| *access != Access::Read).map(|(o, _)| *o);
-        let waits = matches!(command, Command::AllReduce { .. })
-            || written().any(|operand| operand.region == Region::PeerSequences);
+        let of_gradients = matches!(
+            command,
+            Command::AllReduce { .. } | Command::Sharded { exchange: ShardExchange::ReduceScatter(_), .. }
+        );
+        let waits = of_gradients || written().any(|operand| operand.region == Region::PeerSequences);
         let trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
         };
@@ -279,6 +288,8 @@ fn lasts(region: Region, carries_over: bool) -> bool {
         | Region::NormValues
         | Region::ChannelSums
         | Region::StatisticsSums
+        | Region::BucketSquares
+        | Region::SegmentSquares
         | Region::EvaluatedLogits
         | Region::Rates
         | Region::Workspace

@@ -8,6 +8,9 @@ use super::{Arg, Kernel, NORM_COUNTER, Operand, Ops, Region, kernel, plain};
 /// Blocks that share the norm of one parameter.
 pub(in crate::cuda) const NORM_PARTS: u32 = 16;
 
+/// Blocks that share the sum of squares of a part of the gradients.
+pub(in crate::cuda) const SQUARE_PARTS: u32 = 128;
+
 /// A step's gradients, times the loss scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Gradients {
@@ -75,6 +78,8 @@ pub(in crate::cuda) struct Rates {
     pub(in crate::cuda) count: u32,
     /// `f32 rate, decay` for each parameter.
     pub(in crate::cuda) rates: Operand,
+    /// `f64 [NORM_PARTS][2]` for each parameter: sums of squares that the norms are of.
+    pub(in crate::cuda) squares: Operand,
 }
 
 impl Rates {
@@ -87,7 +92,9 @@ impl Rates {
 /// LARS: the rates.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct LarsRates {
-    pub(in crate::cuda) flat: Flat,
+    pub(in crate::cuda) scaler: Operand,
+    /// Weight decay of what is adapted.
+    pub(in crate::cuda) decay: f32,
     pub(in crate::cuda) rates: Rates,
     pub(in crate::cuda) trust: f32,
 }
@@ -125,30 +132,58 @@ impl Ops {
         kernel("gradient_norm", plain([blocks as u32, 1, 1], [512, 1, 1]), args)
     }
 
-    /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
-    pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> [Kernel; 2] {
-        let LarsRates { flat, rates, trust } = p;
+    /// Sums of squares of a part of the gradients, [`SQUARE_PARTS`] `f64`. Moves: these gradients once.
+    pub(in crate::cuda) fn gradient_squares(&self, gradients: Gradients, squares: Operand) -> Kernel {
+        let mut args = gradients.args().to_vec();
+        args.push(Arg::Out(squares));
+        kernel("gradient_squares", plain([SQUARE_PARTS, 1, 1], [512, 1, 1]), args)
+    }
+
+    /// As [`Ops::gradient_norm`], from the sums of squares of all parts of the gradients over all ranks.
+    pub(in crate::cuda) fn norm_of_squares(
+        &self,
+        squares: Operand,
+        scaler: Operand,
+        dynamic: bool,
+    ) -> Kernel {
+        let count = Arg::U32((squares.bytes / size_of::<f64>()) as u32);
+        let args = [Arg::In(squares), count, Arg::InOut(scaler), Arg::U32(dynamic.into())];
+        kernel("norm_of_squares", plain([1, 1, 1], [512, 1, 1]), args)
+    }
+
+    /// Where a GPU that has all parameters leaves the sums of [`Rates::squares`].
+    pub(in crate::cuda) fn norm_squares(&self) -> Operand {
+        self.partials()
+    }
+
+    /// After [`Ops::gradient_norm`]: sums of squares. Moves: all weights and gradients once.
+    pub(in crate::cuda) fn lars_norms(&self, flat: Flat, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
-        args.extend([Arg::In(rates.segments), Arg::Out(self.partials())]);
-        let norms = kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args);
+        args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
+        kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args)
+    }
+
+    /// After [`Ops::lars_norms`].
+    pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> Kernel {
+        let LarsRates { scaler, decay, rates, trust } = p;
         let args = [
-            Arg::In(self.partials()),
+            Arg::In(rates.squares),
             Arg::In(rates.segments),
             Arg::U32(rates.count),
-            Arg::In(flat.scaler),
+            Arg::In(scaler),
             Arg::F32(trust),
-            Arg::F32(flat.decay[0]),
+            Arg::F32(decay),
             Arg::Out(rates.rates),
         ];
-        [norms, kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)]
+        kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
     /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes a
     /// value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
-        let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE };
-        let (name, Rates { segments, count, rates }) = match p.update {
+        let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE, squares: Operand::NONE };
+        let (name, Rates { segments, count, rates, .. }) = match p.update {
             Update::Momentum => ("sgd_momentum", none),
             Update::Nesterov => ("sgd_nesterov", none),
             Update::Lars(rates) => ("sgd_lars", rates),

@@ -32,6 +32,10 @@ impl Program {
                 let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
                 reducer.all_reduce(self.stream(*stream)?, at(*values)?, *count, *dtype)?;
             }
+            Command::Sharded { stream, exchange, at: values } => {
+                let reducer = self.reducer.as_ref().ok_or_else(|| absent("a group of ranks"))?;
+                reducer.share(self.stream(*stream)?, *exchange, at(*values)?, values.bytes)?;
+            }
         }
         Ok(())
     }
@@ -125,6 +129,8 @@ impl Program {
             Region::EvaluatedLogits => Some(&self.evaluated_logits),
             Region::Segments => Some(&self.segments),
             Region::Rates => Some(&self.rates),
+            Region::BucketSquares => self.shard_squares.as_ref().map(|[of_buckets, _]| of_buckets),
+            Region::SegmentSquares => self.shard_squares.as_ref().map(|[_, of_segments]| of_segments),
             Region::Found => Some(&self.found),
             Region::Scratch => Some(&self.scratch),
             Region::Workspace => Some(&self.workspace),

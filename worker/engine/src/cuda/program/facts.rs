@@ -15,7 +15,20 @@ use crate::{
     },
     fuse::Norm,
     net::TensorId,
+    sharding::Share,
 };
+use std::ops::Range;
+
+/// A range of all that an update works on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Updated {
+    pub(super) flat: ops::Flat,
+    /// The optimizer's.
+    pub(super) slots: [Operand; 2],
+    pub(super) rates: ops::Rates,
+    /// Where the sum of squares of its gradients is left.
+    pub(super) squares: Operand,
+}
 
 pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) plan: &'a StepPlan,
@@ -31,6 +44,8 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) dynamic_scale: bool,
     /// How ranks add statistics up; `None` for a single rank, which sends no gradients either.
     pub(in crate::cuda) ranks: Option<&'a Statistics>,
+    /// This one among the ranks that divide the optimizer's state; `None` where each rank has all of it.
+    pub(in crate::cuda) share: Option<Share>,
     /// Convolutions (with `sums` set) that take statistics along, as the tuner found it faster.
     pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// From pictures of the dataset's size to the network's, by height and by width; `None` where they have it.
@@ -82,6 +97,105 @@ impl Facts<'_> {
         }
     }
 
+    /// All that the update of this rank works on: one range, or where ranks divide the optimizer's state the rank's part of each bucket of
+    /// matrices and of the vectors.
+    pub(super) fn updated(&self) -> Vec<Updated> {
+        let (gradients, low_precision) = (self.gradients(), self.low_precision());
+        let Some(share) = self.share else {
+            let slots = [0, 1].map(|slot| self.optimizer_slot(slot, 0..self.layout.trained));
+            let flat = self.flat(0..self.layout.trained, low_precision, gradients);
+            return vec![Updated { flat, slots, rates: self.all_rates(), squares: Operand::NONE }];
+        };
+        let ops::Gradients { first, second, first_length, in_float32, .. } = gradients;
+        let size = first.bytes / first_length.max(1) as usize;
+        let rates = self.all_rates();
+        let (mut parameter, mut in_slots, mut updated) = (0, 0, Vec::new());
+        for (range, own) in
+            self.layout.reduced().zip(self.layout.own(share)).filter(|(_, own)| !own.is_empty())
+        {
+            let (length, is_matrix) = (own.len() as u64, own.start < self.layout.matrices);
+            let gradients = ops::Gradients {
+                first: if is_matrix { first.part(size * own.start, size * own.len()) } else { Operand::NONE },
+                second: match is_matrix {
+                    true => Operand::NONE,
+                    false => second.part(4 * (own.start - self.layout.matrices), 4 * own.len()),
+                },
+                first_length: if is_matrix { length } else { 0 },
+                length,
+                in_float32,
+            };
+            let in_16_bits = match is_matrix && !low_precision.is_none() {
+                true => {
+                    let size = self.plan.dtype.size();
+                    low_precision.part(size * own.start, size * own.len())
+                }
+                false => Operand::NONE,
+            };
+            let within = |slot: &&Slot| range.contains(&slot.range.start);
+            let count = self.layout.trained_slots().iter().filter(within).count();
+            let squares = ops::SQUARE_PARTS as usize * size_of::<f64>();
+            let of_parameters = |operand: Operand, size: usize| {
+                Operand::new(operand.region, operand.offset + parameter * size, count * size)
+            };
+            updated.push(Updated {
+                flat: self.flat(own.clone(), in_16_bits, gradients),
+                slots: [0, 1].map(|slot| self.optimizer_slot(slot, in_slots..in_slots + own.len())),
+                rates: ops::Rates {
+                    segments: of_parameters(self.own_segments(), SEGMENT),
+                    count: count as u32,
+                    rates: of_parameters(rates.rates, RATE),
+                    squares: of_parameters(rates.squares, SEGMENT_SQUARES),
+                },
+                squares: Operand::new(Region::BucketSquares, updated.len() * squares, squares),
+            });
+            (parameter, in_slots) = (parameter + count, in_slots + own.len());
+        }
+        updated
+    }
+
+    fn flat(&self, range: Range<usize>, low_precision: Operand, gradients: ops::Gradients) -> ops::Flat {
+        ops::Flat {
+            weights: Operand::new(Region::Weights, 4 * range.start, 4 * range.len()),
+            low_precision,
+            gradients,
+            control: Operand::whole(Region::Control),
+            scaler: Operand::whole(Region::LossScale),
+            // The matrices are all weights of convolutions and linear layers, and nothing else.
+            decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
+        }
+    }
+
+    /// The matrices in the type that is computed in, where that is not the weights'.
+    fn low_precision(&self) -> Operand {
+        match self.plan.dtype {
+            DType::F32 => Operand::NONE,
+            dtype => Operand::new(Region::LowPrecision, 0, dtype.size() * self.layout.matrices),
+        }
+    }
+
+    /// Of all parameters.
+    pub(super) fn all_rates(&self) -> ops::Rates {
+        let count = self.layout.trained_slots().len();
+        let (segments, rates, squares) = match self.share {
+            None => {
+                let [segments, rates] = [Region::Segments, Region::Rates].map(Operand::whole);
+                (segments, rates, self.ops.norm_squares())
+            }
+            Some(_) => (
+                Operand::new(Region::Segments, 0, SEGMENT * count),
+                Operand::new(Region::Rates, 0, RATE * count),
+                Operand::new(Region::SegmentSquares, 0, SEGMENT_SQUARES * count),
+            ),
+        };
+        ops::Rates { segments, count: count as u32, rates, squares }
+    }
+
+    /// What this rank has of each parameter, behind where each of them lies.
+    fn own_segments(&self) -> Operand {
+        let bytes = SEGMENT * self.layout.trained_slots().len();
+        Operand::new(Region::Segments, bytes, bytes)
+    }
+
     /// Where running statistics are kept while a step is under way.
     pub(super) fn kept(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
@@ -94,8 +208,8 @@ impl Facts<'_> {
         }
     }
 
-    pub(super) fn optimizer_slot(&self, slot: usize) -> Operand {
-        Operand::new(Region::OptimizerSlot(slot), 0, 4 * self.layout.trained)
+    fn optimizer_slot(&self, slot: usize, range: Range<usize>) -> Operand {
+        Operand::new(Region::OptimizerSlot(slot), 4 * range.start, 4 * range.len())
     }
 
     /// Where a convolution leaves the sums of its output for the batch norm after it.
@@ -111,6 +225,11 @@ impl Facts<'_> {
         self.ranks.map_or(ops::Reduce::Local, |ranks| ranks.reduction(node.norm, channels, backward))
     }
 }
+
+/// Bytes of a parameter's place, of its own rate, and of the sums of squares that this follows from.
+const SEGMENT: usize = 24;
+const RATE: usize = 8;
+pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
 
 fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {
     let range = layout.slot(name, suffix).padded();

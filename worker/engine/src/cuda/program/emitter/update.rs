@@ -1,6 +1,7 @@
 //! Gradients over all ranks, and the optimizer's step.
 
 use super::*;
+use crate::cuda::{command::ShardExchange, program::facts::Updated};
 use lockstep_kernels::optimizer::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
 
@@ -28,11 +29,22 @@ impl GraphEmitter<'_> {
     fn send_bucket(&mut self, number: usize, producer: StreamId, at: Operand, dtype: DType) {
         // One group of ranks must not be used from two streams at once.
         if self.facts.ranks.is_some_and(Statistics::is_ordered) {
-            return self.all_reduce(producer, at, dtype);
+            return self.reduce(producer, at, dtype);
         }
         self.record(producer, EventId::BucketReady(number));
         self.wait(StreamId::Collectives, EventId::BucketReady(number));
-        self.all_reduce(StreamId::Collectives, at, dtype);
+        self.reduce(StreamId::Collectives, at, dtype);
+    }
+
+    /// Adds gradients over all ranks: for each rank, or where ranks divide the optimizer's state, each part for its own.
+    fn reduce(&mut self, stream: StreamId, at: Operand, dtype: DType) {
+        match self.facts.share {
+            None => self.all_reduce(stream, at, dtype),
+            Some(_) => {
+                let exchange = ShardExchange::ReduceScatter(dtype);
+                self.commands.push(Command::Sharded { stream, exchange, at });
+            }
+        }
     }
 
     /// Adds values over all ranks.
@@ -78,55 +90,102 @@ impl GraphEmitter<'_> {
                 self.wait(StreamId::Main, EventId::CollectivesDone);
             }
         }
-        // From here on nothing waits for other ranks: an update that begins also ends.
+        let updated = self.facts.updated();
+        if self.facts.share.is_some() {
+            updated.iter().for_each(|part| {
+                self.main(ops.gradient_squares(part.flat.gradients, part.squares));
+            });
+            self.exchange(ShardExchange::Sum, self.bucket_squares(&updated));
+        }
+        // From here on nothing waits for other ranks that have all of an update: what begins also ends.
         self.main(ops.stamp(stamp(2), UPDATING));
         let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
-        self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic }));
-        self.update_weights(gradients);
+        match self.facts.share {
+            None => self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic })),
+            Some(_) => self.main(ops.norm_of_squares(self.bucket_squares(&updated), scaler, dynamic)),
+        }
+        self.update_weights(&updated);
+        if self.facts.share.is_some() {
+            self.gather_weights();
+        }
         self.main(ops.stamp(stamp(3), Operand::NONE));
         self.main(ops.record(rings::record()));
     }
 
+    /// The sums of squares of all of the rank's parts.
+    fn bucket_squares(&self, updated: &[Updated]) -> Operand {
+        Operand::new(Region::BucketSquares, 0, updated.last().map_or(0, |part| part.squares.end()))
+    }
+
+    /// With ranks that divide the optimizer's state.
+    fn exchange(&mut self, exchange: ShardExchange, at: Operand) {
+        self.commands.push(Command::Sharded { stream: StreamId::Main, exchange, at });
+    }
+
     /// The optimizer's step, by gradients whose norm is known.
-    fn update_weights(&mut self, gradients: ops::Gradients) {
-        let (facts, layout) = (self.facts, self.facts.layout);
-        let (ops, optimizer) = (facts.ops, &facts.optimizer);
-        let low_precision = match self.plan.dtype {
-            DType::F32 => Operand::NONE,
-            dtype => Operand::new(Region::LowPrecision, 0, dtype.size() * layout.matrices),
-        };
-        let flat = ops::Flat {
-            weights: Operand::new(Region::Weights, 0, 4 * layout.trained),
-            low_precision,
-            gradients,
-            control: CONTROL,
-            scaler: Operand::whole(Region::LossScale),
-            // The matrices are all weights of convolutions and linear layers, and nothing else.
-            decay: [true, false].map(|is_weight| optimizer.policy(is_weight).decay),
-        };
-        let rates = ops::Rates {
-            segments: Operand::whole(Region::Segments),
-            count: layout.trained_slots().len() as u32,
-            rates: Operand::whole(Region::Rates),
-        };
-        let moments = || ops::Moments {
-            first: facts.optimizer_slot(0),
-            second: facts.optimizer_slot(1),
+    fn update_weights(&mut self, updated: &[Updated]) {
+        let (facts, ops, optimizer) = (self.facts, self.facts.ops, &self.facts.optimizer);
+        let moments = |part: &Updated| ops::Moments {
+            first: part.slots[0],
+            second: part.slots[1],
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
         };
-        let update = match optimizer.kind {
-            OptimizerKind::Momentum => ops::Update::Momentum,
-            OptimizerKind::Nesterov => ops::Update::Nesterov,
-            OptimizerKind::Lars => {
-                self.main(ops.lars_rates(ops::LarsRates { flat, rates, trust: LARS_TRUST }));
-                ops::Update::Lars(rates)
-            }
-            OptimizerKind::AdamW => return self.main(ops.adamw(ops::AdamW { flat, moments: moments() })),
-            OptimizerKind::Lamb => return self.main(ops.lamb(ops::Lamb { flat, moments: moments(), rates })),
+        let lamb = |part: &Updated| ops::Lamb { flat: part.flat, moments: moments(part), rates: part.rates };
+        let sgd = |part: &Updated, update: ops::Update| {
+            ops.sgd(ops::Sgd {
+                update,
+                flat: part.flat,
+                velocity: part.slots[0],
+                momentum: optimizer.momentum,
+            })
         };
-        let (velocity, momentum) = (facts.optimizer_slot(0), optimizer.momentum);
-        self.main(ops.sgd(ops::Sgd { update, flat, velocity, momentum }));
+        let (rates, decay) = (facts.all_rates(), optimizer.policy(true).decay);
+        let scaler = Operand::whole(Region::LossScale);
+        match optimizer.kind {
+            OptimizerKind::Momentum => {
+                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Momentum)));
+            }
+            OptimizerKind::Nesterov => {
+                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Nesterov)));
+            }
+            OptimizerKind::Lars => {
+                updated.iter().for_each(|part| self.main(ops.lars_norms(part.flat, part.rates)));
+                self.add_up_norms(rates);
+                self.main(ops.lars_rates(ops::LarsRates { scaler, decay, rates, trust: LARS_TRUST }));
+                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Lars(part.rates))));
+            }
+            OptimizerKind::AdamW => updated.iter().for_each(|part| {
+                self.main(ops.adamw(ops::AdamW { flat: part.flat, moments: moments(part) }));
+            }),
+            OptimizerKind::Lamb => {
+                updated.iter().for_each(|part| self.main(ops.lamb_moments(lamb(part))));
+                self.add_up_norms(rates);
+                self.main(ops.lamb_rates(rates, decay));
+                updated.iter().for_each(|part| self.main(ops.lamb(lamb(part))));
+            }
+        }
+    }
+
+    /// Adds up the squares that parameters' norms are of, where each rank has those of its parts.
+    fn add_up_norms(&mut self, rates: ops::Rates) {
+        if self.facts.share.is_some() {
+            self.exchange(ShardExchange::Sum, rates.squares);
+        }
+    }
+
+    /// Gives each rank the new weights of the others: matrices in the type that is computed in. Float32 ones of 16-bit matrices follow when
+    /// somebody wants to see them ([`Program::gather_weights`]).
+    fn gather_weights(&mut self) {
+        let (layout, dtype) = (self.facts.layout, self.plan.dtype);
+        for range in layout.reduced().filter(|range| !range.is_empty()) {
+            let (region, dtype) = match dtype {
+                DType::F16 | DType::Bf16 if range.start < layout.matrices => (Region::LowPrecision, dtype),
+                _ => (Region::Weights, DType::F32),
+            };
+            let at = Operand::new(region, dtype.size() * range.start, dtype.size() * range.len());
+            self.exchange(ShardExchange::AllGather(dtype), at);
+        }
     }
 }

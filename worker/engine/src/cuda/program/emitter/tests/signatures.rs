@@ -19,7 +19,7 @@ enum Declared {
 }
 
 /// What a kernel declares.
-struct Signature {
+pub(super) struct Signature {
     parameters: Vec<Declared>,
     /// Most threads of a block.
     threads: u32,
@@ -27,7 +27,7 @@ struct Signature {
 
 /// What each kernel declares, by its name, from the source: macros that stand for parameters are put in, and those that
 /// define kernels are followed.
-fn declared() -> BTreeMap<String, Signature> {
+pub(super) fn declared() -> BTreeMap<String, Signature> {
     let source: String = SOURCE.replace("\\\n", " ");
     let lines: Vec<&str> = source.lines().map(|line| line.split("//").next().unwrap_or("")).collect();
     let defines = || lines.iter().filter_map(|line| line.trim_start().strip_prefix("#define "));
@@ -123,7 +123,7 @@ fn fits(kernel: &Kernel, number: usize, declared: Declared) -> bool {
     }
 }
 
-fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
+pub(super) fn check(kernel: &Kernel, declared: &BTreeMap<String, Signature>) {
     let Signature { parameters: wanted, threads } = &declared[kernel.name];
     let block: u32 = kernel.geometry.block.iter().product();
     assert!(block <= *threads, "{}: {block} threads a block, compiled for {threads}", kernel.name);

@@ -94,6 +94,7 @@ fn every_key_is_known_to_the_structs_and_back() {
             height: 2,
             pipeline: 2,
             shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
+            optimizer_sharding: true,
             ..Default::default()
         },
         ..Default::default()

@@ -24,6 +24,7 @@ mod networks;
 mod optimizers;
 mod runs;
 mod scaling;
+mod sharded;
 mod sizes;
 mod split_head;
 mod trajectories;

@@ -150,7 +150,7 @@ fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
     // It has the same metadata as the weights' file.
     let file = folder.join(AVERAGE);
     assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
-    assert_eq!(model_files(&file).unwrap(), [file.clone()]);
+    assert_eq!(model_files(&file).unwrap(), std::slice::from_ref(&file));
     let mut bytes = fs::read(&file).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;

@@ -81,10 +81,12 @@ pub(super) struct State {
 }
 
 impl State {
+    #[allow(clippy::too_many_arguments)] // What an engine is built from.
     pub(super) fn new(
         device: &Device,
         running: Vec<Running>,
-        (layout, share): (Layout, Option<Share>),
+        layout: Layout,
+        share: Option<Share>,
         dtype: DType,
         first_scale: f32,
         optimizer: Optimizer,

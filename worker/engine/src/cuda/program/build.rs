@@ -33,7 +33,8 @@ impl Program {
         let state = State::new(
             device,
             running,
-            (layout.clone(), share),
+            layout.clone(),
+            share,
             dtype,
             first_scale,
             config.optimizer,

@@ -46,8 +46,7 @@ enum Command {
     Delete(cli::delete::Args),
     Predict(cli::predict::Args),
     Evaluate(cli::evaluate::Args),
-    /// `look`: an agent of the last version starts the program that has taken its place on disk.
-    #[command(hide = true, alias = "look")]
+    #[command(hide = true)]
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
     Machine(cli::machine::Args),

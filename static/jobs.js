@@ -70,11 +70,11 @@ async function load() {
   anew = missed = false;
   const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
   // Those further down that the reader has come to stay; what is missing among these is gone.
-  const stays = (id, row) => !whole && answer.next && jobs.has(id) && (sorted || row.dataset.created < last);
+  const stays = (id, row) => !whole && answer.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of answer.jobs) show(job);
   if (sorted || whole) arrange(rows, answer.jobs.map((job) => rowOf.get(job.id)).filter(Boolean));
-  if (rowOf.size <= answer.jobs.length) next = answer.next;
+  if (rowOf.size <= answer.jobs.length) next = answer.next_cursor;
   heads();
   empty();
   bulk.forgetUnshown();
@@ -91,7 +91,7 @@ async function loadShown(mine) {
       await shown;
       if (mine !== loads) return;
       for (const job of answer.jobs) { listed.push(job.id); show(job); }
-      cursor = answer.next;
+      cursor = answer.next_cursor;
     } while (cursor && listed.length < shownBefore.length);
   } finally { if (catching === mine) catching = 0; }
   const there = new Set(listed);
@@ -137,7 +137,7 @@ async function more() {
   if (!answer) return;
   // The list was read again meanwhile: what comes next may be something else.
   if (mine !== loads) return nearEnd() ? more() : undefined;
-  next = answer.next;
+  next = answer.next_cursor;
   for (const job of answer.jobs) show(job);
   empty();
   if (next && nearEnd()) requestAnimationFrame(more);

@@ -53,9 +53,7 @@ pub struct AttemptRef {
     pub job: JobId,
     pub attempt: u32,
     /// Grows with every attempt of any job, and has a random part. The store refuses writes with another one. So an attempt that was
-    /// given up and still runs somewhere changes nothing, and neither does a caller that does not know the token. Files that an agent of
-    /// protocol 3 left call it `token`: they are read so that its ranks are found and ended.
-    #[serde(alias = "token")]
+    /// given up and still runs somewhere changes nothing, and neither does a caller that does not know the token.
     pub fencing_token: FencingToken,
 }
 

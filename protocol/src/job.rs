@@ -252,7 +252,6 @@ fn default_project() -> String {
 
 /// Why a job failed. `cause` has every fact that belongs to the code, `GET /jobs/{id}/attempts` every attempt's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(from = "AnyFailure")]
 pub struct Failure {
     /// As in `cause`: `rank_killed`, `diverged`, `out_of_memory`, ... `unknown` where a version without codes said it.
     pub code: String,
@@ -262,25 +261,6 @@ pub struct Failure {
     pub step: Option<u64>,
     /// For a person; the same as `reason`.
     pub words: String,
-    /// The same, by its name of the last version.
-    pub message: String,
-}
-
-/// As this version or the last one writes it.
-#[derive(Deserialize)]
-struct AnyFailure {
-    code: String,
-    rank: Option<u32>,
-    step: Option<u64>,
-    words: Option<String>,
-    message: Option<String>,
-}
-
-impl From<AnyFailure> for Failure {
-    fn from(AnyFailure { code, rank, step, words, message }: AnyFailure) -> Self {
-        let words = words.or(message).unwrap_or_default();
-        Self { code, rank, step, message: words.clone(), words }
-    }
 }
 
 impl Failure {
@@ -291,7 +271,7 @@ impl Failure {
             Some(cause) => (cause.code().as_str().to_owned(), cause.facts().rank, cause.facts().step),
             None => ("unknown".to_owned(), None, None),
         };
-        Some(Self { code, rank, step, message: words.clone(), words })
+        Some(Self { code, rank, step, words })
     }
 }
 
@@ -408,23 +388,5 @@ impl LastValues {
     pub fn accuracy_in_words(&self) -> Option<String> {
         let accuracy = self.val_accuracy?;
         Some(self.val_pictures.map_or_else(|| percent(accuracy), |pictures| accuracy_of(accuracy, pictures)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_failure_of_the_last_version_is_read() {
-        for text in [
-            r#"{"code": "diverged", "rank": 1, "step": 7, "message": "the loss is NaN"}"#,
-            r#"{"code": "diverged", "rank": 1, "step": 7, "words": "the loss is NaN"}"#,
-            r#"{"code": "diverged", "rank": 1, "step": 7, "words": "the loss is NaN", "message": "the loss is NaN"}"#,
-        ] {
-            let read: Failure = serde_json::from_str(text).unwrap();
-            assert_eq!((read.words.as_str(), read.message.as_str()), ("the loss is NaN", "the loss is NaN"));
-            assert_eq!((read.code.as_str(), read.rank, read.step), ("diverged", Some(1), Some(7)));
-        }
     }
 }

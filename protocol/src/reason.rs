@@ -180,7 +180,7 @@ impl From<ReasonCode> for Reason {
     }
 }
 
-/// Words without a code, as versions before 0.2 stored reasons.
+/// Words without a code.
 impl From<String> for Reason {
     fn from(words: String) -> Self {
         Self::new(ReasonCode::Unspecified, Facts { detail: Some(words), ..Facts::default() })
@@ -193,8 +193,7 @@ impl From<&str> for Reason {
     }
 }
 
-/// Reads what any version has written: words alone, or codes, facts and consequences that this version does not know. Only
-/// something that is no reason at all is refused.
+/// Reads codes, facts and consequences that this version does not know, too: a newer server may send them.
 impl<'a> Deserialize<'a> for Reason {
     fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
@@ -214,28 +213,17 @@ impl<'a> Deserialize<'a> for Reason {
             Next(Next),
             Unknown(IgnoredAny),
         }
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Either {
-            Words(String),
-            Complete(Box<Complete>),
+        let Complete { code, mut facts, next, words: mut reported } = Complete::deserialize(from)?;
+        facts.shorten();
+        shorten(&mut reported);
+        if reported.is_empty() {
+            reported = words(&code, &facts);
         }
-        Ok(match Either::deserialize(from)? {
-            Either::Words(words) => words.into(),
-            Either::Complete(complete) => {
-                let Complete { code, mut facts, next, words: mut reported } = *complete;
-                facts.shorten();
-                shorten(&mut reported);
-                if reported.is_empty() {
-                    reported = words(&code, &facts);
-                }
-                let next = match next {
-                    Some(Known::Next(next)) => Some(next),
-                    Some(Known::Unknown(_)) | None => None,
-                };
-                Reason { code, facts: Box::new(facts), next, words: reported }
-            }
-        })
+        let next = match next {
+            Some(Known::Next(next)) => Some(next),
+            Some(Known::Unknown(_)) | None => None,
+        };
+        Ok(Reason { code, facts: Box::new(facts), next, words: reported })
     }
 }
 
@@ -286,10 +274,8 @@ mod tests {
     }
 
     #[test]
-    fn what_another_version_wrote_is_read_as_far_as_it_is_known() {
+    fn what_a_newer_version_wrote_is_read_as_far_as_it_is_known() {
         let read = |text: &str| serde_json::from_str::<Reason>(text).unwrap();
-        let old = read(r#""rank 1 was killed by signal 9""#);
-        assert_eq!((old.code(), old.words()), (&ReasonCode::Unspecified, "rank 1 was killed by signal 9"));
         let newer = read(
             r#"{"code": "moon_phase", "rank": 1, "phase": 0.5, "next": {"does": "wait", "until": 3}, "words": "too dark"}"#,
         );

@@ -16,7 +16,6 @@ mod named;
 mod nearest;
 mod recipe;
 mod reference;
-mod renamed;
 mod shard;
 mod train;
 
@@ -31,7 +30,6 @@ pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
 pub use recipe::Recipe;
 pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
-pub use renamed::{ACCEPTED, is_renamed, name_today, upgrade};
 pub use shard::{MOST_SHARDS, ShardSpec, Split};
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 

@@ -7,6 +7,7 @@ use crate::{
     artifact_store::{ArtifactStore, StoredState},
     holders::Holder,
     lifecycle,
+    scheduler::Wait,
     store::{CheckpointRow, JobRow, Report, Result, StoreError},
 };
 use lockstep_protocol::{
@@ -121,21 +122,15 @@ pub(crate) async fn note_holders(app: &App, report: &Report, earlier: &[Report])
     Ok(())
 }
 
-/// A job that waits for a checkpoint.
-pub(crate) struct CheckpointWait {
-    pub(crate) why: Reason,
-    /// Its copy on the server's disk is being checked, which takes no longer than reading it: the job's slots are worth keeping.
-    pub(crate) is_checked: bool,
-}
-
 impl Availability {
-    fn wait(self) -> Option<CheckpointWait> {
-        let (why, is_checked) = match self {
-            Self::Checking(why) => (why, true),
-            Self::Fetching(why) => (why, false),
+    fn wait(self) -> Option<Wait> {
+        let (why, is_kept) = match self {
+            // A check takes no longer than reading the checkpoint: the job's slots are worth keeping.
+            Self::Checking(why) => (why.into(), true),
+            Self::Fetching(why) => (why.into(), false),
             Self::Here | Self::Lost => return None,
         };
-        Some(CheckpointWait { why, is_checked })
+        Some(Wait { why, is_kept })
     }
 }
 
@@ -149,7 +144,7 @@ pub(crate) async fn wait_for_newer(
     of: &JobRow,
     agent: &str,
     patience: &mut CheckWait,
-) -> Result<Option<CheckpointWait>> {
+) -> Result<Option<Wait>> {
     let job = &of.job;
     // What it begins from is another job's.
     if let (Some(store), Some(given)) = (&app.artifact_store, &job.spec.model.pretrained)
@@ -191,7 +186,7 @@ pub(crate) async fn wait_for_newer(
     Ok(awaited.map(|n| {
         let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
         let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
-        CheckpointWait { why: Reason::new(ReasonCode::WaitingForCheckpoint, facts), is_checked: false }
+        Wait { why: Reason::new(ReasonCode::WaitingForCheckpoint, facts).into(), is_kept: false }
     }))
 }
 

@@ -1,43 +1,41 @@
-//! Dispatch: starts queued jobs on free slots, and fences attempts whose lease has expired.
+//! Dispatch: carries out what the scheduler plans, and fences attempts whose lease has expired.
 
 use crate::{
     app::App,
+    artifact_fetches::CheckWait,
+    artifacts,
+    config::FairShare,
     failing::Failing,
     leases::{EndAt, Expired},
     lifecycle::{self, PlaceEnd},
-    store::{AttemptRow, JobRow, Result, quarantine},
+    scheduler::{AgentState, Plan, Snapshot, Wait, Yielding, plan},
+    store::{AttemptRow, JobRow, Occupant, Result, quarantine},
 };
 use ends::{end_attempt, end_place, order_stop};
 use lockstep_protocol::{
     agent::ToAgent,
-    job::{Job, JobId, JobState},
+    job::{Job, JobId},
     reason::{Facts, Reason, ReasonCode},
 };
-use place::{Placed, place};
-use share::{Queue, share, shares};
-use slots::Round;
+use preempt::preempt;
+use reasons::Unstored;
 use start::start_all;
-use std::{sync::Arc, time::Duration};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
 
-mod candidates;
 mod ends;
-mod fewer;
-mod gang;
 mod left;
 mod needs;
-mod place;
 mod preempt;
 mod reasons;
-mod share;
-mod slots;
 mod start;
 mod unreported;
-mod waits;
 
 pub(crate) use ends::{declined, ended_at, leaves, left, ready, wanted};
-pub(crate) use gang::most_slots;
 pub(crate) use needs::is_checkpoint_id;
-pub(crate) use slots::device_for;
 
 /// The queue is checked this often even without a notification.
 const POLL: Duration = Duration::from_millis(500);
@@ -80,7 +78,8 @@ pub(crate) async fn restore(app: &App) -> Result<()> {
 
 /// Checks leases and queue until dropped.
 pub(crate) async fn run(app: App) {
-    tokio::join!(rounds(&app), comparisons(&app), reasons::run(app.clone()));
+    let unstored = Unstored::default();
+    tokio::join!(rounds(&app, &unstored), comparisons(&app), unstored.store_all(&app));
 }
 
 /// Rounds do not wait for the comparison of a long queue.
@@ -104,10 +103,10 @@ async fn comparisons(app: &App) {
     }
 }
 
-async fn rounds(app: &App) {
+async fn rounds(app: &App, unstored: &Unstored) {
     let mut failing = Failing::default();
     loop {
-        match round(app).await {
+        match round(app, unstored).await {
             Ok(()) => {
                 if let Some(failures) = failing.ended() {
                     tracing::info!(failures, "dispatch does its rounds again");
@@ -126,7 +125,7 @@ async fn rounds(app: &App) {
     }
 }
 
-async fn round(app: &App) -> Result<()> {
+async fn round(app: &App, unstored: &Unstored) -> Result<()> {
     for expired in app.leases.expired() {
         // Its agent may have come back while others were given up.
         if app.leases.is_renewed(&expired) {
@@ -153,60 +152,108 @@ async fn round(app: &App) -> Result<()> {
     if app.inbox.has_ends() {
         let _ = tokio::time::timeout(ENDS_WAIT, app.inbox.flush()).await;
     }
-    let mut round = Round::begin(app);
-    let by = shares(app);
-    let mut queue = Queue::new(app.store.slots_of_shares(by).await?);
-    let rows = app.waiting.read(&*app.store).await?;
-    let mut waiting = Vec::with_capacity(rows.len());
-    let mut looked = Ok(());
-    // Jobs take turns among those of their priority alone.
-    for level in rows.chunk_by(|one, next| one.job.spec.priority == next.job.spec.priority) {
-        looked = look_at(app, level, &mut queue, &mut round, &mut waiting).await;
-        if looked.is_err() {
-            break;
-        }
-    }
-    // Also after an error: those before it have their slots. Everything else can wait until they are started.
-    let started = start_all(app, std::mem::take(&mut round.starts)).await;
-    for (row, why) in std::mem::take(&mut round.reasons) {
-        reasons::note(app, &row, &why);
-    }
-    started?;
-    looked?;
-    app.checkpoint_waits.keep(&waiting);
-    // Before the places: whoever reads the new places finds what belongs to them.
-    app.reservations.keep(round.kept, crate::now());
-    app.wait_reasons.keep(waiting);
-    Ok(())
+    let (snapshot, plan) = make_plan(app).await?;
+    carry_out(app, &snapshot, plan, unstored).await
 }
 
-/// Looks at the waiting jobs of a priority, each in its turn. Those that wait on are added to `waiting`.
-async fn look_at(
-    app: &App,
-    level: &[Arc<JobRow>],
-    queue: &mut Queue<Arc<JobRow>>,
-    round: &mut Round,
-    waiting: &mut Vec<JobId>,
-) -> Result<()> {
-    let by = shares(app);
-    queue.fill(level.iter().map(|row| (share(by, &row.job), Arc::clone(row))));
-    let mut given = 0;
-    while let Some(row) = queue.next(given) {
-        let mut placed = Ok(Placed::Waits);
-        if matches!(row.job.state, JobState::Queued | JobState::Restarting) && !app.leases.in_backoff(&row) {
-            placed = place(app, &row, round).await;
-            if let Err(error) = &placed
-                && !error.may_pass()
-            {
-                round.waits(&row, Reason::from(error.to_string()));
-            }
+/// Plans, and looks for the checkpoints that the planned starts need until all of them are known.
+async fn make_plan(app: &App) -> Result<(Snapshot, Plan)> {
+    let mut snapshot = take_snapshot(app).await?;
+    let mut patience = CheckWait::default();
+    loop {
+        let plan = plan(&snapshot);
+        if plan.unknown.is_empty() {
+            return Ok((snapshot, plan));
         }
-        given = if matches!(placed, Ok(Placed::Starts | Placed::Kept)) { row.job.ranks } else { 0 };
-        if !matches!(placed, Ok(Placed::Starts)) {
-            waiting.push(row.job.id.clone());
+        for (row, reader) in plan.unknown {
+            let wait = match artifacts::wait_for_newer(app, &row, &reader, &mut patience).await {
+                Err(error) if !error.may_pass() => {
+                    let why = Reason::from(error.to_string()).into();
+                    skip_permanent_error(&row.job.id, Err(error))?;
+                    Some(Wait { why, is_kept: false })
+                }
+                found => found?,
+            };
+            snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
         }
-        skip_permanent_error(&row.job.id, placed.map(drop))?;
     }
+}
+
+async fn take_snapshot(app: &App) -> Result<Snapshot> {
+    let now = crate::now();
+    let mut held = app.leases.all_slots_in_use();
+    let agents = app.agents.online().into_iter().map(|agent| {
+        let id = &agent.row.id;
+        let is_drained = app.agents.is_draining(id);
+        let takes_work = agent.leaving.is_none()
+            && agent.no_work.is_none()
+            // An agent that was cut off is online until its connection times out, and would hear of no start.
+            && agent.row.last_seen_at > now - app.leases.duration
+            && !app.leases.is_cut_off(id)
+            && !is_drained;
+        let in_use = held.remove(id).unwrap_or_default();
+        Arc::new(AgentState { only_job: agent.only_job, takes_work, is_drained, in_use, row: agent.row })
+    });
+    let agents = agents.collect();
+    let fair_share = match app.config.fair_share {
+        // Where nobody is asked who they are, jobs have no owner.
+        FairShare::Owner if app.config.no_auth => FairShare::Project,
+        by => by,
+    };
+    let slots_of_shares = app.store.slots_of_shares(fair_share).await?;
+    let waiting = app.waiting.read(&*app.store).await?;
+    let yielding = if waiting.is_empty() { Vec::new() } else { yielding(app).await? };
+    let (started_at, checkpoints) = (app.started_at, HashMap::new());
+    Ok(Snapshot { now, started_at, agents, waiting, yielding, fair_share, slots_of_shares, checkpoints })
+}
+
+/// Running jobs whose slots others may count on, in the order of their priorities.
+async fn yielding(app: &App) -> Result<Vec<Yielding>> {
+    let (mut by, ending) = (app.store.yielding().await?, app.leases.ending());
+    let known: HashSet<JobId> = by.iter().map(|by| by.job.clone()).collect();
+    // Those that end because their ranks have on another agent: nobody has to be stopped, so their priority does not matter.
+    let also = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
+        job: job.clone(),
+        priority: i32::MAX,
+        preemptible: false,
+        ends: false,
+        preempted: false,
+    });
+    by.extend(also);
+    let ending: HashSet<JobId> = ending.into_iter().collect();
+    let with_slots = |by: Occupant| {
+        let places = app.leases.places_of(&by.job);
+        let slots = places
+            .into_iter()
+            .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
+        let ends = by.ends || ending.contains(&by.job);
+        Yielding { slots: slots.collect(), by, ends }
+    };
+    Ok(by.into_iter().map(with_slots).collect())
+}
+
+/// Starts and preempts as planned, then shows the plan.
+async fn carry_out(app: &App, snapshot: &Snapshot, mut plan: Plan, unstored: &Unstored) -> Result<()> {
+    let planned = plan.starts.len();
+    let mut starts = std::mem::take(&mut plan.starts).into_iter();
+    for preemption in std::mem::take(&mut plan.preemptions) {
+        // Nobody is preempted for slots that a job before was given and did not take.
+        let before = preemption.starts_before - (planned - starts.len());
+        let before = starts.by_ref().take(before).collect();
+        if !start_all(app, before).await? || !preempt(app, snapshot, &preemption).await? {
+            // The next plan finds why the job waits.
+            let id = &preemption.row.job.id;
+            plan.waiting.iter_mut().filter(|of| of.row.job.id == *id).for_each(|of| of.why = None);
+        }
+    }
+    // Everything else can wait until these are started.
+    start_all(app, starts.collect()).await?;
+    let waiting: Vec<_> = plan.waiting.iter().map(|waiting| waiting.row.job.id.clone()).collect();
+    app.checkpoint_waits.keep(&waiting);
+    for (row, why) in plan.waiting.iter().filter_map(|of| Some((&of.row, of.why.as_ref()?))) {
+        unstored.note(app, row, why);
+    }
+    app.last_plan.replace(plan);
     Ok(())
 }
 

@@ -3,11 +3,8 @@
 //! Leases are in memory and use the monotonic clock, so setting the time of day expires none. Which attempt may write is in the store
 //! (its fencing token). A restarted server therefore gives every live attempt one full lease, within which its agent has to report.
 
-use crate::store::{JobRow, Place};
-use lockstep_protocol::{
-    agent::AttemptRef,
-    job::{JobId, JobState},
-};
+use crate::store::Place;
+use lockstep_protocol::{agent::AttemptRef, job::JobId};
 use std::{
     collections::{HashMap, HashSet},
     ops::Deref,
@@ -20,18 +17,11 @@ mod lost;
 
 pub(crate) use lost::EndAt;
 
-/// Restart backoff: the first restart is immediate, the second waits this long, each later one twice as long, up to
-/// [`MAX_BACKOFF`].
-const FIRST_BACKOFF: Duration = Duration::from_secs(1);
-const MAX_BACKOFF: Duration = Duration::from_secs(60);
-
 /// Which attempts hold which slots, and until when.
 #[derive(Debug)]
 pub(crate) struct Leases {
     pub(crate) duration: Duration,
     by_job: Mutex<Held>,
-    /// For each restarting job, the attempt that failed and the time from which the next may start.
-    restart_after: Mutex<HashMap<JobId, (u32, Instant)>>,
     /// Agents that were given up before their leases ran out, with the attempt and the time until which its ranks may still run.
     cut_off: Mutex<Vec<(String, AttemptRef, Instant)>>,
     pub(crate) wake: Notify,
@@ -157,13 +147,7 @@ impl Held {
 
 impl Leases {
     pub(crate) fn new(duration: Duration) -> Self {
-        Self {
-            duration,
-            by_job: Mutex::default(),
-            restart_after: Mutex::default(),
-            cut_off: Mutex::default(),
-            wake: Notify::new(),
-        }
+        Self { duration, by_job: Mutex::default(), cut_off: Mutex::default(), wake: Notify::new() }
     }
 
     fn by_job(&self) -> MutexGuard<'_, Held> {
@@ -357,24 +341,6 @@ impl Leases {
         held.map(|hold| hold.place.clone()).collect()
     }
 
-    /// Whether a restarting job still waits for its backoff. The clock starts at the first call after its attempt failed.
-    pub(crate) fn in_backoff(&self, row: &JobRow) -> bool {
-        let mut restart_after = self.restart_after.lock().unwrap_or_else(PoisonError::into_inner);
-        if row.job.state != JobState::Restarting {
-            if !restart_after.is_empty() {
-                restart_after.remove(&row.job.id);
-            }
-            return false;
-        }
-        let now = Instant::now();
-        let after = row.job.attempt;
-        let start = restart_after.entry(row.job.id.clone()).or_insert((0, now));
-        if start.0 != after {
-            *start = (after, now + backoff(row.restarts));
-        }
-        now < start.1
-    }
-
     pub(crate) fn expired(&self) -> Vec<Expired> {
         let now = Instant::now();
         let expired = |lease: &Lease| -> Vec<Expired> {
@@ -385,13 +351,5 @@ impl Leases {
             holds.map(|hold| lease.expired_at(hold)).collect()
         };
         self.by_job().values().flat_map(expired).collect()
-    }
-}
-
-/// The delay before the restart of this number, from 1.
-fn backoff(restarts: u32) -> Duration {
-    match restarts {
-        0 | 1 => Duration::ZERO,
-        n => (FIRST_BACKOFF * 2u32.saturating_pow(n - 2)).min(MAX_BACKOFF),
     }
 }

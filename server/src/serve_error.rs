@@ -92,16 +92,6 @@ pub enum ServeError {
         /// The newest migration here.
         known: i64,
     },
-    /// The database was written by a version whose tables no migration leads on from.
-    #[error(
-        "the database {path} was written by a version of lockstep from before the first release, and its tables are no \
-         longer brought up to date: with the version that wrote it run `lockstep backup -o FILE`, move the database away, and \
-         with this version run `lockstep restore FILE` (or leave it there and name a new one with --database)"
-    )]
-    DatabaseTooOld {
-        /// The database.
-        path: String,
-    },
     /// A migration that was begun and not ended.
     #[error(
         "migration {version} of the database {path} was begun and never finished, so its tables may be half changed; \

@@ -117,18 +117,6 @@ async fn a_recipe_is_resolved_the_same_for_rest_forms_shells_and_training_withou
         server.cli(&["submit", file, "--set", &set]).wrong(&["train.recipe", words]);
         Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&["train.recipe", words]);
     }
-    // An old name of a key is refused with today's.
-    for (old, value, new) in [
-        ("recipe", "cifar", "train.recipe"),
-        ("data.resize", "36", "data.resize_size"),
-        ("train.mixup_alpha", "0.2", "train.mixup"),
-    ] {
-        let words = format!("{old} is called {new}");
-        let set = format!("{old}={value}");
-        server.cli(&["submit", file, "--set", &set]).wrong(&[&words]);
-        Finished::of(lockstep().args(["train", file, "--set", &set])).wrong(&[&words]);
-        server.cli(&["fork", &id, "--set", &set]).wrong(&[&words]);
-    }
     let fork = server.post(&format!("/jobs/{id}/fork"), &json!({"set": {"train.recipe": "imagenet"}})).await;
     fork.problem(422);
     assert!(fork.text.contains("/train/recipe"), "{}", fork.text);

@@ -116,8 +116,7 @@ async fn parts_reach_the_server_and_the_object_store_from_another_machine_and_co
     fs::remove_dir_all(server.job_dir(&id)).expect("the job's folder");
     assert!(downloaded(&server, &id).await == expected, "from the object store");
     // On fewer ranks, on a machine that fetches it.
-    let set = json!({"set": {"parallel.ranks": 2, "train.steps": STEPS + 5}});
+    let set = json!({"set": {"parallel.ranks": 2, "train.batch_size": 16, "train.steps": STEPS + 5}});
     let fork = server.post(&format!("/jobs/{id}/fork"), &set).await;
     server.succeeded(fork.json()["id"].as_str().unwrap_or_else(|| panic!("{}", fork.text))).await;
-    server.stop().await;
 }

@@ -255,17 +255,6 @@ mod tests {
     }
 
     #[test]
-    fn a_form_posted_from_a_page_of_the_last_version_keeps_its_fields() {
-        for (old, today) in
-            [("train.rise", "train.pct_start"), ("train.final_lr_share", "train.final_lr_fraction")]
-        {
-            let form = Form::from_pairs([(old.to_owned(), "0.125".to_owned())]);
-            assert_eq!(form, Form::from_pairs([(today.to_owned(), "0.125".to_owned())]));
-            assert_eq!(form.text(today), "0.125");
-        }
-    }
-
-    #[test]
     fn a_job_on_photographs_without_a_validation_split_begins_with_what_init_suggests() {
         let photographs = Dataset {
             name: "flowers".into(),
@@ -362,28 +351,6 @@ mod tests {
         assert_eq!(document["data"]["horizontal_flip"], true);
         assert_eq!(document["data"]["drop_remainder"], false);
         assert!(document.get("evil").is_none());
-    }
-
-    #[test]
-    fn a_page_of_an_earlier_version_is_told_what_its_fields_are_called() {
-        let pairs = [
-            ("data.dataset", "flowers"),
-            ("data.resize", "256"),
-            ("train.mixup_alpha", "0.2"),
-            ("recipe", ""),
-        ];
-        let form = Form::from_pairs(pairs.map(|(k, v)| (k.to_owned(), v.to_owned())));
-        let mistakes = from_json(&form.document()).expect_err("old names");
-        let found: Vec<_> = mistakes.iter().map(|m| m.detail.as_str()).collect();
-        assert_eq!(
-            found,
-            ["data.resize is called data.resize_size", "train.mixup_alpha is called train.mixup"]
-        );
-        let html = SubmitPage { form, ..page(mistakes) }.render().expect("renders");
-        assert!(
-            html.contains("data.resize is called data.resize_size"),
-            "no field has it: it stands above all"
-        );
     }
 
     #[test]

@@ -279,23 +279,16 @@ fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, ma
     if parallel.ranks == 1 {
         return "there is one rank".into();
     }
-    let mut others = considered.iter().filter(|of| of.plan.mesh != chosen.plan.mesh);
-    if !parallel.is_auto() {
-        return match considered.first().filter(|best| best.is_better(chosen, machine)) {
-            Some(best) => {
-                format!("the job asks for it; parallel.mode = \"auto\" would choose {}", timed(best))
-            }
-            None => match others.next() {
-                Some(next) => format!("it is the fastest; the next best is {}", timed(next)),
-                None => "these ranks can run no other".into(),
-            },
-        };
+    if !parallel.is_auto()
+        && let Some(best) = considered.first().filter(|best| best.is_better(chosen, machine))
+    {
+        return format!("the job asks for it; parallel.mode = \"auto\" would choose {}", timed(best));
     }
-    if chosen.plan.is_data() {
-        return match others.next() {
-            Some(next) => format!("it is the fastest; the next best is {}", timed(next)),
-            None => "these ranks can run no other".into(),
-        };
+    if !parallel.is_auto() || chosen.plan.is_data() {
+        let next = considered.iter().find(|of| of.plan.mesh != chosen.plan.mesh);
+        return next.map_or("these ranks can run no other".into(), |next| {
+            format!("no other plan is 2 % faster; the next best is {}", timed(next))
+        });
     }
     match considered.iter().find(|of| of.plan.is_data()) {
         Some(data) if !data.fits(machine) => format!(

@@ -115,8 +115,6 @@ pub enum AgentReply {
     },
     /// Pictures (or shards) inspected so far and in all; none when no inspection of that path is running.
     Progress {
-        /// An agent of the last version calls it `looked`.
-        #[serde(alias = "looked")]
         inspected: Option<(u64, u64)>,
     },
     /// None of a format whose files are few: those are compared themselves.

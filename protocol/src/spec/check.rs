@@ -8,7 +8,7 @@ use super::{
     keys::{KEYS, MAX_LR, Section},
     mistake::{SpecError, shortened, type_of},
     nearest::nearest,
-    renamed, shard,
+    shard,
 };
 use crate::{
     limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
@@ -22,7 +22,7 @@ use std::fmt::Write as _;
 /// recipe's value. What comes out reads back the same.
 ///
 /// # Errors
-/// Every mistake in it, those of old names first, the others in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
+/// Every mistake in it, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
 /// types, values out of range, combinations that cannot work.
 pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     match read(document) {
@@ -36,7 +36,6 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
 pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
     let mut errors = Vec::new();
     let mut document = document.clone();
-    renamed::accept(&mut document, &mut errors);
     check_shape(&mut document, &mut errors);
     check_texts(&document, &mut errors);
     // Keys with a mistake are gone by now, so the rest can be read and its combinations checked too.
@@ -72,11 +71,10 @@ pub fn from_toml(text: &str) -> Result<JobSpec, Vec<SpecError>> {
 }
 
 /// Reads what another version of this program has stored: every key that can be, with defaults in the place of those
-/// that cannot; those are named. Old names of keys are read as today's. Not for what people submit.
+/// that cannot; those are named. Not for what people submit.
 pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
     let mut errors = Vec::new();
     let mut document = document.clone();
-    renamed::upgrade(&mut document);
     check_shape(&mut document, &mut errors);
     match serde_json::from_value(document) {
         Ok(spec) => (spec, errors),
@@ -169,14 +167,12 @@ fn check_section(
         }
     }
     let mut unlisted = 0;
-    table.retain(|key, value| {
+    table.retain(|key, _| {
         let known = names.contains(&key.as_str());
         if !known && errors.len() < MISTAKES {
             // A pointer is as long as its key; the detail has the beginning of a very long one.
             let pointer = if key.len() > KEY_BYTES { pointer("") } else { pointer(key) };
-            let detail = renamed::rename_message(section.name, key, value)
-                .unwrap_or_else(|| unknown_key(key, section.name, names));
-            errors.push(SpecError { pointer, detail });
+            errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
         } else if !known {
             unlisted += 1;
         }

@@ -56,14 +56,8 @@ pub struct TrainSpec {
     pub gamma: f32,
     /// `one_cycle`: the fraction of all steps in which the learning rate rises to `lr`. Both ways are straight lines, up from 0 and down to
     /// `final_lr_fraction`: not the two half cosines from `lr / 25` that PyTorch's `OneCycleLR` takes by default with the same `pct_start`.
-    ///
-    /// `rise` in files of the last version.
-    #[serde(alias = "rise")]
     pub pct_start: f32,
     /// `cosine` and `one_cycle`: the learning rate of the last step, as a fraction of `lr`.
-    ///
-    /// `final_lr_share` in files of the last version.
-    #[serde(alias = "final_lr_share")]
     pub final_lr_fraction: f32,
     /// The share of a label that is spread over all classes (PyTorch's `CrossEntropyLoss`).
     pub label_smoothing: f32,

@@ -2,19 +2,17 @@
 //! because it may have been committed nevertheless.
 
 use super::{
-    candidates::address,
     ends::{end_attempt, wanted},
     left::{Left, NONE_LEFT, forget_missing},
     needs::{Needs, datasets, fail, needs},
     skip_permanent_error,
-    slots::{Start, device_for},
 };
 use crate::{
-    agents::Online,
     app::App,
     dataset_notes,
     holders::Holder,
     lifecycle,
+    scheduler::{AgentState, Start, address, device_for},
     store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
 };
 use futures_util::future::join_all;
@@ -152,7 +150,7 @@ async fn prepare(app: &App, start: Start, datasets: &HashMap<String, Dataset>) -
     }
     // Ranks are numbered machine by machine.
     let mut ranks = 0..needs.spec.parallel.ranks;
-    let place = |(agent, slots): &(Arc<Online>, Vec<u32>)| Place {
+    let place = |(agent, slots): &(Arc<AgentState>, Vec<u32>)| Place {
         agent_id: agent.row.id.clone(),
         agent: agent.row.name.clone(),
         ranks: slots.iter().filter_map(|slot| Some((ranks.next()?, *slot))).collect(),
@@ -253,7 +251,7 @@ fn order(app: &App, prepared: Prepared, files: StartFiles, claimed: Claimed) -> 
     let Prepared { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
     let (job, attempt) = (&row.job, claimed.attempt);
     app.checkpoint_waits.forget(&job.id);
-    app.reservations.forget(&job.id);
+    app.last_plan.release(&job.id);
     app.announce(&claimed.changed);
     let mut start = StartAttempt {
         attempt: attempt.clone(),
@@ -340,11 +338,12 @@ fn stop(app: &App, attempt: &AttemptRef, places: &[Place], reason: &str, patient
 }
 
 /// Where rank 0 of a job on these agents listens; none where all of them are on one machine.
-fn master_address(chosen: &[(Arc<Online>, Vec<u32>)]) -> Option<&str> {
+fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
     let (first, _) = chosen.first()?;
-    let network = |agent: &Online| agent.row.machine.network_id.clone();
-    let is_here =
-        |(agent, _): &(Arc<Online>, Vec<u32>)| network(agent).is_some() && network(agent) == network(first);
+    let network = |agent: &AgentState| agent.row.machine.network_id.clone();
+    let is_here = |(agent, _): &(Arc<AgentState>, Vec<u32>)| {
+        network(agent).is_some() && network(agent) == network(first)
+    };
     if chosen.len() == 1 || chosen.iter().all(is_here) { None } else { address(&first.row.machine) }
 }
 

@@ -11,7 +11,7 @@ use crate::{
     app::App,
     error::{Error, Problem, Result},
     machines::{MachineState, warnings},
-    reservations::Kept,
+    scheduler::Reservation,
     store::AgentRow,
 };
 use axum::{Extension, Json, extract::State, http::StatusCode};
@@ -210,12 +210,11 @@ async fn set_draining(app: &App, id: &str, draining: bool) -> Result<StatusCode>
 /// # Errors
 /// The store's.
 pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
-    let reservations = app.reservations.all();
-    let mut kept_slots: HashMap<(&str, u32), &(Kept, Timestamp)> = HashMap::new();
-    for reservation in &reservations {
-        let (kept, _) = reservation;
+    let reservations = app.last_plan.reservations();
+    let mut kept_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();
+    for kept in &reservations {
         for slot in kept.free.iter().chain(&kept.ending) {
-            kept_slots.entry((&kept.agent_id, *slot)).or_insert(reservation);
+            kept_slots.entry((&kept.agent_id, *slot)).or_insert(kept);
         }
     }
     // After them: a job that is submitted in between is among those that are hidden.
@@ -229,8 +228,8 @@ pub(super) async fn all(app: &App, caller: &Caller) -> Result<Vec<Agent>> {
         let mut in_use = app.leases.slots_in_use(&row.id);
         let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
         let kept_for = |slot: u32| {
-            let (kept, since) = kept_slots.get(&(row.id.as_str(), slot)).filter(|_| now.is_some())?;
-            Some(KeptFor { job: seen(kept.job.clone()), since: *since })
+            let kept = kept_slots.get(&(row.id.as_str(), slot)).filter(|_| now.is_some())?;
+            Some(KeptFor { job: seen(kept.job.clone()), since: kept.since })
         };
         let slots = row.slots.into_iter().map(|slot| {
             let kept_for = kept_for(slot.index);

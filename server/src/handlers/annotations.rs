@@ -56,8 +56,7 @@ const PAGES: Pages = Pages::new("annotations", "id");
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Change {
-    /// At most 20 000 bytes. `note` is its name of the last version.
-    #[serde(alias = "note")]
+    /// At most 20 000 bytes.
     notes: Option<String>,
     /// At most 20, of 40 characters each.
     tags: Option<Vec<String>>,

@@ -21,8 +21,6 @@ pub(crate) struct AuditPage {
     pub(super) entries: Elements<AuditEntry>,
     /// Give it as `cursor` for the next page; null on the last.
     pub(super) next_cursor: Option<String>,
-    /// The same, by its name of the last version.
-    pub(super) next: Option<String>,
 }
 
 /// Which entries.
@@ -80,7 +78,7 @@ pub(super) async fn page(app: &App, query: &AuditQuery) -> Result<AuditPage> {
         more = more && newer == entries.len();
         entries.truncate(newer);
     }
-    let next = entries.last().filter(|_| more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
+    let next_cursor = entries.last().filter(|_| more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
     let entries = Elements { items: entries, fields };
-    Ok(AuditPage { entries, next_cursor: next.clone(), next })
+    Ok(AuditPage { entries, next_cursor })
 }

@@ -28,11 +28,11 @@ use lockstep_protocol::{
     job::Parent,
     reason::{Facts, Reason, ReasonCode},
     schedule::{self, Schedule},
-    spec::{Division, JobSpec, Recipe, SpecError, Validation, from_json, key_parts, name_today, set_key},
+    spec::{Division, JobSpec, Recipe, SpecError, Validation, from_json, key_parts, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
-use std::{collections::BTreeMap, fs, io, path::Path as FilePath};
+use std::{fs, io, path::Path as FilePath};
 use utoipa::ToSchema;
 
 /// From which checkpoint, and what is different.
@@ -104,9 +104,8 @@ async fn prepare(app: &App, caller: &Caller, id: &str, request: ForkRequest) -> 
     set(&mut document, "tags", source.tags.clone().into())?;
     let gives_validation = request.set.contains_key("data.validation")
         || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
-    let mut given = BTreeMap::new();
     for (path, value) in request.set {
-        merge(&mut document, &path, value, &mut given)?;
+        merge(&mut document, &path, value)?;
     }
     check_recipe(&source, &document)?;
     let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
@@ -325,28 +324,19 @@ fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
     }
 }
 
-/// Puts a value at a path of keys; a table is merged into the one that is there. `given` has the names that keys were given
-/// by, under their names today.
-fn merge(document: &mut Value, path: &str, value: Value, given: &mut BTreeMap<String, String>) -> Result<()> {
+/// Puts a value at a path of keys; a table is merged into the one that is there.
+fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
     let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/set".into(), detail }]);
     // Before it grows with every table inside another.
     key_parts(path).map_err(mistake)?;
     if let Value::Object(inner) = value {
         for (key, value) in inner {
-            merge(document, &format!("{path}.{key}"), value, given)?;
+            merge(document, &format!("{path}.{key}"), value)?;
         }
         return Ok(());
     }
-    // The document has every key by its name today.
-    let today = name_today(path);
-    if let Some(before) = given.insert(today.clone(), path.to_owned())
-        && before != path
-    {
-        let old = if before == today { path } else { before.as_str() };
-        return Err(mistake(format!("{old} is the old name of {today}: give {today} alone, not both")));
-    }
     // One way to read paths: the command line's.
-    set_key(document, &today, value).map_err(mistake)?;
+    set_key(document, path, value).map_err(mistake)?;
     // One of the two says how large a step is.
     let (is_one, other) = match path {
         "train.batch_size" => (true, "global_batch_size"),

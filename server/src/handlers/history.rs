@@ -81,8 +81,8 @@ pub(crate) async fn show(
         who: fork.owner,
     });
     let waits = job.state.is_waiting();
-    let place = app.wait_reasons.place(&job.id).unwrap_or(rows.before_it + 1);
-    let queue = waits.then(|| Waiting { place, reason: app.wait_reasons.of(&job.id) });
+    let unplanned = Waiting { place: rows.before_it + 1, reason: None };
+    let queue = waits.then(|| app.last_plan.of(&job.id).unwrap_or(unplanned));
     let total = (query.count == Some(true)).then_some(entries.len() as u64);
     let end = from.saturating_add(limit);
     let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;

@@ -60,8 +60,6 @@ pub(crate) struct InspectionProgress {
     pub(crate) detail: String,
     /// Pictures (or shards) inspected so far, where that is known.
     inspected: Option<u64>,
-    /// The same as `inspected`, by its name in the last version; the next version does not have it.
-    looked: Option<u64>,
     /// Pictures (or shards) in all, where that is known.
     total: Option<u64>,
 }
@@ -139,7 +137,7 @@ fn begin(app: &App, path: &str) -> Inspection {
 async fn under_way(app: &App, agent: Option<&Online>, path: String) -> InspectionProgress {
     let Some(agent) = agent else {
         let detail = format!("choosing a machine that has {path}; ask again");
-        return InspectionProgress { detail, inspected: None, looked: None, total: None };
+        return InspectionProgress { detail, inspected: None, total: None };
     };
     let waiting = app.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });
     let progress = match app.agents.reply(waiting, PROGRESS).await {
@@ -162,5 +160,5 @@ async fn under_way(app: &App, agent: Option<&Online>, path: String) -> Inspectio
         None => format!("{name} is inspecting {path}; ask again"),
     };
     let (inspected, total) = progress.unzip();
-    InspectionProgress { detail, inspected, looked: inspected, total }
+    InspectionProgress { detail, inspected, total }
 }

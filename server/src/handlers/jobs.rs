@@ -62,7 +62,7 @@ pub(super) async fn row(app: &App, id: &JobId) -> Result<JobRow> {
 /// 404 when there is none.
 pub(crate) async fn find(app: &App, id: &str) -> Result<Job> {
     let mut job = row(app, &job_id(id)?).await?.job;
-    app.wait_reasons.tell(&mut job);
+    app.last_plan.tell(&mut job);
     Ok(job)
 }
 
@@ -80,7 +80,7 @@ pub(super) async fn shown_to(app: &App, caller: &Caller, row: JobRow) -> Result<
         let is_seen = owned.is_some_and(|owned| caller.sees(owned.private, owned.owner.as_deref()));
         job.parent = is_seen.then_some(parent);
     }
-    app.wait_reasons.tell(&mut job);
+    app.last_plan.tell(&mut job);
     Ok(job)
 }
 

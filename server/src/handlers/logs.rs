@@ -56,9 +56,6 @@ pub(crate) struct LogsQuery {
     sort: Option<String>,
     /// `next_cursor` of the page before, with the same `sort`.
     cursor: Option<String>,
-    /// The newest so many lines, the oldest of them first: 1 to 10000. Of the last version: `sort=-seq` reads them in pages.
-    #[param(minimum = 1, maximum = 10000)]
-    tail: Option<u32>,
     /// `text` for the file of all lines that match, whatever `Accept` says: for links.
     format: Option<String>,
     /// Only lines that contain this, at most 200 characters, ignoring case. A long log is searched for a third of a second at a time:
@@ -66,43 +63,15 @@ pub(crate) struct LogsQuery {
     q: Option<String>,
 }
 
-/// In which order a log is read.
-#[derive(Clone, Copy, PartialEq)]
-enum Order {
-    OldestFirst,
-    NewestFirst,
-    /// The newest lines, of which the oldest comes first: `tail` of the last version.
-    Tail,
-}
-
 impl LogsQuery {
+    /// Whether the newest line comes first.
+    ///
     /// # Errors
-    /// 400: a sort that is none, or two orders at once.
-    fn order(&self) -> Result<Order> {
-        let sort = self.sort.as_deref().map(list::sort_key);
-        if let Some((name, _)) = sort {
-            list::known_name("sort", name, &["seq"])?;
-        }
-        match (sort, self.tail) {
-            (Some(_), Some(_)) => {
-                let detail = "tail cannot be combined with sort: use limit instead of tail";
-                Err(Error::BadRequest(detail.into()))
-            }
-            (None, Some(_)) => Ok(Order::Tail),
-            (Some((_, true)), None) => Ok(Order::NewestFirst),
-            _ => Ok(Order::OldestFirst),
-        }
-    }
-}
-
-impl Order {
-    fn is_from_the_end(self) -> bool {
-        self != Order::OldestFirst
-    }
-
-    /// As a cursor has it.
-    fn sort(self) -> &'static str {
-        if self.is_from_the_end() { "-seq" } else { "seq" }
+    /// 400: a sort that is none.
+    fn newest_first(&self) -> Result<bool> {
+        let Some((name, newest_first)) = self.sort.as_deref().map(list::sort_key) else { return Ok(false) };
+        list::known_name("sort", name, &["seq"])?;
+        Ok(newest_first)
     }
 }
 
@@ -112,8 +81,6 @@ pub(crate) struct Logs {
     lines: Vec<Line>,
     /// Give it as `cursor` to read on; null at the end.
     next_cursor: Option<String>,
-    /// Of the last version: give it as `after`, or with `tail` as `before`.
-    next: Option<u64>,
 }
 
 /// Lines from the oldest to the newest, and the event to read on from.
@@ -143,12 +110,12 @@ impl Found {
         self
     }
 
-    async fn page(mut self, pages: Pages<'_>, order: Order) -> Result<Response> {
-        if order == Order::NewestFirst {
+    async fn page(mut self, pages: Pages<'_>, newest_first: bool) -> Result<Response> {
+        if newest_first {
             self.lines.reverse();
         }
         let next_cursor = self.next.map(|next| pages.cursor(&next)).transpose()?;
-        large::json(Logs { lines: self.lines, next_cursor, next: self.next }).await
+        large::json(Logs { lines: self.lines, next_cursor }).await
     }
 }
 
@@ -180,13 +147,9 @@ pub(crate) async fn query(
     if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {
         return Err(Error::BadRequest(format!("format is text or absent, is {:?}", shortened(format))));
     }
-    let order = query.order()?;
-    let limit = match query.tail {
-        Some(_) => count("tail", query.tail, DEFAULT_LINES, MAX_LINES)?,
-        None => count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?,
-    };
-    let newest = order.is_from_the_end();
-    let pages = Pages::new("logs", order.sort()).of_job(job.id.as_str());
+    let newest = query.newest_first()?;
+    let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
+    let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).of_job(job.id.as_str());
     let from: Option<u64> = pages.read(query.cursor.as_deref())?;
     if accepts.starts_with("text/plain") || query.format.is_some() {
         if query.sort.or(query.cursor).is_some() {
@@ -218,23 +181,12 @@ pub(crate) async fn query(
     };
     if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
         let found = search(&app, &job, filter, q).await?;
-        let found = if order == Order::Tail { found } else { found.at_most(limit as usize, newest) };
-        return found.page(pages, order).await;
+        return found.at_most(limit as usize, newest).page(pages, newest).await;
     }
     let LogPage { events, ends, full } = app.store.logs(&job_id(&id)?, &filter).await?;
-    let mut next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
-    let mut lines = lines(events, query.q.as_deref());
-    // Whole events: reading on before the first line's event gives all of it.
-    if order == Order::Tail
-        && let Some(beyond) = lines.len().checked_sub(limit as usize).filter(|n| *n > 0)
-    {
-        let first = lines[beyond].seq;
-        next = Some(first);
-        lines.retain(|l| l.seq >= first);
-    }
-    let found = Found { lines, next };
-    let found = if order == Order::Tail { found } else { found.at_most(limit as usize, newest) };
-    found.page(pages, order).await
+    let next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
+    let found = Found { lines: lines(events, query.q.as_deref()), next };
+    found.at_most(limit as usize, newest).page(pages, newest).await
 }
 
 /// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.

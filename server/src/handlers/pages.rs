@@ -66,7 +66,7 @@ pub(crate) async fn jobs(
         filter.limit = ROWS;
     }
     let mut page = app.store.jobs(&filter).await?;
-    page.jobs.iter_mut().for_each(|job| app.wait_reasons.tell(job));
+    page.jobs.iter_mut().for_each(|job| app.last_plan.tell(job));
     let any = !page.jobs.is_empty()
         || !app
             .store
@@ -379,7 +379,7 @@ pub(crate) async fn audit(
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<audit::AuditQuery>,
 ) -> Page {
-    let audit::AuditPage { entries, next, .. } = audit::page(&app, &query).await?;
+    let audit::AuditPage { entries, next_cursor: next } = audit::page(&app, &query).await?;
     let lines = entries.items.into_iter().map(|entry| audit_views::AuditLine {
         at: entry.at,
         who: entry.who,

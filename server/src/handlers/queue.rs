@@ -8,11 +8,10 @@ use crate::{
     access::Caller,
     app::App,
     error::{Error, Problem, Result},
-    reservations::Kept,
+    scheduler,
     store::JobRow,
 };
 use axum::{Extension, Json, extract::State};
-use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobId,
     labels,
@@ -121,8 +120,8 @@ pub(super) async fn page(app: &App, caller: &Caller, query: &QueueQuery) -> Resu
     let from: Option<(u64, Option<JobId>)> = PAGES.read(query.cursor.as_deref())?;
     let mut rows = app.waiting.read(&*app.store).await?;
     // As the newest round of dispatch looked at it; what has come since stays in the order of priority and age.
-    app.wait_reasons.sort(&mut rows, |row| &row.job.id);
-    let kept = app.reservations.all();
+    app.last_plan.sort(&mut rows, |row| &row.job.id);
+    let kept = app.last_plan.reservations();
     let slots = kept_slots(&kept);
     let reservations = reservations(app, caller, kept, &rows);
     let wanted = |row: &JobRow, is_seen: bool| {
@@ -166,9 +165,9 @@ fn behind(jobs: &[(u64, Option<&JobId>)], (place, last): &(u64, Option<JobId>)) 
 }
 
 /// Slots that are kept for each job.
-fn kept_slots(all: &[(Kept, Timestamp)]) -> HashMap<JobId, u32> {
+fn kept_slots(all: &[scheduler::Reservation]) -> HashMap<JobId, u32> {
     let mut slots = HashMap::new();
-    for (kept, _) in all {
+    for kept in all {
         let more = u32::try_from(kept.free.len() + kept.ending.len()).unwrap_or(u32::MAX);
         let sum: &mut u32 = slots.entry(kept.job.clone()).or_default();
         *sum = sum.saturating_add(more);
@@ -188,7 +187,7 @@ fn queued(app: &App, slots: &HashMap<JobId, u32>, Placed { place, row }: Placed)
     QueuedJob {
         place,
         // One that waits before it is tried again has been looked at, and says why itself.
-        reason: app.wait_reasons.of(&job.id).or_else(|| job.cause.clone()),
+        reason: app.last_plan.of(&job.id).and_then(|waiting| waiting.reason).or_else(|| job.cause.clone()),
         kept_slots: Some(slots.get(&job.id).copied().unwrap_or(0)),
         id: Some(job.id.clone()),
         name: Some(job.name.clone()),
@@ -205,14 +204,14 @@ fn queued(app: &App, slots: &HashMap<JobId, u32>, Placed { place, row }: Placed)
 fn reservations(
     app: &App,
     caller: &Caller,
-    all: Vec<(Kept, Timestamp)>,
+    all: Vec<scheduler::Reservation>,
     rows: &[Arc<JobRow>],
 ) -> Vec<Reservation> {
-    let wanted: HashSet<&JobId> = all.iter().map(|(kept, _)| &kept.job).collect();
+    let wanted: HashSet<&JobId> = all.iter().map(|kept| &kept.job).collect();
     let rows = rows.iter().filter(|row| wanted.contains(&row.job.id));
     let by_id: HashMap<JobId, &Arc<JobRow>> = rows.map(|row| (row.job.id.clone(), row)).collect();
     let online = app.agents.online();
-    let shown = all.into_iter().filter_map(|(kept, since)| {
+    let shown = all.into_iter().filter_map(|kept| {
         // One that has just started, or a machine that has just gone.
         let row = by_id.get(&kept.job)?;
         let agent = online.iter().find(|agent| agent.row.id == kept.agent_id)?;
@@ -225,7 +224,7 @@ fn reservations(
             free: kept.free,
             ending: kept.ending,
             whole_machine: kept.whole_machine,
-            since,
+            since: kept.since,
         })
     });
     shown.collect()

@@ -125,7 +125,6 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
             while let Some((table, row)) = rows.next()? {
                 sqlite::copy::insert(&mut db, &table, row).await?;
             }
-            sqlite::copy::hide_private_parents(&mut db).await?;
             sqlite::copy::mark_restored(&mut db).await?;
             sqlite::copy::advance_counters(&mut db).await?;
             db.commit().await?;
@@ -141,7 +140,6 @@ pub async fn restore(location: &Location, path: &Path) -> Result<Summary, Backup
             while let Some((table, row)) = rows.next()? {
                 postgres::copy::insert(&mut db, &table, row).await?;
             }
-            postgres::copy::hide_private_parents(&mut db).await?;
             postgres::copy::mark_restored(&mut db).await?;
             postgres::copy::advance_counters(&mut db).await?;
             db.commit().await?;

@@ -1,9 +1,6 @@
 //! The file of a backup: written line by line, checked to its end, and read row by row. What is in it, `backup.rs` says.
 
-use super::{
-    cells::{Cell, Table, hexadecimal},
-    older,
-};
+use super::cells::{Cell, Table, hexadecimal};
 use crate::{regular, serve_error::ServeError};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -213,7 +210,7 @@ impl Rows {
             }
             let cells = table.columns.iter().zip(values).map(|(c, v)| Cell::read(c.kind, v));
             let cells = cells.collect::<Option<Vec<_>>>().ok_or_else(|| damaged(&self.path))?;
-            return Ok(Some(older::as_today(table, cells)));
+            return Ok(Some((table, cells)));
         }
         Ok(None)
     }

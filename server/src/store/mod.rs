@@ -9,7 +9,6 @@ mod cells;
 pub(crate) mod error;
 mod location;
 mod migrations;
-mod older;
 mod open;
 mod points;
 pub mod postgres;
@@ -56,10 +55,8 @@ pub(crate) const PAGE_BYTES: usize = 4 << 20;
 /// What kept a database's tables from being brought up to date.
 fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeError {
     let path = path.to_owned();
-    let first = known.iter().map(|m| m.version).min().unwrap_or(0);
     let known = known.iter().map(|m| m.version).max().unwrap_or(0);
     match error {
-        MigrateError::VersionMissing(found) if found < first => ServeError::DatabaseTooOld { path },
         MigrateError::VersionMissing(found) if found > known => {
             ServeError::DatabaseTooNew { path, found, known }
         }

@@ -53,21 +53,6 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_specification_with_old_names_is_read_without_a_flaw() {
-        let mut spec = JobSpec::default();
-        spec.data.dataset = "d".into();
-        spec.train.mixup = 0.2;
-        spec.data.resize_size = Some(256);
-        let mut document = serde_json::to_value(&spec).unwrap();
-        for (table, new, old) in [("train", "mixup", "mixup_alpha"), ("data", "resize_size", "resize")] {
-            let table = document[table].as_object_mut().unwrap();
-            let value = table.remove(new).unwrap();
-            table.insert(old.into(), value);
-        }
-        assert_eq!(read_spec(&document.to_string()), (spec, None));
-    }
-
-    #[test]
     fn a_specification_of_another_version_is_read_as_far_as_it_goes() {
         let mut document = serde_json::to_value(JobSpec::default()).unwrap();
         assert_eq!(read_spec(&document.to_string()), (JobSpec::default(), None));

@@ -169,7 +169,7 @@ async fn a_cursor_outlives_the_job_that_it_was_taken_from() {
     }
     ids.reverse();
     let (_, page) = server.get("/jobs?limit=2").await;
-    let cursor = page["next"].as_str().unwrap().to_owned();
+    let cursor = page["next_cursor"].as_str().unwrap().to_owned();
     // The last one of the page, whose place the cursor is, and the first one.
     for id in &ids[..2] {
         assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);

@@ -2,7 +2,7 @@
 
 use crate::{
     agent::{Agent, info, running},
-    test_server::{TestServer, spec},
+    test_server::TestServer,
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
@@ -277,12 +277,6 @@ async fn a_size_at_which_the_network_is_another_is_refused_with_what_to_set() {
     assert!(text.contains("at 96 pixels") && text.contains("set model.stem too"), "{text}");
     assert_eq!(fork(json!({"data.image_size": 95})).await.0, 201);
     assert_eq!(fork(json!({"data.image_size": 96, "model.stem": "cifar"})).await.0, 201);
-    // Names that keys had before, whichever way they are written.
-    for set in [json!({"train.mixup_alpha": 0.1}), json!({"train": {"mixup_alpha": null}})] {
-        let (status, body) = fork(set).await;
-        assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/train/mixup_alpha")), "{body}");
-        assert_eq!(body["errors"][0]["detail"], "train.mixup_alpha is called train.mixup");
-    }
     server.stop().await;
 }
 
@@ -338,40 +332,6 @@ async fn an_evaluation_that_is_not_finite_is_no_best_one_and_leaves_the_stream_r
     let losses: Vec<_> =
         stored.iter().filter(|e| e["type"] == "evaluation").map(|e| e["loss"].clone()).collect();
     assert_eq!(losses, [1.0, 0.9, 0.8, 0.85].map(|loss| json!(loss)), "{stored:#?}");
-    server.stop().await;
-}
-
-#[tokio::test]
-async fn names_of_the_last_version_are_taken_in_a_submission_and_a_fork_and_both_names_are_refused() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    let id = failed_job(&server, &mut agent).await;
-    let mut old = spec();
-    old["train"]["rise"] = json!(0.125);
-    let (status, made) = server.post("/jobs", &old).await;
-    assert_eq!((status, &made["spec"]["train"]["pct_start"]), (201, &json!(0.125)), "{made}");
-    assert!(made["spec"]["train"].get("rise").is_none(), "{made}");
-    old["train"]["pct_start"] = json!(0.125);
-    let (status, body) = server.post("/jobs", &old).await;
-    assert_eq!((status, &body["errors"][0]["pointer"]), (422, &json!("/train/rise")), "{body}");
-
-    let fork = async |set: Value| server.post(&format!("/jobs/{id}/fork"), &json!({ "set": set })).await;
-    for set in [json!({"train.rise": 0.125}), json!({"train": {"rise": 0.125}})] {
-        let (status, made) = fork(set).await;
-        assert_eq!((status, &made["spec"]["train"]["pct_start"]), (201, &json!(0.125)), "{made}");
-    }
-    for set in [
-        json!({"train.rise": 0.125, "train.pct_start": 0.25}),
-        json!({"train.pct_start": 0.25, "train": {"rise": 0.1}}),
-    ] {
-        let (status, body) = fork(set.clone()).await;
-        assert_eq!(status, 422, "{set}: {body}");
-        let detail = body["errors"][0]["detail"].as_str().unwrap();
-        assert_eq!(
-            detail,
-            "train.rise is the old name of train.pct_start: give train.pct_start alone, not both"
-        );
-    }
     server.stop().await;
 }
 

@@ -180,7 +180,7 @@ async fn notes_and_tags_are_of_some_length() {
     };
     let tags = |count: usize| (0..count).map(|i| format!("tag {i}")).collect::<Vec<_>>();
     for (allowed, refused) in [
-        (json!({"note": "n".repeat(20_000)}), json!({"note": "n".repeat(20_001)})),
+        (json!({"notes": "n".repeat(20_000)}), json!({"notes": "n".repeat(20_001)})),
         (json!({"tags": tags(20)}), json!({"tags": tags(21)})),
         (json!({"tags": ["ß".repeat(40)]}), json!({"tags": ["ß".repeat(41)]})),
         (json!({"priority": 1000}), json!({"priority": 1001})),

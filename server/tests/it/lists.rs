@@ -41,7 +41,6 @@ pub async fn walked(server: &TestServer, query: &str, limit: usize) -> Vec<Strin
         let jobs = page["jobs"].as_array().unwrap();
         assert!(jobs.len() <= limit);
         names.extend(jobs.iter().map(|job| job["name"].as_str().unwrap().to_owned()));
-        assert_eq!(page["next"], page["next_cursor"]);
         match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
             None => return names,
@@ -136,7 +135,6 @@ async fn a_list_stays_whole_when_jobs_change_between_its_pages() {
     // Why one failed, in fields.
     let (_, job) = server.get(&format!("/jobs/{}", ids[1])).await;
     assert_eq!((&job["failure"]["words"], &job["failure"]["code"]), (&job["reason"], &job["cause"]["code"]));
-    assert_eq!(job["failure"]["message"], job["failure"]["words"], "its name of the last version");
     assert!(job["failure"].get("rank").is_some() && job["failure"].get("step").is_some(), "{job}");
     server.stop().await;
 }
@@ -272,7 +270,7 @@ async fn projects_tags_and_notes_come_with_a_job_and_can_be_changed() {
     // To another project, with the stored specification.
     let change =
         |body: Value| server.send(server.http.patch(server.url(&format!("/api/v1/jobs/{id}"))).json(&body));
-    assert_eq!(change(json!({"project": "audio", "tags": [], "note": "n"})).await.0, 200);
+    assert_eq!(change(json!({"project": "audio", "tags": [], "notes": "n"})).await.0, 200);
     let (_, job) = server.get(&format!("/jobs/{id}")).await;
     assert_eq!((&job["project"], &job["spec"]["project"]), (&json!("audio"), &json!("audio")));
     assert_eq!((&job["tags"], &job["notes"]), (&json!([]), &json!("n")));

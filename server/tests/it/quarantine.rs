@@ -124,35 +124,6 @@ async fn jobs_of_another_version_are_shown_and_wait_and_others_go_on() {
 }
 
 #[tokio::test]
-async fn a_job_that_was_stored_with_old_names_of_keys_is_shown_with_new_ones_and_starts() {
-    let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 2).await;
-    server.submit(|_| {}).await;
-    let attempt = agent.started().await.attempt;
-    let waits = server.submit(|_| {}).await;
-    let mut spec = serde_json::to_value(&waits.spec).unwrap();
-    spec["train"].as_object_mut().unwrap().remove("mixup");
-    spec["train"]["mixup_alpha"] = json!(0.5);
-    spec["recipe"] = json!("cifar");
-    spec["data"]["image_size"] = json!([{"epoch": 1, "size": 24}, {"epoch": 2, "size": 32}]);
-    set(&server, "jobs", "spec", &spec.to_string(), &format!("id = '{}'", waits.id)).await;
-    let (_, response) = server.get(&format!("/jobs/{}", waits.id)).await;
-    assert_eq!(response.get("unreadable"), None, "{response}");
-    let shown = &response["spec"];
-    assert_eq!(
-        (&shown["train"]["mixup"], &shown["train"]["recipe"], &shown["data"]["image_size"]),
-        (&json!(0.5), &json!("cifar"), &json!([[1, 24], [2, 32]]))
-    );
-    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
-    let next = agent.started().await;
-    assert_eq!((next.attempt.job.as_str(), next.spec.train.mixup), (waits.id.as_str(), 0.5));
-    // But nobody submits it.
-    let (status, response) = server.post("/jobs", &spec).await;
-    assert_eq!((status, response["errors"].as_array().unwrap().len()), (422, 3), "{response}");
-    server.stop().await;
-}
-
-#[tokio::test]
 async fn what_else_cannot_be_read_is_passed_over() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;

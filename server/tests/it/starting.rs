@@ -213,6 +213,7 @@ async fn a_database_that_was_half_migrated_or_is_of_another_build_says_what_to_d
             ["never finished", "lockstep restore"],
         ),
         ("UPDATE _sqlx_migrations SET checksum = x'00' WHERE version = 100", ["another build", "restore"]),
+        ("UPDATE _sqlx_migrations SET version = 25", ["another build", "restore"]),
     ] {
         let dir = TestServer::with(|c| c.database = None).await.stop().await;
         let path = dir.path().join("lockstep.db");

@@ -1,7 +1,7 @@
 //! Every key of a job file: a page, and text for a terminal.
 
 use super::{made, prose, table};
-use lockstep_protocol::spec::{ACCEPTED, KeyReference, SectionReference, nearest, recipes, reference};
+use lockstep_protocol::spec::{KeyReference, SectionReference, nearest, recipes, reference};
 use std::fmt::Write as _;
 
 /// Columns of the text for a terminal.
@@ -36,12 +36,6 @@ pub(super) fn markdown() -> String {
             recipe.keys.into_iter().map(|(key, value)| [format!("`{key}`"), format!("`{value}`")]).collect();
         text += &table(["key", "value"], &rows);
     }
-    text += "\n## Names of the last version\n\nThese are read as today's, up to the next version.\n\n";
-    let rows: Vec<_> = ACCEPTED
-        .iter()
-        .map(|(section, old, new)| [format!("`{section}.{old}`"), format!("`{section}.{new}`")])
-        .collect();
-    text += &table(["was", "is"], &rows);
     text
 }
 

@@ -189,7 +189,7 @@ async fn a_rank_that_is_killed_while_all_write_costs_only_that_checkpoint() {
     let sets = ["parallel.ranks=4", "checkpoint.sharded=true"];
     succeeded(&run(&bench, "undisturbed", &sets, &[]));
     for point in ["checkpoint.model", "checkpoint.optimizer", "checkpoint.manifest", "checkpoint.synced"] {
-        let mark = bench.folder.path().join(point);
+        let mark = bench.folder.path().join(format!("{point}.mark"));
         let all: Vec<_> = ALWAYS.iter().chain(&sets).flat_map(|set| ["--set", *set]).collect();
         let mut command = bench.train(point, &all);
         // Any of the ranks that writes its second checkpoint; the last two points are rank 0's.

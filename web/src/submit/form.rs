@@ -1,10 +1,7 @@
 //! What stands in the form, to a specification and back.
 
 use super::fields::{Kind, fields};
-use lockstep_protocol::{
-    JobSpec,
-    spec::{Recipe, is_renamed, name_today},
-};
+use lockstep_protocol::{JobSpec, spec::Recipe};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -25,17 +22,15 @@ pub struct Form {
 const FILLED: &str = "filled";
 
 impl Form {
-    /// The fields of a posted form. A name that a field had in the last version is read as its name today. Other names that
-    /// are no field are left out, except those of before the first release: the check names them.
+    /// The fields of a posted form. Names that are no field are left out.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut values: BTreeMap<_, _> =
             fields().filter(|f| f.kind == Kind::Switch).map(|f| (f.key.to_owned(), "false".into())).collect();
         let mut filled = String::new();
         for (key, value) in pairs {
-            let key = name_today(&key);
             if key == FILLED {
                 filled = value;
-            } else if is_renamed(&key) || fields().any(|f| f.key == key) {
+            } else if fields().any(|f| f.key == key) {
                 values.insert(key, value);
             }
         }
@@ -108,11 +103,6 @@ impl Form {
                 continue;
             }
             put(field.key, field.kind.json(text));
-        }
-        for (key, text) in &self.values {
-            if is_renamed(key) && !text.is_empty() {
-                put(key, text.as_str().into());
-            }
         }
         Value::Object(document)
     }

@@ -9,12 +9,8 @@
 //! ```
 
 use lockstep_host::{write_private, write_whole};
-use lockstep_protocol::{
-    agent::{AttemptRef, StartAttempt},
-    spec::upgrade,
-};
+use lockstep_protocol::agent::{AttemptRef, StartAttempt};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::{
     fs::{self, File, TryLockError},
     io::{self, Read, Seek, Write},
@@ -68,15 +64,6 @@ pub enum StateDirError {
         /// The other agent's process.
         pid: Option<i32>,
     },
-}
-
-/// Reads an attempt, also of a version in which some keys had other names: its ranks continue to train.
-fn read_stored(text: &[u8]) -> serde_json::Result<StoredAttempt> {
-    let mut stored: Value = serde_json::from_slice(text)?;
-    if let Some(spec) = stored.pointer_mut("/start/spec") {
-        upgrade(spec);
-    }
-    serde_json::from_value(stored)
 }
 
 impl StateDir {
@@ -234,7 +221,7 @@ fn attempt_files(
     let paths =
         entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "json"));
     paths.map(|path| {
-        let read = fs::read(&path).map(|text| read_stored(&text));
+        let read = fs::read(&path).map(|text| serde_json::from_slice(&text));
         (path, read)
     })
 }
@@ -287,31 +274,6 @@ pub fn running_agent(dir: &Path) -> Option<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// The program was replaced while ranks train: an attempt that was noted with yesterday's names of keys is taken over.
-    #[test]
-    fn an_attempt_of_a_version_with_other_names_of_keys_is_held_on() {
-        let dir = tempfile::tempdir().unwrap();
-        let state_dir = StateDir::open(dir.path()).unwrap();
-        let mut spec = serde_json::to_value(lockstep_protocol::JobSpec::default()).unwrap();
-        for (section, now, before) in [("train", "mixup", "mixup_alpha"), ("data", "augment", "auto_augment")]
-        {
-            let value = spec[section].as_object_mut().unwrap().remove(now).unwrap();
-            spec[section][before] = value;
-        }
-        let note = serde_json::json!({
-            "start": {
-                "attempt": { "job": lockstep_protocol::JobId::generate(), "attempt": 1, "token": 1 },
-                "spec": spec, "dataset_path": "/none", "world_size": 1, "ranks": [[0, 0]], "master_addr": "127.0.0.1",
-                "master_port": 1, "secret": "", "job_dir": null, "resume": null,
-            },
-            "job_dir": "/none",
-        });
-        fs::write(dir.path().join("attempts/one.json"), note.to_string()).unwrap();
-        let stored = state_dir.stored_attempts();
-        assert_eq!(stored.len(), 1);
-        assert_eq!(stored[0].start.spec, lockstep_protocol::JobSpec::default());
-    }
 
     /// The database of the server was put back, and gives the attempt's number out again.
     #[test]

@@ -4,13 +4,13 @@
 use crate::{
     access::Caller,
     app::App,
-    dispatch::{device_for, most_slots},
     error::{Error, Problem, Result},
     handlers::{
         datasets,
         extract::{Document, Query},
         submission::{self, Weights},
     },
+    scheduler::{device_for, most_slots},
 };
 use axum::{Extension, Json, extract::State};
 use lockstep_protocol::numbers::plural;
@@ -234,7 +234,7 @@ fn slots_mistake(app: &App, spec: &JobSpec) -> Option<SpecError> {
         return None;
     }
     let device = device_for(spec);
-    let sum = most_slots(app, device);
+    let sum = most_slots(online.into_iter().map(|agent| agent.row), device);
     let most = sum.slots;
     if most >= spec.parallel.ranks as usize {
         return None;

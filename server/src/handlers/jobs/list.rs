@@ -63,8 +63,6 @@ pub(crate) struct JobList {
     jobs: Elements<Job>,
     /// Give it as `cursor` for the next page; null on the last.
     next_cursor: Option<String>,
-    /// The same, by its name of the last version.
-    next: Option<String>,
     /// With `count=true`: jobs on all pages together.
     #[serde(skip_serializing_if = "Option::is_none")]
     total: Option<u64>,
@@ -215,7 +213,7 @@ pub(crate) async fn list(
     for job in &mut page.jobs {
         // All of them would be most of a long list.
         job.last.others.retain(|name, _| metrics.contains(&name.as_str()));
-        app.wait_reasons.tell(job);
+        app.last_plan.tell(job);
     }
     let total = match query.count {
         Some(true) => Some(app.store.jobs_counted(&filter).await?),
@@ -223,7 +221,7 @@ pub(crate) async fn list(
     };
     let next_cursor = query.next_cursor(page.next.as_ref())?;
     let jobs = Elements { items: page.jobs, fields };
-    large::json(JobList { jobs, next: next_cursor.clone(), next_cursor, total }).await
+    large::json(JobList { jobs, next_cursor, total }).await
 }
 
 #[cfg(test)]

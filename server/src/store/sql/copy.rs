@@ -87,20 +87,6 @@ pub(in crate::store) async fn is_empty(db: &mut Connection) -> sqlx::Result<bool
     Ok(true)
 }
 
-/// Marks the forks of private jobs in an older backup, whose rows lack the column, and takes the parent's id out of what
-/// was said when they were made.
-const HIDE_PRIVATE_PARENTS: &str = "
-    UPDATE jobs SET parent_private = 1 WHERE private = 0 AND parent_job IN (SELECT id FROM jobs WHERE private <> 0);
-    UPDATE jobs SET cause = replace(cause, parent_job, 'a private job'), reason = replace(reason, parent_job, 'a private job')
-        WHERE parent_private <> 0;
-    UPDATE events SET body = replace(body, (SELECT parent_job FROM jobs WHERE jobs.id = events.job_id), 'a private job')
-        WHERE seq = 1 AND job_id IN (SELECT id FROM jobs WHERE parent_private <> 0);";
-
-/// Hides what forks of an older backup tell of private jobs.
-pub(in crate::store) async fn hide_private_parents(db: &mut Connection) -> sqlx::Result<()> {
-    sqlx::raw_sql(HIDE_PRIVATE_PARENTS).execute(db).await.map(drop)
-}
-
 /// Marks what object stores are known by as restored: their checkpoints may be another server's yet.
 pub(in crate::store) async fn mark_restored(db: &mut Connection) -> sqlx::Result<()> {
     let query = "UPDATE artifact_stores SET marker = $1 || marker WHERE marker NOT LIKE $1 || '%'";

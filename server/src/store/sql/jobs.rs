@@ -139,7 +139,7 @@ pub(super) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text:
     })
 }
 
-/// Earlier versions kept the words alone.
+/// A text that cannot be read is an order to stop nevertheless.
 pub(super) fn stop_reason(text: &str) -> Reason {
     from_json(text).unwrap_or_else(|_| text.into())
 }

@@ -110,7 +110,7 @@ async fn the_log_is_read_page_by_page_and_has_an_end() {
     loop {
         let (_, page) = server.get(&format!("/audit?limit=3{cursor}")).await;
         read.extend(page["entries"].as_array().unwrap().iter().map(|e| e["object"].clone()));
-        match page["next"].as_str() {
+        match page["next_cursor"].as_str() {
             Some(next) => cursor = format!("&cursor={next}"),
             None => break,
         }

@@ -63,7 +63,7 @@ async fn members_change_their_own_jobs_and_admins_all() {
     let old = format!("/jobs/{}", old["id"].as_str().unwrap());
     let (_, older) = server.post("/jobs", &named("older")).await;
     let older = format!("/jobs/{}", older["id"].as_str().unwrap());
-    let note = || Some(json!({"note": "n"}));
+    let note = || Some(json!({"notes": "n"}));
     assert_eq!(server.as_who(&ci, "PATCH", &old, note()).await.0, 200, "without people, whoever may submit");
 
     for (name, role) in [("vera", "viewer"), ("mona", "member"), ("otto", "member"), ("ada", "admin")] {
@@ -159,7 +159,7 @@ async fn what_is_private_is_seen_by_its_owner_and_admins_alone() {
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
     let ((status, dataset), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
     assert!(status == 201 && dataset["owner"] == "mona" && dataset["private"] == true, "{dataset}");
-    let note = Some(json!({"note": "a secret note"}));
+    let note = Some(json!({"notes": "a secret note"}));
     assert_eq!(server.as_who(&mona, "PATCH", &format!("/jobs/{job}"), note).await.0, 200);
     server.http = admin;
 

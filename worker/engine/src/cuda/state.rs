@@ -91,12 +91,12 @@ impl State {
         first_scale: f32,
         optimizer: Optimizer,
         keeping_blocks: u32,
-        planar: usize,
     ) -> Result<Self, CudaError> {
         let slot_len = match share {
             None => layout.len,
             Some(share) => layout.own(share).map(|own| own.len()).sum(),
         };
+        let planar = if dtype == DType::Bf16 { layout.split_matrices } else { 0 };
         let low_precision = match dtype {
             DType::F32 => None,
             _ => Some(device.zeros((layout.matrices - planar) * dtype.size())?),

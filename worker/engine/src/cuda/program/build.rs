@@ -39,7 +39,6 @@ impl Program {
             first_scale,
             config.optimizer,
             ops.keeping_blocks(),
-            if plan.is_planar() { layout.split_matrices } else { 0 },
         )?;
         let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
         let norm_values = device.zeros(norm_bytes.max(4))?;

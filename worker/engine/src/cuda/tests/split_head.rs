@@ -12,6 +12,7 @@ use std::time::Duration;
 /// Pictures of a rank.
 const OWN: usize = 16;
 const STEPS: usize = 6;
+const LR: f32 = 0.001;
 
 /// What `work` comes to on a rank for each of `size` GPUs. None, and a word of it, where there are fewer.
 fn on_gpus<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Option<Vec<T>> {
@@ -77,9 +78,25 @@ impl Case {
         Plan::on(Mesh { stage: 1, data, height: 1, model }, Vec::new())
     }
 
+    /// One block before the head. By [`initial`] its values stay away from zero: a ReLU that rounding sends the other way changes a
+    /// gradient by 1e-3.
     fn network(&self) -> Arc<Network> {
-        let model = ModelSpec { arch: Arch::ResNet20, stem: Stem::Cifar, ..ModelSpec::default() };
-        Arc::new(resnet::build(&model, 16, 3, self.classes).unwrap())
+        let mut net = Network::new("a split head", 16, 3, self.classes);
+        let x = net.conv("conv1", net.input(), 32, 3, 1);
+        let x = net.batch_norm("bn1", x);
+        let shortcut = net.relu(x);
+        let x = net.conv("conv2", shortcut, 64, 3, 2);
+        let x = net.batch_norm("bn2", x);
+        let x = net.relu(x);
+        let x = net.conv("conv3", x, 64, 3, 1);
+        let branch = net.batch_norm("bn3", x);
+        let x = net.conv("down.0", shortcut, 64, 1, 2);
+        let shortcut = net.batch_norm("down.1", x);
+        let x = net.add(branch, shortcut);
+        let x = net.relu(x);
+        let x = net.global_average_pool(x);
+        net.linear("fc", x, self.classes);
+        Arc::new(net)
     }
 
     /// The micro-batches of a step, of which a rank has the pictures of its own.
@@ -142,7 +159,7 @@ struct Run {
 
 fn run(engine: &mut dyn Engine, case: &Case, rank: Option<usize>) -> Run {
     let steps =
-        (0..STEPS).map(|step| engine.train_step(&case.step(step, rank), 0.01).unwrap()).collect::<Vec<_>>();
+        (0..STEPS).map(|step| engine.train_step(&case.step(step, rank), LR).unwrap()).collect::<Vec<_>>();
     let batch = case.step(1, rank).pop().unwrap();
     let batch = Batch { mixed_labels: Vec::new(), ..batch };
     let logits = engine.predict(&batch).unwrap();
@@ -218,18 +235,18 @@ fn compare(case: Case, loss: f32, way: f64) {
     // The checkpoint is a whole one: a single rank continues from it.
     let mut single = cpu_from(&initial(&network), &network, &config);
     single.load_state_dict(&state).unwrap();
-    assert!(single.train_step(&case.step(0, None), 0.01).unwrap().loss.is_finite());
+    assert!(single.train_step(&case.step(0, None), LR).unwrap().loss.is_finite());
 }
 
 #[test]
 #[ignore = "needs 2 GPUs"]
 fn gpus_a_split_head_trains_as_one_rank() {
-    compare(CASE, 1e-4, 1e-2);
+    compare(CASE, 1e-5, 1e-3);
     // Uneven, in several chunks; micro-batches and ranks with fewer pictures.
-    compare(Case { classes: 1003, ..CASE }, 1e-4, 1e-2);
-    compare(Case { classes: 1003, accumulate: 2, ragged: true, ..CASE }, 1e-4, 1e-2);
+    compare(Case { classes: 1003, ..CASE }, 1e-5, 1e-3);
+    compare(Case { classes: 1003, accumulate: 2, ragged: true, ..CASE }, 1e-5, 1e-3);
     for lambda in [0.7, 0.2] {
-        compare(Case { lambda: Some(lambda), ..CASE }, 1e-4, 1e-2);
+        compare(Case { lambda: Some(lambda), ..CASE }, 1e-5, 1e-3);
     }
 }
 
@@ -244,9 +261,9 @@ fn gpus_a_split_head_in_16_bits_is_near_one_rank() {
 #[test]
 #[ignore = "needs 2 GPUs, or 4"]
 fn gpus_two_copies_of_a_split_head_train_as_one_rank() {
-    compare(Case { mesh: [2, 2], classes: 11, ..CASE }, 1e-4, 1e-2);
-    compare(Case { mesh: [1, 4], classes: 11, ragged: true, ..CASE }, 1e-4, 1e-2);
-    compare(Case { mesh: [2, 2], classes: 1003, accumulate: 2, ..CASE }, 1e-4, 1e-2);
+    compare(Case { mesh: [2, 2], classes: 11, ..CASE }, 1e-5, 1e-3);
+    compare(Case { mesh: [1, 4], classes: 11, ragged: true, ..CASE }, 1e-5, 1e-3);
+    compare(Case { mesh: [2, 2], classes: 1003, accumulate: 2, ..CASE }, 1e-5, 1e-3);
 }
 
 /// Two ranks continue from what they have saved, bit by bit.
@@ -257,7 +274,7 @@ fn gpus_a_split_head_continues_from_its_checkpoint() {
     on_gpus(2, |comm| {
         let rank = comm.rank() as usize;
         let mut engine = case.engine(comm.clone());
-        engine.train_step(&case.step(0, Some(rank)), 0.01).unwrap();
+        engine.train_step(&case.step(0, Some(rank)), LR).unwrap();
         let state = match engine.state_dict(&Writers::default()).unwrap() {
             Contribution::Whole(state) => Some(state),
             Contribution::Part(_) | Contribution::Replica => None,
@@ -270,10 +287,10 @@ fn gpus_a_split_head_continues_from_its_checkpoint() {
             }
         }
         let next = case.step(1, Some(rank));
-        let continued = engine.train_step(&next, 0.01).unwrap();
+        let continued = engine.train_step(&next, LR).unwrap();
         let checksum = engine.checksum().unwrap();
         engine.load_state_dict(&whole).unwrap();
-        let again = engine.train_step(&next, 0.01).unwrap();
+        let again = engine.train_step(&next, LR).unwrap();
         assert_eq!((again.loss, again.grad_norm), (continued.loss, continued.grad_norm));
         assert_eq!(engine.checksum().unwrap(), checksum);
         engine.broadcast_parameters().unwrap();

@@ -1,6 +1,6 @@
 //! Agents that a job may be started on, and which of them can share one.
 
-use crate::agents::Online;
+use super::AgentState;
 use lockstep_protocol::{
     agent::{Machine, Slot},
     spec::Device,
@@ -19,7 +19,7 @@ pub(super) type Group = Vec<usize>;
 /// An agent that a job may be started on.
 #[derive(Clone)]
 pub(super) struct Candidate {
-    pub(super) agent: Arc<Online>,
+    pub(super) agent: Arc<AgentState>,
     /// Slots of the kind that the job needs, and those of them that are free.
     pub(super) all: Vec<u32>,
     pub(super) free: Vec<u32>,
@@ -66,7 +66,7 @@ impl Candidates {
 }
 
 impl Candidate {
-    pub(super) fn of(agent: Arc<Online>, in_use: &HashSet<u32>, device: Device) -> Self {
+    pub(super) fn of(agent: Arc<AgentState>, in_use: &HashSet<u32>, device: Device) -> Self {
         let all = slots_for(&agent.row.slots, device);
         let free = all.iter().copied().filter(|slot| !in_use.contains(slot)).collect();
         let first =
@@ -138,7 +138,7 @@ impl Candidate {
 }
 
 /// The slots of a machine that ranks of such a job may run in.
-pub(crate) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
+pub(super) fn slots_for(slots: &[Slot], device: Device) -> Vec<u32> {
     let of = |kind: &str| -> Vec<u32> {
         slots.iter().filter(|slot| slot.device == kind).map(|slot| slot.index).collect()
     };
@@ -152,7 +152,7 @@ fn is_loopback(address: &str) -> bool {
 }
 
 /// The address by which other machines reach one, if they do.
-pub(super) fn address(machine: &Machine) -> Option<&str> {
+pub(crate) fn address(machine: &Machine) -> Option<&str> {
     machine.address.as_deref().filter(|address| !is_loopback(address))
 }
 

@@ -1,19 +1,16 @@
 use super::*;
-use crate::{agents::Agents, store::AgentRow};
 use lockstep_protocol::agent::{Machine, Slot};
 
 /// A machine: name, address, slots in all, those in use, and what they are.
-pub(in crate::dispatch) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
+pub(in crate::scheduler) type Given<'a> = (&'a str, Option<&'a str>, u32, u32, &'a str);
 
-pub(in crate::dispatch) fn candidates(given: &[Given<'_>]) -> Candidates {
+pub(in crate::scheduler) fn candidates(given: &[Given<'_>]) -> Candidates {
     linked(given, |_| (None, Vec::new()))
 }
 
 /// As [`candidates`], with the speed of each one's network link and the slots that NVLink joins there.
 fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32>>)) -> Candidates {
-    let agents = Agents::default();
-    let mut kept = Vec::new();
-    for (name, address, slots, _, model) in given {
+    let candidate = |(name, address, slots, in_use, model): &Given<'_>| {
         let device = if model.starts_with("GPU") { "cuda" } else { "cpu" };
         let slot =
             |index| Slot { index, device: device.into(), name: (*model).into(), memory_bytes: 0, uuid: None };
@@ -39,19 +36,9 @@ fn linked(given: &[Given<'_>], links: impl Fn(&str) -> (Option<u32>, Vec<Vec<u32
             slots: (0..*slots).map(slot).collect(),
             last_seen_at: crate::now(),
         };
-        let (to, from) = tokio::sync::mpsc::unbounded_channel();
-        kept.push(from);
-        let (process, address) = (String::new(), [127, 0, 0, 1].into());
-        let joining = crate::agents::Joining { row, only_job: None, no_work: None, process, address };
-        agents.join(joining, std::time::Duration::ZERO, to).unwrap();
-    }
-    let in_use = |agent: &crate::agents::Online| {
-        let (_, _, _, used, _) = given.iter().find(|g| g.0 == agent.row.name).unwrap();
-        (0..*used).collect()
+        Candidate::of(Arc::new(AgentState::idle(Arc::new(row))), &(0..*in_use).collect(), Device::Auto)
     };
-    let online = agents.online().into_iter();
-    let online = online.map(|agent| (in_use(&agent), agent));
-    Candidates::new(online.map(|(used, a)| Candidate::of(Arc::new(a), &used, Device::Auto)).collect())
+    Candidates::new(given.iter().map(candidate).collect())
 }
 
 /// Names of the chosen machines, with how many slots of each.
@@ -141,14 +128,10 @@ fn what_is_kept_for_a_large_job_has_enough_slots_and_most_of_them_free() {
 #[test]
 fn a_launch_s_machines_keep_the_order_of_their_list() {
     let names: Vec<_> = (1..=12).map(|n| format!("launch-a-{n}-host")).collect();
-    // Machines of other sizes, backwards in the order of text.
+    // Machines of other sizes.
     let slots = |n: usize| 1 + (n as u32 % 2);
-    let given: Vec<Given<'_>> = names
-        .iter()
-        .enumerate()
-        .rev()
-        .map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU))
-        .collect();
+    let given: Vec<Given<'_>> =
+        names.iter().enumerate().map(|(n, name)| (&**name, Some("10.0.0.1"), slots(n), 0, CPU)).collect();
     let job = lockstep_protocol::JobId::generate();
     let mut launched = candidates(&given).to_vec();
     for candidate in &mut launched {

@@ -1,17 +1,9 @@
 //! Fair share: in which order jobs of one priority are looked at. The one whose owner, or project, has the fewest slots in use comes
 //! first, of equal ones the job that was submitted first.
 
-use crate::{app::App, config::FairShare};
+use crate::config::FairShare;
 use lockstep_protocol::job::Job;
 use std::collections::{BTreeSet, HashMap, VecDeque};
-
-/// What shares are of. Where nobody is asked who they are, jobs have no owner.
-pub(super) fn shares(app: &App) -> FairShare {
-    match app.config.fair_share {
-        FairShare::Owner if app.config.no_auth => FairShare::Project,
-        by => by,
-    }
-}
 
 /// Whose share a job counts in.
 pub(super) fn share(by: FairShare, job: &Job) -> String {

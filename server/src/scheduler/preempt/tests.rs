@@ -1,16 +1,15 @@
 use super::super::gang::tests::{Given, candidates};
 use super::*;
-use crate::{dispatch::slots::all_still_held, leases::Leases, store::Place};
-use lockstep_protocol::agent::{AttemptRef, FencingToken};
-use std::time::Duration;
+use crate::store::Occupant;
+use lockstep_protocol::JobId;
 
 const CPU: &str = "a core";
 
 /// Jobs that run: priority, whether it ends already, and slots by agent; in the order of the store.
 type Running<'a> = (i32, bool, &'a [(&'a str, &'a [u32])]);
 
-fn occupied(running: &[Running<'_>]) -> Vec<Occupied> {
-    let one = |(priority, ends, places): &Running<'_>| Occupied {
+fn yielding(running: &[Running<'_>]) -> Vec<Yielding> {
+    let one = |(priority, ends, places): &Running<'_>| Yielding {
         by: Occupant {
             job: JobId::generate(),
             priority: *priority,
@@ -33,19 +32,19 @@ fn planned(
     running: &[Running<'_>],
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
-    planned_with(given, &occupied(running), ranks)
+    planned_with(given, &yielding(running), ranks)
 }
 
 /// The same for a job of priority 9, with jobs that are more particular.
 fn planned_with(
     given: &[Given<'_>],
-    occupied: &[Occupied],
+    yielding: &[Yielding],
     ranks: usize,
 ) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
     let candidates = candidates(given);
-    let plan = plan(&candidates, (ranks, 9), &HashSet::new(), occupied, &HashSet::new())?;
+    let room = room(&candidates, (ranks, 9), &HashSet::new(), yielding, &HashSet::new())?;
     let name = |(c, slots): (usize, Vec<u32>)| (candidates[c].agent.row.name.clone(), slots.len());
-    Some((plan.chosen.into_iter().map(name).collect(), plan.victims))
+    Some((room.chosen.into_iter().map(name).collect(), room.victims))
 }
 
 fn on(agents: &[(&str, usize)], victims: &[usize]) -> Option<(Vec<(String, usize)>, Vec<usize>)> {
@@ -84,7 +83,7 @@ fn slots_that_come_free_anyway_are_counted_on_and_nobody_else_ends() {
     // They are promised to another job.
     let candidates = candidates(&one);
     let promised = HashSet::from([("id-a".to_owned(), 1)]);
-    let found = plan(&candidates, (1, 9), &HashSet::new(), &occupied(&running), &promised).unwrap();
+    let found = room(&candidates, (1, 9), &HashSet::new(), &yielding(&running), &promised).unwrap();
     assert_eq!((found.chosen, found.victims), (vec![(0, vec![0])], vec![0]));
 }
 
@@ -118,7 +117,7 @@ fn of_agents_where_as_much_has_to_end_the_one_with_most_free_slots() {
 fn whoever_ends_anyway_is_counted_on_and_only_lower_ones_that_allow_it_are_stopped() {
     let one = [("a", None, 3, 3, CPU)];
     let mut running =
-        occupied(&[(0, false, &[("a", &[0])]), (9, true, &[("a", &[1])]), (12, false, &[("a", &[2])])]);
+        yielding(&[(0, false, &[("a", &[0])]), (9, true, &[("a", &[1])]), (12, false, &[("a", &[2])])]);
     running[1].by.preemptible = false;
     assert_eq!(planned_with(&one, &running, 1), on(&[("a", 1)], &[]), "of its own priority, not preemptible");
     assert_eq!(planned_with(&one, &running, 2), on(&[("a", 2)], &[0]));
@@ -132,31 +131,6 @@ fn whoever_ends_anyway_is_counted_on_and_only_lower_ones_that_allow_it_are_stopp
     assert_eq!(planned_with(&one, &running, 3), on(&[("a", 3)], &[0]));
     running[0].by.preemptible = false;
     assert_eq!(planned_with(&one, &running, 3), None);
-}
-
-#[test]
-fn nobody_is_named_while_slots_are_becoming_free_that_the_round_does_not_know_of() {
-    let leases = Leases::new(Duration::from_secs(15));
-    let hold = |agent: &str, slot: u32| {
-        let job = JobId::generate();
-        let attempt = AttemptRef { job: job.clone(), attempt: 1, fencing_token: FencingToken::NONE };
-        let place =
-            Place { agent_id: format!("id-{agent}"), agent: agent.to_owned(), ranks: vec![(0, slot)] };
-        leases.hold(attempt, vec![place], true);
-        job
-    };
-    let (first, second, elsewhere) = (hold("a", 0), hold("a", 1), hold("b", 0));
-    let held = leases.all_slots_in_use();
-    let candidates = candidates(&[("a", None, 3, 2, CPU)]);
-    let live = HashSet::from([first.clone(), second.clone()]);
-    // What another agent has, and what this round has given away itself, is no matter.
-    hold("a", 2);
-    leases.release(&elsewhere, 1);
-    assert!(all_still_held(&held, &candidates, &leases, &live));
-    // Its end is stored, and its slot not let go of yet; then it is.
-    assert!(!all_still_held(&held, &candidates, &leases, &HashSet::from([second])));
-    leases.release(&first, 1);
-    assert!(!all_still_held(&held, &candidates, &leases, &live));
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! Fewer ranks than a job has: how a job continues that has lost an attempt, and for all ranks of which there is no place.
 
 use super::{
+    Snapshot,
     candidates::Candidates,
     gang::{choose, reserve},
 };
-use crate::{app::App, store::JobRow};
+use crate::store::JobRow;
 use lockstep_protocol::{
     job::Job,
     reason::{Facts, Reason, ReasonCode},
@@ -21,14 +22,14 @@ pub(super) struct Fewer {
 
 impl Fewer {
     /// None where the job waits for all its ranks, however long that takes.
-    pub(super) fn of(app: &App, row: &JobRow) -> Option<Self> {
+    pub(super) fn of(snapshot: &Snapshot, row: &JobRow) -> Option<Self> {
         let ranks = if row.job.has_lost_attempt() { row.job.spec.fewer_ranks() } else { Vec::new() };
         if ranks.is_empty() {
             return None;
         }
         // A server that has just started does not know yet which agents are there.
-        let since = row.waiting_since.unwrap_or(row.job.created_at).max(app.started_at);
-        let waited = crate::now().duration_since(since).as_secs();
+        let since = row.waiting_since.unwrap_or(row.job.created_at).max(snapshot.started_at);
+        let waited = snapshot.now.duration_since(since).as_secs();
         let now = waited >= i64::from(row.job.spec.recovery.wait_seconds);
         Some(Self { ranks, now })
     }
@@ -60,15 +61,9 @@ impl Fewer {
         self.ranks.iter().find_map(|ranks| reserve(candidates, *ranks as usize))
     }
 
-    /// Why the job waits, and what it does not wait for.
-    pub(super) fn with_fewest_ranks(&self, job: &Job, why: Reason) -> Reason {
-        let may_tell = matches!(why.code(), ReasonCode::WaitingForSlots | ReasonCode::TooFewSlots);
-        let (Some(least), true) = (self.ranks.last(), may_tell) else { return why };
-        let secs = job.spec.recovery.wait_seconds;
-        let detail = format!("after {secs} s it takes fewer, {least} at least");
-        // Which machines are drained, perhaps.
-        let known = why.facts().detail.as_ref().map(|known| format!("{known}; "));
-        let detail = known.unwrap_or_default() + &detail;
-        Reason::new(why.code().clone(), Facts { detail: Some(detail), ..why.facts().clone() })
+    /// What the job takes once it has waited for long enough, in words.
+    pub(super) fn in_words(&self, job: &Job) -> Option<String> {
+        let least = self.ranks.last()?;
+        Some(format!("after {} s it takes fewer, {least} at least", job.spec.recovery.wait_seconds))
     }
 }

@@ -2,8 +2,11 @@
 //! slots of one kind and, where that takes no further machine, of one model; of so many those whose slowest network link is fastest. They
 //! must reach each other.
 
-use super::candidates::{Candidate, Candidates, Group, link_speeds};
-use crate::app::App;
+use super::{
+    AgentState,
+    candidates::{Candidate, Candidates, Group, link_speeds},
+};
+use crate::store::AgentRow;
 use lockstep_protocol::spec::Device;
 use std::{cmp::Reverse, collections::HashSet, sync::Arc};
 
@@ -140,10 +143,10 @@ pub(super) fn most(candidates: &Candidates) -> Sum {
     single.chain(candidates.groups.iter().map(|(group, _)| sum(group))).max().unwrap_or_default()
 }
 
-/// As [`most`], over all agents that are online.
-pub(crate) fn most_slots(app: &App, device: Device) -> Sum {
-    let candidate = |agent| Candidate::of(Arc::new(agent), &HashSet::new(), device);
-    most(&Candidates::new(app.agents.online().into_iter().map(candidate).collect()))
+/// As [`most`], over agents that take every job.
+pub(crate) fn most_slots(agents: impl IntoIterator<Item = Arc<AgentRow>>, device: Device) -> Sum {
+    let candidate = |row| Candidate::of(Arc::new(AgentState::idle(row)), &HashSet::new(), device);
+    most(&Candidates::new(agents.into_iter().map(candidate).collect()))
 }
 
 #[cfg(test)]

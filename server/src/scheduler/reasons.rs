@@ -3,33 +3,38 @@
 use super::{
     candidates::{Candidate, Candidates, address},
     gang::most,
-    slots::Round,
+    round::{Round, device_for},
 };
 use lockstep_protocol::{
-    job::JobId,
+    job::{Job, JobId},
     reason::{Facts, Reason, ReasonCode},
     spec::{DEVICE_KINDS, Device},
 };
 
-/// Why a job waits for which these agents are `kept`, if they will ever do.
+/// Why a job waits for which these agents are `kept`, if they will ever do. `more`: what else it waits for.
 pub(super) fn wait_reason(
     candidates: &Candidates,
-    job: &JobId,
-    ranks: u32,
-    device: Device,
+    job: &Job,
     kept: Option<&[usize]>,
-    round: &Round,
+    more: Option<String>,
+    round: &Round<'_>,
 ) -> Reason {
+    let (ranks, device) = (job.ranks, device_for(&job.spec));
     let mut facts = Facts {
+        detail: more,
         slots_needed: Some(ranks),
         // Of `auto`, slots of whatever kind.
         device: Some(if device == Device::Auto { Device::Cpu } else { device }.name().into()),
         ..Facts::default()
     };
-    let (drained, drained_slots) = round.drained(job, device);
+    let (drained, drained_slots) = round.drained(&job.id, device);
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     if candidates.is_empty() {
-        let code = if round.is_empty() { ReasonCode::NoAgentOnline } else { ReasonCode::NoAgentAccepts };
+        let code = if round.snapshot.agents.is_empty() {
+            ReasonCode::NoAgentOnline
+        } else {
+            ReasonCode::NoAgentAccepts
+        };
         return Reason::new(code, Facts { detail: drained, ..Facts::default() });
     }
     let sum = most(candidates);
@@ -37,6 +42,11 @@ pub(super) fn wait_reason(
     let all = candidates.iter().map(|c| c.all.len()).sum::<usize>() + drained_slots;
     let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
     let drained = drained.filter(|_| all >= ranks as usize && !has_own);
+    let too_few = |facts: Facts| {
+        let details: Vec<_> = drained.map(undrain).into_iter().chain(facts.detail).collect();
+        let detail = (!details.is_empty()).then(|| details.join("; "));
+        Reason::new(ReasonCode::TooFewSlots, Facts { detail, ..facts })
+    };
     let of_one = |c: &Candidate, facts: &mut Facts| {
         facts.agent = Some(c.agent.row.name.clone());
         (facts.slots_free, facts.slots_total) = (Some(number(c.free.len())), Some(number(c.all.len())));
@@ -61,8 +71,7 @@ pub(super) fn wait_reason(
                 facts.detail = Some(names.collect::<Vec<_>>().join(", "));
                 return Reason::new(ReasonCode::MachinesApart, facts);
             }
-            facts.detail = drained.map(undrain);
-            Reason::new(ReasonCode::TooFewSlots, facts)
+            too_few(facts)
         }
         kept => {
             facts.machines = Some(number(sum.machines));
@@ -71,8 +80,7 @@ pub(super) fn wait_reason(
                 reserved(candidates, round, &mut facts);
                 return Reason::new(ReasonCode::WaitingForSlots, facts);
             }
-            facts.detail = drained.map(undrain);
-            Reason::new(ReasonCode::TooFewSlots, facts)
+            too_few(facts)
         }
     }
 }
@@ -83,11 +91,11 @@ fn undrain(names: String) -> String {
 }
 
 /// Which of the free slots are kept for jobs that come first.
-fn reserved(candidates: &[Candidate], round: &Round, facts: &mut Facts) {
+fn reserved(candidates: &[Candidate], round: &Round<'_>, facts: &mut Facts) {
     let mut jobs: Vec<&(JobId, String)> = Vec::new();
     let mut slots = 0;
     for candidate in candidates.iter().filter(|candidate| !candidate.free.is_empty()) {
-        if let Some(job) = round.reserved_for(&candidate.agent.row.id) {
+        if let Some(job) = round.reserved_for.get(&candidate.agent.row.id) {
             slots += candidate.free.len();
             if !jobs.contains(&job) {
                 jobs.push(job);

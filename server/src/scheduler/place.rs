@@ -1,0 +1,84 @@
+//! Placement: finds agents with enough free slots for a job.
+
+use super::{
+    Start, Wait,
+    candidates::Candidates,
+    fewer::Fewer,
+    gang::{choose, reserve},
+    preempt::make_room,
+    reasons::wait_reason,
+    round::{Round, device_for},
+};
+use crate::store::JobRow;
+use lockstep_protocol::reason::{Facts, Reason, ReasonCode};
+use std::sync::Arc;
+
+/// Finds slots for a job: of one agent that has enough for all its ranks, or of the fewest agents that have enough together. While that is
+/// not possible, agents that will have enough are reserved, so that smaller jobs behind do not starve a large one. No job ever has a part of
+/// its slots, so two large ones cannot keep each other waiting. Returns why the job waits, if it does not start.
+pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
+    let job = &row.job;
+    if let Some(flaw) = &job.unreadable {
+        let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
+        return Some(Wait { why: Reason::new(ReasonCode::UnreadableSpec, facts).into(), is_kept: false });
+    }
+    let fewer = Fewer::of(round.snapshot, row);
+    // A job that takes fewer ranks is of no kind.
+    let kind = round.kind(job).filter(|_| fewer.is_none());
+    if let Some(known) = kind.as_ref().and_then(|kind| round.waits.get(kind)) {
+        return Some(known.clone());
+    }
+    let ranks = job.ranks as usize;
+    let candidates = round.candidates(&job.id, device_for(&job.spec));
+    if let Some(chosen) = choose(&candidates, ranks, &round.reserved) {
+        return start(round, row, candidates, (chosen, None));
+    }
+    if let Some(wait) = make_room(round, row, &candidates) {
+        return Some(wait);
+    }
+    if let Some((chosen, why)) =
+        fewer.as_ref().and_then(|fewer| fewer.choose(job, &candidates, &round.reserved))
+    {
+        return start(round, row, candidates, (chosen, Some(why)));
+    }
+    let kept = reserve(&candidates, ranks);
+    let more = fewer.as_ref().and_then(|fewer| fewer.in_words(job));
+    let why = wait_reason(&candidates, job, kept.as_deref(), more, round);
+    let kept = kept.or_else(|| fewer.as_ref()?.reserve(&candidates));
+    for c in kept.iter().flatten() {
+        round.reserve(job, &candidates[*c]);
+    }
+    if let Some(kind) = kind {
+        // To the next of its kind, these agents are kept for this job.
+        let why = wait_reason(&candidates, job, kept.as_deref(), None, round);
+        round.waits.insert(kind, Wait { why: why.into(), is_kept: kept.is_some() });
+    }
+    Some(Wait { why: why.into(), is_kept: kept.is_some() })
+}
+
+/// Gives a job its slots, unless it waits for a checkpoint. `fewer`: why they are fewer than its ranks.
+fn start(
+    round: &mut Round<'_>,
+    row: &Arc<JobRow>,
+    candidates: Arc<Candidates>,
+    (chosen, fewer): (Vec<(usize, Vec<u32>)>, Option<Reason>),
+) -> Option<Wait> {
+    if let Some(wait) = round.checkpoint_wait(row, &candidates, &chosen) {
+        // Jobs of lower priority would take its slots in the moment that a check lasts. An upload or a fetch may take hours.
+        if wait.is_kept {
+            for (c, slots) in &chosen {
+                round.promise(&row.job.id, &candidates[*c], slots);
+            }
+        }
+        return Some(wait);
+    }
+    let chosen: Vec<_> =
+        chosen.into_iter().map(|(c, slots)| (Arc::clone(&candidates[c].agent), slots)).collect();
+    // The round has the only other reference, so that the candidates are not copied when slots are taken.
+    drop(candidates);
+    for (agent, slots) in &chosen {
+        round.take(&agent.row.id, slots);
+    }
+    round.plan.starts.push(Start { row: Arc::clone(row), chosen, fewer });
+    None
+}

@@ -1,0 +1,211 @@
+//! Preemption: a job that does not fit takes the slots of running jobs of lower priority that allow it (`preemptible`). Only if it
+//! fits then, and of as few jobs as possible, those of the lowest priority first. Jobs of its own priority are left alone: one that
+//! was preempted never preempts back.
+
+use super::{
+    Preemption, Wait, Yielding,
+    candidates::{Candidate, Candidates},
+    gang::choose,
+    reasons::wait_reason,
+    round::Round,
+};
+use crate::store::JobRow;
+use std::{
+    cmp::Reverse,
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
+
+/// Of a job over several agents: so many of the jobs that it takes the slots of are looked at twice, whether it needs them.
+const MOST_TRIED: usize = 64;
+
+/// Slots for a job, by the place of their agent among the candidates, and the jobs that have to end for it, by their place in the
+/// list of those that run.
+#[derive(Debug, PartialEq)]
+struct Room {
+    chosen: Vec<(usize, Vec<u32>)>,
+    victims: Vec<usize>,
+}
+
+/// Makes running jobs end in favour of one that does not fit, and keeps their slots for it. Slots of jobs that end anyway are counted on
+/// first, whatever the priority of these. `None`: it does not fit without others, either.
+pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &Candidates) -> Option<Wait> {
+    let job = &row.job;
+    let needs_slots = (job.ranks as usize, job.spec.priority);
+    let room = room(candidates, needs_slots, &round.reserved, &round.yielding, &round.promised)?;
+    if let Some(Wait { why, is_kept }) = round.checkpoint_wait(row, candidates, &room.chosen) {
+        // Nobody is stopped yet: the slots would be given to others meanwhile. Those that are free wait for a check.
+        for (c, slots) in room.chosen.iter().filter(|_| is_kept) {
+            let free = &candidates[*c].free;
+            let slots: Vec<u32> = slots.iter().copied().filter(|slot| free.contains(slot)).collect();
+            if !slots.is_empty() {
+                round.promise(&job.id, &candidates[*c], &slots);
+            }
+        }
+        return Some(Wait { why, is_kept: true });
+    }
+    let counted_on = counted_on(&room, candidates, &round.yielding);
+    let is_preempting = !room.victims.is_empty() || counted_on.iter().any(|of| of.by.preempted);
+    let ending = counted_on.iter().filter(|of| of.by.ends).map(|of| of.by.job.clone()).collect();
+    let victims = room.victims.iter().map(|victim| round.yielding[*victim].by.job.clone()).collect();
+    for victim in &room.victims {
+        round.yielding[*victim].ends = true;
+    }
+    let (row, starts_before) = (Arc::clone(row), round.plan.starts.len());
+    round.plan.preemptions.push(Preemption { row, victims, ending, starts_before });
+
+    let agents: Vec<usize> = room.chosen.iter().map(|(c, _)| *c).collect();
+    let more = is_preempting.then(|| "jobs of lower priority are being preempted".to_owned());
+    let why = wait_reason(candidates, job, Some(&agents), more, round);
+    for (c, slots) in &room.chosen {
+        round.promise(&job.id, &candidates[*c], slots);
+    }
+    Some(Wait { why: why.into(), is_kept: true })
+}
+
+/// The jobs that end anyway whose slots a job counts on.
+fn counted_on<'a>(room: &Room, candidates: &Candidates, yielding: &'a [Yielding]) -> Vec<&'a Yielding> {
+    let chosen = room.chosen.iter();
+    let chosen = chosen.map(|(c, slots)| (candidates[*c].agent.row.id.as_str(), slots));
+    let chosen: HashMap<&str, &Vec<u32>> = chosen.collect();
+    let is_chosen =
+        |(agent, slot): &(String, u32)| chosen.get(agent.as_str()).is_some_and(|slots| slots.contains(slot));
+    yielding.iter().filter(|of| of.ends && of.slots.iter().any(is_chosen)).collect()
+}
+
+/// The candidates as if the slots of these jobs were free, too: behind those that are.
+fn without<'a>(
+    candidates: &Candidates,
+    jobs: impl IntoIterator<Item = &'a Yielding>,
+    promised: &HashSet<(String, u32)>,
+) -> Candidates {
+    let by_agent: HashMap<&str, usize> =
+        candidates.iter().enumerate().map(|(n, c)| (c.agent.row.id.as_str(), n)).collect();
+    let mut candidates = candidates.clone();
+    for of in jobs.into_iter().flat_map(|job| &job.slots).filter(|of| !promised.contains(*of)) {
+        let (agent, slot) = of;
+        if let Some(candidate) = by_agent.get(agent.as_str()) {
+            candidates.free(*candidate, *slot);
+        }
+    }
+    candidates
+}
+
+/// Where a job of so many ranks, of this priority, fits when some of these end: those that do so anyway, and of the preemptible ones of
+/// lower priority the lowest first, of equal ones the newest.
+fn room(
+    candidates: &Candidates,
+    (ranks, priority): (usize, i32),
+    reserved: &HashSet<String>,
+    yielding: &[Yielding],
+    promised: &HashSet<(String, u32)>,
+) -> Option<Room> {
+    let may_end = |of: &Yielding| of.by.preemptible && of.by.priority < priority && !of.ends;
+    let lower: Vec<usize> = (0..yielding.len()).filter(|n| may_end(&yielding[*n])).collect();
+    if lower.is_empty() && !yielding.iter().any(|of| of.ends) {
+        return None;
+    }
+    let ended = without(candidates, yielding.iter().filter(|of| of.ends), promised);
+    if let Some(chosen) = choose(&ended, ranks, reserved) {
+        // Only where it counts on slots that are not free yet, which is so: it did not fit before.
+        return Some(Room { chosen, victims: Vec::new() });
+    }
+    let of_one = (0..ended.len()).filter(|c| !reserved.contains(&ended[*c].agent.row.id));
+    let of_one =
+        of_one.filter_map(|c| on_one(&ended[c], ranks, yielding, &lower, promised).map(|found| (c, found)));
+    // Fewest, then lowest, then the agent on which most is free.
+    let best = of_one.min_by_key(|(c, (_, victims))| {
+        let highest = victims.iter().map(|victim| yielding[*victim].by.priority).max();
+        (victims.len(), highest, Reverse(ended[*c].free.len()))
+    });
+    if let Some((c, (slots, victims))) = best {
+        return Some(Room { chosen: vec![(c, slots)], victims });
+    }
+    on_several(&ended, ranks, reserved, yielding, lower, promised)
+}
+
+/// The slots on one agent and the fewest of the `lower` jobs that have to end there.
+fn on_one(
+    candidate: &Candidate,
+    ranks: usize,
+    yielding: &[Yielding],
+    lower: &[usize],
+    promised: &HashSet<(String, u32)>,
+) -> Option<(Vec<u32>, Vec<usize>)> {
+    let agent = &candidate.agent.row.id;
+    let is_here = |(of, slot): &(String, u32)| {
+        of == agent && candidate.all.contains(slot) && !promised.contains(&(of.clone(), *slot))
+    };
+    let slots_of = |victim: &usize| -> Vec<u32> {
+        yielding[*victim].slots.iter().filter(|slot| is_here(slot)).map(|(_, slot)| *slot).collect()
+    };
+    let mut here: Vec<(usize, Vec<u32>)> = lower
+        .iter()
+        .map(|victim| (*victim, slots_of(victim)))
+        .filter(|(_, slots)| !slots.is_empty())
+        .collect();
+    let needed = ranks.saturating_sub(candidate.free.len());
+    if here.iter().map(|(_, slots)| slots.len()).sum::<usize>() < needed {
+        return None;
+    }
+    // As many as are needed when the largest are taken first.
+    let mut largest: Vec<usize> = here.iter().map(|(_, slots)| slots.len()).collect();
+    largest.sort_unstable_by(|a, b| b.cmp(a));
+    let (mut sum, mut fewest) = (0, 0);
+    while sum < needed {
+        sum += largest[fewest];
+        fewest += 1;
+    }
+    // Of so many, the lowest: each is taken if the largest of the rest can still make up what is then missing.
+    let (mut missing, mut victims, mut slots) = (needed, Vec::new(), candidate.free.clone());
+    while victims.len() < fewest {
+        let left = fewest - victims.len() - 1;
+        let at = (0..here.len()).find(|n| {
+            let mut rest: Vec<usize> =
+                here.iter().enumerate().filter(|(m, _)| m != n).map(|(_, (_, s))| s.len()).collect();
+            rest.sort_unstable_by(|a, b| b.cmp(a));
+            here[*n].1.len() + rest.iter().take(left).sum::<usize>() >= missing
+        })?;
+        let (victim, its) = here.remove(at);
+        missing = missing.saturating_sub(its.len());
+        slots.extend(its);
+        victims.push(victim);
+    }
+    slots.truncate(ranks);
+    Some((slots, victims))
+}
+
+/// As [`room`], over several agents: as many of the lowest as it takes, less those that turn out not to be needed, the highest first.
+fn on_several(
+    ended: &Candidates,
+    ranks: usize,
+    reserved: &HashSet<String>,
+    yielding: &[Yielding],
+    all: Vec<usize>,
+    promised: &HashSet<(String, u32)>,
+) -> Option<Room> {
+    let with = |victims: &[usize]| {
+        choose(&without(ended, victims.iter().map(|victim| &yielding[*victim]), promised), ranks, reserved)
+    };
+    with(&all)?;
+    // The shortest beginning of the list that is enough.
+    let enough = (1..=all.len()).collect::<Vec<_>>().partition_point(|n| with(&all[..*n]).is_none()) + 1;
+    let chosen = with(&all[..enough])?;
+    let is_used = |victim: &usize| {
+        let mut slots = yielding[*victim].slots.iter();
+        slots.any(|(agent, slot)| {
+            chosen.iter().any(|(c, taken)| ended[*c].agent.row.id == *agent && taken.contains(slot))
+        })
+    };
+    let mut victims: Vec<usize> = all[..enough].iter().copied().filter(is_used).collect();
+    for victim in victims.clone().iter().rev().take(MOST_TRIED) {
+        let fewer: Vec<usize> = victims.iter().copied().filter(|other| other != victim).collect();
+        if with(&fewer).is_some() {
+            victims = fewer;
+        }
+    }
+    Some(Room { chosen: with(&victims)?, victims })
+}
+
+#[cfg(test)]
+mod tests;

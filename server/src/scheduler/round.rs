@@ -1,0 +1,178 @@
+//! What a plan has to give while it is made: the agents that take work, and their slots.
+
+use super::{
+    AgentState, Plan, Reservation, Snapshot, Wait, Yielding,
+    candidates::{Candidate, Candidates, slots_for},
+};
+use crate::store::{AgentRow, JobRow};
+use lockstep_protocol::{
+    job::{Job, JobId},
+    spec::{DEVICE_KINDS, Device, JobSpec, Precision},
+};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+};
+
+/// A plan in the making.
+pub(super) struct Round<'a> {
+    pub(super) snapshot: &'a Snapshot,
+    pub(super) plan: Plan,
+    /// Slots in use on each agent of the snapshot, with those that jobs of this round get or count on.
+    in_use: Vec<HashSet<u32>>,
+    /// Running jobs that end or may be preempted, with those that end for a job of this round.
+    pub(super) yielding: Vec<Yielding>,
+    /// Agents that are kept for jobs that come before those which are looked at now.
+    pub(super) reserved: HashSet<String>,
+    /// The jobs that these agents are kept for, with their names; an empty one is private.
+    pub(super) reserved_for: HashMap<String, (JobId, String)>,
+    /// Slots that jobs of this round count on: agent and slot.
+    pub(super) promised: HashSet<(String, u32)>,
+    /// Jobs that have agents of their own.
+    served: HashSet<JobId>,
+    /// For all other jobs: what each kind of device has for them.
+    by_device: Vec<(Device, Arc<Candidates>)>,
+    /// Why jobs of a kind wait: hundreds of jobs may be of one kind. Slots are only taken in a round, so that no kind fits later; a
+    /// reservation changes why.
+    pub(super) waits: HashMap<JobKind, Wait>,
+}
+
+/// What decides whether a job fits: ranks, device and priority.
+pub(super) type JobKind = (u32, &'static str, i32);
+
+impl<'a> Round<'a> {
+    pub(super) fn new(snapshot: &'a Snapshot) -> Self {
+        Self {
+            snapshot,
+            plan: Plan::default(),
+            in_use: snapshot.agents.iter().map(|agent| agent.in_use.clone()).collect(),
+            yielding: snapshot.yielding.clone(),
+            reserved: HashSet::new(),
+            reserved_for: HashMap::new(),
+            promised: HashSet::new(),
+            served: snapshot.agents.iter().filter_map(|agent| agent.only_job.clone()).collect(),
+            by_device: Vec::new(),
+            waits: HashMap::new(),
+        }
+    }
+
+    /// Names of drained agents that serve this job and have slots of this kind, some of them, and how many slots all of them have.
+    pub(super) fn drained(&self, job: &JobId, device: Device) -> (Option<String>, usize) {
+        const NAMED: usize = 5;
+        let mut slots = 0;
+        let mut names = Vec::new();
+        for agent in self.snapshot.agents.iter().filter(|agent| agent.is_drained && agent.serves(job)) {
+            let own = slots_for(&agent.row.slots, device).len();
+            slots += own;
+            if own > 0 {
+                names.push(agent.row.name.as_str());
+            }
+        }
+        if names.len() > NAMED {
+            names.splice(NAMED.., ["and others"]);
+        }
+        ((!names.is_empty()).then(|| names.join(", ")), slots)
+    }
+
+    /// The agents that take this job.
+    pub(super) fn candidates(&mut self, job: &JobId, device: Device) -> Arc<Candidates> {
+        let is_served = self.served.contains(job);
+        let known = self.by_device.iter().find(|(of, _)| *of == device);
+        if let Some((_, known)) = known.filter(|_| !is_served) {
+            return Arc::clone(known);
+        }
+        let agents = self.snapshot.agents.iter().zip(&self.in_use);
+        let found = agents.filter(|(agent, _)| agent.takes_work && agent.serves(job));
+        let found = found.map(|(agent, in_use)| Candidate::of(Arc::clone(agent), in_use, device));
+        let found = Arc::new(Candidates::new(found.collect()));
+        if !is_served {
+            self.by_device.push((device, Arc::clone(&found)));
+        }
+        found
+    }
+
+    /// Why a job that has these slots waits for a checkpoint, if it is known to wait.
+    pub(super) fn checkpoint_wait(
+        &mut self,
+        row: &Arc<JobRow>,
+        candidates: &Candidates,
+        chosen: &[(usize, Vec<u32>)],
+    ) -> Option<Wait> {
+        let job = &row.job;
+        // A job that has never run, and continues nobody's run, has no checkpoint.
+        if job.attempt == 0 && !row.is_fork() && job.spec.model.pretrained.is_none() {
+            return None;
+        }
+        // Rank 0 reads the checkpoint, and sends the others what is in it.
+        let reader = chosen.first().map_or("", |(c, _)| candidates[*c].agent.row.id.as_str());
+        let known = self.snapshot.checkpoints.get(&(job.id.clone(), reader.to_owned()));
+        if known.is_none() {
+            self.plan.unknown.push((Arc::clone(row), reader.to_owned()));
+        }
+        known.cloned().flatten()
+    }
+
+    /// Keeps a machine for a job that waits. One that is kept already is so for a job that comes before this one.
+    pub(super) fn reserve(&mut self, job: &Job, candidate: &Candidate) {
+        let agent_id = &candidate.agent.row.id;
+        if self.reserved.insert(agent_id.clone()) {
+            self.waits.clear();
+            let name = if job.spec.private { String::new() } else { job.name.clone() };
+            self.reserved_for.insert(agent_id.clone(), (job.id.clone(), name));
+            self.keep(&job.id, agent_id, candidate.free.clone(), Vec::new(), true);
+        }
+    }
+
+    /// Keeps slots of a machine for a job that waits, free ones and those of jobs that end.
+    pub(super) fn promise(&mut self, job: &JobId, candidate: &Candidate, slots: &[u32]) {
+        let agent_id = &candidate.agent.row.id;
+        self.take(agent_id, slots);
+        self.promised.extend(slots.iter().map(|slot| (agent_id.clone(), *slot)));
+        let (free, ending) = slots.iter().partition(|slot| candidate.free.contains(slot));
+        self.keep(job, agent_id, free, ending, false);
+    }
+
+    fn keep(&mut self, job: &JobId, agent_id: &str, free: Vec<u32>, ending: Vec<u32>, whole_machine: bool) {
+        let (job, agent_id, since) = (job.clone(), agent_id.to_owned(), self.snapshot.now);
+        self.plan.reservations.push(Reservation { job, agent_id, free, ending, whole_machine, since });
+    }
+
+    /// Slots were given away.
+    pub(super) fn take(&mut self, agent_id: &str, slots: &[u32]) {
+        let agents = self.snapshot.agents.iter().zip(&mut self.in_use);
+        for (_, in_use) in agents.filter(|(agent, _)| agent.row.id == agent_id) {
+            in_use.extend(slots);
+        }
+        for (_, candidates) in &mut self.by_device {
+            Arc::make_mut(candidates).take(agent_id, slots);
+        }
+    }
+
+    /// The kind of a job that any other of its kind can stand for.
+    pub(super) fn kind(&self, job: &Job) -> Option<JobKind> {
+        let device = device_for(&job.spec).name();
+        (!self.served.contains(&job.id)).then_some((job.ranks, device, job.spec.priority))
+    }
+}
+
+impl AgentState {
+    /// An agent whose slots are free for every job.
+    pub(super) fn idle(row: Arc<AgentRow>) -> Self {
+        Self { row, only_job: None, takes_work: true, is_drained: false, in_use: HashSet::new() }
+    }
+
+    fn serves(&self, job: &JobId) -> bool {
+        self.only_job.as_ref().is_none_or(|only| only == job)
+    }
+}
+
+/// The device that a job needs: half precision is not for all kinds.
+pub(crate) fn device_for(spec: &JobSpec) -> Device {
+    let half = matches!(spec.train.precision, Precision::Bf16 | Precision::Fp16);
+    match spec.parallel.device {
+        Device::Auto if half => {
+            DEVICE_KINDS.iter().find(|kind| kind.has_half_precision).map_or(Device::Auto, |kind| kind.device)
+        }
+        device => device,
+    }
+}

@@ -1,0 +1,428 @@
+//! Properties of plans for random clusters and queues.
+
+use super::{
+    candidates::{address, slots_for},
+    *,
+};
+use lockstep_protocol::{
+    agent::{Machine, Slot},
+    reason::ReasonCode,
+    spec::{Device, JobSpec},
+};
+use serde_json::json;
+use std::{cmp::Reverse, sync::LazyLock};
+
+const CASES: u64 = 500;
+
+/// Random numbers that follow from a seed (SplitMix64).
+struct Random(u64);
+
+impl Random {
+    /// A number below `limit`.
+    fn below(&mut self, limit: u32) -> u32 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((bits ^ (bits >> 31)) % u64::from(limit)) as u32
+    }
+
+    fn is_in(&mut self, percent: u32) -> bool {
+        self.below(100) < percent
+    }
+
+    fn one_of<T: Clone>(&mut self, values: &[T]) -> T {
+        values[self.below(values.len() as u32) as usize].clone()
+    }
+}
+
+fn at(second: u32) -> Timestamp {
+    Timestamp::from_second(second.into()).unwrap()
+}
+
+/// Reading one from JSON takes longer than most plans.
+static JOB: LazyLock<JobRow> = LazyLock::new(|| {
+    let job = json!({"id": JobId::generate(), "name": "a job", "state": "queued", "spec": JobSpec::default(), "attempt": 0,
+        "ranks": 1, "agents": [], "step": 0, "epoch": 0, "total_steps": 0, "steps_per_epoch": 0, "created_at": at(0), "last": {},
+        "last_seq": 1, "sparkline": []});
+    JobRow {
+        job: serde_json::from_value(job).unwrap(),
+        stop: None,
+        private_parent: None,
+        restarts: 0,
+        waiting_since: None,
+        fencing_token: None,
+        progress: Default::default(),
+        ended: None,
+        unknown_state: None,
+    }
+});
+
+fn job(ranks: u32) -> JobRow {
+    let mut row = JOB.clone();
+    (row.job.id, row.job.ranks, row.job.spec.parallel.ranks) = (JobId::generate(), ranks, ranks);
+    row
+}
+
+fn agent(name: &str, devices: &[&str], change: impl FnOnce(&mut Machine)) -> AgentState {
+    let mut machine = Machine {
+        hostname: name.into(),
+        cpu: String::new(),
+        cores: 1,
+        memory_bytes: 0,
+        disk_free_bytes: 0,
+        version: String::new(),
+        address: Some("10.0.0.1".into()),
+        interface: None,
+        interface_mbits: None,
+        network_id: Some(name.into()),
+        nvlink_groups: Vec::new(),
+    };
+    change(&mut machine);
+    let slot = |(index, device): (u32, &&str)| Slot {
+        index,
+        device: (*device).into(),
+        name: format!("{device} model"),
+        memory_bytes: 0,
+        uuid: None,
+    };
+    let row = AgentRow {
+        id: format!("id-{name}"),
+        name: name.into(),
+        machine,
+        slots: (0..).zip(devices).map(slot).collect(),
+        last_seen_at: at(0),
+    };
+    AgentState::idle(Arc::new(row))
+}
+
+fn snapshot(agents: Vec<AgentState>, waiting: Vec<JobRow>) -> Snapshot {
+    Snapshot {
+        now: at(1000),
+        started_at: at(0),
+        agents: agents.into_iter().map(Arc::new).collect(),
+        waiting: waiting.into_iter().map(Arc::new).collect(),
+        yielding: Vec::new(),
+        fair_share: FairShare::Project,
+        slots_of_shares: HashMap::new(),
+        checkpoints: HashMap::new(),
+    }
+}
+
+fn random_job(random: &mut Random) -> JobRow {
+    let mut row = job(1 + random.below(7));
+    let job = &mut row.job;
+    job.spec.priority = random.below(3) as i32;
+    job.spec.parallel.device = random.one_of(&[Device::Auto, Device::Auto, Device::Cpu, Device::Cuda]);
+    job.project = random.one_of(&["a", "b", "c"]).into();
+    job.unreadable = random.is_in(5).then(|| "flaw".into());
+    if random.is_in(40) {
+        job.attempt = 1;
+        job.state = random.one_of(&[JobState::Queued, JobState::Restarting, JobState::Lost]);
+        job.spec.train.batch_size = Some(12);
+        job.spec.recovery.min_ranks = random.is_in(50).then_some(1);
+        job.spec.recovery.wait_seconds = random.one_of(&[0, 60]);
+        row.restarts = random.below(4);
+        row.waiting_since = Some(at(1000 - random.below(4)));
+    }
+    row
+}
+
+fn random_agent(random: &mut Random, name: &str, waiting: &[JobRow]) -> AgentState {
+    let devices: Vec<_> = (0..random.below(6)).map(|_| random.one_of(&["cpu", "cuda", "cuda"])).collect();
+    let mut agent = agent(name, &devices, |machine| {
+        machine.address =
+            random.one_of(&[None, Some("127.0.0.1"), Some("10.0.0.1"), Some("10.0.0.1")]).map(Into::into);
+        machine.network_id = random.one_of(&[None, Some("shared"), Some(name)]).map(Into::into);
+        machine.interface_mbits = random.one_of(&[None, Some(1000), Some(100_000)]);
+        machine.nvlink_groups = random.one_of(&[vec![], vec![vec![0, 1], vec![2, 3]], vec![vec![0, 2, 4]]]);
+    });
+    agent.takes_work = random.is_in(85);
+    agent.is_drained = !agent.takes_work && random.is_in(50);
+    agent.only_job = waiting.first().filter(|_| random.is_in(10)).map(|row| row.job.id.clone());
+    agent
+}
+
+/// A random snapshot, and its plan once everything is known about checkpoints.
+fn random_case(seed: u64) -> (Snapshot, Plan) {
+    let mut random = Random(seed);
+    let mut waiting: Vec<_> = (0..random.below(12)).map(|_| random_job(&mut random)).collect();
+    waiting.sort_by_key(|row| Reverse(row.job.spec.priority));
+    let names = ["a", "b", "c", "d", "e"];
+    let names = &names[..random.below(6) as usize];
+    let mut agents: Vec<_> = names.iter().map(|name| random_agent(&mut random, name, &waiting)).collect();
+    let mut yielding: Vec<_> = (0..random.below(7))
+        .map(|_| {
+            let ends = random.is_in(25);
+            let preempted = ends && random.is_in(50);
+            let (priority, preemptible) = (random.below(2) as i32, random.is_in(80));
+            let by = Occupant { job: JobId::generate(), priority, preemptible, ends, preempted };
+            Yielding { by, ends, slots: Vec::new() }
+        })
+        .collect();
+    yielding.sort_by_key(|of| of.by.priority);
+    for agent in &mut agents {
+        for slot in &agent.row.slots {
+            if random.is_in(50) {
+                agent.in_use.insert(slot.index);
+                // Other running jobs do not yield.
+                let by = random.below(7) as usize;
+                if let Some(by) = yielding.get_mut(by) {
+                    by.slots.push((agent.row.id.clone(), slot.index));
+                }
+            }
+        }
+    }
+    let mut snapshot = Snapshot { yielding, ..snapshot(agents, waiting) };
+    snapshot.slots_of_shares = HashMap::from([("a".to_owned(), random.below(9).into())]);
+    loop {
+        let plan = plan(&snapshot);
+        if plan.unknown.is_empty() {
+            return (snapshot, plan);
+        }
+        for (row, reader) in plan.unknown {
+            let wait = random.is_in(40).then(|| Wait {
+                why: Reason::from(ReasonCode::WaitingForCheckpoint).into(),
+                is_kept: random.is_in(50),
+            });
+            let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
+            assert!(known.is_none(), "seed {seed}: what is known is not asked again");
+        }
+    }
+}
+
+fn slots_of(start: &Start) -> impl Iterator<Item = (&AgentState, u32)> {
+    start.chosen.iter().flat_map(|(agent, slots)| slots.iter().map(move |slot| (&**agent, *slot)))
+}
+
+#[test]
+fn no_slot_is_given_twice_and_each_job_starts_whole() {
+    for seed in 0..CASES {
+        let (snapshot, plan) = random_case(seed);
+        let mut given = HashSet::new();
+        for start in &plan.starts {
+            let job = &start.row.job;
+            let fewer = start.fewer.as_ref().and_then(|fewer| fewer.facts().ranks);
+            let slots: Vec<_> = slots_of(start).collect();
+            assert_eq!(slots.len(), fewer.unwrap_or(job.ranks) as usize, "seed {seed}");
+            let device = device_for(&job.spec);
+            let mut kinds = HashSet::new();
+            for (agent, slot) in slots {
+                assert!(
+                    agent.takes_work && agent.only_job.as_ref().is_none_or(|only| *only == job.id),
+                    "seed {seed}"
+                );
+                assert!(
+                    !agent.in_use.contains(&slot) && slots_for(&agent.row.slots, device).contains(&slot),
+                    "seed {seed}"
+                );
+                assert!(given.insert((agent.row.id.clone(), slot)), "seed {seed}");
+                kinds.insert(&agent.row.slots[slot as usize].device);
+            }
+            assert_eq!(kinds.len(), 1, "seed {seed}");
+            let machines = || start.chosen.iter().map(|(agent, _)| &agent.row.machine);
+            let networks: HashSet<_> = machines().map(|machine| &machine.network_id).collect();
+            let is_one_machine = networks.len() == 1 && !networks.contains(&None);
+            let reach_each_other = is_one_machine || machines().all(|machine| address(machine).is_some());
+            assert!(start.chosen.len() == 1 || reach_each_other, "seed {seed}");
+        }
+        for kept in &plan.reservations {
+            let in_use = |slot: &u32| {
+                snapshot
+                    .agents
+                    .iter()
+                    .any(|agent| agent.row.id == kept.agent_id && agent.in_use.contains(slot))
+            };
+            assert!(kept.ending.iter().all(in_use) && !kept.free.iter().any(in_use), "seed {seed}");
+            for slot in kept.free.iter().chain(&kept.ending) {
+                assert!(given.insert((kept.agent_id.clone(), *slot)), "seed {seed}: slot {slot} of {kept:?}");
+            }
+        }
+        let starting = plan.starts.iter().map(|start| &start.row.job.id);
+        let ids: HashSet<_> = starting.chain(plan.waiting.iter().map(|of| &of.row.job.id)).collect();
+        assert_eq!(plan.starts.len() + plan.waiting.len(), snapshot.waiting.len(), "seed {seed}");
+        assert_eq!(ids.len(), snapshot.waiting.len(), "seed {seed}");
+    }
+}
+
+#[test]
+fn only_lower_preemptible_jobs_end_and_each_of_them_for_one_job() {
+    let mut preempted = 0;
+    for seed in 0..CASES {
+        let (snapshot, plan) = random_case(seed);
+        let mut victims = HashSet::new();
+        for Preemption { row, victims: of_job, .. } in &plan.preemptions {
+            for victim in of_job {
+                let running = snapshot.yielding.iter().find(|of| of.by.job == *victim).unwrap();
+                assert!(running.by.preemptible && !running.ends, "seed {seed}");
+                assert!(running.by.priority < row.job.spec.priority, "seed {seed}");
+                assert!(victims.insert(victim), "seed {seed}");
+            }
+            let kept = plan.reservations.iter().filter(|kept| kept.job == row.job.id);
+            let kept: usize = kept.map(|kept| kept.free.len() + kept.ending.len()).sum();
+            assert_eq!(kept, row.job.ranks as usize, "seed {seed}: as many as it waits for");
+        }
+        preempted += victims.len();
+    }
+    assert!(preempted > 5, "{preempted}");
+}
+
+#[test]
+fn jobs_of_lower_priority_change_nothing_for_those_above() {
+    let shown = |plan: &Plan, least: i32| {
+        let starts = plan.starts.iter().filter(|start| start.row.job.spec.priority >= least);
+        let slots =
+            |start: &Start| slots_of(start).map(|(a, slot)| (a.row.id.clone(), slot)).collect::<Vec<_>>();
+        let starts: Vec<_> = starts.map(|start| (start.row.job.id.clone(), slots(start))).collect();
+        let waiting = plan.waiting.iter().filter(|of| of.row.job.spec.priority >= least);
+        let waiting: Vec<_> = waiting
+            .map(|of| (of.row.job.id.clone(), of.why.as_ref().map(|why| why.words().to_owned())))
+            .collect();
+        (starts, waiting)
+    };
+    for seed in 0..CASES {
+        let (mut snapshot, whole) = random_case(seed);
+        for least in [1, 2] {
+            snapshot.waiting.retain(|row| row.job.spec.priority >= least);
+            assert_eq!(shown(&plan(&snapshot), least), shown(&whole, least), "seed {seed}");
+        }
+    }
+}
+
+#[test]
+fn the_share_with_the_fewest_slots_gets_the_next_one() {
+    for seed in 0..CASES {
+        let mut random = Random(seed);
+        let mut waiting: Vec<_> = (0..random.below(20)).map(|_| job(1)).collect();
+        for row in &mut waiting {
+            row.job.project = random.one_of(&["a", "b", "c"]).into();
+        }
+        let mut snapshot = snapshot(vec![agent("a", &["cpu"; 8], |_| {})], waiting);
+        let shares = ["a", "b", "c"].map(|share| (share.to_owned(), u64::from(random.below(6))));
+        snapshot.slots_of_shares = shares.into_iter().collect();
+        let mut in_use = snapshot.slots_of_shares.clone();
+        let plan = plan(&snapshot);
+        let mut left = snapshot.waiting.clone();
+        for start in &plan.starts {
+            let of = |share: &str| in_use[share];
+            let fewest = left.iter().map(|row| of(&row.job.project)).min().unwrap();
+            // The oldest of those with the fewest slots.
+            let next = left.iter().position(|row| of(&row.job.project) == fewest).unwrap();
+            let next = left.remove(next);
+            assert_eq!(start.row.job.id, next.job.id, "seed {seed}");
+            *in_use.get_mut(&next.job.project).unwrap() += 1;
+        }
+        assert_eq!(plan.starts.len(), snapshot.waiting.len().min(8), "seed {seed}");
+    }
+}
+
+/// Whether a job would start if nothing else waited and these were the agents.
+fn would_start(row: &JobRow, agents: Vec<AgentState>) -> bool {
+    let mut row = row.clone();
+    (row.job.state, row.job.attempt) = (JobState::Queued, 0);
+    plan(&snapshot(agents, vec![row])).starts.len() == 1
+}
+
+#[test]
+fn every_job_that_waits_has_a_true_reason() {
+    let mut seen: HashMap<String, usize> = HashMap::new();
+    for seed in 0..CASES {
+        let (snapshot, plan) = random_case(seed);
+        let agents = || snapshot.agents.iter().map(|agent| AgentState::clone(agent));
+        for WaitingJob { row, why } in &plan.waiting {
+            let job = &row.job;
+            let Some(why) = why else {
+                assert!(!is_due(row, snapshot.now), "seed {seed}: no reason for {job:?}");
+                continue;
+            };
+            *seen.entry(why.code().to_string()).or_default() += 1;
+            let would_fit = would_start(
+                row,
+                agents().map(|agent| AgentState { in_use: HashSet::new(), ..agent }).collect(),
+            );
+            // What the plan leaves to this job.
+            let left = agents().map(|mut agent| {
+                let id = agent.row.id.clone();
+                let given = plan.starts.iter().flat_map(slots_of).filter(|(of, _)| of.row.id == id);
+                agent.in_use.extend(given.map(|(_, slot)| slot));
+                for kept in plan.reservations.iter().filter(|kept| kept.agent_id == id && kept.job != job.id)
+                {
+                    agent.in_use.extend(&kept.free);
+                    agent.takes_work &= !kept.whole_machine;
+                }
+                agent
+            });
+            let fits = would_start(row, left.collect());
+            let (facts, code) = (why.facts(), why.code());
+            let is_true = match code {
+                ReasonCode::UnreadableSpec => job.unreadable.is_some(),
+                ReasonCode::NoAgentOnline => snapshot.agents.is_empty(),
+                ReasonCode::NoAgentAccepts => !agents().any(|agent| {
+                    agent.takes_work && agent.only_job.as_ref().is_none_or(|only| *only == job.id)
+                }),
+                ReasonCode::TooFewSlots | ReasonCode::MachinesApart => !would_fit,
+                ReasonCode::WaitingForSlots => {
+                    let is_explained = facts.slots_free < facts.slots_needed || !facts.kept_for.is_empty();
+                    would_fit && !fits && is_explained
+                }
+                ReasonCode::WaitingForCheckpoint => {
+                    snapshot.checkpoints.iter().any(|((id, _), wait)| *id == job.id && wait.is_some())
+                }
+                _ => false,
+            };
+            assert!(is_true, "seed {seed}: {} of {} ranks: {why}", job.id, job.ranks);
+        }
+    }
+    let codes = ["unreadable_spec", "no_agent_online", "no_agent_accepts", "too_few_slots", "machines_apart"];
+    for code in codes.into_iter().chain(["waiting_for_slots", "waiting_for_checkpoint"]) {
+        assert!(seen.get(code).is_some_and(|times| *times > 5), "{code}: {seen:?}");
+    }
+}
+
+#[test]
+fn no_job_starves_while_smaller_ones_keep_coming() {
+    for seed in 0..20 {
+        let mut random = Random(seed);
+        let mut agents: Vec<_> = ["a", "b", "c"].map(|name| agent(name, &["cpu"; 4], |_| {})).into();
+        let mut waiting: Vec<JobRow> = Vec::new();
+        // When each job was submitted; when running jobs end, with their slots.
+        let mut submitted = HashMap::new();
+        let mut running: Vec<(u32, String, u32)> = Vec::new();
+        for now in 0..400 {
+            running.retain(|(end, ..)| *end > now);
+            for agent in &mut agents {
+                let here = running.iter().filter(|(_, id, _)| *id == agent.row.id);
+                agent.in_use = here.map(|(.., slot)| *slot).collect();
+            }
+            while waiting.len() < 8 {
+                let ranks = if random.is_in(15) { 5 + random.below(8) } else { 1 + random.below(2) };
+                let row = job(ranks);
+                submitted.insert(row.job.id.clone(), now);
+                waiting.push(row);
+            }
+            let mut snapshot = snapshot(agents.clone(), waiting.clone());
+            snapshot.fair_share = FairShare::Off;
+            for start in &plan(&snapshot).starts {
+                let end = now + 1 + random.below(8);
+                running.extend(slots_of(start).map(|(agent, slot)| (end, agent.row.id.clone(), slot)));
+                waiting.retain(|row| row.job.id != start.row.job.id);
+            }
+            for row in &waiting {
+                let waited = now - submitted[&row.job.id];
+                // The seven jobs before it and itself, each at the head of the queue for as long as the longest job runs.
+                assert!(waited <= 8 * 8, "seed {seed}: {} ranks have waited for {waited}", row.job.ranks);
+            }
+        }
+    }
+}
+
+#[test]
+fn restarts_wait_longer_each_time_up_to_a_minute() {
+    for (restarts, millis) in [(1, 0), (2, 1000), (3, 2000), (7, 32_000), (8, 60_000), (100, 60_000)] {
+        let mut row = job(1);
+        (row.job.state, row.restarts, row.waiting_since) = (JobState::Restarting, restarts, Some(at(1000)));
+        let is_due = |millis| is_due(&row, at(1000) + Duration::from_millis(millis));
+        assert!(is_due(millis), "{restarts}");
+        assert!(millis == 0 || !is_due(millis - 1), "{restarts}");
+    }
+}

@@ -57,10 +57,9 @@ let metrics = "";
 export const readMetrics = (names) => { metrics = names.join(","); };
 export const alsoRead = () => (metrics ? [["metrics", metrics]] : []);
 
-/** One part of what matches, after `cursor` (what the part before gave as `next`). */
+/** One part of what matches, after `cursor` (`next_cursor` of the part before). */
 export async function part(filter, cursor, limit) {
   const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...alsoRead()]);
   if (cursor) given.set("cursor", cursor);
-  const { jobs, next_cursor: next } = await ask(`/api/v1/jobs?${given}`);
-  return { jobs, next };
+  return ask(`/api/v1/jobs?${given}`);
 }

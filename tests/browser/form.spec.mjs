@@ -107,7 +107,7 @@ describe("the form", () => {
     await page.end();
   });
 
-  test("takes sizes by epoch, and tells what a key is called today, also in the text beside", async () => {
+  test("takes sizes by epoch, and tells the nearest right name of a key, also in the text beside", async () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     const sizes = page.getByLabel("Image size", { exact: true }), words = page.locator("#spec-text");
     await sizes.fill("1: 16, 2: 24");
@@ -115,7 +115,7 @@ describe("the form", () => {
     await words.fill((await words.inputValue()).replace("[2, 24]", "[3, 32]"));
     await until("the field follows the text", async () => (await sizes.inputValue()) === "1: 16, 3: 32");
     await words.fill('[data]\ndataset = "fashion-mnist"\nresize = 36\n');
-    await until("today's name is told", async () => /data\.resize is called data\.resize_size/.test(await page.locator("#spec-error").textContent()));
+    await until("the right name is told", async () => /no key is called "resize" here; did you mean "resize_size"/.test(await page.locator("#spec-error").textContent()));
     await page.end();
   });
 

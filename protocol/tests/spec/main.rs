@@ -86,6 +86,7 @@ fn every_key_is_known_to_the_structs_and_back() {
         checkpoint: lockstep_protocol::spec::CheckpointSpec {
             every_epochs: Some(1),
             every_steps: Some(1),
+            sharded: true,
             ..Default::default()
         },
         recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
@@ -93,6 +94,7 @@ fn every_key_is_known_to_the_structs_and_back() {
             model: 2,
             height: 2,
             pipeline: 2,
+            optimizer_sharding: true,
             shard: vec![ShardSpec { pattern: "fc".into(), split: Split::Out }],
             optimizer_sharding: true,
             ..Default::default()

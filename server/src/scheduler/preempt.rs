@@ -73,7 +73,7 @@ fn counted_on<'a>(room: &Room, candidates: &Candidates, yielding: &'a [Yielding]
     yielding.iter().filter(|of| of.ends && of.slots.iter().any(is_chosen)).collect()
 }
 
-/// The candidates as if the slots of these jobs were free, too: behind those that are.
+/// The candidates with the slots of these jobs counted as free, listed behind the slots that are free now.
 fn without<'a>(
     candidates: &Candidates,
     jobs: impl IntoIterator<Item = &'a Yielding>,
@@ -175,7 +175,7 @@ fn on_one(
     Some((slots, victims))
 }
 
-/// As [`room`], over several agents: as many of the lowest as it takes, less those that turn out not to be needed, the highest first.
+/// As [`room`], over several agents: ends jobs from the lowest priority up until the gang fits, then spares those that are not needed.
 fn on_several(
     ended: &Candidates,
     ranks: usize,

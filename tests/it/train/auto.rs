@@ -20,24 +20,14 @@ async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
     assert!(measured.contains("measuring operators and links, to choose a plan"), "{measured}");
     let last = bench.model("one", "1-13");
     let auto = "parallel.mode=auto";
-    for (out, sets, words, mesh) in [
-        ("two", &[auto][..], "plan: data parallel on 2 ranks; predicted are ", [2, 1, 1]),
-        // A part of the plan is pinned.
-        (
-            "four",
-            &[auto, "parallel.ranks=4", "parallel.model=2"],
-            "plan: 2 (data) x 1 (height) x 2 (model) ranks, ",
-            [2, 1, 2],
-        ),
-        (
-            "rows",
-            &[auto, "parallel.ranks=4", "parallel.height=2"],
-            "plan: 2 (data) x 2 (height) x 1 (model) ranks; predicted are ",
-            [2, 2, 1],
-        ),
+    // Which plan is the fastest depends on the machine and on what else it does. What is pinned stays.
+    for (out, ranks, sets, pinned) in [
+        ("two", 2, &[auto][..], [None, None]),
+        ("four", 4, &[auto, "parallel.ranks=4", "parallel.model=2"], [None, Some(2)]),
+        ("rows", 4, &[auto, "parallel.ranks=4", "parallel.height=2"], [Some(2), None]),
     ] {
         let text = run(out, sets);
-        for words in [words, "a step takes ", "= 32 pictures a step"] {
+        for words in ["plan: ", "predicted are ", "a step takes ", "= 32 pictures a step"] {
             assert!(text.contains(words), "{out}: {words} in {text}");
         }
         // The figures are kept: of two ranks, and of four.
@@ -47,7 +37,9 @@ async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
         let (_, networks) = said(&bench, out, 0);
         let [first, .., timed] = &networks[..] else { panic!("{networks:?}") };
         let plans = [first, timed].map(|network| network.plan.as_ref().expect("a plan"));
-        assert_eq!([plans[0].data, plans[0].height, plans[0].model], mesh);
+        let mesh = [plans[0].height, plans[0].model];
+        assert_eq!(plans[0].data * mesh[0] * mesh[1], ranks);
+        assert!(pinned.iter().zip(mesh).all(|(pin, is)| pin.is_none_or(|pin| pin == is)), "{out}: {mesh:?}");
         assert!(plans[0].step_ms > 0.0 && plans[0].measured_step_ms.is_none());
         assert!(plans[1].measured_step_ms > Some(0.0), "{plans:?}");
         assert!(timed.layers.iter().all(|layer| layer.plan.is_some()) && timed.check() == Ok(()));
@@ -74,9 +66,7 @@ async fn the_example_chooses_its_plan() {
         .env("LOCKSTEP_CACHE", folder.path().join("cache"))
         .args(["--set", &dataset, "--set", "train.epochs=1"]);
     let said = succeeded(&command.output().expect("it runs"));
-    for words in
-        ["plan: data parallel on 4 ranks", "4 ranks (CPU", "= 128 pictures a step", "validation accuracy is "]
-    {
+    for words in ["plan: ", "= 128 pictures a step", "validation accuracy is "] {
         assert!(said.contains(words), "{words}: {said}");
     }
 }

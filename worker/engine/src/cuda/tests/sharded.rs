@@ -90,10 +90,10 @@ fn trained(
 fn gpus_ranks_that_divide_optimizer_state_train_as_ranks_that_do_not() {
     for (number, (kind, name)) in OptimizerKind::ALL.into_iter().enumerate() {
         for precision in [Precision::Fp32, Precision::Fp16] {
-            let network = network(Arch::ResNet18, Stem::Cifar, 32);
+            let network = small_network(10);
             let optimizer = Optimizer { kind, weight_decay: 0.01, epsilon: 1e-3, ..config(1).optimizer };
             let lr = match kind {
-                OptimizerKind::Momentum | OptimizerKind::Nesterov => 0.002,
+                OptimizerKind::Momentum | OptimizerKind::Nesterov => 0.001,
                 OptimizerKind::Lars => 0.1,
                 OptimizerKind::AdamW | OptimizerKind::Lamb => 0.0003,
             };

@@ -1,0 +1,210 @@
+"""Requests, and how one description of a call serves both clients.
+
+A call is an `async def`. On an `AsyncClient` it is awaited. On a `Client` it awaits only `Sync`, which blocks and never
+suspends, so its first step runs it to its end. `@call` and `@stream` make it a method that does the one or the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+import types
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from typing import Any, BinaryIO, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import httpx
+
+from .errors import Problem, Unreachable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S")
+A = TypeVar("A")
+
+# Seconds for which a request is sent again, and the first and the longest pause.
+PATIENCE = 60.0
+PAUSES = (0.2, 5.0)
+
+
+class Sync:
+    """Input and output that block."""
+
+    has_answered = False
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+
+    async def exchange(self, into: BinaryIO | None, request: Mapping[str, Any]) -> httpx.Response:
+        """Sends a request once; `into` takes the body of a successful response. Raises `httpx.TransportError`."""
+        with self.http.stream(**request) as response:
+            if into is None or not response.is_success:
+                response.read()
+            else:
+                into.truncate(into.seek(0))
+                for chunk in response.iter_bytes():
+                    into.write(chunk)
+        return response
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+        time.sleep(seconds)
+
+
+class Async:
+    """Input and output of asyncio."""
+
+    has_answered = False
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+
+    async def exchange(self, into: BinaryIO | None, request: Mapping[str, Any]) -> httpx.Response:
+        """As `Sync.exchange`."""
+        async with self.http.stream(**request) as response:
+            if into is None or not response.is_success:
+                await response.aread()
+            else:
+                into.truncate(into.seek(0))
+                async for chunk in response.aiter_bytes():
+                    into.write(chunk)
+        return response
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+        await asyncio.sleep(seconds)
+
+
+class Calls:
+    """Base class of everything that has calls."""
+
+    _io: Sync | Async
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None = None,
+        *,
+        may_repeat: bool = False,
+        into: BinaryIO | None = None,
+        **body: Any,
+    ) -> httpx.Response:
+        """The successful response to a request, which is sent again if that does no harm.
+
+        In `query`, lists become text with commas, and None is left out. Raises `Problem` for any other response,
+        `Unreachable` without one.
+        """
+        params = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in (query or {}).items()}
+        params = {k: v for k, v in params.items() if v is not None}
+        gives_up_at = time.monotonic() + PATIENCE
+        pause, longest = PAUSES
+        while True:
+            seconds = pause
+            failure: Problem | Unreachable
+            try:
+                response = await self._io.exchange(into, {"method": method, "url": path, "params": params, **body})
+            except httpx.TransportError as error:
+                address, why = error.request.url.copy_with(path="/", query=None), str(error) or type(error).__name__
+                hint = "start one with `lockstep serve`, or name another with LOCKSTEP_SERVER"
+                failure = Unreachable(f"no server answers at {address} ({why}); {hint}")
+                was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                # An address at which nobody has answered yet is probably wrong.
+                again = self._io.has_answered and (may_repeat or was_not_sent)
+            else:
+                self._io.has_answered = True
+                if response.is_success:
+                    return response
+                failure = _problem(response)
+                again = failure.status == 429 or (may_repeat and failure.status in (502, 503, 504))
+                seconds = max(seconds, float(response.headers.get("retry-after") or 0))
+            if not again or time.monotonic() + seconds > gives_up_at:
+                raise failure
+            await self._io.sleep(seconds)
+            pause = min(2 * pause, longest)
+
+    async def _get(self, path: str, **query: Any) -> Any:
+        return (await self._send("GET", path, query, may_repeat=True)).json()
+
+    async def _all(self, path: str, key: str, limit: int | None = None, **query: Any) -> list[dict[str, Any]]:
+        """The elements of a list, page by page: every one, or the first `limit`."""
+        elements: list[dict[str, Any]] = []
+        while True:
+            query["limit"] = 1000 if limit is None else min(limit - len(elements), 1000)
+            page = await self._get(path, **query)
+            elements += page[key]
+            query["cursor"] = page["next_cursor"]
+            if query["cursor"] is None or len(elements) == limit:
+                return elements
+
+
+def _problem(response: httpx.Response) -> Problem:
+    with contextlib.suppress(ValueError):
+        if isinstance(body := response.json(), dict):
+            return Problem(response.status_code, body)
+    return Problem(response.status_code, {"detail": f"{response.url} answered with status {response.status_code}"})
+
+
+class SyncCalls(Calls):
+    """Base class of objects whose calls block."""
+
+    _io: Sync
+
+
+class AsyncCalls(Calls):
+    """Base class of objects whose calls are awaited."""
+
+    _io: Async
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("a call of a Client was suspended")
+
+
+def _iterate(items: AsyncIterator[T]) -> Iterator[T]:
+    """The items of an asynchronous generator that never suspends."""
+    with contextlib.suppress(StopAsyncIteration):
+        while True:
+            yield _run(items.__anext__())  # type: ignore[arg-type]
+
+
+class Method(Generic[P, S, A]):
+    """A method with the result `S` where calls block, and `A` where they are awaited."""
+
+    def __init__(self, function: Callable[..., A], block: Callable[[A], S]) -> None:
+        self._function = function
+        self._block = block
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, on: None, owner: Any) -> Callable[..., A]: ...
+    @overload
+    def __get__(self, on: SyncCalls, owner: Any) -> Callable[P, S]: ...
+    @overload
+    def __get__(self, on: AsyncCalls, owner: Any) -> Callable[P, A]: ...
+    def __get__(self, on: Calls | None, owner: Any) -> Callable[..., Any]:
+        if on is None:
+            return self._function
+        bound = types.MethodType(self._function, on)
+        if isinstance(on, AsyncCalls):
+            return bound
+        return functools.wraps(bound)(lambda *args, **kwargs: self._block(bound(*args, **kwargs)))
+
+
+def call(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Method[P, T, Coroutine[Any, Any, T]]:
+    """A method that returns a result."""
+    return Method(function, _run)
+
+
+def stream(
+    function: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
+) -> Method[P, Iterator[T], AsyncIterator[T]]:
+    """A method that returns an iterator."""
+    return Method(function, _iterate)

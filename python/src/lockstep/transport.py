@@ -190,12 +190,10 @@ class Method(Generic[P, S, A]):
     @overload
     def __get__(self, on: AsyncCalls, owner: Any) -> Callable[P, A]: ...
     def __get__(self, on: Calls | None, owner: Any) -> Callable[..., Any]:
-        if on is None:
-            return self._function
-        bound = types.MethodType(self._function, on)
-        if isinstance(on, AsyncCalls):
-            return bound
-        return functools.wraps(bound)(lambda *args, **kwargs: self._block(bound(*args, **kwargs)))
+        function: Callable[..., Any] = self._function
+        if issubclass(owner, SyncCalls):
+            function = functools.wraps(function)(lambda *args, **kwargs: self._block(self._function(*args, **kwargs)))
+        return function if on is None else types.MethodType(function, on)
 
 
 def call(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Method[P, T, Coroutine[Any, Any, T]]:

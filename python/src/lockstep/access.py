@@ -44,11 +44,16 @@ def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
     if token := os.environ.get("LOCKSTEP_TOKEN", "").strip():
         return token
     file = data_dir / "token"
-    if not (here := _loopback(address)) or not file.exists():
+    if not (here := _loopback(address)):
         return None
+    try:
+        owner = file.lstat().st_uid
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return _read(file)
     # Another account may have taken the port of a stopped server, and must not get its token.
     port = address.port or {"https": 443}.get(address.scheme, 80)
-    owner = file.lstat().st_uid
     if others := listener_owners(here, port) - {owner, 0}:
         raise LockstepError(
             f"{address}: another account of this machine (user id {others.pop()}) listens there than the one that has "

@@ -29,6 +29,8 @@ Weights = Literal["model", "ema"]
 
 # Seconds of one request that waits for a job's end, without and with a line of progress.
 WAIT_SECS = (60, 1)
+# A file comes in pieces, so that a broken connection costs at most one.
+PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,15 @@ class CheckpointCalls(_Resource):
         target = target / name if target.is_dir() else target
         partial = target.with_name(target.name + ".part")
         try:
-            with open(partial, "w+b") as file:
-                response = await self._send("GET", f"/checkpoints/{self.id}/{name}", may_repeat=True, into=file)
-                digest = hashlib.sha256()
-                file.seek(0)
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-            if digest.hexdigest() != response.headers["x-checksum-sha256"]:
+            with open(partial, "wb") as file:
+                digest, size_bytes = hashlib.sha256(), 1
+                while file.tell() < size_bytes:
+                    headers = {"Range": f"bytes={file.tell()}-{file.tell() + PIECE_BYTES - 1}"}
+                    piece = await self._send("GET", f"/checkpoints/{self.id}/{name}", may_repeat=True, headers=headers)
+                    size_bytes = int(piece.headers["content-range"].rpartition("/")[2])
+                    digest.update(piece.content)
+                    file.write(piece.content)
+            if digest.hexdigest() != piece.headers["x-checksum-sha256"]:
                 raise LockstepError(f"{target} came damaged: its SHA-256 is not the checkpoint's; download it again")
             partial.replace(target)
         finally:

@@ -12,7 +12,7 @@ import functools
 import time
 import types
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from typing import Any, BinaryIO, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import httpx
 
@@ -36,16 +36,9 @@ class Sync:
     def __init__(self, http: httpx.Client) -> None:
         self.http = http
 
-    async def exchange(self, into: BinaryIO | None, request: Mapping[str, Any]) -> httpx.Response:
-        """Sends a request once; `into` takes the body of a successful response. Raises `httpx.TransportError`."""
-        with self.http.stream(**request) as response:
-            if into is None or not response.is_success:
-                response.read()
-            else:
-                into.truncate(into.seek(0))
-                for chunk in response.iter_bytes():
-                    into.write(chunk)
-        return response
+    async def exchange(self, **request: Any) -> httpx.Response:
+        """Sends a request once. Raises `httpx.TransportError` without an answer."""
+        return self.http.request(**request)
 
     async def sleep(self, seconds: float) -> None:
         """Waits."""
@@ -53,23 +46,16 @@ class Sync:
 
 
 class Async:
-    """Input and output of asyncio."""
+    """Input and output of asyncio, as `Sync`."""
 
     has_answered = False
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self.http = http
 
-    async def exchange(self, into: BinaryIO | None, request: Mapping[str, Any]) -> httpx.Response:
+    async def exchange(self, **request: Any) -> httpx.Response:
         """As `Sync.exchange`."""
-        async with self.http.stream(**request) as response:
-            if into is None or not response.is_success:
-                await response.aread()
-            else:
-                into.truncate(into.seek(0))
-                async for chunk in response.aiter_bytes():
-                    into.write(chunk)
-        return response
+        return await self.http.request(**request)
 
     async def sleep(self, seconds: float) -> None:
         """Waits."""
@@ -82,14 +68,7 @@ class Calls:
     _io: Sync | Async
 
     async def _send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, Any] | None = None,
-        *,
-        may_repeat: bool = False,
-        into: BinaryIO | None = None,
-        **body: Any,
+        self, method: str, path: str, query: Mapping[str, Any] | None = None, *, may_repeat: bool = False, **more: Any
     ) -> httpx.Response:
         """The successful response to a request, which is sent again if that does no harm.
 
@@ -104,7 +83,7 @@ class Calls:
             seconds = pause
             failure: Problem | Unreachable
             try:
-                response = await self._io.exchange(into, {"method": method, "url": path, "params": params, **body})
+                response = await self._io.exchange(method=method, url=path, params=params, **more)
             except httpx.TransportError as error:
                 address, why = error.request.url.copy_with(path="/", query=None), str(error) or type(error).__name__
                 hint = "start one with `lockstep serve`, or name another with LOCKSTEP_SERVER"
@@ -118,7 +97,8 @@ class Calls:
                     return response
                 failure = _problem(response)
                 again = failure.status == 429 or (may_repeat and failure.status in (502, 503, 504))
-                seconds = max(seconds, float(response.headers.get("retry-after") or 0))
+                after = response.headers.get("retry-after", "")
+                seconds = max(pause, float(after) if after.isdigit() else 0.0)
             if not again or time.monotonic() + seconds > gives_up_at:
                 raise failure
             await self._io.sleep(seconds)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = Path(os.environ.get("LOCKSTEP_BIN", ROOT / "target/debug/lockstep")).absolute()
 SPEC: dict[str, Any] = {
     "model": {"arch": "resnet20"},
-    "data": {"dataset": "fashion-mnist", "image_size": 16},
+    "data": {"dataset": "fashion-mnist", "image_size": 16, "validation": 0.01},
     "train": {"steps": 4, "batch_size": 8},
     "parallel": {"ranks": 2, "device": "cpu"},
 }
@@ -114,7 +114,7 @@ CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     ("Checkpoint.download", lambda w: w.checkpoint.download(w.kind), lambda w, a: a.stat().st_size > 1e6),
     ("Job.predict", lambda w: w.job.predict("shoe.png"), lambda w, a: len(a) == 10 and 0.99 < sum(a.values()) < 1.01),
     ("Job.predict", lambda w: w.job.predict(b"no"), lambda w, e: str(e).startswith("the picture ")),
-    ("Job.evaluation", lambda w: w.job.evaluation(), lambda w, a: a["samples"] == 1000),
+    ("Job.evaluation", lambda w: w.job.evaluation(), lambda w, a: 0 < a["samples"] < 200),
     (
         "Job.events",
         lambda w: w.job.events("plan", "checkpoint"),
@@ -161,11 +161,11 @@ def test_every_call_is_tested_and_described() -> None:
     ("call", "kind", "words"),
     [
         (lambda c: c.submit(SPEC, lrr=1), lockstep.Problem, "/lrr: "),
-        (lambda c: c.submit(SPEC, set={"train.lr.x": 1}, lr=1), lockstep.Problem, "/train/lr"),
+        (lambda c: c.submit(SPEC, lr="high", arch="resnet19"), lockstep.Problem, "\n/train/lr: "),
         (lambda c: c.submit(SPEC, set={"name": "x", "name.y": 1}), lockstep.LockstepError, "name is no table"),
         (lambda c: c.submit(SPEC, every_epochs=1), lockstep.LockstepError, "checkpoint.every_epochs, evaluate.every"),
         (lambda c: c.submit("none.toml"), lockstep.LockstepError, "none.toml cannot be read as a job file: "),
-        (lambda c: c.submit(SPEC, lr=1e30).wait(), lockstep.JobFailed, "failed: "),
+        (lambda c: c.submit(SPEC, lr=1e4).wait(), lockstep.JobFailed, "failed: "),
         (lambda c: c.job("nobody"), lockstep.LockstepError, "0 jobs are called nobody"),
         (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "token"),
         (
@@ -238,7 +238,7 @@ def test_the_token_is_found_as_the_command_line_finds_it(monkeypatch: pytest.Mon
 def test_examples_of_the_pages_run_as_written() -> None:
     page = (ROOT / "docs/python.md").read_text()
     [toml] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    small = re.sub(r"steps = \d+", "steps = 4", toml).replace("[data]", "[data]\nimage_size = 16")
+    small = re.sub(r"steps = \d+", "steps = 4", toml).replace("[data]", "[data]\nimage_size = 16\nvalidation = 0.01")
     for name in ("fashion.toml", "job.toml"):
         Path(name).write_text(small)
     examples = re.findall(r"```python\n(.*?)```", page + (ROOT / "README.md").read_text(), re.DOTALL)

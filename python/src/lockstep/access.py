@@ -25,8 +25,10 @@ def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str
     server = url or os.environ.get("LOCKSTEP_SERVER") or DEFAULT_SERVER
     address = httpx.URL(server if "://" in server else f"http://{server}")
     token = token or _find_token(address, Path(data_dir))
-    verify = ssl.create_default_context()
-    if ca_file := os.environ.get("LOCKSTEP_CA_FILE"):
+    # Reading the system's authorities takes a while, and only https needs them.
+    is_https = address.scheme == "https"
+    verify = ssl.create_default_context() if is_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if is_https and (ca_file := os.environ.get("LOCKSTEP_CA_FILE")):
         verify.load_verify_locations(ca_file)
     return {
         "base_url": str(address).rstrip("/") + "/api/v1",
@@ -34,7 +36,7 @@ def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str
         "timeout": TIMEOUT,
         "verify": verify,
         # The proxies of the environment; no token goes through a proxy in clear.
-        "trust_env": address.scheme == "https" and not _loopback(address),
+        "trust_env": is_https and not _loopback(address),
     }
 
 

@@ -30,7 +30,8 @@ class Problem(LockstepError):
         self.detail: str = body.get("detail") or self.title or f"HTTP status {status}"
         self.errors: list[dict[str, str]] = body.get("errors") or []
         self.state: str | None = body.get("state")
-        super().__init__("\n  ".join([self.detail, *(f"{e['pointer']}: {e['detail']}" for e in self.errors)]))
+        mistakes = [f"{mistake['pointer']}: {mistake['detail']}" for mistake in self.errors]
+        super().__init__("\n".join(mistakes) or self.detail)
 
 
 class JobFailed(LockstepError):

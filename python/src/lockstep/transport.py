@@ -96,7 +96,9 @@ class Calls:
                 if response.is_success:
                     return response
                 failure = _problem(response)
-                again = failure.status == 429 or (may_repeat and failure.status in (502, 503, 504))
+                # With these codes the server has done nothing; a status may also be a proxy's.
+                was_not_done = failure.code in ("too_many_requests", "unavailable")
+                again = was_not_done or (may_repeat and failure.status in (502, 503, 504))
                 after = response.headers.get("retry-after", "")
                 seconds = max(pause, float(after) if after.isdigit() else 0.0)
             if not again or time.monotonic() + seconds > gives_up_at:

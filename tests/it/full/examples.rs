@@ -17,6 +17,7 @@ use std::{fs, path::Path, process::Command};
 const NOT_HERE: &[(&str, &str)] = &[
     ("cargo ", "the program has been built to run this test"),
     ("bash tests/run", "it would run this test again"),
+    ("pip install ./python", "python/tests takes the package where it lies"),
 ];
 
 /// Two ranks of this machine, as the README's job has.

@@ -1,0 +1,103 @@
+"""The server's address and the token for it, found as the command line finds them."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .errors import LockstepError
+
+DEFAULT_SERVER = "http://127.0.0.1:7070"
+# The server answers `GET /jobs/{id}?wait=` and other long requests within 120 seconds.
+TIMEOUT = httpx.Timeout(150.0, connect=5.0)
+
+_Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
+
+
+def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of `httpx.Client` for a server."""
+    server = url or os.environ.get("LOCKSTEP_SERVER") or DEFAULT_SERVER
+    address = httpx.URL(server if "://" in server else f"http://{server}")
+    token = token or _find_token(address, Path(data_dir))
+    # Reading the system's authorities takes a while, and only https needs them.
+    is_https = address.scheme == "https"
+    verify = ssl.create_default_context() if is_https else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if is_https and (ca_file := os.environ.get("LOCKSTEP_CA_FILE")):
+        verify.load_verify_locations(ca_file)
+    return {
+        "base_url": str(address).rstrip("/") + "/api/v1",
+        "headers": {"Authorization": f"Bearer {token}"} if token else {},
+        "timeout": TIMEOUT,
+        "verify": verify,
+        # The proxies of the environment; no token goes through a proxy in clear.
+        "trust_env": is_https and not _loopback(address),
+    }
+
+
+def _find_token(address: httpx.URL, data_dir: Path) -> str | None:
+    if named := os.environ.get("LOCKSTEP_TOKEN_FILE"):
+        return _read(Path(named))
+    if token := os.environ.get("LOCKSTEP_TOKEN", "").strip():
+        return token
+    file = data_dir / "token"
+    if not (here := _loopback(address)):
+        return None
+    try:
+        owner = file.lstat().st_uid
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return _read(file)
+    # Another account may have taken the port of a stopped server, and must not get its token.
+    port = address.port or {"https": 443}.get(address.scheme, 80)
+    if others := listener_owners(here, port) - {owner, 0}:
+        raise LockstepError(
+            f"{address}: another account of this machine (user id {others.pop()}) listens there than the one that has "
+            f"{file} (user id {owner}), so the token is not sent. Start the server again, or pass url or token"
+        )
+    return _read(file)
+
+
+def _read(file: Path) -> str:
+    try:
+        token = file.read_text().strip()
+    except OSError as error:
+        raise LockstepError(f"the token file {file}: {error.strerror}") from error
+    if not token:
+        raise LockstepError(f"the token file {file} is empty")
+    return token
+
+
+def _loopback(address: httpx.URL) -> _Addresses:
+    """The addresses of a URL's host if it is this machine's loopback."""
+    host = address.host
+    try:
+        found = [ipaddress.ip_address(name) for name in (("127.0.0.1", "::1") if host == "localhost" else (host,))]
+    except ValueError:
+        return []
+    return [address for address in found if address.is_loopback]
+
+
+def listener_owners(addresses: _Addresses, port: int) -> set[int]:
+    """User ids of those who listen at a port of these addresses, as Linux lists them in `/proc/net`; empty on other
+    systems.
+    """
+    owners = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for row in table.read_text().splitlines()[1:] if table.exists() else []:
+            columns = row.split()
+            host_hex, port_hex = columns[1].split(":")
+            # Words of 32 bits, each in the machine's own order of bytes.
+            words = [int(host_hex[at : at + 8], 16) for at in range(0, len(host_hex), 8)]
+            host = ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+            host = getattr(host, "ipv4_mapped", None) or host
+            listens = columns[3] == "0A" and int(port_hex, 16) == port
+            if listens and (host in addresses or host.is_unspecified):
+                owners.add(int(columns[7]))
+    return owners

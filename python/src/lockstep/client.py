@@ -1,0 +1,501 @@
+"""Clients, jobs and checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import os
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
+
+import httpx
+
+from . import access, job_file
+from .errors import JobFailed, LockstepError
+from .progress import Progress
+from .transport import Async, AsyncCalls, Calls, Sync, SyncCalls, call, stream
+
+PathLike = str | os.PathLike[str]
+JobFile = PathLike | Mapping[str, Any]
+Changes = Mapping[str, Any] | None
+Json = dict[str, Any]
+Weights = Literal["model", "ema"]
+
+# Seconds of one request that waits for a job's end, without and with a line of progress.
+WAIT_SECS = (60, 1)
+# A file comes in pieces, so that a broken connection costs at most one.
+PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric of one rank: lists of equal length. A value that was not finite is NaN."""
+
+    steps: list[int]
+    values: list[float]
+
+
+class Metrics(dict[int, Series]):
+    """A metric of a job, by rank. `exact`: every step is there, else means of equal ranges of steps."""
+
+    def __init__(self, answer: Json) -> None:
+        self.exact: bool = answer["exact"]
+        points: dict[int, dict[int, float]] = {}
+        for series in sorted(answer["series"], key=lambda series: int(series["attempt"])):
+            steps, rank = series["steps"], series["rank"]
+            # An attempt repeats the steps after the checkpoint that it continued from.
+            kept = {step: value for step, value in points.get(rank, {}).items() if not steps or step < steps[0]}
+            values = (math.nan if value is None else value for value in series["mean"])
+            points[rank] = kept | dict(zip(steps, values, strict=True))
+        super().__init__((rank, Series(list(of), list(of.values()))) for rank, of in sorted(points.items()))
+
+    def frame(self) -> Any:
+        """A `pandas.DataFrame`: a row for each step, a column for each rank. Raises ImportError without pandas."""
+        pandas = importlib.import_module("pandas")
+        columns = {rank: pandas.Series(series.values, index=series.steps) for rank, series in self.items()}
+        return pandas.DataFrame(columns).rename_axis(index="step", columns="rank")
+
+
+class _Resource(Calls):
+    def __init__(self, io: Sync | Async, data: Json) -> None:
+        self._io = io
+        self.data = data
+
+    @property
+    def id(self) -> str:
+        """The id."""
+        return str(self.data["id"])
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, when `data` was read."""
+        return int(self.data["step"])
+
+
+class CheckpointCalls(_Resource):
+    """The calls of `Checkpoint` and `AsyncCheckpoint`."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}, step {self.step}>"
+
+    @call
+    async def download(self, path: PathLike | None = None, *, weights: Weights = "model") -> Path:
+        """Downloads the weights, a safetensors file with torchvision's names, and returns the file's path.
+
+        `path`: a file or a folder (default: `model.safetensors` here). `weights`: `ema` for the running average of jobs
+        with `train.ema_decay`. Raises `Problem` if the server has no such file; `LockstepError` if the file came
+        damaged. A failed download leaves no file.
+        """
+        name = f"{weights}.safetensors"
+        target = Path(path or name)
+        target = target / name if target.is_dir() else target
+        partial = target.with_name(target.name + ".part")
+        try:
+            with open(partial, "wb") as file:
+                digest, size_bytes = hashlib.sha256(), 1
+                while file.tell() < size_bytes:
+                    headers = {"Range": f"bytes={file.tell()}-{file.tell() + PIECE_BYTES - 1}"}
+                    piece = await self._send("GET", f"/checkpoints/{self.id}/{name}", may_repeat=True, headers=headers)
+                    size_bytes = int(piece.headers["content-range"].rpartition("/")[2])
+                    digest.update(piece.content)
+                    file.write(piece.content)
+            if digest.hexdigest() != piece.headers["x-checksum-sha256"]:
+                raise LockstepError(f"{target} came damaged: its SHA-256 is not the checkpoint's; download it again")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return target
+
+
+C = TypeVar("C", bound=CheckpointCalls)
+J = TypeVar("J", bound="JobCalls[Any, Any]")
+
+
+class JobCalls(_Resource, Generic[J, C]):
+    """The calls of `Job` and `AsyncJob`."""
+
+    _checkpoint_type: type[C]
+
+    def __repr__(self) -> str:
+        steps = f"step {self.step} of {self.data['total_steps'] or '?'}"
+        return f"<{type(self).__name__} {self.id} {self.name!r}, {self.state}, {steps}>"
+
+    @property
+    def name(self) -> str:
+        """The name. Other jobs may have it, too."""
+        return str(self.data["name"])
+
+    @property
+    def state(self) -> str:
+        """Such as `queued`, `running` or `succeeded`, when `data` was read."""
+        return str(self.data["state"])
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job had succeeded, failed or been cancelled, when `data` was read."""
+        return self.state in ("succeeded", "failed", "cancelled")
+
+    async def _read(self, **query: Any) -> None:
+        self.data = await self._get(f"/jobs/{self.id}", **query)
+
+    async def _act(self, action: str) -> None:
+        self.data = (await self._send("POST", f"/jobs/{self.id}/{action}")).json()
+
+    @call
+    async def refresh(self) -> None:
+        """Reads `data` again. Raises `Problem` (`not_found`) if the job was deleted."""
+        await self._read()
+
+    @call
+    async def wait(self, timeout: float = math.inf, *, progress: bool | None = None) -> None:
+        """Waits until the job is over.
+
+        `timeout`: seconds, rounded up. `progress`: whether to show a line of progress (default: on a terminal and in a
+        notebook). Raises `JobFailed` unless the job succeeds, `TimeoutError` if it is not over in time; it goes on
+        then.
+        """
+        ends_at = time.monotonic() + timeout
+        line = Progress(progress)
+        try:
+            line.show(self.data)
+            while not self.is_over:
+                if (left := ends_at - time.monotonic()) <= 0:
+                    raise TimeoutError(f"job {self.id} is {self.state} after {timeout} seconds")
+                await self._read(wait=math.ceil(min(left, WAIT_SECS[line.is_shown])))
+                line.show(self.data)
+        finally:
+            line.close()
+        if self.state != "succeeded":
+            raise JobFailed(self.data)
+
+    @call
+    async def cancel(self) -> None:
+        """Cancels the job; its checkpoints stay. Raises `Problem` if it is over."""
+        await self._act("cancel")
+
+    @call
+    async def pause(self) -> None:
+        """Lets the job write a checkpoint and free its slots. Raises `Problem` unless it waits or runs."""
+        await self._act("pause")
+
+    @call
+    async def resume(self) -> None:
+        """Continues a paused job from its newest checkpoint. Raises `Problem` if it is not paused."""
+        await self._act("resume")
+
+    @call
+    async def retry(self) -> None:
+        """Continues a job that is over from its newest checkpoint. Raises `Problem` if it is not over."""
+        await self._act("retry")
+
+    @call
+    async def delete(self) -> None:
+        """Deletes the job with its history, log and checkpoints. Raises `Problem` if it is not over."""
+        await self._send("DELETE", f"/jobs/{self.id}")
+
+    @call
+    async def fork(self, /, checkpoint: str | int = "latest", *, set: Changes = None, **keys: Any) -> J:
+        """Submits a new job that continues from a checkpoint of this one, with other settings.
+
+        `set`, `keys`: see `Client.submit`. Raises `Problem` if a setting is wrong or there is no such checkpoint.
+        """
+        body = {"checkpoint": str(checkpoint), "set": await _changes(self, set, keys)}
+        forked: J = type(self)(self._io, await _submit(self, f"/jobs/{self.id}/fork", body))  # type: ignore[assignment]
+        return forked
+
+    @call
+    async def metrics(self, name: str, /, **query: Any) -> Metrics:
+        """A metric by rank: `job.metrics("loss")[0].values` is the loss of rank 0.
+
+        `query`: parameters of `GET /jobs/{id}/metrics`, such as `ranks=[0, 1]` or `points=500` (default: 10000). A
+        metric that no rank has reported is empty. Raises `Problem` if a parameter is wrong.
+        """
+        return Metrics(await self._get(f"/jobs/{self.id}/metrics", name=name, **{"points": 10000} | query))
+
+    @call
+    async def checkpoints(self) -> list[C]:
+        """The checkpoints, newest first."""
+        listed = await self._all(f"/jobs/{self.id}/checkpoints", "checkpoints")
+        return [self._checkpoint_type(self._io, data) for data in listed]
+
+    async def _choose(self, which: str | int) -> Json:
+        listed = await self._all(f"/jobs/{self.id}/checkpoints", "checkpoints")
+        # A job without validation has no best checkpoint.
+        best = [data for data in listed if data["best"]] or listed
+        others = [data for data in listed if str(which) in (data["id"], str(data["step"]))]
+        found = {"best": best, "latest": listed}.get(str(which), others)
+        if not found:
+            steps = ", ".join(str(data["step"]) for data in listed) or "none"
+            raise LockstepError(f"job {self.id} has no checkpoint {which}; steps with a checkpoint: {steps}")
+        return found[0]
+
+    @call
+    async def checkpoint(self, which: str | int = "best") -> C:
+        """The checkpoint `best`, `latest`, of a step or with an id. Raises `LockstepError` if there is none."""
+        return self._checkpoint_type(self._io, await self._choose(which))
+
+    @call
+    async def predict(
+        self, picture: PathLike | bytes, *, checkpoint: str | int = "best", weights: Weights = "model"
+    ) -> dict[str, float]:
+        """Classifies a picture: the probability (0 to 1) of every class, the most probable first.
+
+        `picture`: the path or the bytes of a JPEG, PNG, WebP, GIF, BMP or TIFF file. `checkpoint`: as in `checkpoint`.
+        `weights`: as in `Checkpoint.download`. Raises `LockstepError` if the picture cannot be read or there is no such
+        checkpoint.
+        """
+        content = picture if isinstance(picture, bytes) else Path(picture).read_bytes()
+        path = f"/checkpoints/{(await self._choose(checkpoint))['id']}/predict"
+        headers = {"Content-Type": "application/octet-stream"}
+        query = {"weights": weights}
+        response = await self._send("POST", path, query, may_repeat=True, content=content, headers=headers)
+        [prediction] = response.json()["predictions"]
+        if prediction.get("error"):
+            name = "the picture" if isinstance(picture, bytes) else os.fspath(picture)
+            raise LockstepError(f"{name} {prediction['error']}")
+        return {entry["class"]: entry["probability"] for entry in prediction["classes"]}
+
+    @call
+    async def evaluation(self, /, *, checkpoint: str | int = "best", **query: Any) -> Json:
+        """Measures a checkpoint on the job's validation pictures or on another dataset, and waits for the result.
+
+        `query`: parameters of `GET /jobs/{id}/evaluation` (`dataset`, `weights`). Returns `accuracy` (0 to 1), `loss`,
+        `classes`, `confusion` (number of pictures: `[label][predicted]`) and more. Raises `Problem` if it cannot be
+        computed.
+        """
+        query["checkpoint"] = (await self._choose(checkpoint))["id"]
+        while True:
+            response = await self._send("GET", f"/jobs/{self.id}/evaluation", query, may_repeat=True)
+            if response.status_code != 202:
+                return dict(response.json())
+
+    async def _follow(self, key: str, path: str, follow: bool, query: Json) -> AsyncGenerator[Json, None]:
+        """The elements of a list that grows, in order of `seq`."""
+        newest = 0
+        while True:
+            was_over = self.is_over
+            page = await self._get(f"/jobs/{self.id}/{path}", **query)
+            # The last page has no cursor, so it is read again with what has come since.
+            for element in [element for element in page[key] if element["seq"] > newest]:
+                newest = element["seq"]
+                yield element
+            if page["next_cursor"] is not None:
+                query["cursor"] = page["next_cursor"]
+            elif was_over or not follow:
+                return
+            else:
+                await self._io.sleep(1)
+                await self._read()
+
+    @stream
+    def logs(self, /, *, follow: bool = False, **query: Any) -> AsyncGenerator[Json, None]:
+        """Log lines, oldest first: `at`, `rank`, `attempt`, `number`, `text`.
+
+        `follow`: go on until the job is over, with two requests a second. `query`: parameters of `GET /jobs/{id}/logs`,
+        such as `rank=0` or `q="nan"`. Raises `Problem` if a parameter is wrong.
+        """
+        return self._follow("lines", "logs", follow, query)
+
+    @stream
+    def events(self, *types: str, follow: bool = False) -> AsyncGenerator[Json, None]:
+        """Events in order: `seq`, `at`, `type` and what belongs to the type.
+
+        `types`: only these, such as `state`, `metrics`, `checkpoint`, `evaluation`. `follow`: as in `logs`.
+        """
+        return self._follow("events", "events", follow, {"type": types or None})
+
+
+async def _submit(on: Calls, path: str, body: Json) -> Json:
+    """Makes one job, however often the request is sent."""
+    headers = {"Idempotency-Key": uuid.uuid4().hex}
+    return dict((await on._send("POST", path, may_repeat=True, json=body, headers=headers)).json())
+
+
+async def _changes(on: Calls, changes: Changes, keys: Json) -> Json:
+    """`set` and the keywords of a call as one mapping of paths."""
+    paths = dict(changes or {})
+    if keys:
+        schemas = (await on._get("/openapi.json"))["components"]["schemas"]
+        paths |= {job_file.path_of(key, schemas): value for key, value in keys.items()}
+    return paths
+
+
+class ClientCalls(Calls, Generic[J]):
+    """The calls of `Client` and `AsyncClient`."""
+
+    _job_type: type[J]
+
+    @call
+    async def submit(self, job: JobFile, /, *, set: Changes = None, **keys: Any) -> J:
+        """Submits a job.
+
+        `job`: a TOML file, or its content as a mapping. `set`: keys to change, by path (`{"train.lr": 0.1}`) or nested.
+        `keys`: keys that only one table has (`lr=0.1` is `train.lr`). None stands for a key's default. A folder as
+        `data.dataset` is registered under its name unless it is registered already.
+
+        Raises `Problem` with every mistake in `errors`; `LockstepError` if the file cannot be read or a key is
+        ambiguous.
+        """
+        spec = job_file.read(job)
+        job_file.change(spec, await _changes(self, set, keys))
+        await self._resolve_paths(spec)
+        return self._job_type(self._io, await _submit(self, "/jobs", spec))
+
+    async def _resolve_paths(self, spec: Json) -> None:
+        """Paths are relative to this process's folder, and the server knows a dataset by its name."""
+        model, data = spec.get("model"), spec.get("data")
+        if isinstance(model, dict) and os.path.exists(pretrained := str(model.get("pretrained"))):
+            model["pretrained"] = os.path.realpath(pretrained)
+        if isinstance(data, dict) and os.sep in str(data.get("dataset")):
+            path = os.path.realpath(data["dataset"])
+            names = [known["name"] for known in await self._all("/datasets", "datasets") if known["path"] == path]
+            if not names and os.path.isdir(path):
+                names = [re.sub(r"[^A-Za-z0-9_.-]", "-", os.path.basename(path)).lstrip(".")[:100] or "dataset"]
+                await self._inspect("/datasets", {"name": names[0], "path": path, "private": bool(spec.get("private"))})
+            data["dataset"] = names[0] if names else path
+
+    @call
+    async def job(self, name: str) -> J:
+        """The job with this id, or the only one with this name.
+
+        Raises `Problem` (`not_found`) for an id without a job, `LockstepError` for a name that no job has or several
+        have.
+        """
+        ids = [name]
+        if not re.fullmatch("j[0-9a-z]{26}", name):
+            listed = await self._all("/jobs", "jobs", name=name, fields="id,name")
+            ids = [data["id"] for data in listed if data["name"] == name]
+        if len(ids) != 1:
+            raise LockstepError(
+                f"{len(ids)} jobs are called {name}; name a job by its id: {', '.join(ids) or 'see jobs()'}"
+            )
+        return self._job_type(self._io, await self._get(f"/jobs/{ids[0]}"))
+
+    @call
+    async def jobs(self, /, limit: int | None = None, **query: Any) -> list[J]:
+        """Jobs, newest first: at most `limit`, or all.
+
+        `query`: parameters of `GET /jobs`, such as `state="running"`, `where="train.lr>0.1"`, `tag=["a", "b"]` or
+        `sort="-best"`. Raises `Problem` if a parameter is wrong.
+        """
+        return [self._job_type(self._io, data) for data in await self._all("/jobs", "jobs", limit, **query)]
+
+    @call
+    async def datasets(self) -> list[Json]:
+        """The registered datasets: `name`, `path`, `info` (classes, numbers of pictures) and more."""
+        return await self._all("/datasets", "datasets")
+
+    async def _inspect(self, path: str, body: Json | None = None) -> Json:
+        while (response := await self._send("POST", path, json=body)).status_code == 202:
+            pass  # The server has waited for two minutes.
+        return dict(response.json())
+
+    @call
+    async def register(self, name: str, path: PathLike, *, private: bool = False) -> Json:
+        """Registers a folder of the machines that train as a dataset, and returns it as in `datasets`.
+
+        Waits until the files are inspected: minutes for millions of pictures. `private`: only its owner and admins see
+        the dataset. Raises `Problem` if the name is taken or the folder is no dataset.
+        """
+        return await self._inspect("/datasets", {"name": name, "path": os.path.abspath(path), "private": private})
+
+    @call
+    async def register_bundled(self) -> Json:
+        """Registers the pictures that come with the program as `fashion-mnist`. Raises `Problem` (`name_taken`)."""
+        return await self._inspect("/datasets/bundled")
+
+    @call
+    async def agents(self) -> list[Json]:
+        """The machines: `name`, `online`, `slots`, `machine`, `warnings` and more."""
+        return await self._all("/agents", "agents")
+
+    @call
+    async def queue(self) -> list[Json]:
+        """Jobs that wait, in the order in which they get slots: `place`, `id`, `name`, `reason` and more."""
+        return await self._all("/queue", "jobs")
+
+    @call
+    async def request(self, /, method: str, path: str, *, json: Any = None, **query: Any) -> Any:
+        """Makes any other call of the REST interface: `request("GET", "/projects")`. `path` is below `/api/v1`.
+
+        `query`: parameters of the address; lists become text with commas. Returns the JSON of the answer, or None
+        without a body. Raises `Problem`.
+        """
+        response = await self._send(method, path, query, may_repeat=method == "GET", json=json)
+        return response.json() if response.content else None
+
+
+class Checkpoint(CheckpointCalls, SyncCalls):
+    """A checkpoint of a job. `data` is its JSON (docs/reference/rest.md)."""
+
+
+class Job(JobCalls["Job", Checkpoint], SyncCalls):
+    """A job. `data` is its JSON (docs/reference/rest.md) as `refresh`, `wait` or an action has last read it."""
+
+    _checkpoint_type = Checkpoint
+
+
+class Client(ClientCalls[Job], SyncCalls):
+    """A connection to a server, to be closed by `close` or `with`.
+
+    `url`: the address (default: LOCKSTEP_SERVER, or http://127.0.0.1:7070). `token`: the access token (default: from
+    the file that LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN, or, for a server on this machine, the file `token` in
+    `data_dir`). LOCKSTEP_CA_FILE names certificates to trust besides the system's.
+
+    Every call raises `Problem` if the server refuses it and `Unreachable` if no server answers. A request that does no
+    harm twice is sent again for a minute once the server has answered.
+    """
+
+    _job_type = Job
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
+    ) -> None:
+        self._io = Sync(httpx.Client(**access.settings(url, token, data_dir)))
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._io.http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class AsyncCheckpoint(CheckpointCalls, AsyncCalls):
+    """As `Checkpoint`, with calls that are awaited."""
+
+
+class AsyncJob(JobCalls["AsyncJob", AsyncCheckpoint], AsyncCalls):
+    """As `Job`, with calls that are awaited; `logs` and `events` are asynchronous iterators."""
+
+    _checkpoint_type = AsyncCheckpoint
+
+
+class AsyncClient(ClientCalls[AsyncJob], AsyncCalls):
+    """As `Client`, with calls that are awaited (asyncio); to be closed by `aclose` or `async with`."""
+
+    _job_type = AsyncJob
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, data_dir: PathLike = "lockstep-data"
+    ) -> None:
+        self._io = Async(httpx.AsyncClient(**access.settings(url, token, data_dir)))
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._io.http.aclose()
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()

@@ -1,0 +1,63 @@
+"""A job's specification: read from a TOML file, and changed key by key."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import LockstepError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def read(job: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """The specification in a TOML file, or a copy of one that is given as a mapping."""
+    if isinstance(job, Mapping):
+        return copy.deepcopy(dict(job))
+    try:
+        return tomllib.loads(Path(job).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LockstepError(f"{os.fspath(job)} cannot be read as a job file: {error}") from error
+
+
+def change(spec: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Sets keys, by path (`{"train.lr": 0.1}`) or nested (`{"train": {"lr": 0.1}}`)."""
+    for path, value in changes.items():
+        *tables, key = path.split(".")
+        table: Any = spec
+        for name in tables:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise LockstepError(f"{path} cannot be set: {name} is no table of the job file")
+        if isinstance(value, Mapping):
+            change(table.setdefault(key, {}), value)
+        else:
+            table[key] = value
+
+
+def path_of(key: str, schemas: Mapping[str, Any]) -> str:
+    """The path of a key that only one table of a job file has (`lr`: `train.lr`).
+
+    `schemas` are those of the server's OpenAPI document. An unknown key stays as it is: the server names the nearest
+    one.
+    """
+    tables = schemas["JobSpec"]["properties"]
+    if key in tables:
+        return key
+
+    def has_key(table: Any) -> bool:
+        names = re.findall(r"#/components/schemas/(\w+)", str(table))
+        return any(key in schemas[name].get("properties", {}) for name in names)
+
+    paths = [f"{name}.{key}" for name, table in tables.items() if has_key(table)]
+    if len(paths) > 1:
+        raise LockstepError(f"{key} is ambiguous ({', '.join(paths)}): give one of them in set={{...}}")
+    return paths[0] if paths else key

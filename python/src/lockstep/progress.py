@@ -1,0 +1,37 @@
+"""A job's progress as one line that is written over, which terminals and notebooks both show."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+WIDTH = 20
+
+
+class Progress:
+    """The line. `wanted`: whether to show it (None: on a terminal and in a notebook)."""
+
+    def __init__(self, wanted: bool | None) -> None:
+        is_notebook = "ipykernel" in sys.modules
+        self._out = sys.stdout if is_notebook else sys.stderr
+        self.is_shown = (is_notebook or self._out.isatty()) if wanted is None else wanted
+        self._width = 0
+
+    def show(self, job: dict[str, Any]) -> None:
+        """Shows state, steps, loss, speed and time left of a job, as far as they are known."""
+        if not self.is_shown:
+            return
+        step, total = job["step"], job["total_steps"]
+        done = WIDTH * step // total if total else 0
+        line = f"\r{job['state']:<9} [{'#' * done:-<{WIDTH}}] {step}/{total or '?'}"
+        values = (job["last"].get("loss"), job.get("images_per_second"), job.get("eta_secs"))
+        for value, form in zip(values, ("loss {:.4f}", "{:.0f} images/s", "{:.0f} s left"), strict=True):
+            line += "" if value is None else "  " + form.format(value)
+        self._out.write(line.ljust(self._width))
+        self._out.flush()
+        self._width = len(line)
+
+    def close(self) -> None:
+        """Ends the line."""
+        if self._width:
+            self._out.write("\n")

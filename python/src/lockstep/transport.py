@@ -1,0 +1,190 @@
+"""Requests, and how one description of a call serves both clients.
+
+A call is an `async def`. On an `AsyncClient` it is awaited. On a `Client` it awaits only `Sync`, which blocks and never
+suspends, so its first step runs it to its end. `@call` and `@stream` make it a method that does the one or the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+import types
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import httpx
+
+from .errors import Problem, Unreachable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S")
+A = TypeVar("A")
+
+# Seconds for which a request is sent again, and the first and the longest pause.
+PATIENCE = 60.0
+PAUSES = (0.2, 5.0)
+
+
+class Sync:
+    """Input and output that block."""
+
+    has_answered = False
+
+    def __init__(self, http: httpx.Client) -> None:
+        self.http = http
+
+    async def exchange(self, **request: Any) -> httpx.Response:
+        """Sends a request once. Raises `httpx.TransportError` without an answer."""
+        return self.http.request(**request)
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+        time.sleep(seconds)
+
+
+class Async:
+    """Input and output of asyncio, as `Sync`."""
+
+    has_answered = False
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+
+    async def exchange(self, **request: Any) -> httpx.Response:
+        """As `Sync.exchange`."""
+        return await self.http.request(**request)
+
+    async def sleep(self, seconds: float) -> None:
+        """Waits."""
+        await asyncio.sleep(seconds)
+
+
+class Calls:
+    """Base class of everything that has calls."""
+
+    _io: Sync | Async
+
+    async def _send(
+        self, method: str, path: str, query: Mapping[str, Any] | None = None, *, may_repeat: bool = False, **more: Any
+    ) -> httpx.Response:
+        """The successful response to a request, which is sent again if that does no harm.
+
+        In `query`, lists become text with commas, and None is left out. Raises `Problem` for any other response,
+        `Unreachable` without one.
+        """
+        params = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in (query or {}).items()}
+        params = {k: v for k, v in params.items() if v is not None}
+        gives_up_at = time.monotonic() + PATIENCE
+        pause, longest = PAUSES
+        while True:
+            seconds = pause
+            failure: Problem | Unreachable
+            try:
+                response = await self._io.exchange(method=method, url=path, params=params, **more)
+            except httpx.TransportError as error:
+                address, why = error.request.url.copy_with(path="/", query=None), str(error) or type(error).__name__
+                hint = "start one with `lockstep serve`, or name another with LOCKSTEP_SERVER"
+                failure = Unreachable(f"no server answers at {address} ({why}); {hint}")
+                was_not_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                # An address at which nobody has answered yet is probably wrong.
+                again = self._io.has_answered and (may_repeat or was_not_sent)
+            else:
+                self._io.has_answered = True
+                if response.is_success:
+                    return response
+                failure = _problem(response)
+                # With these codes the server has done nothing; a status may also be a proxy's.
+                was_not_done = failure.code in ("too_many_requests", "unavailable")
+                again = was_not_done or (may_repeat and failure.status in (502, 503, 504))
+                after = response.headers.get("retry-after", "")
+                seconds = max(pause, float(after) if after.isdigit() else 0.0)
+            if not again or time.monotonic() + seconds > gives_up_at:
+                raise failure
+            await self._io.sleep(seconds)
+            pause = min(2 * pause, longest)
+
+    async def _get(self, path: str, **query: Any) -> Any:
+        return (await self._send("GET", path, query, may_repeat=True)).json()
+
+    async def _all(self, path: str, key: str, limit: int | None = None, **query: Any) -> list[dict[str, Any]]:
+        """The elements of a list, page by page: every one, or the first `limit`."""
+        elements: list[dict[str, Any]] = []
+        while True:
+            query["limit"] = 1000 if limit is None else min(limit - len(elements), 1000)
+            page = await self._get(path, **query)
+            elements += page[key]
+            query["cursor"] = page["next_cursor"]
+            if query["cursor"] is None or len(elements) == limit:
+                return elements
+
+
+def _problem(response: httpx.Response) -> Problem:
+    with contextlib.suppress(ValueError):
+        if isinstance(body := response.json(), dict):
+            return Problem(response.status_code, body)
+    return Problem(response.status_code, {"detail": f"{response.url} answered with status {response.status_code}"})
+
+
+class SyncCalls(Calls):
+    """Base class of objects whose calls block."""
+
+    _io: Sync
+
+
+class AsyncCalls(Calls):
+    """Base class of objects whose calls are awaited."""
+
+    _io: Async
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("a call of a Client was suspended")
+
+
+def _iterate(items: AsyncIterator[T]) -> Iterator[T]:
+    """The items of an asynchronous generator that never suspends."""
+    with contextlib.suppress(StopAsyncIteration):
+        while True:
+            yield _run(items.__anext__())  # type: ignore[arg-type]
+
+
+class Method(Generic[P, S, A]):
+    """A method with the result `S` where calls block, and `A` where they are awaited."""
+
+    def __init__(self, function: Callable[..., A], block: Callable[[A], S]) -> None:
+        self._function = function
+        self._block = block
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, on: None, owner: Any) -> Callable[..., A]: ...
+    @overload
+    def __get__(self, on: SyncCalls, owner: Any) -> Callable[P, S]: ...
+    @overload
+    def __get__(self, on: AsyncCalls, owner: Any) -> Callable[P, A]: ...
+    def __get__(self, on: Calls | None, owner: Any) -> Callable[..., Any]:
+        function: Callable[..., Any] = self._function
+        if issubclass(owner, SyncCalls):
+            function = functools.wraps(function)(lambda *args, **kwargs: self._block(self._function(*args, **kwargs)))
+        return function if on is None else types.MethodType(function, on)
+
+
+def call(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Method[P, T, Coroutine[Any, Any, T]]:
+    """A method that returns a result."""
+    return Method(function, _run)
+
+
+def stream(
+    function: Callable[Concatenate[Any, P], AsyncGenerator[T, None]],
+) -> Method[P, Iterator[T], AsyncIterator[T]]:
+    """A method that returns an iterator."""
+    return Method(function, _iterate)

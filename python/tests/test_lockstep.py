@@ -1,0 +1,248 @@
+"""The package against a real server: the program LOCKSTEP_BIN, or this tree's debug build."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+import lockstep
+from lockstep import access
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(os.environ.get("LOCKSTEP_BIN", ROOT / "target/debug/lockstep")).absolute()
+SPEC: dict[str, Any] = {
+    "model": {"arch": "resnet20"},
+    "data": {"dataset": "fashion-mnist", "image_size": 16, "validation": 0.01},
+    "train": {"steps": 4, "batch_size": 8},
+    "parallel": {"ranks": 2, "device": "cpu"},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A server with its data in `lockstep-data` of the working folder, where clients find its token."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("LOCKSTEP_")]:
+            patch.delenv(name)
+        patch.chdir(tmp_path_factory.mktemp("server"))
+        command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--cpu-slots", "2", "--no-open"]
+        with (
+            open("server.log", "w") as log,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                patch.setenv("LOCKSTEP_SERVER", process.stdout.readline().split()[-1])
+                with lockstep.Client() as client:
+                    client.register_bundled()
+                    page = client.request("GET", "/datasets/fashion-mnist/samples", split="test", limit=1)
+                Path("shoe.png").write_bytes(base64.b64decode(page["samples"][0]["png"]))
+                yield
+            finally:
+                process.terminate()
+
+
+@pytest.fixture(params=["sync", "async"])
+def world(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A client, and `do`, which brings what a call returns to its end."""
+    loop = asyncio.new_event_loop()
+
+    async def settle(value: Any) -> Any:
+        return [item async for item in value] if hasattr(value, "__aiter__") else await value
+
+    if request.param == "sync":
+        with lockstep.Client() as client:
+            done = lambda value: list(value) if isinstance(value, Iterator) else value  # noqa: E731
+            yield SimpleNamespace(kind=request.param, client=client, do=done)
+    else:
+        a_client = lockstep.AsyncClient()
+        yield SimpleNamespace(
+            kind=request.param, client=a_client, do=lambda value: loop.run_until_complete(settle(value))
+        )
+        loop.run_until_complete(a_client.aclose())
+    loop.close()
+
+
+def keep(w: Any, **values: Any) -> bool:
+    w.__dict__.update(values)
+    return True
+
+
+def until(w: Any, state: str) -> bool:
+    ends_at = time.monotonic() + 30
+    while w.fork.state != state and time.monotonic() < ends_at:
+        time.sleep(0.05)
+        w.do(w.fork.refresh())
+    return bool(w.fork.state == state)
+
+
+# Calls in order: a name, the call, and whether its result (or the error that it raised) is right.
+CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
+    ("Client.register_bundled", lambda w: w.client.register_bundled(), lambda w, e: e.code == "name_taken"),
+    ("Client.datasets", lambda w: w.client.datasets(), lambda w, a: keep(w, path=a[0]["path"])),
+    ("Client.register", lambda w: w.client.register(w.kind, w.path), lambda w, a: a["name"] == w.kind),
+    ("Client.agents", lambda w: w.client.agents(), lambda w, a: a[0]["online"] and len(a[0]["slots"]) == 2),
+    ("Client.queue", lambda w: w.client.queue(), lambda w, a: a == []),
+    ("Client.request", lambda w: w.client.request("DELETE", f"/datasets/{w.kind}"), lambda w, a: a is None),
+    (
+        "Client.submit",
+        lambda w: w.client.submit(SPEC, set={"train": {"seed": 7}}, name=w.kind, lr=0.05),
+        lambda w, a: keep(w, job=a) and (a.data["spec"]["train"]["lr"], a.data["spec"]["train"]["seed"]) == (0.05, 7),
+    ),
+    (
+        "Job.logs",
+        lambda w: w.job.logs(rank=1, follow=True),
+        lambda w, a: w.job.is_over and {x["rank"] for x in a} == {1},
+    ),
+    ("Job.wait", lambda w: w.job.wait(60), lambda w, a: w.job.state == "succeeded"),
+    ("Job.refresh", lambda w: w.job.refresh(), lambda w, a: w.job.step == 4),
+    ("Job.metrics", lambda w: w.job.metrics("loss"), lambda w, a: list(a) == [0, 1] and a[1].steps == [1, 2, 3, 4]),
+    ("Job.checkpoints", lambda w: w.job.checkpoints(), lambda w, a: [c.step for c in a] == [4]),
+    ("Job.checkpoint", lambda w: w.job.checkpoint(), lambda w, a: keep(w, checkpoint=a) and a.step == 4),
+    ("Job.checkpoint", lambda w: w.job.checkpoint(5), lambda w, e: "steps with a checkpoint: 4" in str(e)),
+    ("Checkpoint.download", lambda w: w.checkpoint.download(w.kind), lambda w, a: a.stat().st_size > 1e6),
+    ("Job.predict", lambda w: w.job.predict("shoe.png"), lambda w, a: len(a) == 10 and 0.99 < sum(a.values()) < 1.01),
+    ("Job.predict", lambda w: w.job.predict(b"no"), lambda w, e: str(e).startswith("the picture ")),
+    ("Job.evaluation", lambda w: w.job.evaluation(), lambda w, a: 0 < a["samples"] < 200),
+    (
+        "Job.events",
+        lambda w: w.job.events("plan", "checkpoint"),
+        lambda w, a: [e["type"] for e in a] == ["plan", "checkpoint"],
+    ),
+    ("Client.job", lambda w: w.client.job(w.kind), lambda w, a: a.id == w.job.id),
+    ("Client.jobs", lambda w: w.client.jobs(1, state=["succeeded"], name=w.kind), lambda w, a: a[0].id == w.job.id),
+    (
+        "Job.fork",
+        lambda w: w.job.fork(steps=10**6),
+        lambda w, a: keep(w, fork=a) and a.data["parent"]["job"] == w.job.id,
+    ),
+    ("Job.pause", lambda w: w.fork.pause(), lambda w, a: until(w, "paused")),
+    ("Job.resume", lambda w: w.fork.resume(), lambda w, a: until(w, "running")),
+    ("Job.wait", lambda w: w.fork.wait(0), lambda w, e: isinstance(e, TimeoutError)),
+    ("Job.delete", lambda w: w.fork.delete(), lambda w, e: (e.code, e.state) == ("wrong_state", "running")),
+    ("Job.cancel", lambda w: w.fork.cancel(), lambda w, a: until(w, "cancelled")),
+    ("Job.wait", lambda w: w.fork.wait(), lambda w, e: isinstance(e, lockstep.JobFailed) and e.state == "cancelled"),
+    ("Job.retry", lambda w: w.fork.retry(), lambda w, a: not w.fork.is_over),
+    ("Job.cancel", lambda w: w.fork.cancel(), lambda w, a: until(w, "cancelled")),
+    ("Job.delete", lambda w: w.fork.delete(), lambda w, a: a is None),
+    ("Job.refresh", lambda w: w.fork.refresh(), lambda w, e: (e.status, e.code) == (404, "not_found")),
+]
+
+
+def test_every_call_does_what_it_says(world: Any) -> None:
+    for name, make, is_right in CALLS:
+        try:
+            answer = world.do(make(world))
+        except (lockstep.LockstepError, TimeoutError) as error:
+            answer = error
+        assert is_right(world, answer), (name, answer)
+
+
+def test_every_call_is_tested_and_described() -> None:
+    kinds = (lockstep.Client, lockstep.Job, lockstep.Checkpoint)
+    public = {f"{k.__name__}.{n}": getattr(k, n) for k in kinds for n in dir(k) if not n.startswith("_")}
+    calls = {name: call for name, call in public.items() if callable(call) and name != "Client.close"}
+    assert calls.keys() == {name for name, _, _ in CALLS}
+    assert [name for name, call in calls.items() if not call.__doc__] == []
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda c: c.submit(SPEC, lrr=1), lockstep.Problem, "/lrr: "),
+        (lambda c: c.submit(SPEC, lr="high", arch="resnet19"), lockstep.Problem, "\n/train/lr: "),
+        (lambda c: c.submit(SPEC, set={"name": "x", "name.y": 1}), lockstep.LockstepError, "name is no table"),
+        (lambda c: c.submit(SPEC, every_epochs=1), lockstep.LockstepError, "checkpoint.every_epochs, evaluate.every"),
+        (lambda c: c.submit("none.toml"), lockstep.LockstepError, "none.toml cannot be read as a job file: "),
+        (lambda c: c.submit(SPEC, lr=1e4).wait(), lockstep.JobFailed, "failed: "),
+        (lambda c: c.job("nobody"), lockstep.LockstepError, "0 jobs are called nobody"),
+        (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "token"),
+        (
+            lambda c: lockstep.Client("127.0.0.1:1").agents(),
+            lockstep.Unreachable,
+            "no server answers at http://127.0.0.1:1",
+        ),
+    ],
+)
+def test_errors_say_what_is_wrong(call: Callable[[lockstep.Client], Any], kind: type[Exception], words: str) -> None:
+    with lockstep.Client() as client, pytest.raises(kind, match=re.escape(words)):
+        call(client)
+
+
+class LosesAnswers(httpx.HTTPTransport):
+    """Loses the first answer to each request that submits a job, and says 503 once before."""
+
+    seen: list[int] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            self.seen.append(len(self.seen))
+            if len(self.seen) == 1:
+                return httpx.Response(503, text="<html>a proxy</html>")
+            if len(self.seen) == 2:
+                super().handle_request(request).close()
+                raise httpx.ReadError("the connection broke", request=request)
+        return super().handle_request(request)
+
+
+def test_a_submission_whose_answer_is_lost_makes_one_job() -> None:
+    with lockstep.Client() as client:
+        client.agents()
+        client._io.http._transport = LosesAnswers()
+        job = client.submit(SPEC, name="once")
+        assert [other.id for other in client.jobs(name="once")] == [job.id]
+        assert len(LosesAnswers.seen) == 3
+        job.cancel()
+
+
+def test_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    job = lockstep.submit(SPEC)
+    job.wait(progress=True)
+    lines = capsys.readouterr().err.split("\r")
+    assert len(lines) > 2 and re.match(r"succeeded \[#{20}\] 4/4  loss \d\.\d{4}  \d+ images/s", lines[-1]), lines
+
+
+def test_the_token_is_found_as_the_command_line_finds_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here, there = os.environ["LOCKSTEP_SERVER"], "http://10.0.0.1:7070"
+    (tmp_path / "token").write_text("own\n")
+
+    def sent_to(url: str, **environment: str) -> str | None:
+        with monkeypatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            header: str | None = access.settings(url, None, tmp_path)["headers"].get("Authorization")
+            return header
+
+    assert sent_to(here) == sent_to("localhost:1") == sent_to("http://[::1]:1") == "Bearer own"
+    assert sent_to(there) is None and sent_to("http://127.0.0.1@example.com") is None
+    assert sent_to(there, LOCKSTEP_TOKEN="theirs") == "Bearer theirs"
+    assert sent_to(here, LOCKSTEP_TOKEN="theirs", LOCKSTEP_TOKEN_FILE=str(tmp_path / "token")) == "Bearer own"
+    port = httpx.URL(here).port or 0
+    assert access.listener_owners(access._loopback(httpx.URL(here)), port) == {os.getuid()}
+    monkeypatch.setattr(access, "listener_owners", lambda addresses, port: {os.getuid() + 1})
+    with pytest.raises(lockstep.LockstepError, match="another account"):
+        sent_to(here)
+
+
+def test_examples_of_the_pages_run_as_written() -> None:
+    page = (ROOT / "docs/python.md").read_text()
+    [toml] = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    small = re.sub(r"steps = \d+", "steps = 4", toml).replace("[data]", "[data]\nimage_size = 16\nvalidation = 0.01")
+    for name in ("fashion.toml", "job.toml"):
+        Path(name).write_text(small)
+    examples = re.findall(r"```python\n(.*?)```", page + (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for example in [example for example in examples if "lockstep" in example]:
+        exec(compile(example, "an example", "exec"), names)
+    assert Path("model.safetensors").stat().st_size > 1e6

@@ -100,8 +100,7 @@ fn facts(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
 fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
     let key = serde_json::to_string(&(sample, device.backend.name(), facts(device, 1), ranks)).ok()?;
     let digest = Sha256::digest(key.as_bytes());
-    let name: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-    Some(cache::dir()?.join(format!("machine-{name}.json")))
+    Some(cache::dir()?.join(format!("machine-{}.json", hex::encode(&digest[..8]))))
 }
 
 /// The figures that were measured before, if they were.

@@ -154,7 +154,7 @@ impl Uploads {
             // others the server's refusal is final, because their reports came before this attempt began.
             let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
             let may_be_reported = is_held && !is_earlier;
-            let sum = hexadecimal(&text);
+            let sum = hex::encode(Sha256::digest(&text));
             if known.done.get(name) == Some(&sum) {
                 continue;
             }
@@ -300,10 +300,6 @@ async fn read(path: &Path, offset: u64, size: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-fn hexadecimal(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -353,7 +349,7 @@ mod tests {
             let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
             let folder = job_dir.join("checkpoints/1-10");
             fs::create_dir_all(&folder).unwrap();
-            let entry = format!(r#"{{"size_bytes":3,"sha256":"{}"}}"#, hexadecimal(b"abc"));
+            let entry = format!(r#"{{"size_bytes":3,"sha256":"{}"}}"#, hex::encode(Sha256::digest(b"abc")));
             let names = ["model.safetensors", "optimizer.safetensors", "state.json"];
             for name in names {
                 fs::write(folder.join(name), "abc").unwrap();

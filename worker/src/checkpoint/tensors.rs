@@ -4,7 +4,6 @@
 use super::{
     ManifestFile,
     header::{self, Entry, Header, NoHeader},
-    manifest::hexadecimal,
 };
 use lockstep_host::{
     files,
@@ -145,7 +144,7 @@ impl Hashing {
     fn finish(self) -> io::Result<Written> {
         let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.sync_all()?;
-        Ok(Written { size_bytes: self.size, sha256: hexadecimal(&self.hash.finalize()) })
+        Ok(Written { size_bytes: self.size, sha256: hex::encode(self.hash.finalize()) })
     }
 }
 

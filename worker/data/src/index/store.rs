@@ -170,8 +170,7 @@ impl IndexStore {
 }
 
 fn path_key(dataset: &Path) -> String {
-    let key = Sha256::digest(dataset.as_os_str().as_encoded_bytes());
-    key.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(&Sha256::digest(dataset.as_os_str().as_encoded_bytes())[..16])
 }
 
 /// Distinguishes the dataset's folder from another at the same path on another machine. None where the file system reports no
@@ -186,7 +185,7 @@ fn folder_of(dataset: &Path) -> Option<String> {
     let mut key = Sha256::new();
     key.update(found.ino().to_le_bytes());
     key.update(born.to_le_bytes());
-    Some(key.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect())
+    Some(hex::encode(&key.finalize()[..8]))
 }
 
 /// Indexes that nobody uses are removed some day.

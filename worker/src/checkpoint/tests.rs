@@ -94,8 +94,7 @@ fn momentum_of_an_older_version_is_read() {
     fs::remove_file(folder.join(STATE)).unwrap();
     let written = write_json(&folder.join(STATE), &state).unwrap();
     let mut manifest: Manifest = serde_json::from_slice(&fs::read(folder.join(MANIFEST)).unwrap()).unwrap();
-    let file = ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 };
-    manifest.files.insert(STATE.into(), file);
+    manifest.files.insert(STATE.into(), written);
     fs::remove_file(folder.join(MANIFEST)).unwrap();
     write_json(&folder.join(MANIFEST), &manifest).unwrap();
 

@@ -10,7 +10,7 @@ use super::{
     state_dir::attempt_path,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest, OWN_DISK_NOTE};
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, backoff::Backoff};
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
 use std::{
@@ -26,8 +26,8 @@ use tokio::io::{AsyncReadExt, AsyncSeekExt};
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Bytes of a file per request. The server accepts 8 MiB.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Pauses after a failure, the first and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// Pauses after a failure.
+const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// How often to ask the server whether a job's folder may be removed, when there is nothing to upload.
 const ASK_EVERY: Duration = Duration::from_secs(5);
 /// An empty file in the folder of a checkpoint that was found damaged: nobody removes what a person may still save.
@@ -59,8 +59,8 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 struct Known {
     /// The SHA-256 of the manifests of checkpoints that the server has, or does not want.
     done: HashMap<String, String>,
-    /// After a failure: when to try again, and the pause after that.
-    wait: Option<(Instant, Duration)>,
+    /// After a failure: when to try again, and the pauses after that.
+    wait: Option<(Instant, Backoff)>,
     asked: Option<Instant>,
 }
 
@@ -113,12 +113,12 @@ impl Uploads {
                     }
                     Err(failed) => {
                         all_done = false;
-                        let pause = known.wait.map_or(RETRY.0, |(_, pause)| (pause * 2).min(RETRY.1));
+                        let mut backoff = known.wait.map_or(RETRY, |(_, backoff)| backoff);
                         if known.wait.is_none() {
                             let job = here.attempt.job.as_str();
                             tracing::warn!(job, why = failed.words(), "checkpoints are not uploaded for now");
                         }
-                        known.wait = Some((Instant::now() + pause, pause));
+                        known.wait = Some((Instant::now() + backoff.pause(), backoff));
                     }
                 }
             }

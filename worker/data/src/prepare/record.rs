@@ -7,11 +7,10 @@ use crate::{
 };
 use lockstep_host::{files, write_whole};
 use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
-use rustix::{fs::FlockOperation, io::Errno};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs::{self, File, TryLockError},
     io,
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
@@ -101,8 +100,7 @@ impl Destination {
         }
         let lock = File::open(&dir).map_err(io)?;
         // Where folders cannot be locked, it is up to the user.
-        let locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
-        if locked == Err(Errno::WOULDBLOCK) {
+        if matches!(lock.try_lock(), Err(TryLockError::WouldBlock)) {
             return Err(wrong("is being written by another `lockstep dataset prepare`".into()));
         }
         let mut found = Vec::new();

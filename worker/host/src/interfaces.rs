@@ -5,13 +5,13 @@ use std::{io, net::IpAddr, path::Path};
 /// NCCL's variable for the network interface that it is to use.
 pub const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
-/// NCCL's variable of this process's environment; none where it is empty, which names no interface.
+/// The value of [`NCCL_INTERFACE`] in this process's environment. `None` if it is empty.
 pub fn nccl_variable() -> Option<String> {
     std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty())
 }
 
-/// The interface that NCCL's variable in this process's environment names, with its address. None where the variable is not set, or only
-/// excludes.
+/// The interface that [`NCCL_INTERFACE`] names in this process's environment, with its address. `None` if the variable is not set, or
+/// only excludes interfaces.
 ///
 /// # Errors
 /// No interface of such a name has an address; a sentence.
@@ -21,8 +21,8 @@ pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
     of_variable(&all, &value)
 }
 
-/// The interface that a value of NCCL's variable names, as NCCL reads it: `=eth1` is that one alone, `eth` all that begin so, of several
-/// names any. `^` excludes, which says nothing about which one it is: none then.
+/// The first interface that a value of [`NCCL_INTERFACE`] names, as NCCL reads it: `=eth1` names one interface, `eth` every interface
+/// whose name begins with `eth`, and commas separate names. `None` for `^eth`, which excludes interfaces and chooses none.
 ///
 /// # Errors
 /// No interface of such a name has an address; a sentence.
@@ -36,10 +36,11 @@ pub fn of_variable(all: &[(String, IpAddr)], value: &str) -> Result<Option<(Stri
     first_of(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE}={value}: {why}"))
 }
 
-/// The first address of interfaces that are meant: IPv4 where they have both kinds, and none that is valid on its own link alone.
+/// The first address of the interfaces for which `is_meant` is true: IPv4 if there is one. Addresses that are valid only on their own
+/// link are left out.
 ///
 /// # Errors
-/// None of them has one; the sentence names those that have.
+/// No such interface has an address; the sentence names the interfaces that have one.
 pub fn first_of(
     all: &[(String, IpAddr)],
     is_meant: impl Fn(&str) -> bool,
@@ -52,13 +53,13 @@ pub fn first_of(
     })
 }
 
-/// Valid on its own link alone.
+/// Whether an address is valid only on its own link.
 pub fn is_link_local(ip: &IpAddr) -> bool {
     matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local())
 }
 
-/// Speed of an interface in Mbit/s, as its driver says (sysfs-class-net); none where it does not, as for virtual interfaces and for links
-/// that are down.
+/// Speed of an interface in Mbit/s, as its driver reports it (sysfs-class-net). `None` for virtual interfaces and for links that are
+/// down.
 pub fn speed_mbits(interface: &str) -> Option<u32> {
     speed_below(Path::new("/sys/class/net"), interface)
 }

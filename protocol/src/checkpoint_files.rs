@@ -3,8 +3,7 @@
 
 /// Weights, biases and running statistics.
 pub const MODEL: &str = "model.safetensors";
-/// What the optimizer keeps: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`. In files of
-/// older versions, whose `state.json` has no `optimizer`, momentum under the parameters' bare names.
+/// What the optimizer keeps: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`.
 pub const OPTIMIZER: &str = "optimizer.safetensors";
 /// The running average of what [`MODEL`] has, under the same names; in the checkpoints of jobs with `train.ema_decay`.
 pub const AVERAGE: &str = "ema.safetensors";

@@ -6,6 +6,7 @@ pub mod access;
 pub mod agent;
 pub mod allowed;
 pub mod attempt;
+pub mod backoff;
 pub mod best;
 pub mod checkpoint_files;
 pub mod cut;

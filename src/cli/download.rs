@@ -108,7 +108,7 @@ async fn fetch(api: &Api, path: &str, expected: &str, place: &Path) -> anyhow::R
             size_bytes += chunk.len() as u64;
             file.write_all(&chunk).with_context(|| partial.display().to_string())?;
         }
-        let found: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        let found = hex::encode(hash.finalize());
         if !found.eq_ignore_ascii_case(expected) {
             bail!("what came is damaged: its sha256 is {found}, the checkpoint's is {expected}");
         }

@@ -6,6 +6,7 @@
 use super::{sentence, wrong};
 use anyhow::Context;
 use lockstep_host::SECRETS;
+use lockstep_protocol::backoff::Backoff;
 use lockstep_worker::agent::state_dir::running_agent;
 use rustix::process::{Pid, Signal, kill_process};
 use std::{
@@ -23,8 +24,8 @@ use tokio::{
 /// From TERM to KILL: an agent gives its ranks 20 s to write a checkpoint and 5 s to end, and reports to the server for up to
 /// 5 s more.
 const GRACE: Duration = Duration::from_secs(35);
-/// First pause before a dead agent is started again, and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(10));
+/// Pauses before a dead agent is started again.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
 /// An agent that lived this long was fine: the next pause is the first again.
 const FINE_AFTER: Duration = Duration::from_secs(30);
 
@@ -83,14 +84,14 @@ impl LocalAgent {
 }
 
 async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiver<()>) {
-    let mut pause = RETRY.0;
+    let mut backoff = RETRY;
     let mut born = Instant::now();
     loop {
         tokio::select! {
             _ = &mut stopped => return end(child).await,
             status = child.wait() => {
                 if born.elapsed() >= FINE_AFTER {
-                    pause = RETRY.0;
+                    backoff = RETRY;
                 }
                 match status {
                     Ok(status) => tracing::warn!(%status, "the local agent ended; starting it again"),
@@ -101,9 +102,8 @@ async fn keep(settings: Settings, mut child: Child, mut stopped: oneshot::Receiv
         loop {
             tokio::select! {
                 _ = &mut stopped => return,
-                () = sleep(pause) => {}
+                () = sleep(backoff.pause()) => {}
             }
-            pause = (pause * 2).min(RETRY.1);
             match spawn(&settings) {
                 Ok(again) => {
                     child = again;

@@ -9,6 +9,7 @@ use super::{
 use lockstep_protocol::{
     Job, JobState,
     agent::CheckpointInfo,
+    backoff::Backoff,
     best::best_checkpoint,
     job::{LastValues, Measured},
     numbers::percent,
@@ -29,8 +30,8 @@ pub(crate) struct Args {
 
 /// How often a waiting job's place in the queue is asked for: it depends on other jobs, so no event of this one tells it.
 const ASK_EVERY: Duration = Duration::from_secs(2);
-/// First pause before connecting again, and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// Pauses before connecting again.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 
 /// Watches a job.
 ///
@@ -124,7 +125,7 @@ impl std::error::Error for NotSucceeded {}
 async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<Job> {
     let mut since = job.last_seq;
     let mut over = job.state.is_final();
-    let mut pause = RETRY.0;
+    let mut backoff = RETRY;
     let mut away_since: Option<Instant> = None;
     let mut away = Away::default();
     while !over {
@@ -150,7 +151,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                     Ok(Some(frame)) => {
                         away_since = None;
                         away.answered(|text| progress.aside(text));
-                        pause = RETRY.0;
+                        backoff = RETRY;
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
                         {
@@ -186,8 +187,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 }
                 Err(_) => away.silent(|text| progress.aside(text)),
             }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(RETRY.1);
+            tokio::time::sleep(backoff.pause()).await;
         }
     }
     api.get(&format!("/jobs/{}", job.id)).await

@@ -1,6 +1,6 @@
 """Training from a folder of JPEG files, decoded by the GPU and by cores, as images a second.
 
-    python3 files.py --program lockstep --pictures FOLDER --work FOLDER [--decoders gpu shared cpu prepared] [--steps 300]
+    python3 files.py --program lockstep --pictures FOLDER --work FOLDER [--decoders gpu cpu prepared] [--steps 300]
 
 FOLDER holds train/<class>/*.jpg (bench/real_pictures.py makes such a one). `prepared` trains from shards that
 `lockstep dataset prepare` makes of it, decoded by cores. Prints one JSON line a run: images a second from step 60 to the last one (by when the
@@ -44,7 +44,7 @@ arguments = argparse.ArgumentParser()
 arguments.add_argument("--program", required=True)
 arguments.add_argument("--pictures", required=True)
 arguments.add_argument("--work", required=True)
-arguments.add_argument("--decoders", nargs="+", default=["gpu", "shared", "cpu"])
+arguments.add_argument("--decoders", nargs="+", default=["gpu", "cpu"])
 arguments.add_argument("--prepare-arguments", nargs="*", default=[])
 arguments.add_argument("--arch", default="resnet50")
 arguments.add_argument("--batch", type=int, default=256)

@@ -293,5 +293,5 @@ fn loss_line(line: &str) -> Option<(u64, u64, f64)> {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|b| format!("{b:02x}")).collect()
+    hex::encode(Sha256::digest(bytes))
 }

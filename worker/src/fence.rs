@@ -1,9 +1,10 @@
 //! The deadline of the agent's lease, until which ranks may continue: one number in the agent's folder, in hundredths of a
-//! second since the machine was started (`/proc/uptime`, which setting the clock does not change).
+//! second since the machine was started, which setting the clock does not change.
 //!
 //! The agent writes it anew while the server responds. An agent that is gone, stopped or cut off does not,
 //! and its ranks end themselves: by then the server has given the job to others.
 
+use rustix::time::{ClockId, clock_gettime};
 use std::{
     fs::{self, File, OpenOptions},
     io,
@@ -16,10 +17,9 @@ use std::{
 const DIGITS: usize = 20;
 
 /// Hundredths of a second since the start of the machine.
-fn uptime() -> Option<u64> {
-    let text = fs::read_to_string("/proc/uptime").ok()?;
-    let (seconds, hundredths) = text.split_ascii_whitespace().next()?.split_once('.')?;
-    Some(seconds.parse::<u64>().ok()? * 100 + hundredths.parse::<u64>().ok()?)
+fn uptime() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    (now.tv_sec * 100 + now.tv_nsec / 10_000_000) as u64
 }
 
 /// The agent's side.
@@ -50,8 +50,7 @@ impl Fence {
     /// # Errors
     /// The file cannot be written.
     pub(crate) fn set(&self, left: Duration) -> io::Result<()> {
-        let now = uptime().ok_or_else(|| io::Error::other("/proc/uptime cannot be read"))?;
-        let deadline = now + u64::try_from(left.as_millis() / 10).unwrap_or(u64::MAX / 2);
+        let deadline = uptime() + u64::try_from(left.as_millis() / 10).unwrap_or(u64::MAX / 2);
         self.file.write_all_at(format!("{deadline:>width$}\n", width = DIGITS - 1).as_bytes(), 0)
     }
 }
@@ -60,7 +59,7 @@ impl Fence {
 /// that was removed is no sign that others have the job.
 pub(crate) fn overdue(path: &Path) -> Option<Duration> {
     let deadline: u64 = fs::read_to_string(path).ok()?.trim().parse().ok()?;
-    let past = uptime()?.checked_sub(deadline).filter(|past| *past > 0)?;
+    let past = uptime().checked_sub(deadline).filter(|past| *past > 0)?;
     Some(Duration::from_millis(past * 10))
 }
 

@@ -9,7 +9,7 @@ use lockstep_engine::{
     plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, search},
     registry, slots,
 };
-use lockstep_host::{cache, cpu_name, usage::memory_free};
+use lockstep_host::{cache, cpu_name, usage::memory_free, write_whole};
 use lockstep_protocol::{
     network::{LayerPlan, NetworkDescription, PlanDescription},
     spec::{Device, JobSpec, ModelSpec, ParallelSpec, from_json},
@@ -100,8 +100,7 @@ fn facts(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
 fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
     let key = serde_json::to_string(&(sample, device.backend.name(), facts(device, 1), ranks)).ok()?;
     let digest = Sha256::digest(key.as_bytes());
-    let name: String = digest.iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-    Some(cache::dir()?.join(format!("machine-{name}.json")))
+    Some(cache::dir()?.join(format!("machine-{}.json", hex::encode(&digest[..8]))))
 }
 
 /// The figures that were measured before, if they were.
@@ -114,16 +113,11 @@ pub fn kept(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine
 pub fn keep(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
     let Some(file) = file(sample, device, ranks) else { return };
     let write = || -> std::io::Result<()> {
-        let folder = file.parent().unwrap_or(&file);
-        fs::create_dir_all(folder)?;
-        // Several jobs may do so at the same time.
-        let mut whole = tempfile::NamedTempFile::new_in(folder)?;
-        serde_json::to_writer_pretty(&mut whole, machine)?;
-        whole.persist(&file)?;
-        Ok(())
+        fs::create_dir_all(file.parent().unwrap_or(&file))?;
+        write_whole(&file, &serde_json::to_vec_pretty(machine)?)
     };
     if let Err(error) = write() {
-        tracing::warn!("{}: {error}; the figures of this machine are measured again", file.display());
+        tracing::warn!("{error}; the figures of this machine are measured again");
     }
 }
 

@@ -3,13 +3,14 @@
 
 use super::{Api, PATIENCE, problem};
 use crate::cli::{WrongRequest, output};
+use lockstep_protocol::backoff::Backoff;
 use reqwest::StatusCode;
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
-/// First pause before a request is sent again, and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+/// Pauses before a request is sent again.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
 /// For an answer to a request that can be sent again.
 const ANSWER: Duration = Duration::from_secs(30);
 
@@ -43,7 +44,7 @@ impl Api {
     ) -> anyhow::Result<T> {
         let key = uuid::Uuid::new_v4().simple().to_string();
         let began = Instant::now();
-        let mut pause = RETRY.0;
+        let mut backoff = RETRY;
         loop {
             let request = self.client.post(format!("{}/api/v1{path}", self.base)).timeout(ANSWER);
             let sent = request.header("idempotency-key", &key).json(body).send().await;
@@ -54,14 +55,13 @@ impl Api {
             };
             match answer {
                 Err(error) if !error.is::<WrongRequest>() && began.elapsed() < PATIENCE => {
-                    if pause == RETRY.0 {
+                    if backoff == RETRY {
                         output::warn("the server does not answer; trying again");
                     }
                 }
                 answer => return answer,
             }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(RETRY.1);
+            tokio::time::sleep(backoff.pause()).await;
         }
     }
 }

@@ -207,11 +207,7 @@ fn sha256(file: &mut File) -> io::Result<String> {
         }
         hash.update(&buffer[..read]);
     }
-    let mut text = String::new();
-    for byte in hash.finalize() {
-        let _ = write!(text, "{byte:02x}");
-    }
-    Ok(text)
+    Ok(hex::encode(hash.finalize()))
 }
 
 /// An error with its causes: the outermost only says that sending failed.

@@ -37,7 +37,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Whether this rank is asked to stop and should give up waiting for the others.
-    pub fn gives_up(&self) -> bool {
+    pub(crate) fn gives_up(&self) -> bool {
         match self {
             Self::Store(store, _) => store.gives_up(),
             Self::Group(_) => false,

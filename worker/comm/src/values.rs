@@ -110,7 +110,7 @@ impl<'a> Values<'a> {
 
 impl ValuesMut<'_> {
     /// The same values, to be read.
-    pub fn as_values(&self) -> Values<'_> {
+    pub(crate) fn as_values(&self) -> Values<'_> {
         match self {
             Self::U8(values) => Values::U8(values),
             Self::F16(values) => Values::F16(values),
@@ -134,7 +134,7 @@ impl ValuesMut<'_> {
     }
 
     /// In the byte order of this machine.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             Self::U8(values) => values,
             Self::F16(values) | Self::Bf16(values) => bytemuck::cast_slice_mut(values),

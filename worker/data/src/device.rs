@@ -58,8 +58,8 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
     fn close(&self) {}
 }
 
-/// Files of a batch that wait for the device, in bytes; the rest is decoded on cores.
-const MOST_HELD: usize = 512 << 20;
+/// At most so many bytes of a batch's files wait in memory for the device. Cores decode the other files.
+pub(super) const MOST_HELD: usize = 512 << 20;
 /// Batches that may fail one after another before cores do everything.
 const MOST_FAILURES: u32 = 4;
 
@@ -94,32 +94,18 @@ impl fmt::Display for Decoded {
     }
 }
 
-/// How device and cores share the decoding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Sharing {
-    /// The device, all of it.
-    DeviceAlone,
-    /// The device, and cores while a step waits for its batch.
-    WithCores,
-}
-
 /// A device that decodes for a job, and what it has done.
 #[derive(Debug)]
 pub(super) struct OnDevice {
     pub(super) decoder: Arc<dyn DeviceDecoder>,
     /// Bytes of a batch's files, at most.
     pub(super) most_held: usize,
-    pub(super) sharing: Sharing,
     decoded: Mutex<Decoded>,
 }
 
 impl OnDevice {
-    pub(super) fn new(decoder: Arc<dyn DeviceDecoder>, sharing: Sharing) -> Self {
-        Self::with_room(decoder, sharing, MOST_HELD)
-    }
-
-    pub(super) fn with_room(decoder: Arc<dyn DeviceDecoder>, sharing: Sharing, most_held: usize) -> Self {
-        Self { decoder, most_held, sharing, decoded: Mutex::default() }
+    pub(super) fn new(decoder: Arc<dyn DeviceDecoder>, most_held: usize) -> Self {
+        Self { decoder, most_held, decoded: Mutex::default() }
     }
 
     pub(super) fn decoded(&self) -> Decoded {

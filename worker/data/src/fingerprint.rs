@@ -97,8 +97,7 @@ impl Fingerprint {
             }
             go_on(cancelled)?;
         }
-        let sha256 = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
-        Ok(Self { files: entries.len() as u64, bytes, sha256 })
+        Ok(Self { files: entries.len() as u64, bytes, sha256: hex::encode(hash.finalize()) })
     }
 }
 
@@ -148,13 +147,11 @@ impl Catalog {
             let name = Path::new(&broken.file);
             add(name.strip_prefix(&folder).unwrap_or(name).as_os_str().as_encoded_bytes());
         }
-        let hexadecimal =
-            |hash: Sha256| hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         Some(PicturesFingerprint {
             pictures,
             picture_bytes,
-            names_sha256: hexadecimal(names),
-            contents_sha256: hexadecimal(contents),
+            names_sha256: hex::encode(names.finalize()),
+            contents_sha256: hex::encode(contents.finalize()),
         })
     }
 }

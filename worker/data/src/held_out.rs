@@ -95,7 +95,7 @@ pub(super) fn fingerprint(pictures: impl Iterator<Item = (Identity, u32)>) -> Op
         hash.update(content.to_le_bytes());
         hash.update(label.to_le_bytes());
     }
-    let fingerprint = hash.finalize()[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    let fingerprint = hex::encode(&hash.finalize()[..8]);
     (!all.is_empty()).then_some(ValidationSet { pictures: all.len() as u64, fingerprint })
 }
 

@@ -2,7 +2,7 @@
 
 use super::{
     DataError, Picture,
-    device::{Decoded, DeviceDecoder, OnDevice, Sharing},
+    device::{Decoded, DeviceDecoder, MOST_HELD, OnDevice},
     held_out::{Identity, is_held_out},
     transform::{Crop, Transform},
 };
@@ -17,14 +17,12 @@ pub use mixing::Mixing;
 pub use shape::Shape;
 
 use batch::BatchBuilder;
-use demand::Demand;
 use part::{Part, Pixels};
 use workers::Workers;
 
 mod ahead;
 mod batch;
 mod broken;
-mod demand;
 mod epoch;
 mod mix;
 mod mixing;
@@ -130,18 +128,18 @@ impl DataSource {
         self.stays = true;
     }
 
-    /// Has JPEG files decoded by `decoder`, alone or together with cores; without a decoder by cores alone. Batches that are
-    /// being made keep the decoder that they began with.
-    pub fn set_decoder(&mut self, decoder: Option<Arc<dyn DeviceDecoder>>, sharing: Sharing) {
-        self.device = decoder.map(|decoder| Arc::new(OnDevice::new(decoder, sharing)));
+    /// Makes `decoder` decode the JPEG files that it can; CPU cores decode the others. Batches that are being made keep the
+    /// decoder that they began with.
+    pub fn set_decoder(&mut self, decoder: Arc<dyn DeviceDecoder>) {
+        self.set_decoder_with_room(decoder, MOST_HELD);
     }
 
     /// As [`DataSource::set_decoder`], with a limit for the bytes of a batch's files that are held in memory.
     pub fn set_decoder_with_room(&mut self, decoder: Arc<dyn DeviceDecoder>, most_held: usize) {
-        self.device = Some(Arc::new(OnDevice::with_room(decoder, Sharing::DeviceAlone, most_held)));
+        self.device = Some(Arc::new(OnDevice::new(decoder, most_held)));
     }
 
-    /// How many pictures the device and the cores have decoded; `None` when cores alone decode.
+    /// How many pictures the device and the cores have decoded; `None` without a device.
     pub fn decoded(&self) -> Option<Decoded> {
         self.device.as_ref().map(|device| device.decoded())
     }
@@ -205,15 +203,9 @@ impl DataSource {
                 part.labels.len()
             )));
         };
-        let (transform, workers, demand) = (self.transform(epoch), Workers::alone(1), &Demand::default());
-        let builder = BatchBuilder {
-            part,
-            transform,
-            format: BatchFormat::Normalised,
-            workers: &workers,
-            device: None,
-            demand,
-        };
+        let (transform, workers) = (self.transform(epoch), &Workers::alone(1));
+        let builder =
+            BatchBuilder { part, transform, format: BatchFormat::Normalised, workers, device: None };
         let batch = builder.make(&[chosen], epoch)?;
         let channels = self.shape.channels;
         let byte = |(i, v): (usize, &f32)| {

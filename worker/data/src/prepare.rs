@@ -117,7 +117,6 @@ fn prepare_with(
         short_side: settings.short_side,
         quality: settings.quality,
         source: catalog.fingerprint(path),
-        rows_in_runs: sources.iter().any(|(_, listing)| listing.is_of_rows()),
         per_shard: measured,
     };
     if !destination.continues(&plan(Vec::new()))? {

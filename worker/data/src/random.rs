@@ -16,7 +16,7 @@ impl Random {
     }
 
     /// 64 random bits.
-    pub fn next_u64(&mut self) -> u64 {
+    pub(crate) fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -36,7 +36,7 @@ impl Random {
     }
 
     /// `0..len` in random order (Fisher-Yates).
-    pub fn permutation(&mut self, len: usize) -> Vec<u32> {
+    pub(crate) fn permutation(&mut self, len: usize) -> Vec<u32> {
         let mut order: Vec<u32> = (0..len as u32).collect();
         for i in (1..len).rev() {
             order.swap(i, self.below(i as u64 + 1) as usize);

@@ -23,7 +23,7 @@ pub(crate) fn state_shapes(optimizer: &Optimizer, network: &Network) -> Vec<(Str
 }
 
 /// The name of a parameter's slot: `conv1.weight.exp_avg`.
-pub fn slot_name(parameter: &str, slot: &str) -> String {
+pub(crate) fn slot_name(parameter: &str, slot: &str) -> String {
     format!("{parameter}.{slot}")
 }
 

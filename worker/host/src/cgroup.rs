@@ -9,7 +9,7 @@ use std::{
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ControlGroups {
     cpu: Option<CpuLimit>,
-    memory: Option<MemoryLimit>,
+    memory: Vec<MemoryLimit>,
 }
 
 #[derive(Debug, Clone)]
@@ -30,6 +30,8 @@ enum Usage {
 #[derive(Debug, Clone)]
 struct MemoryLimit {
     bytes: u64,
+    /// A limit of swap; version 1 has no such limit beside the one of memory.
+    swap_bytes: Option<u64>,
     used: PathBuf,
     stat: PathBuf,
     /// Of `stat`: what the kernel would drop first.
@@ -91,7 +93,8 @@ impl ControlGroups {
         }
         if let Some(bytes) = number(folder.join("memory.max")) {
             let (used, stat) = (folder.join("memory.current"), folder.join("memory.stat"));
-            self.add_memory(MemoryLimit { bytes, used, stat, inactive: "inactive_file" });
+            let swap_bytes = number(folder.join("memory.swap.max"));
+            self.memory.push(MemoryLimit { bytes, swap_bytes, used, stat, inactive: "inactive_file" });
         }
     }
 
@@ -109,7 +112,8 @@ impl ControlGroups {
     fn add_v1_memory(&mut self, folder: &Path) {
         if let Some(bytes) = number(folder.join("memory.limit_in_bytes")) {
             let (used, stat) = (folder.join("memory.usage_in_bytes"), folder.join("memory.stat"));
-            self.add_memory(MemoryLimit { bytes, used, stat, inactive: "total_inactive_file" });
+            let inactive = "total_inactive_file";
+            self.memory.push(MemoryLimit { bytes, swap_bytes: None, used, stat, inactive });
         }
     }
 
@@ -119,10 +123,16 @@ impl ControlGroups {
         }
     }
 
-    fn add_memory(&mut self, limit: MemoryLimit) {
-        if limit.bytes > 0 && self.memory.as_ref().is_none_or(|tightest| limit.bytes < tightest.bytes) {
-            self.memory = Some(limit);
-        }
+    fn tightest_memory(&self) -> Option<&MemoryLimit> {
+        self.memory.iter().filter(|limit| limit.bytes > 0).min_by_key(|limit| limit.bytes)
+    }
+
+    /// How many bytes of memory and swap the group may have on a machine with so much swap.
+    pub(crate) fn memory_and_swap(&self, swap_bytes: u64) -> Option<u64> {
+        let of = |limit: &MemoryLimit| {
+            limit.bytes.saturating_add(limit.swap_bytes.unwrap_or(swap_bytes).min(swap_bytes))
+        };
+        self.memory.iter().map(of).min()
     }
 
     /// How many CPUs' time the group may have.
@@ -143,7 +153,7 @@ impl ControlGroups {
     /// How much memory the group may have, and what it has without the files that the kernel would drop first. Version 1 has a number
     /// above any machine's memory where there is no limit.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
-        let limit = self.memory.as_ref()?;
+        let limit = self.tightest_memory()?;
         let stat = fs::read_to_string(&limit.stat).unwrap_or_default();
         let used = number(limit.used.clone())?.saturating_sub(value(&stat, limit.inactive).unwrap_or(0));
         Some((limit.bytes, used))
@@ -151,7 +161,7 @@ impl ControlGroups {
 
     /// Bytes of files that the kernel keeps in memory and would drop last.
     pub(crate) fn files_in_use(&self) -> Option<u64> {
-        let limit = self.memory.as_ref()?;
+        let limit = self.tightest_memory()?;
         value(&fs::read_to_string(&limit.stat).ok()?, &limit.inactive.replace("inactive", "active"))
     }
 }
@@ -179,11 +189,16 @@ mod tests {
             ("a/b/memory.max", "4294967296\n"),
             ("a/b/memory.current", "1000000\n"),
             ("a/b/memory.stat", "anon 5\ninactive_file 250000\nactive_file 40\n"),
-            ("a/memory.max", "max\n"),
+            ("a/b/memory.swap.max", "max\n"),
+            ("a/memory.max", "4294967300\n"),
+            ("a/memory.swap.max", "70\n"),
         ]);
         let found = ControlGroups::read("0::/a/b\n", root.path());
         assert_eq!((found.cpus(), found.cpu_secs()), (Some(2.0), Some(3.5)));
         assert_eq!((found.memory(), found.files_in_use()), (Some((4 << 30, 750_000)), Some(40)));
+        for (swap_bytes, expected) in [(0, 4 << 30), (50, (4 << 30) + 50), (1000, (4 << 30) + 74)] {
+            assert_eq!(found.memory_and_swap(swap_bytes), Some(expected), "{swap_bytes}");
+        }
     }
 
     #[test]
@@ -210,7 +225,7 @@ mod tests {
         ]);
         let found = ControlGroups::read("3:cpuset:/\n2:cpu,cpuacct:/x\n4:memory:/y\n0::/\n", root.path());
         assert_eq!((found.cpus(), found.cpu_secs()), (Some(0.5), Some(1.5)));
-        assert_eq!(found.memory(), Some((2048, 600)));
+        assert_eq!((found.memory(), found.memory_and_swap(10)), (Some((2048, 600)), Some(2058)));
     }
 
     #[test]

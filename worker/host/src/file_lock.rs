@@ -1,18 +1,14 @@
 //! Locks of files between processes (`flock(2)`): the kernel gives one back when the last process that has the file open ends.
 
-use rustix::{
-    fs::{FlockOperation, flock},
-    io::Errno,
-};
 use std::{
-    fs::File,
+    fs::{File, TryLockError},
     io,
     path::Path,
     thread,
     time::{Duration, Instant},
 };
 
-/// How often a lock is tried. `flock` can wait by itself, but not for a limited time.
+/// How often a lock is tried. The system can wait for a lock, but not for a limited time.
 const TRY_EVERY: Duration = Duration::from_millis(20);
 
 /// Opens `path`, which is made if it is not there. Nothing is written to it.
@@ -23,18 +19,18 @@ pub fn open_lock(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Locks `file` for whoever has it open, and waits at most `within` for another process that has it locked. False: that one still has it.
+/// Locks `file`, and waits at most `within` for another process that has it locked. False: that process still has it.
 ///
 /// # Errors
 /// Those of `flock(2)`. Some network file systems have no locks.
 pub fn lock_within(file: &File, within: Duration) -> io::Result<bool> {
     let until = Instant::now() + within;
     loop {
-        match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        match file.try_lock() {
             Ok(()) => return Ok(true),
-            Err(Errno::WOULDBLOCK) if Instant::now() < until => thread::sleep(TRY_EVERY),
-            Err(Errno::WOULDBLOCK) => return Ok(false),
-            Err(error) => return Err(error.into()),
+            Err(TryLockError::WouldBlock) if Instant::now() < until => thread::sleep(TRY_EVERY),
+            Err(TryLockError::WouldBlock) => return Ok(false),
+            Err(TryLockError::Error(error)) => return Err(error),
         }
     }
 }

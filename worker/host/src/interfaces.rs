@@ -1,35 +1,17 @@
-//! The addresses of this machine's network interfaces, as the kernel lists them (rtnetlink(7)).
+//! The addresses of this machine's network interfaces.
 
-use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketType, netdevice::index_to_name, recv, send, socket,
-};
 use std::{io, net::IpAddr, path::Path};
 
 /// NCCL's variable for the network interface that it is to use.
 pub const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
-const RTM_NEWADDR: u16 = 20;
-const RTM_GETADDR: u16 = 22;
-const NLMSG_ERROR: u16 = 2;
-const NLMSG_DONE: u16 = 3;
-/// A request, for all of them.
-const REQUEST_DUMP: u16 = 0x301;
-/// Attributes: the other end's address on a point-to-point link, else this end's; and this end's.
-const IFA_ADDRESS: u16 = 1;
-const IFA_LOCAL: u16 = 2;
-/// `struct nlmsghdr` and `struct ifaddrmsg`.
-const HEADER: usize = 16;
-const ADDRESS_HEADER: usize = 8;
-/// The kernel sends at most so much at once.
-const BUFFER: usize = 64 << 10;
-
-/// NCCL's variable of this process's environment; none where it is empty, which names no interface.
+/// The value of [`NCCL_INTERFACE`] in this process's environment. `None` if it is empty.
 pub fn nccl_variable() -> Option<String> {
     std::env::var(NCCL_INTERFACE).ok().filter(|value| !value.is_empty())
 }
 
-/// The interface that NCCL's variable in this process's environment names, with its address. None where the variable is not set, or only
-/// excludes.
+/// The interface that [`NCCL_INTERFACE`] names in this process's environment, with its address. `None` if the variable is not set, or
+/// only excludes interfaces.
 ///
 /// # Errors
 /// No interface of such a name has an address; a sentence.
@@ -39,8 +21,8 @@ pub fn of_environment() -> Result<Option<(String, IpAddr)>, String> {
     of_variable(&all, &value)
 }
 
-/// The interface that a value of NCCL's variable names, as NCCL reads it: `=eth1` is that one alone, `eth` all that begin so, of several
-/// names any. `^` excludes, which says nothing about which one it is: none then.
+/// The first interface that a value of [`NCCL_INTERFACE`] names, as NCCL reads it: `=eth1` names one interface, `eth` every interface
+/// whose name begins with `eth`, and commas separate names. `None` for `^eth`, which excludes interfaces and chooses none.
 ///
 /// # Errors
 /// No interface of such a name has an address; a sentence.
@@ -54,10 +36,11 @@ pub fn of_variable(all: &[(String, IpAddr)], value: &str) -> Result<Option<(Stri
     first_of(all, is_named).map(Some).map_err(|why| format!("{NCCL_INTERFACE}={value}: {why}"))
 }
 
-/// The first address of interfaces that are meant: IPv4 where they have both kinds, and none that is valid on its own link alone.
+/// The first address of the interfaces for which `is_meant` is true: IPv4 if there is one. Addresses that are valid only on their own
+/// link are left out.
 ///
 /// # Errors
-/// None of them has one; the sentence names those that have.
+/// No such interface has an address; the sentence names the interfaces that have one.
 pub fn first_of(
     all: &[(String, IpAddr)],
     is_meant: impl Fn(&str) -> bool,
@@ -70,13 +53,13 @@ pub fn first_of(
     })
 }
 
-/// Valid on its own link alone.
+/// Whether an address is valid only on its own link.
 pub fn is_link_local(ip: &IpAddr) -> bool {
     matches!(ip, IpAddr::V6(ip) if ip.is_unicast_link_local())
 }
 
-/// Speed of an interface in Mbit/s, as its driver says (sysfs-class-net); none where it does not, as for virtual interfaces and for links
-/// that are down.
+/// Speed of an interface in Mbit/s, as its driver reports it (sysfs-class-net). `None` for virtual interfaces and for links that are
+/// down.
 pub fn speed_mbits(interface: &str) -> Option<u32> {
     speed_below(Path::new("/sys/class/net"), interface)
 }
@@ -91,71 +74,13 @@ fn speed_below(folder: &Path, interface: &str) -> Option<u32> {
     text.trim().parse().ok().filter(|mbits| *mbits > 0 && *mbits < u32::MAX)
 }
 
-/// Each interface's name with each of its addresses, in the kernel's order.
+/// Each interface's name with each of its addresses, as getifaddrs(3) lists them.
 ///
 /// # Errors
-/// The kernel does not say.
+/// The system does not list them.
 pub fn interfaces() -> io::Result<Vec<(String, IpAddr)>> {
-    let netlink = socket(AddressFamily::NETLINK, SocketType::RAW, None)?;
-    let mut request = Vec::with_capacity(HEADER + ADDRESS_HEADER);
-    request.extend(((HEADER + ADDRESS_HEADER) as u32).to_ne_bytes());
-    request.extend(RTM_GETADDR.to_ne_bytes());
-    request.extend(REQUEST_DUMP.to_ne_bytes());
-    // Sequence number, port; then any family, any interface.
-    request.resize(HEADER + ADDRESS_HEADER, 0);
-    send(&netlink, &request, SendFlags::empty())?;
-    let names = socket(AddressFamily::INET, SocketType::DGRAM, None)?;
-    let mut found = Vec::new();
-    let mut buffer = vec![0; BUFFER];
-    loop {
-        let (bytes, _) = recv(&netlink, &mut buffer[..], RecvFlags::empty())?;
-        let mut rest = &buffer[..bytes];
-        while let Some((kind, body, after)) = message(rest) {
-            match kind {
-                NLMSG_DONE => return Ok(found),
-                NLMSG_ERROR => return Err(io::Error::other("the kernel lists no addresses")),
-                RTM_NEWADDR => {
-                    if let Some((index, address)) = address(body)
-                        && let Ok(name) = index_to_name(&names, index)
-                    {
-                        found.push((name, address));
-                    }
-                }
-                _ => {}
-            }
-            rest = after;
-        }
-    }
-}
-
-/// Splits the first message off: its kind, its body, and what follows.
-fn message(bytes: &[u8]) -> Option<(u16, &[u8], &[u8])> {
-    let length = u32::from_ne_bytes(bytes.get(..4)?.try_into().ok()?) as usize;
-    let kind = u16::from_ne_bytes(bytes.get(4..6)?.try_into().ok()?);
-    let body = bytes.get(HEADER..length)?;
-    Some((kind, body, bytes.get(length.next_multiple_of(4)..).unwrap_or_default()))
-}
-
-/// Interface and address of an `RTM_NEWADDR`.
-fn address(body: &[u8]) -> Option<(u32, IpAddr)> {
-    let index = u32::from_ne_bytes(body.get(4..8)?.try_into().ok()?);
-    let mut rest = body.get(ADDRESS_HEADER..)?;
-    let mut found = None;
-    while let (Some(length), Some(kind)) = (rest.get(..2), rest.get(2..4)) {
-        let length = u16::from_ne_bytes(length.try_into().ok()?) as usize;
-        let kind = u16::from_ne_bytes(kind.try_into().ok()?);
-        let value = rest.get(4..length)?;
-        let ip = match value.len() {
-            4 => <[u8; 4]>::try_from(value).ok().map(IpAddr::from),
-            16 => <[u8; 16]>::try_from(value).ok().map(IpAddr::from),
-            _ => None,
-        };
-        if kind == IFA_LOCAL || kind == IFA_ADDRESS && found.is_none() {
-            found = ip.or(found);
-        }
-        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-    }
-    Some((index, found?))
+    let all = if_addrs::get_if_addrs()?;
+    Ok(all.into_iter().map(|interface| (interface.name.clone(), interface.ip())).collect())
 }
 
 #[cfg(test)]
@@ -209,18 +134,8 @@ mod tests {
     }
 
     #[test]
-    fn loopback_is_there_and_bytes_that_end_early_are_no_message() {
+    fn loopback_is_listed() {
         let all = interfaces().unwrap();
         assert!(all.contains(&("lo".to_owned(), IpAddr::from([127, 0, 0, 1]))), "{all:?}");
-        assert_eq!(message(&[0; 3]), None);
-        assert_eq!(message(&[255; HEADER]), None, "longer than what is there");
-        assert_eq!(message(&[0; HEADER]), None, "shorter than its header");
-        assert_eq!(address(&[0; ADDRESS_HEADER]), None);
-        let cut = [&[0; ADDRESS_HEADER][..], &[8, 0, 2, 0, 10, 0]].concat();
-        assert_eq!(address(&cut), None);
-        let whole = [&[0, 0, 0, 0, 7, 0, 0, 0][..], &[8, 0, 2, 0, 10, 0, 0, 1]].concat();
-        assert_eq!(address(&whole), Some((7, IpAddr::from([10, 0, 0, 1]))));
-        let zero = [&[0; ADDRESS_HEADER][..], &[0, 0, 2, 0]].concat();
-        assert_eq!(address(&zero), None, "no length, no progress");
     }
 }

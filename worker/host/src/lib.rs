@@ -19,9 +19,9 @@ pub use listener_owner::listener_owners;
 
 use std::{
     ffi::c_int,
-    fs::{self, File},
+    fs::{self, Permissions},
     io::{self, Write},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
 };
 
@@ -105,18 +105,19 @@ pub fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
     write_with(path, content, 0o644)
 }
 
+/// Several processes may write the same file at the same time: each has a temporary file of its own.
 fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".new");
-    let temporary = PathBuf::from(temporary);
-    // One that an earlier writer left might have another mode.
-    let _ = fs::remove_file(&temporary);
-    File::options()
-        .write(true)
-        .create_new(true)
-        .mode(mode)
-        .open(&temporary)
-        .and_then(|mut file| file.write_all(content))
-        .and_then(|()| fs::rename(&temporary, path))
-        .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".");
+    let write = || -> io::Result<()> {
+        let mut file = tempfile::Builder::new()
+            .prefix(&name)
+            .suffix(".new")
+            .permissions(Permissions::from_mode(mode))
+            .tempfile_in(path.parent().unwrap_or(Path::new("")))?;
+        file.write_all(content)?;
+        file.persist(path)?;
+        Ok(())
+    };
+    write().map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", path.display())))
 }

@@ -163,13 +163,16 @@ fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
     sums
 }
 
+/// The bytes of an entry of `/proc/meminfo`.
+fn meminfo(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+    line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
 /// Memory of the machine, or of the container that this is.
 fn memory(groups: &ControlGroups) -> Memory {
     let text = read("/proc/meminfo");
-    let bytes = |key: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key));
-        line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
-    };
+    let bytes = |key: &str| meminfo(&text, key).unwrap_or(0);
     let (host_bytes, available) = (bytes("MemTotal:"), bytes("MemAvailable:"));
     match groups.memory().filter(|(limit, _)| *limit < host_bytes) {
         Some((limit, used)) => Memory { used_bytes: used.min(limit), bytes: limit, host_bytes },
@@ -179,13 +182,20 @@ fn memory(groups: &ControlGroups) -> Memory {
 
 /// Memory that a process here may still take, if files that the kernel keeps in memory make room. `None` where the system does not say.
 pub fn memory_available() -> Option<u64> {
-    let text = read("/proc/meminfo");
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let of_machine = line.split_whitespace().next()?.parse::<u64>().ok()?.saturating_mul(1024);
+    let of_machine = meminfo(&read("/proc/meminfo"), "MemAvailable:")?;
     let groups = ControlGroups::of_this_process();
     let of_group = groups
         .memory()
         .map(|(limit, used)| limit.saturating_sub(used.saturating_sub(groups.files_in_use().unwrap_or(0))));
+    Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
+}
+
+/// Memory and swap that processes here may have at most. `None` where the system does not report it.
+pub fn memory_and_swap() -> Option<u64> {
+    let text = read("/proc/meminfo");
+    let swap_bytes = meminfo(&text, "SwapTotal:").unwrap_or(0);
+    let of_machine = meminfo(&text, "MemTotal:")?.saturating_add(swap_bytes);
+    let of_group = ControlGroups::of_this_process().memory_and_swap(swap_bytes);
     Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
 }
 
@@ -268,6 +278,7 @@ mod tests {
         assert!(first.cpus > 0.0 && first.cpus <= f64::from(first.host_cpus), "{first:?}");
         assert!(first.memory.used_bytes > 0 && first.memory.used_bytes < first.memory.bytes, "{first:?}");
         assert!(first.memory.bytes <= first.memory.host_bytes, "{first:?}");
+        assert!(memory_and_swap().is_some_and(|bytes| bytes >= first.memory.bytes), "{first:?}");
         assert!(first.disk_used_bytes > 0 && first.disk_used_bytes < first.disk_bytes, "{first:?}");
         assert_eq!((first.cpu_utilization, first.rates), (None, Rates::default()), "nothing came before");
         let over = AtomicBool::new(false);

@@ -14,7 +14,7 @@ use super::{
     state_dir::StoredAttempt,
 };
 use cache::About;
-use lockstep_protocol::{agent::ANEW_BYTES, reason::ReasonCode};
+use lockstep_protocol::{agent::ANEW_BYTES, backoff::Backoff, reason::ReasonCode};
 use reqwest::StatusCode;
 use std::{
     fs, io,
@@ -23,8 +23,8 @@ use std::{
     time::Duration,
 };
 
-/// Pauses before trying again, the first and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
+/// Pauses before trying again.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// How often a copy is started again because the dataset changed meanwhile, or because data arrived damaged.
 const MOST_RESTARTS: u32 = 3;
 /// Tries in a row in which the server answers and no further data arrives, at most.
@@ -97,7 +97,7 @@ pub(super) async fn ensure(
     if is_here.unwrap_or(true) {
         return Ok(());
     }
-    let (mut pause, mut tries, mut anew) = (RETRY.0, RetryCounts::default(), None);
+    let (mut backoff, mut tries, mut anew) = (RETRY, RetryCounts::default(), None);
     loop {
         let mut progress = PullProgress::default();
         let tried = copy(stored, remote, copies, &mut progress, &mut anew).await;
@@ -114,8 +114,7 @@ pub(super) async fn ensure(
             Err(error) => tries.note(error, progress).map_err(|error| refusal(stored, remote, error))?,
         };
         tracing::warn!(why, "the dataset is not copied yet; trying again");
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(RETRY.1);
+        tokio::time::sleep(backoff.pause()).await;
     }
 }
 

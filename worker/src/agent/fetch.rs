@@ -10,7 +10,7 @@ use super::{
     state_dir::StoredAttempt,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
-use lockstep_protocol::{limits::MANIFEST_BYTES, reason::ReasonCode};
+use lockstep_protocol::{backoff::Backoff, limits::MANIFEST_BYTES, reason::ReasonCode};
 use reqwest::StatusCode;
 use std::{
     fs::{self, File},
@@ -19,8 +19,8 @@ use std::{
     time::Duration,
 };
 
-/// Pauses before trying again, the first and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(20));
+/// Pauses before trying again.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// How often a checkpoint with wrong checksums is fetched again.
 const DAMAGED: u32 = 3;
 
@@ -48,7 +48,7 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
 /// # Errors
 /// The server refuses it: a retry would not help.
 pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
-    let mut tries = Backoff::of(remote);
+    let mut tries = Tries::of(remote);
     while let Err(error) = try_to_begin(stored, remote).await {
         tries.wait(error).await?;
     }
@@ -94,7 +94,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     let own = DatasetNote::read(&path).ok_or_else(|| refusal(remote, &unread()))?;
     // The server knows whose it is.
     let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::other(e.to_string()))?;
-    let mut tries = Backoff::of(remote);
+    let mut tries = Tries::of(remote);
     let other = loop {
         match report(stored, remote, &note).await {
             Ok(None) => return Ok(()),
@@ -122,7 +122,7 @@ async fn ensure_checkpoint(
         return Ok(());
     }
     tracing::info!(checkpoint = id, "fetching it from the server");
-    let mut tries = Backoff::of(remote);
+    let mut tries = Tries::of(remote);
     let mut damaged = 0;
     while let Err(error) = fetch(stored, remote, id, place).await {
         tries
@@ -233,15 +233,15 @@ async fn small(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u
     Ok(all)
 }
 
-/// Pauses between tries, growing up to [`RETRY`]'s longest.
-struct Backoff<'a> {
+/// Requests that are tried again while their errors may pass.
+struct Tries<'a> {
     remote: &'a Remote,
-    pause: Duration,
+    backoff: Backoff,
 }
 
-impl<'a> Backoff<'a> {
+impl<'a> Tries<'a> {
     fn of(remote: &'a Remote) -> Self {
-        Self { remote, pause: RETRY.0 }
+        Self { remote, backoff: RETRY }
     }
 
     /// Returns when it is time to try again.
@@ -253,8 +253,7 @@ impl<'a> Backoff<'a> {
             return Err(refusal(self.remote, &error));
         };
         tracing::warn!(why, "waiting for the server before ranks can start");
-        tokio::time::sleep(self.pause).await;
-        self.pause = (self.pause * 2).min(RETRY.1);
+        tokio::time::sleep(self.backoff.pause()).await;
         Ok(())
     }
 }

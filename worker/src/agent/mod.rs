@@ -36,6 +36,7 @@ use attempt::{Attempt, AttemptContext};
 use lease::Lease;
 use lockstep_protocol::{
     agent::{AttemptRef, FencingToken, MachineSample, MachineWarning, Slot},
+    backoff::Backoff,
     job::JobId,
 };
 use network::Network;
@@ -53,8 +54,8 @@ use std::{
 use tokio::sync::{Notify, OnceCell, watch};
 use uploads::Progress;
 
-/// First pause before connecting again, and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(3));
+/// Pauses before connecting again.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(3));
 /// For one attempt to connect, which has limits of its own for each part.
 const CONNECTING: Duration = Duration::from_secs(60);
 /// After the last rank has ended, an orderly stop reports to the server for at most this long; the rest stays on disk.
@@ -211,7 +212,7 @@ enum LoopControl {
 impl Agent {
     async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
-        let mut pause = RETRY.0;
+        let mut backoff = RETRY;
         // Reasons for failed connections that were logged: each once.
         let mut complaints = Vec::new();
         // The account of the server that first accepted this agent, if it is on this machine.
@@ -253,8 +254,8 @@ impl Agent {
                         Outcome::Lost { reason, welcomed } => {
                             if welcomed {
                                 // One that is cut off as soon as it is welcome is not in a hurry.
-                                if asked.elapsed() > RETRY.1 {
-                                    pause = RETRY.0;
+                                if asked.elapsed() > RETRY.longest {
+                                    backoff = RETRY;
                                 }
                                 if owners.is_empty() {
                                     request.note_owners(&listeners);
@@ -285,10 +286,9 @@ impl Agent {
                 tracing::warn!(%server, %lost, "no connection to the server; trying on");
                 complaints.push(lost);
             }
-            if self.wait(jittered(pause), &mut signals).await == LoopControl::End {
+            if self.wait(jittered(backoff.pause()), &mut signals).await == LoopControl::End {
                 return self.result();
             }
-            pause = (pause * 2).min(RETRY.1);
         }
     }
 

@@ -10,7 +10,7 @@ use super::{
     state_dir::attempt_path,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest, OWN_DISK_NOTE};
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, backoff::Backoff};
 use reqwest::StatusCode;
 use sha2::{Digest, Sha256};
 use std::{
@@ -26,8 +26,8 @@ use tokio::io::{AsyncReadExt, AsyncSeekExt};
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 /// Bytes of a file per request. The server accepts 8 MiB.
 const PIECE_BYTES: u64 = 4 << 20;
-/// Pauses after a failure, the first and the longest.
-const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(30));
+/// Pauses after a failure.
+const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
 /// How often to ask the server whether a job's folder may be removed, when there is nothing to upload.
 const ASK_EVERY: Duration = Duration::from_secs(5);
 /// An empty file in the folder of a checkpoint that was found damaged: nobody removes what a person may still save.
@@ -59,8 +59,8 @@ pub(super) fn is_empty(dir: &Path) -> bool {
 struct Known {
     /// The SHA-256 of the manifests of checkpoints that the server has, or does not want.
     done: HashMap<String, String>,
-    /// After a failure: when to try again, and the pause after that.
-    wait: Option<(Instant, Duration)>,
+    /// After a failure: when to try again, and the pauses after that.
+    wait: Option<(Instant, Backoff)>,
     asked: Option<Instant>,
 }
 
@@ -113,12 +113,12 @@ impl Uploads {
                     }
                     Err(failed) => {
                         all_done = false;
-                        let pause = known.wait.map_or(RETRY.0, |(_, pause)| (pause * 2).min(RETRY.1));
+                        let mut backoff = known.wait.map_or(RETRY, |(_, backoff)| backoff);
                         if known.wait.is_none() {
                             let job = here.attempt.job.as_str();
                             tracing::warn!(job, why = failed.words(), "checkpoints are not uploaded for now");
                         }
-                        known.wait = Some((Instant::now() + pause, pause));
+                        known.wait = Some((Instant::now() + backoff.pause(), backoff));
                     }
                 }
             }
@@ -154,7 +154,7 @@ impl Uploads {
             // others the server's refusal is final, because their reports came before this attempt began.
             let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
             let may_be_reported = is_held && !is_earlier;
-            let sum = hexadecimal(&text);
+            let sum = hex::encode(Sha256::digest(&text));
             if known.done.get(name) == Some(&sum) {
                 continue;
             }
@@ -300,10 +300,6 @@ async fn read(path: &Path, offset: u64, size: u64) -> io::Result<Vec<u8>> {
     }
 }
 
-fn hexadecimal(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -353,7 +349,7 @@ mod tests {
             let job_dir = dir.path().join("jobs").join(attempt.job.as_str());
             let folder = job_dir.join("checkpoints/1-10");
             fs::create_dir_all(&folder).unwrap();
-            let entry = format!(r#"{{"size_bytes":3,"sha256":"{}"}}"#, hexadecimal(b"abc"));
+            let entry = format!(r#"{{"size_bytes":3,"sha256":"{}"}}"#, hex::encode(Sha256::digest(b"abc")));
             let names = ["model.safetensors", "optimizer.safetensors", "state.json"];
             for name in names {
                 fs::write(folder.join(name), "abc").unwrap();

@@ -137,15 +137,14 @@ pub(super) fn write_tensors(
     Ok(files)
 }
 
-/// The manifest's entry of a file of a `kind` that was written.
+/// Names the file of an error, and has the fault point of a `kind`.
 fn written(
     kind: &str,
     path: &Path,
-    written: io::Result<tensors::Written>,
+    written: io::Result<ManifestFile>,
 ) -> Result<ManifestFile, CheckpointError> {
     let point = format!("checkpoint.{}", kind.split('.').next().unwrap_or_default());
-    let written = written.and_then(|w| fault::point(&point).map(|()| w)).map_err(at(path))?;
-    Ok(ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 })
+    written.and_then(|file| fault::point(&point).map(|()| file)).map_err(at(path))
 }
 
 /// Adds state and manifest to `temporary`, which has `files`, and gives it the checkpoint's name. Returns the size of all files.
@@ -176,7 +175,7 @@ pub(super) fn complete(
     if stands { Ok(size_bytes) } else { validate(&place).map(|manifest| size_of(&place, &manifest)) }
 }
 
-pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<tensors::Written> {
+pub(super) fn write_json(path: &Path, value: &impl Serialize) -> io::Result<ManifestFile> {
     let mut text = serde_json::to_vec_pretty(value)?;
     text.push(b'\n');
     tensors::write_bytes(path, &text)

@@ -11,10 +11,6 @@ use std::{
     path::Path,
 };
 
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
 /// Sizes and checksums of a checkpoint's other files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
@@ -122,5 +118,5 @@ pub(super) fn checksum(path: &Path) -> io::Result<ManifestFile> {
             }
         }
     }
-    Ok(ManifestFile { size_bytes, sha256: hexadecimal(&hash.finalize()) })
+    Ok(ManifestFile { size_bytes, sha256: hex::encode(hash.finalize()) })
 }

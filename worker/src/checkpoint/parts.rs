@@ -2,8 +2,7 @@
 //! which tensor. Every tensor is whole in one file. Here also: which files have a checkpoint's tensors, sharded or not.
 
 use super::{
-    AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, ManifestFile, OPTIMIZER, Snapshot, State,
-    TEMPORARY, at,
+    AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, Snapshot, State, TEMPORARY, at,
     files::{complete, stands, write_json, write_tensors},
     folders::folder_name,
     header::HEADER_BYTES,
@@ -88,8 +87,7 @@ pub fn complete_parts(
             let name = checkpoint_files::index(kind);
             let path = temporary.join(&name);
             let index = Index { metadata: IndexMetadata { total_size }, places: Places { weight_map } };
-            let written = write_json(&path, &index).map_err(at(&path))?;
-            files.insert(name, ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 });
+            files.insert(name, write_json(&path, &index).map_err(at(&path))?);
         }
     }
     complete(directory, temporary, state, best, files)

@@ -6,12 +6,12 @@ use super::{
     manifest::{manifest, size_of, validate},
     parts::{files_of, read_files},
 };
-use lockstep_engine::{first_not_finite, slot_name};
+use lockstep_engine::first_not_finite;
 use lockstep_host::{files, tensors::NamedTensors};
 use lockstep_protocol::{agent::CheckpointInfo, checkpoint_files, limits::STATE_FILE_BYTES};
 use std::{fs, path::Path};
 
-/// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots as they are named today.
+/// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots.
 ///
 /// # Errors
 /// It is damaged, or holds values that are not finite.
@@ -23,11 +23,7 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     let text = fs::read(&path).map_err(at(&path))?;
     let state: State = serde_json::from_slice(&text).map_err(|e| damaged(format!("{STATE}: {e}")))?;
     let tensors = |kind| files_of(folder, kind).and_then(|files| read_files(&files)).map_err(damaged);
-    let (parameters, mut optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
-    if state.optimizer.is_none() {
-        optimizer =
-            optimizer.into_iter().map(|(name, tensor)| (slot_name(&name, "momentum"), tensor)).collect();
-    }
+    let (parameters, optimizer) = (tensors(MODEL)?, tensors(OPTIMIZER)?);
     for (file, tensors) in [(MODEL, &parameters), (OPTIMIZER, &optimizer)] {
         if let Some(found) = first_not_finite(tensors) {
             return Err(CheckpointError::NotFinite { name, detail: format!("{file}: {found}") });

@@ -47,9 +47,7 @@ pub struct State {
     pub loss_scaling: Option<LossScaling>,
     #[serde(default)]
     pub skipped_steps: SkippedSteps,
-    /// Absent in files of older versions.
-    #[serde(default)]
-    pub optimizer: Option<OptimizerNote>,
+    pub optimizer: OptimizerNote,
 }
 
 /// The optimizer whose state a checkpoint has.

@@ -4,7 +4,6 @@
 use super::{
     ManifestFile,
     header::{self, Entry, Header, NoHeader},
-    manifest::hexadecimal,
 };
 use lockstep_host::{
     files,
@@ -39,13 +38,6 @@ struct Data<'a> {
     bytes: Cow<'a, [u8]>,
 }
 
-/// A file that was written and synced.
-pub(super) struct Written {
-    pub(super) size_bytes: u64,
-    /// Hexadecimal.
-    pub(super) sha256: String,
-}
-
 /// Writes `tensors`, in the order of their names; with `batches`, each batch norm gets its
 /// `num_batches_tracked`. Same arguments, same bytes.
 pub(super) fn write(
@@ -53,7 +45,7 @@ pub(super) fn write(
     tensors: &NamedTensors,
     batches: Option<u64>,
     metadata: &BTreeMap<String, String>,
-) -> io::Result<Written> {
+) -> io::Result<ManifestFile> {
     let float32 = tensors.iter().map(|(name, HostTensor { shape, values })| {
         let bytes = Cow::Borrowed(bytemuck::cast_slice(values));
         (name.clone(), Data { dtype: Dtype::F32, shape: shape.clone(), bytes })
@@ -72,7 +64,7 @@ fn write_all(
     path: &Path,
     all: &BTreeMap<String, Data<'_>>,
     metadata: &BTreeMap<String, String>,
-) -> io::Result<Written> {
+) -> io::Result<ManifestFile> {
     // Wider types first keeps every tensor aligned, as the format asks.
     let mut ordered: Vec<_> = all.iter().collect();
     ordered.sort_by_key(|(_, data)| Reverse(data.dtype.bitsize()));
@@ -113,12 +105,11 @@ pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
             (name, Data { dtype, shape, bytes })
         }));
     }
-    let written = write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))?;
-    Ok(ManifestFile { size_bytes: written.size_bytes, sha256: written.sha256 })
+    write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))
 }
 
 /// Writes a small file the same way.
-pub(super) fn write_bytes(path: &Path, bytes: &[u8]) -> io::Result<Written> {
+pub(super) fn write_bytes(path: &Path, bytes: &[u8]) -> io::Result<ManifestFile> {
     let mut out = Hashing::create(path)?;
     out.write_all(bytes)?;
     out.finish()
@@ -142,10 +133,10 @@ impl Hashing {
         self.file.write_all(bytes)
     }
 
-    fn finish(self) -> io::Result<Written> {
+    fn finish(self) -> io::Result<ManifestFile> {
         let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
         file.sync_all()?;
-        Ok(Written { size_bytes: self.size, sha256: hexadecimal(&self.hash.finalize()) })
+        Ok(ManifestFile { size_bytes: self.size, sha256: hex::encode(self.hash.finalize()) })
     }
 }
 

@@ -40,8 +40,8 @@ static PATHS: Semaphore = Semaphore::const_new(8);
 static PROGRESS: Semaphore = Semaphore::const_new(1);
 /// Training comes first: requests of people wait for idle cores.
 const NICENESS: i32 = 10;
-/// How often it is checked whether a process has replied.
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// How often it is checked whether a request is cancelled.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Handles a request in a process of its own, which ends when the future is dropped.
 ///
@@ -67,6 +67,15 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
         },
     };
     let _permit = permits.acquire().await.map_err(|e| e.to_string())?;
+    ask(program, request).await?
+}
+
+/// Gives a request to a process of its own, which ends when the future is dropped. The inner error is what is wrong with the
+/// request or the files.
+///
+/// # Errors
+/// A sentence: what is wrong with the process.
+async fn ask(program: &Path, request: &AgentRequest) -> Result<Result<AgentReply, String>, String> {
     let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the inspecting process {what}: {e}");
     let mut command = Command::new(program);
@@ -86,14 +95,11 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
         let _ = to.write_all(&words).await;
     }
     let done = child.wait_with_output().await.map_err(|e| failed("is lost", e))?;
-    match serde_json::from_slice(&done.stdout) {
-        Ok(answer) => answer,
-        Err(_) => {
-            let said = String::from_utf8_lossy(&done.stderr);
-            let last = said.lines().next_back().map(|last| format!(": {last}")).unwrap_or_default();
-            Err(format!("{PROCESS_ENDED}{}{last}", done.status))
-        }
-    }
+    serde_json::from_slice(&done.stdout).map_err(|_| {
+        let said = String::from_utf8_lossy(&done.stderr);
+        let last = said.lines().next_back().map(|last| format!(": {last}")).unwrap_or_default();
+        format!("{PROCESS_ENDED}{}{last}", done.status)
+    })
 }
 
 /// Handles a request in this process, for requests that read no file's content.
@@ -108,7 +114,7 @@ async fn in_this_process(
     replying.await.map_err(|e| e.to_string())?
 }
 
-/// As [`request`], blocking the caller until the reply or until `cancelled`. The inner error is what is wrong with the request
+/// Asks such a process, and blocks the caller until the reply or until `cancelled`. The inner error is what is wrong with the request
 /// or the files.
 ///
 /// # Errors
@@ -118,43 +124,18 @@ pub(crate) fn request_blocking(
     request: &AgentRequest,
     cancelled: &AtomicBool,
 ) -> Result<Result<AgentReply, String>, String> {
-    let failed = |e: std::io::Error| format!("the inspecting process failed: {e}");
-    let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
-    let mut command = std::process::Command::new(program);
-    for name in SECRETS {
-        command.env_remove(name);
-    }
-    let mut child = command
-        .arg("inspect")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(failed)?;
-    if let Some(mut to) = child.stdin.take() {
-        // A process that ended before it read everything is reported below.
-        let _ = to.write_all(&words);
-    }
-    // An answer may be longer than what a pipe holds.
-    let mut from = child.stdout.take();
-    let reading = std::thread::spawn(move || {
-        let mut said = Vec::new();
-        from.as_mut().map_or(Ok(0), |from| from.read_to_end(&mut said)).map(|_| said)
-    });
-    let status = loop {
-        if let Some(status) = child.try_wait().map_err(failed)? {
-            break status;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(|e| e.to_string())?.block_on(async {
+        let cancellation = async {
+            while !cancelled.load(Ordering::Relaxed) {
+                tokio::time::sleep(POLL_INTERVAL).await;
+            }
+        };
+        tokio::select! {
+            reply = ask(program, request) => reply,
+            () = cancellation => Err("cancelled".into()),
         }
-        if cancelled.load(Ordering::Relaxed) {
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err("cancelled".into());
-        }
-        std::thread::sleep(POLL_INTERVAL);
-    };
-    let ended = || format!("{PROCESS_ENDED}{status}");
-    let said = reading.join().map_err(|_| ended())?.map_err(failed)?;
-    serde_json::from_slice(&said).map_err(|_| ended())
+    })
 }
 
 /// The process itself: the request on standard input, the reply on standard output, both JSON.

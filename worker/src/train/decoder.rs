@@ -1,12 +1,12 @@
 //! Which of a rank's GPU and CPU cores decode JPEG files.
 
 use super::{TrainError, Training};
-use lockstep_data::{device::Sharing, loader::DataSource};
+use lockstep_data::loader::DataSource;
 use lockstep_engine::DeviceChoice;
 use lockstep_protocol::spec::Precision;
 use std::ffi::OsStr;
 
-/// Chooses what decodes JPEG files: `auto`, `cpu`, `gpu` or `shared`.
+/// Chooses what decodes JPEG files: `auto`, `cpu` or `gpu`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
 /// The setting of a rank.
@@ -17,8 +17,6 @@ enum DecoderChoice {
     Cores,
     /// As `Auto`; without a GPU that can, the job fails.
     Gpu,
-    /// As `Auto`, with cores taking some of what the GPU can, too, while a step waits for its batch.
-    Shared,
 }
 
 impl DecoderChoice {
@@ -30,8 +28,7 @@ impl DecoderChoice {
                 "" | "auto" => Ok(Self::Auto),
                 "cpu" => Ok(Self::Cores),
                 "gpu" => Ok(Self::Gpu),
-                "shared" => Ok(Self::Shared),
-                other => Err(format!("{DECODER} is {other:?}; give auto, cpu, gpu or shared")),
+                other => Err(format!("{DECODER} is {other:?}; give auto, cpu or gpu")),
             },
         }
     }
@@ -45,10 +42,10 @@ impl DecoderChoice {
             Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
             _ if !on_gpu || !decodes_jpeg => Err(None),
             Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
-            Self::Auto | Self::Shared if deterministic => {
+            Self::Auto if deterministic => {
                 Err(Some("train.deterministic asks for the same bits, whatever the machine has".into()))
             }
-            Self::Auto | Self::Gpu | Self::Shared => Ok(()),
+            Self::Auto | Self::Gpu => Ok(()),
         }
     }
 }
@@ -66,12 +63,8 @@ pub(super) fn choose_decoder(
     let opened = wanted.and_then(|()| backend.decoder(ordinal, precision).map_err(Some));
     Ok(match opened {
         Ok(decoder) => {
-            let (sharing, who) = match choice {
-                DecoderChoice::Shared => (Sharing::WithCores, ", and by cores while a step waits for them"),
-                DecoderChoice::Auto | DecoderChoice::Cores | DecoderChoice::Gpu => (Sharing::DeviceAlone, ""),
-            };
-            let line = format!("JPEG files are decoded by the GPU ({}){who}", decoder.name());
-            data.set_decoder(Some(decoder), sharing);
+            let line = format!("JPEG files are decoded by the GPU ({})", decoder.name());
+            data.set_decoder(decoder);
             Some(line)
         }
         Err(Some(why)) if choice == DecoderChoice::Gpu => {
@@ -91,7 +84,7 @@ mod tests {
         assert_eq!(DecoderChoice::of(None), Ok(DecoderChoice::Auto));
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
         assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
-        assert!(of("nvjpeg").unwrap_err().contains("auto, cpu, gpu or shared"));
+        assert!(of("shared").unwrap_err().contains("auto, cpu or gpu"));
         // On a GPU, JPEG files, deterministic.
         for (choice, job, expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),

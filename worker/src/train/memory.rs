@@ -4,7 +4,6 @@
 use super::TrainError;
 use lockstep_engine::{EngineConfig, Needs, net::Network};
 use lockstep_protocol::spec::JobSpec;
-use std::{fs, path::Path};
 
 /// A float32, as weights and a CPU rank's activations are.
 const VALUE: u64 = 4;
@@ -79,50 +78,6 @@ fn gigabytes(bytes: u64) -> String {
     format!("{:.1} GB", bytes as f64 / 1e9)
 }
 
-/// Bytes that this process may use at most: the machine's memory plus swap, or its control group's limit. `None` where the system
-/// does not report it.
-pub(super) fn of_machine() -> Option<u64> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let group = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let (memory, swap) = meminfo(&text)?;
-    let limits = limits(&group, Path::new("/sys/fs/cgroup"), swap);
-    Some(limits.into_iter().fold(memory.saturating_add(swap), u64::min))
-}
-
-/// Bytes of memory and of swap.
-fn meminfo(text: &str) -> Option<(u64, u64)> {
-    let of = |key: &str| {
-        let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
-        line.split_whitespace().next()?.parse::<u64>().ok()
-    };
-    Some((of("MemTotal")?.saturating_mul(1024), of("SwapTotal").unwrap_or(0).saturating_mul(1024)))
-}
-
-/// Limits in bytes of the control groups (v1 and v2) that a process is in, each with the part of the machine's `swap` that it may use.
-fn limits(groups: &str, root: &Path, swap: u64) -> Vec<u64> {
-    let number = |path: &Path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let mut found = Vec::new();
-    for line in groups.lines() {
-        let mut parts = line.splitn(3, ':').skip(1);
-        let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
-        let (root, most, more) = if controllers.is_empty() {
-            (root.to_owned(), "memory.max", "memory.swap.max")
-        } else if controllers.split(',').any(|name| name == "memory") {
-            (root.join("memory"), "memory.limit_in_bytes", "none")
-        } else {
-            continue;
-        };
-        // In a container the group itself is mounted as the root, whatever its name outside is.
-        let own = root.join(path.trim_start_matches('/'));
-        for folder in own.ancestors().take_while(|folder| folder.starts_with(&root)) {
-            let Some(most) = number(&folder.join(most)) else { continue };
-            let more = number(&folder.join(more)).map_or(swap, |more| more.min(swap));
-            found.push(most.saturating_add(more));
-        }
-    }
-    found
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -173,28 +128,5 @@ mod tests {
         assert!(needed.check(&spec, &huge, u64::MAX - 1).is_err());
         let gpu = RequiredMemory::of(&network, &config(64), Needs::default(), 1, many);
         assert_eq!((gpu.each, gpu.shared), (64 * 3 * 32 * 32, 0));
-    }
-
-    #[test]
-    fn a_control_group_has_less_than_its_machine() {
-        let text = "MemTotal:  1000 kB\nMemFree: 1 kB\nSwapTotal: 24 kB\n";
-        assert_eq!(meminfo(text), Some((1000 * 1024, 24 * 1024)));
-        assert_eq!(meminfo("nothing"), None);
-        let dir = tempfile::tempdir().unwrap();
-        let inner = dir.path().join("a/b");
-        fs::create_dir_all(&inner).unwrap();
-        fs::write(dir.path().join("a/memory.max"), "5000\n").unwrap();
-        fs::write(dir.path().join("a/memory.swap.max"), "70\n").unwrap();
-        fs::write(inner.join("memory.max"), "max\n").unwrap();
-        assert_eq!(limits("0::/a/b\n", dir.path(), 1000), [5070]);
-        fs::write(inner.join("memory.max"), "100\n").unwrap();
-        fs::write(inner.join("memory.swap.max"), "max\n").unwrap();
-        assert_eq!(limits("0::/a/b\n", dir.path(), 1000), [1100, 5070]);
-        let old = dir.path().join("memory/c");
-        fs::create_dir_all(&old).unwrap();
-        fs::write(old.join("memory.limit_in_bytes"), "3000\n").unwrap();
-        let groups = "4:cpu,cpuacct:/c\n3:memory:/c\n0::/none\n";
-        assert_eq!(limits(groups, dir.path(), 0), [3000]);
-        assert!(of_machine().is_some_and(|bytes| bytes > 1 << 20));
     }
 }

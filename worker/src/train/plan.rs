@@ -1,9 +1,6 @@
 //! The plan of a run: what its specification, dataset and device come to, decided before anything is allocated.
 
-use super::{
-    TrainError, Training,
-    memory::{self, RequiredMemory},
-};
+use super::{TrainError, Training, memory::RequiredMemory};
 use crate::planning;
 use lockstep_data::loader::{DataSource, EpochPlan, Shape};
 use lockstep_engine::{
@@ -11,6 +8,7 @@ use lockstep_engine::{
     net::{self, Network},
     plan as parallel,
 };
+use lockstep_host::usage::memory_and_swap;
 use lockstep_protocol::{
     numbers::plural,
     spec::{JobSpec, Precision, ScheduleKind},
@@ -83,7 +81,7 @@ impl RunPlan {
         };
         let needs = training.device.backend.needs();
         // What ranks that share a network need depends on its splits.
-        if let Some(is) = memory::of_machine().filter(|_| !spec.parallel.is_hybrid()) {
+        if let Some(is) = memory_and_swap().filter(|_| !spec.parallel.is_hybrid()) {
             let of_split = (shape.train_samples, replicas);
             let needed = RequiredMemory::of(&network, &config, needs, training.local_ranks, of_split);
             needed.check(spec, &network, is)?;

@@ -91,10 +91,10 @@ impl Run<'_> {
             precision: Some(self.engine.precision()),
             loss_scaling: state_dict.loss_scaling,
             skipped_steps: self.skipped.clone(),
-            optimizer: Some(OptimizerNote {
+            optimizer: OptimizerNote {
                 kind: self.training.spec.train.optimizer,
                 updates: state_dict.optimizer.as_ref().map_or(0, |optimizer| optimizer.updates),
-            }),
+            },
         }
     }
 

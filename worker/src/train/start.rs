@@ -3,7 +3,7 @@
 
 use super::{TrainError, Training, plan::RunPlan, pretrained};
 use crate::{
-    checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, OptimizerNote, State},
+    checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, State},
     precision::SkippedSteps,
 };
 use lockstep_comm::{ProcessGroup, Reduction};
@@ -18,7 +18,7 @@ use lockstep_protocol::{
     dataset::classes_differ,
     numbers::plural,
     schedule::{self, Schedule},
-    spec::{Division, OptimizerKind, Precision, read_leniently},
+    spec::{Division, Precision, read_leniently},
 };
 use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
@@ -138,8 +138,7 @@ fn resume(
     }
     let state: State = shared_json(group, state)?;
     let parameters = shared(group, engine.parameters()?, parameters)?;
-    // Older checkpoints do not name it: it was always SGD.
-    let note = state.optimizer.unwrap_or(OptimizerNote { kind: OptimizerKind::Momentum, updates: 0 });
+    let note = state.optimizer;
     let kind = training.spec.train.optimizer;
     let carries_over = slots(note.kind) == slots(kind);
     let optimizer = if carries_over {

@@ -48,8 +48,7 @@ impl Parameters {
                     format!("{name} {}\n", shape.join("x"))
                 };
                 let text: String = ours.iter().map(line).collect();
-                let hash: String = Sha256::digest(&text).iter().map(|b| format!("{b:02x}")).collect();
-                assert_eq!(hash, *theirs, "{what}:\n{text}");
+                assert_eq!(hex::encode(Sha256::digest(&text)), *theirs, "{what}:\n{text}");
             }
         }
     }

@@ -94,7 +94,7 @@ fn bytes(count: usize, seed: usize) -> Vec<u8> {
 }
 
 fn remote(name: &'static str, content: &[u8], members: &'static [&'static str]) -> Remote {
-    let sum = Sha256::digest(content).iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let sum = hex::encode(Sha256::digest(content));
     Remote { name, bytes: content.len() as u64, sha256: sum.leak(), members }
 }
 

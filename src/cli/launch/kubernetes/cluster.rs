@@ -10,14 +10,15 @@ use kube::{
     config::KubeConfigOptions,
     core::{ApiResource, GroupVersionKind, Status},
 };
+use lockstep_protocol::backoff::Backoff;
 use serde_json::Value;
 use std::{
     sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
-/// First pause before a request is tried again, and the longest.
-pub(super) const RETRY: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(10));
+/// Pauses before a request is tried again.
+pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
 /// How often a change is retried after a conflict with another writer.
 const MOST_CONFLICTS: u32 = 20;
 /// For an object that is being deleted: its pods end first.
@@ -127,7 +128,7 @@ impl Cluster {
     /// Tries for a minute while the API server is away.
     async fn patiently<T>(&self, ask: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
         let began = Instant::now();
-        let mut pause = RETRY.0;
+        let mut backoff = RETRY;
         loop {
             match self.answer(ask()).await {
                 Err(error) if is_away(&error) && began.elapsed() < self.waits.away => self.note_away(&error),
@@ -136,8 +137,7 @@ impl Cluster {
                     return answer;
                 }
             }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(RETRY.1);
+            tokio::time::sleep(backoff.pause()).await;
         }
     }
 
@@ -179,7 +179,7 @@ impl Cluster {
                 Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
                     Some(found) => return Ok(Created::Exists(found)),
                     // It is gone meanwhile.
-                    None => tokio::time::sleep(RETRY.0).await,
+                    None => tokio::time::sleep(RETRY.first).await,
                 },
                 Err(error) => return Err(self.explain(&doing, &error)),
             }
@@ -252,7 +252,7 @@ impl Cluster {
                     "{kind:?} {name} is being deleted and does not end; `kubectl describe` says what holds it"
                 );
             }
-            tokio::time::sleep(RETRY.0).await;
+            tokio::time::sleep(RETRY.first).await;
         }
         Ok(())
     }

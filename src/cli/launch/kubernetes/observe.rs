@@ -11,7 +11,7 @@ use std::{
     pin::pin,
     time::{Duration, Instant},
 };
-use tokio::sync::mpsc::Sender;
+use tokio::{sync::mpsc::Sender, time::sleep};
 
 /// The API server ends a watch after this time; it is then continued.
 const WATCH_SECS: u32 = 240;
@@ -52,13 +52,13 @@ pub(super) async fn observe(
 ) -> anyhow::Result<()> {
     let api = cluster.api(kind);
     let wanted = ListParams { label_selector: labels, field_selector: fields, ..ListParams::default() };
-    let mut pause = RETRY.0;
+    let mut backoff = RETRY;
     loop {
         let list = match cluster.answer(api.list(&wanted)).await {
             Ok(list) => list,
             Err(error) if is_away(&error) => {
                 cluster.note_away(&error);
-                wait(&mut pause).await;
+                sleep(backoff.pause()).await;
                 continue;
             }
             Err(error) => return Err(cluster.explain(&format!("listing {kind:?}s"), &error)),
@@ -87,20 +87,20 @@ pub(super) async fn observe(
                     if before == version && began.elapsed() < AT_ONCE {
                         // Pause only before a server that ends each watch at once. A watch without changes ends after its time limit, and
                         // is continued at once.
-                        wait(&mut pause).await;
+                        sleep(backoff.pause()).await;
                     } else {
-                        pause = RETRY.0;
+                        backoff = RETRY;
                     }
                     ended
                 }
                 Err(Error::Api(status)) if status.code == GONE => {
                     // The API server has lost the version that it listed just now, which happens under load: pause.
-                    wait(&mut pause).await;
+                    sleep(backoff.pause()).await;
                     Ended::Lost
                 }
                 Err(error) if is_away(&error) => {
                     cluster.note_away(&error);
-                    wait(&mut pause).await;
+                    sleep(backoff.pause()).await;
                     Ended::Cut
                 }
                 Err(error) => return Err(cluster.explain(&format!("watching {kind:?}s"), &error)),
@@ -110,12 +110,6 @@ pub(super) async fn observe(
             }
         }
     }
-}
-
-/// Each pause is twice as long as the one before.
-async fn wait(pause: &mut Duration) {
-    tokio::time::sleep(*pause).await;
-    *pause = (*pause * 2).min(RETRY.1);
 }
 
 fn seen_version(version: &mut String, object: &DynamicObject) {

@@ -38,7 +38,7 @@ impl Nccl {
     ///
     /// # Safety
     /// As [`Nccl::all_reduce`], for each range `(ptr, count)`.
-    pub unsafe fn all_reduce_many(
+    pub(crate) unsafe fn all_reduce_many(
         &self,
         ranges: &[(u64, usize)],
         dtype: DataType,

@@ -77,7 +77,7 @@ impl Store {
     }
 
     /// Whether this rank is asked to stop and should give up waiting for the others.
-    pub fn gives_up(&self) -> bool {
+    pub(crate) fn gives_up(&self) -> bool {
         self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
@@ -89,7 +89,7 @@ impl Store {
     }
 
     /// This machine's address for other ranks; unless [`Store::listen_at`] said another, the one with which it reaches rank 0's machine.
-    pub fn local_ip(&self) -> IpAddr {
+    pub(crate) fn local_ip(&self) -> IpAddr {
         self.local_ip
     }
 
@@ -147,7 +147,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`Store::exchange`].
-    pub fn exchange_within(
+    pub(crate) fn exchange_within(
         &self,
         what: &str,
         value: &[u8],

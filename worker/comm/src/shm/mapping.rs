@@ -1,12 +1,10 @@
 //! Shared memory backed by a file without a name: the system frees it when the last process that maps it has ended, in whatever
 //! way.
 
-#![allow(unsafe_code)] // Mapping memory, and giving out slices of it.
+#![allow(unsafe_code)] // Slices of mapped memory.
 
-use rustix::{
-    fs::{FallocateFlags, MemfdFlags, SealFlags},
-    mm::{MapFlags, ProtFlags},
-};
+use memmap2::{MmapOptions, MmapRaw};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use std::{
     fs::{File, OpenOptions},
     io,
@@ -56,33 +54,13 @@ impl Anonymous {
         if self.0.metadata()?.len() < (offset + bytes) as u64 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the memory is shorter than was said"));
         }
-        // SAFETY: a new mapping of its own, of a part of the file that exists and cannot be cut off.
-        let start = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                bytes,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                &self.0,
-                offset as u64,
-            )?
-        };
-        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
-        Ok(Arc::new(Mapping { start, bytes }))
+        Ok(Arc::new(Mapping(MmapOptions::new().offset(offset as u64).len(bytes).map_raw(&self.0)?)))
     }
 }
 
-/// A part of such a file in this process's memory.
+/// A part of such a file in this process's memory. It stays valid: the file cannot shrink.
 #[derive(Debug)]
-pub(super) struct Mapping {
-    start: NonNull<u8>,
-    bytes: usize,
-}
-
-// SAFETY: the memory belongs to no thread.
-unsafe impl Send for Mapping {}
-// SAFETY: as above; the callers of the unsafe methods answer for the slices that they make.
-unsafe impl Sync for Mapping {}
+pub(super) struct Mapping(MmapRaw);
 
 impl Mapping {
     /// Values in it.
@@ -95,22 +73,12 @@ impl Mapping {
     /// They are not inside, or not aligned.
     pub(super) unsafe fn view<T>(self: &Arc<Self>, offset: usize, len: usize) -> SharedSlice<T> {
         let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
-        assert!(
-            end.is_some_and(|end| end <= self.bytes),
-            "{len} values from byte {offset} of {}",
-            self.bytes
-        );
-        // SAFETY: inside of the mapping, as just checked.
-        let start: NonNull<T> = unsafe { self.start.add(offset) }.cast();
+        let bytes = self.0.len();
+        assert!(end.is_some_and(|end| end <= bytes), "{len} values from byte {offset} of {bytes}");
+        // SAFETY: inside of the mapping, as just checked, which is at no address 0.
+        let start: NonNull<T> = unsafe { NonNull::new_unchecked(self.0.as_mut_ptr().add(offset)) }.cast();
         assert!(start.is_aligned());
         SharedSlice { start, len, _owner: Owner::Shared { _mapping: self.clone() } }
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: what [`Anonymous::map`] mapped; nobody has a view of it any more.
-        let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 

@@ -11,7 +11,6 @@ use serde::{Deserialize, Serialize};
 use std::{
     collections::{BTreeMap, HashMap},
     fs,
-    io::Write,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     time::{Duration, SystemTime},
@@ -170,18 +169,9 @@ impl FolderCacheFile {
         if fs::read(path).is_ok_and(|before| before == text) {
             return;
         }
-        let write = || -> std::io::Result<()> {
-            let mut file = tempfile::NamedTempFile::new_in(path.parent().unwrap_or(Path::new(".")))?;
-            file.write_all(&text)?;
-            file.persist(path)?;
-            Ok(())
-        };
         // Only time depends on it.
-        if let Err(error) = write() {
-            tracing::warn!(
-                "{}: {error}; the dataset's files will be examined again at the next start",
-                path.display()
-            );
+        if let Err(error) = lockstep_host::write_whole(path, &text) {
+            tracing::warn!("{error}; the dataset's files will be examined again at the next start");
         }
     }
 

@@ -1,7 +1,6 @@
 //! The cache directory of indexes: which file belongs to a dataset, who may write it, and when it is removed.
 
 use super::file::{BlockRef, Facts, MAGIC, encoded, write_block, write_head};
-use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
@@ -127,7 +126,7 @@ impl IndexStore {
         let lock = File::options().create(true).truncate(false).write(true).open(&lock_path);
         let lock = lock.map_err(|e| named(&lock_path, e))?;
         // Where files cannot be locked, several may do the same work at the same time; each file appears whole.
-        let _ = rustix::fs::flock(&lock, FlockOperation::LockExclusive);
+        let _ = lock.lock();
         let mut facts = Facts::default();
         facts.add(&file("index"), dataset, self.reader);
         let part_path = file("part");
@@ -162,7 +161,7 @@ impl IndexStore {
         let text = fs::read(self.file(dataset, "progress")?).ok()?;
         // The lock is held while an index is made; a process that was killed leaves its progress file.
         let lock = File::open(self.file(dataset, "lock")?).ok()?;
-        if rustix::fs::flock(&lock, FlockOperation::NonBlockingLockShared).is_ok() {
+        if lock.try_lock_shared().is_ok() {
             return None;
         }
         serde_json::from_slice(&text).ok()
@@ -170,8 +169,7 @@ impl IndexStore {
 }
 
 fn path_key(dataset: &Path) -> String {
-    let key = Sha256::digest(dataset.as_os_str().as_encoded_bytes());
-    key.iter().take(16).map(|byte| format!("{byte:02x}")).collect()
+    hex::encode(&Sha256::digest(dataset.as_os_str().as_encoded_bytes())[..16])
 }
 
 /// Distinguishes the dataset's folder from another at the same path on another machine. None where the file system reports no
@@ -186,7 +184,7 @@ fn folder_of(dataset: &Path) -> Option<String> {
     let mut key = Sha256::new();
     key.update(found.ino().to_le_bytes());
     key.update(born.to_le_bytes());
-    Some(key.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect())
+    Some(hex::encode(&key.finalize()[..8]))
 }
 
 /// Indexes that nobody uses are removed some day.

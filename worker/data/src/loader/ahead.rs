@@ -1,6 +1,6 @@
 //! Threads that prepare batches ahead of the step.
 
-use super::{batch::Batch, demand::Demand};
+use super::batch::Batch;
 use crate::DataError;
 use std::{
     sync::{Arc, mpsc},
@@ -13,17 +13,17 @@ pub(super) fn prepare_ahead(
     count: usize,
     threads: usize,
     ahead: usize,
-    make: impl Fn(usize, &Demand) -> Result<Batch, DataError> + Send + Sync + 'static,
+    make: impl Fn(usize) -> Result<Batch, DataError> + Send + Sync + 'static,
 ) -> Box<dyn Iterator<Item = Result<Batch, DataError>> + Send> {
     let threads = threads.clamp(1, count.max(1));
-    let (make, demand) = (Arc::new(make), Arc::new(Demand::default()));
+    let make = Arc::new(make);
     let lanes: Vec<_> = (0..threads)
         .map(|lane| {
             let (sender, receiver) = mpsc::sync_channel(ahead);
-            let (make, demand) = (make.clone(), demand.clone());
+            let make = make.clone();
             let work = move || {
                 for number in (lane..count).step_by(threads) {
-                    let batch = make(number, &demand);
+                    let batch = make(number);
                     let last = batch.is_err();
                     if sender.send(batch).is_err() || last {
                         break;
@@ -41,13 +41,7 @@ pub(super) fn prepare_ahead(
         }
         let (lane, refused) = &lanes[number % threads];
         number += 1;
-        let batch = lane.try_recv().or_else(|_| {
-            demand.set(true);
-            let batch = lane.recv();
-            demand.set(false);
-            batch
-        });
-        Some(batch.unwrap_or_else(|_| {
+        Some(lane.recv().unwrap_or_else(|_| {
             let why = refused
                 .as_ref()
                 .map_or_else(|| "a thread that prepares data ended".to_owned(), ToString::to_string);

@@ -1,7 +1,6 @@
 //! What a batch is, and how one is made: its pictures are opened, transformed and put together.
 
 use super::{
-    demand::Demand,
     mix::MixParams,
     on_device::{self, PartialPicture},
     part::Part,
@@ -98,14 +97,12 @@ pub(super) struct BatchBuilder<'a> {
     pub(super) workers: &'a Workers,
     /// Decodes JPEG files, if there is one; cores decode those that it does not take.
     pub(super) device: Option<&'a OnDevice>,
-    /// Whether a step waits for its batch.
-    pub(super) demand: &'a Demand,
 }
 
 impl BatchBuilder<'_> {
     /// A batch of the pictures at the places `chosen` of the split; `epoch` is `None` for evaluation.
     pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
-        let Self { part, transform, format, workers, demand, .. } = *self;
+        let Self { part, transform, format, workers, .. } = *self;
         let size = transform.side * transform.side * transform.channels;
         let room = |wanted: BatchFormat| if format == wanted { chosen.len() * size } else { 0 };
         let mut batch = Batch {
@@ -140,7 +137,7 @@ impl BatchBuilder<'_> {
                 let fill = |work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]| {
                     pictures.fill(work, numbers, begun)
                 };
-                on_device::make(device, part, transform, chosen, epoch, (workers, demand), &fill)?;
+                on_device::make(device, part, transform, chosen, epoch, workers, &fill)?;
             }
             None => pictures.fill(Work::Decoding, &all, &[])?,
         }

@@ -90,12 +90,9 @@ impl DataSource {
             Ok(preparation) => preparation,
             Err(error) => return Box::new(std::iter::once(Err(error))),
         };
-        prepare_ahead(count, lanes, ahead, move |number, demand| {
+        prepare_ahead(count, lanes, ahead, move |number| {
             let (part, transform, workers) = (part.as_ref(), transform.as_ref(), workers.as_ref());
-            make(
-                &BatchBuilder { part, transform, format, workers, device: device.as_deref(), demand },
-                number,
-            )
+            make(&BatchBuilder { part, transform, format, workers, device: device.as_deref() }, number)
         })
     }
 

@@ -1,18 +1,16 @@
-//! Batches where a device decodes: it also crops and resizes the pictures that it takes, and cores decode the others at the same
-//! time. While a step waits for its batch, cores also take pictures that the device has not come to yet: the device takes them from
-//! the front of a batch, many at a time, cores from its end, one by one.
+//! Batches where a device decodes. The device also crops and resizes the pictures that it takes. CPU cores decode the other
+//! pictures at the same time.
 
 mod output_spec;
 mod queue;
 
 use super::{
-    demand::Demand,
     part::Part,
     workers::{Work, Workers},
 };
 use crate::{
     DataError,
-    device::{CpuDecodeReason, Encoded, OnDevice, Sharing},
+    device::{CpuDecodeReason, Encoded, OnDevice},
     picture::{ScaleTable, decode::for_hardware, jpeg},
     transform::{AugmentParams, Transform},
 };
@@ -70,7 +68,7 @@ pub(super) fn make(
     transform: &Transform,
     chosen: &[u32],
     epoch: Option<u32>,
-    (workers, demand): (&Workers, &Demand),
+    workers: &Workers,
     fill: Fill<'_>,
 ) -> Result<(), DataError> {
     let numbers = 0..chosen.len();
@@ -107,79 +105,42 @@ pub(super) fn make(
     if of_device.is_empty() {
         return fill(Work::Decoding, &of_cores, &read);
     }
-    let shared = Shared {
-        device,
-        output: &output,
-        files: &files,
-        read: &read,
-        queue: Queue::new(of_device),
-        demand,
-        has_failed: AtomicBool::new(false),
-        has_ended: AtomicBool::new(false),
-        fill,
-    };
+    let has_failed = AtomicBool::new(false);
+    let queue = Queue::new(of_device);
+    let work = DeviceWork { device, output: &output, files: &files, read: &read, queue, has_failed, fill };
     thread::scope(|scope| {
-        let feeding: Vec<_> = (1..device.decoder.at_a_time())
+        let feeding: Vec<_> = (0..device.decoder.at_a_time())
             .map_while(|_| {
-                let feed = || shared.feed();
-                // Where the system gives no more threads, fewer do.
+                let feed = || work.feed();
                 thread::Builder::new().name("pictures on the GPU".into()).spawn_scoped(scope, feed).ok()
             })
             .collect();
-        let on_cores = || {
-            let own = fill(Work::Decoding, &of_cores, &read);
-            let is_shared = device.sharing == Sharing::WithCores && workers.is_pool();
-            while is_shared
-                && demand.wait(|| shared.queue.is_empty() || shared.has_ended.load(Ordering::Relaxed))
-            {
-                workers.drain(|| demand.is_there() && shared.one_on_a_core());
-            }
-            own
-        };
-        let on_cores = thread::Builder::new().name("pictures on cores".into()).spawn_scoped(scope, on_cores);
-        let ended = Ended(&shared);
-        shared.feed();
-        drop(ended);
-        let own = match on_cores {
-            Ok(on_cores) => on_cores.join().unwrap_or_else(|panic| resume_unwind(panic)),
-            Err(_) => fill(Work::Decoding, &of_cores, &read),
-        };
+        let on_cores = fill(Work::Decoding, &of_cores, &read);
+        // The system may have refused every thread above.
+        work.feed();
         for feeding in feeding {
             feeding.join().unwrap_or_else(|panic| resume_unwind(panic));
         }
-        own
+        on_cores
     })?;
-    shared.queue.outcome()
+    work.queue.outcome()
 }
 
-/// Pictures of a batch that the device or cores decode.
-struct Shared<'a> {
+/// The pictures of a batch that the device decodes.
+struct DeviceWork<'a> {
     device: &'a OnDevice,
     output: &'a OutputSpec,
     files: &'a [File],
     /// The file of each picture of the batch.
     read: &'a [PartialPicture<'a>],
     queue: Queue,
-    demand: &'a Demand,
-    /// The device has failed at some of them.
+    /// The device has failed at some of the pictures.
     has_failed: AtomicBool,
-    /// The device is given no more of them.
-    has_ended: AtomicBool,
     fill: Fill<'a>,
 }
 
-/// Marks the end of the device's work when dropped, also after a panic, so that cores do not wait for it.
-struct Ended<'a>(&'a Shared<'a>);
-
-impl Drop for Ended<'_> {
-    fn drop(&mut self) {
-        self.0.has_ended.store(true, Ordering::Relaxed);
-        self.0.demand.wake();
-    }
-}
-
-impl Shared<'_> {
-    /// Lets the device decode pictures that no core has taken, until none is left.
+impl DeviceWork<'_> {
+    /// Makes the device decode groups of pictures until none is left.
     fn feed(&self) {
         while !self.queue.is_empty() {
             let claimed = Cell::new((0, 0));
@@ -187,15 +148,15 @@ impl Shared<'_> {
             let outcome = self.device.decoder.decode(
                 self.output.size,
                 &mut |most| {
-                    claimed.set(self.queue.front(most));
+                    claimed.set(self.queue.claim(most));
                     self.encoded(self.queue.numbers(claimed.get()))
                 },
                 &mut |made| filled = Some(self.decoded(self.queue.numbers(claimed.get()), made)),
             );
             if let Err(why) = outcome {
                 if claimed.get().0 == claimed.get().1 {
-                    // It cannot begin at all: cores do all that is left.
-                    claimed.set(self.queue.front(usize::MAX));
+                    // The device cannot begin at all: cores decode all pictures that are left.
+                    claimed.set(self.queue.claim(usize::MAX));
                 }
                 let (from, to) = claimed.get();
                 if from < to {
@@ -236,13 +197,5 @@ impl Shared<'_> {
             }
         }
         (self.fill)(Work::AroundDevice, numbers, &begun)
-    }
-
-    /// Makes, on this core, the last picture that was not taken yet. False if there was none.
-    fn one_on_a_core(&self) -> bool {
-        let Some(at) = self.queue.back() else { return false };
-        self.device.for_cores(CpuDecodeReason::Concurrently, 1);
-        self.queue.note(at, (self.fill)(Work::Decoding, self.queue.numbers((at, at + 1)), self.read));
-        true
     }
 }

@@ -85,22 +85,6 @@ impl Workers {
         }
     }
 
-    /// Has every thread that decodes call `one` until that says that nothing is left.
-    pub(super) fn drain(&self, one: impl Fn() -> bool + Sync) {
-        match self.threads(Work::Decoding) {
-            None => while one() {},
-            Some(pool) => pool.install(|| {
-                let all = (0..pool.current_num_threads()).into_par_iter().with_max_len(1);
-                all.for_each(|_| while one() {});
-            }),
-        }
-    }
-
-    /// Whether others than who asks do the work.
-    pub(super) fn is_pool(&self) -> bool {
-        self.pool.is_some()
-    }
-
     /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::AroundDevice`].
     ///
     /// # Errors

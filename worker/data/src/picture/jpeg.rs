@@ -44,8 +44,6 @@ pub enum CpuDecodeReason {
     Refused,
     /// The GPU could not decode the batch that it was in.
     Failed,
-    /// A core took it while the GPU was busy with others.
-    Concurrently,
 }
 
 impl fmt::Display for CpuDecodeReason {
@@ -65,7 +63,6 @@ impl fmt::Display for CpuDecodeReason {
             CpuDecodeReason::Damaged => "damaged",
             CpuDecodeReason::Refused => "refused by nvJPEG",
             CpuDecodeReason::Failed => "in batches that the GPU could not decode",
-            CpuDecodeReason::Concurrently => "while the GPU decoded others",
         })
     }
 }

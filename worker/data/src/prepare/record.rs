@@ -7,11 +7,10 @@ use crate::{
 };
 use lockstep_host::{files, write_whole};
 use lockstep_protocol::dataset::{BrokenFile, PicturesFingerprint};
-use rustix::{fs::FlockOperation, io::Errno};
 use serde::{Deserialize, Serialize};
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs::{self, File, TryLockError},
     io,
     os::unix::fs::FileExt as _,
     path::{Path, PathBuf},
@@ -26,9 +25,6 @@ pub(super) struct Plan {
     pub(super) short_side: u32,
     pub(super) quality: u8,
     pub(super) source: Option<PicturesFingerprint>,
-    /// Rows of Parquet files are mixed in runs, which copies of earlier versions are not.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(super) rows_in_runs: bool,
     /// Pictures in a shard, of each split.
     pub(super) per_shard: Vec<u32>,
 }
@@ -38,9 +34,8 @@ pub(super) struct Plan {
 pub(super) struct Finished {
     pub(super) pictures: u64,
     pub(super) bytes: u64,
-    /// See [`sampled`]; none in copies of earlier versions.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) sampled: Option<u32>,
+    /// See [`sampled`].
+    pub(super) sampled: u32,
     /// Left out.
     pub(super) broken: Vec<BrokenFile>,
 }
@@ -105,8 +100,7 @@ impl Destination {
         }
         let lock = File::open(&dir).map_err(io)?;
         // Where folders cannot be locked, it is up to the user.
-        let locked = rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive);
-        if locked == Err(Errno::WOULDBLOCK) {
+        if matches!(lock.try_lock(), Err(TryLockError::WouldBlock)) {
             return Err(wrong("is being written by another `lockstep dataset prepare`".into()));
         }
         let mut found = Vec::new();
@@ -159,11 +153,6 @@ impl Destination {
                 ));
             }
         }
-        if begun.source == plan.source && begun.rows_in_runs != plan.rows_in_runs {
-            return wrong(format!(
-                "was begun by a version of lockstep that mixed pictures otherwise; {instead}"
-            ));
-        }
         if begun.source != plan.source {
             return wrong(format!(
                 "holds a copy of another dataset, or of other files than it has now; {instead}"
@@ -188,7 +177,7 @@ impl Destination {
         let found = self.record.as_ref()?.shards.get(file)?;
         let shard = File::open(self.dir.join(file)).ok()?;
         let whole = shard.metadata().is_ok_and(|there| there.is_file() && there.len() == found.bytes);
-        let same = || found.sampled.is_none_or(|written| sampled(&shard).is_ok_and(|is| is == written));
+        let same = || sampled(&shard).is_ok_and(|sampled| sampled == found.sampled);
         (whole && same()).then(|| found.clone())
     }
 

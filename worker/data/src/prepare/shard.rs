@@ -115,7 +115,7 @@ impl Task<'_> {
         let file = written.map_err(unwritten)?;
         file.sync_all().map_err(unwritten)?;
         finished.bytes = file.metadata().map_err(unwritten)?.len();
-        finished.sampled = Some(File::open(part).and_then(|file| sampled(&file)).map_err(unwritten)?);
+        finished.sampled = File::open(part).and_then(|file| sampled(&file)).map_err(unwritten)?;
         Ok(finished)
     }
 

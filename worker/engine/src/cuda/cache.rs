@@ -4,12 +4,12 @@
 //! A file is the SHA-256 of its content and the content. The driver crashes on machine code that is cut or damaged, so nothing else is
 //! given to it.
 
-use lockstep_host::{cache::dir, lock_within, open_lock};
+use lockstep_host::{cache::dir, lock_within, open_lock, write_whole};
 use sha2::{Digest, Sha256};
 use std::{
     fmt::Display,
     fs::{self, File},
-    io::{self, ErrorKind, Write},
+    io::{self, ErrorKind},
     path::Path,
     time::Duration,
 };
@@ -23,7 +23,7 @@ pub(super) fn read(name: &str) -> Option<Vec<u8>> {
 pub(super) fn write(name: &str, content: &[u8]) {
     let Some(dir) = dir() else { return };
     if let Err(error) = write_file(&dir, name, content) {
-        tracing::warn!("{}: {error}; the next start will do this work again", dir.join(name).display());
+        tracing::warn!("{}: {error}; the next start will do this work again", dir.display());
     }
 }
 
@@ -62,12 +62,7 @@ fn read_file(path: &Path) -> Option<Vec<u8>> {
 
 fn write_file(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
     fs::create_dir_all(dir)?;
-    let mut file = tempfile::NamedTempFile::new_in(dir)?;
-    file.write_all(Sha256::digest(content).as_slice())?;
-    file.write_all(content)?;
-    file.as_file().sync_all()?;
-    file.persist(dir.join(name))?;
-    Ok(())
+    write_whole(&dir.join(name), &[Sha256::digest(content).as_slice(), content].concat())
 }
 
 fn remove_file(path: &Path, why: impl Display) {

@@ -254,7 +254,7 @@ fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     hash.update(SOURCE);
     options.iter().for_each(|o| hash.update(o));
     hash.update([major as u8, minor as u8]);
-    let key: String = hash.finalize().iter().take(12).map(|b| format!("{b:02x}")).collect();
+    let key = hex::encode(&hash.finalize()[..12]);
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 

@@ -149,7 +149,7 @@ impl Parameter {
     }
 
     /// Number of values of all parts together.
-    pub fn whole_len(&self) -> usize {
+    pub(crate) fn whole_len(&self) -> usize {
         self.slice.as_ref().map_or(self.len(), |slice| slice.whole.iter().product())
     }
 }
@@ -225,7 +225,7 @@ impl Network {
     }
 
     /// Pixels of a picture's activation on all ranks together.
-    pub fn whole_pixels(&self, tensor: TensorId) -> usize {
+    pub(crate) fn whole_pixels(&self, tensor: TensorId) -> usize {
         let shape = self.tensors[tensor];
         self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
     }
@@ -237,7 +237,7 @@ impl Network {
     }
 
     /// Whether it ends in the logits.
-    pub fn is_last_stage(&self) -> bool {
+    pub(crate) fn is_last_stage(&self) -> bool {
         let (stage, stages) = self.stage();
         stage + 1 == stages
     }
@@ -249,7 +249,7 @@ impl Network {
     }
 
     /// Whether an activation is the input pictures, which have no gradient.
-    pub fn is_pictures(&self, tensor: TensorId) -> bool {
+    pub(crate) fn is_pictures(&self, tensor: TensorId) -> bool {
         let from = |op: &Op| match op {
             Op::Redistribute { input, output } | Op::Halo { input, output, .. } => {
                 *output == tensor && self.is_pictures(*input)

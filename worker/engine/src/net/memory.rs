@@ -4,7 +4,7 @@ use super::{Network, Op};
 
 impl Network {
     /// Values of what convolutions make of a picture: batch norm's backward pass needs all of them, in any engine.
-    pub fn convolution_values(&self) -> u64 {
+    pub(crate) fn convolution_values(&self) -> u64 {
         self.values_of(|op| matches!(op, Op::Conv { .. }))
     }
 

@@ -21,7 +21,7 @@ pub enum Placement {
 
 impl Placement {
     /// Where the gradient is of an activation that is placed so.
-    pub fn of_gradient(&self) -> Self {
+    pub(crate) fn of_gradient(&self) -> Self {
         match self {
             Self::Whole => Self::Partial,
             Self::Partial => Self::Whole,

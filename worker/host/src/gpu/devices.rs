@@ -99,7 +99,7 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
 ///
 /// # Errors
 /// A sentence.
-pub fn by_driver() -> Result<Vec<Gpu>, String> {
+fn by_driver() -> Result<Vec<Gpu>, String> {
     libraries::ready(&[Library::Driver])?;
     let ask = || -> Result<Vec<Gpu>, DriverError> {
         result::init()?;

@@ -210,8 +210,7 @@ impl Libraries {
             // A folder for each choice: processes with other libraries may run at the same time.
             let mut hash = Sha256::new();
             links.iter().for_each(|(_, target)| hash.update(target.as_os_str().as_encoded_bytes()));
-            let choice: String = hash.finalize().iter().take(4).map(|b| format!("{b:02x}")).collect();
-            let dir = &dir.join(choice);
+            let dir = &dir.join(hex::encode(&hash.finalize()[..4]));
             fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
             for (name, target) in links {
                 link(&dir.join(name), target)?;

@@ -126,7 +126,7 @@ impl ListReader {
         let (Some(within), true) = (self.within, self.ended) else {
             return Err(CopyError::Server(super::Failed::Later("the list of its files is cut off".into())));
         };
-        let key = self.sum.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect();
+        let key = hex::encode(&self.sum.finalize()[..16]);
         Ok(List { file, key, within, files: self.files, bytes: self.bytes })
     }
 }

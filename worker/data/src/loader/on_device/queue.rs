@@ -1,4 +1,4 @@
-//! The pictures of a batch that the device and the cores share out among themselves.
+//! The pictures of a batch that the device decodes, in the groups in which its threads take them.
 
 use crate::DataError;
 use std::{
@@ -6,10 +6,10 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Numbers of pictures, each of which is claimed once: from the front or from the end.
+/// Numbers of pictures, each of which is claimed once.
 pub(super) struct Queue {
     numbers: Vec<usize>,
-    /// What nobody has claimed.
+    /// The places in `numbers` that no thread has claimed.
     left: Mutex<Range<usize>>,
     /// The error of the picture that comes first in the batch, so that the same one is reported in whichever order they fail.
     first_error: Mutex<Option<(usize, DataError)>>,
@@ -24,17 +24,12 @@ impl Queue {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Claims up to `most` from the front: where they begin and end.
-    pub(super) fn front(&self, most: usize) -> (usize, usize) {
+    /// Claims up to `most` of the next ones: where they begin and end.
+    pub(super) fn claim(&self, most: usize) -> (usize, usize) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let from = left.start;
         left.start += most.min(left.len());
         (from, left.start)
-    }
-
-    /// Claims the last one.
-    pub(super) fn back(&self) -> Option<usize> {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).next_back()
     }
 
     pub(super) fn numbers(&self, (from, to): (usize, usize)) -> &[usize] {
@@ -64,15 +59,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_number_is_claimed_once_from_the_front_or_from_the_end() {
+    fn each_number_is_claimed_once() {
         let queue = Queue::new(vec![3, 5, 8, 9, 11]);
-        assert_eq!(queue.numbers(queue.front(2)), [3, 5]);
-        assert_eq!(queue.back().map(|at| queue.numbers((at, at + 1))), Some(&[11][..]));
+        assert_eq!(queue.numbers(queue.claim(2)), [3, 5]);
         assert!(!queue.is_empty());
-        assert_eq!(queue.numbers(queue.front(usize::MAX)), [8, 9]);
+        assert_eq!(queue.numbers(queue.claim(usize::MAX)), [8, 9, 11]);
         assert!(queue.is_empty());
-        assert_eq!(queue.back(), None);
-        assert_eq!(queue.numbers(queue.front(1)), [] as [usize; 0]);
+        assert_eq!(queue.numbers(queue.claim(1)), [] as [usize; 0]);
         queue.outcome().unwrap();
     }
 

@@ -2,7 +2,7 @@
 //! host decodes and does with the pixels what the kernel does, from the same descriptions.
 
 use super::*;
-use lockstep_data::device::{Sharing, Stored, Subsampling};
+use lockstep_data::device::{Stored, Subsampling};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource, EpochPlan, Mixing};
 use lockstep_protocol::spec::{Augment, BrokenFiles, DataSpec, ImageSize, SizeFrom, Validation};
 use std::{
@@ -27,7 +27,6 @@ mod broken;
 mod gpu;
 mod planes;
 mod together;
-mod waiting;
 
 /// The kernel `crop` in Rust: an output out of `memory`, in which descriptions' addresses count from its beginning.
 fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
@@ -235,48 +234,13 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
             let on_cores = open(dir.path(), &spec, *format);
             let mut elsewhere = open(dir.path(), &spec, *format);
             assert!(on_cores.is_prepared_each_step() && on_cores.decodes_jpeg(), "{name}");
-            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+            elsewhere.set_decoder(Arc::new(OnTheHost::default()));
             assert!(batches(&on_cores) == batches(&elsewhere), "{name}, {format:?}");
             assert_eq!(on_cores.decoded(), None);
             let decoded = elsewhere.decoded().unwrap();
             let cores = BTreeMap::from([(CpuDecodeReason::OtherFormat, 1), (CpuDecodeReason::Grey, 1)]);
             assert_eq!((decoded.by_device, &decoded.by_cores), (16, &cores), "{name}");
         }
-    }
-}
-
-#[test]
-fn a_gpu_and_cores_share_batches_and_each_picture_is_what_it_was() {
-    let dir = folder(|number| (40 + number * 7 % 31, 32 + number * 5 % 23));
-    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
-    for format in [BatchFormat::Bytes, BatchFormat::Normalised] {
-        let wanted = batches(&open(dir.path(), &spec, format));
-        let mut data = open(dir.path(), &spec, format);
-        let slow = OnTheHost { most: Some(1), ..OnTheHost::default() };
-        data.set_decoder(Some(Arc::new(slow)), Sharing::WithCores);
-        // Who takes which differs from time to time; all are taken, each time.
-        let (mut rounds, mut both) = (0, false);
-        while !both {
-            assert!(rounds < 1000, "{:?}", data.decoded());
-            assert!(batches(&data) == wanted);
-            rounds += 1;
-            let decoded = data.decoded().unwrap();
-            let concurrently = decoded.by_cores.get(&CpuDecodeReason::Concurrently).copied().unwrap_or(0);
-            assert_eq!(decoded.by_device + concurrently, 16 * rounds, "{decoded:?}");
-            both = decoded.by_device > 0 && concurrently > 0;
-        }
-        assert!(data.decoded().unwrap().to_string().contains("while the GPU decoded others"));
-
-        // Who does not decode at all leaves them to cores, all of them.
-        let broken = OnTheHost { fails: true, ..OnTheHost::default() };
-        data.set_decoder(Some(Arc::new(broken)), Sharing::WithCores);
-        assert!(batches(&data) == wanted);
-        assert_eq!(data.decoded().unwrap().by_device, 0);
-
-        // A single thread has none to share with.
-        data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::WithCores);
-        assert!(data.epoch(EpochPlan { threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
-        assert!(!data.decoded().unwrap().by_cores.contains_key(&CpuDecodeReason::Concurrently));
     }
 }
 
@@ -289,10 +253,7 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
 
-    data.set_decoder(
-        Some(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() })),
-        Sharing::DeviceAlone,
-    );
+    data.set_decoder(Arc::new(OnTheHost { refuses: Some(2), ..OnTheHost::default() }));
     assert!(batches(&data) == wanted);
     let decoded = data.decoded().unwrap();
     let refused = decoded.by_cores[&CpuDecodeReason::Refused];
@@ -303,14 +264,14 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
 
     // However many groups of a batch fail, it is one batch.
     let broken = Arc::new(OnTheHost { fails: true, most: Some(2), ..OnTheHost::default() });
-    data.set_decoder(Some(broken.clone()), Sharing::DeviceAlone);
+    data.set_decoder(broken.clone());
     let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };
     assert!(data.epoch(whole).all(|batch| batch.is_ok()));
     assert!(broken.calls.load(Ordering::Relaxed) > 4 && !data.decoded().unwrap().given_up, "{broken:?}");
 
     // Four batches that fail one after another are enough.
     let broken = Arc::new(OnTheHost { fails: true, ..OnTheHost::default() });
-    data.set_decoder(Some(broken.clone()), Sharing::DeviceAlone);
+    data.set_decoder(broken.clone());
     for epoch in 0..4 {
         assert!(data.epoch(EpochPlan { epoch, threads: 1, ..PLAN }).all(|batch| batch.is_ok()));
     }
@@ -320,6 +281,30 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let text = decoded.to_string();
     assert!(text.contains("it is broken") && text.contains("from now on"), "{text}");
     assert!(batches(&data) == wanted);
+}
+
+#[test]
+fn files_are_held_for_a_gpu_up_to_a_limit() {
+    let dir = folder(|_| (40, 40));
+    let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
+    let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
+    // All of a batch: as many as there are of the training split.
+    let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
+    let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
+    let chosen = data.epoch(plan).next().unwrap().unwrap().indices;
+    let mut files: Vec<_> =
+        fs::read_dir(dir.path().join("train/all")).unwrap().map(|e| e.unwrap().path()).collect();
+    files.sort();
+    let bytes: usize = chosen.iter().map(|i| fs::metadata(&files[*i as usize]).unwrap().len() as usize).sum();
+    for (room, passed) in [(bytes, None), (bytes - 1, Some(1))] {
+        data.set_decoder_with_room(Arc::new(OnTheHost::default()), room);
+        assert_eq!(data.epoch(plan).count(), 1);
+        let decoded = data.decoded().unwrap();
+        assert_eq!(decoded.by_cores.get(&CpuDecodeReason::LongBatch).copied(), passed, "{decoded:?}");
+    }
+    data.set_decoder_with_room(Arc::new(OnTheHost::default()), 1);
+    assert!(batches(&data) == wanted);
+    assert_eq!(data.decoded().unwrap().by_device, 0);
 }
 
 #[test]
@@ -343,7 +328,7 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
                 (open(dir.path(), &spec, BatchFormat::Bytes), open(dir.path(), &spec, BatchFormat::Bytes));
             on_cores.set_mixing(mixing);
             elsewhere.set_mixing(mixing);
-            elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+            elsewhere.set_decoder(Arc::new(OnTheHost::default()));
             for (epoch, side) in [(0, 16), (1, 16), (2, 24)] {
                 let plan = EpochPlan { epoch, batch_size: 3, accumulate: 2, ..PLAN };
                 let wanted: Vec<Batch> = on_cores.epoch(plan).map(Result::unwrap).collect();
@@ -370,7 +355,7 @@ fn pictures_in_shards_are_decoded_as_files_are() {
     let on_cores = open(to.path(), &spec, BatchFormat::Bytes);
     let mut elsewhere = open(to.path(), &spec, BatchFormat::Bytes);
     assert!(elsewhere.decodes_jpeg());
-    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+    elsewhere.set_decoder(Arc::new(OnTheHost::default()));
     assert!(batches(&elsewhere) == batches(&on_cores));
     // Grey pictures and PNG files have become ordinary JPEG.
     let decoded = elsewhere.decoded().unwrap();

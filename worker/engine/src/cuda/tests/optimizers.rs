@@ -1,7 +1,7 @@
 //! Every optimizer: against the CPU engine, and AdamW and LAMB value by value.
 
 use super::*;
-use crate::{LossScaling, OptimizerState, slot_name};
+use crate::{LossScaling, OptimizerState, optimizer::slot_name};
 use lockstep_host::tensors::HostTensor;
 use lockstep_protocol::spec::OptimizerKind;
 

@@ -24,7 +24,7 @@ fn a_picture_that_breaks_is_named_whoever_decodes() {
         }
         let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
         let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
-        data.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+        data.set_decoder(Arc::new(OnTheHost::default()));
         if content.is_none() {
             fs::write(&path, "I am no picture").unwrap();
         }
@@ -47,7 +47,7 @@ fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay
     };
     let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
     let mut elsewhere = open(dir.path(), &spec, BatchFormat::Bytes);
-    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+    elsewhere.set_decoder(Arc::new(OnTheHost::default()));
     fs::remove_file(home.join("11.jpg")).unwrap();
     let wanted = batches(&on_cores);
     assert!(batches(&elsewhere) == wanted);
@@ -82,7 +82,7 @@ fn a_damaged_scan_is_found_before_training_whoever_decodes() {
     let spec = DataSpec { broken_files: BrokenFiles::Skip, ..spec };
     let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
     let mut elsewhere = open(dir.path(), &spec, BatchFormat::Bytes);
-    elsewhere.set_decoder(Some(Arc::new(OnTheHost::default())), Sharing::DeviceAlone);
+    elsewhere.set_decoder(Arc::new(OnTheHost::default()));
     assert_eq!(on_cores.shape.skipped.len(), 1);
     assert!(batches(&on_cores) == batches(&elsewhere));
 }

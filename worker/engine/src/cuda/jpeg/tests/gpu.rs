@@ -63,7 +63,7 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
 fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     let wanted = batches(&open(dir, spec, BatchFormat::Bytes));
     let mut data = open(dir, spec, BatchFormat::Bytes);
-    data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
+    data.set_decoder(super::super::open(0, DType::F16).unwrap());
     let found = batches(&data);
     let pairs = || {
         wanted.iter().zip(&found).flat_map(|(a, b)| a.bytes.iter().zip(&b.bytes)).map(|(a, b)| a.abs_diff(*b))
@@ -184,7 +184,7 @@ fn gpu_a_closed_decoder_leaves_the_rest_to_cores() {
     let dir = folder(|_| (140, 132));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(64)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
-    data.set_decoder(Some(super::super::open(0, DType::F16).unwrap()), Sharing::DeviceAlone);
+    data.set_decoder(super::super::open(0, DType::F16).unwrap());
     assert_eq!(batches(&data).len(), batches(&data).len());
     data.close_decoder();
     assert!(batches(&data) == batches(&open(dir.path(), &spec, BatchFormat::Bytes)));

@@ -1,0 +1,35 @@
+//! Exponential back-off: the pauses between tries.
+
+use std::time::Duration;
+
+/// Each pause is twice as long as the one before, up to the longest. A copy of the first value begins anew.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Backoff {
+    pub first: Duration,
+    pub longest: Duration,
+    next: Duration,
+}
+
+impl Backoff {
+    pub const fn new(first: Duration, longest: Duration) -> Self {
+        Self { first, longest, next: first }
+    }
+
+    /// The pause before the next try.
+    pub fn pause(&mut self) -> Duration {
+        let pause = self.next;
+        self.next = (pause * 2).min(self.longest);
+        pause
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest() {
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(5));
+        assert_eq!([(); 5].map(|()| backoff.pause().as_secs()), [1, 2, 4, 5, 5]);
+    }
+}

@@ -1,16 +1,16 @@
-// The end of a bottleneck with 256 channels and the convolution after it, 1x1 to 64 channels, with the statistics for
-// the batch norm behind that: the block's output is written once and not read again here.
+// The end of a bottleneck block with 256 channels, fused with the next 1x1 convolution, to 64 channels, and the statistics
+// of that convolution's batch norm. The block's output is stored, but not read again by this kernel.
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
-// y = relu(scale x + bias + shortcut), as Apply has it; z = y W'.
+// y = relu(scale x + bias + shortcut), computed by Apply; z = y W^T.
 struct BlockEnd {
     const T* x;                             // [rows, 256]
     const float *scale, *bias;              // [256]
     const T* shortcut;                      // [rows, 256]
-    const float *shortcut_scale, *shortcut_bias; // [256], ADD 2
+    const float *shortcut_scale, *shortcut_bias; // [256], read if ADD is 2
     T* y;                                   // [rows, 256]
-    u8* mask;                               // a bit a value of y
+    u8* mask;                               // one bit per value of y
     const T* weights;                       // [64, 256]
     T* z;                                   // [rows, 64]
 };
@@ -20,15 +20,15 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
                                           float* partials, u32* counters, const Norm& behind, const Site& site,
                                           u8* room) {
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
-    T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
-    T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
-    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and the shortcut, by thread
-    float* coefficients = (float*)(copied + 16 * TILE);    // scale and bias, of both
+    T* input = kept + 4 * TILE;                       // the convolution's input: 64 rows of 256
+    T* product = input + 4 * TILE;                    // 64 padded rows of 64
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and of the shortcut, in thread order
+    float* coefficients = (float*)(copied + 16 * TILE);    // scale and bias of x, then of the shortcut
     Value value = value_of_thread(REDUCED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
-    // Two tiles are on their way at any time: a thread copies what it will use itself.
+    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
     auto copy_expanded = [&](u32 tile, u32 turn) {
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     }
     __syncthreads();
 
-    // A warpgroup makes 16 of the channels.
+    // A warpgroup computes 16 of the 64 channels.
     u32 quarter = warp / 4, turn = 0;
     u64 input_now = matrix(input), kept_now = matrix(kept) + quarter * 16 * 64 / 8;
     float s[16] = {};
@@ -78,7 +78,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
                 store(piece(input, TILE_ROWS, i * 16 + warp, lane), 0, out[i]);
             }
         }
-        // Before more is copied or stored: this waits for all that was begun.
+        // The fence waits for all copies and stores in flight: start the next ones after it.
         written_for_products();
         copy_expanded(tile + 2 * gridDim.x, turn);
         __syncthreads();
@@ -119,7 +119,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
 }
 
-// 8 x 64 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of end_block().
+// 8 x 64 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of end_block().
 #define END_BLOCK(NAME, ADD)                                                                                         \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const float* wide_scale, const float* wide_bias, const T* shortcut,                          \

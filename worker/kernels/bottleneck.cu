@@ -1,6 +1,6 @@
-// Backward of a 1x1 convolution from 64 to 256 channels and of what stands on both sides of it, in one pass: the batch
-// norm behind it is applied (dy = scale g + slope x + offset), the gradients of the convolution's input and of its
-// weights are made, and of the batch norm before it the sums are taken. dy is never in memory, and the tensors with 256
+// Backward of a 1x1 convolution from 64 to 256 channels, fused with the batch norms on both sides. One pass applies the
+// batch norm behind the convolution (dy = scale g + slope x + offset), computes the gradients of the convolution's input
+// and weights, and takes the sums of the batch norm before the convolution. dy is never stored, and the tensors with 256
 // channels, the largest of a bottleneck network, are read once.
 
 #if DTYPE != 0 && defined(WARPGROUPS)
@@ -9,7 +9,7 @@ struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
     const float *scale, *slope, *offset; // [256]
     const T* weights;                    // [256, 64]
-    const T* from;                       // [rows, 64]: the convolution's input, or what its batch norm makes it of
+    const T* from;                       // [rows, 64]: the convolution's input; if NORMED, its batch norm's input
     T* dfrom;                            // [rows, 64]: the gradient of the convolution's input
     float* dweights;                     // [gridDim.x, 256, 64]
 };
@@ -22,8 +22,8 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights, transposed: 64 rows of 256
     T* dy = kept + 4 * TILE;                          // 64 rows of 256
     T* input = dy + 4 * TILE;                         // 64 rows of 64
-    T* product = input + TILE;                        // the same, with gaps
-    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and g, each thread's own pieces apart
+    T* product = input + TILE;                        // 64 padded rows of 64
+    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and g, in thread order
     float* expanded_coefficients = (float*)(copied + 16 * TILE);        // scale, slope and offset
     float* reduced_coefficients = expanded_coefficients + 3 * EXPANDED; // scale, bias and mean
     Value value = value_of_thread(REDUCED);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
 
-    // Two tiles are on their way at any time: a thread copies what it will use itself.
+    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
     auto copy_expanded = [&](u32 tile, u32 turn) {
 #pragma unroll
         for (int i = 0; i < TURNS; i++) {
@@ -69,12 +69,12 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     }
     __syncthreads();
 
-    // A warpgroup makes 16 of the channels of the input's gradient, and 64 rows of the weights'.
+    // A warpgroup computes 16 channels of the input's gradient and 64 rows of the weights' gradient.
     u32 quarter = warp / 4, turn = 0;
     u64 dy_now = matrix(dy), input_now = matrix(input), kept_now = matrix(kept) + quarter * 16 * 64 / 8;
     float d[32] = {}, s[16] = {};
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
-        u32 passed = 0; // by the ReLU before
+        u32 passed = 0; // bit k: value k passes the ReLU
         {
             Raw out = here;
             if (NORMED) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
                 store(piece(dy, TILE_ROWS, r, lane), 0, out);
             }
         }
-        // Before more is copied: this waits for all that was begun.
+        // The fence waits for all copies in flight: start the next copies after it.
         written_for_products();
         copy_expanded(tile + 2 * gridDim.x, turn);
         Raw coming = load_reduced(tile + 2 * gridDim.x);
@@ -170,8 +170,8 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// 8 x 64 threads: eight channels of four rows of the side with 256 channels each, and of one row of the side with 64.
-// Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
+// 8 x 64 threads. Each owns eight channels of four rows of the 256-channel tensors and of one row of the 64-channel ones.
+// Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of bottleneck().
 #define BOTTLENECK(NAME, NORMED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \
@@ -185,7 +185,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
 BOTTLENECK(bottleneck_backward, true)
 BOTTLENECK(projection_backward, false)
 
-// to = the sum over blocks of [blocks, length], in their order. 32 x 8 threads, four values each.
+// to [length] = the sum of `partial` [blocks, length] over the blocks, in block order. 32 x 8 threads; four values a load.
 extern "C" __global__ void __launch_bounds__(256)
     sum_weight_gradients(const float* partial, T* to, u32 blocks, u32 length) {
     enter();

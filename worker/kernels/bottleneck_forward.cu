@@ -1,17 +1,17 @@
-// Forward of a bottleneck's widening convolution, 1x1 from 64 to 256 channels, with the batch norm and the ReLU before
-// it and the statistics for the batch norm behind it: what lies between is never in memory, and the output is written
-// once and not read for its statistics.
+// Forward of a bottleneck's expanding 1x1 convolution, from 64 to 256 channels, fused with the batch norm and ReLU before
+// it and the statistics of the batch norm behind it. The convolution's input is never stored, and its output is not read
+// again for the statistics.
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
-// NORMED: `from` goes through scale, bias and a ReLU on its way.
+// NORMED: the convolution's input is relu(scale from + bias) instead of `from`.
 template <bool NORMED>
 __device__ __forceinline__ void widen(const T* from, const float* scale_, const float* bias_, const T* weights, T* y,
                                       const Control* control, u32 pixels, u32 rows, float* partials, u32* counters,
                                       const Norm& behind, const Site& site, u8* room) {
     T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 256 rows of 64
     T* input = kept + 4 * TILE;                       // twice 64 rows of 64
-    T* product = input + 2 * TILE;                    // 64 rows of 256, with gaps
+    T* product = input + 2 * TILE;                    // 64 padded rows of 256
     Value value = value_of_thread(EXPANDED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
         load_channels(bias_, group, bias);
     }
     copies_done();
-    // A warpgroup makes 64 of the channels.
+    // A warpgroup computes 64 of the 256 channels.
     u32 quarter = warp / 4, turn = 0;
     u64 input_now = matrix(input), kept_now = matrix(kept) + quarter * 64 * 64 / 8;
     float s[16] = {};
@@ -76,7 +76,7 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
 }
 
-// 32 x 16 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of widen().
+// 32 x 16 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of widen().
 #define WIDEN(NAME, NORMED)                                                                                          \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* from, const float* before_scale, const float* before_bias, const T* weights, T* y,              \

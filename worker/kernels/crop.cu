@@ -1,21 +1,21 @@
-// From decoded pictures to inputs of one size: each is made RGB where the crop needs it, turned upright, cropped, resized in
-// the fixed-point arithmetic of the host's scaler (as in gather.cu: vertical pass first, each pass rounded to a byte) and
-// mirrored.
+// Makes inputs of one size from decoded JPEG planes: converts the crop's pixels to RGB, rotates them upright, crops, resizes
+// with the host scaler's fixed-point arithmetic (as in gather.cu: vertical pass first, each pass rounded to a byte) and
+// mirrors.
 
 struct Cropping {
     Planes planes;
-    int column, row;             // in the stored picture: the upright pixel that the tables count from
+    int column, row;             // stored position of the upright pixel at the tables' origin
     int column_right, row_right; // from a pixel to the one on its right
     int column_down, row_down;   // from a pixel to the one below it
-    u32 first, span;             // columns that some output needs
-    u32 rows, row_taps, row_shift; // where the table begins, in ints of `tables`
+    u32 first, span;             // first upright column that an output needs, and number of such columns
+    u32 rows, row_taps, row_shift; // rows: the table's offset in `tables`
     u32 columns, column_taps, column_shift;
     u32 flip;
-    u32 to; // which of the outputs it becomes
+    u32 to; // index of the output
 };
 
-// Outputs are u8 [pictures, height, width, 3]. A block makes `band` rows (blockIdx.x) of one picture (blockIdx.y). Shared
-// memory: the band scaled vertically, band x span x 3 bytes.
+// Outputs are u8 [pictures, height, width, 3]. A block computes `band` rows (blockIdx.x) of one picture (blockIdx.y).
+// Dynamic shared memory: the vertically scaled band, band x span x 3 bytes.
 extern "C" __global__ void __launch_bounds__(256)
     crop(const Cropping* croppings, const int* tables, u8* outputs, u32 width, u32 height, u32 band) {
     enter();

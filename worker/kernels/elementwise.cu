@@ -1,6 +1,5 @@
-// Operations by themselves, where nothing fits to fuse them with: ReLU, addition, a linear layer's bias, max pooling of any
-// window, and the gradient of a global average pooling. Activations are [rows, channels] in T; `length` counts values, a
-// multiple of 8.
+// Operations that are not fused: ReLU, addition, a linear layer's bias, max pooling with any window, and the gradient of
+// global average pooling. Activations are [rows, channels] in T; `length` is a number of values, a multiple of 8.
 
 // y = max(x, 0); NaN stays NaN.
 extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y, u64 length) {
@@ -57,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(256) add_bias(T* y, const float* bi
     }
 }
 
-// dbias [channels], float32: the sums of dy over rows, in an order that depends on the number of rows alone. A warp owns eight
-// channels. Padding's gradients are zeros.
+// dbias [channels], float32: the sums of dy over rows, in an order that depends only on the number of rows. A warp owns
+// eight channels. Padding rows of dy are zero.
 extern "C" __global__ void __launch_bounds__(128)
     bias_gradient(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate) {
     enter();
@@ -82,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(128)
     store_channels(dbias, group, s);
 }
 
-// dx [pictures, pixels, channels]: each pixel gets its share of dy [pictures, channels].
+// dx [pictures, pixels, channels] = dy [pictures, channels] / pixels, for each pixel.
 extern "C" __global__ void __launch_bounds__(256)
     global_average_backward(const T* dy, T* dx, u32 pictures, u32 pixels, u32 channels) {
     enter();
@@ -106,7 +105,7 @@ struct PlainPool {
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding }
 
-// y, and where given argmax: which place of its window each value came from, the first of equals. A NaN wins and stays.
+// y and, unless null, argmax: the window position a * kernel + b of each maximum, the first of equals. A NaN wins.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
     enter();
@@ -145,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// dx: each value gets the gradients of the windows that it won.
+// dx: each value gets the gradients of the windows whose maximum it was.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool_backward(const T* dy, const u8* argmax, T* dx, PLAIN_POOL_PARAMETERS) {
     enter();
@@ -158,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(256)
         u64 picture = pixel / p.width / p.height;
         float g[8] = {};
         for (u32 a = 0; a < p.kernel; a++) {
-            // The window in which this pixel is in row a, if there is one.
+            // The window in which this pixel is in row a, if that window exists.
             if (row + p.padding < a) break;
             u32 r = row + p.padding - a;
             if (r % p.stride || r / p.stride >= p.out_height) continue;

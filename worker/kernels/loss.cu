@@ -1,10 +1,10 @@
-// Softmax cross-entropy with label smoothing over logits + bias; its gradient; totals that last over batches.
+// Softmax cross-entropy with label smoothing over logits + bias, its gradient, and totals over batches.
 //
-// A mixed row's target lies on two labels, by lambda; a prediction is right that is the label with more of it.
+// A mixed row's target has two labels, weighted by lambda. A prediction is correct if it is the label with more weight.
 //
-// A block has LOSS_ROWS warps, each of which owns a row for the log-sum-exp. Then the block's threads own four classes
-// each and go through its rows, so that the bias's gradient is summed on the way. Partial sums meet in the last block, in
-// block order.
+// A block has LOSS_ROWS warps, each of which computes the log-sum-exp of one row. Then each thread of the block owns four
+// classes and loops over the block's rows, which also sums the gradient of the bias. The last block to finish adds the
+// partial sums of all blocks, in block order.
 
 struct Totals {
     double loss_sum;
@@ -38,10 +38,10 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 #endif
 }
 
-// `padded` classes a row, a multiple of 8; `dlogits` null: no gradients. A row whose loss is not finite has gradients
-// that are not either, so that every rank knows of it once they are added. With `accumulate`, totals and the bias's
-// gradient are added to. Gradients carry grad_scale of `control` and *loss_scale. `partials`: for each block a
-// loss (double) and a count (double), then `padded` floats.
+// A row has `padded` classes, a multiple of 8. If `dlogits` is null, no gradients are computed. A row with a non-finite
+// loss gets NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
+// gradient are added to. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
+// (double) and a count (double) per block, then `padded` floats per block.
 extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
                   float smoothing, const float* loss_scale, T* dlogits, float* dbias, Totals* totals, u32 accumulate,
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
     const u32* labels = indices(control) + 2 * (u64)pictures;
     const u32* others = labels + pictures;
-    // Without mixing the other label has nothing, and nothing is added anywhere.
+    // Without mixing, the other label's share is 0.
     bool mixed = control->mixed;
     float lambda = mixed ? control->lambda : 1.0f;
     float own_share = mixed ? (1.0f - smoothing) * lambda : 1.0f - smoothing;
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(256)
             max_of_row[warp] = best;
             log_of_row[warp] = log_sum;
             loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) + (double)even * ((double)classes * log_sum + below);
-            // Where anything is no number, best need not be the label's: exps tells.
+            // With a NaN among the logits, best need not be the maximum: exps is NaN then.
             right_of_row[warp] = where == label && exps == exps;
         }
     } else if (lane == 0) {
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __syncthreads();
     if (!last[0]) return;
     __threadfence();
-    if (warp == 0) { // lanes take every 32nd block, then meet
+    if (warp == 0) { // each lane adds every 32nd block
         double loss = 0, right = 0;
         for (u32 b = lane; b < gridDim.x; b += 32) {
             loss += load_shared_by_blocks(partials + 2 * b);

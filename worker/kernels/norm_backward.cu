@@ -1,6 +1,6 @@
 // Batch normalisation backward, through the ReLU and into the shortcut.
 //
-// With g the gradient before the ReLU's output was taken (the masked gradient of y), per channel:
+// Per channel, with g the gradient of the ReLU's input (the masked gradient of y):
 //   dbeta = sum g,  dgamma = inv_std sum g (x - mean),
 //   dx = scale g + slope x + offset,  slope = -scale inv_std^2 sum g (x - mean) / rows,
 //   offset = -scale sum g / rows - slope mean.
@@ -8,11 +8,11 @@
 // Where the gradient of y comes from.
 #define DIRECT 0  // dy
 #define ADDED 1   // dy + more
-#define POOLED 2  // one row of dy a picture, divided by its pixels: global average pooling
-// Which of y the ReLU let through.
+#define POOLED 2  // global average pooling: one row of dy per picture, divided by the picture's pixels
+// How a kernel knows which values passed the ReLU.
 #define ALL 0
 #define RECOMPUTE 1 // x * scale + bias > 0
-#define BITS 2      // as the forward pass noted
+#define BITS 2      // from the forward pass's mask
 
 struct Incoming {
     const T *dy, *more;
@@ -20,7 +20,7 @@ struct Incoming {
     u32 pixels;
 };
 
-// g of one row and group of channels as float32.
+// The values from which g of one row and group of channels is computed. gradient() sets v = x and g, in float32.
 template <int MASK, int SOURCE> struct Loaded {
     Raw x, dy, more;
     u8 bits;
@@ -58,9 +58,9 @@ template <int MASK, int SOURCE> struct Loaded {
 };
 
 struct Backward {
-    const float *mean, *inv_std, *scale, *bias; // [C], of the forward pass
+    const float *mean, *inv_std, *scale, *bias; // [C], from the forward pass
     float *dgamma, *dbeta;                      // [C], this rank's sums
-    u32 accumulate;                             // whether those are added to
+    u32 accumulate;                             // whether dgamma and dbeta are added to
     float *slope, *offset;                      // [C]
 };
 #define BACKWARD_PARAMETERS                                                                                   \
@@ -69,7 +69,7 @@ struct Backward {
 #define BACKWARD \
     Backward { mean, inv_std, scale, bias, dgamma, dbeta, accumulate, slope, offset }
 
-// The trained parameters' gradients: of this rank alone, so before any exchange.
+// Gradients of gamma and beta. They are sums over this rank's rows only: call this before reduce_over_ranks().
 __device__ __forceinline__ void parameter_gradients(const Backward& b, double total, const Value& value) {
     if (!value.active) return;
     u32 c = value.channel;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T*
         load_channels(b.bias, w.group, bias);
     }
     constexpr int U = IN_FLIGHT;
-    u32 end = dz ? rows : valid; // padding's dz is written as zeros
+    u32 end = dz ? rows : valid; // padding rows of dz get zeros
     for (u32 r = w.first; r < end; r += U * w.step) {
         Loaded<MASK, SOURCE> row[U];
 #pragma unroll
@@ -133,7 +133,7 @@ __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T*
             float v[8], g[8];
             row[i].gradient(scale, bias, each, v, g);
             if (dz && r + i * w.step < end) {
-                // What is written is what is summed, so that sums and dx agree.
+                // Sum the rounded values that are stored, so that sums and dx agree.
                 Raw out = pack(g);
                 unpack(out, g);
                 store(dz, (u64)(r + i * w.step) * w.groups + w.group, out);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T*
     }
 }
 
-// Sums of g and g (x - mean) a channel, then what `mode` says. dz (may be dy's memory, or null) gets g.
+// Sums of g and g (x - mean) per channel, reduced as `mode` says (Site). Stores g to dz, which may be null or alias dy.
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* dz, const Control* control, u32 pixels,
                                             u32 rows, u32 channels, float* partials, u32* counters, const Backward& b,
@@ -178,7 +178,7 @@ SUMS(norm_backward_sums_bits, BITS, DIRECT)
 SUMS(norm_backward_sums_bits_added, BITS, ADDED)
 SUMS(norm_backward_sums_bits_pooled, BITS, POOLED)
 
-// The rest of backward's first pass from sums that exist already, after an all-reduce.
+// Finishes backward's first pass from all-reduced sums.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_finish(const float* totals, const Control* control, u32 pixels, u32 rows, u32 channels,
                          BACKWARD_PARAMETERS, SITE_PARAMETERS) {
@@ -203,7 +203,7 @@ struct Slopes {
     }
 };
 
-// dx = scale g + slope x + offset; 0 for padding. dx may be dy's memory.
+// dx = scale g + slope x + offset, 0 in padding rows. dx may alias dy.
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, const float* scale, const float* bias_,
                                                const float* slope, const float* offset, T* dx, u32 valid, u32 rows,
@@ -267,7 +267,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
     constexpr int U = IN_FLIGHT;
     float s[16] = {}, mean[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     Slopes f;
-    Raw x_kept[U], g_kept[U]; // of the first rows
+    Raw x_kept[U], g_kept[U]; // the first rows
     u32 end = w.active ? (dz ? rows : valid) : 0;
     if (w.active) {
         load_channels(b.mean, w.group, mean);
@@ -287,12 +287,12 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
             row[i].gradient(f.scale, bias, each, v, g);
             x_kept[i] = row[i].x;
             g_kept[i] = pack(g);
-            unpack(g_kept[i], g); // what is kept is what is summed
+            unpack(g_kept[i], g); // sum the rounded values
             if (dz && w.first + i * w.step < end) store(dz, (u64)(w.first + i * w.step) * w.groups + w.group, g_kept[i]);
             if (w.active) add_gradient(v, g, mean, s);
         }
     }
-    // The rest, fewer at a time: the kept rows hold their registers.
+    // The other rows, fewer at a time: the first rows occupy registers.
     constexpr int V = U / 2;
     for (u32 first = w.first + U * w.step; first < end; first += V * w.step) {
         Loaded<MASK, SOURCE> row[V];

@@ -1,25 +1,25 @@
-// Batch norm backward of a block's output whose gradient comes through a 1x1 convolution: that gradient is made tile by
-// tile on the tensor cores and used where it is made, so that it is never in memory. What it saves is writing and
-// reading the largest tensors of a bottleneck network once each.
+// Batch norm backward of a block's output whose gradient comes through a 1x1 convolution. Tensor cores compute the
+// gradient tile by tile, and the block that computed a tile consumes it, so the gradient is never stored. This saves one
+// write and one read of the largest tensors of a bottleneck network.
 
 #if DTYPE != 0 && defined(WARPGROUPS)
 
-// A block makes tiles of TILE_ROWS rows and TILE_CHANNELS channels: 32 x 16 threads, each with eight channels of four
-// rows.
+// A block of 32 x 16 threads computes tiles of TILE_ROWS rows and TILE_CHANNELS channels; a thread owns eight channels of
+// four rows.
 #define TURNS (TILE_ROWS / 16)
-// Values of a matrix of 64 x 64.
+// Values of a 64 x 64 tile of a wgmma operand.
 #define TILE (64 * 64)
-// Values from one row of a tile of `n` columns to the next: rows that a warp reads together lie in different banks.
+// Row pitch, in values, of a tile of `n` columns; padding puts rows that a warp reads together into different banks.
 #define PADDED_ROW(n) ((n) + ROW_PADDING)
 
-// Where eight values of a row lie in a matrix for warpgroups that is `tall` rows high and any number of 64 values wide.
+// Address of chunk `group` (eight values) of a row of a swizzled wgmma operand with `tall` rows and 64 n columns.
 __device__ __forceinline__ T* piece(T* matrices, u32 tall, u32 row, u32 group) {
     return matrices + group / 8 * tall * 64 + row * 64 + ((group ^ row) & 7) * 8;
 }
 
-// norm_backward_sums_bits_added with dy W in place of dy: dy [rows, inner], W `weights` [inner, channels], `inner` a
-// multiple of 64, channels of 256; gridDim.y = channels / 256. Dynamic shared memory: 1024 bytes to begin at a multiple
-// of them, W's columns, a tile of dy, one of the product.
+// norm_backward_sums_bits_added with dy W in place of dy: dy [rows, inner], W = `weights` [inner, channels]. `inner` is a
+// multiple of 64, `channels` of 256; gridDim.y = channels / 256. Dynamic shared memory: 1024 bytes for alignment, W's
+// columns, a tile of dy, a tile of the product.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* more, const u8* mask,
                                T* dz, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             copy_aside(piece(copied, TILE_ROWS, r, at), dy + from, real);
         }
     };
-    // What the product meets: this thread's values of x, more and the mask.
+    // This thread's values of x, `more` and the mask in one tile.
     Raw met[TURNS], added[TURNS];
     u32 bits[TURNS];
     auto meet = [&](u32 tile) {
@@ -67,13 +67,13 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     };
     float means[8], s[16] = {};
     load_channels(b.mean, group, means);
-    // A warpgroup makes 64 channels of the product.
+    // A warpgroup computes 64 channels of the product.
     u32 quarter = warp / 4;
     u64 rows_now = matrix(copied), kept_now = matrix(kept) + quarter * inner * 64 / 8;
     copy_rows(blockIdx.x);
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         copies_done();
-        // Before more is loaded: this waits for all that was begun.
+        // The fence waits for all loads in flight: start the next loads after it.
         written_for_products();
         meet(tile);
         __syncthreads();
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             unpack(met[i], v);
 #pragma unroll
             for (int k = 0; k < 8; k++) g[k] = (bits[i] >> k & 1) ? g[k] + m[k] : 0.0f;
-            // What is written is what is summed, so that sums and dx agree.
+            // Sum the rounded values that are stored, so that sums and dx agree.
             Raw out = pack(g);
             unpack(out, g);
             if (tile * TILE_ROWS + r < rows) store(dz, (u64)(tile * TILE_ROWS + r) * groups + group, out);

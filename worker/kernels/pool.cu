@@ -1,18 +1,18 @@
-// Max pooling of 3 x 3 windows with stride 2 and padding 1, alone or with the batch norm and ReLU before it (the
-// stem, whose largest activation is then never written), and the mean over all pixels.
+// 3 x 3 max pooling with stride 2 and padding 1, fused with the batch norm and ReLU before it (the stem: its largest
+// activation is never stored), and global average pooling.
 //
-// A thread owns eight channels of one output column and goes down a strip of output rows, so that an input row
-// shared by two windows is read once. Which position of a window won is kept as one byte, ky * 3 + kx: the first of
-// equals, as in PyTorch.
+// A thread owns eight channels of one output column and walks down a strip of output rows, so that it reads an input
+// row shared by two windows once. The argmax of a window is one byte, ky * 3 + kx; the first of equal values wins, as
+// in PyTorch.
 
 struct Pool {
-    u32 pictures, height, width, out_height, out_width, strip; // strip: output rows
+    u32 pictures, height, width, out_height, out_width, strip; // strip: output rows per thread
 };
 #define POOL_PARAMETERS u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 strip
 #define POOL \
     Pool { pictures, height, width, out_height, out_width, strip }
 
-// One strip: `item` counts them with the column fastest.
+// Strip number `item`. Columns vary fastest, then a picture's strips, then pictures.
 struct Strip {
     u32 picture, column, first, end;
     __device__ __forceinline__ Strip(const Pool& p, u32 item) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ u32 strips_of(const Pool& p) {
     return p.pictures * p.out_width * ((p.out_height + p.strip - 1) / p.strip);
 }
 
-// The largest values of the three pixels of one window row, after what is done to them.
+// Maxima over the three pixels of one window row; AFFINE: after batch norm and ReLU.
 template <bool AFFINE, bool ARGMAX> struct RowMax {
     float best[8];
     u32 argmax[8];
@@ -40,7 +40,7 @@ template <bool AFFINE, bool ARGMAX> struct RowMax {
             argmax[k] = 0;
         }
     }
-    // A value wins if it is larger, or is no number: a diverged run shows.
+    // A value wins if it is larger or a NaN, so that divergence is not hidden.
     __device__ __forceinline__ void offer(int k, float v, u32 which) {
         if (ARGMAX) {
             bool wins = v > best[k] || v != v;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
             raw[1] = load(x, at);
             if (right) raw[2] = load(x, at + w.groups);
         };
-        RowMax<AFFINE, ARGMAX> above; // of the row that the next window begins with
+        RowMax<AFFINE, ARGMAX> above; // the next window's first row
         above.nothing();
         if (s.first > 0) {
             Raw raw[3];
@@ -140,8 +140,8 @@ __device__ __forceinline__ void add_where(const Window& w, u32 position, float (
     }
 }
 
-// Calls visit(row, column, g) for the up to four input pixels under each output of the strips: each input pixel
-// of a picture exactly once. `row` counts over pictures.
+// Calls visit(pixel, x, g) exactly once for each input pixel: up to four for each output. `pixel` counts over all
+// pictures. `before` loads the x of the four pixels.
 template <typename Before, typename Visit>
 __device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool& p, const GridStride& w, u32 pictures,
                                        Before before, Visit visit) {
@@ -217,7 +217,7 @@ __device__ __forceinline__ u32 valid_pictures(const Control* control, const Pool
     return control ? min(control->valid, p.pictures) : p.pictures;
 }
 
-// norm_backward_sums for an output that went through the ReLU and the max pooling: dy and argmax are the pooled ones.
+// norm_backward_sums for a batch norm before ReLU and max pooling. dy and argmax have the shape of the pooling's output.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_max_pool(const T* x, const T* dy, const u8* argmax, const Control* control, POOL_PARAMETERS,
                                 u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, pictures * pixels), true, pairs, nullptr);
 }
 
-// norm_backward_apply for the same.
+// norm_backward_apply for a batch norm before ReLU and max pooling.
 extern "C" __global__ void __launch_bounds__(256, 2)
     norm_backward_apply_max_pool(const T* x, const T* dy, const u8* argmax, const float* scale, const float* bias,
                                  const float* slope, const float* offset, T* dx, const Control* control,
@@ -280,8 +280,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     clear_padding(dx, p, w, pictures_here);
 }
 
-// Mean over the pixels of each picture. A warp owns bx groups of channels of one picture (blockIdx.x and
-// threadIdx.y count warps); its lanes share the pixels..
+// Mean over the pixels of each picture. A warp owns `group_lanes` groups of channels of one picture, and its lanes
+// divide the pixels; blockIdx.x and threadIdx.y number the warps.
 extern "C" __global__ void __launch_bounds__(256)
     global_average(const T* x, T* y, u32 pictures, u32 pixels, u32 channels, u32 group_lanes) {
     enter();

@@ -349,7 +349,7 @@ pub trait Engine: Send {
     fn memory_bytes(&self) -> u64 {
         0
     }
-    /// How gradients are exchanged between ranks, for the log; empty for a single rank.
+    /// How gradients are exchanged between ranks, for the log; may be empty.
     fn exchange(&self) -> String {
         String::new()
     }

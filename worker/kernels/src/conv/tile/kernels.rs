@@ -1,10 +1,10 @@
-//! The loops of the tiles, written once for all vector types. Everything is inlined into functions that enable the
-//! instructions of their vectors.
+//! The loops of the tiles, generic over vector types. Everything is inlined into functions that enable the
+//! instructions of the vector type.
 
 use super::{Outer, Pack, Product, Vector};
 
-/// One input channel of all pictures. Functions rather than closures: what is not inlined into the function
-/// that enables the instructions calls a function for every one of them.
+/// One input channel of all pictures. This is a function instead of a closure, which might not be inlined into
+/// the function that enables the instructions; then every vector operation would be a call.
 #[inline(always)]
 unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
     t: &Product<'_>,
@@ -32,7 +32,7 @@ pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PA
     // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
-        // The lines of the output are far apart and new to the cache: have them come during the sums.
+        // The cache lines of the output are far apart and not in the cache: prefetch them during the sums.
         for p in 0..P {
             for v in 0..V {
                 S::prefetch(t.y.add(p * t.y_picture + v * 16));

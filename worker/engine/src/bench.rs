@@ -141,7 +141,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
             .collect();
         let mut results = ranks
             .into_iter()
-            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank died".into())))
+            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank panicked".into())))
             .collect::<Result<Vec<_>, String>>()?;
         Ok(results.swap_remove(0))
     })

@@ -116,7 +116,7 @@ impl Writers {
 
     /// The rank that writes `tensor`, a parameter or an optimizer slot.
     pub fn of(&self, tensor: &str) -> u32 {
-        // Of a slot, the name of the parameter.
+        // The parameter's name, if `tensor` is an optimizer slot.
         let parameter =
             || tensor.rsplit_once('.').and_then(|(parameter, _)| self.by_parameter.get(parameter));
         self.by_parameter.get(tensor).or_else(parameter).copied().unwrap_or(0)

@@ -350,10 +350,10 @@ impl Engine for CpuEngine {
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
-            (None, _) => format!(
-                "ranks share memory: weights are there once, and gradients are added up in place{saving}"
-            ),
-            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why}){saving}"),
+            (None, _) => {
+                format!("ranks share memory with one copy of the weights, and sum gradients in place{saving}")
+            }
+            (Some(why), _) => format!("ranks exchange gradients over TCP ({why}){saving}"),
         }
     }
 
@@ -416,7 +416,7 @@ impl CpuEngine {
         let reads_pictures = self.executor.network.stage().0 == 0;
         if reads_pictures && batch.images.len() != batch.labels.len() * picture {
             return Err(EngineError::Parameters(format!(
-                "a batch of {} labels has {} values where {picture} a picture are needed",
+                "a batch of {} labels has {} values instead of {picture} per picture",
                 batch.labels.len(),
                 batch.images.len()
             )));

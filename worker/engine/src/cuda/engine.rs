@@ -1,6 +1,6 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
-use super::{backend::leave_to_driver, steps::parts, *};
+use super::{backend::skip_exit_handlers, steps::parts, *};
 use crate::{Contribution, Writers, state_dict};
 use lockstep_comm::Reduction;
 
@@ -64,8 +64,10 @@ impl Engine for CudaEngine {
             // With a split network, no single rank has the whole state.
             return None;
         }
-        let settled = self.settle();
-        settled.inspect_err(|error| tracing::warn!("what is on the GPU is not known: {error}")).ok()
+        let recovered = self.recover_last_step();
+        recovered
+            .inspect_err(|error| tracing::warn!("the state on the GPU cannot be recovered: {error}"))
+            .ok()
     }
 
     fn profile_step(&mut self, batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
@@ -247,7 +249,7 @@ impl Engine for CudaEngine {
     }
 
     fn abandon(self: Box<Self>) {
-        leave_to_driver();
+        skip_exit_handlers();
         // Destructors would wait for the GPU, for NCCL and for each buffer; the driver frees everything at once when the
         // process ends. Collectives are not aborted: that would send garbage to ranks that still take part.
         std::mem::forget(self);

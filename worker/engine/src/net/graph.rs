@@ -1,7 +1,7 @@
 //! The network as data: operations in forward order over numbered tensors.
 //!
 //! Activations are NHWC. The batch is not part of a shape: the same network runs any batch size.
-//! Parameters have torchvision's names and layouts, whatever an engine keeps internally.
+//! Parameters have torchvision's names and layouts; engines may use other layouts internally.
 
 use super::placement::{Axes, NetworkPart, Placement, Rows, Slice, TensorId};
 use lockstep_kernels::TensorShape;

@@ -63,7 +63,7 @@ mod tests {
         assert!(all["layer1.0.bn2.weight"].values.iter().all(|&v| v == 1.0));
     }
 
-    /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, whatever the groups.
+    /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, for any number of groups.
     #[test]
     fn grouped_convolutions_begin_as_torchvision_s() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, ..ModelSpec::default() };

@@ -216,7 +216,7 @@ mod tests {
         }
     }
 
-    /// Each operation and each parameter is on one stage, whatever else a plan splits, and neighbours agree on what is sent.
+    /// Under every plan, each operation and each parameter is on exactly one stage, and neighbouring stages agree on what is sent.
     #[test]
     fn the_stages_of_a_network_are_the_network() {
         let network = network(Arch::ResNet20);

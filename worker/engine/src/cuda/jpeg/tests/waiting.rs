@@ -1,4 +1,4 @@
-//! Cores decode concurrently with a GPU only while a step waits for its batch.
+//! The CPU decodes concurrently with a GPU only while a step waits for its batch.
 
 use super::*;
 use std::{
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A GPU that decodes nothing until it is told.
+/// A decoder that waits for a signal.
 #[derive(Debug, Default)]
 struct Held {
     inner: OnTheHost,
@@ -56,7 +56,7 @@ fn while_a_step_waits_cores_make_what_a_gpu_has_not_begun() {
     let mut epoch = data.epoch(PLAN);
     thread::scope(|scope| {
         let waiting = scope.spawn(move || epoch.next().unwrap().unwrap());
-        // As many as the batch has, from this one and from those after it.
+        // As many pictures as the batch has, from this batch and from later ones.
         let by_cores =
             || data.decoded().unwrap().by_cores.get(&CpuDecodeReason::Concurrently).copied().unwrap_or(0);
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -75,7 +75,7 @@ fn while_no_step_waits_cores_leave_to_a_gpu_what_it_decodes() {
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     data.set_decoder(Some(Arc::new(OnTheHost { most: Some(1), ..OnTheHost::default() })), Sharing::WithCores);
-    // Nobody asks for a batch yet; those of the epoch are made ahead.
+    // No step waits for a batch yet; the epoch's batches are prepared in advance.
     let epoch = data.epoch(PLAN);
     let deadline = Instant::now() + Duration::from_secs(60);
     while data.decoded().unwrap().by_device < 2 * PLAN.batch_size as u64 {
@@ -95,7 +95,7 @@ fn files_are_held_for_a_gpu_up_to_a_limit() {
     let dir = folder(|_| (40, 40));
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let wanted = batches(&open(dir.path(), &spec, BatchFormat::Bytes));
-    // All of a batch: as many as there are of the training split.
+    // A batch with all pictures of the training split.
     let plan = EpochPlan { batch_size: 64, threads: 1, ..PLAN };
     let mut data = open(dir.path(), &spec, BatchFormat::Bytes);
     let chosen = data.epoch(plan).next().unwrap().unwrap().indices;

@@ -221,7 +221,7 @@ pub struct OnDevice {
     pub classes: usize,
     /// Size of a model group, whose ranks divide the classes.
     pub model: u32,
-    /// The rendezvous store; absent for a single rank.
+    /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
 
@@ -285,7 +285,7 @@ pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, 
     engine.profile_step(&next()?).map_err(|e| e.to_string())
 }
 
-/// The engine, and a synthetic dataset of CIFAR-10's size.
+/// The engine, and CIFAR-10 as far as speed is concerned.
 fn on_device(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,

@@ -50,7 +50,7 @@ pub struct EngineConfig {
     pub batch_size: usize,
     pub optimizer: Optimizer,
     pub label_smoothing: f32,
-    /// Micro-batches per step.
+    /// Micro-batches a step.
     pub accumulate: usize,
     pub sync_batch_norm: bool,
     pub gradients_mean: bool,

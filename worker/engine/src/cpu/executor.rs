@@ -74,7 +74,7 @@ pub(super) struct Executor {
     pub(super) config: EngineConfig,
     /// Number of ranks that see different pictures.
     data_ranks: u32,
-    /// Set if ranks share copies of the network.
+    /// Where ranks share copies of the network.
     pub(super) groups: Option<Groups>,
     /// Pictures of the current micro-batch.
     pub(super) pictures: Pictures,
@@ -247,7 +247,7 @@ impl Executor {
         self.send_input_gradient()?;
         let square_sum = self.update()?;
         self.norms_before = None;
-        // Only the last stage has a loss; each stage has the gradients of its own parameters.
+        // Only the last stage has measured something, and each has the gradient of its own parameters.
         let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
             groups.stage.all_reduce((&mut sums).into(), Reduction::Sum)?;

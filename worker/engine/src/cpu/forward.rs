@@ -86,7 +86,7 @@ impl Executor {
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
             FusedOp::Linear { name, input, .. } => {
                 let bias = weight(name, "bias")?;
-                // If ranks compute parts of a sum, the first rank adds the bias.
+                // Of ranks that compute parts of a sum, the first one adds the bias.
                 let adds_bias =
                     *self.network.placement(op.output()) != Placement::Partial || self.pictures.rank == 0;
                 let none = if adds_bias { Vec::new() } else { vec![0.0; bias.len()] };
@@ -219,7 +219,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Weight of this rank's mean `pooled` in the global pooling's mean over all rows.
+    /// The share of this rank in the mean over all rows: that of the global pooling, of which `input` is this rank's mean.
     pub(super) fn share_of_rows(&self, pooled: TensorId) -> f32 {
         let pooling = self.ops.iter().find(|op| op.output() == pooled);
         let Some(FusedOp::GlobalAveragePool { input, .. }) = pooling else { return 1.0 };

@@ -79,7 +79,7 @@ pub(super) struct State {
     optimizer: Optimizer,
     /// The update of this step.
     update: Update,
-    /// By parameter.
+    /// For each parameter.
     policies: Vec<ParameterPolicy>,
     /// By parameter: the range of its pieces.
     slot_pieces: Vec<Range<usize>>,
@@ -392,7 +392,7 @@ impl State {
                 }
             }
             let weights = &mut weights[from..to];
-            // Slots that the optimizer does not have are empty.
+            // Those that the optimizer does not have are empty.
             let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
             if policy.frozen {
                 // A frozen parameter's gradient is zero; it needs no update.

@@ -64,7 +64,7 @@ pub(super) enum Region {
     ChannelSums,
     /// Sums that NCCL reduces over ranks.
     StatisticsSums,
-    /// Table of all ranks' exchange buffers; numbers of exchanges so far.
+    /// All ranks' exchange buffers; exchanges so far.
     PeerTable,
     PeerSequences,
     /// Loss scale, and the state of the latest gradients and update (`Scaler` in `optimizer.cu`).
@@ -207,7 +207,7 @@ pub(super) enum Group {
     World,
     /// The ranks that share this rank's copy of the network.
     Model,
-    /// The ranks that have the same part of the network as this rank.
+    /// Those that have the same part of it as this one.
     Data,
 }
 
@@ -308,13 +308,13 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// Sums values over the ranks of a group, in place.
+    /// Adds values over the ranks of a group, in place.
     pub(super) fn all_reduce(stream: StreamId, group: Group, at: Operand, dtype: DType) -> Self {
         let (kind, count) = (Collective::AllReduce, at.bytes / dtype.size());
         Command::Collective { stream, kind, group, from: at, to: at, count, dtype }
     }
 
-    /// The command's stream; `None` if the command launches nothing.
+    /// Where it is queued; `None` for what starts nothing.
     pub(super) fn stream(&self) -> Option<StreamId> {
         match self {
             Command::Part(_) | Command::Alloc { .. } | Command::Free { .. } => None,
@@ -326,7 +326,7 @@ impl Command {
         }
     }
 
-    /// The memory that the command reads and writes.
+    /// The memory that it works on: read, written.
     pub(super) fn accesses(&self) -> Vec<(Operand, Access)> {
         let all = match self {
             Command::Part(_)

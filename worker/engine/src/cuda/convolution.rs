@@ -30,7 +30,7 @@ pub(super) struct Convolution {
     pub(super) kernel: usize,
     pub(super) stride: usize,
     pub(super) padding: usize,
-    /// Number of groups, which divides the channels of input and output.
+    /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
     pub(super) groups: usize,
     /// Forward only: also computes the sums of y and of y * y per channel, for the batch norm after it. cuDNN
     /// supports this for float16.
@@ -61,7 +61,7 @@ impl std::fmt::Debug for Convolution {
         text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
         text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
         text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
-        // Without groups, keys are those of choices that were stored before groups were supported.
+        // Choices that were stored before there were groups stay known.
         if self.groups != 1 {
             text.field("groups", &self.groups);
         }

@@ -61,7 +61,7 @@ impl Engine for CudaEngine {
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
         if self.groups.is_some() {
-            // With a split network, no single rank has the whole state.
+            // No rank alone has a whole network that is split.
             return None;
         }
         let recovered = self.recover_last_step();

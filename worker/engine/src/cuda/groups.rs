@@ -1,4 +1,4 @@
-//! The process groups of a plan in which ranks share copies of the network, for exchanges on the host.
+//! The groups of ranks of a plan in which ranks share copies of the network, for what they exchange on the host.
 
 use crate::{EngineError, plan::Mesh};
 use lockstep_comm::{CommError, ProcessGroup};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 pub(super) struct Groups {
     /// The ranks that share this rank's copy of the network.
     pub(super) model: Arc<dyn ProcessGroup>,
-    /// The ranks that have the same part of the network.
+    /// The ranks that have the same part of it.
     pub(super) data: Arc<dyn ProcessGroup>,
 }
 

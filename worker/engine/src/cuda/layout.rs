@@ -47,7 +47,7 @@ pub(super) struct Slot {
     order: Order,
     /// Range in the flat buffers.
     pub(super) range: Range<usize>,
-    /// Whether the parameter is the weight of a convolution or linear layer.
+    /// Of a convolution or linear layer, and no bias.
     pub(super) is_weight: bool,
     /// This rank's part of the parameter, if a model group splits it.
     pub(super) slice: Option<Slice>,
@@ -79,8 +79,8 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// `ops` are in forward order; `padded_in` and `padded_classes` are the padded channels of the input and of
-    /// the logits; `folded`: the first convolution reads 2x2 pixels as one pixel.
+    /// `ops` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
+    /// the logits as the GPU has them, `folded` whether the first convolution reads 2x2 pixels as one.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],
@@ -191,7 +191,7 @@ impl Layout {
         self.slots.push(slot);
     }
 
-    /// The parameters that the optimizer changes, which come first.
+    /// The parameters that the optimizer changes: the first ones.
     pub(super) fn trained_slots(&self) -> &[Slot] {
         &self.slots[..self.slots.partition_point(|slot| slot.range.start < self.trained)]
     }

@@ -113,7 +113,7 @@ fn build(
     let device = Device::open(gpu.ordinal)?;
     let (free_before, total) = device.memory();
     fits(&network, config.batch_size, dtype, (free_before, total))?;
-    // The watchdog counts the steps of all engines of this process.
+    // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let program =
         Program::new(&device, part, &config, dtype, loss_scale, comm.clone(), groups.as_ref(), gpu)?;
@@ -143,8 +143,8 @@ fn build(
     Ok(engine)
 }
 
-/// Checks that the activations for batch norm's backward pass fit in GPU memory, before plans are timed with tensors of that size. Only
-/// half of them count, because fused passes may not store all. The exact size is known, and allocated, after plans are chosen.
+/// Whether the GPU has room for what batch norm's backward pass needs, before plans are timed with tensors of that size. Half of
+/// it counts, as fused passes may do without some; what is in all is known when plans are, and asked for then.
 fn fits(network: &Network, batch: usize, dtype: DType, (free, total): (u64, u64)) -> Result<(), CudaError> {
     let bytes = if dtype == DType::F32 { 4 } else { 2 };
     let needed = network.convolution_values().saturating_mul(batch as u64).saturating_mul(bytes) / 2;
@@ -196,7 +196,7 @@ struct CudaEngine {
     under_way: VecDeque<UnderWay>,
     /// Results that have been read from the GPU by a call that then failed.
     unreturned: Vec<StepResult>,
-    /// Number of steps started on the GPU, modulo 2^32 like the GPU's count of finished steps.
+    /// Steps that were begun on the GPU, modulo 2^32 like its own count of those that it has finished.
     begun: u32,
     /// The step that creates the weights' average, unless an average was given.
     averaged_from: Option<u32>,
@@ -216,7 +216,7 @@ struct CudaEngine {
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
     comm: Arc<dyn ProcessGroup>,
-    /// Set if ranks share copies of the network.
+    /// Where ranks share copies of the network.
     groups: Option<Groups>,
     device: Device,
 }

@@ -293,7 +293,7 @@ impl Program {
         Ok(all)
     }
 
-    /// Launches the work of a micro-batch on [`Program::main`].
+    /// Starts the work of a micro-batch on [`Program::main`].
     pub(super) fn run(&self, phase: Phase, input: Input) -> Result<(), EngineError> {
         self.start(&self.commands(phase, input, true)?, input.address())
     }

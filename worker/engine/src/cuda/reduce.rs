@@ -171,7 +171,7 @@ impl Reducer {
             )));
         };
         let (dtype, stream) = (dtype.into(), stream.0);
-        // SAFETY: ranges of this engine's buffers, which outlive the stream's work; `command::verify` has checked their lengths.
+        // SAFETY: ranges of buffers of this engine, which outlive the stream's work; as long as the command says, which is checked.
         Ok(unsafe {
             match kind {
                 Collective::AllReduce => nccl.all_reduce(to, count, dtype, Reduction::Sum, stream),

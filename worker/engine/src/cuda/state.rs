@@ -55,9 +55,9 @@ pub(super) struct State {
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
     optimizer: Optimizer,
-    /// The optimizer's slots, each as long as the weights.
+    /// As long, each of the optimizer's slots.
     pub(super) optimizer_slots: Vec<Buffer>,
-    /// Copy of the matrices, without those in planes, in the type of the convolutions; `None` with float32.
+    /// The matrices in the type that is computed in, but for those in planes; `None` with float32, where they are the weights.
     low_precision: Option<Buffer>,
     /// Running mean and variance of every batch norm.
     running_values: Buffer,
@@ -337,7 +337,7 @@ impl State {
         Ok(OptimizerState { slots, updates: self.read_scaling()?.updates.into() })
     }
 
-    /// Replaces the optimizer's state; `to` must have been checked.
+    /// Replaces it; `to` is known to be whole.
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
             buffer.write(&self.layout.import(Some(name), &to.slots)?)?;

@@ -1,59 +1,58 @@
-//! How ranks reduce batch norm's sums, as far as a step's commands depend on it.
+//! How the ranks of a group add up batch norm's sums, as far as a step's commands depend on it.
 
 use super::{
     command::{Operand, Region},
     ops::Reduce,
 };
 
-/// A batch norm's slot in the exchange buffers, for one direction.
+/// Where one batch norm's sums meet those of the other ranks.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ExchangeSlot {
-    /// Byte offset in each rank's exchange buffer.
+pub(super) struct Meeting {
+    /// Of this batch norm in each rank's exchange buffer.
     offset: u64,
-    /// By value: number of exchanges so far.
+    /// Exchanges so far, by value.
     sequence: Operand,
 }
 
 #[derive(Debug)]
 pub(super) enum Statistics {
-    /// Each rank has its own statistics.
+    /// Each rank has its own.
     Apart,
-    /// Kernels exchange sums through peer memory. By batch norm: the slots of forward and backward.
-    Exchanged(Vec<[ExchangeSlot; 2]>),
-    /// NCCL reduces sums between kernels.
+    /// Through each other's memory, inside the kernels: by batch norm, forward's meeting and backward's.
+    Exchanged(Vec<[Meeting; 2]>),
     ByNccl,
 }
 
 impl Statistics {
-    /// Exchange through peer memory between `world` ranks, for batch norms with these numbers of channels. Also returns the
-    /// sizes in bytes of an exchange buffer and of the sequences.
+    /// Through the memory of `world` ranks, for batch norms of so many `channels`. Also gives the bytes of an exchange buffer
+    /// and of the sequences.
     pub(super) fn exchanged(channels: &[usize], world: usize) -> (Self, usize, usize) {
         let (mut offset, mut sequence) = (0, 0);
         let mut next = |channels: usize| {
             let bytes = 4 * 2 * channels;
-            let slot = ExchangeSlot {
+            let meeting = Meeting {
                 offset: offset as u64,
                 sequence: Operand::new(Region::PeerSequences, sequence, bytes),
             };
             offset += Self::room(channels, world);
             sequence += bytes;
-            slot
+            meeting
         };
-        let slots = channels.iter().map(|c| [next(*c), next(*c)]).collect();
-        (Self::Exchanged(slots), offset, sequence)
+        let meetings = channels.iter().map(|c| [next(*c), next(*c)]).collect();
+        (Self::Exchanged(meetings), offset, sequence)
     }
 
-    /// Size in bytes of a slot in an exchange buffer.
+    /// Bytes of a meeting in an exchange buffer.
     fn room(channels: usize, world: usize) -> usize {
         (2 * world * 2 * channels * 8).next_multiple_of(256)
     }
 
-    /// How the sums of batch norm number `norm`, which has `channels`, are reduced.
+    /// What becomes of the sums of batch norm number `norm`, which has `channels`.
     pub(super) fn reduction(&self, norm: usize, channels: usize, backward: bool) -> Reduce {
         match self {
             Statistics::Apart => Reduce::Local,
-            Statistics::Exchanged(slots) => {
-                let ExchangeSlot { offset, sequence } = slots[norm][usize::from(backward)];
+            Statistics::Exchanged(meetings) => {
+                let Meeting { offset, sequence } = meetings[norm][usize::from(backward)];
                 Reduce::Exchange { peers: Operand::whole(Region::PeerTable), at: offset, sequence }
             }
             Statistics::ByNccl => {
@@ -67,8 +66,8 @@ impl Statistics {
         matches!(self, Statistics::Exchanged(_))
     }
 
-    /// Whether NCCL reduces statistics between kernels. A communicator must not be used on two streams at once, so gradients are
-    /// then also reduced on the main stream.
+    /// Whether NCCL adds statistics between kernels. One group of ranks must not be used from two streams at once, so gradients
+    /// then go from the main stream alone, too.
     pub(super) fn is_ordered(&self) -> bool {
         matches!(self, Statistics::ByNccl)
     }
@@ -78,7 +77,7 @@ impl Statistics {
 mod tests {
     use super::*;
 
-    /// Each direction of each batch norm has a separate range of the exchange buffers and sequences, and no bytes are unused.
+    /// Each direction of each batch norm has room of its own in the exchange buffers and sequences, and these are full.
     #[test]
     fn meetings_do_not_share_memory() {
         let (channels, world) = ([64, 8, 256], 3);
@@ -88,7 +87,7 @@ mod tests {
             for backward in [false, true] {
                 let Reduce::Exchange { at, sequence, .. } = statistics.reduction(norm, channels, backward)
                 else {
-                    panic!("batch norm {norm} exchanges no sums");
+                    panic!("{norm} does not meet the others");
                 };
                 assert_eq!((at, sequence.offset, sequence.bytes), (offset, counted, 8 * channels));
                 // Two slots of each rank's sums and sums of squares, 8 bytes each.

@@ -119,7 +119,7 @@ impl CudaEngine {
         }))
     }
 
-    /// Waits until the GPU takes a micro-batch or writes a result.
+    /// Waits for what the GPU does next: that it takes a micro-batch, or gives a result.
     pub(super) fn wait_on_gpu<T>(
         &mut self,
         wait: impl FnOnce(

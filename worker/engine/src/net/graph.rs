@@ -230,8 +230,8 @@ impl Network {
         self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
     }
 
-    /// Number of this stage, and number of stages. A stage reads the output of the stage before; the first reads the pictures. The output of
-    /// the last stage is the logits.
+    /// Which stage of the whole network it is, of how many. The input of all but the first is what the stage before makes, and the last one's
+    /// last tensor are the logits.
     pub fn stage(&self) -> (usize, usize) {
         self.part.as_ref().map_or((0, 1), |part| (part.stage, part.stages))
     }

@@ -62,7 +62,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
     Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
 }
 
-/// Maximum number of operator names in an error.
+/// Names in a list of all operators.
 const NAMED: usize = 10;
 
 /// # Errors

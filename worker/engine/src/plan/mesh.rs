@@ -24,7 +24,7 @@ impl Mesh {
         self.data * self.height * self.model
     }
 
-    /// Coordinate of a rank on the axis `model`.
+    /// The place of a rank on the axis `model`.
     pub fn model_rank(self, rank: usize) -> usize {
         rank % self.model
     }

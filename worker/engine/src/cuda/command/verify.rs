@@ -1,10 +1,10 @@
 //! Checks that a list of commands is free of data races and use of invalid memory, for any timing of the GPU.
 //!
-//! - Memory is written before it is read, and freed memory is not accessed.
-//! - If one command writes memory that another command accesses, both are ordered: by their stream, or by events.
-//! - An event is recorded before a stream waits for it, and a stream's first command waits for the main stream.
-//! - Collectives run one after another, and the main stream waits for all other streams at the end of the list.
-//! - Weights and optimizer state change only where the host can see it ([`UPDATING`]); commands there do not wait for other ranks.
+//! - Everything is written before it is read, and nobody touches memory that is freed.
+//! - Two commands of which one writes what the other touches are ordered: by their stream, or by events.
+//! - What is waited for has been recorded, and a stream that joins in begins behind the main one.
+//! - Collectives come one after another, and the list ends when all streams have come to their ends.
+//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there.
 //!
 //! The check uses vector clocks: for each stream, how many commands of every stream are known to be done.
 

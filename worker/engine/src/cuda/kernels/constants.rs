@@ -10,7 +10,7 @@ use crate::{
 use lockstep_comm::peers::MAX_PEERS;
 use lockstep_kernels::batch_norm::{EPSILON, MOMENTUM};
 
-/// Names, and values in C++ syntax, for kernels that compute in `dtype`.
+/// Names, and values as C++ has them, for kernels that compute in `dtype`.
 pub(super) fn of(dtype: DType) -> [(&'static str, String); 13] {
     [
         ("DTYPE", dtype.number().to_string()),

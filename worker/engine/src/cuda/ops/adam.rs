@@ -40,7 +40,7 @@ pub(in crate::cuda) struct AdamW {
 pub(in crate::cuda) struct Lamb {
     pub(in crate::cuda) flat: Flat,
     pub(in crate::cuda) moments: Moments,
-    /// Memory for the segments' rates.
+    /// Its rates are written here.
     pub(in crate::cuda) rates: Rates,
 }
 
@@ -61,7 +61,7 @@ impl Ops {
         )
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Moves: weights and moments three times, gradients and low_precision once.
+    /// After [`Ops::gradient_norm`]. Moves: weights and moments three times, gradients and low_precision once.
     pub(in crate::cuda) fn lamb(&self, p: Lamb) -> [Kernel; 3] {
         let Lamb { flat, moments, rates } = p;
         let [segments, decay] = [Arg::In(rates.segments), Arg::F32(flat.decay[0])];

@@ -140,8 +140,8 @@ impl Ops {
         kernel("gradient_norm", self.norm_geometry(p.gradients), args)
     }
 
-    /// [`Ops::gradient_norm`] where ranks have parts of some parameters. `others`: `count` further sums of squares (f64), one per rank,
-    /// of gradients that are not in `p`.
+    /// As [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64), one a rank,
+    /// of gradients that are not among these.
     pub(in crate::cuda) fn gradient_norm_of_parts(
         &self,
         p: GradientNorm,
@@ -166,7 +166,7 @@ impl Ops {
         plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
-    /// Runs after [`Ops::gradient_norm`]. Moves: all weights and gradients once.
+    /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
     pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> [Kernel; 2] {
         let LarsRates { flat, rates, trust } = p;
         let mut args = vec![Arg::In(flat.weights)];

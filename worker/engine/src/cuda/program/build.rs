@@ -127,8 +127,8 @@ impl Program {
         Ok(program)
     }
 
-    /// Prepares for more image sizes, some of them only for evaluation. No graph may have been captured, because buffers
-    /// are reallocated.
+    /// Prepares for more sizes of pictures, some of which are never trained on. No graph may be captured yet, as memory
+    /// moves.
     pub(in crate::cuda) fn take_sizes(
         &mut self,
         device: &Device,

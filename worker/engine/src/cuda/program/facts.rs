@@ -33,7 +33,7 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) ranks: Option<&'a Statistics>,
     /// Number of ranks that have the same part of the network as this rank, and other pictures.
     pub(in crate::cuda) data_ranks: usize,
-    /// Whether a convolution (with `sums` set) computes sums, because the tuner found that to be faster.
+    /// Convolutions (with `sums` set) that take statistics along, as the tuner found it faster.
     pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
     pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
@@ -94,7 +94,7 @@ impl Facts<'_> {
         }
     }
 
-    /// Operands of the copy of running statistics at the beginning of a step.
+    /// Where running statistics are kept while a step is under way.
     pub(super) fn kept(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
         let bytes = Running::padded(end);
@@ -110,7 +110,7 @@ impl Facts<'_> {
         Operand::new(Region::OptimizerSlot(slot), 0, 4 * self.layout.trained)
     }
 
-    /// Operand of the sums that a convolution computes for the following batch norm.
+    /// Where a convolution leaves the sums of its output for the batch norm after it.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
         let ordered = self.ranks.is_some_and(Statistics::is_ordered);
         let region = if ordered { Region::StatisticsSums } else { Region::ChannelSums };

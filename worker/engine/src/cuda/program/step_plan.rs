@@ -53,7 +53,7 @@ impl SplitHead {
     }
 }
 
-/// Maximum number of classes of a rank: the first rank's, which has one more if classes do not divide evenly.
+/// The first ranks have one more where classes do not come out even.
 fn most_classes(bounds: &[usize]) -> usize {
     bounds[1] - bounds[0]
 }
@@ -116,7 +116,7 @@ impl StepPlan {
         Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, head, folded })
     }
 
-    /// Continues with another image size.
+    /// Continues with pictures of another size.
     pub(super) fn set_network(&mut self, network: Arc<Network>) {
         self.ops = fuse(&network, &self.capabilities);
         self.network = network;
@@ -155,7 +155,7 @@ impl StepPlan {
         }
     }
 
-    /// Number of chunks of the logits in memory, and classes per chunk.
+    /// Parts that the logits have in memory, and classes of each.
     pub(super) fn chunks(&self) -> (usize, usize) {
         let chunks = self.head.as_ref().map_or(1, |head| head.chunks);
         (chunks, self.padded_classes / chunks)
@@ -166,9 +166,9 @@ impl StepPlan {
         self.head.is_some() && self.dtype == DType::Bf16
     }
 
-    /// Whether the gradient of a split head's weights is not stored, but computed twice, a chunk at a time: for its norm and for the update.
-    /// This adds a third of the head's multiplications and saves a sixth of its memory. Not possible if gradients are summed over
-    /// micro-batches or ranks.
+    /// Whether the gradient of a split head's weights is stored nowhere whole: it is computed twice, a chunk at a time, for its norm and for
+    /// the update. A third of the head's multiplications are added, and a sixth of its memory is saved. Not where gradients are added up
+    /// over micro-batches or ranks.
     pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
         self.chunks().0 > 1 && !accumulates && data_ranks == 1
     }
@@ -225,7 +225,7 @@ impl StepPlan {
     }
 }
 
-/// Checks that this engine supports `network`.
+/// Whether this engine runs `network`.
 fn check(network: &Network) -> Result<(), CudaError> {
     let refuse = |what: String| Err(CudaError::Unsupported(what));
     if let Some(name) = split_elsewhere(network) {
@@ -264,7 +264,7 @@ fn check(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// The name of an operator with a split that is not supported: only the last layer may be split, over its classes.
+/// What of a network that ranks share is split otherwise than the last layer over its classes: the name of an operator.
 fn split_elsewhere(network: &Network) -> Option<&str> {
     let part = network.part.as_ref()?;
     let head = network.ops.last()?;

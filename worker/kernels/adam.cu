@@ -11,7 +11,7 @@ struct Adam {
     float root2;        // sqrt(1 - beta2^t)
 
     // Updates the moments with a gradient and returns the first moment's divisor.
-    __device__ __forceinline__ float take(float& m, float& v, float g) const {
+    __device__ __forceinline__ float update_moments(float& m, float& v, float g) const {
         m = fmaf(beta1, m, rest1 * g);
         v = fmaf(beta2, v, rest2 * g * g);
         return divisor(v);
@@ -51,8 +51,8 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
         load_channels(second_moment, i, v);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            float below = adam.take(m[k], v[k], g[k] * inverse);
-            w[k] = fmaf(w[k], kept, -size * (m[k] / below));
+            float denominator = adam.update_moments(m[k], v[k], g[k] * inverse);
+            w[k] = fmaf(w[k], kept, -size * (m[k] / denominator));
         }
         weights.set(i, w);
         store_channels(first_moment, i, m);
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256)
         load_channels(second_moment, at, v);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            float below = adam.take(m[k], v[k], g[k] * inverse), r = fmaf(d, w[k], m[k] * scale / below);
+            float denominator = adam.update_moments(m[k], v[k], g[k] * inverse), r = fmaf(d, w[k], m[k] * scale / denominator);
             ws = fmaf(w[k], w[k], ws);
             rs = fmaf(r, r, rs);
         }

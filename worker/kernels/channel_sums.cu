@@ -2,8 +2,8 @@
 //
 // A block has bx x by threads (bx: a power of two up to 32). Thread (x, y) owns the eight channels of group
 // blockIdx.y * bx + x and a grid stride of rows, so a warp reads whole cache lines and no index needs a division.
-// Sums are reduced over the lanes of a warp, over the warps of a block, and then in scratch memory: the last block
-// to finish adds all blocks' sums in block order, in double precision.
+// Sums are reduced over the lanes of a warp, over the warps of a block, and then in global memory: the last block to
+// finish adds all blocks' sums in block order, in double precision.
 
 // A thread's share of an activation: one group of channels, and every `step`th row.
 struct GridStride {
@@ -24,21 +24,21 @@ __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32
 
 __device__ __forceinline__ u32 thread_in_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-// Sums 16 values per thread over the block. `across` holds 16 * bx values for each warp. Thread t < 16 * bx gets
+// Sums 16 values per thread over the block. `scratch` holds 16 * bx values for each warp. Thread t < 16 * bx gets
 // the sum of value t / bx over the threads with x = t % bx.
-__device__ __forceinline__ float block_sums(float (&v)[16], float* across) {
+__device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     u32 bx = blockDim.x, t = thread_in_block(), lane = t % 32, warp = t / 32;
     for (u32 o = bx; o < 32; o *= 2)
 #pragma unroll
-        for (int k = 0; k < 16; k++) v[k] += from_lane_xor(v[k], o);
+        for (int k = 0; k < 16; k++) v[k] += shfl_xor(v[k], o);
     if (lane < bx)
 #pragma unroll
-        for (int k = 0; k < 16; k++) across[(warp * 16 + k) * bx + lane] = v[k];
+        for (int k = 0; k < 16; k++) scratch[(warp * 16 + k) * bx + lane] = v[k];
     __syncthreads();
     float sum = 0;
     u32 values = 16 * bx, warps = blockDim.x * blockDim.y / 32;
     if (t < values)
-        for (u32 w = 0; w < warps; w++) sum += across[w * values + t];
+        for (u32 w = 0; w < warps; w++) sum += scratch[w * values + t];
     return sum;
 }
 
@@ -62,22 +62,22 @@ __device__ __forceinline__ Value value_of_thread(u32 channels) {
 }
 
 // Adds the sums of all blocks of a column (blockIdx.y). Returns true only in the last block to finish, with the
-// total of value_of_thread() in `total`. `across` has 32 KB.
-__device__ __forceinline__ bool column_sums(float sum, const Value& value, float* across, float* partials,
+// total of value_of_thread() in `total`. `scratch` has 32 KB.
+__device__ __forceinline__ bool column_sums(float sum, const Value& value, float* scratch, float* partials,
                                             u32* counters, double& total) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), threads = blockDim.x * blockDim.y;
     u32 blocks = gridDim.x, column = blockIdx.y;
     SHARED(u32, last, 1);
     if (blocks == 1) {
         __syncthreads();
-        if (t < values) across[t] = sum;
+        if (t < values) scratch[t] = sum;
         __syncthreads();
-        total = value.which < 2 ? across[value.source] : 0.0f;
+        total = value.which < 2 ? scratch[value.source] : 0.0f;
         __syncthreads();
         return true;
     }
-    float* mine = partials + (u64)column * blocks * values;
-    if (t < values) mine[(u64)blockIdx.x * values + t] = sum;
+    float* column_partials = partials + (u64)column * blocks * values;
+    if (t < values) column_partials[(u64)blockIdx.x * values + t] = sum;
     __threadfence();
     __syncthreads();
     if (t == 0) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
             for (int i = 0; i < 8; i++) {
                 v[i] = {0, 0, 0, 0};
                 if (b + i * parts < blocks)
-                    v[i] = load_shared_by_blocks((const float4*)(mine + (u64)(b + i * parts) * values) + quad);
+                    v[i] = ldcg((const float4*)(column_partials + (u64)(b + i * parts) * values) + quad);
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
                 s[3] += v[i].w;
             }
         }
-    double* part_sums = (double*)across;
+    double* part_sums = (double*)scratch;
     if (part < parts)
 #pragma unroll
         for (int i = 0; i < 4; i++) part_sums[part * values + quad * 4 + i] = s[i];
@@ -127,7 +127,7 @@ __device__ __forceinline__ double cluster_sums(float sum, const Value& value, fl
     if (size > 1) {
         cluster_wait(); // all blocks have started: their shared memory exists
         if (t < values)
-            for (u32 r = 0; r < size; r++) store_in_cluster(slots + rank * values + t, r, sum);
+            for (u32 r = 0; r < size; r++) st_shared_cluster(slots + rank * values + t, r, sum);
         cluster_arrive();
         cluster_wait();
         double total = 0;

@@ -19,7 +19,7 @@ struct Cropping {
 extern "C" __global__ void __launch_bounds__(256)
     crop(const Cropping* croppings, const int* tables, u8* outputs, u32 width, u32 height, u32 band) {
     enter();
-    DYNAMIC_SHARED(room);
+    DYNAMIC_SHARED(smem);
     Cropping p = croppings[blockIdx.y];
     Taps rows = {tables + p.rows, p.row_taps, p.row_shift}, columns = {tables + p.columns, p.column_taps, p.column_shift};
     u32 first = blockIdx.x * band, end = min(first + band, height), wide = p.span * 3, row = width * 3;
@@ -36,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(256)
             from_row += p.row_down;
         }
         u32 bytes = to_bytes(sum, rows.shift);
-        for (u32 c = 0; c < 3; c++) room[i * 3 + c] = (u8)(bytes >> 8 * c);
+        for (u32 c = 0; c < 3; c++) smem[i * 3 + c] = (u8)(bytes >> 8 * c);
     }
     __syncthreads();
     u8* to = outputs + ((u64)p.to * height + first) * row;
     for (u32 i = threadIdx.x; i < (end - first) * row; i += blockDim.x) {
         u32 y = i / row, value = i - y * row, x = value / 3;
         const int* w = columns.at(x);
-        const u8* from = room + y * wide + (w[0] - p.first) * 3 + value % 3;
+        const u8* from = smem + y * wide + (w[0] - p.first) * 3 + value % 3;
         int sum = 1 << (columns.shift - 1);
         for (int k = 0; k < w[1]; k++) sum += from[k * 3] * w[2 + k];
         u32 at = p.flip ? width - 1 - x : x;

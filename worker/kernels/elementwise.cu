@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y,
         float v[8];
         unpack(load(x, i), v);
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = larger(v[k], 0.0f);
+        for (int k = 0; k < 8; k++) v[k] = max_nan(v[k], 0.0f);
         store(y, i, pack(v));
     }
 }
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     for (u32 o = 16; o > 0; o /= 2)
 #pragma unroll
-        for (int k = 0; k < 8; k++) s[k] += from_lane_xor(s[k], o);
+        for (int k = 0; k < 8; k++) s[k] += shfl_xor(s[k], o);
     if (threadIdx.x != 0) return;
     float before[8] = {};
     if (accumulate) load_channels(dbias, group, before);
@@ -86,12 +86,12 @@ extern "C" __global__ void __launch_bounds__(256)
     global_average_backward(const T* dy, T* dx, u32 pictures, u32 pixels, u32 channels) {
     enter();
     u64 groups = channels / 8, all = (u64)pictures * pixels * groups, step = (u64)gridDim.x * blockDim.x;
-    float each = 1.0f / pixels;
+    float inv_pixels = 1.0f / pixels;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
         float g[8];
         unpack(load(dy, i / groups / pixels * groups + i % groups), g);
 #pragma unroll
-        for (int k = 0; k < 8; k++) g[k] *= each;
+        for (int k = 0; k < 8; k++) g[k] *= inv_pixels;
         store(dx, i, pack(g));
     }
 }
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(256)
         u64 picture = pixel / p.width / p.height;
         float g[8] = {};
         for (u32 a = 0; a < p.kernel; a++) {
-            // The window in which this pixel is in row a, if that window exists.
+            // The window in which this pixel is in row a, if there is one.
             if (row + p.padding < a) break;
             u32 r = row + p.padding - a;
             if (r % p.stride || r / p.stride >= p.out_height) continue;

@@ -70,7 +70,7 @@ __device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Co
 __device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
     put_color(to, pixel, padded, color_of(bytes, channels, table));
 }
-__device__ __forceinline__ void put_nothing(T* to, u64 pixel, u32 padded) {
+__device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) {
 #if DTYPE == 0
     float4* q = (float4*)to + pixel * (padded / 4);
     q[0] = {0, 0, 0, 0};
@@ -83,8 +83,8 @@ __device__ __forceinline__ void put_nothing(T* to, u64 pixel, u32 padded) {
 #endif
 }
 // Copies the normalisation table, [channels][256], to shared memory.
-__device__ __forceinline__ void keep_table(const float* table, u32 channels, float* kept) {
-    for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) kept[i] = table[i];
+__device__ __forceinline__ void load_table(const float* table, u32 channels, float* table_smem) {
+    for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) table_smem[i] = table[i];
 }
 
 // Without scaling, for pictures of the input's size. blockIdx.y is the picture; threads loop over its pixels in a
@@ -92,20 +92,20 @@ __device__ __forceinline__ void keep_table(const float* table, u32 channels, flo
 extern "C" __global__ void __launch_bounds__(256)
     gather(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded, u32 folded) {
     enter();
-    SHARED(float, kept, 768);
+    SHARED(float, table_smem, 768);
     Source s = SOURCE_;
     u32 n = blockIdx.y, pixels = side * side;
-    keep_table(table, channels, kept);
+    load_table(table, channels, table_smem);
     __syncthreads();
     bool real = !control || n < control->valid;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
         u64 at = place_of(n, i / side, i % side, side, folded);
         if (!real) {
-            put_nothing(to, at, padded);
+            put_zeros(to, at, padded);
             continue;
         }
         Cut cut(s, control, batch, n);
-        put_pixel(to, at, padded, channels, cut.pixel(s, i / side, i % side), kept);
+        put_pixel(to, at, padded, channels, cut.pixel(s, i / side, i % side), table_smem);
     }
 }
 
@@ -153,19 +153,19 @@ extern "C" __global__ void __launch_bounds__(256)
                   u32 folded, const int* row_table, u32 row_taps, u32 row_shift, const int* column_table, u32 column_taps,
                   u32 column_shift, u32 band, u32 source_rows) {
     enter();
-    SHARED(float, kept, 768);
-    DYNAMIC_SHARED(room);
-    u32* source = (u32*)room;
+    SHARED(float, table_smem, 768);
+    DYNAMIC_SHARED(smem);
+    u32* source = (u32*)smem;
     u32* scaled = source + source_rows * width;
     Source s = SOURCE_;
     Taps rows = {row_table, row_taps, row_shift}, columns = {column_table, column_taps, column_shift};
     u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
     if (control && n >= control->valid) {
         for (u32 i = first * side + t; i < end * side; i += threads)
-            put_nothing(to, place_of(n, i / side, i % side, side, folded), padded);
+            put_zeros(to, place_of(n, i / side, i % side, side, folded), padded);
         return;
     }
-    keep_table(table, channels, kept);
+    load_table(table, channels, table_smem);
     scale_vertically(s, Cut(s, control, batch, n), rows, first, end, source, scaled);
     // A thread keeps its column, and so the column's weights, for all rows of the band.
     u32 x = t % side, lane = t / side, lanes = threads / side;
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(256)
             if (count > 1) add_weighted(row[1], w1, sum);
             if (count > 2) add_weighted(row[2], w2, sum);
             for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
-            put_pixel(to, place_of(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), kept);
+            put_pixel(to, place_of(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
         }
     }
 }

@@ -28,21 +28,21 @@ extern "C" __global__ void __launch_bounds__(256)
     gather_mixed(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
                  u32 folded) {
     enter();
-    SHARED(float, kept, 768);
+    SHARED(float, table_smem, 768);
     Source s = SOURCE_;
     u32 n = blockIdx.y, pixels = side * side;
-    keep_table(table, channels, kept);
+    load_table(table, channels, table_smem);
     __syncthreads();
     bool real = n < control->valid;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
         u32 y = i / side, x = i % side;
         u64 at = place_of(n, y, x, side, folded);
         if (!real) {
-            put_nothing(to, at, padded);
+            put_zeros(to, at, padded);
             continue;
         }
-        Color own = color_of(Cut(s, control, batch, n).pixel(s, y, x), channels, kept);
-        Color other = color_of(other_of(s, control, batch, n).pixel(s, y, x), channels, kept);
+        Color own = color_of(Cut(s, control, batch, n).pixel(s, y, x), channels, table_smem);
+        Color other = color_of(other_of(s, control, batch, n).pixel(s, y, x), channels, table_smem);
         put_color(to, at, padded, mix(own, other, share_of(control, y, x)));
     }
 }
@@ -60,19 +60,19 @@ extern "C" __global__ void __launch_bounds__(256)
                         u32 folded, const int* row_table, u32 row_taps, u32 row_shift, const int* column_table,
                         u32 column_taps, u32 column_shift, u32 band, u32 source_rows) {
     enter();
-    SHARED(float, kept, 768);
-    DYNAMIC_SHARED(room);
-    u32* source = (u32*)room;
+    SHARED(float, table_smem, 768);
+    DYNAMIC_SHARED(smem);
+    u32* source = (u32*)smem;
     u32* bands = source + source_rows * width;
     Source s = SOURCE_;
     Taps rows = {row_table, row_taps, row_shift}, columns = {column_table, column_taps, column_shift};
     u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
     if (n >= control->valid) {
         for (u32 i = first * side + t; i < end * side; i += threads)
-            put_nothing(to, place_of(n, i / side, i % side, side, folded), padded);
+            put_zeros(to, place_of(n, i / side, i % side, side, folded), padded);
         return;
     }
-    keep_table(table, channels, kept);
+    load_table(table, channels, table_smem);
     scale_vertically(s, Cut(s, control, batch, n), rows, first, end, source, bands);
     scale_vertically(s, other_of(s, control, batch, n), rows, first, end, source, bands + band * width);
     for (u32 i = t; i < (end - first) * side; i += threads) {
@@ -80,8 +80,8 @@ extern "C" __global__ void __launch_bounds__(256)
         const u32 *own = bands + y * width, *other = own + band * width;
         const int* w = columns.at(x);
         put_color(to, place_of(n, first + y, x, side, folded), padded,
-                  mix(color_of(scaled_pixel(own, w, columns.shift), channels, kept),
-                      color_of(scaled_pixel(other, w, columns.shift), channels, kept),
+                  mix(color_of(scaled_pixel(own, w, columns.shift), channels, table_smem),
+                      color_of(scaled_pixel(other, w, columns.shift), channels, table_smem),
                       share_of(control, first + y, x)));
     }
 }

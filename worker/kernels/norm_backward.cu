@@ -35,13 +35,13 @@ template <int MASK, int SOURCE> struct Loaded {
         if (SOURCE == ADDED) more = ::load(in.more, at);
         if (MASK == BITS) bits = in.mask[at];
     }
-    __device__ __forceinline__ void nothing() {
+    __device__ __forceinline__ void clear() {
         x = zeros();
         dy = zeros();
         if (SOURCE == ADDED) more = zeros();
         bits = 0;
     }
-    __device__ __forceinline__ void gradient(const float (&scale)[8], const float (&bias)[8], float each,
+    __device__ __forceinline__ void gradient(const float (&scale)[8], const float (&bias)[8], float pool_scale,
                                              float (&v)[8], float (&g)[8]) const {
         unpack(x, v);
         unpack(dy, g);
@@ -50,7 +50,7 @@ template <int MASK, int SOURCE> struct Loaded {
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             if (SOURCE == ADDED) g[k] += m[k];
-            if (SOURCE == POOLED) g[k] *= each;
+            if (SOURCE == POOLED) g[k] *= pool_scale;
             if (MASK == RECOMPUTE) g[k] = fmaf(v[k], scale[k], bias[k]) > 0 ? g[k] : 0.0f;
             if (MASK == BITS) g[k] = (bits >> k & 1) ? g[k] : 0.0f;
         }
@@ -86,9 +86,9 @@ __device__ __forceinline__ void finish_backward_in_block(const Backward& b, doub
     __syncthreads();
     if (value.which == 0 && value.active) {
         u32 c = value.channel;
-        double each = count > 0 ? 1.0 / count : 0.0, scale = b.scale[c], inv_std = b.inv_std[c];
-        double slope = -scale * inv_std * inv_std * pairs[t + half] * each;
-        double offset = -scale * pairs[t] * each - slope * b.mean[c];
+        double inv_count = count > 0 ? 1.0 / count : 0.0, scale = b.scale[c], inv_std = b.inv_std[c];
+        double slope = -scale * inv_std * inv_std * pairs[t + half] * inv_count;
+        double offset = -scale * pairs[t] * inv_count - slope * b.mean[c];
         if (write) {
             b.slope[c] = (float)slope;
             b.offset[c] = (float)offset;
@@ -113,7 +113,7 @@ template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T* dz, const Backward& b, const GridStride& w,
                                               u32 valid, u32 rows, float (&s)[16]) {
     if (!w.active) return;
-    float mean[8], scale[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float mean[8], scale[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(b.mean, w.group, mean);
     if (MASK == RECOMPUTE) {
         load_channels(b.scale, w.group, scale);
@@ -125,13 +125,13 @@ __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T*
         Loaded<MASK, SOURCE> row[U];
 #pragma unroll
         for (int i = 0; i < U; i++) {
-            row[i].nothing();
+            row[i].clear();
             if (r + i * w.step < valid) row[i].fetch(x, in, r + i * w.step, w.groups, w.group);
         }
 #pragma unroll
         for (int i = 0; i < U; i++) {
             float v[8], g[8];
-            row[i].gradient(scale, bias, each, v, g);
+            row[i].gradient(scale, bias, pool_scale, v, g);
             if (dz && r + i * w.step < end) {
                 // Sum the rounded values that are stored, so that sums and dx agree.
                 Raw out = pack(g);
@@ -148,14 +148,14 @@ __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T*
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* dz, const Control* control, u32 pixels,
                                             u32 rows, u32 channels, float* partials, u32* counters, const Backward& b,
-                                            const Site& site, float* across, double* pairs) {
+                                            const Site& site, float* scratch, double* pairs) {
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     Value value = value_of_thread(channels);
     u32 number = next_exchange(site, value.active, value.index);
     float s[16] = {};
     backward_sums<MASK, SOURCE>(x, in, dz, b, w, valid_rows(control, pixels, rows), rows, s);
     double total;
-    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
     parameter_gradients(b, total, value);
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
@@ -166,10 +166,10 @@ __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* d
         NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, const Control* control, u32 pixels,      \
              u32 rows, u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {         \
         enter();                                                                                                    \
-        SHARED(float, across, 16 * 512);                                                                            \
+        SHARED(float, scratch, 16 * 512);                                                                           \
         SHARED(double, pairs, 512);                                                                                 \
         sums_kernel<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, control, pixels, rows, channels, partials, \
-                                  counters, BACKWARD, SITE, across, pairs);                                         \
+                                  counters, BACKWARD, SITE, scratch, pairs);                                        \
     }
 SUMS(norm_backward_sums_all, ALL, DIRECT)
 SUMS(norm_backward_sums_recompute, RECOMPUTE, DIRECT)
@@ -211,7 +211,7 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
     Slopes f;
-    float bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(scale, w.group, f.scale);
     load_channels(slope, w.group, f.slope);
     load_channels(offset, w.group, f.offset);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
             Raw out = zeros();
             if (at < valid) {
                 float v[8], g[8];
-                row[i].gradient(f.scale, bias, each, v, g);
+                row[i].gradient(f.scale, bias, pool_scale, v, g);
                 out = f(v, g);
             }
             store(dx, (u64)at * w.groups + w.group, out);
@@ -257,7 +257,7 @@ BACKWARD_APPLY(norm_backward_apply_bits_pooled, BITS, POOLED)
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T* dz, T* dx, const Control* control,
                                                u32 pixels, u32 rows, u32 channels, const Backward& b, const Site& site,
-                                               float* across, float* slots, double* pairs, float* coefficients) {
+                                               float* scratch, float* slots, double* pairs, float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
     GridStride w = rows_of_thread(channels, part, parts);
@@ -265,7 +265,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows);
     constexpr int U = IN_FLIGHT;
-    float s[16] = {}, mean[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float s[16] = {}, mean[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     Slopes f;
     Raw x_kept[U], g_kept[U]; // the first rows
     u32 end = w.active ? (dz ? rows : valid) : 0;
@@ -278,13 +278,13 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
         Loaded<MASK, SOURCE> row[U];
 #pragma unroll
         for (int i = 0; i < U; i++) {
-            row[i].nothing();
+            row[i].clear();
             if (w.active && w.first + i * w.step < valid) row[i].fetch(x, in, w.first + i * w.step, w.groups, w.group);
         }
 #pragma unroll
         for (int i = 0; i < U; i++) {
             float v[8], g[8];
-            row[i].gradient(f.scale, bias, each, v, g);
+            row[i].gradient(f.scale, bias, pool_scale, v, g);
             x_kept[i] = row[i].x;
             g_kept[i] = pack(g);
             unpack(g_kept[i], g); // sum the rounded values
@@ -298,13 +298,13 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
         Loaded<MASK, SOURCE> row[V];
 #pragma unroll
         for (int i = 0; i < V; i++) {
-            row[i].nothing();
+            row[i].clear();
             if (first + i * w.step < valid) row[i].fetch(x, in, first + i * w.step, w.groups, w.group);
         }
 #pragma unroll
         for (int i = 0; i < V; i++) {
             float v[8], g[8];
-            row[i].gradient(f.scale, bias, each, v, g);
+            row[i].gradient(f.scale, bias, pool_scale, v, g);
             if (dz && first + i * w.step < end) {
                 Raw out = pack(g);
                 unpack(out, g);
@@ -313,7 +313,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
             add_gradient(v, g, mean, s);
         }
     }
-    double total = cluster_sums(block_sums(s, across), value, slots);
+    double total = cluster_sums(block_sums(s, scratch), value, slots);
     bool leader = part == 0;
     if (leader) parameter_gradients(b, total, value);
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
         for (int i = 0; i < V; i++) {
             u32 at = first + i * w.step;
             if (at >= valid) continue;
-            row[i].nothing();
+            row[i].clear();
             if (dz) {
                 row[i].x = load(x, (u64)at * w.groups + w.group);
                 row[i].dy = load(dz, (u64)at * w.groups + w.group);
@@ -356,7 +356,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
                     unpack(row[i].x, v);
                     unpack(row[i].dy, g);
                 } else {
-                    row[i].gradient(f.scale, bias, each, v, g);
+                    row[i].gradient(f.scale, bias, pool_scale, v, g);
                 }
                 out = f(v, g);
             }
@@ -370,12 +370,12 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
         NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, T* dx, const Control* control,           \
              u32 pixels, u32 rows, u32 channels, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                             \
         enter();                                                                                                    \
-        SHARED(float, across, 16 * 16 * SMALL_GROUPS);                                                              \
+        SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                             \
         SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                                \
         SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                   \
         SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                             \
         backward_small<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, dx, control, pixels, rows, channels,   \
-                                     BACKWARD, SITE, across, slots, pairs, coefficients);                           \
+                                     BACKWARD, SITE, scratch, slots, pairs, coefficients);                          \
     }
 BACKWARD_SMALL(norm_backward_small_all, ALL, DIRECT)
 BACKWARD_SMALL(norm_backward_small_recompute, RECOMPUTE, DIRECT)

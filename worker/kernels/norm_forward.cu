@@ -17,8 +17,8 @@ struct Norm {
 // Scale and bias of channel `c` from its sums of x and x * x over `count` rows. Stores Norm's results only if `write`.
 __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum, double square, double count,
                                                bool write, float& scale, float& bias) {
-    double each = count > 0 ? 1.0 / count : 0.0;
-    double mean = sum * each, var = square * each - mean * mean;
+    double inv_count = count > 0 ? 1.0 / count : 0.0;
+    double mean = sum * inv_count, var = square * inv_count - mean * mean;
     if (var < 0) var = 0; // unlike max(), this keeps a NaN
     float inv_std = 1.0f / sqrtf((float)(var + EPSILON));
     scale = n.gamma[c] * inv_std;
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     norm_statistics(const T* x, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
                     u32* counters, NORM_PARAMETERS, SITE_PARAMETERS) {
     enter();
-    SHARED(float, across, 16 * 512);
+    SHARED(float, scratch, 16 * 512);
     SHARED(double, pairs, 512);
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     Value value = value_of_thread(channels);
@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             for (int i = 0; i < U; i++) add_statistics(raw[i], s);
         }
     double total;
-    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
@@ -134,7 +134,7 @@ template <int ADD> struct Apply {
             v[k] = fmaf(v[k], scale[k], bias[k]);
             if (ADD == 1) v[k] += s[k];
             if (ADD == 2) v[k] += fmaf(s[k], shortcut_scale[k], shortcut_bias[k]);
-            v[k] = larger(v[k], floor);
+            v[k] = max_nan(v[k], floor);
             positive |= v[k] > 0 ? 1u << k : 0u;
         }
         y = pack(v);
@@ -229,7 +229,7 @@ template <int ADD>
 __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, const float* shortcut_scale,
                                               const float* shortcut_bias, T* y, u8* mask, u32 relu,
                                               const Control* control, u32 pixels, u32 rows, u32 channels, const Norm& n,
-                                              const Site& site, float* across, float* slots, double* pairs,
+                                              const Site& site, float* scratch, float* slots, double* pairs,
                                               float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
@@ -263,7 +263,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
 #pragma unroll
             for (int i = 0; i < U; i++) add_statistics(next[i], s);
         }
-    double total = cluster_sums(block_sums(s, across), value, slots);
+    double total = cluster_sums(block_sums(s, scratch), value, slots);
     bool leader = part == 0;
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
     finish_forward_in_block(n, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
@@ -307,12 +307,12 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
              u32 relu, const Control* control, u32 pixels, u32 rows, u32 channels, NORM_PARAMETERS,                 \
              SITE_PARAMETERS) {                                                                                    \
         enter();                                                                                                   \
-        SHARED(float, across, 16 * 16 * SMALL_GROUPS);                                                             \
+        SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                            \
         SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                               \
         SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                  \
         SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                            \
         forward_small<ADD>(x, shortcut, shortcut_scale, shortcut_bias, y, mask, relu, control, pixels, rows,        \
-                           channels, NORM, SITE, across, slots, pairs, coefficients);                              \
+                           channels, NORM, SITE, scratch, slots, pairs, coefficients);                             \
     }
 FORWARD_SMALL(norm_forward_small, 0)
 FORWARD_SMALL(norm_forward_small_add, 1)

@@ -7,7 +7,7 @@ __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, 
                                                 T* dz, T* dx, u32 valid, u32 rows, u32 channels) {
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
-    float scale[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float scale[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(scale_, w.group, scale);
     if (MASK == RECOMPUTE) load_channels(bias_, w.group, bias);
     constexpr int U = IN_FLIGHT;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, 
             Raw before = zeros(), out = zeros();
             if (at < valid) {
                 float v[8], g[8];
-                row[i].gradient(scale, bias, each, v, g);
+                row[i].gradient(scale, bias, pool_scale, v, g);
                 before = pack(g);
 #pragma unroll
                 for (int k = 0; k < 8; k++) g[k] *= scale[k];

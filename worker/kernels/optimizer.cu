@@ -42,7 +42,7 @@ struct Gradients {
 
 // Sum of one double per thread over the block, in a fixed order; valid in thread 0.
 __device__ __forceinline__ double block_sum(double v, double* warps) {
-    for (u32 o = 16; o > 0; o /= 2) v += from_lane_xor(v, o);
+    for (u32 o = 16; o > 0; o /= 2) v += shfl_xor(v, o);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
     __syncthreads();
     double sum = 0;
@@ -85,7 +85,7 @@ __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double
     if (!last[0]) return false;
     __threadfence();
     all = 0;
-    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += load_shared_by_blocks(partials + b);
+    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += ldcg(partials + b);
     all = block_sum(all, warps);
     return threadIdx.x == 0;
 }
@@ -96,15 +96,15 @@ __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double
 // `others`: `count` further sums of squares, of gradients that are not in `gradients`.
 __device__ __forceinline__ void norm_of(const Gradients& gradients, const double* others, u32 count, Scaler* scaler, u32 dynamic,
                                         double* partials, u32* counter) {
-    bool asks = blockIdx.x == 0 && threadIdx.x == 0;
-    u32 held = asks && scaler->held ? load_system(scaler->held) : 0;
+    bool first_thread = blockIdx.x == 0 && threadIdx.x == 0;
+    u32 held = first_thread && scaler->held ? ld_relaxed_sys(scaler->held) : 0;
     auto refuse = [&] {
-        if (asks) scaler->refused = held;
+        if (first_thread) scaler->refused = held;
     };
     double all;
     if (!square_sum_of(gradients, partials, counter, refuse, all)) return;
     for (u32 i = 0; i < count; i++) all += others[i];
-    if (load_shared_by_blocks(&scaler->refused)) {
+    if (ldcg(&scaler->refused)) {
         scaler->apply = 0;
         scaler->updating = 0;
         return;
@@ -262,12 +262,12 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
         weight += partials[((u64)i * NORM_PARTS + p) * 2];
         gradient += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
     }
-    double w = sqrt(weight), g = sqrt(gradient) * scaler->inverse, below = g + (double)decay * w;
+    double w = sqrt(weight), g = sqrt(gradient) * scaler->inverse, denominator = g + (double)decay * w;
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;
         // With a rate of 0, a parameter that is all zeros could never change.
-        if (w > 0 && below > 0) r.rate = (float)(trust * w / below);
+        if (w > 0 && denominator > 0) r.rate = (float)(trust * w / denominator);
     }
     rates[i] = r;
 }

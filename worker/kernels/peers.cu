@@ -27,7 +27,7 @@ __device__ __forceinline__ u32 next_exchange(const Site& site, bool active, u32 
 }
 
 // Sum of all ranks' values, in rank order. Only the leader block's threads send and count; other blocks receive.
-__device__ __forceinline__ double over_ranks(double value, const Site& site, u32 channels, u32 index, u32 number,
+__device__ __forceinline__ double exchange_sum(double value, const Site& site, u32 channels, u32 index, u32 number,
                                              bool leader) {
     const Peers& peers = *site.peers;
     u32 world = peers.world, rank = peers.rank;
@@ -36,30 +36,30 @@ __device__ __forceinline__ double over_ranks(double value, const Site& site, u32
     if (leader) {
         u64 message = (u64)number << 32 | __float_as_uint(own);
         for (u32 r = 0; r < world; r++)
-            if (r != rank) store_system((u64*)(peers.data[r] + site.at) + (slot + rank) * length + index, message);
+            if (r != rank) st_relaxed_sys((u64*)(peers.data[r] + site.at) + (slot + rank) * length + index, message);
         site.sequence[index] = number;
     }
     const u64* inbox = (const u64*)(peers.data[rank] + site.at) + slot * length + index;
-    u64 got[MAX_PEERS];
+    u64 received[MAX_PEERS];
 #pragma unroll
-    for (int r = 0; r < MAX_PEERS; r++) got[r] = 0;
-    u32 turns = 0;
+    for (int r = 0; r < MAX_PEERS; r++) received[r] = 0;
+    u32 polls = 0;
     bool complete;
     do {
         complete = true;
 #pragma unroll
         for (int r = 0; r < MAX_PEERS; r++)
-            if (r < world && r != rank && (u32)(got[r] >> 32) != number) got[r] = load_system(inbox + r * length);
+            if (r < world && r != rank && (u32)(received[r] >> 32) != number) received[r] = ld_relaxed_sys(inbox + r * length);
 #pragma unroll
         for (int r = 0; r < MAX_PEERS; r++)
-            if (r < world && r != rank) complete &= (u32)(got[r] >> 32) == number;
+            if (r < world && r != rank) complete &= (u32)(received[r] >> 32) == number;
         // A read of the abort word crosses PCIe: poll it rarely.
-        if (!complete && ++turns % 2048 == 0 && peers.abort && load_system((const u32*)peers.abort)) break;
+        if (!complete && ++polls % 2048 == 0 && peers.abort && ld_relaxed_sys((const u32*)peers.abort)) break;
     } while (!complete);
     double total = 0;
 #pragma unroll
     for (int r = 0; r < MAX_PEERS; r++)
-        if (r < world) total += r == rank ? own : __uint_as_float((u32)got[r]);
+        if (r < world) total += r == rank ? own : __uint_as_float((u32)received[r]);
     return total;
 }
 
@@ -70,7 +70,7 @@ __device__ __forceinline__ bool reduce_over_ranks(double& total, const Site& sit
         if (active && leader) site.sums[index] = (float)total;
         return false;
     }
-    if (site.mode == 2 && active) total = over_ranks(total, site, channels, index, number, leader);
+    if (site.mode == 2 && active) total = exchange_sum(total, site, channels, index, number, leader);
     return true;
 }
 

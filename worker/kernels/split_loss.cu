@@ -51,7 +51,7 @@ __device__ __forceinline__ void join(ClassPart& a, const ClassPart& b) {
 // Joins those of a warp's lanes.
 __device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
     for (u32 o = 16; o > 0; o /= 2) {
-        ClassPart q = {from_lane_xor(p.best, o), from_lane_xor(p.where, o), from_lane_xor(p.exps, o), 0, from_lane_xor(p.sum, o)};
+        ClassPart q = {shfl_xor(p.best, o), shfl_xor(p.where, o), shfl_xor(p.exps, o), 0, shfl_xor(p.sum, o)};
         join(p, q);
     }
     return p;

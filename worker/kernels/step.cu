@@ -3,7 +3,7 @@
 
 // Copies the running statistics, which the forward pass will change, as of the newest finished step; after a refused step
 // `kept` is up to date already. For all blocks but the first. Each block stores in `kept_of` the step that it has copied.
-__device__ __forceinline__ void keep(const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
+__device__ __forceinline__ void copy_running(const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
     u32 block = blockIdx.x - 1, step = *finished;
     bool is_kept = kept_of[block] == step;
     __syncthreads(); // every thread has read kept_of
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(1024)
           const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
     enter();
     if (blockIdx.x > 0) {
-        keep(running, kept, kept_of, finished, length);
+        copy_running(running, kept, kept_of, finished, length);
         return;
     }
     u32 count = *counter;
@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 // only after the host can see *updating. One thread.
 extern "C" __global__ void stamp(u64* at, u32* updating) {
     enter();
-    *at = nanoseconds();
+    *at = globaltimer();
     if (updating) *updating = 1;
 }
 
@@ -66,6 +66,6 @@ extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const T
     for (int i = 0; i < 4; i++) r->stamps[i] = stamps[i];
     *counter = count + 1;
     __threadfence_system();
-    store_release_system((u32*)&r->sequence, count + 1);
+    st_release_sys((u32*)&r->sequence, count + 1);
     scaler->updating = 0; // the host reads weights and counter only after it has read this
 }

@@ -62,7 +62,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
 extern "C" __global__ void __launch_bounds__(256)
     adamw(float* weights, T* low_precision, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control,
           const Scaler* scaler, float first_decay, float second_decay) {
-    enter();
+    pdl_wait();
     adamw_of(FlatWeights{weights, low_precision, first_length}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control,
              scaler, first_decay, second_decay);
 }
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     adamw_planes(T* rests, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
                  float first_decay, float second_decay) {
-    enter();
+    pdl_wait();
     adamw_of(PlanarWeights{rests, nearest}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control, scaler,
              first_decay, second_decay);
 }
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     lamb_moments(const float* weights, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Scaler* scaler, float decay,
                  const Segment* segments, double* partials) {
-    enter();
+    pdl_wait();
     SHARED(double, powers, 2);
     SHARED(double, warps, 8);
     if (!scaler->apply) return;
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Each segment's rate: |w| / |r|, or 1 without decay if not adapted. One thread per segment.
 extern "C" __global__ void lamb_rates(const double* partials, const Segment* segments, u32 count, float decay, Rate* rates) {
-    enter();
+    pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     double weight = 0, moved = 0;
@@ -144,7 +144,7 @@ extern "C" __global__ void lamb_rates(const double* partials, const Segment* seg
 extern "C" __global__ void __launch_bounds__(256)
     lamb(float* weights, T* low_precision, MOMENT_PARAMETERS, u64 first_length, u64 length, const Control* control,
          const Scaler* scaler, const Segment* segments, const Rate* rates, u32 count) {
-    enter();
+    pdl_wait();
     SHARED(double, powers, 2);
     if (!scaler->apply) return;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);

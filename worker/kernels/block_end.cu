@@ -127,7 +127,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
              const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, const T* weights, T* z,         \
              const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
              SITE_PARAMETERS) {                                                                                      \
-        enter();                                                                                                     \
+        pdl_wait();                                                                                                  \
         DYNAMIC_SHARED(smem);                                                                                        \
         end_block<ADD>(BlockEnd{x, wide_scale, wide_bias, shortcut, shortcut_scale, shortcut_bias, y, mask, weights,  \
                                 z},                                                                                  \

@@ -178,7 +178,7 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \
              const T* weights, const T* from, T* dfrom, float* dweights, const Control* control, u32 pixels,          \
              u32 rows, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                        \
-        enter();                                                                                                     \
+        pdl_wait();                                                                                                  \
         DYNAMIC_SHARED(smem);                                                                                        \
         bottleneck<NORMED>(Bottleneck{x, g, wide_scale, wide_slope, wide_offset, weights, from, dfrom, dweights},     \
                            control, pixels, rows, partials, counters, BACKWARD, SITE, smem);                         \
@@ -189,7 +189,7 @@ BOTTLENECK(projection_backward, false)
 // to [length] = the sum of `partial` [blocks, length] over the blocks, in block order. 32 x 8 threads; four values a load.
 extern "C" __global__ void __launch_bounds__(256)
     sum_weight_gradients(const float* partial, T* to, u32 blocks, u32 length) {
-    enter();
+    pdl_wait();
     SHARED(float4, scratch, 256);
     u32 quad = blockIdx.x * 32 + threadIdx.x;
     bool active = quad < length / 4;

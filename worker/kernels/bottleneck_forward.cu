@@ -82,7 +82,7 @@ __device__ __forceinline__ void expand(const T* from, const float* scale_, const
         NAME(const T* from, const float* before_scale, const float* before_bias, const T* weights, T* y,              \
              const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
              SITE_PARAMETERS) {                                                                                      \
-        enter();                                                                                                     \
+        pdl_wait();                                                                                                  \
         DYNAMIC_SHARED(smem);                                                                                        \
         expand<NORMED>(from, before_scale, before_bias, weights, y, control, pixels, rows, partials, counters, NORM,  \
                       SITE, smem);                                                                                   \

@@ -18,7 +18,7 @@ struct Cropping {
 // Dynamic shared memory: the vertically scaled band, band x span x 3 bytes.
 extern "C" __global__ void __launch_bounds__(256)
     crop(const Cropping* croppings, const int* tables, u8* outputs, u32 width, u32 height, u32 band) {
-    enter();
+    pdl_wait();
     DYNAMIC_SHARED(smem);
     Cropping p = croppings[blockIdx.y];
     Taps rows = {tables + p.rows, p.row_taps, p.row_shift}, columns = {tables + p.columns, p.column_taps, p.column_shift};

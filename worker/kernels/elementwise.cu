@@ -3,7 +3,7 @@
 
 // y = max(x, 0); NaN stays NaN.
 extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8];
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y,
 
 // dx = dy where the ReLU's output y is above 0, else 0.
 extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, const T* dy, T* dx, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8], g[8];
@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, cons
 
 // sum = a + b.
 extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const T* b, T* sum, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8], w[8];
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const 
 
 // y += bias, float32 [channels].
 extern "C" __global__ void __launch_bounds__(256) add_bias(T* y, const float* bias, u32 rows, u32 channels) {
-    enter();
+    pdl_wait();
     u64 groups = channels / 8, all = rows * groups, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
         float v[8], b[8];
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256) add_bias(T* y, const float* bi
 // eight channels. Padding rows of dy are zero.
 extern "C" __global__ void __launch_bounds__(128)
     bias_gradient(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate) {
-    enter();
+    pdl_wait();
     u32 groups = channels / 8, group = blockIdx.x * blockDim.y + threadIdx.y;
     if (group >= groups) return;
     float s[8] = {};
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(128)
 // dx [pictures, pixels, channels] = dy [pictures, channels] / pixels, for each pixel.
 extern "C" __global__ void __launch_bounds__(256)
     global_average_backward(const T* dy, T* dx, u32 pictures, u32 pixels, u32 channels) {
-    enter();
+    pdl_wait();
     u64 groups = channels / 8, all = (u64)pictures * pixels * groups, step = (u64)gridDim.x * blockDim.x;
     float inv_pixels = 1.0f / pixels;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
@@ -108,7 +108,7 @@ struct PlainPool {
 // y and, unless null, argmax: the window position a * kernel + b of each maximum, the first of equals. A NaN wins.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
-    enter();
+    pdl_wait();
     PlainPool p = PLAIN_POOL;
     u64 groups = channels / 8, all = (u64)p.pictures * p.out_height * p.out_width * groups;
     u64 step = (u64)gridDim.x * blockDim.x;
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // dx: each value gets the gradients of the windows whose maximum it was.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool_backward(const T* dy, const u8* argmax, T* dx, PLAIN_POOL_PARAMETERS) {
-    enter();
+    pdl_wait();
     PlainPool p = PLAIN_POOL;
     u64 groups = channels / 8, all = (u64)p.pictures * p.height * p.width * groups;
     u64 step = (u64)gridDim.x * blockDim.x;

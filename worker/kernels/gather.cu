@@ -91,7 +91,7 @@ __device__ __forceinline__ void load_table(const float* table, u32 channels, flo
 // grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     gather(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded, u32 folded) {
-    enter();
+    pdl_wait();
     SHARED(float, table_smem, 768);
     Source s = SOURCE_;
     u32 n = blockIdx.y, pixels = side * side;
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(256)
     gather_scaled(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
                   u32 folded, const int* row_table, u32 row_taps, u32 row_shift, const int* column_table, u32 column_taps,
                   u32 column_shift, u32 band, u32 source_rows) {
-    enter();
+    pdl_wait();
     SHARED(float, table_smem, 768);
     DYNAMIC_SHARED(smem);
     u32* source = (u32*)smem;
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     pad_channels(const float* from, T* to, const Control* control, u32 pictures, u32 side, u32 channels, u32 padded,
                  u32 folded) {
-    enter();
+    pdl_wait();
     u32 valid = control ? min(control->valid, pictures) : pictures;
     u32 pixels = side * side;
     u64 all = (u64)pictures * pixels, real = (u64)valid * pixels;
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // Zeros the border of a folded input. blockIdx.y is the picture; a thread writes eight values.
 extern "C" __global__ void __launch_bounds__(256) fold_border(T* to, u32 side) {
-    enter();
+    pdl_wait();
     u32 all = side / 2 + 3;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < all * all * 2; i += gridDim.x * blockDim.x) {
         u32 y = i / 2 / all, x = i / 2 % all;
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(256) fold_border(T* to, u32 side) {
 // Zeros gradients of a folded convolution's weights [out][4][4][16]: those of the first row and column of the 8x8 window,
 // which do not exist in the 7x7 window. One thread per eight values.
 extern "C" __global__ void __launch_bounds__(256) fold_gradient(T* gradient, u32 groups) {
-    enter();
+    pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= groups) return;
     // Eight values are the two pixels of one row of a 2x2 block: four channels each.

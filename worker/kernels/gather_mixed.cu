@@ -27,7 +27,7 @@ __device__ __forceinline__ Cut other_of(const Source& s, const Control* control,
 extern "C" __global__ void __launch_bounds__(256)
     gather_mixed(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
                  u32 folded) {
-    enter();
+    pdl_wait();
     SHARED(float, table_smem, 768);
     Source s = SOURCE_;
     u32 n = blockIdx.y, pixels = side * side;
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256)
     gather_scaled_mixed(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
                         u32 folded, const int* row_table, u32 row_taps, u32 row_shift, const int* column_table,
                         u32 column_taps, u32 column_shift, u32 band, u32 source_rows) {
-    enter();
+    pdl_wait();
     SHARED(float, table_smem, 768);
     DYNAMIC_SHARED(smem);
     u32* source = (u32*)smem;

@@ -18,7 +18,7 @@ typedef unsigned long long u64;
 
 // First statement of every kernel. Under a programmatic dependent launch it waits for the preceding kernels to end.
 // No kernel executes griddepcontrol.launch_dependents, because the dependent kernel may be one of cuDNN's.
-__device__ __forceinline__ void enter() {
+__device__ __forceinline__ void pdl_wait() {
 #if HOPPER
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif

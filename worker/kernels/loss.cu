@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
                   float smoothing, const float* loss_scale, T* dlogits, float* dbias, Totals* totals, u32 accumulate,
                   double* partials, u32* counter) {
-    enter();
+    pdl_wait();
     SHARED(float, max_of_row, LOSS_ROWS);
     SHARED(float, log_of_row, LOSS_ROWS);
     SHARED(double, loss_of_row, LOSS_ROWS);
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // logits + bias as float32 [pictures, classes], without the padding.
 extern "C" __global__ void biased_logits(const T* logits, const float* bias, float* to, u32 pictures, u32 classes,
                                          u32 padded) {
-    enter();
+    pdl_wait();
     u32 c = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
     if (c < classes) to[(u64)row * classes + c] = to_float(logits[(u64)row * padded + c]) + bias[c];
 }

@@ -165,7 +165,7 @@ __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* d
     extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
         NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, const Control* control, u32 pixels,      \
              u32 rows, u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {         \
-        enter();                                                                                                    \
+        pdl_wait();                                                                                                 \
         SHARED(float, scratch, 16 * 512);                                                                           \
         SHARED(double, pairs, 512);                                                                                 \
         sums_kernel<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, control, pixels, rows, channels, partials, \
@@ -182,7 +182,7 @@ SUMS(norm_backward_sums_bits_pooled, BITS, POOLED)
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_finish(const float* totals, const Control* control, u32 pixels, u32 rows, u32 channels,
                          BACKWARD_PARAMETERS, SITE_PARAMETERS) {
-    enter();
+    pdl_wait();
     SHARED(double, pairs, 512);
     Value value = value_of_thread(channels);
     Site site = SITE;
@@ -242,7 +242,7 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
         NAME(const T* x, const T* dy, const T* more, const u8* mask, const float* scale, const float* bias,      \
              const float* slope, const float* offset, T* dx, const Control* control, u32 pixels, u32 rows,       \
              u32 channels) {                                                                                    \
-        enter();                                                                                                \
+        pdl_wait();                                                                                             \
         backward_apply<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, scale, bias, slope, offset, dx,        \
                                      valid_rows(control, pixels, rows), rows, channels);                        \
     }
@@ -369,7 +369,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
     extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
         NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, T* dx, const Control* control,           \
              u32 pixels, u32 rows, u32 channels, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                             \
-        enter();                                                                                                    \
+        pdl_wait();                                                                                                 \
         SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                             \
         SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                                \
         SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                   \

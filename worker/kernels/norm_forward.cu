@@ -66,7 +66,7 @@ __device__ __forceinline__ void add_statistics(const Raw& raw, float (&s)[16]) {
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_statistics(const T* x, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
                     u32* counters, NORM_PARAMETERS, SITE_PARAMETERS) {
-    enter();
+    pdl_wait();
     SHARED(float, scratch, 16 * 512);
     SHARED(double, pairs, 512);
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_finish(const float* sum, const float* square, const Control* control, u32 pixels, u32 rows, u32 channels,
                 NORM_PARAMETERS, SITE_PARAMETERS) {
-    enter();
+    pdl_wait();
     SHARED(double, pairs, 512);
     Value value = value_of_thread(channels);
     Site site = SITE;
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 // Scale and bias from the running statistics, for inference. One thread per channel.
 extern "C" __global__ void norm_fold(const float* gamma, const float* beta, const float* running_mean,
                                      const float* running_var, float* scale, float* bias, u32 channels) {
-    enter();
+    pdl_wait();
     u32 c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= channels) return;
     float s = gamma[c] / sqrtf((float)(running_var[c] + EPSILON));
@@ -174,7 +174,7 @@ __device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, 
     extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3)                                         \
         NAME(const T* x, const float* scale, const float* bias, const T* shortcut, const float* shortcut_scale, \
              const float* shortcut_bias, T* y, u8* mask, u32 relu, u32 rows, u32 channels) {                    \
-        enter();                                                                                               \
+        pdl_wait();                                                                                            \
         GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);                                                        \
         if (!w.active) return;                                                                                 \
         Apply<ADD> f;                                                                                          \
@@ -197,7 +197,7 @@ APPLY(norm_apply_add_norm, 2)
         NAME(const T* x, const float* sum, const float* square, const T* shortcut, const float* shortcut_scale, \
              const float* shortcut_bias, T* y, u8* mask, u32 relu, const Control* control, u32 pixels, u32 rows, \
              u32 channels, NORM_PARAMETERS) {                                                                   \
-        enter();                                                                                               \
+        pdl_wait();                                                                                            \
         SHARED(float, coefficients, 512);                                                                      \
         u32 t = thread_in_block(), half = 8 * blockDim.x, c = blockIdx.y * half + t;                            \
         if (t < half && c < channels)                                                                          \
@@ -306,7 +306,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
         NAME(const T* x, const T* shortcut, const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, \
              u32 relu, const Control* control, u32 pixels, u32 rows, u32 channels, NORM_PARAMETERS,                 \
              SITE_PARAMETERS) {                                                                                    \
-        enter();                                                                                                   \
+        pdl_wait();                                                                                                \
         SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                            \
         SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                               \
         SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                  \

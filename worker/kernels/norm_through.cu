@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_through(const T* x, const T* dy, const T* weights, u32 inner, const T* more, const u8* mask,
                                T* dz, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
                                u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
-    enter();
+    pdl_wait();
     DYNAMIC_SHARED(smem);
     T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024);
     T* dy_smem = weights_smem + inner * TILE_CHANNELS;

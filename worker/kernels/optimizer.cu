@@ -129,7 +129,7 @@ __device__ __forceinline__ void norm_of(const Gradients& gradients, const double
 
 extern "C" __global__ void __launch_bounds__(512)
     gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
-    enter();
+    pdl_wait();
     norm_of(GRADIENTS, nullptr, 0, scaler, dynamic, partials, counter);
 }
 
@@ -137,14 +137,14 @@ extern "C" __global__ void __launch_bounds__(512)
 extern "C" __global__ void __launch_bounds__(512)
     gradient_norm_of_parts(GRADIENT_PARAMETERS, const double* others, u32 count, Scaler* scaler, u32 dynamic, double* partials,
                            u32* counter) {
-    enter();
+    pdl_wait();
     norm_of(GRADIENTS, others, count, scaler, dynamic, partials, counter);
 }
 
 // *to = the sum of squares of all gradients.
 extern "C" __global__ void __launch_bounds__(512)
     gradient_squares(GRADIENT_PARAMETERS, double* to, double* partials, u32* counter) {
-    enter();
+    pdl_wait();
     double all;
     if (square_sum_of(GRADIENTS, partials, counter, [] {}, all)) *to = all;
 }
@@ -224,7 +224,7 @@ __device__ __forceinline__ u32 segment_of(const Segment* segments, u32 count, u6
 // Partial sums of squares of the weights and the gradients of segment blockIdx.y, one of each per block (NORM_PARTS).
 extern "C" __global__ void __launch_bounds__(256)
     lars_norms(const float* weights, GRADIENT_PARAMETERS, const Segment* segments, double* partials) {
-    enter();
+    pdl_wait();
     SHARED(double, warps, 8);
     Gradients gradients = GRADIENTS;
     Segment s = segments[blockIdx.y];
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // Each segment's rate: trust |w| / (|g| + decay |w|), or 1 without decay if not adapted. One thread per segment.
 extern "C" __global__ void lars_rates(const double* partials, const Segment* segments, u32 count, const Scaler* scaler,
                                       float trust, float decay, Rate* rates) {
-    enter();
+    pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     double weight = 0, gradient = 0;
@@ -312,7 +312,7 @@ __device__ __forceinline__ void update(const Weights& weights, float* velocity, 
         NAME(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control,                \
              const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments,   \
              const Rate* rates, u32 count) {                                                                                           \
-        enter();                                                                                                    \
+        pdl_wait();                                                                                                 \
         update<KIND>(FlatWeights{weights, low_precision, first_length}, velocity, GRADIENTS, control, scaler, momentum,    \
                      first_decay, second_decay, segments, rates, count);                                             \
     }
@@ -327,7 +327,7 @@ UPDATE(sgd_lars, 2)
         NAME(T* rests, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
              float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates,      \
              u32 count) {                                                                                           \
-        enter();                                                                                                    \
+        pdl_wait();                                                                                                 \
         update<KIND>(PlanarWeights{rests, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
                      second_decay, segments, rates, count);                                                         \
     }
@@ -337,7 +337,7 @@ UPDATE_PLANES(sgd_nesterov_planes, 1)
 // average_values for weights in planes. `length` is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256)
     average_planes(float* average, const T* rests, const T* nearest, u64 length, float rest, const u32* finished, u32 steps) {
-    enter();
+    pdl_wait();
     if (*finished != steps) return;
     PlanarWeights weights = {(T*)rests, (T*)nearest};
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // find_not_finite for weights in planes: the nearest bfloat16 of a non-finite weight is not finite either.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const T* values, u64 length, u32* found) {
-    enter();
+    pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= to_float(values[i]) - to_float(values[i]) == 0;
@@ -363,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const 
 
 // Adds a micro-batch's gradient to the step's float32 `sum`; stores it there if `overwrite`.
 extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* sum, const T* gradient, u64 length, u32 overwrite) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float s[8] = {}, g[8];
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* su
 
 // to += more: two gradients of one activation.
 extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float a[8], b[8];
@@ -393,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 
 // finished: the newest step's update was refused.
 extern "C" __global__ void __launch_bounds__(256)
     average_values(float* average, const float* values, u64 length, float rest, const u32* finished, u32 steps) {
-    enter();
+    pdl_wait();
     if (*finished != steps) return;
     u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
@@ -403,7 +403,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // *found = 1 if any of `length` values is not finite.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* values, u64 length, u32* found) {
-    enter();
+    pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= values[i] - values[i] == 0;
@@ -412,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* v
 
 // Adds a checksum of `length` values to *sum. It hashes each value's bits and position, so changing any one value changes the sum.
 extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values, u64 length, u64* sum) {
-    enter();
+    pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x, own = 0;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
         u64 mixed = (i << 32 | values[i]) * 0x9e3779b97f4a7c15ull;
@@ -424,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values
 
 // Converts float32 values to the activations' format.
 extern "C" __global__ void __launch_bounds__(256) to_low_precision(const float* from, T* to, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8];

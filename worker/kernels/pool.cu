@@ -118,7 +118,7 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
 #define MAX_POOL(NAME, AFFINE, ARGMAX)                                                                              \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
         NAME(const T* x, const float* scale, const float* bias, T* y, u8* argmax, POOL_PARAMETERS, u32 channels) { \
-        enter();                                                                                                \
+        pdl_wait();                                                                                             \
         max_pool<AFFINE, ARGMAX>(x, scale, bias, y, argmax, POOL, channels);                                          \
     }
 MAX_POOL(norm_max_pool, true, false)
@@ -221,7 +221,7 @@ __device__ __forceinline__ u32 valid_pictures(const Control* control, const Pool
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_max_pool(const T* x, const T* dy, const u8* argmax, const Control* control, POOL_PARAMETERS,
                                 u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
-    enter();
+    pdl_wait();
     SHARED(float, scratch, 16 * 512);
     SHARED(double, pairs, 512);
     Pool p = POOL;
@@ -258,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     norm_backward_apply_max_pool(const T* x, const T* dy, const u8* argmax, const float* scale, const float* bias,
                                  const float* slope, const float* offset, T* dx, const Control* control,
                                  POOL_PARAMETERS, u32 channels) {
-    enter();
+    pdl_wait();
     Pool p = POOL;
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
@@ -284,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // divide the pixels; blockIdx.x and threadIdx.y number the warps.
 extern "C" __global__ void __launch_bounds__(256)
     global_average(const T* x, T* y, u32 pictures, u32 pixels, u32 channels, u32 group_lanes) {
-    enter();
+    pdl_wait();
     u32 groups = channels / 8, chunks = (groups + group_lanes - 1) / group_lanes;
     u32 warp = blockIdx.x * blockDim.y + threadIdx.y, picture = warp / chunks;
     if (picture >= pictures) return;

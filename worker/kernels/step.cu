@@ -20,7 +20,7 @@ __device__ __forceinline__ void copy_running(const float4* running, float4* kept
 extern "C" __global__ void __launch_bounds__(1024)
     fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words,
           const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
-    enter();
+    pdl_wait();
     if (blockIdx.x > 0) {
         copy_running(running, kept, kept_of, finished, length);
         return;
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 // Stores the GPU's clock, in nanoseconds, in *at, and sets *updating unless null. The following update reads Scaler::held
 // only after the host can see *updating. One thread.
 extern "C" __global__ void stamp(u64* at, u32* updating) {
-    enter();
+    pdl_wait();
     *at = globaltimer();
     if (updating) *updating = 1;
 }
@@ -53,7 +53,7 @@ struct Result {
 // Writes the step's result to the next slot of a ring in host memory, unless the step's update was refused. One thread.
 extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const Totals* totals, Scaler* scaler,
                                   const u64* stamps) {
-    enter();
+    pdl_wait();
     if (scaler->refused) return;
     u32 count = *counter;
     volatile Result* r = ring + count % slots;

@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(256)
             log_of_row[warp] = log_sum;
             loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) +
                                 (double)smoothing_share * ((double)classes * log_sum + gap_sum);
-            // With a NaN among the logits, best need not be the maximum: exps is NaN then.
+            // With a NaN among the logits, best need not be the maximum: exp_sum is NaN then.
             right_of_row[warp] = where == label && exp_sum == exp_sum;
         }
     } else if (lane == 0) {

@@ -40,7 +40,7 @@ const ANY: (usize, usize) = (224, 1 << 16);
 /// Checks that the strategies of a job fit its network, as far as possible without the dataset.
 ///
 /// # Errors
-/// As [`lower()`].
+/// As for [`lower()`].
 pub fn check(spec: &JobSpec) -> Result<(), String> {
     let parallel = &spec.parallel;
     let plan = match parallel.is_auto() {

@@ -10,13 +10,13 @@ use super::{
     kernels::Kernels,
 };
 use crate::nvjpeg::{self, Hardware, Nvjpeg, State};
-use cropper::{Cropper, room_of};
+use cropper::{Cropper, grow_buffer};
 use jpeg_encoder::{ColorType, SamplingFactor};
 use lockstep_data::{
     Picture,
     device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
 };
-use plan::{Cropping, MOST_DECODED, Planes, groups, room};
+use plan::{Cropping, MOST_DECODED, Planes, groups, planes_bytes};
 use sessions::Sessions;
 use std::{
     fmt,
@@ -41,7 +41,7 @@ const GROUP: usize = 128;
 const MOST_DIFFERENCE: f64 = 3.0;
 
 /// Value of planes where nothing was decoded: grey.
-const NOTHING: u8 = 128;
+const GREY: u8 = 128;
 
 /// Opens the decoder of GPU `ordinal`, and tests it with pictures whose pixels are known.
 ///
@@ -49,7 +49,7 @@ const NOTHING: u8 = 128;
 /// The GPU has no decoder, or the decoder does not work; a sentence.
 pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>, String> {
     let decoder = JpegDecoder::open(ordinal, dtype)?;
-    decoder.try_it()?;
+    decoder.self_test()?;
     Ok(Arc::new(decoder))
 }
 
@@ -87,7 +87,7 @@ impl JpegDecoder {
     }
 
     /// Checks that pictures are decoded as on the CPU, in each supported subsampling.
-    fn try_it(&self) -> Result<(), String> {
+    fn self_test(&self) -> Result<(), String> {
         // Odd sides: planes of another size than expected would be detected.
         let (width, height) = (95, 63);
         let drawn = image::RgbImage::from_fn(width, height, |x, y| {
@@ -186,7 +186,7 @@ impl Drop for JpegDecoder {
 /// Memory of a group of pictures that is under way.
 struct Session {
     state: State,
-    /// Decoded planes, reset to [`NOTHING`] between groups: of a damaged picture the decoder may write only a part, and the rest
+    /// Decoded planes, reset to [`GREY`] between groups: of a damaged picture the decoder may write only a part, and the rest
     /// must be grey instead of another picture's pixels.
     decoded: Option<Buffer>,
     /// The files of a group, page-locked: a copy from pageable memory would block the driver, and so the training step, until all
@@ -233,35 +233,35 @@ impl Session {
         let said = |error: CudaError| error.to_string();
         let numbered: Vec<(usize, &Encoded<'_>)> =
             pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
-        let rooms: Vec<usize> = numbered.iter().map(|(_, picture)| room(picture.stored)).collect();
+        let sizes: Vec<usize> = numbered.iter().map(|(_, picture)| planes_bytes(picture.stored)).collect();
         let stream = self.cropper.stream.0;
         self.cropper.begin(device, pictures.len(), size).map_err(said)?;
-        for (number, group) in groups(&rooms, MOST_DECODED).into_iter().enumerate() {
+        for (number, group) in groups(&sizes, MOST_DECODED).into_iter().enumerate() {
             if number > 0 {
                 // The decoder does not wait for this stream, so earlier users of the memory must have finished.
                 self.wait()?;
             }
-            let bytes = rooms[group.clone()].iter().sum();
-            let mut at = nothing(&mut self.decoded, device, bytes).map_err(said)?;
+            let bytes = sizes[group.clone()].iter().sum();
+            let mut at = grey_buffer(&mut self.decoded, device, bytes).map_err(said)?;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
             let of_group: Vec<&[u8]> =
                 numbered[group.clone()].iter().map(|(_, picture)| picture.bytes).collect();
             let files = page_locked(&mut self.files, &of_group).map_err(said)?;
-            for (((number, picture), room), bytes) in
-                numbered[group.clone()].iter().zip(&rooms[group]).zip(files)
+            for (((number, picture), size), bytes) in
+                numbered[group.clone()].iter().zip(&sizes[group]).zip(files)
             {
                 let planes = Planes::new(picture.stored, at);
                 decoded.push(nvjpeg::Picture { bytes, planes: planes.all() });
                 croppings.push(Cropping::new(picture, planes, *number as u32, &mut tables));
-                at += *room as u64;
+                at += *size as u64;
             }
             let turn = submission.lock().unwrap_or_else(PoisonError::into_inner);
             self.state.decode(&decoded, stream.0)?;
             drop(turn);
             self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
             if let Some(decoded) = &self.decoded {
-                stream.fill(decoded, bytes, NOTHING).map_err(said)?;
+                stream.fill(decoded, bytes, GREY).map_err(said)?;
             }
         }
         self.cropper.end(pictures.len()).map_err(said)?;
@@ -297,7 +297,7 @@ fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Ve
     Ok(copies)
 }
 
-/// Address of a buffer of at least `bytes`; new memory is filled with [`NOTHING`].
-fn nothing(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
-    Ok(room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))?.ptr)
+/// Address of a buffer of at least `bytes`; new memory is filled with [`GREY`].
+fn grey_buffer(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+    Ok(grow_buffer(buffer, bytes, |bytes| device.filled(bytes, GREY))?.ptr)
 }

@@ -152,7 +152,7 @@ fn choices_in(file: &str) -> BTreeMap<String, Option<Choice>> {
 }
 
 /// Sizes in bytes of x, w, y and the sums.
-fn places(convolution: &Convolution) -> [usize; 4] {
+fn tensor_bytes(convolution: &Convolution) -> [usize; 4] {
     let [x, w, y] = convolution.bytes();
     [x, w, y, 8 * convolution.out_c]
 }
@@ -170,7 +170,7 @@ struct Bench {
 impl Bench {
     fn new(device: &Device, convolutions: &[Convolution], deterministic: bool) -> Result<Self, CudaError> {
         let bytes =
-            convolutions.iter().map(|c| places(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
+            convolutions.iter().map(|c| tensor_bytes(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
         let tensors = device.alloc(bytes.unwrap_or(0))?;
         // Different finite numbers in either 16-bit type: zeros would run faster.
         let mut state = 1u32;
@@ -224,9 +224,9 @@ impl Bench {
     }
 
     /// Addresses of a convolution's tensors.
-    fn places(&self, convolution: &Convolution) -> Tensors<Ptr> {
+    fn addresses(&self, convolution: &Convolution) -> Tensors<Ptr> {
         let mut offset = self.tensors.ptr;
-        let [x, w, y, sums] = places(convolution).map(|bytes| {
+        let [x, w, y, sums] = tensor_bytes(convolution).map(|bytes| {
             let at: Ptr = offset;
             offset += bytes.next_multiple_of(256) as u64;
             at
@@ -245,7 +245,7 @@ impl Bench {
         best: Option<f32>,
     ) -> Result<f32, CudaError> {
         let stream = self.stream.0;
-        let at = self.places(convolution);
+        let at = self.addresses(convolution);
         let run = || cudnn.run(stream, plan, at, self.workspace.ptr);
         // The first run also loads the kernel.
         run()?;

@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(first(Arch::ResNet20, 1), [""; 0]);
         assert_eq!(first(Arch::ResNet20, 3), ["layer2.0.conv1", "layer3.0.conv1"]);
         assert_eq!(first(Arch::ResNet18, 2), ["layer3.0.conv1"]);
-        // As many as there are: the stem, nine blocks, the last layer.
+        // The maximum number of stages: the stem, nine blocks, the last layer.
         let all = first(Arch::ResNet20, 11);
         assert_eq!((all.len(), all[0].as_str(), all[9].as_str()), (10, "layer1.0.conv1", "fc"));
         let error = cuts(&network(Arch::ResNet20), 12).unwrap_err();

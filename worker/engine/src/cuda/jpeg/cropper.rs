@@ -111,11 +111,11 @@ fn at_least<'a>(
     device: &Device,
     bytes: usize,
 ) -> Result<&'a Buffer, CudaError> {
-    room_of(buffer, bytes, |bytes| device.alloc(bytes))
+    grow_buffer(buffer, bytes, |bytes| device.alloc(bytes))
 }
 
 /// Memory of at least `bytes`: the existing memory, or memory from `take` that replaces it.
-pub(super) fn room_of(
+pub(super) fn grow_buffer(
     buffer: &mut Option<Buffer>,
     bytes: usize,
     take: impl FnOnce(usize) -> Result<Buffer, CudaError>,

@@ -78,13 +78,13 @@ fn plane(width: u32, height: u32) -> usize {
 }
 
 /// Total size in bytes of a decoded picture's planes.
-pub(super) fn room(stored: Stored) -> usize {
+pub(super) fn planes_bytes(stored: Stored) -> usize {
     let (width, height) = stored.chroma();
     plane(stored.width, stored.height) + 2 * plane(width, height)
 }
 
 impl Planes {
-    /// Consecutive planes from address `at` on, in [`room`] bytes.
+    /// Consecutive planes from address `at` on, in [`planes_bytes`] bytes.
     pub(super) fn new(stored: Stored, at: Ptr) -> Self {
         let (chroma_width, chroma_height) = stored.chroma();
         let blue = at + plane(stored.width, stored.height) as Ptr;
@@ -108,19 +108,19 @@ impl Planes {
     }
 }
 
-/// Divides pictures of sizes `rooms` into runs of at most [`MOST_PICTURES`] pictures and `most` bytes. A larger picture is a run of its own.
-pub(super) fn groups(rooms: &[usize], most: usize) -> Vec<Range<usize>> {
+/// Divides pictures of these `sizes`, in bytes, into runs of at most [`MOST_PICTURES`] pictures and `most` bytes. A larger picture is a run of its own.
+pub(super) fn groups(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
     let mut taken = 0;
-    for (number, room) in rooms.iter().enumerate() {
-        match groups.last_mut().filter(|group| taken + room <= most && group.len() < MOST_PICTURES) {
+    for (number, size) in sizes.iter().enumerate() {
+        match groups.last_mut().filter(|group| taken + size <= most && group.len() < MOST_PICTURES) {
             Some(group) => {
                 group.end = number + 1;
-                taken += room;
+                taken += size;
             }
             None => {
                 groups.push(number..number + 1);
-                taken = *room;
+                taken = *size;
             }
         }
     }
@@ -210,12 +210,15 @@ mod tests {
 
     #[test]
     fn a_picture_of_the_largest_side_has_room_and_others_take_little() {
-        assert!(room(Stored { width: MOST_SIDE, height: MOST_SIDE, ..FULL }) <= MOST_DECODED);
+        assert!(planes_bytes(Stored { width: MOST_SIDE, height: MOST_SIDE, ..FULL }) <= MOST_DECODED);
         // Any number of the smallest pictures.
-        let smallest = room(Stored { width: 1, height: 1, ..FULL });
+        let smallest = planes_bytes(Stored { width: 1, height: 1, ..FULL });
         assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MOST_DECODED);
         let half = Subsampling { columns: 2, rows: 2 };
-        assert_eq!(room(Stored { width: 480, height: 370, subsampling: half, ..FULL }), 177_664 + 2 * 47_360);
+        assert_eq!(
+            planes_bytes(Stored { width: 480, height: 370, subsampling: half, ..FULL }),
+            177_664 + 2 * 47_360
+        );
     }
 
     #[test]
@@ -229,7 +232,10 @@ mod tests {
                 assert_eq!(luma.to, 1 << 40);
                 assert!(end(luma, height) <= blue.to, "{stored:?}");
                 assert!(end(blue, planes.chroma_height) <= red.to, "{stored:?}");
-                assert!(end(red, planes.chroma_height) <= luma.to + room(stored) as u64, "{stored:?}");
+                assert!(
+                    end(red, planes.chroma_height) <= luma.to + planes_bytes(stored) as u64,
+                    "{stored:?}"
+                );
                 assert!(luma.pitch >= width as usize && blue.pitch >= planes.chroma_width as usize);
             }
         }

@@ -44,13 +44,13 @@ impl<T> Sessions<T> {
                 return None;
             }
             if state.served == turn
-                && let Some(thing) = state.free.pop()
+                && let Some(object) = state.free.pop()
             {
                 state.served += 1;
                 state.in_use += 1;
                 // Another object may be free for the next request.
                 self.changed.notify_all();
-                return Some(Taken { thing: Some(thing), of: self });
+                return Some(Taken { object: Some(object), of: self });
             }
             state = self.wait(state);
         }
@@ -70,7 +70,7 @@ impl<T> Sessions<T> {
 
 /// An object in use; returned to the pool on drop.
 pub(super) struct Taken<'a, T> {
-    thing: Option<T>,
+    object: Option<T>,
     of: &'a Sessions<T>,
 }
 
@@ -78,20 +78,20 @@ impl<T> Deref for Taken<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        self.thing.as_ref().expect("there until it is dropped")
+        self.object.as_ref().expect("there until it is dropped")
     }
 }
 
 impl<T> DerefMut for Taken<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.thing.as_mut().expect("there until it is dropped")
+        self.object.as_mut().expect("there until it is dropped")
     }
 }
 
 impl<T> Drop for Taken<'_, T> {
     fn drop(&mut self) {
         let mut state = self.of.state();
-        state.free.extend(self.thing.take());
+        state.free.extend(self.object.take());
         state.in_use -= 1;
         self.of.changed.notify_all();
     }

@@ -15,7 +15,7 @@ use std::{
 const CAPABILITIES: [u32; 5] = [80, 86, 89, 90, 100];
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
-/// Where `tests/run` puts NVRTC.
+/// The path at which `tests/run` installs NVRTC.
 fn installed() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/nvrtc/nvidia/cu13/lib/libnvrtc.so.13")
 }

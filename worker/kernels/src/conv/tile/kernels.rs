@@ -12,7 +12,7 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
     x: *const f32,
     w: *const f32,
 ) {
-    // SAFETY: `x` and `w` are what `t` describes, and its pointers are valid for that.
+    // SAFETY: `x` and `w` point to the data that `t` describes, for which its pointers are valid.
     unsafe {
         let mut weights = [S::zero(); V];
         for (v, weights) in weights.iter_mut().enumerate() {
@@ -29,7 +29,7 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
 
 #[inline(always)]
 pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
-    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
         // The cache lines of the output are far apart and not in the cache: prefetch them during the sums.
@@ -94,7 +94,7 @@ pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PA
 
 #[inline(always)]
 pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<'_>) {
-    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let mut sum = [[S::zero(); V]; I];
         for run in t.runs {
@@ -136,7 +136,7 @@ pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<
 
 #[inline(always)]
 pub(super) unsafe fn pack<S: Vector>(t: &Pack) {
-    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let (full, rest) = (t.channels / 16, t.channels % 16);
         for pixel in 0..t.pixels {

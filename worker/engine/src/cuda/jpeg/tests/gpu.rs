@@ -30,8 +30,9 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
             let stored = if orientation > 4 { (height, width) } else { (width, height) };
             let stored = Stored { width: stored.0, height: stored.1, orientation, subsampling };
             // Noise, so that each sample matters.
-            let samples: Vec<u8> =
-                (0..room(stored) as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 21) as u8).collect();
+            let samples: Vec<u8> = (0..planes_bytes(stored) as u32)
+                .map(|i| (i.wrapping_mul(2_654_435_761) >> 21) as u8)
+                .collect();
             let memory = device.upload(&samples).unwrap();
             let (there, here) = (Planes::new(stored, memory.ptr), Planes::new(stored, 0));
             let encoded = Encoded {

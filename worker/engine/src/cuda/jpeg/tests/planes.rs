@@ -58,7 +58,7 @@ pub(super) fn pixel(memory: &[u8], p: &Planes, column: u32, row: u32) -> [u8; 3]
 /// Decodes a file into planes that are appended to `memory`.
 pub(super) fn decode(file: &[u8], stored: Stored, memory: &mut Vec<u8>) -> Result<Planes, String> {
     let planes = Planes::new(stored, memory.len() as u64);
-    memory.resize(memory.len() + room(stored), NOTHING);
+    memory.resize(memory.len() + planes_bytes(stored), GREY);
     let (width, height) = stored.chroma();
     let sizes = [(stored.width, stored.height), (width, height), (width, height)];
     for ((plane, samples), (width, height)) in planes.all().into_iter().zip(samples(file, stored)?).zip(sizes)
@@ -221,7 +221,7 @@ fn where_nothing_was_decoded_a_picture_is_grey() {
     for (columns, rows) in [(1, 1), (2, 2)] {
         let stored =
             Stored { width: 3, height: 3, orientation: 1, subsampling: Subsampling { columns, rows } };
-        assert_eq!(pixel(&vec![NOTHING; room(stored)], &Planes::new(stored, 0), 2, 2), [128; 3]);
+        assert_eq!(pixel(&vec![GREY; planes_bytes(stored)], &Planes::new(stored, 0), 2, 2), [128; 3]);
     }
 }
 

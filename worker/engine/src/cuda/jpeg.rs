@@ -193,7 +193,7 @@ struct Session {
     /// earlier work on the stream is done.
     files: Option<Pinned>,
     cropper: Cropper,
-    /// Recorded after the work of the newest group.
+    /// The event with which [`Session::wait`] waits.
     done: Event,
 }
 

@@ -201,8 +201,8 @@ impl Program {
         Ok(())
     }
 
-    /// Whether a convolution may compute statistics. Not in deterministic mode: cuDNN sums in the order in which its blocks
-    /// end. Not with groups, and not for small activations, for which batch norm's one-launch kernel takes statistics.
+    /// Whether a convolution may compute statistics: in float16, without groups, not in deterministic mode (cuDNN sums in the order in which
+    /// its blocks end), and not for small activations, for which batch norm's one-launch kernel takes statistics.
     fn takes_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
             pictures: convolution.batch as u32,

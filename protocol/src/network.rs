@@ -24,6 +24,9 @@ pub struct NetworkDescription {
 pub struct PlanDescription {
     /// In words: `data parallel on 4 ranks`. At most [`PLAN_TEXT_BYTES`], as all texts here.
     pub words: String,
+    /// Stages of the network.
+    #[serde(default = "one_stage")]
+    pub pipeline: u32,
     /// Copies of the network, or sets of ranks that share one.
     pub data: u32,
     /// Ranks that share the rows of each picture.
@@ -45,6 +48,10 @@ pub struct PlanDescription {
     pub limited_by: String,
     /// Why the ranks run this plan and no other.
     pub why: String,
+}
+
+fn one_stage() -> u32 {
+    1
 }
 
 /// What a plan makes of a layer, as predicted for the rank with the largest part.
@@ -162,6 +169,7 @@ mod tests {
 
     fn plan() -> PlanDescription {
         PlanDescription {
+            pipeline: 1,
             words: "data parallel on 2 ranks".into(),
             data: 2,
             height: 1,

@@ -81,7 +81,7 @@ pub struct ParallelSpec {
     /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
     pub device: Device,
     /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height`, `pipeline` and `shard` say.
-    /// `auto`: the ranks search for the fastest plan whose memory suffices, when they start; `model`, `height` and `shard` pin parts of it.
+    /// `auto`: the ranks search for the fastest plan whose memory suffices, when they start; `model`, `height`, `pipeline` and `shard` pin parts of it.
     pub mode: String,
     /// Ranks that share one copy of the network, a divisor of `ranks` (mode `hybrid`); 1 when absent. Operators that `shard` names are split over
     /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.

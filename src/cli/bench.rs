@@ -46,6 +46,9 @@ pub(crate) struct Args {
     /// Ranks that share a copy of the network, each with some of its classes (GPUs): a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
+    /// Divide optimizer state over the ranks (ZeRO-1, GPUs)
+    #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
+    optimizer_sharding: bool,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -115,8 +118,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "--parallel-model {parallel_model}: {ranks} ranks cannot be divided into groups of that many"
         )));
     }
-    if devices.is_empty() && (args.parallel_model, args.classes) != (1, bench::CLASSES as u32) {
-        return Err(wrong("--classes, --parallel-model: they are measured on GPUs only"));
+    let Args { classes, parallel_model, optimizer_sharding, .. } = args;
+    if devices.is_empty()
+        && (classes, parallel_model, optimizer_sharding) != (bench::CLASSES as u32, 1, false)
+    {
+        return Err(wrong(
+            "--classes, --parallel-model, --optimizer-sharding: they are measured on GPUs only",
+        ));
+    }
+    if parallel_model > 1 && optimizer_sharding {
+        return Err(wrong("--optimizer-sharding: not with --parallel-model. Leave one of the two out"));
     }
     let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
     for case in &cases {
@@ -198,6 +209,7 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--case={}", case.name),
         format!("--precision={}", name(&args.precision)),
         format!("--sync-batch-norm={}", args.sync_batch_norm),
+        format!("--optimizer-sharding={}", args.optimizer_sharding),
         format!("--deterministic={}", args.deterministic),
         format!("--classes={}", args.classes),
         format!("--parallel-model={}", args.parallel_model),
@@ -224,6 +236,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         sync_batch_norm: args.sync_batch_norm,
         classes: args.classes as usize,
         model: args.parallel_model,
+        optimizer_sharding: args.optimizer_sharding,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

@@ -180,8 +180,13 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     rows.push(row(format!("{} others", rest.len()), String::new(), String::new(), &rest));
     output::table(["OPERATOR", "KIND", "OUTPUT", "PLACEMENT", "MEMORY", "SENT", "PREDICTED"], &rows)?;
     let Candidate { plan, cost } = &planned.chosen;
-    let Cost { step_ms, compute_ms, exchange_ms, gradients_ms, update_ms, .. } = cost;
+    let Cost { step_ms, compute_ms, exchange_ms, bubble_ms, gradients_ms, update_ms, .. } = cost;
     let [_, images, memory] = figures(&planned.chosen, machine);
+    let bubble = if plan.mesh.stage > 1 {
+        format!(", waiting for other stages {bubble_ms:.2}")
+    } else {
+        String::new()
+    };
     output::line("")?;
     for (key, value) in [
         ("plan", plan.to_string()),
@@ -191,7 +196,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
             "step",
             format!(
                 "{step_ms:.2} ms: computing {compute_ms:.2}, exchanging {exchange_ms:.2}, waiting for gradients {gradients_ms:.2}, \
-                 updating {update_ms:.2}"
+                 updating {update_ms:.2}{bubble}"
             ),
         ),
         ("images a second", images),

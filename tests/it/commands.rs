@@ -10,7 +10,7 @@ use std::{
     fs,
     io::{BufRead, BufReader},
     process::{Child, Stdio},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 const JOB: &str = r#"
@@ -318,32 +318,4 @@ async fn the_demo_prints_a_link_that_signs_in_once() {
     ended(&mut child).await;
     let left = crate::server::processes_of(folder.path());
     assert!(left.is_empty(), "{left:?}");
-}
-
-/// Takes minutes.
-mod full {
-    use super::*;
-
-    #[tokio::test]
-    async fn the_demo_trains_on_bundled_pictures_and_succeeds() {
-        let _turn = turn().await;
-        let folder = Folder::new();
-        let began = Instant::now();
-        let mut child = demo(&folder);
-        let lines = BufReader::new(child.stdout.take().expect("standard output")).lines();
-        let lines = tokio::task::spawn_blocking(move || lines.map_while(Result::ok).collect::<Vec<_>>());
-        let lines =
-            tokio::time::timeout(Duration::from_secs(900), lines).await.expect("it ends").expect("lines");
-        let status = child.wait().expect("a status");
-        assert_eq!(status.code(), Some(0), "{lines:#?}");
-        let last = lines.last().expect("a last line");
-        eprintln!("demo: {last}; {:.1} s with all", began.elapsed().as_secs_f64());
-        let accuracy = last
-            .split_once(" s: validation accuracy ")
-            .and_then(|(_, l)| l.split(' ').next()?.parse::<f64>().ok())
-            .unwrap_or_else(|| panic!("{last}"));
-        assert!(accuracy >= 80.0, "{last}");
-        let left = crate::server::processes_of(folder.path());
-        assert!(left.is_empty(), "{left:?}");
-    }
 }

@@ -72,8 +72,8 @@ fn a_plan_is_chosen_by_classes_and_memory() {
     let step = ordinary["step_ms"].as_f64().expect("a time");
     assert!(ms > 0.0 && ms <= step, "{ms} of {step}");
 
-    // Four million classes: 8 G weights do not fit with what the optimizer keeps.
-    let wide = plan_of(&of(&["--classes", "4000000"]).json());
+    // Eight million classes: 16 G weights do not fit with what the optimizer keeps.
+    let wide = plan_of(&of(&["--classes", "8000000"]).json());
     assert_eq!(
         (&wide["limited_by"], &wide["shard"]),
         (&json!("memory"), &json!([{"match": "fc", "split": "out"}]))
@@ -82,7 +82,7 @@ fn a_plan_is_chosen_by_classes_and_memory() {
 
     // What --json has printed is a machine, too.
     fs::write(folder.join("printed.json"), of(&["--classes", "1000"]).ok()).expect("figures");
-    let several = plan(folder, &["--machine", "printed.json", "--classes", "4000000", "--ranks", "4,8"]);
+    let several = plan(folder, &["--machine", "printed.json", "--classes", "8000000", "--ranks", "4,8"]);
     let table = several.ok();
     for words in ["RANKS", "4      256", "8      512", "fc split by out", "memory"] {
         assert!(table.contains(words), "{words}: {table}");

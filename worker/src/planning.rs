@@ -18,7 +18,7 @@ use sha2::{Digest, Sha256};
 use std::{fs, path::PathBuf};
 
 /// The most pictures of a measured step, on cores and on a device of its own: their speed hardly depends on more.
-const PICTURES: [u32; 2] = [8, 64];
+const PICTURES: [u32; 2] = [8, 256];
 
 /// The network of a job for pictures of `side` pixels; evaluation's side decides the stem.
 ///
@@ -147,9 +147,6 @@ impl Planned {
     pub fn of(spec: &JobSpec, network: &Network, machine: &Machine) -> Result<Self, String> {
         let parallel = &spec.parallel;
         let ranks = parallel.ranks as usize;
-        if parallel.pipeline > 1 {
-            return Err("the time of stages (parallel.pipeline) is not predicted: leave the key out".into());
-        }
         if ranks > 1 && machine.within.is_none() {
             return Err(format!(
                 "how {ranks} ranks reach each other is not known: one rank was measured, because this machine has one device. Give the \
@@ -172,7 +169,7 @@ impl Planned {
         let chosen = match parallel.is_auto() {
             true => considered.first().cloned().ok_or_else(|| {
                 let why = runs(&Plan::data(parallel.ranks)).err();
-                let why = why.unwrap_or_else(|| "leave out parallel.model, height or shard".into());
+                let why = why.unwrap_or_else(|| "leave out parallel.model, height, pipeline or shard".into());
                 format!("no plan for {ranks} ranks can be run: {why}")
             })?,
             false => {
@@ -182,7 +179,7 @@ impl Planned {
             }
         };
         let why = why(&chosen, &considered, parallel, machine);
-        let limited_by = limited_by(&chosen, &considered, machine);
+        let limited_by = limited_by(&chosen, &considered, parallel, machine);
         Ok(Self { chosen, considered, limited_by, why })
     }
 
@@ -216,9 +213,10 @@ impl Planned {
                 time_us: (of.ms * 1e3) as f32,
             });
         }
-        let Mesh { data, height, model, .. } = plan.mesh;
+        let Mesh { stage, data, height, model } = plan.mesh;
         description.plan = Some(PlanDescription {
             words: plan.to_string(),
+            pipeline: stage as u32,
             data: data as u32,
             height: height as u32,
             model: model as u32,
@@ -250,8 +248,10 @@ impl Planned {
 /// The job that runs `plan`: pictures of a step and of a micro-batch over all ranks stay.
 fn with_plan(spec: &JobSpec, plan: &Plan, machine: &Machine) -> JobSpec {
     let mut resolved = spec.clone();
-    let Mesh { height, model, .. } = plan.mesh;
-    resolved.parallel = spec.parallel.with_mesh(height as u32, model as u32, plan.shards.clone());
+    let Mesh { stage, height, model, .. } = plan.mesh;
+    let mesh = [stage, height, model].map(|ranks| ranks as u32);
+    resolved.parallel = spec.parallel.with_mesh(mesh, plan.shards.clone());
+    resolved.parallel.optimizer_sharding = plan.optimizer_sharding;
     if resolved.parallel.is_hybrid() {
         resolved.parallel.device = Device::named(&machine.backend).unwrap_or(spec.parallel.device);
     }
@@ -284,6 +284,9 @@ fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, ma
     {
         return format!("the job asks for it; parallel.mode = \"auto\" would choose {}", timed(best));
     }
+    if chosen.plan.optimizer_sharding && !parallel.optimizer_sharding {
+        return "memory does not suffice for all of the optimizer's state on every rank".into();
+    }
     if !parallel.is_auto() || chosen.plan.is_data() {
         let next = considered.iter().find(|of| of.plan.mesh != chosen.plan.mesh);
         return next.map_or("these ranks can run no other".into(), |next| {
@@ -301,12 +304,18 @@ fn why(chosen: &Candidate, considered: &[Candidate], parallel: &ParallelSpec, ma
     }
 }
 
-fn limited_by(chosen: &Candidate, considered: &[Candidate], machine: &Machine) -> &'static str {
+fn limited_by(
+    chosen: &Candidate,
+    considered: &[Candidate],
+    parallel: &ParallelSpec,
+    machine: &Machine,
+) -> &'static str {
+    let divides = chosen.plan.optimizer_sharding && !parallel.optimizer_sharding;
     let data_fits = considered.iter().filter(|of| of.plan.is_data()).all(|data| data.fits(machine));
     let cost = &chosen.cost;
-    if !chosen.fits(machine) || !data_fits && !chosen.plan.is_data() {
+    if !chosen.fits(machine) || divides || !data_fits && !chosen.plan.is_data() {
         "memory"
-    } else if cost.exchange_ms + cost.gradients_ms > cost.compute_ms + cost.update_ms {
+    } else if cost.exchange_ms + cost.bubble_ms + cost.gradients_ms > cost.compute_ms + cost.update_ms {
         "communication"
     } else {
         "computing"
@@ -380,7 +389,7 @@ mod tests {
     fn plans_that_train_something_else_or_do_not_run_are_not_considered() {
         let (mut spec, network) = job();
         let planned = Planned::of(&spec, &network, &machine("cpu")).unwrap();
-        assert!(planned.chosen.plan.is_data() && planned.considered.len() == 6, "{}", planned.why);
+        assert!(planned.chosen.plan.is_data() && planned.considered.len() == 9, "{}", planned.why);
         let description = planned.describe(&network);
         assert_eq!(description.check(), Ok(()));
         assert!(description.layers.iter().all(|layer| layer.plan.is_some()));

@@ -70,9 +70,9 @@ impl ParallelSpec {
 
     /// The same with a plan in the place of what it says of that.
     #[must_use]
-    pub fn with_mesh(&self, height: u32, model: u32, shard: Vec<ShardSpec>) -> Self {
-        let mode = MODES[usize::from(height * model > 1)].into();
-        Self { mode, height, model, shard, ..self.clone() }
+    pub fn with_mesh(&self, [pipeline, height, model]: [u32; 3], shard: Vec<ShardSpec>) -> Self {
+        let mode = MODES[usize::from(pipeline * height * model > 1)].into();
+        Self { mode, pipeline, height, model, shard, ..self.clone() }
     }
 
     /// Whether ranks share copies of the network, or may.
@@ -171,11 +171,6 @@ pub(super) fn check(value: &Value) -> Result<(), String> {
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let parallel = &spec.parallel;
     let ParallelSpec { ranks, model, height, pipeline, .. } = *parallel;
-    if parallel.is_auto() && pipeline > 1 {
-        let detail =
-            format!("needs parallel.mode = {:?}: {:?} does not search for stages", MODES[1], MODES[2]);
-        mistake("/parallel/pipeline", detail);
-    }
     if !parallel.is_hybrid() && !parallel.is_auto() {
         for (key, is_set) in [
             ("model", model > 1),

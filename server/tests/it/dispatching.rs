@@ -63,7 +63,7 @@ async fn a_failed_attempt_is_followed_by_the_next_from_the_newest_checkpoint_unt
 #[tokio::test]
 async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
     let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(5);
+        c.lease = Duration::from_secs(2);
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
@@ -76,7 +76,7 @@ async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
     server.until(&id, JobState::Lost).await;
     let stored = server.stored(&id).await;
     let lost = stored.iter().find(|e| e["state"] == "lost").unwrap();
-    assert_eq!(lost["reason"], "agent \"a\" was silent for 5 s at step 3");
+    assert_eq!(lost["reason"], "agent \"a\" was silent for 2 s at step 3");
 
     let mut other = Agent::greet(&server, hello("b", 2, Vec::new())).await.unwrap();
     let second = other.started().await.attempt;
@@ -97,7 +97,7 @@ async fn a_silent_agent_loses_its_job_to_another_and_cannot_write_any_more() {
     // A second that beats keeps its job for longer than a lease.
     let begun = tokio::time::Instant::now();
     let mut beats = tokio::time::interval(Duration::from_millis(100));
-    while begun.elapsed() < Duration::from_secs(8) {
+    while begun.elapsed() < Duration::from_secs(3) {
         beats.tick().await;
         other.heartbeat(std::slice::from_ref(&second)).await;
     }
@@ -324,7 +324,7 @@ async fn a_machine_of_gpus_trains_on_its_cpu_when_asked() {
 #[tokio::test]
 async fn a_lost_machine_counts_as_a_restart_only_where_the_attempt_got_no_further() {
     let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(4);
+        c.lease = Duration::from_secs(2);
         c.heartbeat = Duration::from_millis(100);
     })
     .await;

@@ -215,7 +215,7 @@ async fn a_check_that_fails_on_one_machine_starts_no_rank_on_another() {
 #[tokio::test]
 async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_is_silent_is_named() {
     let server = TestServer::with(|c| {
-        c.lease = Duration::from_secs(8);
+        c.lease = Duration::from_secs(4);
         c.heartbeat = Duration::from_millis(100);
     })
     .await;
@@ -247,7 +247,7 @@ async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_
     }
     a.end(&attempt, lost_contact(0)).await;
     let job = server.until(&id, JobState::Restarting).await;
-    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 8 s"));
+    assert!(job.reason.unwrap().starts_with("agent \"b\" was silent for 4 s"));
     // It comes back with ranks that nobody waits for.
     let mut b = Agent::greet(&server, hello_at("b", 2, vec![attempt.clone()], "10.0.0.2")).await.unwrap();
     assert_eq!(b.welcome.1, std::slice::from_ref(&attempt));

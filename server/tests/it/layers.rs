@@ -45,6 +45,7 @@ fn network(parameters: u64) -> AttemptEvent {
     };
     let layers = vec![layer("conv1", Some(12.5)), layer("fc", None)];
     let plan = PlanDescription {
+        pipeline: 1,
         words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out".into(),
         data: 1,
         height: 1,

@@ -203,7 +203,7 @@ async fn an_agent_of_one_job_leaves_the_list_when_it_ends_with_its_job() {
 
 #[tokio::test]
 async fn a_machine_that_is_away_and_holds_nothing_is_removed() {
-    let server = TestServer::with(|c| c.lease = Duration::from_secs(8)).await;
+    let server = TestServer::with(|c| c.lease = Duration::from_secs(4)).await;
     let token = server.agent_token("a").await;
     let mut agent = Agent::greet_with(&server, &token, hello("a", 2, Vec::new())).await.unwrap();
     agent.register(&server).await;

@@ -221,6 +221,8 @@ pub struct OnDevice {
     pub classes: usize,
     /// Size of a model group, whose ranks divide the classes.
     pub model: u32,
+    /// Ranks divide the optimizer's state.
+    pub optimizer_sharding: bool,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
@@ -308,7 +310,7 @@ fn on_device(
         network,
         initial: &initial,
         config,
-        plan: Plan::on(mesh, Vec::new()),
+        plan: Plan { optimizer_sharding: how.optimizer_sharding, ..Plan::on(mesh, Vec::new()) },
         comm,
         ordinal: how.device.ordinal,
         precision: how.precision,

@@ -104,17 +104,21 @@ impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Mesh { stage, data, height, model } = self.mesh;
         if self.is_data() {
-            return write!(f, "data parallel on {}", plural(data as u64, "rank"));
+            write!(f, "data parallel on {}", plural(data as u64, "rank"))?;
+        } else {
+            if stage > 1 {
+                write!(f, "{stage} (pipeline) x ")?;
+            }
+            write!(f, "{data} (data) x {height} (height) x {model} (model) ranks")?;
         }
-        if stage > 1 {
-            write!(f, "{stage} (pipeline) x ")?;
-        }
-        write!(f, "{data} (data) x {height} (height) x {model} (model) ranks")?;
         if model > 1 && self.shards.is_empty() {
             write!(f, ", the last layer split by out")?;
         }
         for ShardSpec { pattern, split } in &self.shards {
             write!(f, ", {pattern} split by {}", split.name())?;
+        }
+        if self.optimizer_sharding {
+            write!(f, ", optimizer state divided")?;
         }
         Ok(())
     }

@@ -19,9 +19,7 @@ pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choic
     let &Training { spec, device, local_ranks, threads, .. } = training;
     let (group, is_first) = (training.group.as_ref(), training.is_first());
     let sample = planning::sample(spec, network, device, threads);
-    // What stages cost is not predicted.
-    let plans =
-        is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid()) && spec.parallel.pipeline <= 1;
+    let plans = is_first && (spec.parallel.is_auto() || spec.parallel.is_hybrid());
     let kept = if plans { planning::kept(&sample, device, group.size()) } else { None };
     if !spec.parallel.is_auto() {
         let planned = kept.and_then(|machine| Planned::of(spec, network, &machine).ok());

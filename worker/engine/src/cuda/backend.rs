@@ -104,10 +104,7 @@ impl Backend for Cuda {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
-        if spec.parallel.optimizer_sharding && spec.parallel.ranks > 1 {
-            return Err("parallel.optimizer_sharding is done by CPU ranks only: leave it out, or set parallel.device = \"cpu\"".into());
-        }
-        let ParallelSpec { model, height, .. } = spec.parallel;
+        let ParallelSpec { ranks, model, height, optimizer_sharding, .. } = spec.parallel;
         if height > 1 {
             return Err("parallel.height: only CPU ranks share the rows of pictures. Leave it out, or set parallel.device = \"cpu\"".into());
         }
@@ -116,6 +113,21 @@ impl Backend for Cuda {
             return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
                 or set parallel.device = \"cpu\""
                 .into());
+        }
+        if model > 1 && optimizer_sharding {
+            return Err("parallel.optimizer_sharding: GPUs that share a network (parallel.model) do not divide optimizer state further. Leave \
+                one of the two out, or set parallel.device = \"cpu\""
+                .into());
+        }
+        // During training a GPU has sums of gradients and float32 weights of its own part alone.
+        for (key, is_set) in
+            [("log.histograms", spec.log.histograms > 0), ("train.ema_decay", spec.train.ema_decay > 0.0)]
+        {
+            if is_set && optimizer_sharding && ranks > 1 {
+                return Err(format!(
+                    "{key} on GPUs: no GPU has all weights and gradients with parallel.optimizer_sharding; leave one of the two out"
+                ));
+            }
         }
         Ok(())
     }
@@ -175,5 +187,46 @@ impl DeviceError for CudaError {
 impl From<CudaError> for EngineError {
     fn from(error: CudaError) -> Self {
         EngineError::Backend(Box::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_gpus_do_not_compute_is_refused_with_what_to_do() {
+        let refusal = |change: fn(&mut JobSpec)| {
+            let mut spec = JobSpec::default();
+            spec.parallel.ranks = 4;
+            change(&mut spec);
+            Cuda.check(&spec).err()
+        };
+        let cases: [(fn(&mut JobSpec), &[&str]); 5] = [
+            (|spec| spec.parallel.height = 2, &["parallel.height", "Leave it out"]),
+            (
+                |spec| (spec.parallel.model, spec.train.optimizer) = (2, OptimizerKind::Lamb),
+                &["train.optimizer", "Choose one of them"],
+            ),
+            (
+                |spec| (spec.parallel.model, spec.parallel.optimizer_sharding) = (2, true),
+                &["parallel.optimizer_sharding", "parallel.model", "leave one of the two out"],
+            ),
+            (
+                |spec| (spec.log.histograms, spec.parallel.optimizer_sharding) = (1, true),
+                &["log.histograms", "leave one of the two out"],
+            ),
+            (
+                |spec| (spec.train.ema_decay, spec.parallel.optimizer_sharding) = (0.9, true),
+                &["train.ema_decay", "leave one of the two out"],
+            ),
+        ];
+        for (change, words) in cases {
+            let refusal = refusal(change).unwrap();
+            let said = refusal.to_lowercase();
+            assert!(words.iter().all(|word| said.contains(&word.to_lowercase())), "{refusal}");
+        }
+        assert_eq!(refusal(|spec| spec.parallel.optimizer_sharding = true), None);
+        assert_eq!(refusal(|spec| spec.parallel.model = 2), None);
     }
 }

@@ -3,11 +3,9 @@
 //! Operands are ranges of [`Region`]s, not addresses, so a list can be created, printed and checked without a GPU.
 //! `program/emitter.rs` creates a list, [`verify`] checks it, and `program/execute.rs` launches it.
 
-use super::{
-    convolution::{Convolution, Direction, Tensors},
-    dtype::DType,
-};
-use crate::net::TensorId;
+use super::convolution::{Convolution, Direction, Tensors};
+use crate::{net::TensorId, sharding::Share};
+use lockstep_comm::DataType;
 
 mod text;
 pub(super) mod verify;
@@ -64,6 +62,9 @@ pub(super) enum Region {
     ChannelSums,
     /// Sums that NCCL reduces over ranks.
     StatisticsSums,
+    /// Where ranks divide the optimizer's state, float64 sums of squares: of the gradients of each bucket, and of each parameter's norms.
+    BucketSquares,
+    SegmentSquares,
     /// All ranks' exchange buffers; exchanges so far.
     PeerTable,
     PeerSequences,
@@ -303,15 +304,36 @@ pub(super) enum Command {
         from: Operand,
         to: Operand,
         count: usize,
-        dtype: DType,
+        dtype: DataType,
     },
 }
 
 impl Command {
     /// Adds values over the ranks of a group, in place.
-    pub(super) fn all_reduce(stream: StreamId, group: Group, at: Operand, dtype: DType) -> Self {
-        let (kind, count) = (Collective::AllReduce, at.bytes / dtype.size());
+    pub(super) fn all_reduce(
+        stream: StreamId,
+        group: Group,
+        at: Operand,
+        dtype: impl Into<DataType>,
+    ) -> Self {
+        let (kind, dtype) = (Collective::AllReduce, dtype.into());
+        let count = at.bytes / dtype.size_bytes();
         Command::Collective { stream, kind, group, from: at, to: at, count, dtype }
+    }
+
+    /// Among the ranks that divide the optimizer's state, in place: `at` has a part for each of them.
+    pub(super) fn in_parts(
+        stream: StreamId,
+        kind: Collective,
+        share: Share,
+        at: Operand,
+        dtype: impl Into<DataType>,
+    ) -> Self {
+        let (dtype, bytes) = (dtype.into(), at.bytes / share.ranks);
+        let own = at.part(share.rank * bytes, bytes);
+        let [from, to] = if kind == Collective::AllGather { [own, at] } else { [at, own] };
+        let (group, count) = (Group::World, bytes / dtype.size_bytes());
+        Command::Collective { stream, kind, group, from, to, count, dtype }
     }
 
     /// Where it is queued; `None` for what starts nothing.

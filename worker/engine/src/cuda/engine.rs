@@ -1,7 +1,7 @@
 //! Implementation of [`Engine`] for the CUDA engine.
 
 use super::{backend::skip_exit_handlers, steps::parts, *};
-use crate::{Contribution, Writers, state_dict};
+use crate::{Contribution, StateDict, Writers, state_dict};
 use lockstep_comm::Reduction;
 
 impl Engine for CudaEngine {
@@ -42,6 +42,7 @@ impl Engine for CudaEngine {
             let (phase, control) = self.micro_batch(&part, gradient_scale, lr);
             self.run(phase, control, part.batch)?;
         }
+        self.has_old_weights = self.program.state.share.is_some();
         self.under_way.push_back(UnderWay::OnGpu);
         self.steps.0 += 1;
         if let Some(watchdog) = &self.watchdog {
@@ -55,13 +56,14 @@ impl Engine for CudaEngine {
         while let Some(result) = self.result()? {
             self.unreturned.push(result);
         }
+        self.gather_weights()?;
         self.last_end = None;
         Ok(std::mem::take(&mut self.unreturned))
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
-        if self.groups.is_some() {
-            // No rank alone has a whole network that is split.
+        if self.groups.is_some() || self.program.state.share.is_some() {
+            // No rank alone has a whole network that is split, or all of an optimizer's state that is divided.
             return None;
         }
         let recovered = self.recover_last_step();
@@ -203,10 +205,14 @@ impl Engine for CudaEngine {
         let (own, model) = (self.comm.rank(), self.groups.as_ref().map_or(1, |groups| groups.model.size()));
         // The ranks of a model group have all parts of the state; they gather the tensors that one of them writes.
         let gathers = |rank: u32| rank / model == own / model;
-        if !(0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank)) {
+        let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
+        // Where ranks divide the optimizer's state, those that write nothing give their parts.
+        let optimizer = self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), keeps))?;
+        if !keeps {
             return Ok(Contribution::Replica);
         }
-        let mut state = self.own_state()?;
+        let (parameters, average) = (self.parameters()?, self.averaged()?);
+        let mut state = StateDict { parameters, optimizer, average, loss_scaling: self.loss_scaling()? };
         writers.retain(&mut state, gathers);
         self.gather(state.tensors_mut())?;
         writers.retain(&mut state, |rank| rank == own);
@@ -229,7 +235,8 @@ impl Engine for CudaEngine {
     }
 
     fn exchange(&self) -> String {
-        self.program.reducer.as_ref().map(Reducer::exchange).unwrap_or_default()
+        let saving = self.program.state.saving();
+        self.program.reducer.as_ref().map(|reducer| reducer.exchange() + &saving).unwrap_or_default()
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {

@@ -10,6 +10,7 @@ use crate::{
     fuse::{Conv, FusedOp, Norm},
     net::{Network, Role, Slice},
     optimizer::{is_weight, tensor_name},
+    sharding::Share,
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use std::{borrow::Cow, collections::BTreeMap, ops::Range};
@@ -47,6 +48,8 @@ pub(super) struct Slot {
     order: Order,
     /// Range in the flat buffers.
     pub(super) range: Range<usize>,
+    /// Where the next one begins.
+    end: usize,
     /// Of a convolution or linear layer, and no bias.
     pub(super) is_weight: bool,
     /// This rank's part of the parameter, if a model group splits it.
@@ -56,7 +59,7 @@ pub(super) struct Slot {
 impl Slot {
     /// The parameter's range including padding, up to the next parameter.
     pub(super) fn padded(&self) -> Range<usize> {
-        self.range.start..self.range.end.next_multiple_of(ALIGN)
+        self.range.start..self.end
     }
 }
 
@@ -80,13 +83,15 @@ pub(super) struct Layout {
 
 impl Layout {
     /// `ops` in forward order; `padded_in` and `padded_classes` are the channels of the input and of
-    /// the logits as the GPU has them, `folded` whether the first convolution reads 2x2 pixels as one.
+    /// the logits as the GPU has them, `folded` whether the first convolution reads 2x2 pixels as one. What is reduced together can be cut
+    /// into `parts` equal parts.
     pub(super) fn new(
         network: &Network,
         ops: &[FusedOp],
         padded_in: usize,
         padded_classes: usize,
         folded: bool,
+        parts: usize,
     ) -> Self {
         let parameters: BTreeMap<String, _> =
             network.parameters().into_iter().map(|p| (p.name.clone(), p)).collect();
@@ -132,6 +137,7 @@ impl Layout {
                     shape: p.shape.clone(),
                     order,
                     range: 0..len,
+                    end: len,
                     is_weight: is_weight(p.role),
                     slice: p.slice.clone(),
                 };
@@ -147,12 +153,14 @@ impl Layout {
                         (layout.split_matrices, bucket) = (layout.len, layout.len);
                     }
                     if layout.len - bucket >= BUCKET {
+                        layout.pad(bucket, parts);
                         layout.buckets.push(bucket..layout.len);
                         bucket = layout.len;
                     }
                 }
             }
         }
+        layout.pad(bucket, parts);
         layout.matrices = layout.len;
         if layout.matrices > bucket {
             layout.buckets.push(bucket..layout.matrices);
@@ -164,6 +172,7 @@ impl Layout {
                 layout.split_vectors = layout.len - layout.matrices;
             }
         }
+        layout.pad(layout.matrices, parts);
         layout.trained = layout.len;
         frozen.into_iter().for_each(|slot| layout.push(slot));
         layout
@@ -187,8 +196,41 @@ impl Layout {
     fn push(&mut self, mut slot: Slot) {
         slot.range = self.len..self.len + slot.range.len();
         self.len = slot.range.end.next_multiple_of(ALIGN);
+        slot.end = self.len;
         self.by_name.insert(slot.name.clone(), self.slots.len());
         self.slots.push(slot);
+    }
+
+    /// Has what lies from `from` on be `parts` equal parts, each of which is aligned.
+    fn pad(&mut self, from: usize, parts: usize) {
+        self.len = from + (self.len - from).next_multiple_of(ALIGN * parts);
+        if let Some(last) = self.slots.last_mut() {
+            last.end = self.len;
+        }
+    }
+
+    /// What is reduced together: the buckets of matrices, then all vectors.
+    pub(super) fn reduced(&self) -> impl Iterator<Item = Range<usize>> {
+        self.buckets.iter().cloned().chain(std::iter::once(self.matrices..self.trained))
+    }
+
+    /// What a rank with `share` has of all that is reduced together, in the flat buffers.
+    pub(super) fn own(&self, share: Share) -> impl Iterator<Item = Range<usize>> {
+        self.reduced().map(move |range| {
+            let own = share.of(range.len());
+            range.start + own.start..range.start + own.end
+        })
+    }
+
+    /// For each trained parameter: what a rank with `share` has of it, counted from the beginning of the rank's part.
+    pub(super) fn own_segments(&self, share: Share) -> Vec<Range<usize>> {
+        let own: Vec<_> = self.reduced().zip(self.own(share)).collect();
+        let of_slot = |slot: &Slot| {
+            let own = own.iter().find(|(range, _)| range.contains(&slot.range.start));
+            let own = own.map_or(0..0, |(_, own)| own.clone());
+            [slot.range.start, slot.range.end].map(|at| at.clamp(own.start, own.end) - own.start)
+        };
+        self.trained_slots().iter().map(of_slot).map(|[start, end]| start..end).collect()
     }
 
     /// The parameters that the optimizer changes: the first ones.
@@ -306,7 +348,7 @@ mod tests {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, stem: Stem::Imagenet, ..ModelSpec::default() };
         let network = resnet::build(&model, 64, 3, 10).unwrap();
         let layout =
-            Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()), 4, 16, true);
+            Layout::new(&network, &fuse::fuse(&network, &fuse::Capabilities::default()), 4, 16, true, 1);
         let mut initial = init::initial_parameters(&network, false, 1);
         initial.retain(|name, _| !name.contains("running"));
         let flat = layout.import(None, &initial).unwrap();

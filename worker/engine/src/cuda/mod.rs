@@ -62,7 +62,6 @@ use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
 use profile::TimedCall;
 use program::{Input, MicroBatch, Phase, Program};
-use reduce::Reducer;
 use rings::{Control, Inputs, Record, Results};
 use state::State;
 use std::{
@@ -125,6 +124,7 @@ fn build(
         staging: None,
         under_way: VecDeque::new(),
         unreturned: Vec::new(),
+        has_old_weights: false,
         begun: 0,
         averaged_from: None,
         last_end: None,
@@ -196,6 +196,8 @@ struct CudaEngine {
     under_way: VecDeque<UnderWay>,
     /// Results that have been read from the GPU by a call that then failed.
     unreturned: Vec<StepResult>,
+    /// Whether the float32 weights that other ranks update are of an earlier step.
+    has_old_weights: bool,
     /// Steps that were begun on the GPU, modulo 2^32 like its own count of those that it has finished.
     begun: u32,
     /// The step that creates the weights' average, unless an average was given.

@@ -7,7 +7,7 @@
 use super::{
     GpuConfig,
     arena::{Allocation, Arena},
-    command::{Command, Content, Kernel, Operand, Part, Region, UPDATING, verify},
+    command::{Collective, Command, Content, Kernel, Operand, Part, Region, StreamId, UPDATING, verify},
     convolution::{Convolution, Direction, Tensors},
     device::{Buffer, Device, Event, OwnedStream, Ptr, Stream},
     dtype::DType,
@@ -29,6 +29,7 @@ use crate::{
     fuse::{Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, StatisticsIn},
     layers::layer_times,
     net::{Network, TensorId},
+    sharding::Share,
 };
 use emitter::{arena_bytes, emit};
 use facts::{Facts, norm_sites};
@@ -121,6 +122,9 @@ pub(super) struct Program {
     /// For LARS and LAMB: each parameter's range, and its learning rate.
     segments: Buffer,
     rates: Buffer,
+    /// This one among the ranks that divide the optimizer's state, and room for sums of squares of gradients and of parameters' norms.
+    share: Option<Share>,
+    shard_squares: Option<[Buffer; 2]>,
     tuner: Tuner,
     pub(super) state: State,
     pub(super) inputs: Inputs,
@@ -226,6 +230,7 @@ impl Program {
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
             ranks: self.reducer.as_ref().map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
+            share: self.share,
             takes_sums: &|convolution| self.tuner.has(convolution),
             scaling: scaling.map(|[rows, columns]| [&rows.table, &columns.table]),
         })
@@ -291,6 +296,17 @@ impl Program {
             all.remove(&frozen.name);
         }
         Ok(all)
+    }
+
+    /// Where ranks divide the optimizer's state, collective: starts to give each rank the float32 weights of the others.
+    pub(super) fn gather_weights(&self) -> Result<(), EngineError> {
+        let Some(share) = self.share else { return Ok(()) };
+        let gather = |range: &Range<usize>| {
+            let at = Operand::new(Region::Weights, 4 * range.start, 4 * range.len());
+            Command::in_parts(StreamId::Main, Collective::AllGather, share, at, DType::F32)
+        };
+        let commands: Vec<_> = self.state.layout.buckets.iter().map(gather).collect();
+        self.start(&commands, 0)
     }
 
     /// Starts the work of a micro-batch on [`Program::main`].

@@ -6,13 +6,12 @@
 use super::{
     command::{Collective, Group, Region},
     device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
-    dtype::DType,
     groups::Groups,
     statistics::Statistics,
 };
 use crate::{EngineError, cuda::GpuConfig};
 use lockstep_comm::{
-    CommError, Exchange, ProcessGroup, Reduction, first_to_differ,
+    CommError, DataType, Exchange, ProcessGroup, Reduction, first_to_differ,
     nccl::Nccl,
     peers::{MAX_PEERS, Peers},
 };
@@ -158,7 +157,7 @@ impl Reducer {
         (kind, group): (Collective, Group),
         [from, to]: [Ptr; 2],
         count: usize,
-        dtype: DType,
+        dtype: DataType,
     ) -> Result<(), EngineError> {
         let nccl = match group {
             Group::World => Some(&self.nccl),
@@ -170,7 +169,7 @@ impl Reducer {
                 "a step with a collective{group}, which this engine does not have"
             )));
         };
-        let (dtype, stream) = (dtype.into(), stream.0);
+        let stream = stream.0;
         // SAFETY: ranges of buffers of this engine, which outlive the stream's work; as long as the command says, which is checked.
         Ok(unsafe {
             match kind {

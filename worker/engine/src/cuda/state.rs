@@ -12,7 +12,11 @@ use super::{
     planes::{from_planes, to_planes},
     running::Running,
 };
-use crate::{EngineError, LossScaling, Optimizer, OptimizerState};
+use crate::{
+    EngineError, LossScaling, Optimizer, OptimizerState,
+    sharding::{Share, saving_in_words},
+};
+use lockstep_comm::ProcessGroup;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use std::{mem::offset_of, ops::Range};
 
@@ -55,8 +59,9 @@ pub(super) struct State {
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
     optimizer: Optimizer,
-    /// As long, each of the optimizer's slots.
+    /// As long, each of the optimizer's slots; or what this rank has of them, one after another.
     pub(super) optimizer_slots: Vec<Buffer>,
+    pub(super) share: Option<Share>,
     /// The matrices in the type that is computed in, but for those in planes; `None` with float32, where they are the weights.
     low_precision: Option<Buffer>,
     /// Running mean and variance of every batch norm.
@@ -76,15 +81,21 @@ pub(super) struct State {
 }
 
 impl State {
+    #[allow(clippy::too_many_arguments)] // What an engine is built from.
     pub(super) fn new(
         device: &Device,
         running: Vec<Running>,
         layout: Layout,
+        share: Option<Share>,
         dtype: DType,
         first_scale: f32,
         optimizer: Optimizer,
         keeping_blocks: u32,
     ) -> Result<Self, CudaError> {
+        let slot_len = match share {
+            None => layout.len,
+            Some(share) => layout.own(share).map(|own| own.len()).sum(),
+        };
         let planar = if dtype == DType::Bf16 { layout.split_matrices } else { 0 };
         let low_precision = match dtype {
             DType::F32 => None,
@@ -98,8 +109,9 @@ impl State {
             optimizer_slots: optimizer
                 .slots()
                 .iter()
-                .map(|_| device.zeros(4 * layout.len))
+                .map(|_| device.zeros(4 * slot_len))
                 .collect::<Result<_, _>>()?,
+            share,
             low_precision,
             running_values: device.zeros(4 * Running::values(&running).max(1))?,
             kept_values: device.zeros(4 * Running::values(&running).max(1))?,
@@ -329,18 +341,67 @@ impl State {
         ops.add_checksum(weights, length, Operand::new(Region::Found, 0, 8))
     }
 
+    /// What sharding saves, in words; empty without it.
+    pub(super) fn saving(&self) -> String {
+        let own: usize = self.optimizer_slots.iter().map(|slot| slot.bytes).sum();
+        self.share.map_or_else(String::new, |share| format!("; {}", saving_in_words(own, own * share.ranks)))
+    }
+
     pub(super) fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
         let mut slots = NamedTensors::new();
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
-            self.layout.export(Some(name), &read(buffer)?, &mut slots);
+            let mut flat = read(buffer)?;
+            if let Some(share) = self.share {
+                let own = std::mem::replace(&mut flat, vec![0.0; self.layout.len]);
+                let mut rest = &own[..];
+                for range in self.layout.own(share) {
+                    let (part, behind) = rest.split_at(range.len());
+                    flat[range].copy_from_slice(part);
+                    rest = behind;
+                }
+            }
+            self.layout.export(Some(name), &flat, &mut slots);
         }
         Ok(OptimizerState { slots, updates: self.read_scaling()?.updates.into() })
+    }
+
+    /// Collective where ranks divide the optimizer's state: all of it, for a rank that is to `keep` it.
+    pub(super) fn gathered_optimizer_state(
+        &self,
+        comm: &dyn ProcessGroup,
+        keep: bool,
+    ) -> Result<Option<OptimizerState>, EngineError> {
+        let Some(share) = self.share else { return keep.then(|| self.optimizer_state()).transpose() };
+        let mut slots = NamedTensors::new();
+        for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
+            let own = read(buffer)?;
+            let (mut rest, mut flat) = (&own[..], Vec::new());
+            for range in self.layout.own(share) {
+                let (part, behind) = rest.split_at(range.len());
+                let mut all = vec![0.0; part.len() * share.ranks];
+                comm.all_gather(part.into(), (&mut all).into())?;
+                if keep {
+                    flat.extend(all);
+                }
+                rest = behind;
+            }
+            if keep {
+                // What is frozen has no state.
+                flat.resize(self.layout.len, 0.0);
+                self.layout.export(Some(name), &flat, &mut slots);
+            }
+        }
+        Ok(keep.then_some(OptimizerState { slots, updates: self.read_scaling()?.updates.into() }))
     }
 
     /// Replaces it; `to` is known to be whole.
     pub(super) fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
         for (&name, buffer) in self.optimizer.slots().iter().zip(&self.optimizer_slots) {
-            buffer.write(&self.layout.import(Some(name), &to.slots)?)?;
+            let mut flat = self.layout.import(Some(name), &to.slots)?;
+            if let Some(share) = self.share {
+                flat = self.layout.own(share).flat_map(|own| flat[own].to_vec()).collect();
+            }
+            buffer.write(&flat)?;
         }
         // No run has so many updates; bias corrections would be 1 there.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);

@@ -119,6 +119,18 @@ impl CudaEngine {
         }))
     }
 
+    /// Where ranks divide the optimizer's state, collective: gets the float32 weights that other ranks have updated.
+    pub(super) fn gather_weights(&mut self) -> Result<(), EngineError> {
+        if !std::mem::take(&mut self.has_old_weights) {
+            return Ok(());
+        }
+        self.program.gather_weights()?;
+        let main = self.program.main.0;
+        // An error of the GPU comes again when the weights are read.
+        let is_done = || main.is_idle().unwrap_or(true);
+        self.wait_on_gpu(|_, _, patience, alive| rings::wait_until(is_done, patience, alive))
+    }
+
     /// Waits for what the GPU does next: that it takes a micro-batch, or gives a result.
     pub(super) fn wait_on_gpu<T>(
         &mut self,

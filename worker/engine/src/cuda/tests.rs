@@ -24,6 +24,7 @@ mod networks;
 mod optimizers;
 mod runs;
 mod scaling;
+mod sharded;
 mod sizes;
 mod split_head;
 mod trajectories;
@@ -35,6 +36,27 @@ use runs::losses;
 
 fn network(arch: Arch, stem: Stem, side: usize) -> Arc<Network> {
     Arc::new(resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, side, 3, 10).unwrap())
+}
+
+/// One residual block and a linear layer. By [`initial`] its values stay away from zero: a ReLU that rounding sends the other way changes
+/// a gradient by 1e-3.
+fn small_network(classes: usize) -> Arc<Network> {
+    let mut net = Network::new("a small network", 16, 3, classes);
+    let x = net.conv("conv1", net.input(), 32, 3, 1);
+    let x = net.batch_norm("bn1", x);
+    let shortcut = net.relu(x);
+    let x = net.conv("conv2", shortcut, 64, 3, 2);
+    let x = net.batch_norm("bn2", x);
+    let x = net.relu(x);
+    let x = net.conv("conv3", x, 64, 3, 1);
+    let branch = net.batch_norm("bn3", x);
+    let x = net.conv("down.0", shortcut, 64, 1, 2);
+    let shortcut = net.batch_norm("down.1", x);
+    let x = net.add(branch, shortcut);
+    let x = net.relu(x);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, classes);
+    Arc::new(net)
 }
 
 fn config(batch_size: usize) -> EngineConfig {

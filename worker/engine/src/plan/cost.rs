@@ -1,6 +1,7 @@
 //! What a plan costs: time and memory of each operation on one rank, from the figures of a [`Machine`]. It is a model with few terms
 //! (ParaDL, arXiv 2104.09075): each operation takes its arithmetic or its passes over memory, whichever is longer; an exchange takes the
-//! turns of a tree and the bytes of a ring; gradients are summed beside the backward pass. Preparing pictures, evaluation and checkpoints are not in it.
+//! turns of a tree and the bytes of a ring; gradients are summed beside the backward pass; stages wait for the slowest one. Preparing
+//! pictures, evaluation and checkpoints are not in it.
 
 use super::{Mesh, Plan, lower};
 use crate::{
@@ -203,6 +204,8 @@ pub struct Cost {
     pub compute_ms: f64,
     /// Of activations, statistics and losses.
     pub exchange_ms: f64,
+    /// In which a stage has no micro-batch to compute.
+    pub bubble_ms: f64,
     /// Sums of gradients, as far as the backward pass does not hide them.
     pub gradients_ms: f64,
     pub update_ms: f64,
@@ -224,13 +227,47 @@ pub fn cost(network: &Network, plan: &Plan, machine: &Machine, work: &Workload) 
             work.accumulate
         ));
     };
-    let local = lower(network, plan, 0)?;
-    let walk = Walk { local: &local, plan, machine, work, own: own as f64 };
-    Ok(walk.cost())
+    let stage = |stage: usize| -> Result<Stage, String> {
+        let local = lower(network, plan, stage * mesh.ranks_of_stage())?;
+        Ok(Walk { local: &local, plan, machine, work, own: own as f64 }.stage(stage))
+    };
+    let stages = (0..mesh.stage).map(stage).collect::<Result<Vec<_>, _>>()?;
+    let most = |of: fn(&Stage) -> f64| stages.iter().map(of).fold(0.0, f64::max);
+    let [compute, exchange] = stages
+        .iter()
+        .map(|stage| [stage.spent.compute, stage.spent.exchange])
+        .max_by(|a, b| (a[0] + a[1]).total_cmp(&(b[0] + b[1])))
+        .unwrap_or_default();
+    // A micro-batch is in one stage at a time.
+    let (times, empty) = (work.accumulate.max(1) as f64, (mesh.stage - 1) as f64);
+    let bubble = empty * (compute + exchange);
+    let (gradients, update) = (most(|stage| stage.gradients), most(|stage| stage.update));
+    let step = times * (compute + exchange) + bubble + gradients + update;
+    let memory_bytes = most(|stage| stage.memory_bytes);
+    Ok(Cost {
+        operators: stages.into_iter().flat_map(|stage| stage.operators).collect(),
+        step_ms: 1e3 * step,
+        compute_ms: 1e3 * times * compute,
+        exchange_ms: 1e3 * times * exchange,
+        bubble_ms: 1e3 * bubble,
+        gradients_ms: 1e3 * gradients,
+        update_ms: 1e3 * update,
+        images_per_second: work.pictures as f64 / step,
+        memory_bytes,
+    })
+}
+
+/// What a stage costs its first rank: seconds of a micro-batch, and of what comes once a step.
+struct Stage {
+    operators: Vec<OperatorCost>,
+    spent: Spent,
+    gradients: f64,
+    update: f64,
+    memory_bytes: f64,
 }
 
 struct Walk<'a> {
-    /// Rank 0's part of the network.
+    /// The rank's part of the network.
     local: &'a Network,
     plan: &'a Plan,
     machine: &'a Machine,
@@ -248,16 +285,21 @@ struct Spent {
 }
 
 impl Walk<'_> {
-    fn cost(&self) -> Cost {
-        let Self { local, machine, work, .. } = self;
+    /// Stage number `number`, or the only one.
+    fn stage(&self, number: usize) -> Stage {
+        let Self { local, machine, work, plan, .. } = self;
         let value = machine.rates.value_bytes as f64;
         let picture = self.own * local.tensors[local.input()].len() as f64 * value;
         let (mut operators, mut all, mut largest) = (Vec::new(), Spent::default(), picture);
         // What is exchanged for the next operation, and kept of it.
         let (mut before, mut kept_before) = (Spent::default(), picture);
-        let (mut gradient_secs, mut updated) = (0.0, 0.0);
-        // Ranks that have the weights once update a part of them each.
-        let sharing = if self.shares_memory() { self.plan.mesh.ranks() as f64 } else { 1.0 };
+        let (mut gradient_secs, mut update_secs) = (0.0, 0.0);
+        // Micro-batches between their forward and their backward pass.
+        let in_flight = work.accumulate.max(1).min((plan.mesh.stage - number) as u64) as f64;
+        if number > 0 {
+            // The input's gradient goes back.
+            self.to_stage(self.values(local.input()) * value, &mut before);
+        }
         for op in &local.ops {
             let output = op.output();
             let bytes = self.values(output) * value;
@@ -273,9 +315,16 @@ impl Walk<'_> {
             let (mut sent, mut memory) = (0.0, std::mem::take(&mut kept_before));
             if trains {
                 let (secs, sent_gradient) = self.gradient(output, weights * WEIGHT_BYTES);
-                gradient_secs += secs;
                 sent += sent_gradient;
-                updated += weights / sharing;
+                // Divided state: gradients are scattered beside the backward pass, and weights gathered after the update.
+                let gathered =
+                    if plan.optimizer_sharding && !self.shares_memory() { 0.5 * secs } else { 0.0 };
+                gradient_secs += secs - gathered;
+                update_secs += gathered;
+                // Ranks update a part each that have the weights once, or divide the optimizer's state.
+                let parts = self.dividing(output);
+                update_secs +=
+                    weights / parts * update_bytes(work.state as f64) / machine.rates.memory_bytes_per_second;
             }
             memory += match op {
                 Op::Conv { .. } | Op::Relu { .. } | Op::MaxPool { .. } => bytes,
@@ -283,8 +332,10 @@ impl Walk<'_> {
                 Op::Linear { .. } => 2.0 * self.values(output) * WEIGHT_BYTES,
                 _ => 0.0,
             };
-            let copies = 1.0 + (1.0 + work.state as f64) / sharing;
-            memory += weights * (copies * WEIGHT_BYTES + if value < WEIGHT_BYTES { value } else { 0.0 });
+            let state = weights * work.state as f64 / self.dividing(output);
+            let gradients = if self.shares_memory() { weights / plan.mesh.ranks() as f64 } else { weights };
+            let half = if value < WEIGHT_BYTES { value } else { 0.0 };
+            memory = in_flight * memory + (weights + gradients + state) * WEIGHT_BYTES + weights * half;
             let times = work.accumulate.max(1) as f64;
             operators.push(OperatorCost {
                 placement: local.placement(output).clone(),
@@ -296,7 +347,11 @@ impl Walk<'_> {
             all.compute += spent.compute;
             all.exchange += spent.exchange;
         }
-        self.loss(&mut before);
+        if number + 1 == plan.mesh.stage {
+            self.loss(&mut before);
+        } else {
+            self.to_stage(self.values(local.logits()) * value, &mut before);
+        }
         all.exchange += before.exchange;
         let times = work.accumulate.max(1) as f64;
         if let Some(last) = operators.last_mut() {
@@ -305,20 +360,25 @@ impl Walk<'_> {
         }
         // They are summed in the last micro-batch.
         let gradients = f64::max(0.0, gradient_secs - BACKWARD * all.compute);
-        let update = updated * update_bytes(work.state as f64) / machine.rates.memory_bytes_per_second;
-        let step = times * (all.compute + all.exchange) + gradients + update;
         // Besides what is kept there are an activation and its gradient at a time.
         let memory_bytes = operators.iter().map(|of| of.memory_bytes).sum::<f64>() + 2.0 * largest;
-        Cost {
-            operators,
-            step_ms: 1e3 * step,
-            compute_ms: 1e3 * times * all.compute,
-            exchange_ms: 1e3 * times * all.exchange,
-            gradients_ms: 1e3 * gradients,
-            update_ms: 1e3 * update,
-            images_per_second: work.pictures as f64 / step,
-            memory_bytes,
+        Stage { operators, spent: all, gradients, update: update_secs, memory_bytes }
+    }
+
+    /// Ranks of which each has a part of the optimizer's state of the operation that makes `output`.
+    fn dividing(&self, output: TensorId) -> f64 {
+        match (self.shares_memory(), self.plan.optimizer_sharding) {
+            (true, _) => self.plan.mesh.ranks() as f64,
+            (false, true) => self.group(true, self.local.axes(output)).ranks as f64,
+            (false, false) => 1.0,
         }
+    }
+
+    /// An activation or its gradient for the neighbouring stage.
+    fn to_stage(&self, bytes: f64, spent: &mut Spent) {
+        let Machine { ranks, within, between, .. } = *self.machine;
+        let link = if self.plan.mesh.ranks() > ranks { between.or(within) } else { within };
+        self.send(Group { ranks: 2, link }, 1.0, bytes, spent);
     }
 
     /// Whether all ranks have the weights once.

@@ -1,4 +1,5 @@
-//! The fastest plan whose memory suffices: every mesh of data x height x model, each with the splits that a beam search finds.
+//! The fastest plan whose memory suffices: every mesh of stages x data x height x model, each with the splits that a beam search finds. Stages
+//! whose operators are split as well are considered only where the job asks for one of both.
 //!
 //! Blocks of a stage are split alike (`layer3.*.conv1`), so even ResNet-152 has 18 choices. A beam search makes one after the other and keeps
 //! the best beginnings of each choice: an operator that is split by `in` costs least behind one that is split by `out`. A test compares it
@@ -64,19 +65,42 @@ pub fn search(
     let divisors = |of: usize| (1..=of).filter(move |n| of.is_multiple_of(*n));
     let is_free = |pin: u32, ranks: usize| pin <= 1 || pin as usize == ranks;
     let mut found = Vec::new();
-    for height in divisors(ranks).filter(|ranks| is_free(pinned.height, *ranks)) {
-        for model in divisors(ranks / height).filter(|ranks| is_free(pinned.model, *ranks)) {
-            let mesh = Mesh { stage: 1, data: ranks / (height * model), height, model };
-            let best = match model {
-                1 if !pinned.shard.is_empty() => None,
-                1 => candidate(network, Plan::on(mesh, Vec::new()), machine, work),
-                _ => best_splits(network, mesh, (machine, work), &pinned.shard),
-            };
-            found.extend(best.filter(|best| runs(&best.plan)));
+    let is_pinned = pinned.pipeline > 1 || pinned.model > 1;
+    for stage in divisors(ranks).filter(|ranks| is_free(pinned.pipeline, *ranks)) {
+        for height in divisors(ranks / stage).filter(|ranks| is_free(pinned.height, *ranks)) {
+            for model in divisors(ranks / (stage * height)).filter(|ranks| is_free(pinned.model, *ranks)) {
+                let mesh = Mesh { stage, data: ranks / (stage * height * model), height, model };
+                let best = match model {
+                    1 if !pinned.shard.is_empty() => None,
+                    1 => candidate(network, Plan::on(mesh, Vec::new()), machine, work),
+                    _ if stage > 1 && !is_pinned => None,
+                    _ => best_splits(network, mesh, (machine, work), &pinned.shard),
+                };
+                let best = best.map(|best| divided(network, best, (machine, work), pinned, &runs));
+                found.extend(best.filter(|best| runs(&best.plan)));
+            }
         }
     }
     found.sort_by(|a, b| a.compare(b, machine));
     found
+}
+
+/// The same plan with the optimizer's state divided, where the job asks for that or the memory does not suffice without.
+fn divided(
+    network: &Network,
+    best: Candidate,
+    (machine, work): (&Machine, &Workload),
+    pinned: &ParallelSpec,
+    runs: impl Fn(&Plan) -> bool,
+) -> Candidate {
+    if best.fits(machine) && !pinned.optimizer_sharding {
+        return best;
+    }
+    let plan = Plan { optimizer_sharding: true, ..best.plan.clone() };
+    let divided = candidate(network, plan, machine, work);
+    let is_taken =
+        |it: &Candidate| pinned.optimizer_sharding || runs(&it.plan) && it.is_better(&best, machine);
+    divided.filter(is_taken).unwrap_or(best)
 }
 
 fn candidate(network: &Network, plan: Plan, machine: &Machine, work: &Workload) -> Option<Candidate> {

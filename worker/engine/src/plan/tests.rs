@@ -58,8 +58,8 @@ fn an_ordinary_resnet_is_trained_data_parallel() {
         let found = best(&resnet(arch, 1000), ranks, &gpus(), 256 * ranks as u64);
         assert_eq!(found.plan, Plan::data(ranks as u32), "{arch:?}: {}", found.plan);
         assert!(found.fits(&gpus()));
-        let Cost { step_ms, compute_ms, exchange_ms, gradients_ms, update_ms, .. } = found.cost;
-        let parts = compute_ms + exchange_ms + gradients_ms + update_ms;
+        let Cost { step_ms, compute_ms, exchange_ms, bubble_ms, gradients_ms, update_ms, .. } = found.cost;
+        let parts = compute_ms + exchange_ms + bubble_ms + gradients_ms + update_ms;
         assert!((step_ms - parts).abs() < 1e-9 * step_ms, "{:?}", found.cost);
     }
     // Measured: 10,289 images/s on one H200.
@@ -96,9 +96,40 @@ fn memory_forces_a_split_and_names_no_plan_that_does_not_fit() {
     assert!(first(&roomy).plan.is_data());
     let tight = Machine { memory_bytes: data.memory_bytes as u64 - 1, ..roomy.clone() };
     let found = first(&tight);
-    assert!(!found.plan.is_data() && found.fits(&tight), "{}", found.plan);
+    assert!(found.plan != Plan::data(4) && found.fits(&tight), "{}", found.plan);
     let none = Machine { memory_bytes: 1 << 20, ..roomy };
     assert!(!first(&none).fits(&none));
+}
+
+/// What stages and divided optimizer state save, and what they cost.
+#[test]
+fn stages_and_divided_state_take_less_memory_and_more_time() {
+    let (network, machine) = (resnet(Arch::ResNet50, 400_000), gpus());
+    let work = Workload { accumulate: 4, ..work(64) };
+    let of = |plan: &Plan| cost(&network, plan, &machine, &work).unwrap();
+    let data = of(&Plan::data(4));
+    let divided = of(&Plan { optimizer_sharding: true, ..Plan::data(4) });
+    // Three quarters of the momentum.
+    let saved = data.memory_bytes - divided.memory_bytes;
+    let state = network.parameter_count() as f64 * 4.0;
+    assert!((saved / (0.75 * state) - 1.0).abs() < 0.01, "{saved} of {state}");
+    let staged = of(&Plan::on(Mesh { stage: 2, data: 2, height: 1, model: 1 }, Vec::new()));
+    // One of the stages waits for the other during the first micro-batch and the last.
+    let worked = staged.compute_ms + staged.exchange_ms;
+    assert!((staged.bubble_ms / worked - 0.25).abs() < 1e-9, "{staged:?}");
+    assert_eq!(staged.operators.len(), data.operators.len());
+    assert!(staged.memory_bytes < data.memory_bytes, "{} {}", staged.memory_bytes, data.memory_bytes);
+
+    // With memory for no whole state, and links on which a split head is no help.
+    let slow = Link { latency_us: 1e6, bytes_per_second: 1e12 };
+    let tight = Machine { within: Some(slow), memory_bytes: data.memory_bytes as u64 - 1, ..machine };
+    let still = Workload { sync_batch_norm: false, ..work };
+    let found = search(&network, 4, (&tight, &still), &ParallelSpec::default(), |plan| plan.mesh.model == 1);
+    let Candidate { plan, .. } = &found[0];
+    assert_eq!((plan.is_data(), plan.optimizer_sharding), (true, true), "{plan}");
+    let pinned = ParallelSpec { pipeline: 2, ..ParallelSpec::default() };
+    let found = search(&network, 4, (&tight, &still), &pinned, |_| true);
+    assert!(!found.is_empty() && found.iter().all(|of| of.plan.mesh.stage == 2));
 }
 
 #[test]
@@ -112,12 +143,12 @@ fn what_is_pinned_stays_and_what_cannot_run_is_left_out() {
     assert_eq!(found.iter().map(|of| of.plan.mesh).collect::<Vec<_>>(), [mesh(1, 2, 2)]);
     let found = search(&network, 4, (&machine, &work), &ParallelSpec::default(), Plan::is_data);
     assert_eq!(found.len(), 1);
-    // Two pictures are too few for four ranks: some share rows.
+    // Two pictures are too few for four ranks: some share rows, or have stages.
     let few =
         search(&network, 4, (&machine, &Workload { pictures: 2, ..work }), &ParallelSpec::default(), |_| {
             true
         });
-    assert!(!few.is_empty() && few.iter().all(|of| of.plan.mesh.height > 1));
+    assert!(!few.is_empty() && few.iter().all(|of| of.plan.mesh.data <= 2));
 }
 
 /// A chain with a residual addition, of random sizes, on a random machine.

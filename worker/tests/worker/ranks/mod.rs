@@ -2,6 +2,7 @@
 //! and threads, and in every run.
 
 mod frozen;
+mod full;
 mod hybrid;
 mod kept;
 mod optimizers;

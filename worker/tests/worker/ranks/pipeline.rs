@@ -13,23 +13,35 @@ const MICRO_BATCH: usize = 16;
 /// Low: batch norms of few pictures amplify the rounding of sums over rows and channels.
 const LR: f32 = 0.002;
 
+/// How much is trained.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Run {
+    /// Pictures of all ranks in a micro-batch.
+    pub(super) micro_batch: usize,
+    pub(super) accumulate: usize,
+    pub(super) steps: usize,
+    /// Whether blocks begin as identities: rounding then grows slowly.
+    pub(super) zero_init_residual: bool,
+}
+
+const RUN: Run = Run { micro_batch: MICRO_BATCH, accumulate: 1, steps: STEPS, zero_init_residual: false };
+
 /// What the ranks report of the steps, and the state after them as a checkpoint has it.
-fn trained(
+pub(super) fn trained(
     network: &Arc<Network>,
     plan: &Plan,
-    (accumulate, steps): (usize, usize),
+    Run { micro_batch, accumulate, steps, zero_init_residual }: Run,
     batch: impl Fn(usize, usize, usize) -> Batch + Sync,
 ) -> (Vec<Vec<StepResult>>, StateDict) {
-    let own = MICRO_BATCH / data_ranks(plan);
+    let own = micro_batch / data_ranks(plan);
     let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
         let from = data_rank(plan, &comm) * own;
         let config = EngineConfig { accumulate, ..config(own) };
-        let initial = init::initial_parameters(network, false, 1);
+        let initial = init::initial_parameters(network, zero_init_residual, 1);
         let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
         let step = |step| {
-            let micro_batch =
-                |number| part_of(MICRO_BATCH, batch(step * accumulate + number, from, from + own));
-            let micro_batches: Vec<Batch> = (0..accumulate).map(micro_batch).collect();
+            let of_rank = |number| part_of(micro_batch, batch(step * accumulate + number, from, from + own));
+            let micro_batches: Vec<Batch> = (0..accumulate).map(of_rank).collect();
             let result = engine.train_step(&micro_batches, LR).unwrap();
             engine.average(0.9).unwrap();
             result
@@ -64,11 +76,12 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
         let is_it =
             |(of, with, ..): &(&Arc<Network>, usize, _, _)| Arc::ptr_eq(of, network) && with == accumulate;
         if !alone.iter().any(is_it) {
-            let (results, state) = trained(network, &Plan::data(1), (*accumulate, STEPS), pictures);
+            let (results, state) =
+                trained(network, &Plan::data(1), Run { accumulate: *accumulate, ..RUN }, pictures);
             alone.push((*network, *accumulate, results, state));
         }
         let (.., results, state) = alone.iter().find(|of| is_it(of)).unwrap();
-        let (theirs, their_state) = trained(network, plan, (*accumulate, STEPS), pictures);
+        let (theirs, their_state) = trained(network, plan, Run { accumulate: *accumulate, ..RUN }, pictures);
         let case = format!("{} on {:?}, {accumulate} micro-batches", network.arch, plan.mesh);
         for (step, wanted) in results[0].iter().enumerate() {
             let mean = |value: &dyn Fn(&StepResult) -> f32| {
@@ -122,7 +135,8 @@ fn stages_that_send_long_messages_do_not_wait_for_each_other() {
         labels: labels("pipeline.large", to, 10).split_off(from),
         ..Batch::default()
     };
-    let (alone, _) = trained(&network, &Plan::data(1), (4, 1), batch);
-    let (theirs, _) = trained(&network, &staged(3, Plan::data(1)), (4, 1), batch);
+    let (alone, _) = trained(&network, &Plan::data(1), Run { accumulate: 4, steps: 1, ..RUN }, batch);
+    let (theirs, _) =
+        trained(&network, &staged(3, Plan::data(1)), Run { accumulate: 4, steps: 1, ..RUN }, batch);
     assert!(theirs.iter().all(|of_rank| (of_rank[0].loss - alone[0][0].loss).abs() < 1e-4), "{theirs:?}");
 }

@@ -4,7 +4,9 @@
 //! - Two commands of which one writes what the other touches are ordered: by their stream, or by events.
 //! - What is waited for has been recorded, and a stream that joins in begins behind the main one.
 //! - Collectives come one after another, and the list ends when all streams have come to their ends.
-//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there.
+//! - Weights and what the optimizer keeps change only where the host can see it ([`UPDATING`]), and nothing waits for other ranks there,
+//!   but for ranks that divide the optimizer's state: they give each other norms and new weights. No rank alone has the state of such a
+//!   step, so the host does not ask for it.
 //!
 //! The check uses vector clocks: for each stream, how many commands of every stream are known to be done.
 
@@ -164,10 +166,14 @@ impl Check {
         stream: usize,
     ) -> Result<(), String> {
         let written = || accesses.iter().filter(|(_, access)| *access != Access::Read).map(|(o, _)| *o);
-        let waits = matches!(command, Command::Collective { .. })
-            || written().any(|operand| operand.region == Region::PeerSequences);
         let trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
+        };
+        // Ranks that divide the optimizer's state meet in the update: over norms of parameters, and when they give each other new weights.
+        let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
+        let waits = match *command {
+            Command::Collective { to, .. } => !of_update(to),
+            _ => written().any(|operand| operand.region == Region::PeerSequences),
         };
         if self.updates && waits {
             return Err("it waits for other ranks after an update may have begun".into());
@@ -284,6 +290,8 @@ fn lasts(region: Region, carries_over: bool) -> bool {
         | Region::NormValues
         | Region::ChannelSums
         | Region::StatisticsSums
+        | Region::BucketSquares
+        | Region::SegmentSquares
         | Region::EvaluatedLogits
         | Region::Rates
         | Region::Workspace

@@ -40,7 +40,7 @@ pub(in crate::cuda) struct AdamW {
 pub(in crate::cuda) struct Lamb {
     pub(in crate::cuda) flat: Flat,
     pub(in crate::cuda) moments: Moments,
-    /// Its rates are written here.
+    /// Where its rates are.
     pub(in crate::cuda) rates: Rates,
 }
 
@@ -61,24 +61,32 @@ impl Ops {
         )
     }
 
-    /// After [`Ops::gradient_norm`]. Moves: weights and moments three times, gradients and low_precision once.
-    pub(in crate::cuda) fn lamb(&self, p: Lamb) -> [Kernel; 3] {
+    /// After [`Ops::gradient_norm`]: the moments, and sums of squares. Moves: weights and gradients once, moments twice.
+    pub(in crate::cuda) fn lamb_moments(&self, p: Lamb) -> Kernel {
         let Lamb { flat, moments, rates } = p;
-        let [segments, decay] = [Arg::In(rates.segments), Arg::F32(flat.decay[0])];
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(moments.args(true));
         args.extend(flat.gradients.args());
-        args.extend([Arg::In(flat.scaler), decay, segments, Arg::Out(self.partials())]);
-        let of_moments = kernel("lamb_moments", plain(rates.norm_blocks(), [256, 1, 1]), args);
+        args.extend([Arg::In(flat.scaler), Arg::F32(flat.decay[0])]);
+        args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
+        kernel("lamb_moments", plain(rates.norm_blocks(), [256, 1, 1]), args)
+    }
 
-        let count = Arg::U32(rates.count);
-        let args = [Arg::In(self.partials()), segments, count, decay, Arg::Out(rates.rates)];
-        let of_rates = kernel("lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args);
+    /// After [`Ops::lamb_moments`]. `decay`: of what is adapted.
+    pub(in crate::cuda) fn lamb_rates(&self, rates: Rates, decay: f32) -> Kernel {
+        let (segments, count) = (Arg::In(rates.segments), Arg::U32(rates.count));
+        let args = [Arg::In(rates.squares), segments, count, Arg::F32(decay), Arg::Out(rates.rates)];
+        kernel("lamb_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
+    }
 
+    /// After [`Ops::lamb_rates`]. Moves: weights twice, moments and low_precision once.
+    pub(in crate::cuda) fn lamb(&self, p: Lamb) -> Kernel {
+        let Lamb { flat, moments, rates } = p;
         let mut args = flat.weights_args().to_vec();
         args.extend(moments.args(false));
         args.extend([Arg::U64(flat.gradients.first_length), Arg::U64(flat.gradients.length)]);
-        args.extend([Arg::In(flat.control), Arg::In(flat.scaler), segments, Arg::In(rates.rates), count]);
-        [of_moments, of_rates, kernel("lamb", self.items(flat.gradients.length / 8, 6), args)]
+        args.extend([Arg::In(flat.control), Arg::In(flat.scaler), Arg::In(rates.segments)]);
+        args.extend([Arg::In(rates.rates), Arg::U32(rates.count)]);
+        kernel("lamb", self.items(flat.gradients.length / 8, 6), args)
     }
 }

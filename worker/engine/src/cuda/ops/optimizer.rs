@@ -91,6 +91,8 @@ pub(in crate::cuda) struct Rates {
     pub(in crate::cuda) count: u32,
     /// `f32 rate, decay` for each parameter.
     pub(in crate::cuda) rates: Operand,
+    /// `f64 [NORM_PARTS][2]` for each parameter: sums of squares that the norms are of.
+    pub(in crate::cuda) squares: Operand,
 }
 
 impl Rates {
@@ -103,7 +105,9 @@ impl Rates {
 /// LARS: computes the rates.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct LarsRates {
-    pub(in crate::cuda) flat: Flat,
+    pub(in crate::cuda) scaler: Operand,
+    /// Weight decay of what is adapted.
+    pub(in crate::cuda) decay: f32,
     pub(in crate::cuda) rates: Rates,
     pub(in crate::cuda) trust: f32,
 }
@@ -140,8 +144,8 @@ impl Ops {
         kernel("gradient_norm", self.norm_geometry(p.gradients), args)
     }
 
-    /// As [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64), one a rank,
-    /// of gradients that are not among these.
+    /// As [`Ops::gradient_norm`] where ranks have parts of some parameters: `others` are `count` sums of squares (f64) of gradients that
+    /// are not among these.
     pub(in crate::cuda) fn gradient_norm_of_parts(
         &self,
         p: GradientNorm,
@@ -166,30 +170,39 @@ impl Ops {
         plain([blocks as u32, 1, 1], [512, 1, 1])
     }
 
-    /// After [`Ops::gradient_norm`]. Moves: all weights and gradients once.
-    pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> [Kernel; 2] {
-        let LarsRates { flat, rates, trust } = p;
+    /// Where a GPU that has all parameters leaves the sums of [`Rates::squares`].
+    pub(in crate::cuda) fn norm_squares(&self) -> Operand {
+        self.partials()
+    }
+
+    /// After [`Ops::gradient_norm`]: sums of squares. Moves: all weights and gradients once.
+    pub(in crate::cuda) fn lars_norms(&self, flat: Flat, rates: Rates) -> Kernel {
         let mut args = vec![Arg::In(flat.weights)];
         args.extend(flat.gradients.args());
-        args.extend([Arg::In(rates.segments), Arg::Out(self.partials())]);
-        let norms = kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args);
+        args.extend([Arg::In(rates.segments), Arg::Out(rates.squares)]);
+        kernel("lars_norms", plain(rates.norm_blocks(), [256, 1, 1]), args)
+    }
+
+    /// After [`Ops::lars_norms`].
+    pub(in crate::cuda) fn lars_rates(&self, p: LarsRates) -> Kernel {
+        let LarsRates { scaler, decay, rates, trust } = p;
         let args = [
-            Arg::In(self.partials()),
+            Arg::In(rates.squares),
             Arg::In(rates.segments),
             Arg::U32(rates.count),
-            Arg::In(flat.scaler),
+            Arg::In(scaler),
             Arg::F32(trust),
-            Arg::F32(flat.decay[0]),
+            Arg::F32(decay),
             Arg::Out(rates.rates),
         ];
-        [norms, kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)]
+        kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
     /// Runs after [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes
     /// per value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
-        let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE };
-        let (name, Rates { segments, count, rates }) = match (p.update, p.flat.planar) {
+        let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE, squares: Operand::NONE };
+        let (name, Rates { segments, count, rates, .. }) = match (p.update, p.flat.planar) {
             (Update::Momentum, false) => ("sgd_momentum", none),
             (Update::Momentum, true) => ("sgd_momentum_planes", none),
             (Update::Nesterov, false) => ("sgd_nesterov", none),

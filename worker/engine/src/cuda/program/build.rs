@@ -1,6 +1,6 @@
 //! Builds a program: plans, memory and settings.
 
-use super::*;
+use super::{facts::SEGMENT_SQUARES, *};
 
 impl Program {
     #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
@@ -20,7 +20,11 @@ impl Program {
             dtype,
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
         )?;
-        let layout = Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
+        let share = (gpu.plan.optimizer_sharding && groups.is_none() && comm.size() > 1)
+            .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
+        let parts = share.unwrap_or(Share::WHOLE).ranks;
+        let layout =
+            Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded, parts);
         let kernels = Kernels::load(device, dtype)?;
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
         let first_scale = loss_scale.map_or(1.0, |(scale, _)| scale);
@@ -30,6 +34,7 @@ impl Program {
             device,
             running,
             layout.clone(),
+            share,
             dtype,
             first_scale,
             config.optimizer,
@@ -64,15 +69,24 @@ impl Program {
             false => 0,
         };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - recomputed))?;
-        let segments: Vec<u64> = layout
-            .trained_slots()
+        let slots = layout.trained_slots();
+        let whole = slots.iter().map(|slot| slot.range.clone()).collect();
+        let segments: Vec<u64> = [whole, share.map_or_else(Vec::new, |share| layout.own_segments(share))]
             .iter()
-            .flat_map(|s| {
-                let adapted = config.optimizer.policy(s.is_weight).adapted;
-                [s.range.start as u64, s.range.len() as u64, u64::from(adapted)]
+            .flat_map(|ranges| ranges.iter().zip(slots))
+            .flat_map(|(range, slot)| {
+                let adapted = config.optimizer.policy(slot.is_weight).adapted;
+                [range.start as u64, range.len() as u64, u64::from(adapted)]
             })
             .collect();
-        let count = layout.trained_slots().len();
+        let count = slots.len();
+        let shard_squares = match share {
+            None => None,
+            Some(_) => {
+                let of_buckets = 8 * layout.reduced().count();
+                Some([device.zeros(of_buckets)?, device.zeros(count * SEGMENT_SQUARES)?])
+            }
+        };
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
         let inputs = Inputs::new(device, config.batch_size)?;
         // A split head has separate kernels and does not copy its logits.
@@ -88,6 +102,8 @@ impl Program {
             scratch,
             segments,
             rates,
+            share,
+            shard_squares,
             tuner: Tuner::new(device, gpu.deterministic)?,
             inputs,
             data_ranks,

@@ -15,7 +15,17 @@ use crate::{
     },
     fuse::Norm,
     net::TensorId,
+    sharding::Share,
 };
+
+/// A range of all that an update works on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Updated {
+    pub(super) flat: ops::Flat,
+    /// The optimizer's.
+    pub(super) slots: [Operand; 2],
+    pub(super) rates: ops::Rates,
+}
 
 pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) plan: &'a StepPlan,
@@ -33,6 +43,8 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) ranks: Option<&'a Statistics>,
     /// Number of ranks that have the same part of the network as this rank, and other pictures.
     pub(in crate::cuda) data_ranks: usize,
+    /// This one among the ranks that divide the optimizer's state; `None` where each rank has all of it.
+    pub(in crate::cuda) share: Option<Share>,
     /// Convolutions (with `sums` set) that take statistics along, as the tuner found it faster.
     pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
     /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
@@ -94,6 +106,89 @@ impl Facts<'_> {
         }
     }
 
+    /// All that the update of this rank works on, but for what it has of a split head: one range, or where ranks divide the optimizer's state
+    /// the rank's part of each bucket of matrices and of the vectors.
+    pub(super) fn updated(&self) -> Vec<Updated> {
+        let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
+        let (split, matrices) = (layout.split_matrices, layout.matrices);
+        let Some(share) = self.share else {
+            let gradients = gradients.part(split..matrices, matrices..layout.trained);
+            return vec![self.updated_from(gradients, split, split)];
+        };
+        let (mut parameter, mut in_slots, mut updated) = (0, 0, Vec::new());
+        for (range, own) in layout.reduced().zip(layout.own(share)).filter(|(_, own)| !own.is_empty()) {
+            let none = matrices..matrices;
+            let gradients = match own.start < matrices {
+                true => gradients.part(own.clone(), none),
+                false => gradients.part(none, own.clone()),
+            };
+            let within = |slot: &&Slot| range.contains(&slot.range.start);
+            let count = layout.trained_slots().iter().filter(within).count();
+            let of_parameters = |all: Operand, size: usize| all.part(parameter * size, count * size);
+            let rates = ops::Rates {
+                segments: of_parameters(self.own_segments(), SEGMENT),
+                count: count as u32,
+                rates: of_parameters(rates.rates, RATE),
+                squares: of_parameters(rates.squares, SEGMENT_SQUARES),
+            };
+            updated.push(Updated { rates, ..self.updated_from(gradients, own.start, in_slots) });
+            (parameter, in_slots) = (parameter + count, in_slots + own.len());
+        }
+        updated
+    }
+
+    /// The values from `from` on that these gradients are of; the optimizer has its own of them from `in_slots` on.
+    pub(super) fn updated_from(&self, gradients: ops::Gradients, from: usize, in_slots: usize) -> Updated {
+        let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
+        let planar = self.plan.is_planar() && from < self.layout.split_matrices;
+        let in_float32 = Operand::new(Region::Weights, 4 * from, bytes);
+        let [low_precision, weights] = match self.plan.dtype {
+            _ if planar => self.layout.planes(from..from + length),
+            DType::F32 => [Operand::NONE, in_float32],
+            // Vectors have no copy.
+            _ if gradients.first_length == 0 => [Operand::NONE, in_float32],
+            dtype => {
+                let copied = dtype.size() * gradients.first_length as usize;
+                [Operand::new(Region::LowPrecision, dtype.size() * from, copied), in_float32]
+            }
+        };
+        let flat = ops::Flat {
+            weights,
+            low_precision,
+            planar,
+            gradients,
+            control: Operand::whole(Region::Control),
+            scaler: Operand::whole(Region::LossScale),
+            // The matrices are all weights of convolutions and linear layers, and nothing else.
+            decay: [true, false].map(|is_weight| self.optimizer.policy(is_weight).decay),
+        };
+        let slots = [0, 1].map(|slot| Operand::new(Region::OptimizerSlot(slot), 4 * in_slots, bytes));
+        Updated { flat, slots, rates: self.all_rates() }
+    }
+
+    /// Of all parameters.
+    pub(super) fn all_rates(&self) -> ops::Rates {
+        let count = self.layout.trained_slots().len();
+        let (segments, rates, squares) = match self.share {
+            None => {
+                let [segments, rates] = [Region::Segments, Region::Rates].map(Operand::whole);
+                (segments, rates, self.ops.norm_squares())
+            }
+            Some(_) => (
+                Operand::new(Region::Segments, 0, SEGMENT * count),
+                Operand::new(Region::Rates, 0, RATE * count),
+                Operand::new(Region::SegmentSquares, 0, SEGMENT_SQUARES * count),
+            ),
+        };
+        ops::Rates { segments, count: count as u32, rates, squares }
+    }
+
+    /// What this rank has of each parameter, behind where each of them lies.
+    fn own_segments(&self) -> Operand {
+        let bytes = SEGMENT * self.layout.trained_slots().len();
+        Operand::new(Region::Segments, bytes, bytes)
+    }
+
     /// Where running statistics are kept while a step is under way.
     pub(super) fn kept(&self) -> ops::Keep {
         let end = self.norms.iter().map(|site| site.running_var.end()).max().unwrap_or(0);
@@ -104,10 +199,6 @@ impl Facts<'_> {
             kept_of: Operand::whole(Region::KeptOf),
             finished: Operand::new(Region::ResultCounter, 0, 4),
         }
-    }
-
-    pub(super) fn optimizer_slot(&self, slot: usize) -> Operand {
-        Operand::new(Region::OptimizerSlot(slot), 0, 4 * self.layout.trained)
     }
 
     /// Where a convolution leaves the sums of its output for the batch norm after it.
@@ -123,6 +214,11 @@ impl Facts<'_> {
         self.ranks.map_or(ops::Reduce::Local, |ranks| ranks.reduction(node.norm, channels, backward))
     }
 }
+
+/// Bytes of a parameter's place, of its own rate, and of the sums of squares that this follows from.
+const SEGMENT: usize = 24;
+const RATE: usize = 8;
+pub(super) const SEGMENT_SQUARES: usize = ops::NORM_PARTS as usize * 2 * size_of::<f64>();
 
 fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {
     let range = layout.slot(name, suffix).padded();

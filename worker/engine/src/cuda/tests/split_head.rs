@@ -78,25 +78,8 @@ impl Case {
         Plan::on(Mesh { stage: 1, data, height: 1, model }, Vec::new())
     }
 
-    /// One block before the head. By [`initial`] its values stay away from zero: a ReLU that rounding sends the other way changes a
-    /// gradient by 1e-3.
     fn network(&self) -> Arc<Network> {
-        let mut net = Network::new("a split head", 16, 3, self.classes);
-        let x = net.conv("conv1", net.input(), 32, 3, 1);
-        let x = net.batch_norm("bn1", x);
-        let shortcut = net.relu(x);
-        let x = net.conv("conv2", shortcut, 64, 3, 2);
-        let x = net.batch_norm("bn2", x);
-        let x = net.relu(x);
-        let x = net.conv("conv3", x, 64, 3, 1);
-        let branch = net.batch_norm("bn3", x);
-        let x = net.conv("down.0", shortcut, 64, 1, 2);
-        let shortcut = net.batch_norm("down.1", x);
-        let x = net.add(branch, shortcut);
-        let x = net.relu(x);
-        let x = net.global_average_pool(x);
-        net.linear("fc", x, self.classes);
-        Arc::new(net)
+        small_network(self.classes)
     }
 
     /// The micro-batches of a step, of which a rank has the pictures of its own.

@@ -190,11 +190,13 @@ impl GraphEmitter<'_> {
         let layout = self.facts.layout;
         if self.facts.recomputes() {
             self.each_chunk(|emitter, chunk, gradients| {
-                emitter.update_weights(gradients, chunk * gradients.length as usize);
+                let from = chunk * gradients.length as usize;
+                emitter.update_weights(&[emitter.facts.updated_from(gradients, from, from)]);
             })?;
         } else if self.plan.head.is_some() {
             let none = layout.matrices..layout.matrices;
-            self.update_weights(gradients.part(0..layout.split_matrices, none), 0);
+            let gradients = gradients.part(0..layout.split_matrices, none);
+            self.update_weights(&[self.facts.updated_from(gradients, 0, 0)]);
         }
         self.head.take().into_iter().flatten().for_each(|at| self.free_now(at));
         Ok(())
@@ -228,7 +230,7 @@ impl GraphEmitter<'_> {
     }
 
     fn in_group(&mut self, kind: Collective, from: Operand, to: Operand, count: usize, dtype: DType) {
-        let (stream, group) = (StreamId::Main, Group::Model);
+        let (stream, group, dtype) = (StreamId::Main, Group::Model, dtype.into());
         self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
     }
 

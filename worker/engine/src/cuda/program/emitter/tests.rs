@@ -14,6 +14,7 @@ use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use std::path::Path;
 
 mod mutations;
+mod sharded;
 mod signatures;
 mod split_head;
 
@@ -44,6 +45,8 @@ struct Setting {
     layout: Layout,
     norms: Vec<NormSite>,
     statistics: Option<Statistics>,
+    /// Where ranks divide the optimizer's state.
+    share: Option<Share>,
     capability: u32,
     optimizer: OptimizerKind,
     accumulates: bool,
@@ -54,8 +57,19 @@ struct Setting {
 
 impl Setting {
     fn new(network: &Arc<Network>, batch: usize, dtype: DType, capability: u32, ranks: Ranks) -> Self {
+        Self::of_share(network, batch, dtype, capability, (ranks, None))
+    }
+
+    fn of_share(
+        network: &Arc<Network>,
+        batch: usize,
+        dtype: DType,
+        capability: u32,
+        (ranks, share): (Ranks, Option<Share>),
+    ) -> Self {
         let plan = plan(network, batch, dtype, capability);
-        let layout = Layout::new(network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
+        let (padded, parts) = ((plan.padded_input, plan.padded_classes), share.unwrap_or(Share::WHOLE).ranks);
+        let layout = Layout::new(network, &plan.ops, padded.0, padded.1, plan.folded, parts);
         let (norms, _) = norm_sites(&plan, &layout, &Running::of_all(network, plan.norms()));
         let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
         let statistics = match ranks {
@@ -66,7 +80,7 @@ impl Setting {
         };
         let optimizer = OptimizerKind::Momentum;
         let (accumulates, data_ranks, sums) = (false, 1, false);
-        Self { plan, layout, norms, statistics, capability, optimizer, accumulates, data_ranks, sums }
+        Self { plan, layout, norms, statistics, share, capability, optimizer, accumulates, data_ranks, sums }
     }
 
     fn with_facts<T>(&self, use_them: impl FnOnce(&Facts<'_>) -> T) -> T {
@@ -81,6 +95,7 @@ impl Setting {
             dynamic_scale: true,
             ranks: self.statistics.as_ref(),
             data_ranks: self.data_ranks,
+            share: self.share,
             takes_sums: &|convolution| self.sums && convolution.groups == 1,
             scaling: None,
         })

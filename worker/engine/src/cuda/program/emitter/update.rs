@@ -1,6 +1,8 @@
 //! Gradients over all ranks, and the optimizer's step.
 
 use super::{split_head::Squares, *};
+use crate::cuda::program::facts::Updated;
+use lockstep_comm::DataType;
 use lockstep_kernels::optimizer::LARS_TRUST;
 use lockstep_protocol::spec::OptimizerKind;
 
@@ -28,15 +30,25 @@ impl GraphEmitter<'_> {
     fn send_bucket(&mut self, number: usize, producer: StreamId, at: Operand, dtype: DType) {
         // One group of ranks must not be used from two streams at once.
         if self.facts.ranks.is_some_and(Statistics::is_ordered) {
-            return self.all_reduce(producer, at, dtype);
+            return self.reduce(producer, at, dtype);
         }
         self.record(producer, EventId::BucketReady(number));
         self.wait(StreamId::Collectives, EventId::BucketReady(number));
-        self.all_reduce(StreamId::Collectives, at, dtype);
+        self.reduce(StreamId::Collectives, at, dtype);
+    }
+
+    /// Adds gradients over all ranks: for each rank, or where ranks divide the optimizer's state, each part for its own.
+    fn reduce(&mut self, stream: StreamId, at: Operand, dtype: DType) {
+        match self.facts.share {
+            None => self.all_reduce(stream, at, dtype),
+            Some(share) => {
+                self.commands.push(Command::in_parts(stream, Collective::ReduceScatter, share, at, dtype));
+            }
+        }
     }
 
     /// Adds values over all ranks.
-    pub(super) fn all_reduce(&mut self, stream: StreamId, at: Operand, dtype: DType) {
+    pub(super) fn all_reduce(&mut self, stream: StreamId, at: Operand, dtype: impl Into<DataType>) {
         self.commands.push(Command::all_reduce(stream, Group::World, at, dtype));
     }
 
@@ -93,74 +105,107 @@ impl GraphEmitter<'_> {
             squares = self.split_squares(split)?;
         }
         let squares = squares.map(|own| self.gather_squares(own));
-        // From here on nothing waits for other ranks: an update that begins also ends.
+        let updated = self.facts.updated();
+        let of_buckets = self.facts.share.map(|_| self.bucket_squares(&updated));
+        // From here on nothing waits for other ranks that have all of an update: what begins also ends.
         self.main(ops.stamp(stamp(2), UPDATING));
         let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
-        match squares {
-            None => self.main(ops.gradient_norm(ops::GradientNorm { gradients, scaler, dynamic })),
-            Some(Squares { at, count }) => {
-                let norm = ops::GradientNorm { gradients: whole, scaler, dynamic };
-                self.main(ops.gradient_norm_of_parts(norm, at.operand(), count as u32));
+        let norm = |gradients| ops::GradientNorm { gradients, scaler, dynamic };
+        match (squares, of_buckets) {
+            (None, None) => self.main(ops.gradient_norm(norm(gradients))),
+            (None, Some(all)) => {
+                let none = gradients.part(0..0, layout.matrices..layout.matrices);
+                self.main(ops.gradient_norm_of_parts(norm(none), all, updated.len() as u32));
+            }
+            (Some(Squares { at, count }), _) => {
+                self.main(ops.gradient_norm_of_parts(norm(whole), at.operand(), count as u32));
                 self.free_now(at);
             }
         }
-        let split = layout.split_matrices;
-        self.update_weights(gradients.part(split..layout.matrices, layout.matrices..layout.trained), split);
+        self.update_weights(&updated);
         self.update_head(gradients)?;
+        if let Some(share) = self.facts.share {
+            self.gather_weights(share);
+        }
         self.main(ops.stamp(stamp(3), Operand::NONE));
         self.main(ops.record(rings::record()));
         Ok(())
     }
 
-    /// The optimizer's step of the values from `from` on, by gradients whose norm is known.
-    pub(super) fn update_weights(&mut self, gradients: ops::Gradients, from: usize) {
-        let (facts, layout) = (self.facts, self.facts.layout);
-        let (ops, optimizer) = (facts.ops, &facts.optimizer);
-        let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
-        let planar = self.plan.is_planar() && from < layout.split_matrices;
-        let [low_precision, weights] = match self.plan.dtype {
-            _ if planar => layout.planes(from..from + length),
-            DType::F32 => [Operand::NONE, Operand::new(Region::Weights, 4 * from, bytes)],
-            dtype => {
-                let copied = dtype.size() * gradients.first_length as usize;
-                let copy = Operand::new(Region::LowPrecision, dtype.size() * from, copied);
-                [copy, Operand::new(Region::Weights, 4 * from, bytes)]
-            }
-        };
-        let slot = |number: usize| facts.optimizer_slot(number).part(4 * from, bytes);
-        let flat = ops::Flat {
-            weights,
-            low_precision,
-            planar,
-            gradients,
-            control: CONTROL,
-            scaler: Operand::whole(Region::LossScale),
-            // The matrices are all weights of convolutions and linear layers, and nothing else.
-            decay: [true, false].map(|is_weight| optimizer.policy(is_weight).decay),
-        };
-        let rates = ops::Rates {
-            segments: Operand::whole(Region::Segments),
-            count: layout.trained_slots().len() as u32,
-            rates: Operand::whole(Region::Rates),
-        };
-        let moments = || ops::Moments {
-            first: slot(0),
-            second: slot(1),
+    /// Collective: the sum of squares (f64) of each bucket's gradients, of which this rank has its part.
+    fn bucket_squares(&mut self, updated: &[Updated]) -> Operand {
+        let all = Operand::new(Region::BucketSquares, 0, 8 * updated.len());
+        for (number, part) in updated.iter().enumerate() {
+            self.main(self.facts.ops.gradient_squares(part.flat.gradients, all.part(8 * number, 8)));
+        }
+        self.all_reduce(StreamId::Main, all, DataType::F64);
+        all
+    }
+
+    /// The optimizer's step of these ranges, by gradients whose norm is known.
+    pub(super) fn update_weights(&mut self, updated: &[Updated]) {
+        let (facts, ops, optimizer) = (self.facts, self.facts.ops, &self.facts.optimizer);
+        let moments = |part: &Updated| ops::Moments {
+            first: part.slots[0],
+            second: part.slots[1],
             beta1: optimizer.beta1,
             beta2: optimizer.beta2,
             epsilon: optimizer.epsilon as f32,
         };
-        let update = match optimizer.kind {
-            OptimizerKind::Momentum => ops::Update::Momentum,
-            OptimizerKind::Nesterov => ops::Update::Nesterov,
-            OptimizerKind::Lars => {
-                self.main(ops.lars_rates(ops::LarsRates { flat, rates, trust: LARS_TRUST }));
-                ops::Update::Lars(rates)
-            }
-            OptimizerKind::AdamW => return self.main(ops.adamw(ops::AdamW { flat, moments: moments() })),
-            OptimizerKind::Lamb => return self.main(ops.lamb(ops::Lamb { flat, moments: moments(), rates })),
+        let lamb = |part: &Updated| ops::Lamb { flat: part.flat, moments: moments(part), rates: part.rates };
+        let sgd = |part: &Updated, update: ops::Update| {
+            ops.sgd(ops::Sgd {
+                update,
+                flat: part.flat,
+                velocity: part.slots[0],
+                momentum: optimizer.momentum,
+            })
         };
-        let (velocity, momentum) = (slot(0), optimizer.momentum);
-        self.main(ops.sgd(ops::Sgd { update, flat, velocity, momentum }));
+        let (rates, decay) = (facts.all_rates(), optimizer.policy(true).decay);
+        let scaler = Operand::whole(Region::LossScale);
+        match optimizer.kind {
+            OptimizerKind::Momentum => {
+                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Momentum)));
+            }
+            OptimizerKind::Nesterov => {
+                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Nesterov)));
+            }
+            OptimizerKind::Lars => {
+                updated.iter().for_each(|part| self.main(ops.lars_norms(part.flat, part.rates)));
+                self.add_up_norms(rates);
+                self.main(ops.lars_rates(ops::LarsRates { scaler, decay, rates, trust: LARS_TRUST }));
+                updated.iter().for_each(|part| self.main(sgd(part, ops::Update::Lars(part.rates))));
+            }
+            OptimizerKind::AdamW => updated.iter().for_each(|part| {
+                self.main(ops.adamw(ops::AdamW { flat: part.flat, moments: moments(part) }));
+            }),
+            OptimizerKind::Lamb => {
+                updated.iter().for_each(|part| self.main(ops.lamb_moments(lamb(part))));
+                self.add_up_norms(rates);
+                self.main(ops.lamb_rates(rates, decay));
+                updated.iter().for_each(|part| self.main(ops.lamb(lamb(part))));
+            }
+        }
+    }
+
+    /// Adds up the squares that parameters' norms are of, where each rank has those of its parts.
+    fn add_up_norms(&mut self, rates: ops::Rates) {
+        if self.facts.share.is_some() {
+            self.all_reduce(StreamId::Main, rates.squares, DataType::F64);
+        }
+    }
+
+    /// Gives each rank the new weights of the others: matrices in the type that is computed in. Float32 ones of 16-bit matrices follow when
+    /// somebody wants to see them ([`Program::gather_weights`]).
+    fn gather_weights(&mut self, share: Share) {
+        let (layout, dtype) = (self.facts.layout, self.plan.dtype);
+        for range in layout.reduced().filter(|range| !range.is_empty()) {
+            let (region, dtype) = match dtype {
+                DType::F16 | DType::Bf16 if range.start < layout.matrices => (Region::LowPrecision, dtype),
+                _ => (Region::Weights, DType::F32),
+            };
+            let at = Operand::new(region, dtype.size() * range.start, dtype.size() * range.len());
+            self.commands.push(Command::in_parts(StreamId::Main, Collective::AllGather, share, at, dtype));
+        }
     }
 }

@@ -1,0 +1,128 @@
+//! Ranks that divide the optimizer's state.
+
+use super::{signatures, *};
+use OptimizerKind::{AdamW, Lamb, Lars, Momentum, Nesterov};
+use std::ops::Range;
+
+/// The ranges of a region that commands write, in order.
+fn written(commands: &[Command], wanted: Region) -> Vec<(usize, usize)> {
+    let mut all: Vec<(usize, usize)> = commands
+        .iter()
+        .filter(|command| matches!(command, Command::Kernel { .. }))
+        .flat_map(Command::accesses)
+        .filter(|(operand, access)| operand.region == wanted && *access != Access::Read)
+        .map(|(operand, _)| (operand.offset, operand.end()))
+        .collect();
+    all.sort_unstable();
+    all.dedup();
+    all
+}
+
+/// Every rank takes the same collectives, updates weights that no other rank updates and has as much optimizer state as the others.
+#[test]
+fn ranks_that_divide_optimizer_state_update_all_weights_once() {
+    let declared = signatures::declared();
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
+    for (number, (optimizer, sums)) in
+        [(Momentum, 1), (Nesterov, 1), (Lars, 2), (AdamW, 1), (Lamb, 2)].into_iter().enumerate()
+    {
+        for ranks in [Ranks::Apart, Ranks::Exchanged, Ranks::ByNccl] {
+            let (count, accumulates) = ([2, 3, 8, 3, 2][number], number % 2 == 0);
+            let dtype = if number == 1 { DType::F32 } else { DType::F16 };
+            let emitted = (0..count).map(|rank| {
+                let of = (ranks, Some(Share { rank, ranks: count }));
+                let setting =
+                    Setting { optimizer, accumulates, ..Setting::of_share(&network, 32, dtype, 90, of) };
+                setting.sound(Phase::Train(ONLY), false);
+                setting.sound(Phase::Evaluate, true);
+                let commands = setting.sound(Phase::Train(ONLY), true).commands;
+                for command in &commands {
+                    if let Command::Kernel { kernel, .. } = command {
+                        signatures::check(kernel, &declared);
+                    }
+                }
+                (setting, commands)
+            });
+            let of_ranks: Vec<_> = emitted.collect();
+            let case = format!("{optimizer:?}, {ranks:?}");
+            let (setting, commands) = &of_ranks[0];
+            let of_kind = |wanted: fn(Collective, DataType) -> bool| {
+                let is = |c: &&Command| matches!(c, Command::Collective { kind, dtype, .. } if wanted(*kind, *dtype));
+                commands.iter().filter(is).count()
+            };
+            let reduced = setting.layout.buckets.len() + 1;
+            assert_eq!(of_kind(|kind, _| kind == Collective::ReduceScatter), reduced, "{case}");
+            assert_eq!(of_kind(|kind, _| kind == Collective::AllGather), reduced, "{case}");
+            assert_eq!(of_kind(|_, dtype| dtype == DataType::F64), sums, "{case}");
+            let trained = setting.layout.trained;
+            let mut weights = Vec::new();
+            for (_, commands) in &of_ranks {
+                assert_eq!(meetings(commands), meetings(&of_ranks[0].1), "{case}");
+                weights.extend(written(commands, Region::Weights));
+                let slot = written(commands, Region::OptimizerSlot(0));
+                assert!(slot.windows(2).all(|pair| pair[0].1 == pair[1].0), "{case}: {slot:?}");
+                assert_eq!((slot[0].0, slot.last().unwrap().1), (0, 4 * trained / count), "{case}");
+            }
+            weights.sort_unstable();
+            let ends = (weights[0].0, weights.last().unwrap().1);
+            assert!(weights.windows(2).all(|pair| pair[0].1 == pair[1].0), "{case}: {weights:?}");
+            assert_eq!(ends, (0, 4 * trained), "{case}");
+        }
+    }
+}
+
+/// What a rank has of each parameter, over all ranks, is the parameter.
+#[test]
+fn parts_of_parameters_are_all_of_them() {
+    let network = build(Arch::ResNet50, Stem::Imagenet, 224, 1000);
+    for ranks in [2, 3, 8] {
+        let of = |rank| {
+            let share = Share { rank, ranks };
+            let setting = Setting::of_share(&network, 32, DType::F16, 90, (Ranks::Apart, Some(share)));
+            let lengths: Vec<_> = setting.layout.own_segments(share).iter().map(Range::len).collect();
+            let own: usize = setting.layout.own(share).map(|own| own.len()).sum();
+            (lengths, own, setting.layout)
+        };
+        let of_ranks: Vec<_> = (0..ranks).map(of).collect();
+        let (_, _, layout) = &of_ranks[0];
+        for (number, slot) in layout.trained_slots().iter().enumerate() {
+            let parts: usize = of_ranks.iter().map(|(lengths, ..)| lengths[number]).sum();
+            assert_eq!(parts, slot.range.len(), "{} over {ranks}", slot.name);
+        }
+        assert!(of_ranks.iter().all(|(_, own, layout)| own * ranks == layout.trained));
+        // Padding that makes parts equal is next to nothing.
+        let parameters: usize = layout.slots.iter().map(|slot| slot.range.len()).sum();
+        assert!(layout.trained < parameters + parameters / 100, "{} {parameters}", layout.trained);
+    }
+}
+
+/// Weights change only where the host can see it, and no gradient is waited for there.
+#[test]
+fn a_gradient_that_is_reduced_after_the_update_has_begun_is_refused() {
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
+    for ranks in [Ranks::Apart, Ranks::ByNccl] {
+        let of = (ranks, Some(Share { rank: 0, ranks: 2 }));
+        let commands =
+            Setting::of_share(&network, 32, DType::F16, 90, of).sound(Phase::Train(ONLY), true).commands;
+        let refusal = |commands: &[Command]| verify::verify(commands, false).unwrap_err();
+        let scatter = |c: &Command| matches!(c, Command::Collective { kind: Collective::ReduceScatter, .. });
+        let number = commands.iter().rposition(scatter).unwrap();
+        let mut late = commands.clone();
+        let mut moved = late.remove(number);
+        if let Command::Collective { stream, .. } = &mut moved {
+            *stream = StreamId::Main;
+        }
+        let update = late.iter().rposition(|c| written(std::slice::from_ref(c), Region::Weights).len() == 1);
+        late.insert(update.unwrap(), moved);
+        assert!(refusal(&late).contains("after an update may have begun"), "{ranks:?}");
+        let sums = |c: &Command| matches!(c, Command::Wait { event: EventId::CollectivesDone, .. });
+        if let Some(at) = commands.iter().position(sums) {
+            let without = [&commands[..at], &commands[at + 1..]].concat();
+            assert!(refusal(&without).contains("may still run"), "{ranks:?}");
+        }
+        let told = |c: &Command| c.accesses().contains(&(UPDATING, Access::Write));
+        let at = commands.iter().position(told).unwrap();
+        let without = [&commands[..at], &commands[at + 1..]].concat();
+        assert!(refusal(&without).contains("does not know that it changes weights"), "{ranks:?}");
+    }
+}

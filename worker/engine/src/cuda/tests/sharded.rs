@@ -1,0 +1,135 @@
+//! Ranks on two GPUs that divide the optimizer's state, against ranks that each have all of it and against the CPU engine.
+
+use super::*;
+use crate::{AverageOn, Contribution, StateDict, Writers};
+use lockstep_comm::{
+    ProcessGroup,
+    rendezvous::{
+        Store,
+        loopback::{rendezvous_config, unused_port},
+    },
+    ring::Ring,
+};
+use lockstep_protocol::spec::OptimizerKind;
+use std::time::Duration;
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+const BATCH: usize = 32;
+const STEPS: usize = 8;
+
+/// Pictures of rank `rank` of `ranks` in a step, in micro-batches.
+fn step(network: &Network, number: usize, accumulate: usize, rank: usize, ranks: usize) -> Vec<Batch> {
+    let micro_batch = |micro: usize| {
+        let all = pictures(network, BATCH, number * accumulate + micro);
+        let (own, picture) = (BATCH / ranks, network.tensors[0].len());
+        let range = rank * own..(rank + 1) * own;
+        Batch {
+            images: all.images[range.start * picture..range.end * picture].to_vec(),
+            labels: all.labels[range.clone()].to_vec(),
+            indices: all.indices[range].to_vec(),
+            global_samples: BATCH,
+            ..Batch::default()
+        }
+    };
+    (0..accumulate).map(micro_batch).collect()
+}
+
+/// Mean losses of the steps, and the state after them, which begins from `from`.
+fn trained(
+    network: &Arc<Network>,
+    config: &EngineConfig,
+    gpu: &GpuConfig,
+    lr: f32,
+    from: Option<&StateDict>,
+) -> (Vec<f32>, StateDict) {
+    let port = unused_port();
+    let rank = |number: u32| {
+        let store = Store::join(rendezvous_config(port, number, 2)).unwrap();
+        let ring = Ring::connect(&store, TIMEOUT).unwrap();
+        let gpu = GpuConfig { ordinal: number.cast_signed(), store: Some(Arc::new(store)), ..gpu.clone() };
+        let config = EngineConfig { batch_size: BATCH / 2, ..config.clone() };
+        let initial = initial(network);
+        let mut engine =
+            crate::cuda::build(network.clone(), &initial, config.clone(), ring.clone(), &gpu).unwrap();
+        if let Some(from) = from {
+            engine.load_state_dict(from).unwrap();
+        }
+        let mut losses = Vec::new();
+        for number in 0..STEPS {
+            let batches = step(network, number, config.accumulate, ring.rank() as usize, 2);
+            losses.push(engine.train_step(&batches, lr).unwrap().loss);
+        }
+        let said = engine.exchange();
+        assert_eq!(said.contains("of optimizer state"), gpu.plan.optimizer_sharding, "{said}");
+        let slots = config.optimizer.slots().len();
+        let both = Writers::deal(network, slots, AverageOn::NoRank, &[0, 1]);
+        let states = [Writers::default(), both].map(|writers| engine.state_dict(&writers).unwrap());
+        let checksum = engine.checksum().unwrap();
+        ring.barrier().unwrap();
+        (losses, checksum, states)
+    };
+    let [(losses, checksum, states), (others, their_checksum, their_states)] = std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads = [0, 1].map(|number| scope.spawn(move || rank(number)));
+        threads.map(|thread| thread.join().unwrap())
+    });
+    assert_eq!(checksum, their_checksum, "both ranks have the same weights");
+    let [Contribution::Whole(state), Contribution::Part(mut part)] = states else { panic!("rank 0 has all") };
+    let [Contribution::Replica, Contribution::Part(their_part)] = their_states else {
+        panic!("it has a part")
+    };
+    part.parameters.extend(their_part.parameters);
+    let their_slots = their_part.optimizer.unwrap().slots;
+    part.optimizer.as_mut().unwrap().slots.extend(their_slots);
+    assert!(part == state, "what each rank writes is all of it");
+    (losses.iter().zip(others).map(|(a, b)| (a + b) / 2.0).collect(), *state)
+}
+
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_ranks_that_divide_optimizer_state_train_as_ranks_that_do_not() {
+    for (number, (kind, name)) in OptimizerKind::ALL.into_iter().enumerate() {
+        for precision in [Precision::Fp32, Precision::Fp16] {
+            let network = small_network(10);
+            let optimizer = Optimizer { kind, weight_decay: 0.01, epsilon: 1e-3, ..config(1).optimizer };
+            let lr = match kind {
+                OptimizerKind::Momentum | OptimizerKind::Nesterov => 0.001,
+                OptimizerKind::Lars => 0.1,
+                OptimizerKind::AdamW | OptimizerKind::Lamb => 0.0003,
+            };
+            let config = EngineConfig { optimizer, accumulate: 1 + number % 2, ..config(BATCH) };
+            let whole = GpuConfig { precision, ..deterministic() };
+            let divided = Plan { optimizer_sharding: true, ..Plan::data(2) };
+            let divided = GpuConfig { plan: divided, ..whole.clone() };
+            let (wanted, wanted_state) = trained(&network, &config, &whole, lr, None);
+            let (ours, state) = trained(&network, &config, &divided, lr, None);
+            let start = initial(&network);
+            let way = apart_of_way(&state.parameters, &wanted_state.parameters, &start);
+            let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            let [slots, wanted_slots] =
+                [&state, &wanted_state].map(|state| &state.optimizer.as_ref().unwrap().slots);
+            let slot = apart(slots, wanted_slots);
+            eprintln!(
+                "{name}, {precision:?}: losses {loss:.1e}, weights {way:.1e} of their way, state {slot:?} apart"
+            );
+            let bound = if precision == Precision::Fp32 { 1e-3 } else { 5e-2 };
+            assert!(way < bound && f64::from(loss) < bound, "{name}, {precision:?}: {loss} {way}");
+            assert!(slots.keys().eq(wanted_slots.keys()));
+
+            // Either continues from the other's checkpoint.
+            let (wanted, _) = trained(&network, &config, &whole, lr, Some(&state));
+            let (ours, _) = trained(&network, &config, &divided, lr, Some(&state));
+            let loss = ours.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(f64::from(loss) < bound, "{name}, {precision:?}: continued {loss}");
+            if precision == Precision::Fp32 {
+                let mut cpu = cpu_from(&start, &network, &config);
+                for number in 0..STEPS {
+                    cpu.train_step(&step(&network, number, config.accumulate, 0, 1), lr).unwrap();
+                }
+                let way = apart_of_way(&state.parameters, &cpu.parameters().unwrap(), &start);
+                eprintln!("{name}: weights {way:.1e} of their way from the CPU engine's");
+                assert!(way < 2e-2, "{name}: {way}");
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! Products of all ways to divide training, on eight ranks: the same losses and weights as one rank.
+
+use super::{
+    hybrid::{beyond, plan, staged},
+    pipeline::{Run, trained},
+    *,
+};
+use lockstep_engine::plan::Plan;
+use lockstep_protocol::spec::Split;
+
+/// Eight for each of eight ranks: float64 sums of gradients are then those of one rank.
+const MICRO_BATCH: usize = 64;
+
+#[test]
+fn eight_ranks_with_any_plan_train_as_one_rank() {
+    let layers = [
+        ("layer2.*", Split::Out),
+        ("layer3.*.conv1", Split::Out),
+        ("layer3.*.conv2", Split::In),
+        ("fc", Split::Out),
+    ];
+    let network = network();
+    let divided = |plan: Plan| Plan { optimizer_sharding: true, ..plan };
+    let plans = [
+        Plan::data(8),
+        divided(Plan::data(8)),
+        plan([1, 1, 8], &[]),
+        plan([1, 8, 1], &[]),
+        divided(plan([2, 4, 1], &[])),
+        divided(plan([4, 1, 2], &layers)),
+        plan([2, 2, 2], &layers),
+        divided(staged(2, plan([2, 1, 2], &layers))),
+        staged(2, plan([1, 2, 2], &layers)),
+        divided(staged(4, Plan::data(2))),
+        staged(8, Plan::data(1)),
+    ];
+    // Weights after few steps, losses of many.
+    let runs = [10, 50].map(|steps| Run {
+        micro_batch: MICRO_BATCH,
+        accumulate: 2,
+        steps,
+        zero_init_residual: true,
+    });
+    let alone = runs.map(|run| trained(&network, &Plan::data(1), run, pictures));
+    let mut wrong = Vec::new();
+    for plan in plans {
+        let [short, long] = runs.map(|run| trained(&network, &plan, run, pictures));
+        let (apart, name) = beyond(&short.1.parameters, &alone[0].1.parameters);
+        let loss = |step: usize| {
+            let mean = long.0.iter().map(|of_rank| of_rank[step].loss).sum::<f32>() / long.0.len() as f32;
+            (mean - alone[1].0[0][step].loss).abs()
+        };
+        let loss = (0..50).map(loss).fold(0.0, f32::max);
+        if apart > 0.0 || loss.is_nan() || loss >= 1e-4 {
+            wrong.push(format!("{plan}: {name} differs by {apart:e} more than 1e-6, losses by {loss:e}"));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}

@@ -1,17 +1,17 @@
 // AdamW and LAMB over flat buffers, laid out as in optimizer.cu.
 
-// Running means of the gradient and of its square, and their decay.
+// Running means of the gradient and of its square, and the decay rates of these means.
 #define MOMENT_PARAMETERS float *first_moment, float *second_moment, double beta1, double beta2, float epsilon
 
-// What the formulas need of a step besides them.
+// A step's constants in the update formulas.
 struct Adam {
     float beta1, beta2, rest1, rest2; // rest: 1 - beta
     float epsilon;
     double correction1; // 1 - beta1^t
     float root2;        // sqrt(1 - beta2^t)
 
-    // Takes a gradient into the moments, and gives what the mean is divided by.
-    __device__ __forceinline__ float take(float& m, float& v, float g) const {
+    // Updates the moments with a gradient and returns the first moment's divisor.
+    __device__ __forceinline__ float update_moments(float& m, float& v, float g) const {
         m = fmaf(beta1, m, rest1 * g);
         v = fmaf(beta2, v, rest2 * g * g);
         return divisor(v);
@@ -19,7 +19,7 @@ struct Adam {
     __device__ __forceinline__ float divisor(float v) const { return sqrtf(v) / root2 + epsilon; }
 };
 
-// Of the update that gradient_norm has counted. All threads of a block call it; one works out the powers.
+// Constants of the update that gradient_norm has counted. All threads of a block must call it; thread 0 computes the powers.
 __device__ __forceinline__ Adam adam_of(const Scaler* scaler, double beta1, double beta2, float epsilon, double* shared) {
     if (threadIdx.x == 0) {
         double t = scaler->updates;
@@ -51,8 +51,8 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
         load_channels(second_moment, i, v);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            float below = adam.take(m[k], v[k], g[k] * inverse);
-            w[k] = fmaf(w[k], kept, -size * (m[k] / below));
+            float denominator = adam.update_moments(m[k], v[k], g[k] * inverse);
+            w[k] = fmaf(w[k], kept, -size * (m[k] / denominator));
         }
         weights.set(i, w);
         store_channels(first_moment, i, m);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void adamw_of(const Weights& weights, MOMENT_PARAMETE
 extern "C" __global__ void __launch_bounds__(256)
     adamw(float* weights, T* low_precision, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control,
           const Scaler* scaler, float first_decay, float second_decay) {
-    enter();
+    pdl_wait();
     adamw_of(FlatWeights{weights, low_precision, first_length}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control,
              scaler, first_decay, second_decay);
 }
@@ -71,19 +71,19 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     adamw_planes(T* rests, T* nearest, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler,
                  float first_decay, float second_decay) {
-    enter();
+    pdl_wait();
     adamw_of(PlanarWeights{rests, nearest}, first_moment, second_moment, beta1, beta2, epsilon, GRADIENTS, control, scaler,
              first_decay, second_decay);
 }
 #endif
 
-// LAMB's first pass over a segment (blockIdx.y), by NORM_PARTS blocks each: the moments, and sums of squares of the
-// weights and of r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w. What is not adapted is not
-// decayed either.
+// LAMB's first pass over segment blockIdx.y, by NORM_PARTS blocks: updates the moments and sums the squares of the
+// weights and of r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w. A segment that is not adapted
+// has no weight decay.
 extern "C" __global__ void __launch_bounds__(256)
     lamb_moments(const float* weights, MOMENT_PARAMETERS, GRADIENT_PARAMETERS, const Scaler* scaler, float decay,
                  const Segment* segments, double* partials) {
-    enter();
+    pdl_wait();
     SHARED(double, powers, 2);
     SHARED(double, warps, 8);
     if (!scaler->apply) return;
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256)
     Segment s = segments[blockIdx.y];
     float inverse = scaler->inverse, scale = (float)(1 / adam.correction1), d = s.adapted ? decay : 0;
     double weight = 0, moved = 0;
-    // A bias may end within a group; zeros follow it.
+    // A bias may end within a group of eight; zeros fill the group.
     u64 groups = (s.length + 7) / 8, step = (u64)NORM_PARTS * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         u64 at = s.offset / 8 + i;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256)
         load_channels(second_moment, at, v);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
-            float below = adam.take(m[k], v[k], g[k] * inverse), r = fmaf(d, w[k], m[k] * scale / below);
+            float denominator = adam.update_moments(m[k], v[k], g[k] * inverse), r = fmaf(d, w[k], m[k] * scale / denominator);
             ws = fmaf(w[k], w[k], ws);
             rs = fmaf(r, r, rs);
         }
@@ -121,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Each segment's rate: |w| / |r|, or 1 and no decay for what is not adapted. A thread a segment.
+// Each segment's rate: |w| / |r|, or 1 without decay if not adapted. One thread per segment.
 extern "C" __global__ void lamb_rates(const double* partials, const Segment* segments, u32 count, float decay, Rate* rates) {
-    enter();
+    pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     double weight = 0, moved = 0;
@@ -134,7 +134,7 @@ extern "C" __global__ void lamb_rates(const double* partials, const Segment* seg
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;
-        // A parameter that is all zeros could never leave zero at a rate of zero.
+        // With a rate of 0, a parameter that is all zeros could never change.
         if (weight > 0 && moved > 0) r.rate = (float)(sqrt(weight) / sqrt(moved));
     }
     rates[i] = r;
@@ -144,7 +144,7 @@ extern "C" __global__ void lamb_rates(const double* partials, const Segment* seg
 extern "C" __global__ void __launch_bounds__(256)
     lamb(float* weights, T* low_precision, MOMENT_PARAMETERS, u64 first_length, u64 length, const Control* control,
          const Scaler* scaler, const Segment* segments, const Rate* rates, u32 count) {
-    enter();
+    pdl_wait();
     SHARED(double, powers, 2);
     if (!scaler->apply) return;
     Adam adam = adam_of(scaler, beta1, beta2, epsilon, powers);

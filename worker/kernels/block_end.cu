@@ -1,16 +1,16 @@
-// The end of a bottleneck with 256 channels and the convolution after it, 1x1 to 64 channels, with the statistics for
-// the batch norm behind that: the block's output is written once and not read again here.
+// The end of a bottleneck block with 256 channels, fused with the next 1x1 convolution, to 64 channels, and the statistics
+// of that convolution's batch norm. The block's output is stored, but not read again by this kernel.
 
-#if DTYPE != 0 && defined(WARPGROUPS)
+#if DTYPE != 0 && defined(HAS_WGMMA)
 
-// y = relu(scale x + bias + shortcut), as Apply has it; z = y W'.
+// y = relu(scale x + bias + shortcut), computed by Apply; z = y W^T.
 struct BlockEnd {
     const T* x;                             // [rows, 256]
     const float *scale, *bias;              // [256]
     const T* shortcut;                      // [rows, 256]
-    const float *shortcut_scale, *shortcut_bias; // [256], ADD 2
+    const float *shortcut_scale, *shortcut_bias; // [256], read if ADD is 2
     T* y;                                   // [rows, 256]
-    u8* mask;                               // a bit a value of y
+    u8* mask;                               // one bit per value of y
     const T* weights;                       // [64, 256]
     T* z;                                   // [rows, 64]
 };
@@ -18,30 +18,31 @@ struct BlockEnd {
 template <int ADD>
 __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* control, u32 pixels, u32 rows,
                                           float* partials, u32* counters, const Norm& behind, const Site& site,
-                                          u8* room) {
-    T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 64 rows of 256
-    T* input = kept + 4 * TILE;                       // of the convolution: 64 rows of 256
-    T* product = input + 4 * TILE;                    // 64 rows of 64, with gaps
-    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and the shortcut, by thread
-    float* coefficients = (float*)(copied + 16 * TILE);    // scale and bias, of both
+                                          u8* smem) {
+    T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // 64 rows of 256
+    T* input = weights_smem + 4 * TILE;                       // the convolution's input: 64 rows of 256
+    T* product = input + 4 * TILE;                            // 64 padded rows of 64
+    T* stages = product + TILE_ROWS * PADDED_ROW(REDUCED);    // two tiles of x and of the shortcut, in thread order
+    float* coefficients = (float*)(stages + 16 * TILE);       // scale and bias of x, then of the shortcut
     Value value = value_of_thread(REDUCED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
-    // Two tiles are on their way at any time: a thread copies what it will use itself.
-    auto copy_expanded = [&](u32 tile, u32 turn) {
+    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
+    auto copy_expanded = [&](u32 tile, u32 stage) {
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
+        for (int i = 0; i < ROWS_PER_THREAD; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
             bool real = tile < tiles && r < rows;
             u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
-            T* to = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
-            copy_aside(to, p.x + from, real);
-            copy_aside(to + 512 * 8, p.shortcut + from, real);
+            T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
+            cp_async16(to, p.x + from, real);
+            cp_async16(to + 512 * 8, p.shortcut + from, real);
         }
-        copies_end();
+        cp_async_commit_group();
     };
-    for (u32 n = warp; n < REDUCED; n += 16) copy_aside(piece(kept, 64, n, lane), p.weights + n * EXPANDED + lane * 8, true);
+    for (u32 n = warp; n < REDUCED; n += 16)
+        cp_async16(swizzled(weights_smem, 64, n, lane), p.weights + n * EXPANDED + lane * 8, true);
     copy_expanded(blockIdx.x, 0);
     copy_expanded(blockIdx.x + gridDim.x, 1);
     if (t < EXPANDED) {
@@ -54,14 +55,14 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     }
     __syncthreads();
 
-    // A warpgroup makes 16 of the channels.
-    u32 quarter = warp / 4, turn = 0;
-    u64 input_now = matrix(input), kept_now = matrix(kept) + quarter * 16 * 64 / 8;
+    // A warpgroup computes 16 of the 64 channels.
+    u32 quarter = warp / 4, stage = 0;
+    u64 input_desc = wgmma_descriptor(input), weights_desc = wgmma_descriptor(weights_smem) + quarter * 16 * 64 / 8;
     float s[16] = {};
-    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
-        copies_done_but<1>();
-        Raw out[TURNS];
-        u32 positive[TURNS];
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, stage ^= 1) {
+        cp_async_wait_group<1>();
+        Raw out[ROWS_PER_THREAD];
+        u32 positive[ROWS_PER_THREAD];
         {
             Apply<ADD> f;
             f.floor = 0;
@@ -72,33 +73,33 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
                 load_channels(coefficients + 3 * EXPANDED, lane, f.shortcut_bias);
             }
 #pragma unroll
-            for (int i = 0; i < TURNS; i++) {
-                const T* from = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
+            for (int i = 0; i < ROWS_PER_THREAD; i++) {
+                const T* from = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
                 positive[i] = f(load(from, 0), load(from, 512), out[i]);
-                store(piece(input, TILE_ROWS, i * 16 + warp, lane), 0, out[i]);
+                store(swizzled(input, TILE_ROWS, i * 16 + warp, lane), 0, out[i]);
             }
         }
-        // Before more is copied or stored: this waits for all that was begun.
-        written_for_products();
-        copy_expanded(tile + 2 * gridDim.x, turn);
+        // The fence waits for all copies and stores in flight: start the next ones after it.
+        fence_proxy_async();
+        copy_expanded(tile + 2 * gridDim.x, stage);
         __syncthreads();
         float c[8];
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < EXPANDED / 16; k++) {
             u32 at = (k / 4 * TILE + k % 4 * 16) / 8;
-            multiply_rows(c, input_now + at, kept_now + at, k > 0);
+            wgmma_m64n16k16(c, input_desc + at, weights_desc + at, k > 0);
         }
-        products_end();
+        wgmma_commit_group();
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
+        for (int i = 0; i < ROWS_PER_THREAD; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
             if (r < rows) {
                 store(p.y, (u64)r * (EXPANDED / 8) + lane, out[i]);
                 p.mask[(u64)r * (EXPANDED / 8) + lane] = (u8)positive[i];
             }
         }
-        products_done<0>();
+        wgmma_wait_group<0>();
         T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -111,7 +112,7 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
         if (at < rows) store(p.z, (u64)at * (REDUCED / 8) + group, z);
         if (at < valid) add_statistics(z, s);
     }
-    copies_done();
+    cp_async_wait_all();
     __syncthreads();
     double total;
     if (!column_sums(block_sums(s, (float*)input), value, (float*)input, partials, counters, total)) return;
@@ -119,18 +120,18 @@ __device__ __forceinline__ void end_block(const BlockEnd& p, const Control* cont
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)input, nullptr);
 }
 
-// 8 x 64 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of end_block().
+// 8 x 64 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of end_block().
 #define END_BLOCK(NAME, ADD)                                                                                         \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const float* wide_scale, const float* wide_bias, const T* shortcut,                          \
              const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, const T* weights, T* z,         \
              const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
              SITE_PARAMETERS) {                                                                                      \
-        enter();                                                                                                     \
-        DYNAMIC_SHARED(room);                                                                                        \
+        pdl_wait();                                                                                                  \
+        DYNAMIC_SHARED(smem);                                                                                        \
         end_block<ADD>(BlockEnd{x, wide_scale, wide_bias, shortcut, shortcut_scale, shortcut_bias, y, mask, weights,  \
                                 z},                                                                                  \
-                       control, pixels, rows, partials, counters, NORM, SITE, room);                                 \
+                       control, pixels, rows, partials, counters, NORM, SITE, smem);                                 \
     }
 END_BLOCK(block_end_add, 1)
 END_BLOCK(block_end_add_norm, 2)

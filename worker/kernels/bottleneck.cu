@@ -1,15 +1,15 @@
-// Backward of a 1x1 convolution from 64 to 256 channels and of what stands on both sides of it, in one pass: the batch
-// norm behind it is applied (dy = scale g + slope x + offset), the gradients of the convolution's input and of its
-// weights are made, and of the batch norm before it the sums are taken. dy is never in memory, and the tensors with 256
+// Backward of a 1x1 convolution from 64 to 256 channels, fused with the batch norms on both sides. One pass applies the
+// batch norm behind the convolution (dy = scale g + slope x + offset), computes the gradients of the convolution's input
+// and weights, and takes the sums of the batch norm before the convolution. dy is never stored, and the tensors with 256
 // channels, the largest of a bottleneck network, are read once.
 
-#if DTYPE != 0 && defined(WARPGROUPS)
+#if DTYPE != 0 && defined(HAS_WGMMA)
 
 struct Bottleneck {
     const T *x, *g;                      // [rows, 256]
     const float *scale, *slope, *offset; // [256]
     const T* weights;                    // [256, 64]
-    const T* from;                       // [rows, 64]: the convolution's input, or what its batch norm makes it of
+    const T* from;                       // [rows, 64]: the convolution's input; if NORMED, its batch norm's input
     T* dfrom;                            // [rows, 64]: the gradient of the convolution's input
     float* dweights;                     // [gridDim.x, 256, 64]
 };
@@ -18,31 +18,31 @@ struct Bottleneck {
 template <bool NORMED>
 __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* control, u32 pixels, u32 rows,
                                            float* partials, u32* counters, const Backward& before, const Site& site,
-                                           u8* room) {
-    T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights, transposed: 64 rows of 256
-    T* dy = kept + 4 * TILE;                          // 64 rows of 256
-    T* input = dy + 4 * TILE;                         // 64 rows of 64
-    T* product = input + TILE;                        // the same, with gaps
-    T* copied = product + TILE_ROWS * PADDED_ROW(REDUCED); // two tiles of x and g, each thread's own pieces apart
-    float* expanded_coefficients = (float*)(copied + 16 * TILE);        // scale, slope and offset
+                                           u8* smem) {
+    T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // transposed: 64 rows of 256
+    T* dy = weights_smem + 4 * TILE;                          // 64 rows of 256
+    T* input = dy + 4 * TILE;                                 // 64 rows of 64
+    T* product = input + TILE;                                // 64 padded rows of 64
+    T* stages = product + TILE_ROWS * PADDED_ROW(REDUCED);    // two tiles of x and g, in thread order
+    float* expanded_coefficients = (float*)(stages + 16 * TILE);        // scale, slope and offset
     float* reduced_coefficients = expanded_coefficients + 3 * EXPANDED; // scale, bias and mean
     Value value = value_of_thread(REDUCED);
     u32 number = NORMED ? next_exchange(site, value.active, value.index) : 0;
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     u32 t = thread_in_block(), lane = t % 32, warp = t / 32, group = t % 8, row = t / 8;
 
-    // Two tiles are on their way at any time: a thread copies what it will use itself.
-    auto copy_expanded = [&](u32 tile, u32 turn) {
+    // Two tiles are in flight at any time. A thread copies only values that it reads itself.
+    auto copy_expanded = [&](u32 tile, u32 stage) {
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
+        for (int i = 0; i < ROWS_PER_THREAD; i++) {
             u32 r = tile * TILE_ROWS + i * 16 + warp;
             bool real = tile < tiles && r < valid;
             u64 from = real ? (u64)r * EXPANDED + lane * 8 : 0;
-            T* to = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
-            copy_aside(to, p.x + from, real);
-            copy_aside(to + 512 * 8, p.g + from, real);
+            T* to = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
+            cp_async16(to, p.x + from, real);
+            cp_async16(to + 512 * 8, p.g + from, real);
         }
-        copies_end();
+        cp_async_commit_group();
     };
     auto load_reduced = [&](u32 tile) {
         u32 r = tile * TILE_ROWS + row;
@@ -50,12 +50,12 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     };
     copy_expanded(blockIdx.x, 0);
     copy_expanded(blockIdx.x + gridDim.x, 1);
-    Raw here = load_reduced(blockIdx.x), ahead = load_reduced(blockIdx.x + gridDim.x);
+    Raw current = load_reduced(blockIdx.x), next = load_reduced(blockIdx.x + gridDim.x);
     for (u32 k = row; k < EXPANDED; k += 64) {
         Raw w = load(p.weights + k * REDUCED, group);
         const T* values = (const T*)&w;
 #pragma unroll
-        for (int i = 0; i < 8; i++) piece(kept, 64, group * 8 + i, k / 8)[k % 8] = values[i];
+        for (int i = 0; i < 8; i++) swizzled(weights_smem, 64, group * 8 + i, k / 8)[k % 8] = values[i];
     }
     if (t < EXPANDED) {
         expanded_coefficients[t] = p.scale[t];
@@ -69,67 +69,68 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
     }
     __syncthreads();
 
-    // A warpgroup makes 16 of the channels of the input's gradient, and 64 rows of the weights'.
-    u32 quarter = warp / 4, turn = 0;
-    u64 dy_now = matrix(dy), input_now = matrix(input), kept_now = matrix(kept) + quarter * 16 * 64 / 8;
+    // A warpgroup computes 16 channels of the input's gradient and 64 rows of the weights' gradient.
+    u32 quarter = warp / 4, stage = 0;
+    u64 dy_desc = wgmma_descriptor(dy), input_desc = wgmma_descriptor(input);
+    u64 weights_desc = wgmma_descriptor(weights_smem) + quarter * 16 * 64 / 8;
     float d[32] = {}, s[16] = {};
-    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
-        u32 passed = 0; // by the ReLU before
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, stage ^= 1) {
+        u32 passed = 0; // bit k: value k passes the ReLU
         {
-            Raw out = here;
+            Raw out = current;
             if (NORMED) {
                 float v[8], scale[8], bias[8];
                 load_channels(reduced_coefficients, group, scale);
                 load_channels(reduced_coefficients + REDUCED, group, bias);
-                unpack(here, v);
+                unpack(current, v);
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
                     float y = fmaf(v[k], scale[k], bias[k]);
                     passed |= y > 0 ? 1u << k : 0u;
-                    v[k] = larger(y, 0.0f);
+                    v[k] = max_nan(y, 0.0f);
                 }
                 out = pack(v);
             }
-            store(piece(input, TILE_ROWS, row, group), 0, out);
+            store(swizzled(input, TILE_ROWS, row, group), 0, out);
         }
-        copies_done_but<1>();
+        cp_async_wait_group<1>();
         {
             Slopes f;
             load_channels(expanded_coefficients, lane, f.scale);
             load_channels(expanded_coefficients + EXPANDED, lane, f.slope);
             load_channels(expanded_coefficients + 2 * EXPANDED, lane, f.offset);
 #pragma unroll
-            for (int i = 0; i < TURNS; i++) {
+            for (int i = 0; i < ROWS_PER_THREAD; i++) {
                 u32 r = i * 16 + warp;
-                const T* from = copied + ((turn * TURNS + i) * 2 * 512 + t) * 8;
+                const T* from = stages + ((stage * ROWS_PER_THREAD + i) * 2 * 512 + t) * 8;
                 float v[8], w[8];
                 unpack(load(from, 0), v);
                 unpack(load(from, 512), w);
                 Raw out = f(v, w);
                 if (tile * TILE_ROWS + r >= valid) out = zeros();
-                store(piece(dy, TILE_ROWS, r, lane), 0, out);
+                store(swizzled(dy, TILE_ROWS, r, lane), 0, out);
             }
         }
-        // Before more is copied: this waits for all that was begun.
-        written_for_products();
-        copy_expanded(tile + 2 * gridDim.x, turn);
-        Raw coming = load_reduced(tile + 2 * gridDim.x);
+        // The fence waits for all copies in flight: start the next copies after it.
+        fence_proxy_async();
+        copy_expanded(tile + 2 * gridDim.x, stage);
+        Raw after_next = load_reduced(tile + 2 * gridDim.x);
         __syncthreads();
         float c[8];
 #pragma unroll
         for (int i = 0; i < 8; i++) c[i] = 0;
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < EXPANDED / 16; k++) {
             u32 at = (k / 4 * TILE + k % 4 * 16) / 8;
-            multiply_rows(c, dy_now + at, kept_now + at, k > 0);
+            wgmma_m64n16k16(c, dy_desc + at, weights_desc + at, k > 0);
         }
-        products_end();
+        wgmma_commit_group();
 #pragma unroll
         for (int k = 0; k < TILE_ROWS / 16; k++)
-            multiply_columns(d, dy_now + (quarter * TILE + k * 16 * 64) / 8, input_now + k * 16 * 64 / 8, 1);
-        products_end();
-        products_done<1>();
+            wgmma_m64n64k16_mn_mn(d, dy_desc + (quarter * TILE + k * 16 * 64) / 8, input_desc + k * 16 * 64 / 8, 1);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
         T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(REDUCED) + quarter * 16 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 2; j++) {
@@ -142,18 +143,18 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         if (NORMED) {
             float v[8], w[8], mean[8];
             load_channels(reduced_coefficients + 2 * REDUCED, group, mean);
-            unpack(here, v);
+            unpack(current, v);
             unpack(out, w);
 #pragma unroll
             for (int k = 0; k < 8; k++) w[k] = (passed >> k & 1) ? w[k] : 0.0f;
             add_gradient(v, w, mean, s);
         }
-        here = ahead;
-        ahead = coming;
-        products_done<0>();
+        current = next;
+        next = after_next;
+        wgmma_wait_group<0>();
         __syncthreads();
     }
-    copies_done();
+    cp_async_wait_all();
     float* to = p.dweights + ((u64)blockIdx.x * EXPANDED + warp * 16 + lane / 4) * REDUCED + lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -161,35 +162,35 @@ __device__ __forceinline__ void bottleneck(const Bottleneck& p, const Control* c
         *(uint2*)(to + j * 8 + 8 * REDUCED) = {__float_as_uint(d[j * 4 + 2]), __float_as_uint(d[j * 4 + 3])};
     }
     if (!NORMED) return;
-    float* across = (float*)dy;
+    float* scratch = (float*)dy;
     double total;
-    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
     parameter_gradients(before, total, value);
     if (!reduce_over_ranks(total, site, REDUCED, value.active, value.index, number, true)) return;
     double* pairs = (double*)dy;
     finish_backward_in_block(before, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// 8 x 64 threads: eight channels of four rows of the side with 256 channels each, and of one row of the side with 64.
-// Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of bottleneck().
+// 8 x 64 threads. Each owns eight channels of four rows of the 256-channel tensors and of one row of the 64-channel ones.
+// Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of bottleneck().
 #define BOTTLENECK(NAME, NORMED)                                                                                     \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* x, const T* g, const float* wide_scale, const float* wide_slope, const float* wide_offset,      \
              const T* weights, const T* from, T* dfrom, float* dweights, const Control* control, u32 pixels,          \
              u32 rows, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                        \
-        enter();                                                                                                     \
-        DYNAMIC_SHARED(room);                                                                                        \
+        pdl_wait();                                                                                                  \
+        DYNAMIC_SHARED(smem);                                                                                        \
         bottleneck<NORMED>(Bottleneck{x, g, wide_scale, wide_slope, wide_offset, weights, from, dfrom, dweights},     \
-                           control, pixels, rows, partials, counters, BACKWARD, SITE, room);                         \
+                           control, pixels, rows, partials, counters, BACKWARD, SITE, smem);                         \
     }
 BOTTLENECK(bottleneck_backward, true)
 BOTTLENECK(projection_backward, false)
 
-// to = the sum over blocks of [blocks, length], in their order. 32 x 8 threads, four values each.
+// to [length] = the sum of `partial` [blocks, length] over the blocks, in block order. 32 x 8 threads; four values a load.
 extern "C" __global__ void __launch_bounds__(256)
     sum_weight_gradients(const float* partial, T* to, u32 blocks, u32 length) {
-    enter();
-    SHARED(float4, across, 256);
+    pdl_wait();
+    SHARED(float4, scratch, 256);
     u32 quad = blockIdx.x * 32 + threadIdx.x;
     bool active = quad < length / 4;
     float4 s = {0, 0, 0, 0};
@@ -202,11 +203,11 @@ extern "C" __global__ void __launch_bounds__(256)
             s.z += v.z;
             s.w += v.w;
         }
-    across[thread_in_block()] = s;
+    scratch[thread_in_block()] = s;
     __syncthreads();
     if (threadIdx.y || !active) return;
     for (u32 w = 1; w < 8; w++) {
-        float4 v = across[w * 32 + threadIdx.x];
+        float4 v = scratch[w * 32 + threadIdx.x];
         s.x += v.x;
         s.y += v.y;
         s.z += v.z;

@@ -1,17 +1,17 @@
-// Forward of a bottleneck's widening convolution, 1x1 from 64 to 256 channels, with the batch norm and the ReLU before
-// it and the statistics for the batch norm behind it: what lies between is never in memory, and the output is written
-// once and not read for its statistics.
+// Forward of a bottleneck's expanding 1x1 convolution, from 64 to 256 channels, fused with the batch norm and ReLU before
+// it and the statistics of the batch norm behind it. The convolution's input is never stored, and its output is not read
+// again for the statistics.
 
-#if DTYPE != 0 && defined(WARPGROUPS)
+#if DTYPE != 0 && defined(HAS_WGMMA)
 
-// NORMED: `from` goes through scale, bias and a ReLU on its way.
+// NORMED: the convolution's input is relu(scale from + bias) instead of `from`.
 template <bool NORMED>
-__device__ __forceinline__ void widen(const T* from, const float* scale_, const float* bias_, const T* weights, T* y,
+__device__ __forceinline__ void expand(const T* from, const float* scale_, const float* bias_, const T* weights, T* y,
                                       const Control* control, u32 pixels, u32 rows, float* partials, u32* counters,
-                                      const Norm& behind, const Site& site, u8* room) {
-    T* kept = (T*)(((u64)room + 1023) / 1024 * 1024); // the weights: 256 rows of 64
-    T* input = kept + 4 * TILE;                       // twice 64 rows of 64
-    T* product = input + 2 * TILE;                    // 64 rows of 256, with gaps
+                                      const Norm& behind, const Site& site, u8* smem) {
+    T* weights_smem = (T*)(((u64)smem + 1023) / 1024 * 1024); // 256 rows of 64
+    T* input = weights_smem + 4 * TILE;                       // two stages of 64 rows of 64
+    T* product = input + 2 * TILE;                            // 64 padded rows of 256
     Value value = value_of_thread(EXPANDED);
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows), tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
@@ -20,40 +20,40 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
         u32 r = tile * TILE_ROWS + row;
         return r < rows ? load(from, (u64)r * (REDUCED / 8) + group) : zeros();
     };
-    Raw here = load_reduced(blockIdx.x), ahead = load_reduced(blockIdx.x + gridDim.x);
+    Raw current = load_reduced(blockIdx.x), next = load_reduced(blockIdx.x + gridDim.x);
     for (u32 n = row; n < EXPANDED; n += 64)
-        copy_aside(piece(kept, EXPANDED, n, group), weights + n * REDUCED + group * 8, true);
+        cp_async16(swizzled(weights_smem, EXPANDED, n, group), weights + n * REDUCED + group * 8, true);
     float scale[8], bias[8];
     if (NORMED) {
         load_channels(scale_, group, scale);
         load_channels(bias_, group, bias);
     }
-    copies_done();
-    // A warpgroup makes 64 of the channels.
-    u32 quarter = warp / 4, turn = 0;
-    u64 input_now = matrix(input), kept_now = matrix(kept) + quarter * 64 * 64 / 8;
+    cp_async_wait_all();
+    // A warpgroup computes 64 of the 256 channels.
+    u32 quarter = warp / 4, stage = 0;
+    u64 input_desc = wgmma_descriptor(input), weights_desc = wgmma_descriptor(weights_smem) + quarter * 64 * 64 / 8;
     float s[16] = {};
-    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
-        Raw in = here;
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, stage ^= 1) {
+        Raw in = current;
         if (NORMED) {
             float v[8];
-            unpack(here, v);
+            unpack(current, v);
 #pragma unroll
-            for (int k = 0; k < 8; k++) v[k] = larger(fmaf(v[k], scale[k], bias[k]), 0.0f);
+            for (int k = 0; k < 8; k++) v[k] = max_nan(fmaf(v[k], scale[k], bias[k]), 0.0f);
             in = pack(v);
         }
-        store(piece(input + turn * TILE, TILE_ROWS, row, group), 0, in);
-        written_for_products();
-        here = ahead;
-        ahead = load_reduced(tile + 2 * gridDim.x);
+        store(swizzled(input + stage * TILE, TILE_ROWS, row, group), 0, in);
+        fence_proxy_async();
+        current = next;
+        next = load_reduced(tile + 2 * gridDim.x);
         __syncthreads();
         float c[32];
-        products_begin();
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < REDUCED; k += 16)
-            multiply_rows_by_64(c, input_now + (turn * TILE + k) / 8, kept_now + k / 8, k > 0);
-        products_end();
-        products_done<0>();
+            wgmma_m64n64k16_k_k(c, input_desc + (stage * TILE + k) / 8, weights_desc + k / 8, k > 0);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
         T* to = product + (warp % 4 * 16 + lane / 4) * PADDED_ROW(EXPANDED) + quarter * 64 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
         }
         __syncthreads();
 #pragma unroll
-        for (int i = 0; i < TURNS; i++) {
+        for (int i = 0; i < ROWS_PER_THREAD; i++) {
             u32 r = i * 16 + warp, at = tile * TILE_ROWS + r;
             Raw out = load(product + r * PADDED_ROW(EXPANDED), lane);
             if (at < rows) store(y, (u64)at * (EXPANDED / 8) + lane, out);
@@ -76,18 +76,18 @@ __device__ __forceinline__ void widen(const T* from, const float* scale_, const 
     finish_forward_in_block(behind, total, value, stat_rows(control, pixels, rows), true, (double*)product, nullptr);
 }
 
-// 32 x 16 threads. Dynamic shared memory: 1024 bytes to begin at a multiple of them, then as at the top of widen().
-#define WIDEN(NAME, NORMED)                                                                                          \
+// 32 x 16 threads. Dynamic shared memory: 1024 bytes for alignment, then the arrays at the top of expand().
+#define EXPAND(NAME, NORMED)                                                                                         \
     extern "C" __global__ void __launch_bounds__(512, 1)                                                              \
         NAME(const T* from, const float* before_scale, const float* before_bias, const T* weights, T* y,              \
              const Control* control, u32 pixels, u32 rows, float* partials, u32* counters, NORM_PARAMETERS,           \
              SITE_PARAMETERS) {                                                                                      \
-        enter();                                                                                                     \
-        DYNAMIC_SHARED(room);                                                                                        \
-        widen<NORMED>(from, before_scale, before_bias, weights, y, control, pixels, rows, partials, counters, NORM,   \
-                      SITE, room);                                                                                   \
+        pdl_wait();                                                                                                  \
+        DYNAMIC_SHARED(smem);                                                                                        \
+        expand<NORMED>(from, before_scale, before_bias, weights, y, control, pixels, rows, partials, counters, NORM,  \
+                      SITE, smem);                                                                                   \
     }
-WIDEN(bottleneck_forward, true)
-WIDEN(projection_forward, false)
+EXPAND(bottleneck_forward, true)
+EXPAND(projection_forward, false)
 
 #endif

@@ -1,16 +1,16 @@
-// Two sums a channel over the rows of an activation, in an order that depends on the shapes alone.
+// Two sums per channel over the rows of an activation, in an order that depends only on the shapes.
 //
-// A block is bx x by threads (bx a power of two up to 32): thread (x, y) owns the eight channels of group
-// blockIdx.y * bx + x and every row that its y meets, so that a warp reads whole lines and no index is divided.
-// Partial sums go from registers over the lanes of a warp and the warps of a block to scratch memory; the last
-// block to arrive adds them up in block order, in double precision.
+// A block has bx x by threads (bx: a power of two up to 32). Thread (x, y) owns the eight channels of group
+// blockIdx.y * bx + x and a grid stride of rows, so a warp reads whole cache lines and no index needs a division.
+// Sums are reduced over the lanes of a warp, over the warps of a block, and then in global memory: the last block to
+// finish adds all blocks' sums in block order, in double precision.
 
 // A thread's share of an activation: one group of channels, and every `step`th row.
 struct GridStride {
     u32 groups;   // of eight channels
-    u32 group;    // this thread's
-    bool active;  // whether it exists
-    u32 first, step; // rows
+    u32 group;    // this thread's group
+    bool active;  // whether this group exists
+    u32 first, step; // first row, and stride
 };
 __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32 parts) {
     GridStride w;
@@ -24,31 +24,31 @@ __device__ __forceinline__ GridStride rows_of_thread(u32 channels, u32 part, u32
 
 __device__ __forceinline__ u32 thread_in_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
-// The block's sums of 16 values a thread. `across` holds 16 * bx values for each warp. Thread t < 16 * bx gets
-// that of value t / bx of the threads with x = t % bx.
-__device__ __forceinline__ float block_sums(float (&v)[16], float* across) {
+// Sums 16 values per thread over the block. `scratch` holds 16 * bx values for each warp. Thread t < 16 * bx gets
+// the sum of value t / bx over the threads with x = t % bx.
+__device__ __forceinline__ float block_sums(float (&v)[16], float* scratch) {
     u32 bx = blockDim.x, t = thread_in_block(), lane = t % 32, warp = t / 32;
     for (u32 o = bx; o < 32; o *= 2)
 #pragma unroll
-        for (int k = 0; k < 16; k++) v[k] += from_lane_xor(v[k], o);
+        for (int k = 0; k < 16; k++) v[k] += shfl_xor(v[k], o);
     if (lane < bx)
 #pragma unroll
-        for (int k = 0; k < 16; k++) across[(warp * 16 + k) * bx + lane] = v[k];
+        for (int k = 0; k < 16; k++) scratch[(warp * 16 + k) * bx + lane] = v[k];
     __syncthreads();
     float sum = 0;
     u32 values = 16 * bx, warps = blockDim.x * blockDim.y / 32;
     if (t < values)
-        for (u32 w = 0; w < warps; w++) sum += across[w * values + t];
+        for (u32 w = 0; w < warps; w++) sum += scratch[w * values + t];
     return sum;
 }
 
-// Where value `u` of a block's 16 * bx lies when channels are in order: first those of the first sum.
+// The total that a thread finishes, of the block's 16 * bx: all channels of the first sum, then of the second.
 struct Value {
-    u32 which;    // 0 or 1
+    u32 which;    // 0: first sum, 1: second sum, above: none
     u32 channel;
     bool active;
-    u32 index;    // of [2, C]
-    u32 source;   // in block_sums' order
+    u32 index;    // in [2, C]
+    u32 source;   // the thread for which block_sums() returns this sum
 };
 __device__ __forceinline__ Value value_of_thread(u32 channels) {
     u32 bx = blockDim.x, u = thread_in_block(), local = u % (8 * bx);
@@ -61,23 +61,23 @@ __device__ __forceinline__ Value value_of_thread(u32 channels) {
     return v;
 }
 
-// Adds up what all blocks of a column (blockIdx.y) found. Only the last one to come continues (returns true), with
-// the total of value_of_thread() in `total`. `across` has room for 32 KB.
-__device__ __forceinline__ bool column_sums(float sum, const Value& value, float* across, float* partials,
+// Adds the sums of all blocks of a column (blockIdx.y). Returns true only in the last block to finish, with the
+// total of value_of_thread() in `total`. `scratch` has 32 KB.
+__device__ __forceinline__ bool column_sums(float sum, const Value& value, float* scratch, float* partials,
                                             u32* counters, double& total) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), threads = blockDim.x * blockDim.y;
     u32 blocks = gridDim.x, column = blockIdx.y;
     SHARED(u32, last, 1);
     if (blocks == 1) {
         __syncthreads();
-        if (t < values) across[t] = sum;
+        if (t < values) scratch[t] = sum;
         __syncthreads();
-        total = value.which < 2 ? across[value.source] : 0.0f;
+        total = value.which < 2 ? scratch[value.source] : 0.0f;
         __syncthreads();
         return true;
     }
-    float* mine = partials + (u64)column * blocks * values;
-    if (t < values) mine[(u64)blockIdx.x * values + t] = sum;
+    float* column_partials = partials + (u64)column * blocks * values;
+    if (t < values) column_partials[(u64)blockIdx.x * values + t] = sum;
     __threadfence();
     __syncthreads();
     if (t == 0) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
     __syncthreads();
     if (!last[0]) return false;
     __threadfence();
-    // Four values a load; part w of the threads takes blocks w, w + parts, ...
+    // Four values per load; part w of the threads adds blocks w, w + parts, ...
     u32 quads = values / 4, parts = threads / quads, quad = t % quads, part = t / quads;
     double s[4] = {0, 0, 0, 0};
     if (part < parts)
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
             for (int i = 0; i < 8; i++) {
                 v[i] = {0, 0, 0, 0};
                 if (b + i * parts < blocks)
-                    v[i] = load_shared_by_blocks((const float4*)(mine + (u64)(b + i * parts) * values) + quad);
+                    v[i] = ldcg((const float4*)(column_partials + (u64)(b + i * parts) * values) + quad);
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
                 s[3] += v[i].w;
             }
         }
-    double* part_sums = (double*)across;
+    double* part_sums = (double*)scratch;
     if (part < parts)
 #pragma unroll
         for (int i = 0; i < 4; i++) part_sums[part * values + quad * 4 + i] = s[i];
@@ -119,15 +119,15 @@ __device__ __forceinline__ bool column_sums(float sum, const Value& value, float
     return true;
 }
 
-// The same over the blocks of a cluster, which all get the totals. `slots` holds cluster_size() * 16 * bx values
-// and 16 * bx more. Call cluster_arrive() when the kernel starts.
+// Adds the sums of all blocks of a cluster; every block gets the totals. `slots` holds (cluster_size() + 1) * 16 * bx
+// values. The kernel must call cluster_arrive() at its start.
 __device__ __forceinline__ double cluster_sums(float sum, const Value& value, float* slots) {
     u32 values = 16 * blockDim.x, t = thread_in_block(), size = cluster_size(), rank = cluster_rank();
     float* result = slots + size * values;
     if (size > 1) {
-        cluster_wait(); // all blocks have started, so their shared memory is there
+        cluster_wait(); // all blocks have started: their shared memory exists
         if (t < values)
-            for (u32 r = 0; r < size; r++) store_in_cluster(slots + rank * values + t, r, sum);
+            for (u32 r = 0; r < size; r++) st_shared_cluster(slots + rank * values + t, r, sum);
         cluster_arrive();
         cluster_wait();
         double total = 0;

@@ -1,25 +1,25 @@
-// From decoded pictures to inputs of one size: each is made RGB where the crop needs it, turned upright, cropped, resized in
-// the fixed-point arithmetic of the host's scaler (as in gather.cu: vertical pass first, each pass rounded to a byte) and
-// mirrored.
+// Makes inputs of one size from decoded JPEG planes: converts the crop's pixels to RGB, rotates them upright, crops, resizes
+// with the host scaler's fixed-point arithmetic (as in gather.cu: vertical pass first, each pass rounded to a byte) and
+// mirrors.
 
 struct Cropping {
     Planes planes;
-    int column, row;             // in the stored picture: the upright pixel that the tables count from
+    int column, row;             // stored position of the upright pixel at the tables' origin
     int column_right, row_right; // from a pixel to the one on its right
     int column_down, row_down;   // from a pixel to the one below it
-    u32 first, span;             // columns that some output needs
-    u32 rows, row_taps, row_shift; // where the table begins, in ints of `tables`
+    u32 first, span;             // first upright column that an output needs, and number of such columns
+    u32 rows, row_taps, row_shift; // rows: the table's offset in `tables`
     u32 columns, column_taps, column_shift;
     u32 flip;
-    u32 to; // which of the outputs it becomes
+    u32 to; // index of the output
 };
 
-// Outputs are u8 [pictures, height, width, 3]. A block makes `band` rows (blockIdx.x) of one picture (blockIdx.y). Shared
-// memory: the band scaled vertically, band x span x 3 bytes.
+// Outputs are u8 [pictures, height, width, 3]. A block computes `band` rows (blockIdx.x) of one picture (blockIdx.y).
+// Dynamic shared memory: the vertically scaled band, band x span x 3 bytes.
 extern "C" __global__ void __launch_bounds__(256)
     crop(const Cropping* croppings, const int* tables, u8* outputs, u32 width, u32 height, u32 band) {
-    enter();
-    DYNAMIC_SHARED(room);
+    pdl_wait();
+    DYNAMIC_SHARED(smem);
     Cropping p = croppings[blockIdx.y];
     Taps rows = {tables + p.rows, p.row_taps, p.row_shift}, columns = {tables + p.columns, p.column_taps, p.column_shift};
     u32 first = blockIdx.x * band, end = min(first + band, height), wide = p.span * 3, row = width * 3;
@@ -36,14 +36,14 @@ extern "C" __global__ void __launch_bounds__(256)
             from_row += p.row_down;
         }
         u32 bytes = to_bytes(sum, rows.shift);
-        for (u32 c = 0; c < 3; c++) room[i * 3 + c] = (u8)(bytes >> 8 * c);
+        for (u32 c = 0; c < 3; c++) smem[i * 3 + c] = (u8)(bytes >> 8 * c);
     }
     __syncthreads();
     u8* to = outputs + ((u64)p.to * height + first) * row;
     for (u32 i = threadIdx.x; i < (end - first) * row; i += blockDim.x) {
         u32 y = i / row, value = i - y * row, x = value / 3;
         const int* w = columns.at(x);
-        const u8* from = room + y * wide + (w[0] - p.first) * 3 + value % 3;
+        const u8* from = smem + y * wide + (w[0] - p.first) * 3 + value % 3;
         int sum = 1 << (columns.shift - 1);
         for (int k = 0; k < w[1]; k++) sum += from[k * 3] * w[2 + k];
         u32 at = p.flip ? width - 1 - x : x;

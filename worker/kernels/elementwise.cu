@@ -1,23 +1,22 @@
-// Operations by themselves, where nothing fits to fuse them with: ReLU, addition, a linear layer's bias, max pooling of any
-// window, and the gradient of a global average pooling. Activations are [rows, channels] in T; `length` counts values, a
-// multiple of 8.
+// Operations that are not fused: ReLU, addition, a linear layer's bias, max pooling with any window, and the gradient of
+// global average pooling. Activations are [rows, channels] in T; `length` is a number of values, a multiple of 8.
 
 // y = max(x, 0); NaN stays NaN.
 extern "C" __global__ void __launch_bounds__(256) relu_forward(const T* x, T* y, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8];
         unpack(load(x, i), v);
 #pragma unroll
-        for (int k = 0; k < 8; k++) v[k] = larger(v[k], 0.0f);
+        for (int k = 0; k < 8; k++) v[k] = max_nan(v[k], 0.0f);
         store(y, i, pack(v));
     }
 }
 
 // dx = dy where the ReLU's output y is above 0, else 0.
 extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, const T* dy, T* dx, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8], g[8];
@@ -31,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, cons
 
 // sum = a + b.
 extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const T* b, T* sum, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8], w[8];
@@ -45,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const 
 
 // y += bias, float32 [channels].
 extern "C" __global__ void __launch_bounds__(256) add_bias(T* y, const float* bias, u32 rows, u32 channels) {
-    enter();
+    pdl_wait();
     u64 groups = channels / 8, all = rows * groups, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
         float v[8], b[8];
@@ -57,11 +56,11 @@ extern "C" __global__ void __launch_bounds__(256) add_bias(T* y, const float* bi
     }
 }
 
-// dbias [channels], float32: the sums of dy over rows, in an order that depends on the number of rows alone. A warp owns eight
-// channels. Padding's gradients are zeros.
+// dbias [channels], float32: the sums of dy over rows, in an order that depends only on the number of rows. A warp owns
+// eight channels. Padding rows of dy are zero.
 extern "C" __global__ void __launch_bounds__(128)
     bias_gradient(const T* dy, float* dbias, u32 rows, u32 channels, u32 accumulate) {
-    enter();
+    pdl_wait();
     u32 groups = channels / 8, group = blockIdx.x * blockDim.y + threadIdx.y;
     if (group >= groups) return;
     float s[8] = {};
@@ -73,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     for (u32 o = 16; o > 0; o /= 2)
 #pragma unroll
-        for (int k = 0; k < 8; k++) s[k] += from_lane_xor(s[k], o);
+        for (int k = 0; k < 8; k++) s[k] += shfl_xor(s[k], o);
     if (threadIdx.x != 0) return;
     float before[8] = {};
     if (accumulate) load_channels(dbias, group, before);
@@ -82,17 +81,17 @@ extern "C" __global__ void __launch_bounds__(128)
     store_channels(dbias, group, s);
 }
 
-// dx [pictures, pixels, channels]: each pixel gets its share of dy [pictures, channels].
+// dx [pictures, pixels, channels] = dy [pictures, channels] / pixels, for each pixel.
 extern "C" __global__ void __launch_bounds__(256)
     global_average_backward(const T* dy, T* dx, u32 pictures, u32 pixels, u32 channels) {
-    enter();
+    pdl_wait();
     u64 groups = channels / 8, all = (u64)pictures * pixels * groups, step = (u64)gridDim.x * blockDim.x;
-    float each = 1.0f / pixels;
+    float inv_pixels = 1.0f / pixels;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
         float g[8];
         unpack(load(dy, i / groups / pixels * groups + i % groups), g);
 #pragma unroll
-        for (int k = 0; k < 8; k++) g[k] *= each;
+        for (int k = 0; k < 8; k++) g[k] *= inv_pixels;
         store(dx, i, pack(g));
     }
 }
@@ -106,10 +105,10 @@ struct PlainPool {
 #define PLAIN_POOL \
     PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding }
 
-// y, and where given argmax: which place of its window each value came from, the first of equals. A NaN wins and stays.
+// y and, unless null, argmax: the window position a * kernel + b of each maximum, the first of equals. A NaN wins.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool(const T* x, T* y, u8* argmax, PLAIN_POOL_PARAMETERS) {
-    enter();
+    pdl_wait();
     PlainPool p = PLAIN_POOL;
     u64 groups = channels / 8, all = (u64)p.pictures * p.out_height * p.out_width * groups;
     u64 step = (u64)gridDim.x * blockDim.x;
@@ -145,10 +144,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// dx: each value gets the gradients of the windows that it won.
+// dx: each value gets the gradients of the windows whose maximum it was.
 extern "C" __global__ void __launch_bounds__(256)
     plain_max_pool_backward(const T* dy, const u8* argmax, T* dx, PLAIN_POOL_PARAMETERS) {
-    enter();
+    pdl_wait();
     PlainPool p = PLAIN_POOL;
     u64 groups = channels / 8, all = (u64)p.pictures * p.height * p.width * groups;
     u64 step = (u64)gridDim.x * blockDim.x;

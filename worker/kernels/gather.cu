@@ -1,24 +1,24 @@
-// From uint8 pictures to the network's input, on the GPU: random crop and flip at the picture's own size, bilinear
-// scaling to `side` in the fixed-point arithmetic of the host's scaler (vertical pass first, each pass rounded to a
-// byte), then a table from byte to normalised value. Channels are padded with zeros to PADDED (4 or 8).
+// Makes the network's input from uint8 pictures: random crop and flip at the picture's own size, bilinear scaling to
+// `side` with the host scaler's fixed-point arithmetic (vertical pass first, each pass rounded to a byte), then a table
+// lookup from byte to normalised value. Channels are padded with zeros to `padded` (4 or 8).
 //
-// Folded, for a 7x7 convolution with stride 2 and padding 3: 2x2 pixels of 4 channels become one of 16, with a
-// border of zeros of two such pixels before and one behind. The convolution is then a 4x4 one with stride 1 and
-// without padding, of a shape that tensor cores like.
+// Folding (space-to-depth), for a 7x7 convolution with stride 2 and padding 3: 2x2 pixels of 4 channels become one pixel
+// of 16 channels, with a zero border of two such pixels before and one behind. The convolution becomes a 4x4 one with
+// stride 1 and without padding, which tensor cores compute faster.
 
 struct Source {
     const u8* pictures; // [count, height, width, channels]
     u32 height, width, channels;
     u32 side;
     u32 crop_padding;
-    u32 mode; // 0: by the control block's index and augmentation parameters; 1: by its index, as they are; 2: in order, as they are
+    u32 mode; // 0: the control block's indices and augmentation; 1: its indices, no augmentation; 2: in order, no augmentation
 };
 #define SOURCE_PARAMETERS \
     const u8 *pictures, u32 height, u32 width, u32 channels, u32 side, u32 crop_padding, u32 mode
 #define SOURCE_ \
     Source { pictures, height, width, channels, side, crop_padding, mode }
 
-// Where picture `n` of the batch is and how it is cut.
+// The pixels and the crop window of picture `n` of the batch.
 struct Cut {
     const u8* pixels;
     int top, left; // of the window, from the picture's corner
@@ -31,7 +31,7 @@ struct Cut {
         left = s.mode == 0 ? (int)(params >> 15 & 0x7fff) - (int)s.crop_padding : 0;
         flip = params >> 30 & 1;
     }
-    // A pixel of the window, its channels from the lowest byte; black outside the picture.
+    // A pixel of the window, the first channel in the lowest byte; black outside the picture.
     __device__ __forceinline__ u32 pixel(const Source& s, int y, int x) const {
         int row = y + top, column = (flip ? (int)s.width - 1 - x : x) + left;
         if (row < 0 || row >= (int)s.height || column < 0 || column >= (int)s.width) return 0;
@@ -40,13 +40,13 @@ struct Cut {
     }
 };
 
-// Where pixel (y, x) of picture `n` goes, in pixels of `padded` channels.
+// Output index of pixel (y, x) of picture `n`, in pixels of `padded` channels.
 __device__ __forceinline__ u64 place_of(u32 n, u32 y, u32 x, u32 side, u32 folded) {
     if (!folded) return ((u64)n * side + y) * side + x;
     u32 all = side / 2 + 3;
     return (((u64)n * all + y / 2 + 2) * all + x / 2 + 2) * 4 + y % 2 * 2 + x % 2;
 }
-// A pixel's channels, normalised; of one channel the others are 0.
+// A pixel's normalised channels; for pictures with one channel, b and c are 0.
 struct Color {
     float a, b, c;
 };
@@ -70,7 +70,7 @@ __device__ __forceinline__ void put_color(T* to, u64 pixel, u32 padded, const Co
 __device__ __forceinline__ void put_pixel(T* to, u64 pixel, u32 padded, u32 channels, u32 bytes, const float* table) {
     put_color(to, pixel, padded, color_of(bytes, channels, table));
 }
-__device__ __forceinline__ void put_nothing(T* to, u64 pixel, u32 padded) {
+__device__ __forceinline__ void put_zeros(T* to, u64 pixel, u32 padded) {
 #if DTYPE == 0
     float4* q = (float4*)to + pixel * (padded / 4);
     q[0] = {0, 0, 0, 0};
@@ -82,39 +82,39 @@ __device__ __forceinline__ void put_nothing(T* to, u64 pixel, u32 padded) {
         ((uint4*)to)[pixel] = {0, 0, 0, 0};
 #endif
 }
-// What a pixel becomes: [channels][256] values, kept in shared memory.
-__device__ __forceinline__ void keep_table(const float* table, u32 channels, float* kept) {
-    for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) kept[i] = table[i];
+// Copies the normalisation table, [channels][256], to shared memory.
+__device__ __forceinline__ void load_table(const float* table, u32 channels, float* table_smem) {
+    for (u32 i = threadIdx.x; i < 256 * channels; i += blockDim.x) table_smem[i] = table[i];
 }
 
-// For pictures that have the input's size already. blockIdx.y is the picture; a thread takes every
-// gridDim.x * 256th pixel.
+// Without scaling, for pictures of the input's size. blockIdx.y is the picture; threads loop over its pixels in a
+// grid stride.
 extern "C" __global__ void __launch_bounds__(256)
     gather(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded, u32 folded) {
-    enter();
-    SHARED(float, kept, 768);
+    pdl_wait();
+    SHARED(float, table_smem, 768);
     Source s = SOURCE_;
     u32 n = blockIdx.y, pixels = side * side;
-    keep_table(table, channels, kept);
+    load_table(table, channels, table_smem);
     __syncthreads();
     bool real = !control || n < control->valid;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < pixels; i += gridDim.x * blockDim.x) {
         u64 at = place_of(n, i / side, i % side, side, folded);
         if (!real) {
-            put_nothing(to, at, padded);
+            put_zeros(to, at, padded);
             continue;
         }
         Cut cut(s, control, batch, n);
-        put_pixel(to, at, padded, channels, cut.pixel(s, i / side, i % side), kept);
+        put_pixel(to, at, padded, channels, cut.pixel(s, i / side, i % side), table_smem);
     }
 }
 
-// Weights of one output row or column: from `start`, `count` of them, then `taps` - of which the rest is zero.
-// A table has `side` entries of 2 + taps ints.
+// Resampling weights: `side` entries of 2 + taps ints, one per output row or column. An entry has the first source row
+// or column, the number of weights, and `taps` weights, padded with zeros.
 struct Taps {
     const int* table;
     u32 taps;
-    u32 shift; // precision
+    u32 shift; // fractional bits of the weights
     __device__ __forceinline__ const int* at(u32 i) const { return table + (u64)i * (2 + taps); }
 };
 
@@ -127,8 +127,8 @@ __device__ __forceinline__ u32 to_bytes(const int (&sum)[3], u32 shift) {
     return min(sum[0] >> shift, 255) | min(sum[1] >> shift, 255) << 8 | min(sum[2] >> shift, 255) << 16;
 }
 
-// Output rows first..end of one picture, scaled vertically: its source rows are read into `source`, the result is in `scaled`
-// (both rows of the picture's width). By the whole block, which may read `scaled` afterwards.
+// Scales output rows first..end of one picture vertically: loads source rows into `source`, stores the result in `scaled`;
+// rows of both have the picture's width. All threads of the block must call it, and may read `scaled` afterwards.
 __device__ __forceinline__ void scale_vertically(const Source& s, const Cut& cut, const Taps& rows, u32 first, u32 end,
                                                  u32* source, u32* scaled) {
     u32 t = threadIdx.x, threads = blockDim.x, width = s.width;
@@ -146,28 +146,28 @@ __device__ __forceinline__ void scale_vertically(const Source& s, const Cut& cut
     __syncthreads();
 }
 
-// With scaling. A block makes `band` output rows (blockIdx.x) of one picture (blockIdx.y). Shared memory: the
-// source rows that they need (source_rows x width pixels), then the band scaled vertically (band x width).
+// With scaling. A block computes `band` output rows (blockIdx.x) of one picture (blockIdx.y). Dynamic shared memory: the
+// source rows of these output rows (source_rows x width pixels), then the vertically scaled band (band x width).
 extern "C" __global__ void __launch_bounds__(256)
     gather_scaled(SOURCE_PARAMETERS, const Control* control, u32 batch, const float* table, T* to, u32 padded,
                   u32 folded, const int* row_table, u32 row_taps, u32 row_shift, const int* column_table, u32 column_taps,
                   u32 column_shift, u32 band, u32 source_rows) {
-    enter();
-    SHARED(float, kept, 768);
-    DYNAMIC_SHARED(room);
-    u32* source = (u32*)room;
+    pdl_wait();
+    SHARED(float, table_smem, 768);
+    DYNAMIC_SHARED(smem);
+    u32* source = (u32*)smem;
     u32* scaled = source + source_rows * width;
     Source s = SOURCE_;
     Taps rows = {row_table, row_taps, row_shift}, columns = {column_table, column_taps, column_shift};
     u32 n = blockIdx.y, t = threadIdx.x, threads = blockDim.x, first = blockIdx.x * band, end = min(first + band, side);
     if (control && n >= control->valid) {
         for (u32 i = first * side + t; i < end * side; i += threads)
-            put_nothing(to, place_of(n, i / side, i % side, side, folded), padded);
+            put_zeros(to, place_of(n, i / side, i % side, side, folded), padded);
         return;
     }
-    keep_table(table, channels, kept);
+    load_table(table, channels, table_smem);
     scale_vertically(s, Cut(s, control, batch, n), rows, first, end, source, scaled);
-    // A thread keeps its column, and with it its weights, over the band's rows.
+    // A thread keeps its column, and so the column's weights, for all rows of the band.
     u32 x = t % side, lane = t / side, lanes = threads / side;
     if (lanes == 0) lanes = 1;
     if (side <= threads && lane >= lanes) return;
@@ -182,16 +182,16 @@ extern "C" __global__ void __launch_bounds__(256)
             if (count > 1) add_weighted(row[1], w1, sum);
             if (count > 2) add_weighted(row[2], w2, sum);
             for (int k = 3; k < count; k++) add_weighted(row[k], w[2 + k], sum);
-            put_pixel(to, place_of(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), kept);
+            put_pixel(to, place_of(n, first + y, x, side, folded), padded, channels, to_bytes(sum, columns.shift), table_smem);
         }
     }
 }
 
-// float32 [pictures, pixels, channels] from the host, normalised already, to the padded input.
+// Copies normalised float32 pictures from the host, [pictures, pixels, channels], into the padded input.
 extern "C" __global__ void __launch_bounds__(256)
     pad_channels(const float* from, T* to, const Control* control, u32 pictures, u32 side, u32 channels, u32 padded,
                  u32 folded) {
-    enter();
+    pdl_wait();
     u32 valid = control ? min(control->valid, pictures) : pictures;
     u32 pixels = side * side;
     u64 all = (u64)pictures * pixels, real = (u64)valid * pixels;
@@ -214,9 +214,9 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// The border of a folded input: zeros. blockIdx.y is the picture; a thread writes eight values.
+// Zeros the border of a folded input. blockIdx.y is the picture; a thread writes eight values.
 extern "C" __global__ void __launch_bounds__(256) fold_border(T* to, u32 side) {
-    enter();
+    pdl_wait();
     u32 all = side / 2 + 3;
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < all * all * 2; i += gridDim.x * blockDim.x) {
         u32 y = i / 2 / all, x = i / 2 % all;
@@ -225,10 +225,10 @@ extern "C" __global__ void __launch_bounds__(256) fold_border(T* to, u32 side) {
     }
 }
 
-// Of a folded convolution's weights [out][4][4][16] the first row and column of the 8x8 window stand for nothing:
-// their gradients are zeros. One thread for eight values.
+// Zeros gradients of a folded convolution's weights [out][4][4][16]: those of the first row and column of the 8x8 window,
+// which do not exist in the 7x7 window. One thread per eight values.
 extern "C" __global__ void __launch_bounds__(256) fold_gradient(T* gradient, u32 groups) {
-    enter();
+    pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= groups) return;
     // Eight values are the two pixels of one row of a 2x2 block: four channels each.

@@ -1,6 +1,6 @@
-// What the language has no portable spelling for: conversions of half-precision numbers, accesses that other
-// GPUs and the host see, clusters. Everything else in these files is plain CUDA C++ without any header, because
-// a machine that runs the program need not have the toolkit's headers.
+// PTX instructions: half-precision conversions, memory accesses at system scope, cp.async, wgmma, clusters. All
+// other kernel code is CUDA C++ without headers, because the CUDA toolkit's headers may be absent on the machine
+// where NVRTC compiles the kernels.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -16,9 +16,9 @@ typedef unsigned long long u64;
 #define SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(16) u8 name[]
 
-// First statement of every kernel. Under programmatic launch it waits for the kernels before; without, nothing.
-// No kernel lets the next one begin early (griddepcontrol.launch_dependents): that may be one of cuDNN's.
-__device__ __forceinline__ void enter() {
+// First statement of every kernel. Under a programmatic dependent launch it waits for the preceding kernels to end.
+// No kernel executes griddepcontrol.launch_dependents, because the dependent kernel may be one of cuDNN's.
+__device__ __forceinline__ void pdl_wait() {
 #if HOPPER
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -45,97 +45,97 @@ __device__ __forceinline__ u32 bfloat_pair(float low, float high) {
     return pair;
 }
 
-// The larger one; NaN if either is, so that a diverged run shows.
-__device__ __forceinline__ float larger(float a, float b) {
+// max(a, b), or NaN if either argument is NaN, so that divergence is not hidden.
+__device__ __forceinline__ float max_nan(float a, float b) {
     float v;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
     return v;
 }
 
-__device__ __forceinline__ float from_lane_xor(float v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
-__device__ __forceinline__ u32 from_lane_xor(u32 v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
-__device__ __forceinline__ double from_lane_xor(double v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+__device__ __forceinline__ float shfl_xor(float v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+__device__ __forceinline__ u32 shfl_xor(u32 v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+__device__ __forceinline__ double shfl_xor(double v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 
-// Loads that skip this multiprocessor's cache: what other blocks wrote.
-__device__ __forceinline__ float4 load_shared_by_blocks(const float4* p) { return __ldcg(p); }
-__device__ __forceinline__ double load_shared_by_blocks(const double* p) { return __ldcg(p); }
-__device__ __forceinline__ u32 load_shared_by_blocks(const u32* p) { return __ldcg(p); }
+// ld.global.cg: reads values that other blocks wrote, past this multiprocessor's L1 cache.
+__device__ __forceinline__ float4 ldcg(const float4* p) { return __ldcg(p); }
+__device__ __forceinline__ double ldcg(const double* p) { return __ldcg(p); }
+__device__ __forceinline__ u32 ldcg(const u32* p) { return __ldcg(p); }
 
-// One 8-byte access that no other GPU and no host thread sees torn.
-__device__ __forceinline__ void store_system(u64* p, u64 v) {
+// Accesses at system scope: no other GPU and no host thread sees a torn value.
+__device__ __forceinline__ void st_relaxed_sys(u64* p, u64 v) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
-__device__ __forceinline__ u64 load_system(const u64* p) {
+__device__ __forceinline__ u64 ld_relaxed_sys(const u64* p) {
     u64 v;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
     return v;
 }
-__device__ __forceinline__ u32 load_system(const u32* p) {
+__device__ __forceinline__ u32 ld_relaxed_sys(const u32* p) {
     u32 v;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
-__device__ __forceinline__ void store_release_system(u32* p, u32 v) {
+__device__ __forceinline__ void st_release_sys(u32* p, u32 v) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-__device__ __forceinline__ u64 nanoseconds() {
+__device__ __forceinline__ u64 globaltimer() {
     u64 v;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(v));
     return v;
 }
 
-// 16 bytes from global to shared memory while the thread continues; zeros if not `real`.
-__device__ __forceinline__ void copy_aside(void* to, const void* from, bool real) {
+// Starts an asynchronous copy of 16 bytes from global to shared memory; writes zeros if not `real`.
+__device__ __forceinline__ void cp_async16(void* to, const void* from, bool real) {
     u32 at = (u32)__cvta_generic_to_shared(to), bytes = real ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(bytes) : "memory");
 }
-// Waits for this thread's copies; with a number, for all groups of them but so many of the newest.
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void copies_end() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int BUT> __device__ __forceinline__ void copies_done_but() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(BUT) : "memory");
+// cp_async_wait_group<N> waits for all of this thread's committed groups but the newest N.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> __device__ __forceinline__ void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// Warpgroups (four warps) multiply matrices of 64-value rows in shared memory, on sm_90 alone: PTX's wgmma, see "Shared
-// Memory Matrix Layout" in its manual. Such a matrix is made of tiles of 64 x 64 values from a multiple of 1024 bytes
-// on, a row 128 bytes, in which row r has its 16-byte pieces in the order i ^ r % 8. PTX calls that 128-byte swizzling;
-// a tile is "K-major" or "MN-major" as its rows run along the dimension that is summed over or not.
+// Warpgroup matrix multiplication (wgmma, sm_90a only); see "Shared Memory Matrix Layout" in the PTX manual. An operand
+// in shared memory consists of tiles of 64 x 64 values, each aligned to 1024 bytes, with rows of 128 bytes. Row r stores
+// its 16-byte chunk i at position i ^ r % 8 (128-byte swizzling). An operand is K-major if its rows run along the summed
+// dimension, else MN-major.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-#define WARPGROUPS 1
+#define HAS_WGMMA 1
 #if DTYPE == 2
-#define FORMAT "bf16"
+#define WGMMA_TYPE "bf16"
 #else
-#define FORMAT "f16"
+#define WGMMA_TYPE "f16"
 #endif
-// Where a matrix begins; `n` values further on is n / 8 more.
-__device__ __forceinline__ u64 matrix(const void* at) {
+// Descriptor of the operand at `at`. Adding n / 8 to a descriptor advances it by n values.
+__device__ __forceinline__ u64 wgmma_descriptor(const void* at) {
     u64 address = (u32)__cvta_generic_to_shared(at) & 0x3ffff;
     return address >> 4 | 1ull << 16 | (u64)(1024 >> 4) << 32 | 1ull << 62;
 }
-// What threads wrote to shared memory is seen by the multiplications that follow; before the barrier.
-__device__ __forceinline__ void written_for_products() {
+// Makes this thread's stores to shared memory visible to later wgmma instructions. Call it before the block's barrier.
+__device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits for all groups of products but the newest `BUT`.
-template <int BUT> __device__ __forceinline__ void products_done() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(BUT) : "memory");
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits for all committed wgmma groups but the newest `PENDING`.
+template <int PENDING> __device__ __forceinline__ void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// d (64 x 16, + its old value if `add`) = a (64 x 16, K-major) b (16 x 16, K-major). Begun, not done.
-__device__ __forceinline__ void multiply_rows(float (&d)[8], u64 a, u64 b, u32 add) {
+// Starts d (64 x 16) = a (64 x 16, K-major) b (16 x 16, K-major), plus the old d if `add`.
+__device__ __forceinline__ void wgmma_m64n16k16(float (&d)[8], u64 a, u64 b, u32 add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %10, 0; "
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." FORMAT "." FORMAT " {"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32." WGMMA_TYPE "." WGMMA_TYPE " {"
                  "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
                  : "l"(a), "l"(b), "r"(add));
 }
-// The same for d (64 x 64) = a (64 x 16) b (16 x 64); A and B: 0 K-major, 1 MN-major.
-#define WARPGROUP_PRODUCT(NAME, A, B)                                                                             \
+// Starts d (64 x 64) = a (64 x 16) b (16 x 64), plus the old d if `add`. A and B: 0 K-major, 1 MN-major.
+#define WGMMA_M64N64K16(NAME, A, B)                                                                               \
     __device__ __forceinline__ void NAME(float (&d)[32], u64 a, u64 b, u32 add) {                                  \
         asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; "                                                     \
-                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." FORMAT "." FORMAT " {"                         \
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPE "." WGMMA_TYPE " {"                 \
                      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                     \
                      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "           \
                      "%32, %33, p, 1, 1, " #A ", " #B ";}"                                                        \
@@ -146,13 +146,13 @@ __device__ __forceinline__ void multiply_rows(float (&d)[8], u64 a, u64 b, u32 a
                        "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])                \
                      : "l"(a), "l"(b), "r"(add));                                                                 \
     }
-WARPGROUP_PRODUCT(multiply_rows_by_64, 0, 0)
-WARPGROUP_PRODUCT(multiply_rows_by_columns, 0, 1)
-WARPGROUP_PRODUCT(multiply_columns, 1, 1)
+WGMMA_M64N64K16(wgmma_m64n64k16_k_k, 0, 0)
+WGMMA_M64N64K16(wgmma_m64n64k16_k_mn, 0, 1)
+WGMMA_M64N64K16(wgmma_m64n64k16_mn_mn, 1, 1)
 #endif
 
-// Clusters: blocks on neighbouring multiprocessors that reach each other's shared memory. Before sm_90 a kernel
-// is launched without, and each of its blocks is a cluster of one.
+// Thread block clusters, whose blocks access each other's shared memory. Before sm_90 a kernel is launched without
+// clusters, and each block counts as a cluster of one.
 __device__ __forceinline__ u32 cluster_size() {
 #if HOPPER
     u32 v;
@@ -181,8 +181,8 @@ __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-// Writes to the same place of shared memory as `at`, in block `rank` of the cluster.
-__device__ __forceinline__ void store_in_cluster(float* at, u32 rank, float v) {
+// Stores v at the address of `at` in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ void st_shared_cluster(float* at, u32 rank, float v) {
 #if HOPPER
     u32 here = (u32)__cvta_generic_to_shared(at), there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));

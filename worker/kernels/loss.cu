@@ -1,10 +1,10 @@
-// Softmax cross-entropy with label smoothing over logits + bias; its gradient; totals that last over batches.
+// Softmax cross-entropy with label smoothing over logits + bias, its gradient, and totals over batches.
 //
-// A mixed row's target lies on two labels, by lambda; a prediction is right that is the label with more of it.
+// A mixed row's target has two labels, weighted by lambda. A prediction is correct if it is the label with more weight.
 //
-// A block has LOSS_ROWS warps, each of which owns a row for the log-sum-exp. Then the block's threads own four classes
-// each and go through its rows, so that the bias's gradient is summed on the way. Partial sums meet in the last block, in
-// block order.
+// A block has LOSS_ROWS warps, each of which computes the log-sum-exp of one row. Then each thread of the block owns four
+// classes and loops over the block's rows, which also sums the gradient of the bias. The last block to finish adds the
+// partial sums of all blocks, in block order.
 
 struct Totals {
     double loss_sum;
@@ -38,15 +38,15 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 #endif
 }
 
-// `padded` classes a row, a multiple of 8; `dlogits` null: no gradients. A row whose loss is not finite has gradients
-// that are not either, so that every rank knows of it once they are added. With `accumulate`, totals and the bias's
-// gradient are added to. Gradients carry grad_scale of `control` and *loss_scale. `partials`: for each block a
-// loss (double) and a count (double), then `padded` floats.
+// A row has `padded` classes, a multiple of 8. If `dlogits` is null, no gradients are computed. A row with a non-finite
+// loss gets NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
+// gradient are added to. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
+// (double) and a count (double) per block, then `padded` floats per block.
 extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
                   float smoothing, const float* loss_scale, T* dlogits, float* dbias, Totals* totals, u32 accumulate,
                   double* partials, u32* counter) {
-    enter();
+    pdl_wait();
     SHARED(float, max_of_row, LOSS_ROWS);
     SHARED(float, log_of_row, LOSS_ROWS);
     SHARED(double, loss_of_row, LOSS_ROWS);
@@ -56,12 +56,12 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 valid = min(control->valid, pictures), row = blockIdx.x * LOSS_ROWS + warp;
     const u32* labels = indices(control) + 2 * (u64)pictures;
     const u32* others = labels + pictures;
-    // Without mixing the other label has nothing, and nothing is added anywhere.
+    // Without mixing, the other label's share is 0.
     bool mixed = control->mixed;
     float lambda = mixed ? control->lambda : 1.0f;
     float own_share = mixed ? (1.0f - smoothing) * lambda : 1.0f - smoothing;
     float other_share = mixed ? (1.0f - smoothing) * (1.0f - lambda) : 0.0f;
-    float even = smoothing / classes;
+    float smoothing_share = smoothing / classes;
     float* column_partials = (float*)(partials + 2 * (u64)gridDim.x);
     if (row < valid) {
         u64 start = (u64)row * padded;
@@ -78,43 +78,44 @@ extern "C" __global__ void __launch_bounds__(256)
                 }
         }
         for (u32 o = 16; o > 0; o /= 2) { // the first of equals
-            float other = from_lane_xor(best, o);
-            u32 place = from_lane_xor(where, o);
+            float other = shfl_xor(best, o);
+            u32 place = shfl_xor(where, o);
             if (other > best || other == best && place < where) {
                 best = other;
                 where = place;
             }
         }
-        float exps = 0, below = 0; // sums of exp(v - best) and best - v
+        float exp_sum = 0, gap_sum = 0; // sums of exp(v - best) and best - v
         for (u32 c = 4 * lane; c < classes; c += 128) {
             float v[4];
             load_logits(logits, bias, start + c, c, classes, v);
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 if (c + k < classes) {
-                    exps += expf(v[k] - best);
-                    below += best - v[k];
+                    exp_sum += expf(v[k] - best);
+                    gap_sum += best - v[k];
                 }
         }
         for (u32 o = 16; o > 0; o /= 2) {
-            exps += from_lane_xor(exps, o);
-            below += from_lane_xor(below, o);
+            exp_sum += shfl_xor(exp_sum, o);
+            gap_sum += shfl_xor(gap_sum, o);
         }
         if (lane == 0) {
             u32 label = min(labels[row], classes - 1);
-            float log_sum = logf(exps);
+            float log_sum = logf(exp_sum);
             double own = to_float(logits[start + label]) + bias[label];
             if (mixed) {
                 u32 other = min(others[row], classes - 1);
-                float its = to_float(logits[start + other]) + bias[other];
-                own = (double)lambda * own + (1.0 - lambda) * its;
+                float other_logit = to_float(logits[start + other]) + bias[other];
+                own = (double)lambda * own + (1.0 - lambda) * other_logit;
                 if (lambda < 0.5f) label = other;
             }
             max_of_row[warp] = best;
             log_of_row[warp] = log_sum;
-            loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) + (double)even * ((double)classes * log_sum + below);
-            // Where anything is no number, best need not be the label's: exps tells.
-            right_of_row[warp] = where == label && exps == exps;
+            loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) +
+                                (double)smoothing_share * ((double)classes * log_sum + gap_sum);
+            // With a NaN among the logits, best need not be the maximum: exp_sum is NaN then.
+            right_of_row[warp] = where == label && exp_sum == exp_sum;
         }
     } else if (lane == 0) {
         loss_of_row[warp] = 0;
@@ -133,14 +134,14 @@ extern "C" __global__ void __launch_bounds__(256)
                     float v[4];
                     load_logits(logits, bias, at, c, classes, v);
                     u32 label = labels[first + i], other = mixed ? others[first + i] : classes;
-                    float spoilt = loss_of_row[i] - loss_of_row[i] == 0 ? 0.0f : __uint_as_float(0x7fc00000u);
+                    float nan_if_not_finite = loss_of_row[i] - loss_of_row[i] == 0 ? 0.0f : __uint_as_float(0x7fc00000u);
 #pragma unroll
                     for (int k = 0; k < 4; k++)
                         if (c + k < classes) {
                             float p = expf(v[k] - max_of_row[i] - log_of_row[i]);
                             float target = c + k == label ? own_share : 0.0f;
                             if (c + k == other) target += other_share;
-                            d[k] = (p - even - target) * scale + spoilt;
+                            d[k] = (p - smoothing_share - target) * scale + nan_if_not_finite;
                             sum[k] += d[k];
                         }
                 }
@@ -167,15 +168,15 @@ extern "C" __global__ void __launch_bounds__(256)
     __syncthreads();
     if (!last[0]) return;
     __threadfence();
-    if (warp == 0) { // lanes take every 32nd block, then meet
+    if (warp == 0) { // each lane adds every 32nd block
         double loss = 0, right = 0;
         for (u32 b = lane; b < gridDim.x; b += 32) {
-            loss += load_shared_by_blocks(partials + 2 * b);
-            right += load_shared_by_blocks(partials + 2 * b + 1);
+            loss += ldcg(partials + 2 * b);
+            right += ldcg(partials + 2 * b + 1);
         }
         for (u32 o = 16; o > 0; o /= 2) {
-            loss += from_lane_xor(loss, o);
-            right += from_lane_xor(right, o);
+            loss += shfl_xor(loss, o);
+            right += shfl_xor(right, o);
         }
         if (lane == 0) {
             totals->loss_sum = (accumulate ? totals->loss_sum : 0.0) + loss;
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 v[i] = {0, 0, 0, 0};
-                if (b + i < gridDim.x) v[i] = load_shared_by_blocks((const float4*)(column_partials + (u64)(b + i) * padded + c));
+                if (b + i < gridDim.x) v[i] = ldcg((const float4*)(column_partials + (u64)(b + i) * padded + c));
             }
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -210,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // logits + bias as float32 [pictures, classes], without the padding.
 extern "C" __global__ void biased_logits(const T* logits, const float* bias, float* to, u32 pictures, u32 classes,
                                          u32 padded) {
-    enter();
+    pdl_wait();
     u32 c = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
     if (c < classes) to[(u64)row * classes + c] = to_float(logits[(u64)row * padded + c]) + bias[c];
 }

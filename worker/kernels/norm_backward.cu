@@ -1,6 +1,6 @@
 // Batch normalisation backward, through the ReLU and into the shortcut.
 //
-// With g the gradient before the ReLU's output was taken (the masked gradient of y), per channel:
+// Per channel, with g the gradient of the ReLU's input (the masked gradient of y):
 //   dbeta = sum g,  dgamma = inv_std sum g (x - mean),
 //   dx = scale g + slope x + offset,  slope = -scale inv_std^2 sum g (x - mean) / rows,
 //   offset = -scale sum g / rows - slope mean.
@@ -8,11 +8,11 @@
 // Where the gradient of y comes from.
 #define DIRECT 0  // dy
 #define ADDED 1   // dy + more
-#define POOLED 2  // one row of dy a picture, divided by its pixels: global average pooling
-// Which of y the ReLU let through.
+#define POOLED 2  // global average pooling: one row of dy per picture, divided by the picture's pixels
+// How a kernel knows which values passed the ReLU.
 #define ALL 0
 #define RECOMPUTE 1 // x * scale + bias > 0
-#define BITS 2      // as the forward pass noted
+#define BITS 2      // from the forward pass's mask
 
 struct Incoming {
     const T *dy, *more;
@@ -20,7 +20,7 @@ struct Incoming {
     u32 pixels;
 };
 
-// g of one row and group of channels as float32.
+// The values from which g of one row and group of channels is computed. gradient() sets v = x and g, in float32.
 template <int MASK, int SOURCE> struct Loaded {
     Raw x, dy, more;
     u8 bits;
@@ -35,13 +35,13 @@ template <int MASK, int SOURCE> struct Loaded {
         if (SOURCE == ADDED) more = ::load(in.more, at);
         if (MASK == BITS) bits = in.mask[at];
     }
-    __device__ __forceinline__ void nothing() {
+    __device__ __forceinline__ void clear() {
         x = zeros();
         dy = zeros();
         if (SOURCE == ADDED) more = zeros();
         bits = 0;
     }
-    __device__ __forceinline__ void gradient(const float (&scale)[8], const float (&bias)[8], float each,
+    __device__ __forceinline__ void gradient(const float (&scale)[8], const float (&bias)[8], float pool_scale,
                                              float (&v)[8], float (&g)[8]) const {
         unpack(x, v);
         unpack(dy, g);
@@ -50,7 +50,7 @@ template <int MASK, int SOURCE> struct Loaded {
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             if (SOURCE == ADDED) g[k] += m[k];
-            if (SOURCE == POOLED) g[k] *= each;
+            if (SOURCE == POOLED) g[k] *= pool_scale;
             if (MASK == RECOMPUTE) g[k] = fmaf(v[k], scale[k], bias[k]) > 0 ? g[k] : 0.0f;
             if (MASK == BITS) g[k] = (bits >> k & 1) ? g[k] : 0.0f;
         }
@@ -58,9 +58,9 @@ template <int MASK, int SOURCE> struct Loaded {
 };
 
 struct Backward {
-    const float *mean, *inv_std, *scale, *bias; // [C], of the forward pass
+    const float *mean, *inv_std, *scale, *bias; // [C], from the forward pass
     float *dgamma, *dbeta;                      // [C], this rank's sums
-    u32 accumulate;                             // whether those are added to
+    u32 accumulate;                             // whether dgamma and dbeta are added to
     float *slope, *offset;                      // [C]
 };
 #define BACKWARD_PARAMETERS                                                                                   \
@@ -69,7 +69,7 @@ struct Backward {
 #define BACKWARD \
     Backward { mean, inv_std, scale, bias, dgamma, dbeta, accumulate, slope, offset }
 
-// The trained parameters' gradients: of this rank alone, so before any exchange.
+// Gradients of gamma and beta. They are sums over this rank's rows only: call this before reduce_over_ranks().
 __device__ __forceinline__ void parameter_gradients(const Backward& b, double total, const Value& value) {
     if (!value.active) return;
     u32 c = value.channel;
@@ -86,9 +86,9 @@ __device__ __forceinline__ void finish_backward_in_block(const Backward& b, doub
     __syncthreads();
     if (value.which == 0 && value.active) {
         u32 c = value.channel;
-        double each = count > 0 ? 1.0 / count : 0.0, scale = b.scale[c], inv_std = b.inv_std[c];
-        double slope = -scale * inv_std * inv_std * pairs[t + half] * each;
-        double offset = -scale * pairs[t] * each - slope * b.mean[c];
+        double inv_count = count > 0 ? 1.0 / count : 0.0, scale = b.scale[c], inv_std = b.inv_std[c];
+        double slope = -scale * inv_std * inv_std * pairs[t + half] * inv_count;
+        double offset = -scale * pairs[t] * inv_count - slope * b.mean[c];
         if (write) {
             b.slope[c] = (float)slope;
             b.offset[c] = (float)offset;
@@ -113,27 +113,27 @@ template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T* dz, const Backward& b, const GridStride& w,
                                               u32 valid, u32 rows, float (&s)[16]) {
     if (!w.active) return;
-    float mean[8], scale[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float mean[8], scale[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(b.mean, w.group, mean);
     if (MASK == RECOMPUTE) {
         load_channels(b.scale, w.group, scale);
         load_channels(b.bias, w.group, bias);
     }
     constexpr int U = IN_FLIGHT;
-    u32 end = dz ? rows : valid; // padding's dz is written as zeros
+    u32 end = dz ? rows : valid; // padding rows of dz get zeros
     for (u32 r = w.first; r < end; r += U * w.step) {
         Loaded<MASK, SOURCE> row[U];
 #pragma unroll
         for (int i = 0; i < U; i++) {
-            row[i].nothing();
+            row[i].clear();
             if (r + i * w.step < valid) row[i].fetch(x, in, r + i * w.step, w.groups, w.group);
         }
 #pragma unroll
         for (int i = 0; i < U; i++) {
             float v[8], g[8];
-            row[i].gradient(scale, bias, each, v, g);
+            row[i].gradient(scale, bias, pool_scale, v, g);
             if (dz && r + i * w.step < end) {
-                // What is written is what is summed, so that sums and dx agree.
+                // Sum the rounded values that are stored, so that sums and dx agree.
                 Raw out = pack(g);
                 unpack(out, g);
                 store(dz, (u64)(r + i * w.step) * w.groups + w.group, out);
@@ -144,18 +144,18 @@ __device__ __forceinline__ void backward_sums(const T* x, const Incoming& in, T*
     }
 }
 
-// Sums of g and g (x - mean) a channel, then what `mode` says. dz (may be dy's memory, or null) gets g.
+// Sums of g and g (x - mean) per channel, reduced as `mode` says (Site). Stores g to dz, which may be null or alias dy.
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* dz, const Control* control, u32 pixels,
                                             u32 rows, u32 channels, float* partials, u32* counters, const Backward& b,
-                                            const Site& site, float* across, double* pairs) {
+                                            const Site& site, float* scratch, double* pairs) {
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     Value value = value_of_thread(channels);
     u32 number = next_exchange(site, value.active, value.index);
     float s[16] = {};
     backward_sums<MASK, SOURCE>(x, in, dz, b, w, valid_rows(control, pixels, rows), rows, s);
     double total;
-    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
     parameter_gradients(b, total, value);
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
@@ -165,11 +165,11 @@ __device__ __forceinline__ void sums_kernel(const T* x, const Incoming& in, T* d
     extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
         NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, const Control* control, u32 pixels,      \
              u32 rows, u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {         \
-        enter();                                                                                                    \
-        SHARED(float, across, 16 * 512);                                                                            \
+        pdl_wait();                                                                                                 \
+        SHARED(float, scratch, 16 * 512);                                                                           \
         SHARED(double, pairs, 512);                                                                                 \
         sums_kernel<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, control, pixels, rows, channels, partials, \
-                                  counters, BACKWARD, SITE, across, pairs);                                         \
+                                  counters, BACKWARD, SITE, scratch, pairs);                                        \
     }
 SUMS(norm_backward_sums_all, ALL, DIRECT)
 SUMS(norm_backward_sums_recompute, RECOMPUTE, DIRECT)
@@ -178,11 +178,11 @@ SUMS(norm_backward_sums_bits, BITS, DIRECT)
 SUMS(norm_backward_sums_bits_added, BITS, ADDED)
 SUMS(norm_backward_sums_bits_pooled, BITS, POOLED)
 
-// The rest of backward's first pass from sums that exist already, after an all-reduce.
+// Finishes backward's first pass from all-reduced sums.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_finish(const float* totals, const Control* control, u32 pixels, u32 rows, u32 channels,
                          BACKWARD_PARAMETERS, SITE_PARAMETERS) {
-    enter();
+    pdl_wait();
     SHARED(double, pairs, 512);
     Value value = value_of_thread(channels);
     Site site = SITE;
@@ -203,7 +203,7 @@ struct Slopes {
     }
 };
 
-// dx = scale g + slope x + offset; 0 for padding. dx may be dy's memory.
+// dx = scale g + slope x + offset, 0 in padding rows. dx may alias dy.
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, const float* scale, const float* bias_,
                                                const float* slope, const float* offset, T* dx, u32 valid, u32 rows,
@@ -211,7 +211,7 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
     Slopes f;
-    float bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(scale, w.group, f.scale);
     load_channels(slope, w.group, f.slope);
     load_channels(offset, w.group, f.offset);
@@ -229,7 +229,7 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
             Raw out = zeros();
             if (at < valid) {
                 float v[8], g[8];
-                row[i].gradient(f.scale, bias, each, v, g);
+                row[i].gradient(f.scale, bias, pool_scale, v, g);
                 out = f(v, g);
             }
             store(dx, (u64)at * w.groups + w.group, out);
@@ -242,7 +242,7 @@ __device__ __forceinline__ void backward_apply(const T* x, const Incoming& in, c
         NAME(const T* x, const T* dy, const T* more, const u8* mask, const float* scale, const float* bias,      \
              const float* slope, const float* offset, T* dx, const Control* control, u32 pixels, u32 rows,       \
              u32 channels) {                                                                                    \
-        enter();                                                                                                \
+        pdl_wait();                                                                                             \
         backward_apply<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, scale, bias, slope, offset, dx,        \
                                      valid_rows(control, pixels, rows), rows, channels);                        \
     }
@@ -257,7 +257,7 @@ BACKWARD_APPLY(norm_backward_apply_bits_pooled, BITS, POOLED)
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T* dz, T* dx, const Control* control,
                                                u32 pixels, u32 rows, u32 channels, const Backward& b, const Site& site,
-                                               float* across, float* slots, double* pairs, float* coefficients) {
+                                               float* scratch, float* slots, double* pairs, float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
     GridStride w = rows_of_thread(channels, part, parts);
@@ -265,9 +265,9 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
     u32 number = next_exchange(site, value.active, value.index);
     u32 valid = valid_rows(control, pixels, rows);
     constexpr int U = IN_FLIGHT;
-    float s[16] = {}, mean[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float s[16] = {}, mean[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     Slopes f;
-    Raw x_kept[U], g_kept[U]; // of the first rows
+    Raw x_kept[U], g_kept[U]; // the first rows
     u32 end = w.active ? (dz ? rows : valid) : 0;
     if (w.active) {
         load_channels(b.mean, w.group, mean);
@@ -278,33 +278,33 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
         Loaded<MASK, SOURCE> row[U];
 #pragma unroll
         for (int i = 0; i < U; i++) {
-            row[i].nothing();
+            row[i].clear();
             if (w.active && w.first + i * w.step < valid) row[i].fetch(x, in, w.first + i * w.step, w.groups, w.group);
         }
 #pragma unroll
         for (int i = 0; i < U; i++) {
             float v[8], g[8];
-            row[i].gradient(f.scale, bias, each, v, g);
+            row[i].gradient(f.scale, bias, pool_scale, v, g);
             x_kept[i] = row[i].x;
             g_kept[i] = pack(g);
-            unpack(g_kept[i], g); // what is kept is what is summed
+            unpack(g_kept[i], g); // sum the rounded values
             if (dz && w.first + i * w.step < end) store(dz, (u64)(w.first + i * w.step) * w.groups + w.group, g_kept[i]);
             if (w.active) add_gradient(v, g, mean, s);
         }
     }
-    // The rest, fewer at a time: the kept rows hold their registers.
+    // The other rows, fewer at a time: the first rows occupy registers.
     constexpr int V = U / 2;
     for (u32 first = w.first + U * w.step; first < end; first += V * w.step) {
         Loaded<MASK, SOURCE> row[V];
 #pragma unroll
         for (int i = 0; i < V; i++) {
-            row[i].nothing();
+            row[i].clear();
             if (first + i * w.step < valid) row[i].fetch(x, in, first + i * w.step, w.groups, w.group);
         }
 #pragma unroll
         for (int i = 0; i < V; i++) {
             float v[8], g[8];
-            row[i].gradient(f.scale, bias, each, v, g);
+            row[i].gradient(f.scale, bias, pool_scale, v, g);
             if (dz && first + i * w.step < end) {
                 Raw out = pack(g);
                 unpack(out, g);
@@ -313,7 +313,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
             add_gradient(v, g, mean, s);
         }
     }
-    double total = cluster_sums(block_sums(s, across), value, slots);
+    double total = cluster_sums(block_sums(s, scratch), value, slots);
     bool leader = part == 0;
     if (leader) parameter_gradients(b, total, value);
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
@@ -337,7 +337,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
         for (int i = 0; i < V; i++) {
             u32 at = first + i * w.step;
             if (at >= valid) continue;
-            row[i].nothing();
+            row[i].clear();
             if (dz) {
                 row[i].x = load(x, (u64)at * w.groups + w.group);
                 row[i].dy = load(dz, (u64)at * w.groups + w.group);
@@ -356,7 +356,7 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
                     unpack(row[i].x, v);
                     unpack(row[i].dy, g);
                 } else {
-                    row[i].gradient(f.scale, bias, each, v, g);
+                    row[i].gradient(f.scale, bias, pool_scale, v, g);
                 }
                 out = f(v, g);
             }
@@ -369,13 +369,13 @@ __device__ __forceinline__ void backward_small(const T* x, const Incoming& in, T
     extern "C" __global__ void __launch_bounds__(512, 1)                                                             \
         NAME(const T* x, const T* dy, const T* more, const u8* mask, T* dz, T* dx, const Control* control,           \
              u32 pixels, u32 rows, u32 channels, BACKWARD_PARAMETERS, SITE_PARAMETERS) {                             \
-        enter();                                                                                                    \
-        SHARED(float, across, 16 * 16 * SMALL_GROUPS);                                                              \
+        pdl_wait();                                                                                                 \
+        SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                             \
         SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                                \
         SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                   \
         SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                             \
         backward_small<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, dz, dx, control, pixels, rows, channels,   \
-                                     BACKWARD, SITE, across, slots, pairs, coefficients);                           \
+                                     BACKWARD, SITE, scratch, slots, pairs, coefficients);                          \
     }
 BACKWARD_SMALL(norm_backward_small_all, ALL, DIRECT)
 BACKWARD_SMALL(norm_backward_small_recompute, RECOMPUTE, DIRECT)

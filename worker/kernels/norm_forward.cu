@@ -1,11 +1,11 @@
-// Batch normalisation forward: statistics, their use as a scale and a bias a channel, and the pass that applies
-// them together with the addition of the shortcut and the ReLU.
+// Batch normalisation forward: statistics, scale and bias of each channel, and the pass that applies scale and bias,
+// adds the shortcut and applies the ReLU.
 
-// One value a channel each, float32.
+// Per-channel float32 arrays.
 struct Norm {
     const float *gamma, *beta;
-    float *running_mean, *running_var; // null: left alone
-    float *mean, *inv_std;             // of this pass, for backward
+    float *running_mean, *running_var; // null: not updated
+    float *mean, *inv_std;             // of this batch, for backward
     float *scale, *bias;               // y = scale x + bias
 };
 #define NORM_PARAMETERS                                                                                       \
@@ -14,12 +14,12 @@ struct Norm {
 #define NORM \
     Norm { gamma, beta, running_mean, running_var, mean, inv_std, scale, bias }
 
-// From the sums of x and x * x of channel `c` over `count` rows. Writes what lasts if `write`.
+// Scale and bias of channel `c` from its sums of x and x * x over `count` rows. Stores Norm's results only if `write`.
 __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum, double square, double count,
                                                bool write, float& scale, float& bias) {
-    double each = count > 0 ? 1.0 / count : 0.0;
-    double mean = sum * each, var = square * each - mean * mean;
-    if (var < 0) var = 0; // not by max(): a NaN stays
+    double inv_count = count > 0 ? 1.0 / count : 0.0;
+    double mean = sum * inv_count, var = square * inv_count - mean * mean;
+    if (var < 0) var = 0; // unlike max(), this keeps a NaN
     float inv_std = 1.0f / sqrtf((float)(var + EPSILON));
     scale = n.gamma[c] * inv_std;
     bias = (float)(n.beta[c] - mean * scale);
@@ -28,7 +28,7 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     n.bias[c] = bias;
     n.mean[c] = (float)mean;
     n.inv_std[c] = inv_std;
-    // A float16 step that is not finite is skipped as a whole, its statistics too.
+    // A float16 step with non-finite values is skipped, including its running statistics.
     if (n.running_mean && count > 0 && (DTYPE != 1 || var - var == 0)) {
         double unbias = count / (count > 2 ? count - 1.0 : 1.0);
         n.running_mean[c] = (1.0f - MOMENTUM) * n.running_mean[c] + MOMENTUM * (float)mean;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void finish_forward(const Norm& n, u32 c, double sum,
     }
 }
 
-// Totals a value -> results a channel; `pairs` holds one value a thread (at least 16 * bx).
+// finish_forward() for the block's channels. `pairs` holds one total per thread (at least 16 * bx).
 __device__ __forceinline__ void finish_forward_in_block(const Norm& n, double total, const Value& value, double count,
                                                         bool write, double* pairs, float* coefficients) {
     u32 t = thread_in_block(), half = 8 * blockDim.x;
@@ -62,12 +62,12 @@ __device__ __forceinline__ void add_statistics(const Raw& raw, float (&s)[16]) {
     }
 }
 
-// Sums of x and x * x a channel over the real pictures' rows, then what `mode` says.
+// Sums of x and x * x per channel over the rows of real pictures, reduced as `mode` says (Site).
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_statistics(const T* x, const Control* control, u32 pixels, u32 rows, u32 channels, float* partials,
                     u32* counters, NORM_PARAMETERS, SITE_PARAMETERS) {
-    enter();
-    SHARED(float, across, 16 * 512);
+    pdl_wait();
+    SHARED(float, scratch, 16 * 512);
     SHARED(double, pairs, 512);
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     Value value = value_of_thread(channels);
@@ -88,16 +88,16 @@ extern "C" __global__ void __launch_bounds__(512, 1)
             for (int i = 0; i < U; i++) add_statistics(raw[i], s);
         }
     double total;
-    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// The same from sums that exist: after an all-reduce, or from a convolution that took them along.
+// Finishes norm_statistics from sums that an all-reduce or a convolution's epilogue produced.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_finish(const float* sum, const float* square, const Control* control, u32 pixels, u32 rows, u32 channels,
                 NORM_PARAMETERS, SITE_PARAMETERS) {
-    enter();
+    pdl_wait();
     SHARED(double, pairs, 512);
     Value value = value_of_thread(channels);
     Site site = SITE;
@@ -107,10 +107,10 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     finish_forward_in_block(NORM, total, value, stat_rows(control, pixels, rows), true, pairs, nullptr);
 }
 
-// Scale and bias from the running statistics, for inference. One thread a channel.
+// Scale and bias from the running statistics, for inference. One thread per channel.
 extern "C" __global__ void norm_fold(const float* gamma, const float* beta, const float* running_mean,
                                      const float* running_var, float* scale, float* bias, u32 channels) {
-    enter();
+    pdl_wait();
     u32 c = blockIdx.x * blockDim.x + threadIdx.x;
     if (c >= channels) return;
     float s = gamma[c] / sqrtf((float)(running_var[c] + EPSILON));
@@ -118,11 +118,11 @@ extern "C" __global__ void norm_fold(const float* gamma, const float* beta, cons
     bias[c] = (float)(beta[c] - (double)running_mean[c] * s);
 }
 
-// What is done to eight values of a row. ADD: 0 nothing, 1 the shortcut, 2 the shortcut through its own scale
-// and bias (the batch norm of a projection).
+// Applies a batch norm to eight values of a row. ADD: 0 adds nothing, 1 the shortcut, 2 the shortcut after its own
+// scale and bias (the batch norm of a projection).
 template <int ADD> struct Apply {
     float scale[8], bias[8], shortcut_scale[8], shortcut_bias[8];
-    float floor; // 0 for ReLU, else below everything
+    float floor; // 0 for ReLU, else minus infinity
 
     __device__ __forceinline__ u32 operator()(const Raw& x, const Raw& shortcut, Raw& y) const {
         float v[8], s[8];
@@ -134,7 +134,7 @@ template <int ADD> struct Apply {
             v[k] = fmaf(v[k], scale[k], bias[k]);
             if (ADD == 1) v[k] += s[k];
             if (ADD == 2) v[k] += fmaf(s[k], shortcut_scale[k], shortcut_bias[k]);
-            v[k] = larger(v[k], floor);
+            v[k] = max_nan(v[k], floor);
             positive |= v[k] > 0 ? 1u << k : 0u;
         }
         y = pack(v);
@@ -144,7 +144,7 @@ template <int ADD> struct Apply {
 
 __device__ __forceinline__ float floor_of(u32 relu) { return relu ? 0.0f : __uint_as_float(0xff800000u); }
 
-// y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] tells y > 0 of channel 8 group + k.
+// y = [relu](x * scale + bias [+ shortcut]); mask: bit k of byte [row, group] is y > 0 of channel 8 * group + k.
 template <int ADD>
 __device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, const T* x, const T* shortcut, T* y, u8* mask,
                                       u32 rows) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void apply(const Apply<ADD>& f, const GridStride& w, 
     extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3)                                         \
         NAME(const T* x, const float* scale, const float* bias, const T* shortcut, const float* shortcut_scale, \
              const float* shortcut_bias, T* y, u8* mask, u32 relu, u32 rows, u32 channels) {                    \
-        enter();                                                                                               \
+        pdl_wait();                                                                                            \
         GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);                                                        \
         if (!w.active) return;                                                                                 \
         Apply<ADD> f;                                                                                          \
@@ -191,13 +191,13 @@ APPLY(norm_apply, 0)
 APPLY(norm_apply_add, 1)
 APPLY(norm_apply_add_norm, 2)
 
-// norm_finish and norm_apply in one: every block works out scale and bias of its channels from the sums.
+// norm_finish and norm_apply in one kernel: every block computes its channels' scale and bias from the sums.
 #define FINISH_APPLY(NAME, ADD)                                                                                \
     extern "C" __global__ void __launch_bounds__(256, ADD == 2 ? 2 : 3)                                         \
         NAME(const T* x, const float* sum, const float* square, const T* shortcut, const float* shortcut_scale, \
              const float* shortcut_bias, T* y, u8* mask, u32 relu, const Control* control, u32 pixels, u32 rows, \
              u32 channels, NORM_PARAMETERS) {                                                                   \
-        enter();                                                                                               \
+        pdl_wait();                                                                                            \
         SHARED(float, coefficients, 512);                                                                      \
         u32 t = thread_in_block(), half = 8 * blockDim.x, c = blockIdx.y * half + t;                            \
         if (t < half && c < channels)                                                                          \
@@ -220,16 +220,16 @@ FINISH_APPLY(norm_finish_apply, 0)
 FINISH_APPLY(norm_finish_apply_add, 1)
 FINISH_APPLY(norm_finish_apply_add_norm, 2)
 
-// Statistics and application in one launch, for activations small enough: a cluster owns 8 * bx channels, its
-// blocks share the rows, and the first rows of each thread stay in registers. blockIdx.x counts blocks of a
-// cluster. No block waits for a block of another cluster of this GPU; with mode 2 a cluster waits for the same
-// cluster of the other ranks, so all clusters must be resident at once, which the launcher's limit on the grid
-// (fewer blocks than multiprocessors, with room for a concurrent collective) sees to.
+// Statistics and application in one launch, for small activations. A cluster owns 8 * bx channels; its blocks
+// (blockIdx.x) divide the rows, and each thread keeps its first rows in registers. No block waits for another
+// cluster of this GPU. In mode 2 a cluster waits for the same cluster of the other ranks, so all clusters must be
+// resident at once: the launcher limits the grid to fewer blocks than multiprocessors and leaves room for a
+// concurrent collective.
 template <int ADD>
 __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, const float* shortcut_scale,
                                               const float* shortcut_bias, T* y, u8* mask, u32 relu,
                                               const Control* control, u32 pixels, u32 rows, u32 channels, const Norm& n,
-                                              const Site& site, float* across, float* slots, double* pairs,
+                                              const Site& site, float* scratch, float* slots, double* pairs,
                                               float* coefficients) {
     cluster_arrive();
     u32 part = cluster_rank(), parts = cluster_size();
@@ -263,7 +263,7 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
 #pragma unroll
             for (int i = 0; i < U; i++) add_statistics(next[i], s);
         }
-    double total = cluster_sums(block_sums(s, across), value, slots);
+    double total = cluster_sums(block_sums(s, scratch), value, slots);
     bool leader = part == 0;
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, leader)) return;
     finish_forward_in_block(n, total, value, stat_rows(control, pixels, rows), leader, pairs, coefficients);
@@ -306,13 +306,13 @@ __device__ __forceinline__ void forward_small(const T* x, const T* shortcut, con
         NAME(const T* x, const T* shortcut, const float* shortcut_scale, const float* shortcut_bias, T* y, u8* mask, \
              u32 relu, const Control* control, u32 pixels, u32 rows, u32 channels, NORM_PARAMETERS,                 \
              SITE_PARAMETERS) {                                                                                    \
-        enter();                                                                                                   \
-        SHARED(float, across, 16 * 16 * SMALL_GROUPS);                                                             \
+        pdl_wait();                                                                                                \
+        SHARED(float, scratch, 16 * 16 * SMALL_GROUPS);                                                            \
         SHARED(float, slots, 9 * 16 * SMALL_GROUPS);                                                               \
         SHARED(double, pairs, 16 * SMALL_GROUPS);                                                                  \
         SHARED(float, coefficients, 16 * SMALL_GROUPS);                                                            \
         forward_small<ADD>(x, shortcut, shortcut_scale, shortcut_bias, y, mask, relu, control, pixels, rows,        \
-                           channels, NORM, SITE, across, slots, pairs, coefficients);                              \
+                           channels, NORM, SITE, scratch, slots, pairs, coefficients);                             \
     }
 FORWARD_SMALL(norm_forward_small, 0)
 FORWARD_SMALL(norm_forward_small_add, 1)

@@ -1,13 +1,13 @@
-// The backward pass of a batch norm that normalises with its running statistics in training, too: mean and variance do not
-// depend on x, so dx = scale g, and the parameters have no gradients.
+// Backward of a frozen batch norm, which normalises with its running statistics during training: mean and variance do not
+// depend on x, so dx = scale g, and gamma and beta have no gradients.
 
-// dz (or null) gets g, dx scale g; both are 0 for padding. dx may be x's memory.
+// dz = g (unless dz is null) and dx = scale g; both are 0 in padding rows. dx may alias x.
 template <int MASK, int SOURCE>
 __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, const float* scale_, const float* bias_,
                                                 T* dz, T* dx, u32 valid, u32 rows, u32 channels) {
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
-    float scale[8], bias[8], each = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
+    float scale[8], bias[8], pool_scale = SOURCE == POOLED ? 1.0f / in.pixels : 1.0f;
     load_channels(scale_, w.group, scale);
     if (MASK == RECOMPUTE) load_channels(bias_, w.group, bias);
     constexpr int U = IN_FLIGHT;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, 
             Raw before = zeros(), out = zeros();
             if (at < valid) {
                 float v[8], g[8];
-                row[i].gradient(scale, bias, each, v, g);
+                row[i].gradient(scale, bias, pool_scale, v, g);
                 before = pack(g);
 #pragma unroll
                 for (int k = 0; k < 8; k++) g[k] *= scale[k];
@@ -39,7 +39,7 @@ __device__ __forceinline__ void backward_frozen(const T* x, const Incoming& in, 
     extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
         NAME(const T* x, const T* dy, const T* more, const u8* mask, const float* scale, const float* bias,      \
              T* dz, T* dx, const Control* control, u32 pixels, u32 rows, u32 channels) {                         \
-        enter();                                                                                                \
+        pdl_wait();                                                                                             \
         backward_frozen<MASK, SOURCE>(x, Incoming{dy, more, mask, pixels}, scale, bias, dz, dx,                  \
                                       valid_rows(control, pixels, rows), rows, channels);                       \
     }

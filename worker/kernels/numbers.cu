@@ -1,4 +1,4 @@
-// The activations' number format (compiled once for each) and how eight neighbouring channels travel.
+// The activations' number format T (all kernels are compiled once per format), and accesses to groups of eight channels.
 
 #if DTYPE == 0 // float32
 typedef float T;
@@ -66,7 +66,7 @@ __device__ __forceinline__ float to_float(T v) { return low(v); }
 __device__ __forceinline__ T from_float(float v) { return (T)(pair(v, 0.0f) & 0xffffu); }
 #endif
 
-// Eight values a channel, float32.
+// Per-channel float32 values of one group of eight channels.
 __device__ __forceinline__ void load_channels(const float* p, u64 group, float (&v)[8]) {
     const float4* q = (const float4*)p + group * 2;
     float4 a = q[0], b = q[1];
@@ -85,25 +85,25 @@ __device__ __forceinline__ void store_channels(float* p, u64 group, const float 
     q[1] = {v[4], v[5], v[6], v[7]};
 }
 
-// What changes from step to step, in device memory: a captured graph reads it on every replay.
+// A step's inputs, in device memory: a captured graph reads them at every replay.
 struct Control {
-    u32 valid; // real pictures of this rank's micro-batch; the rest is padding
-    u32 mixed; // whether pictures are mixed with others
-    float stat_pictures; // pictures that batch norm's statistics are of
-    float grad_scale;    // 1 / pictures of the step over all ranks
+    u32 valid; // real pictures in this rank's micro-batch; the others are padding
+    u32 mixed; // whether mixup or cutmix applies
+    float stat_pictures; // number of pictures in batch norm's statistics
+    float grad_scale;    // 1 / (number of pictures in the step, on all ranks)
     float lr;
-    float lambda; // how much of a mixed picture is itself
-    u32 before_index, before_params; // of the picture that the first one is mixed with; see gather_mixed.cu
-    u32 cut_rows[2], cut_columns[2]; // cutmix: from and to, of what is the other picture's
-    // u32 index[pictures], params[pictures], label[pictures], label of the other picture[pictures] follow.
+    float lambda; // a mixed picture's own share
+    u32 before_index, before_params; // of the picture that is mixed into the first one; see gather_mixed.cu
+    u32 cut_rows[2], cut_columns[2]; // cutmix: start and end of the other picture's rectangle
+    // Followed by u32 index[pictures], params[pictures], label[pictures], other_label[pictures].
 };
 __device__ __forceinline__ const u32* indices(const Control* c) { return (const u32*)(c + 1); }
 
-// Rows of real pictures; all of them without a control block.
+// Number of rows of real pictures; all rows if there is no control block.
 __device__ __forceinline__ u32 valid_rows(const Control* control, u32 pixels, u32 rows) {
     return control ? min(rows, control->valid * pixels) : rows;
 }
-// Rows that statistics are of, over all ranks if they are synchronised.
+// Number of rows in the statistics: of all ranks if the statistics are synchronised.
 __device__ __forceinline__ double stat_rows(const Control* control, u32 pixels, u32 rows) {
     return control ? (double)control->stat_pictures * pixels : (double)rows;
 }

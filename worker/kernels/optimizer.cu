@@ -1,22 +1,22 @@
-// The update over flat buffers: a first part with the weights of convolutions and linear layers, whose gradients
-// are in the activations' format (or float32), and a second part with everything else, whose gradients are
-// float32. All gradients carry the loss scale.
+// Optimizer updates over flat buffers. The first part of a buffer holds the weights of convolutions and linear layers,
+// whose gradients are in the activations' format (or float32); the second part holds all other parameters, whose
+// gradients are float32. All gradients are multiplied by the loss scale.
 
-// Loss scale and what the latest step's gradients were like.
+// Loss scale, and the state of the latest step's gradients and update.
 struct Scaler {
     float scale;    // of the next step's loss
-    u32 good_steps; // finite ones since it last changed
-    u32 finite;     // the latest step's gradients
-    float norm;     // their L2 norm, without the scale
-    float inverse;  // 1 / the scale that they carry
-    u32 apply;      // whether the update runs
-    u32 updates;    // that have run, the latest step's included
-    u32 refused;    // whether the latest step's update found the weights held
-    u32 updating;   // from before an update looks whether they are held until its step is recorded
+    u32 good_steps; // consecutive finite steps since the scale changed
+    u32 finite;     // whether the latest step's gradients are finite
+    float norm;     // L2 norm of the latest step's gradients, without the loss scale
+    float inverse;  // 1 / the loss scale of the latest step's gradients
+    u32 apply;      // whether the latest step's update is applied
+    u32 updates;    // number of applied updates, including the latest step's
+    u32 refused;    // whether `held` was set when the latest step's update began
+    u32 updating;   // set before an update reads `held`, cleared when its step is recorded
     u32 pad;
-    const u32* held; // in the host's memory, which sets it: no update may begin any more
+    const u32* held; // in host memory; the host sets it to stop all further updates
 };
-static_assert(sizeof(Scaler) == 48, "as the host has it");
+static_assert(sizeof(Scaler) == 48, "must match the host's layout");
 #define GROWTH_STEPS 2000
 #define LARGEST_SCALE 16777216.0f // 2^24
 
@@ -40,9 +40,9 @@ struct Gradients {
 #define GRADIENTS \
     Gradients { first, second, first_length, length, in_float32 }
 
-// Sum over the block of one double a thread, in a fixed order; valid in thread 0.
+// Sum of one double per thread over the block, in a fixed order; valid in thread 0.
 __device__ __forceinline__ double block_sum(double v, double* warps) {
-    for (u32 o = 16; o > 0; o /= 2) v += from_lane_xor(v, o);
+    for (u32 o = 16; o > 0; o /= 2) v += shfl_xor(v, o);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
     __syncthreads();
     double sum = 0;
@@ -52,8 +52,8 @@ __device__ __forceinline__ double block_sum(double v, double* warps) {
     return sum;
 }
 
-// Sum of squares of all gradients: in the last block to end, which finds so in `counter`, thread 0 has it in `all`. Others get
-// false. `before` runs in thread 0 of each block before it says that it has ended.
+// Sum of squares of all gradients. Returns true only in thread 0 of the last block to finish (by `counter`), with the sum in
+// `all`. `before` runs in thread 0 of each block before the block is counted as finished.
 template <class Before>
 __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double* partials, u32* counter, Before before, double& all) {
     SHARED(double, warps, 16);
@@ -85,26 +85,26 @@ __device__ __forceinline__ bool square_sum_of(const Gradients& gradients, double
     if (!last[0]) return false;
     __threadfence();
     all = 0;
-    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += load_shared_by_blocks(partials + b);
+    for (u32 b = threadIdx.x; b < gridDim.x; b += blockDim.x) all += ldcg(partials + b);
     all = block_sum(all, warps);
     return threadIdx.x == 0;
 }
 
-// L2 norm of all gradients, whether they are finite, and the loss scale that follows. The update of a step whose
-// gradients are not is skipped. `dynamic`: the scale is halved then, and doubled after GROWTH_STEPS finite steps.
-// One thread looks whether the weights are held, for all kernels of the update: then the step changes nothing of this.
-// `others`: `count` sums of squares of gradients that are not among these.
+// L2 norm of all gradients, whether they are finite, and the next loss scale. Steps with non-finite gradients are not
+// applied. If `dynamic`, such a step halves the scale, and GROWTH_STEPS finite steps double it. One thread reads `held` for
+// all kernels of the update; a refused update leaves scale, norm and counts unchanged.
+// `others`: `count` further sums of squares, of gradients that are not in `gradients`.
 __device__ __forceinline__ void norm_of(const Gradients& gradients, const double* others, u32 count, Scaler* scaler, u32 dynamic,
                                         double* partials, u32* counter) {
-    bool asks = blockIdx.x == 0 && threadIdx.x == 0;
-    u32 held = asks && scaler->held ? load_system(scaler->held) : 0;
+    bool first_thread = blockIdx.x == 0 && threadIdx.x == 0;
+    u32 held = first_thread && scaler->held ? ld_relaxed_sys(scaler->held) : 0;
     auto refuse = [&] {
-        if (asks) scaler->refused = held;
+        if (first_thread) scaler->refused = held;
     };
     double all;
     if (!square_sum_of(gradients, partials, counter, refuse, all)) return;
     for (u32 i = 0; i < count; i++) all += others[i];
-    if (load_shared_by_blocks(&scaler->refused)) {
+    if (ldcg(&scaler->refused)) {
         scaler->apply = 0;
         scaler->updating = 0;
         return;
@@ -129,32 +129,32 @@ __device__ __forceinline__ void norm_of(const Gradients& gradients, const double
 
 extern "C" __global__ void __launch_bounds__(512)
     gradient_norm(GRADIENT_PARAMETERS, Scaler* scaler, u32 dynamic, double* partials, u32* counter) {
-    enter();
+    pdl_wait();
     norm_of(GRADIENTS, nullptr, 0, scaler, dynamic, partials, counter);
 }
 
-// Where ranks have parts of some parameters: with the sum of squares of each rank's part.
+// gradient_norm where ranks hold parts of some parameters: `others` has the sum of squares of each rank's parts.
 extern "C" __global__ void __launch_bounds__(512)
     gradient_norm_of_parts(GRADIENT_PARAMETERS, const double* others, u32 count, Scaler* scaler, u32 dynamic, double* partials,
                            u32* counter) {
-    enter();
+    pdl_wait();
     norm_of(GRADIENTS, others, count, scaler, dynamic, partials, counter);
 }
 
 // *to = the sum of squares of all gradients.
 extern "C" __global__ void __launch_bounds__(512)
     gradient_squares(GRADIENT_PARAMETERS, double* to, double* partials, u32* counter) {
-    enter();
+    pdl_wait();
     double all;
     if (square_sum_of(GRADIENTS, partials, counter, [] {}, all)) *to = all;
 }
 
-// (1 - rest) average + rest value, as the CPU engine's `sums::average`.
+// (1 - rest) average + rest value, computed as in the CPU engine's `sums::average`.
 __device__ __forceinline__ float averaged(float average, float value, float rest) {
     return rest < 0.5f ? average + rest * (value - average) : value - (value - average) * (1 - rest);
 }
 
-// Float32 weights and their copy in T, if there is one, of the first `copied` values.
+// Float32 weights and, unless null, a copy in T of the first `copied` weights.
 struct FlatWeights {
     float* weights;
     T* copy;
@@ -168,8 +168,8 @@ struct FlatWeights {
 };
 
 #if DTYPE == 2
-// Float32 weights as two planes of 16 bits: bfloat16, rounded to the nearest (halves away from zero), and the bits below, by which
-// the float32 number differs from it as a signed integer. The first plane is what is computed with, so there is no copy.
+// Float32 weights in two planes of 16 bits: `nearest`, rounded to the nearest bfloat16 (halves away from zero), and `rests`, the
+// signed integer difference between the float32 bits and `nearest`. Kernels compute with `nearest`, so no copy in T is needed.
 struct PlanarWeights {
     T* rests;
     T* nearest;
@@ -189,7 +189,7 @@ struct PlanarWeights {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             u32 a = __float_as_uint(w[2 * k]), b = __float_as_uint(w[2 * k + 1]);
-            // What is no number stays none.
+            // A NaN stays a NaN.
             h[k] = (a + (w[2 * k] == w[2 * k] ? 0x8000u : 0)) >> 16 | ((b + (w[2 * k + 1] == w[2 * k + 1] ? 0x8000u : 0)) & 0xffff0000u);
             l[k] = (a & 0xffffu) | b << 16;
         }
@@ -199,13 +199,13 @@ struct PlanarWeights {
 };
 #endif
 
-// A parameter's place in the flat buffers, ordered; lengths are multiples of 8.
+// A parameter's range in the flat buffers. Segments are sorted by offset; lengths are multiples of 8.
 struct Segment {
     u64 offset, length;
-    u32 adapted, pad; // whether its rate follows from its norms
+    u32 adapted, pad; // adapted: whether the rate is computed from norms
 };
 struct Rate {
-    float rate, decay; // times the step's learning rate; weight decay
+    float rate, decay; // factor of the step's learning rate; weight decay
 };
 
 // The last of `count` segments that begins at or before group `i` of eight values.
@@ -221,10 +221,10 @@ __device__ __forceinline__ u32 segment_of(const Segment* segments, u32 count, u6
     return from;
 }
 
-// Sums of squares of a segment's (blockIdx.y) weights and gradients, by NORM_PARTS blocks each.
+// Partial sums of squares of the weights and the gradients of segment blockIdx.y, one of each per block (NORM_PARTS).
 extern "C" __global__ void __launch_bounds__(256)
     lars_norms(const float* weights, GRADIENT_PARAMETERS, const Segment* segments, double* partials) {
-    enter();
+    pdl_wait();
     SHARED(double, warps, 8);
     Gradients gradients = GRADIENTS;
     Segment s = segments[blockIdx.y];
@@ -251,10 +251,10 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// Each segment's rate: trust |w| / (|g| + decay |w|), or 1 and no decay for what is not adapted. A thread a segment.
+// Each segment's rate: trust |w| / (|g| + decay |w|), or 1 without decay if not adapted. One thread per segment.
 extern "C" __global__ void lars_rates(const double* partials, const Segment* segments, u32 count, const Scaler* scaler,
                                       float trust, float decay, Rate* rates) {
-    enter();
+    pdl_wait();
     u32 i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     double weight = 0, gradient = 0;
@@ -262,19 +262,19 @@ extern "C" __global__ void lars_rates(const double* partials, const Segment* seg
         weight += partials[((u64)i * NORM_PARTS + p) * 2];
         gradient += partials[((u64)i * NORM_PARTS + p) * 2 + 1];
     }
-    double w = sqrt(weight), g = sqrt(gradient) * scaler->inverse, below = g + (double)decay * w;
+    double w = sqrt(weight), g = sqrt(gradient) * scaler->inverse, denominator = g + (double)decay * w;
     Rate r = {1.0f, 0.0f};
     if (segments[i].adapted) {
         r.decay = decay;
-        // A parameter that is all zeros could never leave zero at a rate of zero.
-        if (w > 0 && below > 0) r.rate = (float)(trust * w / below);
+        // With a rate of 0, a parameter that is all zeros could never change.
+        if (w > 0 && denominator > 0) r.rate = (float)(trust * w / denominator);
     }
     rates[i] = r;
 }
 
-// kind 0: v = m v + (g + d w), w -= lr v. 1, Nesterov: the same v, w -= lr (g + d w + m v). The first part's d and the
-// second's may differ.
-// 2, LARS: v = m v + lr rate (g + d w), w -= v, with the segment's rate and decay.
+// KIND 0: v = m v + (g + d w), w -= lr v. KIND 1, Nesterov: the same v, w -= lr (g + d w + m v). The two parts may have
+// different weight decays d.
+// KIND 2, LARS: v = m v + lr rate (g + d w), w -= v, with the segment's rate and decay.
 template <int KIND, class Weights>
 __device__ __forceinline__ void update(const Weights& weights, float* velocity, const Gradients& gradients, const Control* control,
                                        const Scaler* scaler, float momentum, float first_decay, float second_decay,
@@ -312,7 +312,7 @@ __device__ __forceinline__ void update(const Weights& weights, float* velocity, 
         NAME(float* weights, float* velocity, T* low_precision, GRADIENT_PARAMETERS, const Control* control,                \
              const Scaler* scaler, float momentum, float first_decay, float second_decay, const Segment* segments,   \
              const Rate* rates, u32 count) {                                                                                           \
-        enter();                                                                                                    \
+        pdl_wait();                                                                                                 \
         update<KIND>(FlatWeights{weights, low_precision, first_length}, velocity, GRADIENTS, control, scaler, momentum,    \
                      first_decay, second_decay, segments, rates, count);                                             \
     }
@@ -327,17 +327,17 @@ UPDATE(sgd_lars, 2)
         NAME(T* rests, float* velocity, T* nearest, GRADIENT_PARAMETERS, const Control* control, const Scaler* scaler, \
              float momentum, float first_decay, float second_decay, const Segment* segments, const Rate* rates,      \
              u32 count) {                                                                                           \
-        enter();                                                                                                    \
+        pdl_wait();                                                                                                 \
         update<KIND>(PlanarWeights{rests, nearest}, velocity, GRADIENTS, control, scaler, momentum, first_decay,      \
                      second_decay, segments, rates, count);                                                         \
     }
 UPDATE_PLANES(sgd_momentum_planes, 0)
 UPDATE_PLANES(sgd_nesterov_planes, 1)
 
-// As `average_values`, of weights in planes. `length` is a multiple of 8.
+// average_values for weights in planes. `length` is a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256)
     average_planes(float* average, const T* rests, const T* nearest, u64 length, float rest, const u32* finished, u32 steps) {
-    enter();
+    pdl_wait();
     if (*finished != steps) return;
     PlanarWeights weights = {(T*)rests, (T*)nearest};
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
@@ -351,9 +351,9 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// As `find_not_finite`, of the nearest bfloat16 of each weight, which is not finite where the weight is not.
+// find_not_finite for weights in planes: the nearest bfloat16 of a non-finite weight is not finite either.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const T* values, u64 length, u32* found) {
-    enter();
+    pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= to_float(values[i]) - to_float(values[i]) == 0;
@@ -361,9 +361,9 @@ extern "C" __global__ void __launch_bounds__(256) find_not_finite_nearest(const 
 }
 #endif
 
-// sum += gradient, or = if `overwrite`. A micro-batch's gradients into the step's, float32.
+// Adds a micro-batch's gradient to the step's float32 `sum`; stores it there if `overwrite`.
 extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* sum, const T* gradient, u64 length, u32 overwrite) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float s[8] = {}, g[8];
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(256) accumulate_gradients(float* su
 
 // to += more: two gradients of one activation.
 extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float a[8], b[8];
@@ -389,11 +389,11 @@ extern "C" __global__ void __launch_bounds__(256) add(T* to, const T* more, u64 
     }
 }
 
-// average = (1 - rest) average + rest values, as the CPU engine's `sums::average`. Nothing where not all of `steps` have finished: the weights are
-// held, and no average of the newest step.
+// average = (1 - rest) average + rest values, as in the CPU engine's `sums::average`. Does nothing unless exactly `steps` steps have
+// finished: the newest step's update was refused.
 extern "C" __global__ void __launch_bounds__(256)
     average_values(float* average, const float* values, u64 length, float rest, const u32* finished, u32 steps) {
-    enter();
+    pdl_wait();
     if (*finished != steps) return;
     u64 step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
@@ -403,16 +403,16 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // *found = 1 if any of `length` values is not finite.
 extern "C" __global__ void __launch_bounds__(256) find_not_finite(const float* values, u64 length, u32* found) {
-    enter();
+    pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x;
     bool finite = true;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) finite &= values[i] - values[i] == 0;
     if (!finite) *found = 1;
 }
 
-// Adds a checksum of `length` values to *sum: of the bits of each and of its place, so that a change of any one of them changes it.
+// Adds a checksum of `length` values to *sum. It hashes each value's bits and position, so changing any one value changes the sum.
 extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values, u64 length, u64* sum) {
-    enter();
+    pdl_wait();
     u64 step = (u64)gridDim.x * blockDim.x, own = 0;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
         u64 mixed = (i << 32 | values[i]) * 0x9e3779b97f4a7c15ull;
@@ -422,9 +422,9 @@ extern "C" __global__ void __launch_bounds__(256) add_checksum(const u32* values
     if (threadIdx.x % 32 == 0) atomicAdd(sum, own);
 }
 
-// float32 to the activations' format.
+// Converts float32 values to the activations' format.
 extern "C" __global__ void __launch_bounds__(256) to_low_precision(const float* from, T* to, u64 length) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float v[8];

@@ -1,15 +1,14 @@
-// RGB out of the planes of a JPEG picture, as the cores' decoder (zune-jpeg) makes it: chroma that is stored for two columns or
-// rows is enlarged with weights of three quarters and one quarter, rows first, each pass rounded to a byte; then BT.601 of
-// full range (JFIF) in 14 bits. At the picture's border the last sample stands for the one beyond it.
+// RGB from the planes of a JPEG picture, with the arithmetic of the CPU decoder (zune-jpeg). Subsampled chroma is upsampled
+// with weights 3/4 and 1/4, rows first, each pass rounded to a byte; at the border the last sample is repeated. Then follows
+// full-range BT.601 (JFIF) in 14-bit fixed point.
 
 struct Planes {
     const u8 *luma, *blue, *red;
     u32 luma_pitch, chroma_pitch; // bytes from a row to the next
     u32 chroma_width, chroma_height;
-    u32 half_columns, half_rows; // 1 where there is one sample of chroma for two of them
+    u32 half_columns, half_rows; // 1 if two columns (rows) share a chroma sample
 
-    // The sample of chroma that is next to a pixel, and the one on the pixel's other side. The same one where each pixel has
-    // its own.
+    // The nearest chroma sample and the one on the pixel's other side. Without subsampling, both are the pixel's own sample.
     struct Nearest {
         u32 first, second;
         __device__ __forceinline__ Nearest(u32 at, u32 halved, u32 samples) {
@@ -26,7 +25,7 @@ struct Planes {
     }
     static __device__ __forceinline__ u32 byte(int value) { return min(max(value >> 14, 0), 255); }
 
-    // A pixel of the picture as it is stored, red in the lowest byte.
+    // A pixel at coordinates of the stored picture, red in the lowest byte.
     __device__ __forceinline__ u32 pixel(u32 column, u32 row) const {
         Nearest columns(column, half_columns, chroma_width), rows(row, half_rows, chroma_height);
         int y = luma[(u64)row * luma_pitch + column] * 16384 + 8191;

@@ -1,18 +1,18 @@
-// Max pooling of 3 x 3 windows with stride 2 and padding 1, alone or with the batch norm and ReLU before it (the
-// stem, whose largest activation is then never written), and the mean over all pixels.
+// 3 x 3 max pooling with stride 2 and padding 1, fused with the batch norm and ReLU before it (the stem: its largest
+// activation is never stored), and global average pooling.
 //
-// A thread owns eight channels of one output column and goes down a strip of output rows, so that an input row
-// shared by two windows is read once. Which position of a window won is kept as one byte, ky * 3 + kx: the first of
-// equals, as in PyTorch.
+// A thread owns eight channels of one output column and walks down a strip of output rows, so that it reads an input
+// row shared by two windows once. The argmax of a window is one byte, ky * 3 + kx; the first of equal values wins, as
+// in PyTorch.
 
 struct Pool {
-    u32 pictures, height, width, out_height, out_width, strip; // strip: output rows
+    u32 pictures, height, width, out_height, out_width, strip; // strip: output rows per thread
 };
 #define POOL_PARAMETERS u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 strip
 #define POOL \
     Pool { pictures, height, width, out_height, out_width, strip }
 
-// One strip: `item` counts them with the column fastest.
+// Strip number `item`. Columns vary fastest, then a picture's strips, then pictures.
 struct Strip {
     u32 picture, column, first, end;
     __device__ __forceinline__ Strip(const Pool& p, u32 item) {
@@ -28,26 +28,26 @@ __device__ __forceinline__ u32 strips_of(const Pool& p) {
     return p.pictures * p.out_width * ((p.out_height + p.strip - 1) / p.strip);
 }
 
-// The largest values of the three pixels of one window row, after what is done to them.
+// Maxima over the three pixels of one window row; AFFINE: after batch norm and ReLU.
 template <bool AFFINE, bool ARGMAX> struct RowMax {
     float best[8];
     u32 argmax[8];
 
-    __device__ __forceinline__ void nothing() {
+    __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int k = 0; k < 8; k++) {
             best[k] = __uint_as_float(0xff800000u);
             argmax[k] = 0;
         }
     }
-    // A value wins if it is larger, or is no number: a diverged run shows.
+    // A value wins if it is larger or a NaN, so that divergence is not hidden.
     __device__ __forceinline__ void offer(int k, float v, u32 which) {
         if (ARGMAX) {
             bool wins = v > best[k] || v != v;
             best[k] = wins ? v : best[k];
             argmax[k] = wins ? which : argmax[k];
         } else {
-            best[k] = larger(best[k], v);
+            best[k] = max_nan(best[k], v);
         }
     }
     __device__ __forceinline__ void offer(const Raw (&raw)[3], bool left, bool right, const float (&scale)[8],
@@ -58,7 +58,7 @@ template <bool AFFINE, bool ARGMAX> struct RowMax {
             float v[8];
             unpack(raw[x], v);
 #pragma unroll
-            for (int k = 0; k < 8; k++) offer(k, AFFINE ? larger(fmaf(v[k], scale[k], bias[k]), 0.0f) : v[k], base + x);
+            for (int k = 0; k < 8; k++) offer(k, AFFINE ? max_nan(fmaf(v[k], scale[k], bias[k]), 0.0f) : v[k], base + x);
         }
     }
 };
@@ -84,8 +84,8 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
             raw[1] = load(x, at);
             if (right) raw[2] = load(x, at + w.groups);
         };
-        RowMax<AFFINE, ARGMAX> above; // of the row that the next window begins with
-        above.nothing();
+        RowMax<AFFINE, ARGMAX> above; // the next window's first row
+        above.clear();
         if (s.first > 0) {
             Raw raw[3];
             fetch(2 * s.first - 1, raw);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
             if (!last) fetch(2 * a + 1, below);
             RowMax<AFFINE, ARGMAX> window = above;
             window.offer(middle, left, right, scale, bias, 3);
-            above.nothing();
+            above.clear();
             if (!last) {
                 above.offer(below, left, right, scale, bias, 0);
 #pragma unroll
@@ -118,7 +118,7 @@ __device__ __forceinline__ void max_pool(const T* x, const float* scale_, const 
 #define MAX_POOL(NAME, AFFINE, ARGMAX)                                                                              \
     extern "C" __global__ void __launch_bounds__(256, 2)                                                         \
         NAME(const T* x, const float* scale, const float* bias, T* y, u8* argmax, POOL_PARAMETERS, u32 channels) { \
-        enter();                                                                                                \
+        pdl_wait();                                                                                             \
         max_pool<AFFINE, ARGMAX>(x, scale, bias, y, argmax, POOL, channels);                                          \
     }
 MAX_POOL(norm_max_pool, true, false)
@@ -140,11 +140,11 @@ __device__ __forceinline__ void add_where(const Window& w, u32 position, float (
     }
 }
 
-// Calls visit(row, column, g) for the up to four input pixels under each output of the strips: each input pixel
-// of a picture exactly once. `row` counts over pictures.
-template <typename Before, typename Visit>
+// Calls visit(pixel, x, g) exactly once for each input pixel: up to four for each output. `pixel` counts over all
+// pictures. `load_inputs` loads the x of the four pixels.
+template <typename LoadInputs, typename Visit>
 __device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool& p, const GridStride& w, u32 pictures,
-                                       Before before, Visit visit) {
+                                       LoadInputs load_inputs, Visit visit) {
     u32 strips = (p.out_height + p.strip - 1) / p.strip, items = pictures * p.out_width * strips;
     for (u32 item = w.first; item < items; item += w.step) {
         Strip s(p, item);
@@ -163,22 +163,22 @@ __device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool
             u32 y = 2 * a, x = 2 * b;
             bool down = y + 1 < p.height, right = x + 1 < p.width;
             u64 at = (u64)(s.picture * p.height + y) * p.width + x;
-            auto held = before(at, at + 1, at + p.width, at + p.width + 1, right, down, right && down);
+            auto inputs = load_inputs(at, at + 1, at + p.width, at + p.width + 1, right, down, right && down);
             fetch(a + 1, below);
             float g[8] = {};
             add_where(above[0], 4, g);
-            visit(at, held.x[0], g);
+            visit(at, inputs.x[0], g);
             if (right) {
                 float g[8] = {};
                 add_where(above[0], 5, g);
                 add_where(above[1], 3, g);
-                visit(at + 1, held.x[1], g);
+                visit(at + 1, inputs.x[1], g);
             }
             if (down) {
                 float g[8] = {};
                 add_where(above[0], 7, g);
                 add_where(below[0], 1, g);
-                visit(at + p.width, held.x[2], g);
+                visit(at + p.width, inputs.x[2], g);
             }
             if (right && down) {
                 float g[8] = {};
@@ -186,21 +186,21 @@ __device__ __forceinline__ void unpool(const T* dy, const u8* argmax, const Pool
                 add_where(above[1], 6, g);
                 add_where(below[0], 2, g);
                 add_where(below[1], 0, g);
-                visit(at + p.width + 1, held.x[3], g);
+                visit(at + p.width + 1, inputs.x[3], g);
             }
             above[0] = below[0];
             above[1] = below[1];
         }
     }
 }
-struct Four {
+struct Inputs {
     Raw x[4];
 };
-struct FetchFour {
+struct FetchInputs {
     const T* x;
     u32 groups, group;
-    __device__ __forceinline__ Four operator()(u64 a, u64 b, u64 c, u64 d, bool right, bool down, bool both) const {
-        Four f;
+    __device__ __forceinline__ Inputs operator()(u64 a, u64 b, u64 c, u64 d, bool right, bool down, bool both) const {
+        Inputs f;
         f.x[0] = load(x, a * groups + group);
         if (right) f.x[1] = load(x, b * groups + group);
         if (down) f.x[2] = load(x, c * groups + group);
@@ -217,12 +217,12 @@ __device__ __forceinline__ u32 valid_pictures(const Control* control, const Pool
     return control ? min(control->valid, p.pictures) : p.pictures;
 }
 
-// norm_backward_sums for an output that went through the ReLU and the max pooling: dy and argmax are the pooled ones.
+// norm_backward_sums for a batch norm before ReLU and max pooling. dy and argmax have the shape of the pooling's output.
 extern "C" __global__ void __launch_bounds__(512, 1)
     norm_backward_sums_max_pool(const T* x, const T* dy, const u8* argmax, const Control* control, POOL_PARAMETERS,
                                 u32 channels, float* partials, u32* counters, BACKWARD_PARAMETERS, SITE_PARAMETERS) {
-    enter();
-    SHARED(float, across, 16 * 512);
+    pdl_wait();
+    SHARED(float, scratch, 16 * 512);
     SHARED(double, pairs, 512);
     Pool p = POOL;
     Backward b = BACKWARD;
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         load_channels(b.mean, w.group, mean_);
         load_channels(b.scale, w.group, scale_);
         load_channels(b.bias, w.group, bias_);
-        unpool(dy, argmax, p, w, valid_pictures(control, p), FetchFour{x, w.groups, w.group},
+        unpool(dy, argmax, p, w, valid_pictures(control, p), FetchInputs{x, w.groups, w.group},
                [&](u64, const Raw& raw, float(&g)[8]) {
                    float v[8];
                    unpack(raw, v);
@@ -246,19 +246,19 @@ extern "C" __global__ void __launch_bounds__(512, 1)
                });
     }
     double total;
-    if (!column_sums(block_sums(s, across), value, across, partials, counters, total)) return;
+    if (!column_sums(block_sums(s, scratch), value, scratch, partials, counters, total)) return;
     parameter_gradients(b, total, value);
     if (!reduce_over_ranks(total, site, channels, value.active, value.index, number, true)) return;
     u32 pixels = height * width;
     finish_backward_in_block(b, total, value, stat_rows(control, pixels, pictures * pixels), true, pairs, nullptr);
 }
 
-// norm_backward_apply for the same.
+// norm_backward_apply for a batch norm before ReLU and max pooling.
 extern "C" __global__ void __launch_bounds__(256, 2)
     norm_backward_apply_max_pool(const T* x, const T* dy, const u8* argmax, const float* scale, const float* bias,
                                  const float* slope, const float* offset, T* dx, const Control* control,
                                  POOL_PARAMETERS, u32 channels) {
-    enter();
+    pdl_wait();
     Pool p = POOL;
     GridStride w = rows_of_thread(channels, blockIdx.x, gridDim.x);
     if (!w.active) return;
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     load_channels(offset, w.group, f.offset);
     load_channels(bias, w.group, bias_);
     u32 pictures_here = valid_pictures(control, p);
-    unpool(dy, argmax, p, w, pictures_here, FetchFour{x, w.groups, w.group},
+    unpool(dy, argmax, p, w, pictures_here, FetchInputs{x, w.groups, w.group},
            [&](u64 pixel, const Raw& raw, float(&g)[8]) {
                float v[8];
                unpack(raw, v);
@@ -280,11 +280,11 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     clear_padding(dx, p, w, pictures_here);
 }
 
-// Mean over the pixels of each picture. A warp owns bx groups of channels of one picture (blockIdx.x and
-// threadIdx.y count warps); its lanes share the pixels..
+// Mean over the pixels of each picture. A warp owns `group_lanes` groups of channels of one picture, and its lanes
+// divide the pixels; blockIdx.x and threadIdx.y number the warps.
 extern "C" __global__ void __launch_bounds__(256)
     global_average(const T* x, T* y, u32 pictures, u32 pixels, u32 channels, u32 group_lanes) {
-    enter();
+    pdl_wait();
     u32 groups = channels / 8, chunks = (groups + group_lanes - 1) / group_lanes;
     u32 warp = blockIdx.x * blockDim.y + threadIdx.y, picture = warp / chunks;
     if (picture >= pictures) return;
@@ -308,11 +308,11 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     for (u32 o = group_lanes; o < 32; o *= 2)
 #pragma unroll
-        for (int k = 0; k < 8; k++) s[k] += from_lane_xor(s[k], o);
+        for (int k = 0; k < 8; k++) s[k] += shfl_xor(s[k], o);
     if (threadIdx.x < group_lanes && active) {
-        float each = 1.0f / pixels;
+        float inv_pixels = 1.0f / pixels;
 #pragma unroll
-        for (int k = 0; k < 8; k++) s[k] *= each;
+        for (int k = 0; k < 8; k++) s[k] *= inv_pixels;
         store(y, (u64)picture * groups + group, pack(s));
     }
 }

@@ -51,7 +51,7 @@ __device__ __forceinline__ void join(ClassPart& a, const ClassPart& b) {
 // Joins those of a warp's lanes.
 __device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
     for (u32 o = 16; o > 0; o /= 2) {
-        ClassPart q = {from_lane_xor(p.best, o), from_lane_xor(p.where, o), from_lane_xor(p.exps, o), 0, from_lane_xor(p.sum, o)};
+        ClassPart q = {shfl_xor(p.best, o), shfl_xor(p.where, o), shfl_xor(p.exps, o), 0, shfl_xor(p.sum, o)};
         join(p, q);
     }
     return p;
@@ -60,7 +60,7 @@ __device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
 // Each chunk's classes of a row (blockIdx.y) in `pieces` pieces, a block a piece: parts [rows, gridDim.x].
 extern "C" __global__ void __launch_bounds__(256)
     class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 pieces, u32 classes) {
-    enter();
+    pdl_wait();
     SHARED(ClassPart, of_warp, 8);
     u32 row = blockIdx.y, rows = gridDim.y, number = blockIdx.x / pieces, piece = blockIdx.x % pieces;
     const T* from = logits + ((u64)number * rows + row) * chunk;
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(32)
     class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
                   u32 batch, u32 chunk, u32 classes, u32 first, ClassRecord* records) {
-    enter();
+    pdl_wait();
     u32 row = blockIdx.x, rows = gridDim.x, picture = row % batch;
     ClassPart p = no_classes();
     for (u32 i = threadIdx.x; i < count; i += 32) join(p, parts[(u64)row * count + i]);
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(32)
 extern "C" __global__ void __launch_bounds__(256)
     class_loss(const ClassRecord* records, const u32* controls, u32 words, u32 batch, u32 ranks, u32 rank, u32 classes,
                float smoothing, const float* loss_scale, ClassRow* rows, Totals* totals, u32 accumulate) {
-    enter();
+    pdl_wait();
     SHARED(double, warps, 8);
     u32 count = batch * ranks;
     double even = (double)smoothing / classes, loss = 0, right = 0;
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     class_gradient(T* logits, const float* bias, const ClassRow* rows, u32 count, u32 chunk, u32 classes, u32 first, float even,
                    float* dbias, u32 accumulate) {
-    enter();
+    pdl_wait();
     SHARED(float, sums, 8 * 256);
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.x * 32 + lane, c = blockIdx.y * chunk + group * 8;
     float s[8] = {};
@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(256)
 
 // to = the sum of `count` parts, `length` values each, a multiple of 8.
 extern "C" __global__ void __launch_bounds__(256) sum_parts(const T* parts, T* to, u64 length, u32 count) {
-    enter();
+    pdl_wait();
     u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
         float sum[8] = {};

@@ -1,43 +1,43 @@
-// The ends of a step: what the host says about it comes in, what it measured goes out, through rings in pinned
-// host memory, so that a replayed graph needs nothing from the host but its launch.
+// Start and end of a step. Inputs are read from a ring in pinned host memory, and results are written to another one, so
+// the host only has to launch the replayed graph.
 
-// Keeps what the forward pass will change, as the newest finished step has left it; of a step that follows one that was
-// refused that is kept already. All blocks but the first; each notes in a word of its own which step it has kept.
-__device__ __forceinline__ void keep(const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
+// Copies the running statistics, which the forward pass will change, as of the newest finished step; after a refused step
+// `kept` is up to date already. For all blocks but the first. Each block stores in `kept_of` the step that it has copied.
+__device__ __forceinline__ void copy_running(const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
     u32 block = blockIdx.x - 1, step = *finished;
     bool is_kept = kept_of[block] == step;
-    __syncthreads(); // every thread has read it
+    __syncthreads(); // every thread has read kept_of
     if (is_kept) return;
     for (u32 i = block * blockDim.x + threadIdx.x; i < length; i += (gridDim.x - 1) * blockDim.x) kept[i] = running[i];
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) kept_of[block] = step; // the host may read what is kept once it finds this
+    if (threadIdx.x == 0) kept_of[block] = step; // the host reads `kept` only after it has read this
 }
 
-// Copies the next slot of `words` u32 (a multiple of 4) of the ring to the control block, and tells the host through
-// `taken`, in pinned host memory, how many slots it may write over. One block; where a step begins, others keep `length`
-// float4 of running statistics meanwhile.
+// Copies the ring's next slot of `words` u32 (a multiple of 4) to the control block, and reports in `taken`, in pinned host
+// memory, how many slots the host may overwrite. The first block does this; at the start of a step, other blocks copy
+// `length` float4 of running statistics meanwhile.
 extern "C" __global__ void __launch_bounds__(1024)
     fetch(uint4* control, const uint4* ring, u32* counter, volatile u32* taken, u32 slots, u32 words,
           const float4* running, float4* kept, u32* kept_of, const u32* finished, u32 length) {
-    enter();
+    pdl_wait();
     if (blockIdx.x > 0) {
-        keep(running, kept, kept_of, finished, length);
+        copy_running(running, kept, kept_of, finished, length);
         return;
     }
     u32 count = *counter;
     const volatile u64* from = (const volatile u64*)(ring + (u64)(count % slots) * (words / 4));
     u64* to = (u64*)control;
     for (u32 i = threadIdx.x; i < words / 2; i += blockDim.x) to[i] = from[i];
-    __syncthreads(); // every thread has its words: what it stored came from them
+    __syncthreads(); // all loads from the ring have completed, because stores depended on them
     if (threadIdx.x == 0) *taken = *counter = count + 1;
 }
 
-// The GPU's clock in nanoseconds. `updating`, if there is one, is set: the update that follows looks whether the weights
-// are held only after the host can see this. One thread.
+// Stores the GPU's clock, in nanoseconds, in *at, and sets *updating unless null. The following update reads Scaler::held
+// only after the host can see *updating. One thread.
 extern "C" __global__ void stamp(u64* at, u32* updating) {
-    enter();
-    *at = nanoseconds();
+    pdl_wait();
+    *at = globaltimer();
     if (updating) *updating = 1;
 }
 
@@ -50,10 +50,10 @@ struct Result {
     u64 stamps[4];
 };
 
-// The step's result into the next slot of a ring in host memory; none of a step whose update was refused. One thread.
+// Writes the step's result to the next slot of a ring in host memory, unless the step's update was refused. One thread.
 extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const Totals* totals, Scaler* scaler,
                                   const u64* stamps) {
-    enter();
+    pdl_wait();
     if (scaler->refused) return;
     u32 count = *counter;
     volatile Result* r = ring + count % slots;
@@ -66,6 +66,6 @@ extern "C" __global__ void record(Result* ring, u32* counter, u32 slots, const T
     for (int i = 0; i < 4; i++) r->stamps[i] = stamps[i];
     *counter = count + 1;
     __threadfence_system();
-    store_release_system((u32*)&r->sequence, count + 1);
-    scaler->updating = 0; // the host may read weights and counter once it finds this
+    st_release_sys((u32*)&r->sequence, count + 1);
+    scaler->updating = 0; // the host reads weights and counter only after it has read this
 }

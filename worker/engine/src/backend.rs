@@ -1,5 +1,5 @@
-//! A backend: a kind of device, with the engine that computes on it and what else a rank on it needs. All of them are in the
-//! [`registry`](super::registry); nothing outside of a backend's own folder names one where any would do.
+//! A backend: a kind of device, its engine, and everything else that a rank on such a device needs. The
+//! [`registry`](super::registry) lists all backends; code that works with any backend names none.
 
 use super::{Engine, EngineConfig, EngineError, NamedTensors, plan::Plan};
 use crate::net::Network;
@@ -18,49 +18,49 @@ use std::{
     time::Duration,
 };
 
-/// Measures at each call: values by the names of [`lockstep_protocol::metric::NAMES`].
+/// Each call measures and returns (name, value) pairs, with names of [`lockstep_protocol::metric::NAMES`].
 pub type DeviceMetrics = Box<dyn FnMut() -> Vec<(&'static str, f32)> + Send>;
 
 /// A kind of device that ranks compute on.
 pub trait Backend: Debug + Sync {
-    /// `cpu`, `cuda`.
+    /// Name of the backend: `cpu`, `cuda`.
     fn name(&self) -> &'static str;
-    /// The places for ranks that this machine offers: one a device, with what a rank is given as `uuid`, or without one where
-    /// ranks share what there is. None where `selection` asks for others.
+    /// The slots that this machine offers: one per device, with the device's `uuid`, or slots without `uuid` if ranks share the
+    /// hardware. None if `selection` asks for another backend's devices.
     ///
     /// # Errors
-    /// `selection` names what there is not; a sentence.
+    /// `selection` names a device that does not exist; a sentence.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String>;
-    /// The device of this backend that a rank computes on, as its process numbers them: of a rank that its launcher has
-    /// given `given`, for a job that asks for `asked`. `None`: of another backend. The first in the registry that has one is
-    /// the rank's.
+    /// Ordinal, in the rank's process, of the device on which a rank computes, from the GPU that the launcher assigned (`given`)
+    /// and the device that the job requests (`asked`). `None`: the rank computes on another backend's device. The registry's
+    /// first backend with a device is used.
     fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32>;
-    /// What a rank is said to compute on until its engine says more: `CPU`, `GPU 1`.
+    /// Name of the device until an engine reports its own: `CPU`, `GPU 1`.
     fn device_name(&self, ordinal: i32) -> String;
-    /// What a rank arranges for its engine.
+    /// What a rank must provide for the engine.
     fn needs(&self) -> Needs;
-    /// The variables that a rank's process is started with, in addition to those that it inherits.
+    /// Environment variables of a rank's process, in addition to the inherited ones.
     ///
     /// # Errors
-    /// What they are about cannot be prepared on this machine.
+    /// Files to which the variables refer cannot be prepared on this machine.
     fn environment(&self, _given: Option<&RankGpu>) -> io::Result<Vec<(OsString, OsString)>> {
         Ok(Vec::new())
     }
-    /// Looks whether this process can use the backend in a group of `world_size` ranks, before they meet.
+    /// Checks, before the rendezvous, that this process can use the backend in a group of `world_size` ranks.
     ///
     /// # Errors
-    /// What is missing on this machine, and what to do; another attempt would fail as well.
+    /// A requirement is missing on this machine; the error says what to do. Another attempt would fail as well.
     fn preflight(&self, _world_size: u32) -> Result<(), String> {
         Ok(())
     }
-    /// What `local_ranks` ranks of a job need of this machine's `/dev/shm`.
+    /// The space in this machine's `/dev/shm` that `local_ranks` ranks of a job need.
     fn shared_memory(&self, _spec: &JobSpec, _local_ranks: usize) -> SharedMemory {
         SharedMemory::default()
     }
-    /// Looks whether the engine does what a job asks for.
+    /// Checks that the engine supports everything that a job requests.
     ///
     /// # Errors
-    /// What it does not do, and what to change in the job.
+    /// The engine does not support a request; the error says what to change in the job.
     fn check(&self, _spec: &JobSpec) -> Result<(), String> {
         Ok(())
     }
@@ -69,117 +69,117 @@ pub trait Backend: Debug + Sync {
     /// # Errors
     /// The initial tensors do not fit the network, or the device cannot be used.
     fn build(&self, args: BuildArgs<'_>) -> Result<Box<dyn Engine>, EngineError>;
-    /// Opens the decoder of JPEG files that a device has, next to an engine that computes in `precision`.
+    /// Opens a device's decoder of JPEG files, for use beside an engine that computes in `precision`.
     ///
     /// # Errors
-    /// There is none, or it does not make the pixels that cores make; a sentence.
+    /// The device has no decoder, or its pixels differ from those of the CPU decoder; a sentence.
     fn decoder(&self, _ordinal: i32, _precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
         Err("there is no decoder of JPEG files".into())
     }
-    /// Measures the metrics of the rank's device. `None` where there is nothing to report.
+    /// Starts to measure metrics of the rank's device. `None`: the backend has no device metrics.
     ///
     /// # Errors
-    /// The device cannot be watched; a sentence. Training does without.
+    /// The device's metrics cannot be read; a sentence. Training continues without them.
     fn device_metrics(&self, _given: Option<&RankGpu>) -> Result<Option<DeviceMetrics>, String> {
         Ok(None)
     }
-    /// This process is about to end, from any thread, while its devices may wait for other ranks.
+    /// Called, from any thread, before this process exits while its devices may wait for other ranks.
     fn about_to_exit(&self, _reason: &str) {}
-    /// Waits until the process's exit handlers may run; false: `limit` has passed, or they would wait for a device.
+    /// Waits, at most `limit`, until exit handlers may run. Returns false if the limit passed, or if handlers would wait for a device.
     fn may_run_exit_handlers(&self, _limit: Duration) -> bool {
         true
     }
 }
 
-/// Which of this machine's devices are wanted.
+/// Selects devices of this machine.
 #[derive(Debug, Clone, Copy)]
 pub struct Selection<'a> {
-    /// The kind that a job asks for.
+    /// The kind of device that a job requests.
     pub device: Device,
     /// The visible devices to use: numbers or names, separated by commas (`agent --gpus`).
     pub list: Option<&'a str>,
-    /// So many places on the CPU, whatever else there is (`agent --cpu-slots`).
+    /// Number of CPU slots to offer instead of other devices (`agent --cpu-slots`).
     pub cpu_slots: Option<u32>,
 }
 
 impl Default for Selection<'_> {
-    /// Whatever there is.
+    /// All devices.
     fn default() -> Self {
         Self { device: Device::Auto, list: None, cpu_slots: None }
     }
 }
 
-/// What a backend offers on this machine.
+/// The slots that a backend offers on this machine.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Devices {
     pub slots: Vec<Slot>,
-    /// Why there is nothing, where somebody might have expected it, and what to do; a sentence.
+    /// If a device seems to exist but cannot be used: why, and what to do; a sentence.
     pub hindrance: Option<String>,
 }
 
-/// Room in `/dev/shm`.
+/// Space in `/dev/shm`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SharedMemory {
     pub bytes: u64,
-    /// What takes it: `NCCL`.
+    /// The library that uses the space: `NCCL`.
     pub library: &'static str,
 }
 
-/// What a rank arranges for the engine of its backend.
+/// What a rank must provide for its backend's engine.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Needs {
-    /// Ranks of one machine share the host's memory in addition to their ring: weights and gradients are there.
+    /// Ranks of one machine have a shared memory segment for weights and gradients, in addition to their ring.
     pub shared_memory: bool,
-    /// Weights, gradients and what is kept for the backward pass are in the host's memory.
+    /// Weights, gradients and activations are in host memory.
     pub host_memory: bool,
-    /// Steps run behind the caller, and their collectives may wait for ever: a watchdog counts them.
+    /// Steps run asynchronously and their collectives may wait for ever, so a watchdog must count the steps.
     pub watchdog: bool,
-    /// The engine leaves the rank's threads to who prepares its data.
+    /// The data loader may use all of the rank's threads.
     pub leaves_threads: bool,
-    /// It computes in 16 bits, and `train.precision` chooses.
+    /// The engine computes in 16 bits if `train.precision` says so.
     pub half_precision: bool,
-    /// It may decode JPEG files; see [`Backend::decoder`].
+    /// The device may decode JPEG files; see [`Backend::decoder`].
     pub decodes: bool,
 }
 
-/// What an engine is built from.
+/// Arguments of [`Backend::build`].
 pub struct BuildArgs<'a> {
     pub network: Arc<Network>,
     /// Weights, biases and running statistics.
     pub initial: &'a NamedTensors,
     pub config: EngineConfig,
     pub comm: Arc<dyn ProcessGroup>,
-    /// How the network is spread over the ranks of `comm`.
+    /// How the network is parallelised over the ranks of `comm`.
     pub plan: Plan,
-    /// Its number among the devices that this process sees.
+    /// The device's number among the devices that this process sees.
     pub ordinal: i32,
-    /// To compute in, where there is a choice.
+    /// Number format, if the backend supports several.
     pub precision: Precision,
-    /// For fp16.
+    /// Loss scaling for fp16.
     pub loss_scale: LossScale,
-    /// The same bits in every run.
+    /// Every run computes the same bits.
     pub deterministic: bool,
-    /// Where the ranks meet; absent for a single rank.
+    /// The rendezvous store; absent for a single rank.
     pub store: Option<Arc<Store>>,
-    /// Notified of every step that is submitted and completed.
+    /// Notified of every submitted and every completed step.
     pub watchdog: Option<Arc<Watchdog>>,
-    /// Engines that this process has built before: each connects its ranks' devices under names of its own.
+    /// Number of engines that this process has built before. It makes an engine's keys in the store unique.
     pub generation: u32,
 }
 
-/// An error of a device or of one of its libraries, in its backend's words.
+/// An error of a device or of one of the device's libraries.
 pub trait DeviceError: std::error::Error + Send + Sync {
-    /// Whether another attempt, in new processes, may succeed.
+    /// Whether another attempt in new processes may succeed.
     fn is_retriable(&self) -> bool;
-    /// Whether the device's memory does not suffice.
+    /// Whether the device has not enough memory.
     fn is_out_of_memory(&self) -> bool;
 }
 
-/// Where a rank computes.
+/// The device on which a rank computes.
 #[derive(Clone, Copy)]
 pub struct DeviceChoice {
     pub backend: &'static dyn Backend,
-    /// Its number among the devices that this process sees.
+    /// The device's number among the devices that this process sees.
     pub ordinal: i32,
 }
 

@@ -24,21 +24,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Steps before the clock runs: buffers are filled and threads awake.
+/// Untimed steps, which fill buffers and wake threads.
 const WARM_UP: usize = 3;
-/// Steps of which the median counts.
+/// Timed steps; the median counts.
 const MEASURED: usize = 10;
-/// Classes of the synthetic pictures, as CIFAR-10 has.
+/// Classes of the synthetic pictures, as in CIFAR-10.
 pub const CLASSES: usize = 10;
-/// Longest wait of a rank for another.
+/// Maximum time that a rank waits for another.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What to measure, written `resnet20:32:64`: architecture, image size, pictures a step over all ranks.
+/// A case to measure, written `resnet20:32:64`: architecture, image size, pictures per step over all ranks.
 ///
 /// `resnet18c` is ResNet-18 with the CIFAR stem; torchvision's plain names have the ImageNet stem, as its models do.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
-    /// As it was written.
+    /// The case as it was written.
     pub name: String,
     model: ModelSpec,
     image_size: usize,
@@ -78,37 +78,37 @@ impl std::str::FromStr for Case {
     }
 }
 
-/// What was measured.
+/// Results of a benchmark case.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Measurement {
     /// The case as it was written.
     pub case: String,
-    /// `CPU, 2 threads`: of one rank.
+    /// Device of one rank, e.g. `CPU, 2 threads`.
     pub device: String,
-    /// Threads of a rank.
+    /// Threads per rank.
     pub threads: usize,
-    /// Ranks, each with its share of the batch, statistics synchronised.
+    /// Number of ranks, which divide the batch and synchronise batch norm's statistics.
     pub ranks: u32,
-    /// Pictures a second over all ranks, of the median step.
+    /// Pictures per second over all ranks, in the median step.
     pub images_per_second: f64,
     /// Milliseconds of the median step on rank 0.
     pub step_ms: f64,
-    /// Milliseconds of its fastest step.
+    /// Milliseconds of rank 0's fastest step.
     pub fastest_step_ms: f64,
-    /// Rank 0's wait for gradients and statistics of others in the median step.
+    /// Milliseconds that rank 0 waited for other ranks' gradients and statistics in the median step.
     pub all_reduce_ms: f64,
-    /// From the beginning to the end of the first step: libraries, kernels, plans, memory. 0 on the CPU.
+    /// Seconds until the end of the first step: libraries, kernels, plans, memory. 0 on the CPU.
     pub first_step_secs: f64,
-    /// What rank 0 holds of its GPU's memory. 0 on the CPU.
+    /// GPU memory that rank 0 holds, in MB. 0 on the CPU.
     pub gpu_memory_mb: f64,
 }
 
-/// Trains `case` for 13 steps on the CPU with `threads` threads a rank and times the last ten.
+/// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten.
 ///
-/// Several ranks run in this process, connected as those of a job on one machine are.
+/// All ranks run in this process, connected like the ranks of a job on one machine.
 ///
 /// # Errors
-/// A case that does not divide over the ranks or fit its network; ports that cannot be had.
+/// The case does not divide over the ranks or fit its network, or no ports are free.
 pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, String> {
     if ranks == 0 || !case.batch_size.is_multiple_of(ranks as usize) {
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
@@ -141,7 +141,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
             .collect();
         let mut results = ranks
             .into_iter()
-            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank died".into())))
+            .map(|rank| rank.join().unwrap_or_else(|_| Err("a rank panicked".into())))
             .collect::<Result<Vec<_>, String>>()?;
         Ok(results.swap_remove(0))
     })
@@ -203,23 +203,23 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
     })
 }
 
-/// Steps on a device of its own before the clock runs: the first ones load kernels and record the step.
+/// Untimed steps on a device, which load kernels and record the step's graph.
 const DEVICE_WARM_UP: u64 = 15;
-/// Steps of which the time is taken.
+/// Timed steps on a device.
 const DEVICE_MEASURED: u64 = 60;
-/// Pictures in the synthetic dataset, as CIFAR-10 has.
+/// Pictures in the synthetic dataset, as in CIFAR-10.
 const PICTURES: usize = 50_000;
 
-/// How a rank computes that has a device of its own.
+/// Settings of a rank that has its own device.
 pub struct OnDevice {
     pub device: DeviceChoice,
     pub precision: Precision,
-    /// The same bits in every run.
+    /// Every run computes the same bits.
     pub deterministic: bool,
     pub sync_batch_norm: bool,
-    /// Classes of the network's head; the pictures are of the first ten.
+    /// Classes of the network's head; the pictures have the first ten.
     pub classes: usize,
-    /// Ranks that share a copy of the network, each with some of the classes.
+    /// Size of a model group, whose ranks divide the classes.
     pub model: u32,
     /// Ranks divide the optimizer's state.
     pub optimizer_sharding: bool,
@@ -227,11 +227,11 @@ pub struct OnDevice {
     pub store: Option<Arc<Store>>,
 }
 
-/// Trains `case`, whose batch size is that of each rank here, as this rank of `comm` on its device: pictures are in the
-/// device's memory, and cropped, flipped, scaled and normalised there.
+/// Trains `case` as one rank of `comm` on its device; the case's batch size is per rank. Pictures are in device memory, where
+/// they are cropped, flipped, scaled and normalised.
 ///
 /// # Errors
-/// Whatever keeps the engine from running.
+/// The engine cannot be built or a step fails.
 pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
     let began = Instant::now();
     let (mut engine, data) = on_device(case, comm.clone(), how)?;
@@ -252,7 +252,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
     let clock = Instant::now();
     let results = run(DEVICE_MEASURED)?;
     let secs = clock.elapsed().as_secs_f64() / DEVICE_MEASURED as f64;
-    // A rank that leaves now looks dead to others that still wait for their last step.
+    // If a rank left now, ranks that still wait for their last step would consider it dead.
     comm.barrier().map_err(|e| e.to_string())?;
     let mut steps: Vec<_> = results.iter().skip(1).map(|r| (r.step_secs, r.all_reduce_secs)).collect();
     steps.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -271,16 +271,16 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
     })
 }
 
-/// Where a step of `case` spends its time on a device: (call, milliseconds), in order.
+/// Times of the calls of one step of `case` on a device: (call, milliseconds), in order.
 ///
 /// # Errors
-/// Whatever keeps the engine from running.
+/// The engine cannot be built or the step fails.
 #[cfg(test)]
 pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
     let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
     let mut batches = batches(&data, case, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
-    // The first ones load kernels.
+    // The first steps load kernels.
     for _ in 0..3 {
         engine.train_step(&[next()?], 0.01).map_err(|e| e.to_string())?;
     }
@@ -326,7 +326,7 @@ fn on_device(
     Ok((engine, data))
 }
 
-/// This rank's batches, epoch after epoch.
+/// This rank's batches of all epochs.
 fn batches<'a>(
     data: &'a DataSource,
     case: &Case,
@@ -345,7 +345,7 @@ fn batches<'a>(
     (0..).flat_map(move |epoch| data.epoch(EpochPlan { epoch, ..plan }))
 }
 
-/// Speed does not depend on what is in a picture.
+/// A batch of pictures with arbitrary content, on which speed does not depend.
 fn synthetic(pictures: usize, image_size: usize, rank: u32) -> Batch {
     Batch {
         images: values(&format!("bench.{rank}"), pictures * image_size * image_size * 3),
@@ -364,7 +364,7 @@ mod tests {
         let case: Case = "resnet18c:32:64".parse().unwrap();
         assert_eq!((case.model.arch, case.model.stem, case.batch_size), (Arch::ResNet18, Stem::Cifar, 64));
         assert_eq!("resnet50:32:32".parse::<Case>().unwrap().model.stem, Stem::Imagenet);
-        // Every network by its own name, and with the small stem.
+        // Every network with its own stem, and with the CIFAR stem.
         for (arch, name) in Arch::ALL {
             let case: Case = format!("{name}:224:256").parse().unwrap();
             let stem = if arch.is_cifar_family() { Stem::Cifar } else { Stem::Imagenet };

@@ -1,22 +1,22 @@
-//! Whether tensors are those of a network: for every engine, before it takes them.
+//! Checks that tensors fit a network, for all engines.
 
 use super::{EngineError, NamedTensors};
 use crate::net::Network;
 use std::collections::BTreeSet;
 
-/// Whether `tensors` are exactly the parameters and running statistics of the network.
+/// Checks that `tensors` are exactly the parameters and running statistics of the network.
 ///
 /// # Errors
-/// Every tensor that is missing, unknown or of another shape (the first three are named).
+/// Tensors are missing, unknown or of another shape; the error names the first three.
 pub(super) fn check(network: &Network, tensors: &NamedTensors) -> Result<(), EngineError> {
     let wanted = network.parameters().into_iter().map(|p| (p.name, p.shape));
     check_shapes(network, tensors, wanted)
 }
 
-/// Whether `tensors` are exactly those of `wanted`, names and shapes.
+/// Checks that `tensors` have exactly the names and shapes of `wanted`.
 ///
 /// # Errors
-/// As [`check`].
+/// As for [`check`].
 pub(super) fn check_shapes(
     network: &Network,
     tensors: &NamedTensors,

@@ -1,23 +1,23 @@
-//! Values that a model can neither predict nor continue from: NaN, infinities, and means of squares (running variances, Adam's
-//! second moments) below zero.
+//! Checks for invalid values: NaN, infinities, and negative means of squares (running variances, Adam's second moments). A
+//! model with such values can neither predict nor continue to train.
 
 use super::{Engine, EngineError, NamedTensors};
 
 /// Exponent bits of a float32: all set in NaN and the infinities.
 const EXPONENT: u32 = 0x7f80_0000;
 const SIGN: u32 = 0x8000_0000;
-/// Values that are checked between two tests of the result: a tensor that is all NaN is found early.
+/// Values that are checked between two tests of the result: the check of a tensor that is all NaN ends early.
 const BLOCK: usize = 1 << 14;
 
-/// The first tensor, in the order of names, that holds a value that is not finite, or a mean of squares below zero;
-/// a sentence that names the tensor, the value and its place.
+/// Finds the first tensor, in the order of names, with a non-finite value or a negative mean of squares. Returns a phrase
+/// that names the tensor, the value and the value's index.
 ///
-/// Reads every value once, at about the speed of memory.
+/// Reads every value once, at about memory bandwidth.
 pub fn first_not_finite(tensors: &NamedTensors) -> Option<String> {
     tensors.iter().find_map(|(name, tensor)| wrong_value(name, &tensor.values))
 }
 
-/// As [`Engine::first_not_finite`], by reading all that the engine has.
+/// [`Engine::first_not_finite`] on copies of all of the engine's tensors.
 pub(super) fn first_of_engine(engine: &dyn Engine) -> Result<Option<String>, EngineError> {
     if let Some(found) = first_not_finite(&engine.parameters()?) {
         return Ok(Some(found));
@@ -31,13 +31,13 @@ pub(super) fn first_of_engine(engine: &dyn Engine) -> Result<Option<String>, Eng
 
 /// Whether no value is NaN or infinite.
 pub fn all_finite(values: &[f32]) -> bool {
-    // The largest exponent is a maximum over integers, which compiles to vector instructions.
+    // A maximum over the integer exponents compiles to vector instructions.
     values
         .chunks(BLOCK)
         .all(|block| block.iter().fold(0, |most, v| most.max(v.to_bits() & EXPONENT)) < EXPONENT)
 }
 
-/// As [`first_not_finite`], of one tensor.
+/// [`first_not_finite`] for one tensor.
 fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
     if !all_finite(values) {
         let (place, value) = values.iter().enumerate().find(|(_, v)| !v.is_finite())?;
@@ -57,7 +57,7 @@ fn wrong_value(name: &str, values: &[f32]) -> Option<String> {
     None
 }
 
-/// Whether no value is below zero, for finite values; negative zero counts as zero.
+/// Whether no value is negative. Values must be finite; negative zero counts as zero.
 fn none_below_zero(values: &[f32]) -> bool {
     values.iter().fold(0, |most, v| most.max(if v.to_bits() == SIGN { 0 } else { v.to_bits() & SIGN })) == 0
 }

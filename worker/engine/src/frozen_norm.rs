@@ -1,5 +1,5 @@
-//! Networks whose batch norms are frozen, on the CPU engine: gradients are the derivatives of the loss with running statistics,
-//! and nothing of a batch norm changes.
+//! Tests of networks with frozen batch norms, on the CPU engine: gradients are the derivatives of the loss with running
+//! statistics, and no tensor of a batch norm changes.
 
 use super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
 use crate::net::{Network, Role, init, resnet};
@@ -15,7 +15,7 @@ pub(super) fn frozen(network: &Network) -> Arc<Network> {
     Arc::new(Network { frozen_norm: true, ..network.clone() })
 }
 
-/// Initial weights, with batch norms as training might have left them.
+/// Initial weights, with batch norms as they may be after training.
 pub(super) fn trained(network: &Network) -> NamedTensors {
     let mut all = init::initial_parameters(network, false, 1);
     for parameter in network.parameters() {
@@ -32,7 +32,7 @@ pub(super) fn trained(network: &Network) -> NamedTensors {
     all
 }
 
-/// A tensor of a batch norm: its weight, bias or running statistics.
+/// Whether a tensor is a batch norm's weight, bias or running statistic.
 pub(super) fn is_of_norm(network: &Network, name: &str) -> bool {
     network.parameters().iter().any(|p| {
         p.name == name && !matches!(p.role, Role::ConvWeight | Role::LinearWeight | Role::LinearBias)
@@ -62,7 +62,7 @@ fn config(optimizer: Optimizer) -> EngineConfig {
     }
 }
 
-/// Momentum after the first step is the gradient.
+/// An optimizer whose momentum after the first step is the gradient.
 fn plain_sgd() -> Optimizer {
     Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() }
 }
@@ -87,7 +87,7 @@ fn loss(engine: &mut dyn Engine, batch: &Batch) -> f64 {
     found.loss_sum / found.samples as f64
 }
 
-/// The slope of the loss along each tensor's gradient is that gradient's norm; of any other gradient it would not be.
+/// The slope of the loss along each tensor's gradient equals the gradient's norm, which holds only for the right gradient.
 #[test]
 fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
     for network in networks() {
@@ -115,7 +115,7 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
                 engine.set_parameters(&moved).unwrap();
                 loss(engine.as_mut(), &batch)
             };
-            // Far enough for float32, near enough that few ReLUs turn over.
+            // Far enough for float32's precision, near enough that few ReLUs change sign.
             let slope = (at(4e-4) - at(-4e-4)) / 8e-4;
             assert!(norm > 0.0, "{} {name}", network.arch);
             assert!(
@@ -131,7 +131,7 @@ fn gradients_are_the_derivatives_of_the_loss_with_running_statistics() {
     }
 }
 
-/// Not even by what an optimizer has kept from before, nor by weight decay.
+/// Neither optimizer state from earlier steps nor weight decay changes them.
 #[test]
 fn no_optimizer_changes_anything_of_a_frozen_batch_norm() {
     let network = networks().swap_remove(0);
@@ -160,7 +160,7 @@ fn no_optimizer_changes_anything_of_a_frozen_batch_norm() {
     }
 }
 
-/// A step over micro-batches is that of all pictures at once: without statistics nothing depends on how it is cut.
+/// A step over micro-batches equals a step over all pictures at once, because frozen batch norms take no statistics.
 #[test]
 fn micro_batches_have_the_gradients_of_one_batch() {
     for network in networks() {

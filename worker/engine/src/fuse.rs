@@ -1,20 +1,20 @@
-//! The pass that decides which operations of a network run as one.
+//! Operator fusion: the pass that decides which operations of a network run as one.
 //!
-//! [`fuse`] goes through the network once. What it decides is part of each [`FusedOp`], and the forward and the backward pass of
-//! every engine follow it; neither examines an operation's neighbours again. It knows kernels only by what an engine says
-//! it has ([`Capabilities`]), and starts nothing, so its result can be printed and pinned by a test.
+//! [`fuse`] visits the network once and records its decisions in each [`FusedOp`]. The forward and backward passes of every
+//! engine follow these decisions without looking at neighbouring operations again. The pass knows kernels only as an engine's
+//! [`Capabilities`] and launches nothing, so tests can print and pin its result.
 //!
 //! | pattern | needs | forward | backward |
 //! |---|---|---|---|
-//! | batch norm + addition + ReLU | `norm_add_relu` | one pass | one pass; the gradient before the ReLU is the shortcut's, too |
-//! | projection's batch norm + that addition | `shortcut_norm` | the addition applies it | by itself |
+//! | batch norm + addition + ReLU | `norm_add_relu` | one pass | one pass; the gradient before the ReLU is also the shortcut's gradient |
+//! | projection's batch norm + addition | `shortcut_norm` | the addition applies the batch norm | separate |
 //! | batch norm + ReLU + max pooling 3x3, stride 2 | `norm_max_pool` | one pass | one pass |
 //! | block's end + global average pooling | `norm_average_pool` | separate | batch norm spreads the mean's gradient |
-//! | batch norm + ReLU + 1x1 convolution 64 -> 256 + batch norm | `wgmma` | the convolution applies the first and takes the second one's statistics | dgrad, wgrad, the second one's application and the first one's sums in one pass |
-//! | block's end + 1x1 convolution 256 -> 64 + batch norm | `wgmma` | the convolution makes the block's end and takes statistics | as below |
+//! | batch norm + ReLU + 1x1 convolution 64 -> 256 + batch norm | `wgmma` | the convolution applies the first batch norm and takes the second one's statistics | one pass: the second batch norm, dgrad, wgrad, and the first one's sums |
+//! | block's end + 1x1 convolution 256 -> 64 + batch norm | `wgmma` | the convolution computes the block's end and takes statistics | as below |
 //! | block's end + 1x1 convolution to 64, 128 or 256 | `wgmma` | separate | batch norm's backward pass computes the dgrad |
 //!
-//! Of a network whose batch norms are frozen, only what needs no statistics is fused ([`Capabilities::for_frozen_norm`]).
+//! In a network with frozen batch norms, only patterns without statistics are fused ([`Capabilities::for_frozen_norm`]).
 
 mod across_convolutions;
 mod around_norm;
@@ -28,41 +28,41 @@ pub(super) use across_convolutions::{EXPANDED, REDUCED};
 use crate::net::{Network, Op, TensorId};
 use lockstep_kernels::conv::ConvShape;
 
-/// The fused kernels that an engine has. With none (the default) every operation runs by itself.
+/// The fused kernels of an engine. Without any (the default) every operation runs separately.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Capabilities {
-    /// Batch norm, the addition that reads it and the ReLU after it in one pass.
+    /// Batch norm, addition and ReLU in one pass.
     pub(super) norm_add_relu: bool,
-    /// That pass also applies the batch norm of a projection shortcut.
+    /// The pass of `norm_add_relu` also applies the batch norm of a projection shortcut.
     pub(super) shortcut_norm: bool,
     /// Batch norm, ReLU and max pooling of 3x3 windows with stride 2 in one pass.
     pub(super) norm_max_pool: bool,
-    /// Batch norm's backward pass takes the gradient of a global average pooling as it is: one value a channel.
+    /// Batch norm's backward pass reads the gradient of a global average pooling's output: one value per channel.
     pub(super) norm_average_pool: bool,
-    /// The sums of one convolution's output can be kept at a time, so statistics are taken before the next convolution runs.
+    /// There is one buffer for the sums of a convolution's output, so statistics are taken before the next convolution runs.
     pub(super) one_sum_buffer: bool,
-    /// Kernels that multiply matrices themselves: Hopper's `wgmma`, 16-bit numbers.
+    /// Kernels with their own matrix multiplication: Hopper's `wgmma`, 16-bit numbers.
     pub(super) wgmma: bool,
 }
 
 impl Capabilities {
-    /// Without those that a network with frozen batch norms cannot use: their kernels compute statistics, or sums in the backward pass.
+    /// The capabilities that a network with frozen batch norms can use. The other kernels compute statistics, or sums in the backward pass.
     fn for_frozen_norm(self) -> Self {
         Self { norm_max_pool: false, one_sum_buffer: false, wgmma: false, ..self }
     }
 }
 
-/// What an engine runs, in forward order; the backward pass runs it in reverse.
+/// A fused operation. Engines run them in forward order, and in reverse in the backward pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum FusedOp {
     Conv(Conv),
     Norm(Norm),
-    /// max(x, 0), by itself.
+    /// max(x, 0), not fused.
     Relu {
         input: TensorId,
         output: TensorId,
     },
-    /// branch + shortcut, by itself.
+    /// branch + shortcut, not fused.
     Add {
         branch: TensorId,
         shortcut: TensorId,
@@ -78,14 +78,14 @@ pub(super) enum FusedOp {
     GlobalAveragePool {
         input: TensorId,
         output: TensorId,
-        /// The batch norm that makes `input` spreads the gradient over the pixels in its backward pass.
+        /// The batch norm that produces `input` spreads the gradient over the pixels in its backward pass.
         gradient_in_norm: bool,
     },
     Linear {
         name: String,
         input: TensorId,
         output: TensorId,
-        /// It makes the logits; an engine may leave its bias to the loss.
+        /// The layer produces the logits; an engine may add its bias in the loss.
         is_head: bool,
     },
     /// The same activation in another placement.
@@ -93,13 +93,13 @@ pub(super) enum FusedOp {
         input: TensorId,
         output: TensorId,
     },
-    /// An activation with the rows of other ranks that windows reach.
+    /// An activation extended by the rows of other ranks that windows reach.
     Halo {
         input: TensorId,
         output: TensorId,
         lowest: bool,
     },
-    /// The mean over all rows, from that over each rank's own.
+    /// The mean over all rows, computed from each rank's mean over its own rows.
     MeanOfRows {
         input: TensorId,
         output: TensorId,
@@ -110,20 +110,20 @@ pub(super) enum FusedOp {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Conv {
     pub(super) name: String,
-    /// With a batch of 1; the real batch is put in at run time.
+    /// With a batch of 1; engines replace the batch at run time.
     pub(super) shape: ConvShape,
     pub(super) input: TensorId,
     pub(super) output: TensorId,
-    /// False where the input is the pictures.
+    /// False if the input is the pictures.
     pub(super) needs_input_gradient: bool,
-    /// Number of the batch norm that reads the output and takes its statistics: of none that is frozen.
+    /// Number of the batch norm that reads the output and needs its statistics; frozen batch norms do not count.
     pub(super) norm_after: Option<usize>,
     pub(super) forward: ConvForward,
     pub(super) backward: ConvBackward,
 }
 
 impl Conv {
-    /// Whether it multiplies each pixel with one matrix: 1x1, stride 1, no groups.
+    /// Whether this is a matrix multiplication per pixel: 1x1, stride 1, no groups.
     fn is_pointwise(&self) -> bool {
         let ConvShape { kernel, stride, groups, .. } = self.shape;
         (kernel, stride, groups) == (1, 1, 1)
@@ -133,75 +133,75 @@ impl Conv {
 /// How a convolution's output is computed in training. In evaluation every convolution is [`ConvForward::Plain`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ConvForward {
-    /// By itself.
+    /// Not fused.
     Plain {
-        /// The statistics of its batch norm are taken right after it, because another convolution runs before the batch norm
-        /// does. On every rank: ranks that synchronise statistics have to come to the same batch norm.
+        /// The batch norm's statistics are taken right after the convolution, because another convolution runs before the
+        /// batch norm. All ranks decide alike: ranks that synchronise statistics must reach the same batch norm.
         early_statistics: bool,
     },
-    /// Applies the batch norm and ReLU before it, if given, and takes the statistics of the one after it.
+    /// Applies the preceding batch norm and ReLU, if given, and takes the statistics of the following batch norm.
     WithNorms { norm_before: Option<usize> },
-    /// Makes the end of the block before it (batch norm number `block_end`, addition, ReLU), and takes the statistics of the
-    /// batch norm after it.
+    /// Computes the end of the preceding block (batch norm number `block_end`, addition, ReLU), and takes the statistics of
+    /// the following batch norm.
     WithBlockEnd { block_end: usize },
 }
 
 /// How a convolution's gradients are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ConvBackward {
-    /// wgrad and dgrad by themselves.
+    /// Separate wgrad and dgrad.
     Plain,
-    /// wgrad by itself; the dgrad is computed inside the backward pass of the batch norm before it.
+    /// Separate wgrad; the dgrad is computed inside the backward pass of the preceding batch norm.
     DgradInNorm,
-    /// Applies the batch norm after it (deferred until here), computes wgrad and dgrad, and takes the sums of the batch norm
-    /// before it, if given.
+    /// Applies the backward pass of the following batch norm, computes wgrad and dgrad, and takes the sums of the preceding
+    /// batch norm, if given.
     WithNorms { norm_before: Option<usize> },
 }
 
-/// y = relu(batch_norm(x) + shortcut), the last two as present.
+/// y = relu(batch_norm(x) + shortcut); the shortcut and the ReLU are optional.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Norm {
     pub(super) name: String,
     /// Number of this batch norm, in forward order.
     pub(super) norm: usize,
     pub(super) input: TensorId,
-    /// After all that is fused with it. Of a deferred one: what it stands for, which is never in memory.
+    /// Output of all operations fused with this batch norm. The output of a deferred batch norm is never in memory.
     pub(super) output: TensorId,
     pub(super) shortcut: Option<Shortcut>,
     pub(super) relu: bool,
-    /// Followed by a max pooling of 3x3 windows with stride 2, whose output `output` is.
+    /// Fused with a following max pooling of 3x3 windows with stride 2; `output` is the pooling's output.
     pub(super) pooled: bool,
     pub(super) statistics: StatisticsIn,
     pub(super) forward: NormForward,
-    /// In the backward pass only the sums are taken; the convolution before it applies them to its input's gradient.
+    /// The backward pass only takes the sums; the preceding convolution's backward pass applies them.
     pub(super) backward_in_conv: bool,
-    /// The gradient of the input may lie where the input is: the backward pass of no other operation reads it.
+    /// The gradient of the input may overwrite the input: no other operation's backward pass reads the input.
     pub(super) overwrites_input: bool,
 }
 
 impl Norm {
-    /// Whether it normalises with its running statistics in training, too.
+    /// Whether this batch norm normalises with its running statistics during training, too.
     pub(super) fn is_frozen(&self) -> bool {
         self.statistics == StatisticsIn::Frozen
     }
 }
 
-/// What is added to a batch norm's output.
+/// The tensor that is added to a batch norm's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shortcut {
     pub(super) tensor: TensorId,
-    /// The addition applies the batch norm whose output `tensor` would be.
+    /// The deferred batch norm that produces `tensor`: the addition applies it.
     pub(super) deferred: Option<DeferredNorm>,
 }
 
 impl Shortcut {
-    /// The tensor that is in memory: of a deferred batch norm its input.
+    /// The tensor that the addition reads from memory: `tensor`, or the input of the deferred batch norm.
     pub(super) fn read(self) -> TensorId {
         self.deferred.map_or(self.tensor, |norm| norm.input)
     }
 }
 
-/// A batch norm whose application is left to another operation.
+/// A batch norm that another operation applies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct DeferredNorm {
     pub(super) norm: usize,
@@ -213,29 +213,29 @@ pub(super) struct DeferredNorm {
 pub(super) enum StatisticsIn {
     /// When the batch norm runs.
     Norm,
-    /// Right after its convolution.
+    /// Right after the preceding convolution.
     AfterConv,
-    /// In its convolution's kernel.
+    /// In the kernel of the preceding convolution.
     Conv,
-    /// Nowhere: the batch norm is frozen. It normalises with the running statistics, and its parameters have no gradients.
+    /// Nowhere: a frozen batch norm normalises with its running statistics, and its parameters have no gradients.
     Frozen,
 }
 
 /// Where a batch norm is applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NormForward {
-    /// Here.
+    /// In its own operation.
     Here,
-    /// In the addition that reads it, in training and evaluation.
+    /// In the addition that reads the output, in training and evaluation.
     InShortcut,
-    /// In the convolution that alone reads it; in evaluation here.
+    /// In the convolution that is the only reader of the output; in evaluation as `Here`.
     InConv,
-    /// In the convolution after it, which also writes its output; in evaluation here.
+    /// In the following convolution, which also writes the batch norm's output; in evaluation as `Here`.
     InNextConv,
 }
 
 impl FusedOp {
-    /// The activation that it produces.
+    /// The activation that this operation produces.
     pub(super) fn output(&self) -> TensorId {
         match *self {
             FusedOp::Conv(Conv { output, .. })
@@ -251,7 +251,7 @@ impl FusedOp {
         }
     }
 
-    /// The activations that it reads in an evaluation, where only shortcuts' batch norms are deferred.
+    /// The activations that this operation reads in evaluation, where only batch norms of shortcuts are deferred.
     pub(super) fn reads(&self) -> Vec<TensorId> {
         match *self {
             FusedOp::Norm(Norm { forward: NormForward::InShortcut, .. }) => Vec::new(),
@@ -271,7 +271,7 @@ impl FusedOp {
     }
 }
 
-/// Decides what of `network` is fused, for an engine that has `capabilities`.
+/// Fuses the operations of `network` for an engine with these capabilities.
 pub(super) fn fuse(network: &Network, capabilities: &Capabilities) -> Vec<FusedOp> {
     let capabilities = match network.frozen_norm {
         true => capabilities.for_frozen_norm(),
@@ -287,12 +287,12 @@ pub(super) fn fuse(network: &Network, capabilities: &Capabilities) -> Vec<FusedO
     ops
 }
 
-/// How often `tensor` is read: `x + x` reads x twice.
+/// Number of reads of `tensor`: `x + x` reads x twice.
 fn reads(network: &Network, tensor: TensorId) -> usize {
     network.ops.iter().flat_map(Op::inputs).filter(|input| *input == tensor).count()
 }
 
-/// Moves statistics to right after the convolution where the batch norm does not follow it.
+/// Takes statistics right after each convolution that its batch norm does not directly follow.
 fn take_statistics_early(ops: &mut [FusedOp]) {
     for at in 0..ops.len() {
         let next = ops.get(at + 1).map(|op| match op {

@@ -1,18 +1,18 @@
-//! What an engine says of a network's layers when somebody asks.
+//! Times of a network's layers in one step.
 
 use crate::net::TensorId;
 
-/// How long one operation took in a step, forward and backward, with what is fused with it.
+/// Time of one operation in a step: forward and backward, including all fused operations.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LayerTime {
-    /// Of a convolution, batch norm or linear layer.
+    /// Name of a convolution, batch norm or linear layer; other operations have none.
     pub name: Option<String>,
-    /// What the operation makes.
+    /// The output tensor of the operation.
     pub output: TensorId,
     pub micros: f64,
 }
 
-/// Times by operation, as the sum of some that are reported one after another.
+/// Times by operation: the sums of the (operation, microseconds) pairs in `micros`.
 pub(super) fn layer_times(
     ops: &[super::fuse::FusedOp],
     micros: impl IntoIterator<Item = (usize, f64)>,

@@ -1,4 +1,4 @@
-//! How fast a device computes: some steps of a network on synthetic pictures, and the time of each operation in one of them.
+//! Measures a device's speed: steps of a network on synthetic pictures, and the time of each operation in one step.
 
 use super::{
     BuildArgs, DeviceChoice, EngineConfig, EngineError, Optimizer,
@@ -11,29 +11,29 @@ use lockstep_protocol::spec::{LossScale, ModelSpec, Precision};
 use serde::{Deserialize, Serialize};
 use std::{sync::Arc, time::Instant};
 
-/// Classes of the network that is measured: enough for a matrix product that is none of vectors.
+/// Classes of the measured network: enough that the head multiplies matrices, not vectors.
 const CLASSES: usize = 1000;
-/// Steps before the clock runs: they load kernels and allocate.
+/// Untimed steps, which load kernels and allocate.
 const WARM_UP: usize = 3;
-/// Steps of which the fastest counts.
+/// Timed steps; the fastest one counts.
 const TIMED: usize = 3;
 
-/// What is measured.
+/// The network and step to measure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     pub model: ModelSpec,
-    /// Side of a picture.
+    /// Height and width of a picture.
     pub image_size: usize,
-    /// Of a step.
+    /// Pictures per step.
     pub pictures: usize,
     pub precision: Precision,
     pub threads: usize,
 }
 
-/// The name of `device` as its engine has it, and how fast it computes.
+/// The name of `device`, as its engine reports it, and the measured rates.
 ///
 /// # Errors
-/// The network cannot be built, the device fails, or its engine does not time operations.
+/// The network cannot be built, the device fails, or its engine cannot time operations.
 pub fn measure(sample: &Sample, device: DeviceChoice) -> Result<(String, Rates), EngineError> {
     let &Sample { image_size, pictures, precision, threads, .. } = sample;
     let network = net::build(&sample.model, image_size, 3, CLASSES).map_err(EngineError::Parameters)?;
@@ -104,7 +104,7 @@ mod tests {
     use lockstep_host::gpu::RankGpu;
     use lockstep_protocol::spec::{Arch, Device};
 
-    /// ResNet-50 reaches about 10,000 images/s on an H200, and a third of that at least in a batch of 64.
+    /// ResNet-50 reaches about 10,000 images/s on an H200, and at least a third of this rate with a batch of 64.
     #[test]
     #[ignore = "needs a GPU"]
     fn gpu_a_measured_network_has_a_plausible_time() {
@@ -133,7 +133,7 @@ mod tests {
         }
     }
 
-    /// What the rates of a network predict for it is what was measured.
+    /// Rates predict the step time of the network from which they were measured.
     #[test]
     fn a_measured_network_has_the_predicted_time() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
@@ -148,7 +148,7 @@ mod tests {
         let network = net::build(&sample.model, 16, 3, CLASSES).unwrap();
         let work = Workload { pictures: 8, accumulate: 1, state: 1, sync_batch_norm: true };
         let cost = cost(&network, &Plan::data(1), &machine, &work).unwrap();
-        // The fastest of seven steps and more.
+        // More than seven steps ran, none of them faster than the predicted one.
         assert!(cost.step_ms > 0.0 && 7.0 * cost.step_ms / 1e3 < all, "{} ms of {all} s", cost.step_ms);
         assert_eq!(cost.operators.len(), network.ops.len());
     }

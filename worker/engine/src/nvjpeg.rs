@@ -1,9 +1,8 @@
-//! nvJPEG's decoder in hardware: the part of its interface that is used (`nvjpeg.h`), loaded at run time.
+//! Bindings to nvJPEG's hardware decoder: the used part of `nvjpeg.h`, loaded at run time.
 //!
-//! What its documentation does not say: it writes outputs without waiting for what was started on the stream before
-//! (seen on H100), so the caller waits for that; a call decodes all pictures or none; handles and states serve one
-//! thread at a time.
-#![allow(unsafe_code)] // A C interface, by its symbols.
+//! Undocumented behaviour: nvJPEG writes outputs without waiting for earlier work on the stream (seen on H100), so the
+//! caller has to wait; a call decodes all pictures or none; only one thread at a time may use a state.
+#![allow(unsafe_code)] // A C API, called through its symbols.
 
 use cudarc::driver::{result, sys::CUstream};
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
@@ -20,8 +19,8 @@ type Opaque = *mut c_void;
 
 /// `NVJPEG_BACKEND_HARDWARE`.
 const HARDWARE: c_int = 3;
-/// `NVJPEG_OUTPUT_YUV`: a plane for each component, of the size that it has in the file. For any other format nvJPEG starts
-/// a kernel for each picture, which waits for those of a training step.
+/// `NVJPEG_OUTPUT_YUV`: one plane per component, of the component's size in the file. For other formats nvJPEG launches one
+/// kernel per picture, which waits for the kernels of a training step.
 const YUV: c_int = 1;
 /// `NVJPEG_CSS_444`.
 const CSS_444: c_int = 0;
@@ -58,7 +57,7 @@ pub(crate) struct Nvjpeg {
     state_destroy: Destroy,
     header_create: Create,
     header_destroy: Destroy,
-    /// Later versions have it.
+    /// Missing in old versions.
     info: Option<Info>,
     pre_allocate: Option<PreAllocate>,
     parse_header: ParseHeader,
@@ -68,10 +67,10 @@ pub(crate) struct Nvjpeg {
 }
 
 impl Nvjpeg {
-    /// Loads the library that is found on this machine; also gives its version, `13.0.1`.
+    /// Loads the library found on this machine; also returns its version, e.g. `13.0.1`.
     ///
     /// # Errors
-    /// There is none, or it cannot be used; a sentence.
+    /// The library is missing or cannot be used; a sentence.
     pub(crate) fn find() -> Result<(Self, String), String> {
         let libraries = Libraries::find();
         let library = libraries.get(Library::Nvjpeg).ok_or("nvJPEG is not found on this machine")?;
@@ -80,11 +79,11 @@ impl Nvjpeg {
 
     fn load(path: &Path) -> Result<Self, String> {
         let shown = path.display();
-        // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.
+        // SAFETY: the initialisers of NVIDIA's libraries have no preconditions.
         let library = unsafe { Handle::open(Some(path), RTLD_LAZY | RTLD_LOCAL) }
             .map_err(|e| format!("{shown} cannot be loaded: {e}"))?;
         let loaded = Self::symbols(&library);
-        // NVIDIA's libraries do not like to be unloaded; and the symbols stay valid.
+        // Never unloaded: symbols stay valid, and NVIDIA's libraries do not support unloading well.
         std::mem::forget(library);
         loaded.map_err(|error| format!("{shown}: {error}"))
     }
@@ -111,42 +110,42 @@ impl Nvjpeg {
     }
 }
 
-/// A picture to decode: bytes of a file of three components, and where its planes are written on the GPU.
+/// A picture to decode: a file with three components, and the destinations of its planes on the GPU.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Picture<'a> {
     pub(crate) bytes: &'a [u8],
-    /// Luma, blue, red.
+    /// Planes of luma, blue and red chroma.
     pub(crate) planes: [Plane; 3],
 }
 
-/// Where a component goes.
+/// Destination of a component.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Plane {
-    /// Room for `pitch` bytes for each of the component's rows.
+    /// Address of a buffer with `pitch` bytes for each row of the component.
     pub(crate) to: u64,
-    /// Bytes from a row to the next, at least the component's columns.
+    /// Bytes from one row to the next; at least the component's number of columns.
     pub(crate) pitch: usize,
 }
 
-/// The decoders in hardware of the GPU that was current on the thread that opened this. It wants that GPU to be current
-/// whenever it is used, and when it is dropped.
+/// The hardware decoders of the GPU that was current on the opening thread. The same GPU must be current whenever this is used
+/// or dropped.
 #[derive(Debug)]
 pub(crate) struct Hardware {
     library: Arc<Nvjpeg>,
     handle: Opaque,
 }
 
-// SAFETY: nvJPEG's documentation, "Thread safety": each thread has states of its own, and all of them may share a handle.
+// SAFETY: nvJPEG's documentation, "Thread safety": threads may share a handle, but each thread needs its own states.
 unsafe impl Send for Hardware {}
 // SAFETY: as above.
 unsafe impl Sync for Hardware {}
 
 impl Hardware {
     /// # Errors
-    /// This GPU has no decoder, or it cannot be used; a sentence.
+    /// The GPU has no decoder, or the decoder cannot be used; a sentence.
     pub(crate) fn open(library: &Arc<Nvjpeg>) -> Result<Self, String> {
         let mut handle = ptr::null_mut();
-        // SAFETY: null allocators stand for cudaMalloc and cudaHostAlloc; what was created is destroyed by `drop`.
+        // SAFETY: null allocators mean cudaMalloc and cudaHostAlloc; `drop` destroys the handle.
         match unsafe { (library.create)(HARDWARE, ptr::null_mut(), ptr::null_mut(), FLAGS, &mut handle) } {
             0 => Ok(Self { library: library.clone(), handle }),
             // ARCH_MISMATCH, IMPLEMENTATION_NOT_SUPPORTED
@@ -155,10 +154,10 @@ impl Hardware {
         }
     }
 
-    /// How many decoders the GPU has, and how many pictures each works on; `None` where it does not report that.
+    /// Number of decoders of the GPU, and number of pictures that each decodes at a time; `None` if nvJPEG does not report them.
     pub(crate) fn engines(&self) -> Option<(u32, u32)> {
         let (mut engines, mut cores) = (0, 0);
-        // SAFETY: it writes two numbers.
+        // SAFETY: writes two integers.
         let status = unsafe { (self.library.info?)(self.handle, &mut engines, &mut cores) };
         (status == 0).then_some((engines, cores))
     }
@@ -166,12 +165,12 @@ impl Hardware {
 
 impl Drop for Hardware {
     fn drop(&mut self) {
-        // SAFETY: created by `open`; states, which keep this, are gone.
+        // SAFETY: created by `open`; all states, which hold a reference to this, have been dropped.
         let _ = unsafe { (self.library.destroy)(self.handle) };
     }
 }
 
-/// A group of pictures that the decoders work on: the next one begins once the stream has gone past the one before.
+/// State for decoding groups of pictures. The next group may begin after the stream has completed the previous one.
 #[derive(Debug)]
 pub(crate) struct State {
     hardware: Arc<Hardware>,
@@ -179,22 +178,22 @@ pub(crate) struct State {
     header: Opaque,
 }
 
-// SAFETY: one thread at a time, whichever: every method that uses them takes `&mut self`.
+// SAFETY: any single thread may use a state; all methods take `&mut self`.
 unsafe impl Send for State {}
 
 impl State {
     /// # Errors
-    /// nvJPEG gives no more; a sentence.
+    /// nvJPEG cannot create a state; a sentence.
     pub(crate) fn new(hardware: &Arc<Hardware>) -> Result<Self, String> {
         let null = ptr::null_mut();
         let mut this = Self { hardware: hardware.clone(), state: null, header: null };
         let Nvjpeg { state_create, header_create, pre_allocate, .. } = *hardware.library;
-        // SAFETY: the handle is open; what was created is destroyed by `drop`.
+        // SAFETY: the handle is open; `drop` destroys what was created.
         unsafe {
             check("a decoding state", state_create(hardware.handle, &mut this.state))?;
             check("a header's state", header_create(hardware.handle, &mut this.header))?;
             if let Some(pre_allocate) = pre_allocate {
-                // However small, it makes the decoder keep its memory from batch to batch.
+                // Pre-allocation of any size makes the decoder keep its memory between batches.
                 let status = pre_allocate(hardware.handle, this.state, 1, 1, 1, CSS_444, YUV);
                 if status != 0 {
                     tracing::debug!("{}", failed("taking memory ahead", status));
@@ -204,7 +203,7 @@ impl State {
         Ok(this)
     }
 
-    /// Whether it decodes such a file.
+    /// Whether the decoder supports this file.
     pub(crate) fn takes(&mut self, bytes: &[u8]) -> bool {
         let Hardware { library, handle } = &*self.hardware;
         let Nvjpeg { parse_header, supported, .. } = **library;
@@ -218,10 +217,10 @@ impl State {
         answered && unsupported == 0
     }
 
-    /// Decodes pictures that it takes into planes. They are there once `stream` has gone past.
+    /// Decodes supported pictures into planes, asynchronously on `stream`.
     ///
     /// # Errors
-    /// All of them or some could not be decoded; which ones is not said.
+    /// Some pictures could not be decoded; nvJPEG does not report which.
     pub(crate) fn decode(&mut self, pictures: &[Picture<'_>], stream: CUstream) -> Result<(), String> {
         let Hardware { library, handle } = &*self.hardware;
         let Nvjpeg { initialize, decode, .. } = **library;
@@ -239,7 +238,7 @@ impl State {
             })
             .collect();
         let count = c_int::try_from(pictures.len()).map_err(|e| e.to_string())?;
-        // SAFETY: the lists have `count` entries each; callers provide the memory, and keep the files until the stream has gone past.
+        // SAFETY: each list has `count` entries; callers keep the planes and files until the stream has completed the call.
         unsafe {
             check("beginning a batch", initialize(*handle, self.state, count, 1, YUV))?;
             check(
@@ -253,7 +252,7 @@ impl State {
 impl Drop for State {
     fn drop(&mut self) {
         let Nvjpeg { state_destroy, header_destroy, .. } = *self.hardware.library;
-        // SAFETY: created by `new`, as far as it came.
+        // SAFETY: handles created by `new`, or null.
         unsafe {
             for (what, of) in [(self.header, header_destroy), (self.state, state_destroy)] {
                 if !what.is_null() {
@@ -287,17 +286,17 @@ fn failed(doing: &str, status: Status) -> String {
     format!("{doing}: nvJPEG says {name} ({status})")
 }
 
-/// What the GPU that CUDA calls 0 has: `8 engines`. Opens a context on it for a moment.
+/// The hardware decoders of CUDA's GPU 0, e.g. `8 engines`. Temporarily opens a context on this GPU.
 ///
 /// # Errors
-/// It has no decoder, or that cannot be found out; a sentence.
+/// The GPU has no decoder, or this cannot be determined; a sentence.
 pub fn hardware() -> Result<String, String> {
     ready(&[Library::Driver])?;
     let library = Arc::new(Nvjpeg::find()?.0);
     let on = |error: result::DriverError| format!("GPU 0 cannot be opened: {error}");
     result::init().map_err(on)?;
     let device = result::device::get(0).map_err(on)?;
-    // SAFETY: released below, after what was opened on it.
+    // SAFETY: released below, after the decoder is dropped.
     unsafe {
         let context = result::primary_ctx::retain(device).map_err(on)?;
         let found = result::ctx::set_current(context).map_err(on).and_then(|()| {
@@ -338,7 +337,7 @@ mod tests {
         assert_eq!(check("x", 0), Ok(()));
     }
 
-    /// The layout that nvjpeg.h has on 64-bit machines.
+    /// The layout of nvjpeg.h on 64-bit machines.
     #[test]
     fn an_output_is_four_pointers_and_four_pitches() {
         assert_eq!(size_of::<Image>(), 64);

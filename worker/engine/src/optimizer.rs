@@ -1,15 +1,15 @@
-//! The state that an optimizer keeps from step to step.
+//! Optimizer state: names, shapes and values.
 
 use super::NamedTensors;
 use crate::net::{Network, Role};
 pub use lockstep_kernels::optimizer::{Optimizer, slots};
 
-/// What an optimizer keeps from step to step.
+/// The state of an optimizer between two steps.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OptimizerState {
     /// `<parameter>.<slot>` for each of [`Optimizer::slots`], in the shape of the parameter.
     pub slots: NamedTensors,
-    /// Updates done since the slots were zeros; steps that float16 skipped do not count.
+    /// Number of updates since the slots were zeros, without the steps that float16 skipped.
     pub updates: u64,
 }
 
@@ -27,12 +27,12 @@ pub(crate) fn slot_name(parameter: &str, slot: &str) -> String {
     format!("{parameter}.{slot}")
 }
 
-/// The name of a parameter, or of what is `kept` of it.
+/// The name of a parameter's tensor, or of its optimizer slot `kept`.
 pub(crate) fn tensor_name(parameter: &str, kept: Option<&str>) -> String {
     kept.map_or_else(|| parameter.into(), |slot| slot_name(parameter, slot))
 }
 
-/// Whether a parameter is what [`Optimizer::policy`] calls a weight.
+/// Whether a parameter is a weight in the sense of [`Optimizer::policy`].
 pub(crate) fn is_weight(role: Role) -> bool {
     matches!(role, Role::ConvWeight | Role::LinearWeight)
 }

@@ -1,5 +1,5 @@
-//! Plans: how one network is spread over several ranks. The network is data, and a plan is a pass over it ([`lower()`]): it gives each
-//! rank the network of its own part, with the operations that exchange activations.
+//! Parallelisation plans. A pass over the network ([`lower()`]) applies a plan: it produces the part of the network that one rank computes,
+//! including the operations that exchange activations with other ranks.
 
 mod cost;
 mod lower;
@@ -22,29 +22,29 @@ use lockstep_protocol::{
 };
 use std::fmt;
 
-/// Which ranks share a copy of the network, and how its operators are split over them.
+/// The mesh of ranks, and how the network's operators are split over the ranks of a model group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     pub mesh: Mesh,
-    /// The last one that matches an operator counts.
+    /// Strategies; the last one that matches an operator applies.
     pub shards: Vec<ShardSpec>,
-    /// Ranks that add up gradients divide the optimizer's state among them (ZeRO-1).
+    /// Ranks that reduce the same gradients divide the optimizer's state (ZeRO-1).
     pub optimizer_sharding: bool,
-    /// The first operation of each stage but the first. Empty: [`lower()`] balances the stages.
+    /// Number of the first operation of each stage after the first. Empty: [`lower()`] balances the stages.
     pub cuts: Vec<usize>,
 }
 
-/// A side of pictures and a number of classes for networks of which neither is known, and only names and channels matter.
+/// Image size and number of classes for checks that depend only on names and channels.
 const ANY: (usize, usize) = (224, 1 << 16);
 
-/// Looks whether the strategies of a job fit its network, as far as that is known without its dataset.
+/// Checks that the strategies of a job fit its network, as far as possible without the dataset.
 ///
 /// # Errors
-/// As [`lower()`].
+/// As for [`lower()`].
 pub fn check(spec: &JobSpec) -> Result<(), String> {
     let parallel = &spec.parallel;
     let plan = match parallel.is_auto() {
-        // Which meshes there are is searched for.
+        // The search chooses the mesh.
         true if parallel.shard.is_empty() => return Ok(()),
         true => {
             let mesh = Mesh { stage: 1, data: 1, height: 1, model: parallel.model.max(2) as usize };
@@ -53,18 +53,18 @@ pub fn check(spec: &JobSpec) -> Result<(), String> {
         false => Plan::of(parallel),
     };
     let side = spec.data.evaluation_size().map_or(ANY.0, |side| side as usize);
-    // What is wrong with the side is said elsewhere.
+    // Other checks report an unsuitable image size.
     let Ok(network) = net::build(&spec.model, side, 3, ANY.1) else { return Ok(()) };
     lower::check(&network, &plan)
 }
 
 impl Plan {
-    /// The strategies `shards` on `mesh`, with optimizer state on every rank.
+    /// The strategies `shards` on `mesh`, without sharding of optimizer state.
     pub fn on(mesh: Mesh, shards: Vec<ShardSpec>) -> Self {
         Self { mesh, shards, optimizer_sharding: false, cuts: Vec::new() }
     }
 
-    /// Every rank has the whole network and pictures of its own.
+    /// Data parallelism: every rank has the whole network and its own pictures.
     pub fn data(ranks: u32) -> Self {
         let mesh = Mesh { stage: 1, data: ranks as usize, height: 1, model: 1 };
         Self::on(mesh, Vec::new())
@@ -82,12 +82,12 @@ impl Plan {
         Self { optimizer_sharding, ..Self::on(mesh, parallel.shard.clone()) }
     }
 
-    /// Whether it is plain data parallel.
+    /// Whether the plan is plain data parallelism.
     pub fn is_data(&self) -> bool {
         self.mesh.stage * self.mesh.height * self.mesh.model == 1
     }
 
-    /// How `network`'s operator `name` is split; `None`: not at all.
+    /// How `network`'s operator `name` is split; `None`: not split.
     fn split_of(&self, network: &Network, name: &str) -> Option<Split> {
         if self.mesh.model == 1 {
             return None;

@@ -1,43 +1,42 @@
-//! What a step is of, before an engine computes anything: which micro-batches have pictures, and what losses and statistics are
-//! divided by.
+//! Preparation of a step, for all engines: which micro-batches have pictures, and the divisors of losses and statistics.
 
 use super::{EngineConfig, EngineError};
 use lockstep_data::loader::Batch;
 
-/// A micro-batch that some rank has pictures of.
+/// A micro-batch of which at least one rank has pictures.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct StepPart<'a> {
     pub(super) batch: &'a Batch,
-    /// Its gradients replace those of the step before.
+    /// The first part: its gradients overwrite those of the previous step.
     pub(super) first: bool,
-    /// The update follows it.
+    /// The last part: the update follows.
     pub(super) last: bool,
-    /// Pictures that batch norm's statistics are of: over all ranks where they are synchronised.
+    /// Number of pictures in batch norm's statistics: on all ranks if statistics are synchronised.
     pub(super) statistics_of: f64,
 }
 
 #[derive(Debug)]
 pub(super) struct Prologue<'a> {
-    /// None where no rank has a picture.
+    /// Empty if no rank has a picture.
     pub(super) parts: Vec<StepPart<'a>>,
-    /// Factor of each picture's loss gradient. It holds the pictures of the whole step over all ranks, so that the sum of
-    /// gradients over ranks and micro-batches is the gradient of the global batch's mean loss whatever the sizes of the parts;
-    /// without [`EngineConfig::gradients_mean`] it is that times the ranks.
+    /// Factor of each picture's loss gradient: 1 / (pictures of the step on all ranks), so that the sum of gradients over ranks
+    /// and micro-batches is the gradient of the global batch's mean loss, for parts of any size. Without
+    /// [`EngineConfig::gradients_mean`], this factor times the number of ranks.
     pub(super) gradient_scale: f64,
 }
 
 impl<'a> Prologue<'a> {
-    /// Of a step of `batches` on one of `ranks` ranks.
+    /// Prepares a step over `batches` on one of `ranks` ranks.
     ///
     /// # Errors
-    /// More micro-batches than a step has, or a batch that contradicts itself.
+    /// There are more than [`EngineConfig::accumulate`] micro-batches, or a batch is inconsistent.
     pub(super) fn of(batches: &'a [Batch], config: &EngineConfig, ranks: u32) -> Result<Self, EngineError> {
         let slots = config.accumulate.max(1);
         if batches.len() > slots {
             let text = format!("{} micro-batches in a step of {slots}", batches.len());
             return Err(EngineError::Parameters(text));
         }
-        // An epoch's end may leave this rank no pictures: it still takes part.
+        // At the end of an epoch a rank may have no pictures, but still takes part in collectives.
         let counts: Vec<usize> = batches
             .iter()
             .map(|batch| batch.of_all_ranks(ranks))

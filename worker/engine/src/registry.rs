@@ -1,4 +1,4 @@
-//! The backends. Another one is a folder and a line here, or is [added](add) by another crate.
+//! The list of backends. A new backend is a folder and an entry of `BACKENDS`, or another crate [adds](add) it.
 
 use super::{
     backend::{Backend, DeviceChoice, Devices, Selection},
@@ -9,11 +9,11 @@ use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::spec::Device;
 use std::{sync::OnceLock, time::Duration};
 
-/// In the order in which they are asked whether a rank is theirs; the CPU takes all that are nobody's.
+/// In order of precedence: a rank uses the first backend that has a device for it. The CPU accepts every rank.
 static BACKENDS: [&dyn Backend; 2] = [&Cuda, &Cpu];
 static ADDED: OnceLock<&dyn Backend> = OnceLock::new();
 
-/// Adds a backend that is asked before the others; only the first one counts.
+/// Adds a backend with precedence over all others. Later calls have no effect.
 pub fn add(backend: &'static dyn Backend) {
     let _ = ADDED.set(backend);
 }
@@ -22,12 +22,12 @@ fn backends() -> impl Iterator<Item = &'static dyn Backend> {
     ADDED.get().into_iter().chain(&BACKENDS).copied()
 }
 
-/// The backend of that name.
+/// The backend named `name`.
 pub fn named(name: &str) -> Option<&'static dyn Backend> {
     backends().find(|backend| backend.name() == name)
 }
 
-/// Where a rank computes that its launcher has given `given`, for a job that asks for `asked`.
+/// The device of a rank, from the GPU that the launcher assigned (`given`) and the device that the job requests (`asked`).
 pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
     let theirs = |backend: &'static dyn Backend| {
         backend.device_of(given, asked).map(|ordinal| DeviceChoice { backend, ordinal })
@@ -35,11 +35,11 @@ pub fn device_of(given: Option<&RankGpu>, asked: Device) -> DeviceChoice {
     backends().find_map(theirs).unwrap_or(DeviceChoice { backend: &Cpu, ordinal: 0 })
 }
 
-/// What this machine offers: of the first backend that has what is selected. `hindrance` is why those before it have
-/// nothing, or, without any slot, why there is none.
+/// The slots of this machine: those of the first backend that has selected devices. `hindrance` says why an earlier backend
+/// has none, or why the machine has no slot at all.
 ///
 /// # Errors
-/// What is selected is not there; a sentence.
+/// A selected device does not exist; a sentence.
 pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
     let mut why = None;
     for backend in backends() {
@@ -52,19 +52,20 @@ pub fn offer(selection: Selection<'_>) -> Result<Devices, String> {
     Ok(Devices { slots: Vec::new(), hindrance: why })
 }
 
-/// Says that this process is about to end, from any thread, while its devices may wait for other ranks.
+/// Tells all backends that this process will exit, while its devices may still wait for other ranks. Callable from any thread.
 pub fn about_to_exit(reason: &str) {
     backends().for_each(|backend| backend.about_to_exit(reason));
 }
 
-/// Waits until the process's exit handlers may run; false: `limit` has passed, or they would wait for a device.
+/// Waits, at most `limit`, until the process's exit handlers may run. Returns false if the limit passed, or if the handlers
+/// would wait for a device.
 pub fn may_run_exit_handlers(limit: Duration) -> bool {
     backends().all(|backend| backend.may_run_exit_handlers(limit))
 }
 
-/// Exits. Exit handlers free what aborts use (NCCL's do), and a process that ran them meanwhile would end with a segmentation
-/// fault instead of its status: aborts have `limit` to finish, and handlers do not run where one has not. Nor do they where a GPU
-/// may wait for ranks that are gone: CUDA's wait for the GPU.
+/// Exits the process. Exit handlers (NCCL's) free memory that a running abort uses, which would be a segmentation fault, and
+/// CUDA's wait for the GPU. Handlers are therefore skipped if aborts do not finish within `limit`, or if a GPU may wait for
+/// ranks that are gone.
 pub fn exit(status: i32, limit: Duration) -> ! {
     if may_run_exit_handlers(limit) {
         std::process::exit(status)

@@ -1,13 +1,13 @@
 //! Sharded optimizer state (ZeRO-1, Rajbhandari et al. 2020): which part of each bucket of parameters a rank updates.
 //!
-//! The ranks that add up the gradients of a bucket cut it into equally long parts, one a rank. A rank gets the sum of its own part alone,
-//! keeps the optimizer's state of that part, and updates its weights. Then the ranks give each other the new weights. A part ends
-//! anywhere in a parameter: a last layer with very many classes is one parameter. So no rank has more than the others, but for the
-//! padding of a bucket, which is at most one value a rank.
+//! The ranks that reduce the gradients of a bucket divide the bucket into parts of equal length, one per rank (reduce-scatter). Each rank
+//! receives the reduced gradients of its own part, keeps the optimizer state of that part and updates the part's weights. An all-gather
+//! then distributes the new weights. Parts may end inside a parameter, because a last layer with very many classes is one parameter. So
+//! all ranks keep equally many values, up to a bucket's padding of at most one value per rank.
 
 use std::ops::Range;
 
-/// A rank among those that add up a bucket.
+/// A rank's number among the ranks that reduce a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Share {
     pub(crate) rank: usize,
@@ -15,15 +15,15 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Of a rank that updates everything.
+    /// The share of a rank that updates all parameters.
     pub(crate) const WHOLE: Self = Self { rank: 0, ranks: 1 };
 
-    /// Values of each part of a bucket of `len` values. The last parts may reach behind the bucket.
+    /// Length of each part of a bucket of `len` values. The last parts may extend past the bucket's end.
     pub(crate) fn part_len(self, len: usize) -> usize {
         len.div_ceil(self.ranks)
     }
 
-    /// The rank's part of a bucket of `len` values, without what lies behind the bucket.
+    /// The rank's part of a bucket of `len` values, cut off at the bucket's end.
     pub(crate) fn of(self, len: usize) -> Range<usize> {
         let part = self.part_len(len);
         let [start, end] = [self.rank, self.rank + 1].map(|rank| (rank * part).min(len));
@@ -31,7 +31,7 @@ impl Share {
     }
 }
 
-/// What sharding saves a rank that keeps `own` of `all` bytes, for the log.
+/// The memory that sharding saves a rank with `own` of `all` bytes of state, as text for the log.
 pub(crate) fn saving_in_words(own: usize, all: usize) -> String {
     let megabytes = |bytes: usize| bytes as f64 / 1e6;
     format!("a rank keeps {:.2} of {:.2} MB of optimizer state", megabytes(own), megabytes(all))

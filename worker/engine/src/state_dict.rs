@@ -1,4 +1,4 @@
-//! What the ranks of a group contribute to a checkpoint, and what they are given from one.
+//! The state of an engine in a checkpoint, and its division among the ranks that write it.
 
 use super::{
     EngineError, LossScaling, NamedTensors, OptimizerState,
@@ -10,35 +10,35 @@ use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
 };
 
-/// All that an engine needs to continue, on the host.
+/// All state that an engine needs to continue training, in host memory.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct StateDict {
     /// Weights, biases and running statistics.
     pub parameters: NamedTensors,
-    /// The optimizer's named slots; `None`: those that the engine has stay as they are.
+    /// The optimizer's named slots; `None`: the engine keeps its current slots.
     pub optimizer: Option<OptimizerState>,
-    /// The moving average of the parameters, where there is one; rank 0's.
+    /// Rank 0's running average of the parameters, if one is kept.
     pub average: Option<NamedTensors>,
     /// The loss scaling of float16.
     pub loss_scaling: Option<LossScaling>,
 }
 
-/// What one rank writes of the state that its group keeps.
+/// The part of the group's state that one rank writes to a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Contribution {
-    /// All of it: rank 0, where it alone writes.
+    /// All state: of rank 0, if no other rank writes.
     Whole(Box<StateDict>),
-    /// The tensors that this rank writes ([`Writers`]), each whole.
+    /// The tensors that this rank writes ([`Writers`]), none of them in parts.
     Part(Box<StateDict>),
-    /// Nothing; nothing was copied off the device for it.
+    /// Nothing. No state was copied off the device.
     Replica,
 }
 
-/// Collective in a model group: completes tensors, of whose split ones each rank has its part and 0 for the rest. `part` is what this rank
-/// has of the network, `add` adds values over the group.
+/// Collective in a model group: completes split tensors, of which each rank has its own part and zeros elsewhere. `part` is this rank's part
+/// of the network; `add` sums values over the group.
 ///
 /// # Errors
-/// Those of `add`.
+/// `add` fails.
 pub(super) fn complete<'a>(
     part: &Network,
     all: impl IntoIterator<Item = &'a mut NamedTensors>,
@@ -48,7 +48,7 @@ pub(super) fn complete<'a>(
     let split: HashSet<_> =
         parameters.iter().filter(|p| p.slice.is_some()).map(|p| p.name.as_str()).collect();
     for (name, tensor) in all.into_iter().flatten() {
-        // A parameter, or one of its slots in the optimizer's state.
+        // The name of a parameter or of an optimizer slot.
         let parameter = name.rsplit_once('.').map_or("", |(parameter, _)| parameter);
         if split.contains(name.as_str()) || split.contains(parameter) {
             add(&mut tensor.values)?;
@@ -65,7 +65,7 @@ impl StateDict {
     }
 }
 
-/// Which ranks have the running average of the parameters.
+/// Which ranks keep the running average of the parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AverageOn {
     /// There is no average.
@@ -73,24 +73,24 @@ pub enum AverageOn {
     NoRank,
     /// Rank 0 has all of it.
     FirstRank,
-    /// Each rank has that of its parameters.
+    /// Each rank has the average of the parameters that it writes.
     EveryRank,
 }
 
-/// Which rank writes which tensors of a checkpoint; by default rank 0 writes all. Running statistics are rank 0's to write, since ranks may
-/// have statistics of their own.
+/// Which rank writes which tensors of a checkpoint; by default rank 0 writes all of them. Rank 0 always writes the running statistics,
+/// because they may differ between ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Writers {
-    /// Ascending; empty where rank 0 alone writes.
+    /// Writing ranks, ascending; empty if only rank 0 writes.
     ranks: Vec<u32>,
-    /// By the name of a trained parameter. What the optimizer keeps of it is written by the same rank.
+    /// By name of a trained parameter: the rank that writes the parameter and its optimizer slots.
     by_parameter: BTreeMap<String, u32>,
     average: AverageOn,
 }
 
 impl Writers {
-    /// Deals the parameters of a whole network, of each of which the optimizer keeps `slots`, to `ranks` (ascending from 0): the largest first, each
-    /// to the rank that has the fewest bytes to write.
+    /// Assigns the parameters of a whole network, each with `slots` optimizer slots, to `ranks` (ascending from 0). Largest first, each parameter
+    /// goes to the rank with the fewest bytes so far.
     pub fn deal(network: &Network, slots: usize, average: AverageOn, ranks: &[u32]) -> Self {
         let (mut trained, running): (Vec<_>, Vec<_>) =
             network.parameters().into_iter().partition(|parameter| parameter.role.is_trained());
@@ -114,9 +114,9 @@ impl Writers {
         Self { ranks: ranks.into_iter().collect(), by_parameter, average }
     }
 
-    /// The rank that writes a tensor of the parameters or of the optimizer's state.
+    /// The rank that writes `tensor`, a parameter or an optimizer slot.
     pub fn of(&self, tensor: &str) -> u32 {
-        // A parameter, or one of its slots.
+        // The parameter's name, if `tensor` is an optimizer slot.
         let parameter =
             || tensor.rsplit_once('.').and_then(|(parameter, _)| self.by_parameter.get(parameter));
         self.by_parameter.get(tensor).or_else(parameter).copied().unwrap_or(0)
@@ -127,17 +127,17 @@ impl Writers {
         if self.ranks.is_empty() { rank == 0 } else { self.ranks.contains(&rank) }
     }
 
-    /// Which part a rank writes, from 1, of how many.
+    /// Number of the part that a rank writes, from 1, and number of parts.
     pub fn part_of(&self, rank: u32) -> Option<(usize, usize)> {
         self.ranks.binary_search(&rank).ok().map(|place| (place + 1, self.ranks.len()))
     }
 
-    /// Whether the average is written in parts, too.
+    /// Whether several ranks write the average, too.
     pub fn deal_average(&self) -> bool {
         self.average == AverageOn::EveryRank
     }
 
-    /// Drops what no rank writes for which `keeps` is true.
+    /// Keeps only tensors that are written by ranks for which `keeps` is true.
     pub fn retain(&self, state: &mut StateDict, keeps: impl Fn(u32) -> bool) {
         state.parameters.retain(|name, _| keeps(self.of(name)));
         if let Some(optimizer) = &mut state.optimizer {
@@ -148,7 +148,7 @@ impl Writers {
         }
     }
 
-    /// What a rank contributes, of which `state` has what it writes.
+    /// Wraps `state`, the tensors that a rank writes, as its contribution.
     pub fn contribution(&self, state: StateDict) -> Contribution {
         let state = Box::new(state);
         if self.ranks.is_empty() { Contribution::Whole(state) } else { Contribution::Part(state) }
@@ -202,7 +202,7 @@ mod tests {
                     all.average.get_or_insert_default().extend(average);
                 }
             }
-            assert!(all == state, "{average:?}: each tensor is somebody's");
+            assert!(all == state, "{average:?}: each tensor has a writer");
             let whole: usize = loads.iter().sum();
             for load in &loads {
                 assert!(

@@ -1,4 +1,4 @@
-//! Networks of operations that nothing fits to fuse with, on the CPU engine: against PyTorch, and fused against not.
+//! Tests of networks with operations that cannot be fused, on the CPU engine: against PyTorch, and fused against unfused.
 
 use super::{Engine, EngineConfig, Optimizer, build_cpu};
 use crate::net::{Network, Role};
@@ -9,7 +9,7 @@ use lockstep_kernels::synthetic::{labels, values};
 use serde::Deserialize;
 use std::{collections::BTreeMap, sync::Arc};
 
-/// `Unfused` of `tests/pytorch/make_fixtures.py`: a ReLU, an addition, poolings and a hidden linear layer by themselves.
+/// `Unfused` of `tests/pytorch/make_fixtures.py`: an unfused ReLU, addition, poolings and hidden linear layer.
 pub(super) fn network(image_size: usize) -> Network {
     let mut net = Network::new("unfused", image_size, 3, 10);
     let x = net.conv("conv1", net.input(), 16, 3, 1);
@@ -28,8 +28,8 @@ pub(super) fn network(image_size: usize) -> Network {
     net
 }
 
-/// Where tensors have several readers: a batch norm behind a ReLU that is also its shortcut, a sum of a tensor with itself, a
-/// pooling around which the tensor is added, an addition of linear layers.
+/// A network whose tensors have several readers: a batch norm behind a ReLU whose output is also the shortcut, a sum of a tensor
+/// with itself, a pooling with a shortcut around it, an addition of linear layers.
 fn many_readers() -> Network {
     let mut net = Network::new("many readers", 12, 3, 10);
     let x = net.conv("conv1", net.input(), 16, 3, 1);
@@ -56,7 +56,7 @@ pub(super) fn networks() -> Vec<Arc<Network>> {
     vec![Arc::new(network(12)), Arc::new(many_readers())]
 }
 
-/// As `unfused` of `make_fixtures.py` fills its model.
+/// Initial values of the model of `unfused` in `make_fixtures.py`.
 pub(super) fn initial(network: &Network) -> NamedTensors {
     let parameters = network.parameters().into_iter();
     parameters
@@ -84,7 +84,7 @@ pub(super) fn batch(network: &Network, size: usize) -> Batch {
     }
 }
 
-/// Momentum is the gradient after the first step.
+/// A configuration in which the momentum after the first step is the gradient.
 pub(super) fn config(batch_size: usize) -> EngineConfig {
     EngineConfig {
         batch_size,
@@ -100,11 +100,11 @@ pub(super) fn config(batch_size: usize) -> EngineConfig {
 #[derive(Deserialize)]
 struct Gradient {
     norm: f32,
-    /// At 16 places from the first value to the last.
+    /// The values at 16 evenly spaced positions.
     values: Vec<f32>,
 }
 
-/// PyTorch's numbers of one step of [`network`].
+/// PyTorch's results of one step of [`network`].
 #[derive(Deserialize)]
 struct Fixture {
     batch_size: usize,
@@ -114,17 +114,17 @@ struct Fixture {
     running: BTreeMap<String, Vec<f32>>,
 }
 
-/// How far an engine may be from PyTorch.
+/// Maximum differences between an engine and PyTorch.
 pub(super) struct Tolerance {
-    /// Of the loss, relative.
+    /// Relative difference of the loss.
     pub(super) loss: f32,
-    /// Of a gradient's value, relative to the norm of its tensor.
+    /// Difference of a gradient's value, relative to the norm of its tensor.
     pub(super) gradient: f32,
-    /// Of a running statistic, absolute.
+    /// Absolute difference of a running statistic.
     pub(super) running: f32,
 }
 
-/// One step of [`network`] against PyTorch's, by the engine that `build` makes from network, initial values and
+/// Compares one step of [`network`] with PyTorch's, on the engine that `build` returns for a network, initial values and a
 /// configuration.
 pub(super) fn check_against_pytorch(
     tolerance: &Tolerance,

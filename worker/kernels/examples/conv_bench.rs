@@ -1,17 +1,17 @@
-//! GFLOP/s of every convolution in a network, and the time of all of them in a training step:
-//! `cargo run --release -p lockstep-kernels --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH]`,
-//! networks being resnet20, resnet18 (small stem), resnet50 and resnext50_32x4d (large stem; of the latter what is not
-//! resnet50's), on one thread unless told.
+//! GFLOP/s of every convolution of a network, and their total time in a training step:
+//! `cargo run --release -p lockstep-kernels --example conv_bench [NETWORK|all] [REPEATS] [THREADS] [BATCH]`.
+//! Networks: resnet20, resnet18 (CIFAR stem), resnet50 and resnext50_32x4d (ImageNet stem; for the latter only
+//! convolutions that resnet50 does not have). Default: one thread.
 //!
-//! Times are the minimum of the repeats, so that other work on the machine shows less.
+//! Times are minima over the repeats, to reduce the effect of other work on the machine.
 
 #![allow(clippy::print_stdout)]
 
 use lockstep_kernels::conv::{ConvShape, Scratch, backward_input, backward_weight, forward};
 use std::time::Instant;
 
-/// How often a step has the layer: `(count, [size, in_c, out_c, kernel, stride])`. Where the network has 32 groups, those
-/// of 3x3 with as many inputs as outputs do.
+/// Layers: `(number of such layers, [size, in_c, out_c, kernel, stride])`. In a network with 32 groups, 3x3 layers with
+/// equal numbers of input and output channels have groups.
 type Layer = (usize, [usize; 5]);
 
 const RESNET20: &[Layer] = &[

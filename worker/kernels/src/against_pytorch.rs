@@ -1,5 +1,5 @@
-//! Every operation forward and backward against `tests/pytorch/fixtures/operations.safetensors`
-//! (written by `make_fixtures.py` there, computed in float64).
+//! Tests every operation, forward and backward, against `tests/pytorch/fixtures/operations.safetensors`,
+//! which `tests/pytorch/make_fixtures.py` computes in float64.
 
 use crate::{
     TensorShape,
@@ -15,10 +15,10 @@ use safetensors::SafeTensors;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 
-/// Largest difference, relative to the largest value.
+/// Maximum difference, relative to the largest value.
 const TOLERANCE: f32 = 1e-5;
 
-/// Calls `check(case name, its numbers)` for every case of `op` in the fixtures.
+/// Calls `check(fixtures, case name, the case's numbers)` for every case of `op`.
 fn cases(op: &str, check: impl FnMut(&Fixtures<'_>, &str, &[usize])) {
     cases_in("operations.safetensors", op, check);
 }
@@ -62,7 +62,7 @@ impl Fixtures<'_> {
         }
     }
 
-    /// Where the fixture has the tensor at all.
+    /// Compares `ours`, if the fixture has the tensor.
     fn compare_if_there(&self, name: &str, ours: &[f32]) {
         if self.get(name).is_some() {
             self.compare(name, ours);
@@ -131,7 +131,7 @@ fn batch_normalisation() {
         fixtures.compare(&format!("{name}.var"), &running.1);
 
         let dy = make("dy", x.len());
-        // The gradient in one part or in two, kept for the shortcut or not: the same numbers.
+        // The gradient in one or two parts, kept for the shortcut or not, gives the same numbers.
         for parts in [1, 2] {
             let mut g = dy.clone();
             let more = (parts == 2).then(|| vec![0.25; x.len()]);
@@ -240,7 +240,7 @@ fn stochastic_gradient_descent() {
         let kind = if numbers == [1] { OptimizerKind::Nesterov } else { OptimizerKind::Momentum };
         let sgd = Optimizer { kind, momentum: 0.9, weight_decay: 0.01, ..Optimizer::default() };
         let (mut w, mut v) = (values(&format!("{name}.w"), 50), vec![0.0; 50]);
-        // The fixture's own ".w" is the result; the start comes from the generator.
+        // The fixture's ".w" is the result; the initial weights come from the generator.
         for step in 0..3 {
             let update = Update::new(&sgd, 0.1, step + 1);
             let (rate, decay) = update.rates(sgd.policy(true), || unreachable!("no norms"));
@@ -252,7 +252,7 @@ fn stochastic_gradient_descent() {
     });
 }
 
-/// A parameter's way, by `optimizer_steps` of `make_fixtures.py`.
+/// A parameter's values over several steps, from `optimizer_steps` of `make_fixtures.py`.
 #[derive(Deserialize)]
 struct Implementation {
     optimizer: OptimizerKind,
@@ -280,7 +280,7 @@ fn adamw_and_lamb_step_by_step() {
         assert_eq!(way.weights.len(), 20);
         for (step, wanted) in way.weights.iter().enumerate() {
             let norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
-            // The rate falls; every third gradient is small, and every seventh is none.
+            // The learning rate decreases; every third gradient is small, and every seventh is zero.
             let lr = way.lr * (1.0 - step as f32 / 40.0);
             let scale = if step % 7 == 6 { 0.0 } else { [1.0, 10.0, 1e-3][step % 3] };
             let mut g: Vec<f32> = values(&format!("{name}.g{step}"), 16).iter().map(|v| v * scale).collect();

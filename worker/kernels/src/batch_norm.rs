@@ -1,9 +1,9 @@
 //! Batch normalisation, fused with the residual addition and the ReLU after it.
 //!
 //! An activation is a matrix of rows (pixels of all pictures) by channels. Sums over rows are taken
-//! in float64, in chunks whose size depends on the channels alone and in order: the same on any
-//! number of threads, accurate when a channel's mean is large against its spread, and to float32's
-//! last bit (but for about one value in 10^8) the same however a batch is cut over ranks.
+//! in float64, in order, in chunks whose size depends only on the channels. So sums are the same on any
+//! number of threads, accurate if a channel's mean is large compared with its spread, and equal in
+//! float32 (except for about one value in 10^8) for any division of a batch over ranks.
 
 use crate::{
     elementwise::relu_of,
@@ -11,33 +11,33 @@ use crate::{
 };
 use rayon::prelude::*;
 
-/// Added to the variance before its root is taken: PyTorch's default.
+/// Added to the variance before the square root: PyTorch's default.
 pub const EPSILON: f64 = 1e-5;
-/// The share of a new batch in the running statistics: PyTorch's default.
+/// Weight of a new batch in the running statistics: PyTorch's default.
 pub const MOMENTUM: f32 = 0.1;
 
-/// Values of a chunk, about: two or three operands of it fit a core's second-level cache.
+/// Approximate number of values of a chunk: two or three operands fit in a core's second-level cache.
 const CHUNK: usize = 1 << 14;
 
-/// Statistics that one forward pass leaves for backward, one value a channel.
+/// Statistics of one forward pass, kept for backward; one value per channel.
 #[derive(Debug, Clone, Default)]
 pub struct Statistics {
     pub mean: Vec<f32>,
-    /// 1 / sqrt(variance + epsilon), biased variance.
+    /// 1 / sqrt(variance + epsilon), with the biased variance.
     pub inv_std: Vec<f32>,
     /// Mean and variance before rounding, for the running statistics.
     in_f64: Vec<(f64, f64)>,
 }
 
 impl Statistics {
-    /// From sums over `count` rows: first all channels' sums, then all channels' sums of squares.
+    /// From `sums` over `count` rows: first all channels' sums, then all channels' sums of squares.
     pub fn from_sums(sums: &[f64], count: f64) -> Self {
         let (sum, square) = sums.split_at(sums.len() / 2);
         let in_f64: Vec<(f64, f64)> = std::iter::zip(sum, square)
             .map(|(s, q)| {
                 let mean = s / count;
                 let variance = q / count - mean * mean;
-                // Rounding may leave it below zero. Not by `max`, which would make a NaN zero.
+                // Rounding may make the variance negative. Unlike `max`, this keeps a NaN.
                 (mean, if variance < 0.0 { 0.0 } else { variance })
             })
             .collect();
@@ -48,13 +48,13 @@ impl Statistics {
         }
     }
 
-    /// The running statistics, for inference.
+    /// From running statistics, for inference.
     pub fn from_running(mean: &[f32], var: &[f32]) -> Self {
         let inv_std = var.iter().map(|&v| (1.0 / (f64::from(v) + EPSILON).sqrt()) as f32).collect();
         Self { mean: mean.to_vec(), inv_std, in_f64: Vec::new() }
     }
 
-    /// Moves the running statistics towards these, with the unbiased variance, as PyTorch does.
+    /// Updates the running statistics with these statistics, using the unbiased variance, as PyTorch does.
     pub fn update_running(&self, count: f64, mean: &mut [f32], var: &mut [f32]) {
         let unbias = count / (count - 1.0).max(1.0);
         for (&(m, v), (mean, var)) in self.in_f64.iter().zip(std::iter::zip(mean, var)) {
@@ -64,10 +64,10 @@ impl Statistics {
     }
 }
 
-/// How a kernel walks a matrix of `channels` columns: blocks of `width` lanes, `stride` values apart.
+/// How a kernel iterates over a matrix of `channels` columns: blocks of `width` lanes, `stride` values apart.
 ///
-/// Few channels are read several rows at a time, so that every loop is [`LANES`] values long; a number of
-/// channels that fits neither way is walked one lane at a time.
+/// With few channels, several rows are read at a time, so that every loop is [`LANES`] values long. If the number
+/// of channels is neither a multiple nor a divisor of [`LANES`], a block is one lane.
 #[derive(Debug, Clone, Copy)]
 struct Tiling {
     channels: usize,
@@ -85,18 +85,18 @@ impl Tiling {
         }
     }
 
-    /// Values of a chunk: whole rows, and whole strides but for the last chunk.
+    /// Number of values of a chunk: whole rows and, except for the last chunk, whole strides.
     fn chunk(self) -> usize {
         (CHUNK / self.stride).max(16) * self.stride
     }
 
-    /// A value a channel -> a value a lane of the stride.
+    /// Repeats one value per channel to one value per lane of the stride.
     fn spread(self, per_channel: &[f32]) -> Vec<f32> {
         per_channel.iter().copied().cycle().take(self.stride).collect()
     }
 }
 
-/// Runs a kernel for the tiling's lane width.
+/// Runs a kernel with the tiling's lane width.
 macro_rules! tiled {
     ($tiling:expr, $kernel:ident ( $($arg:expr),* $(,)? )) => {
         if $tiling.is_vectorized {
@@ -111,7 +111,7 @@ mod backward;
 
 pub use backward::{Mask, backward_input, backward_input_in_place, backward_sums, parameter_gradients};
 
-/// Adds the chunks' partial sums in order.
+/// Adds the chunks' partial sums, in order.
 fn combine(partials: &[f64], width: usize) -> Vec<f64> {
     let mut total = vec![0.0; width];
     for partial in partials.chunks_exact(width) {
@@ -122,7 +122,7 @@ fn combine(partials: &[f64], width: usize) -> Vec<f64> {
     total
 }
 
-/// Sums and sums of squares of each channel: `2 * channels` values.
+/// Sums, then sums of squares of all channels: `2 * channels` values.
 pub fn sums(x: &[f32], channels: usize) -> Vec<f64> {
     let tiling = Tiling::new(channels);
     let mut partials = vec![0.0; x.len().div_ceil(tiling.chunk()) * 2 * channels];
@@ -148,7 +148,7 @@ fn sums_of_chunk<const W: usize>(tiling: Tiling, x: &[f32], out: &mut [f64]) {
             }
             row += stride;
         }
-        // Few channels: the last rows may not fill a stride.
+        // With few channels, the last rows may not fill a stride.
         for (i, v) in x[whole..].iter().enumerate().skip(block).take(W) {
             let v = f64::from(*v);
             sum[i - block] += v;
@@ -162,7 +162,7 @@ fn sums_of_chunk<const W: usize>(tiling: Tiling, x: &[f32], out: &mut [f64]) {
     }
 }
 
-/// What a batch norm needs besides its input, one value a channel each.
+/// Parameters of a batch norm's forward pass, one value per channel.
 #[derive(Debug, Clone, Copy)]
 pub struct Affine<'a> {
     pub statistics: &'a Statistics,
@@ -190,14 +190,14 @@ impl Affine<'_> {
     }
 }
 
-/// `W` values of `from` at `at`; kernels call it with slices that are long enough.
+/// `W` values of `from` from `at` on. `from` must be long enough.
 #[inline(always)]
 fn lanes<const W: usize>(from: &[f32], at: usize) -> &[f32; W] {
     const { assert!(W > 0) };
     from[at..at + W].first_chunk().unwrap_or(&[0.0; W])
 }
 
-/// y = relu(batch_norm(x) + shortcut), with the shortcut and the ReLU only as asked for.
+/// y = relu(batch_norm(x) + shortcut); the shortcut and the ReLU are optional.
 pub fn forward(x: &[f32], affine: Affine<'_>, shortcut: Option<&[f32]>, relu: bool, y: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
     let lanes = affine.lanes(tiling);
@@ -226,7 +226,7 @@ fn forward_chunk<const W: usize>(
     finish: impl Fn(f32, f32) -> f32,
 ) {
     for (x, y) in x.chunks(tiling.stride).zip(y.chunks_mut(tiling.stride)) {
-        // Whole strides first; the rest of few channels lane by lane.
+        // Whole strides first, then the remaining values lane by lane.
         let whole = x.len() / W * W;
         for block in (0..whole).step_by(W) {
             let (mean, scale) = (lanes::<W>(&lanes_of.mean, block), lanes::<W>(&lanes_of.scale, block));

@@ -4,9 +4,9 @@
 //! [`LANES`] output channels: `[out_c / LANES][kernel][kernel][in_c][lane]`, the last block having
 //! `out_c % LANES` lanes when that is not zero. There is no padding, so an optimizer may treat the
 //! slice as a vector; [`weight_from_oihw`] and [`weight_to_oihw`] convert from and to the order that
-//! checkpoints use. Of a grouped convolution `in_c` here is a group's share of the input channels.
+//! checkpoints use. For a grouped convolution, `in_c` here is the number of input channels of one group.
 
-#![allow(unsafe_code)] // Register tiles work on raw pointers; slices are checked where they come in.
+#![allow(unsafe_code)] // Register tiles use raw pointers; the public functions check the slices.
 
 mod grouped;
 mod memory;
@@ -25,7 +25,7 @@ pub use tile::Instructions;
 pub const LANES: usize = 16;
 
 impl ConvShape {
-    /// Where the weight of `(out, ky, kx, input)` is in the flat slice; `input` counts in the group.
+    /// Index of the weight of `(out, ky, kx, input)` in the flat slice; `input` counts within the group.
     fn weight_index(&self, out: usize, ky: usize, kx: usize, input: usize) -> usize {
         let taps = self.kernel * self.kernel * self.group_in_c();
         let block = out / LANES;
@@ -34,14 +34,14 @@ impl ConvShape {
     }
 }
 
-/// Weights from the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
+/// Converts weights from the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
 pub fn weight_from_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
     assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
     assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
     each_weight(s, |ours, oihw| dst[ours] = src[oihw]);
 }
 
-/// Weights in the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
+/// Converts weights to the order of checkpoints, `[out_c][in_c / groups][kernel][kernel]`.
 pub fn weight_to_oihw(s: &ConvShape, src: &[f32], dst: &mut [f32]) {
     assert_eq!(src.len(), s.weight_len(), "weights of {s:?}");
     assert_eq!(dst.len(), s.weight_len(), "weights of {s:?}");
@@ -78,7 +78,7 @@ fn check(s: &ConvShape, x: usize, w: usize, y: usize) {
 /// `y = conv(x, w)`; every value of `y` is written.
 ///
 /// # Panics
-/// When a slice has not the length that `s` says.
+/// If the length of a slice does not match `s`.
 pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), w.len(), y.len());
     let merged = grouped::merged(s);
@@ -86,14 +86,15 @@ pub fn forward(s: &ConvShape, x: &[f32], w: &[f32], y: &mut [f32], scratch: &mut
     product::Pass::forward(&merged).run(x, w, y, None, scratch.tiles, &scratch.benches);
 }
 
-/// [`forward`], and what batch normalisation asks next: for every output channel the sum over all pixels,
-/// then for every channel the sum of squares, `2 * out_c` values. Taken while the outputs are in registers,
-/// which spares reading `y` once more.
+/// [`forward`], and the sums for batch normalisation: for every output channel the sum over all pixels, then for
+/// every channel the sum of squares, `2 * out_c` values. They are computed while outputs are in registers, which
+/// saves another read of `y`.
 ///
-/// Float32 around a pivot within a task, float64 between tasks, in order; the same on any number of threads.
+/// Sums are in float32 around a pivot within a task, and in float64, in order, over tasks. They do not depend on
+/// the number of threads.
 ///
 /// # Panics
-/// When a slice has not the length that `s` says.
+/// If the length of a slice does not match `s`.
 pub fn forward_with_sums(
     s: &ConvShape,
     x: &[f32],
@@ -109,10 +110,10 @@ pub fn forward_with_sums(
     sums
 }
 
-/// The gradient of the input, `dx`, from that of the output, `dy`; every value of `dx` is written.
+/// The gradient of the input, `dx`, from the gradient of the output, `dy`; every value of `dx` is written.
 ///
 /// # Panics
-/// When a slice has not the length that `s` says.
+/// If the length of a slice does not match `s`.
 pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scratch: &mut Scratch) {
     check(s, dx.len(), w.len(), dy.len());
     let merged = grouped::merged(s);
@@ -125,7 +126,7 @@ pub fn backward_input(s: &ConvShape, dy: &[f32], w: &[f32], dx: &mut [f32], scra
 /// The gradient of the weights, `dw`, in the order of the weights; every value of `dw` is written.
 ///
 /// # Panics
-/// When a slice has not the length that `s` says.
+/// If the length of a slice does not match `s`.
 pub fn backward_weight(s: &ConvShape, x: &[f32], dy: &[f32], dw: &mut [f32], scratch: &mut Scratch) {
     check(s, x.len(), dw.len(), dy.len());
     let merged = grouped::merged(s);

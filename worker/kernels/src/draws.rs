@@ -1,9 +1,9 @@
-//! Random values of initial weights: SplitMix64's output function over a counter, whose key is hashed from a seed and a parameter's
-//! name. Logarithm and cosine come from the `libm` crate, because a system's own differ in the last bit.
+//! Random initial weights: SplitMix64's output function of a counter, with a key hashed from a seed and a parameter's name. Logarithm
+//! and cosine come from the `libm` crate, because the last bits of a system's functions differ.
 
 use rayon::prelude::*;
 
-/// Values a task makes; even, because normals come in pairs.
+/// Number of values per task; even, because normal values are drawn in pairs.
 const CHUNK: usize = 1 << 14;
 
 /// SplitMix64's output function (Steele, Lea, Flood 2014).
@@ -32,7 +32,7 @@ pub fn uniform(key: u64, len: usize, bound: f64) -> Vec<f32> {
     (0..len as u64).map(|i| ((2.0 * unit(key, i) - 1.0) * bound) as f32).collect()
 }
 
-/// `len` values of a stream, normal with mean 0 and standard deviation `std`: Box and Muller's pairs.
+/// `len` values of a stream, normal with mean 0 and standard deviation `std`, in pairs by the Box-Muller transform.
 pub fn normal(key: u64, len: usize, std: f64) -> Vec<f32> {
     let mut values = vec![0.0f32; len];
     values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {

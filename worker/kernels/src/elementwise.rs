@@ -1,11 +1,11 @@
-//! The ReLU and the addition where they are not fused with a batch norm.
+//! ReLU and addition that are not fused with a batch norm.
 
 use rayon::prelude::*;
 
-/// Values of a task.
+/// Number of values per task.
 const CHUNK: usize = 1 << 14;
 
-/// ReLU as PyTorch has it: NaN stays NaN, so that a diverged run shows. (`max` would make it zero.)
+/// ReLU as in PyTorch: unlike `max`, it keeps a NaN, so that divergence is not hidden.
 #[inline(always)]
 pub fn relu_of(v: f32) -> f32 {
     if v < 0.0 { 0.0 } else { v }
@@ -18,7 +18,7 @@ pub fn relu(x: &[f32], y: &mut [f32]) {
         .for_each(|(y, x)| y.iter_mut().zip(x).for_each(|(y, x)| *y = relu_of(*x)));
 }
 
-/// In `dy`, the gradient of `y` = relu(x): that of x.
+/// Turns `dy`, the gradient of `y` = relu(x), into the gradient of x.
 pub fn relu_backward(y: &[f32], dy: &mut [f32]) {
     dy.par_chunks_mut(CHUNK).zip(y.par_chunks(CHUNK)).for_each(|(dy, y)| {
         for (d, y) in dy.iter_mut().zip(y) {

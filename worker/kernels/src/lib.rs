@@ -1,9 +1,9 @@
 //! The arithmetic of the CPU engine: functions over slices of float32, NHWC.
 //!
-//! The crate is apart from the worker because it is optimised in every profile: training takes twenty times as long
-//! with these loops at `opt-level = 1`, and the rest of the worker compiles in a tenth of the time without optimisation.
+//! This is a separate crate because it is optimised in every profile: training takes twenty times as long with these
+//! loops at `opt-level = 1`, and the rest of the worker compiles in a tenth of the time without optimisation.
 //!
-//! The folder also holds the sources of the GPU's kernels (`*.cu`), which the worker compiles when a GPU is used.
+//! The folder also has the sources of the GPU kernels (`*.cu`), which the worker compiles at run time.
 
 #[cfg(test)]
 mod against_pytorch;

@@ -36,8 +36,8 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
         out.fill(0.0);
         return;
     }
-    // SAFETY: the assertion above keeps every index that the strides reach inside its slice, and `out`
-    // is borrowed mutably, so it overlaps neither operand.
+    // SAFETY: the assertion above keeps every index that the strides reach in bounds. `out` is borrowed
+    // mutably, so it does not overlap with `a` or `b`.
     unsafe {
         gemm::gemm(
             a.rows,
@@ -63,7 +63,7 @@ fn multiply(a: Matrix<'_>, b: Matrix<'_>, out: &mut [f32]) {
     }
 }
 
-/// Rows multiplied at a time. A fixed number, so the bits of a picture's result do not depend on the size of its batch.
+/// Number of rows multiplied at a time. It is fixed, so the bits of a picture's result do not depend on the batch size.
 const ROWS: usize = 8;
 
 /// `y` `[batch, out]` from `x` `[batch, in]`.

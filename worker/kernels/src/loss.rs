@@ -1,19 +1,19 @@
 //! Softmax cross-entropy with label smoothing, by log-sum-exp in double precision.
 
-/// What a batch's logits say.
+/// Loss and correct predictions of a batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Loss {
-    /// Sum over the pictures.
+    /// Sum of the losses of all pictures.
     pub sum: f64,
-    /// Pictures whose largest logit (the first of equals) is their label's.
+    /// Number of pictures whose largest logit (the first of equals) is the label's.
     pub correct: u64,
 }
 
-/// Loss of `logits` `[labels, classes]`; with `gradient`, that of the logits times `scale` is written.
+/// Loss of `logits` `[labels, classes]`. With `gradient`, the gradient of the logits, times `scale`, is written to it.
 ///
 /// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere,
-/// as PyTorch's. `mixed`: of those `1 - smoothing`, lambda on the label and the rest on another one, and a prediction is
-/// right that is the label with more. Labels are below `classes`.
+/// as in PyTorch. `mixed`: the `1 - smoothing` are divided between two labels, lambda on the first, and a prediction is
+/// correct if it is the label with the larger part. Labels must be below `classes`.
 pub fn cross_entropy(
     logits: &[f32],
     labels: &[u32],
@@ -42,7 +42,7 @@ pub fn cross_entropy(
         let log_sum = max + total.ln();
         let sum_of_logits: f64 = row.iter().map(|&v| f64::from(v)).sum();
         let mut wanted_logit = f64::from(row[label]);
-        // The label with less of the target, and how much of it.
+        // The label with the smaller part of the target, and this part.
         let mut second = None;
         if let Some((labels, lambda)) = mixed {
             let (mut other, mut share) = (labels[number] as usize, 1.0 - f64::from(lambda));

@@ -1,5 +1,5 @@
-//! The optimizers: settings, and formulas over flat ranges. SGD with momentum exactly as PyTorch's, LARS, AdamW and LAMB.
-//! The CUDA engine's kernels (`optimizer.cu`, `adam.cu`) follow the formulas.
+//! Optimizers: settings, and formulas over flat ranges. SGD with momentum exactly as in PyTorch, LARS, AdamW and LAMB.
+//! The CUDA engine's kernels (`optimizer.cu`, `adam.cu`) use the same formulas.
 
 use crate::simd::with_simd;
 use lockstep_protocol::spec::{OptimizerKind, TrainSpec};
@@ -7,17 +7,17 @@ use lockstep_protocol::spec::{OptimizerKind, TrainSpec};
 /// Trust coefficient eta of LARS: the value of You, Gitman and Ginsburg (2017), section 5.
 pub const LARS_TRUST: f32 = 0.001;
 
-/// Most slots that an optimizer has.
+/// Maximum number of slots of an optimizer.
 pub const MOST_SLOTS: usize = 2;
 
-/// An optimizer's settings, which stay the same over a run.
+/// An optimizer's settings, which stay the same during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Optimizer {
     pub kind: OptimizerKind,
     /// For SGD and LARS.
     pub momentum: f32,
     pub weight_decay: f32,
-    /// Whether batch norm's parameters and biases are decayed (never with LARS), and with LAMB adapted.
+    /// Whether batch norm's parameters and biases have weight decay (never with LARS) and, with LAMB, adapted rates.
     pub decay_norm_and_bias: bool,
     /// For AdamW and LAMB. In float64 as in PyTorch: 1 - 0.999 has a relative error of 1e-5 in float32.
     pub beta1: f64,
@@ -25,19 +25,19 @@ pub struct Optimizer {
     pub epsilon: f64,
 }
 
-/// How one parameter is treated.
+/// How one parameter is updated.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ParameterPolicy {
     /// Weight decay.
     pub decay: f32,
-    /// Whether its learning rate follows from the norms of the parameter.
+    /// Whether the learning rate is computed from norms of the parameter and its gradient.
     pub adapted: bool,
-    /// It is never changed, nor is what the optimizer keeps of it.
+    /// Whether the parameter and its optimizer slots never change.
     pub frozen: bool,
 }
 
 impl ParameterPolicy {
-    /// That of a parameter that stays as it is.
+    /// The policy of a parameter that never changes.
     pub const FROZEN: Self = Self { decay: 0.0, adapted: false, frozen: true };
 }
 
@@ -62,18 +62,18 @@ impl From<&TrainSpec> for Optimizer {
 }
 
 impl Optimizer {
-    /// Names of what it keeps for each parameter: float32, zeros at first.
+    /// Names of the slots kept for each parameter: float32, zero at first.
     pub fn slots(&self) -> &'static [&'static str] {
         slots(self.kind)
     }
 
-    /// Whether a parameter's update needs the norms of all of it.
+    /// Whether a parameter's update needs norms of the whole parameter.
     pub fn needs_norms(&self) -> bool {
         matches!(self.kind, OptimizerKind::Lars | OptimizerKind::Lamb)
     }
 
-    /// How a parameter is treated; `is_weight`: it is a weight of a convolution or linear layer, not of a batch norm, and
-    /// no bias.
+    /// The policy of a parameter. `is_weight`: the parameter is the weight of a convolution or linear layer, not a bias or a
+    /// parameter of a batch norm.
     pub fn policy(&self, is_weight: bool) -> ParameterPolicy {
         let decayed = match self.kind {
             OptimizerKind::Lars => is_weight,
@@ -87,7 +87,7 @@ impl Optimizer {
     }
 }
 
-/// [`Optimizer::slots`] of any optimizer of `kind`. Optimizers with equal slots can continue from each other's state.
+/// [`Optimizer::slots`] of optimizers of `kind`. Optimizers with equal slots can continue from each other's state.
 pub fn slots(kind: OptimizerKind) -> &'static [&'static str] {
     match kind {
         OptimizerKind::Momentum | OptimizerKind::Nesterov | OptimizerKind::Lars => &["momentum"],
@@ -95,7 +95,7 @@ pub fn slots(kind: OptimizerKind) -> &'static [&'static str] {
     }
 }
 
-/// A sum of squares in double precision, in an order that depends on the number of values alone.
+/// A sum of squares in double precision, in an order that depends only on the number of values.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Lanes {
     lanes: [f64; 16],
@@ -103,7 +103,7 @@ pub struct Lanes {
 }
 
 impl Lanes {
-    /// Adds those of `values`: a multiple of 16, or the last ones.
+    /// Adds the squares of `values`, whose number must be a multiple of 16, except in the last call.
     pub fn add(&mut self, values: &[f32]) {
         with_simd(
             #[inline(always)]
@@ -127,13 +127,13 @@ impl Lanes {
     }
 }
 
-/// One parameter's slots, in the order of [`Optimizer::slots`]; those that the optimizer does not have are empty.
+/// One parameter's slots, in the order of [`Optimizer::slots`]; slots that the optimizer does not have are empty.
 pub type Slots<'a> = [&'a mut [f32]; MOST_SLOTS];
 
 /// One step's update.
 ///
-/// A rule of layer-wise rates ([`Optimizer::needs_norms`]) takes two passes over a parameter: [`Update::prepare`], then, when
-/// all of it is prepared and the norms are known, [`Update::apply`]. Others apply alone.
+/// An optimizer with layer-wise rates ([`Optimizer::needs_norms`]) needs two passes over a parameter: [`Update::prepare`] for the
+/// whole parameter, then, with its norms, [`Update::apply`]. Other optimizers need only [`Update::apply`].
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
     optimizer: Optimizer,
@@ -141,7 +141,7 @@ pub struct Update {
     adam: Adam,
 }
 
-/// What Adam's formulas need, worked out in float64 as PyTorch does it.
+/// Constants of Adam's formulas, computed in float64 as in PyTorch.
 #[derive(Debug, Clone, Copy)]
 struct Adam {
     beta1: f32,
@@ -171,7 +171,7 @@ impl Adam {
         }
     }
 
-    /// Takes a gradient into the moments, and gives what the mean is divided by.
+    /// Updates the moments with a gradient and returns the first moment's divisor.
     #[inline(always)]
     fn take(&self, m: &mut f32, v: &mut f32, g: f32) -> f32 {
         *m = self.beta1 * *m + self.rest1 * g;
@@ -186,11 +186,11 @@ impl Update {
         Self { optimizer: *optimizer, lr, adam: Adam::new(optimizer, number) }
     }
 
-    /// Learning rate and weight decay of a parameter. `norms` are those of what [`Update::prepare`] made and of its weights,
-    /// asked for only where it is adapted.
+    /// Learning rate and weight decay of a parameter. `norms` returns the norms of the result of [`Update::prepare`] and of the
+    /// weights; it is called only for adapted parameters.
     ///
     /// - lars: the rate is `lr local` with `local = eta |w| / (|g| + d |w|)`
-    /// - lamb: it is `lr |w| / |r|`
+    /// - lamb: the rate is `lr |w| / |r|`
     pub fn rates(&self, policy: ParameterPolicy, norms: impl FnOnce() -> [f64; 2]) -> (f32, f32) {
         let ParameterPolicy { decay, adapted, .. } = policy;
         if !adapted {
@@ -201,12 +201,12 @@ impl Update {
             OptimizerKind::Lars => (f64::from(LARS_TRUST), moved + f64::from(decay) * weights),
             _ => (1.0, moved),
         };
-        // A parameter that is all zeros could never leave zero at a rate of zero.
+        // With a rate of 0, a parameter that is all zeros could never change.
         let local = if weights > 0.0 && below > 0.0 { (trust * weights / below) as f32 } else { 1.0 };
         (self.lr * local, decay)
     }
 
-    /// The first of two passes: puts what moves the weights `w` in the place of their gradient `g`.
+    /// The first of two passes: replaces the gradient `g` of the weights `w` by the unscaled update.
     ///
     /// - lars: the gradient itself
     /// - lamb: moments as Adam's, `r = (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + epsilon) + d w`
@@ -229,8 +229,8 @@ impl Update {
         }
     }
 
-    /// Updates weights `w` of one parameter and its slots by their gradient `g` (or what [`Update::prepare`] made of it),
-    /// with what [`Update::rates`] gave.
+    /// Updates weights `w` of one parameter, and its slots, from the gradient `g` (or the result of [`Update::prepare`]) and
+    /// the rates of [`Update::rates`].
     ///
     /// - momentum: `v = m v + (g + d w)`, `w -= lr v`
     /// - nesterov: the same `v`, `w -= lr (g + d w + m v)`
@@ -300,7 +300,7 @@ mod tests {
         }
     }
 
-    /// As an engine does it to a whole parameter, at learning rate 1 from slots of zeros.
+    /// Updates a whole parameter as an engine does, at learning rate 1 and with slots of zeros.
     fn step(optimizer: Optimizer, is_weight: bool, w: &mut [f32], g: &[f32]) {
         let norm = |values: &[f32]| {
             let mut lanes = Lanes::default();

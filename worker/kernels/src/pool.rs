@@ -1,4 +1,4 @@
-//! Max pooling and the mean over all pixels. NHWC; a task is one picture.
+//! Max pooling and global average pooling. NHWC; a task is one picture.
 
 use crate::TensorShape;
 use rayon::prelude::*;
@@ -10,9 +10,9 @@ pub struct MaxPool {
     pub output: TensorShape,
     pub kernel: usize,
     pub stride: usize,
-    /// Columns on either side of the input that never win.
+    /// Padding columns on either side of the input, which are never the maximum.
     pub padding: usize,
-    /// Rows above and below it: as many, or none where the input has them already.
+    /// Padding rows above and below the input: as `padding`, or 0 if the input already includes them.
     pub row_padding: usize,
 }
 
@@ -35,7 +35,7 @@ impl MaxPool {
         }
     }
 
-    /// `argmax` gets, for each output, which position of the window won: the first of equals, as in PyTorch.
+    /// Max pooling. `argmax` gets the window position of each maximum: the first of equals, as in PyTorch.
     pub fn forward(&self, x: &[f32], y: &mut [f32], argmax: &mut [u8]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
         y.par_chunks_mut(outputs).zip(argmax.par_chunks_mut(outputs)).zip(x.par_chunks(inputs)).for_each(
@@ -47,7 +47,7 @@ impl MaxPool {
                     self.window(pixel / self.output.width, pixel % self.output.width, |position, at| {
                         let x = &x[at..at + channels];
                         for c in 0..channels {
-                            // A NaN wins and stays, so that a diverged run shows.
+                            // A NaN wins, so that divergence is not hidden.
                             if first || x[c] > y[c] || x[c].is_nan() {
                                 y[c] = x[c];
                                 argmax[c] = position;
@@ -60,7 +60,7 @@ impl MaxPool {
         );
     }
 
-    /// Overwrites `dx`: each output's gradient goes to the input that won.
+    /// Overwrites `dx`: each output's gradient is added to the input that was the maximum.
     pub fn backward(&self, dy: &[f32], argmax: &[u8], dx: &mut [f32]) {
         let (inputs, outputs, channels) = (self.input.len(), self.output.len(), self.input.channels);
         dx.par_chunks_mut(inputs).zip(dy.par_chunks(outputs).zip(argmax.par_chunks(outputs))).for_each(
@@ -99,7 +99,7 @@ pub fn global_average(x: &[f32], input: TensorShape, y: &mut [f32]) {
     });
 }
 
-/// Overwrites `dx`: a picture's gradient spread over its pixels.
+/// Overwrites `dx`: spreads a picture's gradient over all pixels.
 pub fn global_average_backward(dy: &[f32], input: TensorShape, dx: &mut [f32]) {
     let scale = 1.0 / input.pixels() as f32;
     dx.par_chunks_mut(input.len()).zip(dy.par_chunks(input.channels)).for_each(|(dx, dy)| {

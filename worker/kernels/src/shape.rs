@@ -9,17 +9,17 @@ pub struct TensorShape {
 }
 
 impl TensorShape {
-    /// Values of one picture.
+    /// Number of values of one picture.
     pub fn len(self) -> usize {
         self.height * self.width * self.channels
     }
 
-    /// Whether there are none.
+    /// Whether there are no values.
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }
 
-    /// Pixels of one picture.
+    /// Number of pixels of one picture.
     pub fn pixels(self) -> usize {
         self.height * self.width
     }

@@ -1,14 +1,14 @@
-//! Loops compiled for the widest vectors of the processor they run on, chosen once at run time.
+//! Loops compiled for several vector widths; the widest that the processor supports is chosen at run time.
 //!
 //! Multiplications and additions stay separate (no fused multiply-add), so a loop gives the same
-//! bits at every vector width, and ranks on different processors stay in step.
+//! bits at every vector width, and ranks on different processors compute equal weights.
 
 use std::sync::LazyLock;
 
-/// Lanes that the channel loops work on at a time: two 512-bit vectors, four when summed in float64.
+/// Number of lanes per iteration of channel loops: two 512-bit vectors, or four when summed in float64.
 pub(crate) const LANES: usize = 32;
 
-/// Runs `work` with everything inlined into it compiled for this processor's vectors.
+/// Runs `work`, compiled, with everything inlined into it, for this processor's vectors.
 #[inline(always)]
 pub(crate) fn with_simd<R>(work: impl FnOnce() -> R) -> R {
     static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);

@@ -1,10 +1,10 @@
-//! Sums of gradients over shares of a batch, micro-batches and ranks, and the running average of weights. The slices of a call have
-//! the same length.
+//! Sums of gradients over shares of a batch, micro-batches and ranks, and the running average of weights. All slices of a call must
+//! have the same length.
 
 use crate::simd::with_simd;
 use rayon::prelude::*;
 
-/// Values of a task of [`average`].
+/// Number of values per task of [`average`].
 const CHUNK: usize = 1 << 14;
 
 /// `sum += values`.
@@ -47,8 +47,8 @@ pub fn widen(from: &[f32], to: &mut [f64]) {
     );
 }
 
-/// `average = decay average + (1 - decay) values`, computed as `torch.lerp` computes it. `decay` and `1 - decay` as two float32 numbers do
-/// not add up to 1, which shows after as many steps as the average looks back.
+/// `average = decay average + (1 - decay) values`, computed as in `torch.lerp`: the float32 values of `decay` and `1 - decay` do not sum to
+/// 1, which would be an error of the average's scale after many steps.
 pub fn average(decay: f64, average: &mut [f32], values: &[f32]) {
     let rest = (1.0 - decay) as f32;
     average.par_chunks_mut(CHUNK).zip(values.par_chunks(CHUNK)).for_each(|(average, values)| {
@@ -56,7 +56,7 @@ pub fn average(decay: f64, average: &mut [f32], values: &[f32]) {
     });
 }
 
-/// Exactly `to` where `weight` is 1.
+/// Linear interpolation; exactly `to` if `weight` is 1.
 fn lerp(from: f32, to: f32, weight: f32) -> f32 {
     if weight < 0.5 { from + weight * (to - from) } else { to - (to - from) * (1.0 - weight) }
 }

@@ -1,7 +1,7 @@
-//! Numbers that `tests/pytorch/generator.py` makes alike, so that fixtures need not store inputs and
-//! weights. For tests and benchmarks.
+//! Synthetic values for tests and benchmarks. `tests/pytorch/generator.py` generates the same values, so
+//! fixtures need not store inputs and weights.
 
-/// Uniform in -1..1 on a grid of 2^-23, exact in float32; value `i` depends on `name` and `i` alone.
+/// Uniform in -1..1 on a grid of 2^-23, exact in float32. Value `i` depends only on `name` and `i`.
 pub fn values(name: &str, len: usize) -> Vec<f32> {
     let key = name
         .bytes()

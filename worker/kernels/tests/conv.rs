@@ -1,5 +1,5 @@
-//! The convolutions of the CPU engine against sums in float64 over the definition, and against themselves
-//! on other numbers of threads.
+//! Tests the CPU engine's convolutions against the definition, summed in float64, and compares results on
+//! different numbers of threads.
 
 use lockstep_kernels::conv::{
     ConvShape, Instructions, Scratch, backward_input, backward_weight, forward, forward_with_sums,
@@ -12,12 +12,12 @@ fn shape(v: [usize; 8]) -> ConvShape {
     ConvShape { batch, in_h, in_w, in_c, out_c, kernel, stride, padding, row_padding: padding, groups: 1 }
 }
 
-/// The same, in `groups`.
+/// [`shape`] with `groups`.
 fn grouped(groups: usize, v: [usize; 8]) -> ConvShape {
     ConvShape { groups, ..shape(v) }
 }
 
-/// Values in -1..1 that look random and are the same everywhere.
+/// Pseudorandom values in -1..1, equal on all machines.
 fn values(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -32,12 +32,12 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
 struct Passes {
     y: Vec<f32>,
     dx: Vec<f32>,
-    /// In the order of checkpoints.
+    /// Gradient of the weights in the order of checkpoints.
     dw: Vec<f32>,
     sums: Vec<f64>,
 }
 
-/// The three passes; outputs start as NaN, so that a value left unwritten is noticed.
+/// Runs the three passes. Outputs are NaN at first, so that values that are not written are detected.
 fn passes(s: &ConvShape, x: &[f32], oihw: &[f32], dy: &[f32], scratch: &mut Scratch) -> Passes {
     let mut w = vec![f32::NAN; s.weight_len()];
     weight_from_oihw(s, oihw, &mut w);
@@ -58,9 +58,9 @@ fn reference(s: &ConvShape, x: &[f32], w: &[f32], dy: &[f32]) -> [Vec<f64>; 3] {
     let mut y = vec![0.0; s.output_len()];
     let mut dx = vec![0.0; s.input_len()];
     let mut dw = vec![0.0; s.weight_len()];
-    // Weights as [ky][kx][in][out], so that the innermost loop runs over neighbours.
+    // Weights as [ky][kx][in][out], so that the innermost loop has stride 1.
     let k = s.kernel;
-    // Channels of a group.
+    // Channels per group.
     let (inputs, outputs) = (s.in_c / s.groups, s.out_c / s.groups);
     let at = |o: usize, i: usize, ky: usize, kx: usize| ((o * inputs + i) * k + ky) * k + kx;
     let mut hwio = vec![0.0; w.len()];
@@ -122,7 +122,7 @@ fn assert_close(what: &str, s: &ConvShape, got: &[f32], want: &[f64]) {
     }
 }
 
-/// On every kind of instructions that this machine has.
+/// Compares the passes with the reference, on every instruction set that this machine supports.
 fn check(shapes: &[[usize; 8]]) {
     let shapes: Vec<_> = shapes.iter().copied().map(shape).collect();
     check_all(&shapes);
@@ -165,7 +165,7 @@ fn resnet20_at_28_and_32_pixels() {
     }
 }
 
-/// Ranks that share rows bring the rows above and below with the input.
+/// For ranks that share rows, the input includes the rows above and below.
 #[test]
 fn padding_of_columns_alone() {
     let shapes = [[2, 9, 8, 16, 16, 3, 1, 1], [3, 13, 8, 3, 64, 7, 2, 3], [2, 5, 6, 16, 24, 3, 2, 1]];
@@ -267,7 +267,7 @@ fn odd_shapes_in_groups() {
     ]);
 }
 
-/// A group's outputs and gradients are those of a convolution of its own.
+/// Each group's outputs and gradients are those of a separate convolution.
 #[test]
 fn groups_do_not_see_each_other() {
     let s = grouped(4, [3, 6, 6, 16, 32, 3, 1, 1]);
@@ -288,7 +288,7 @@ fn groups_do_not_see_each_other() {
     assert_eq!(before.dx, after.dx);
 }
 
-/// The sums that batch normalisation needs are those of the very outputs, also when the mean is far from zero.
+/// The sums for batch normalisation equal those of the outputs, also if the mean is far from zero.
 #[test]
 fn sums_are_those_of_the_outputs() {
     for instructions in Instructions::ALL {
@@ -303,7 +303,7 @@ fn sums_are_those_of_the_outputs() {
         .into_iter()
         .chain([grouped(32, [9, 8, 8, 128, 128, 3, 1, 1]), grouped(3, [9, 7, 7, 6, 9, 3, 2, 1])])
         {
-            // Inputs around 100 with weights of one sign: means of hundreds, spreads of one.
+            // Inputs around 100 and weights of the same sign: means of hundreds, standard deviations of about one.
             let x: Vec<f32> = values(s.input_len(), 11).iter().map(|v| 100.0 + v).collect();
             let w: Vec<f32> = values(s.weight_len(), 12).iter().map(|v| 0.1 + 0.05 * v).collect();
             let mut y = vec![f32::NAN; s.output_len()];
@@ -326,7 +326,7 @@ fn sums_are_those_of_the_outputs() {
     }
 }
 
-/// The number of threads decides who computes, never what: one bit of difference would let runs diverge.
+/// The number of threads does not change results: a difference of one bit would make runs diverge.
 #[test]
 fn same_bits_on_any_number_of_threads() {
     for s in [
@@ -376,7 +376,7 @@ fn weights_survive_the_round_trip() {
     }
 }
 
-/// A diverged run must be seen as one: NaN and infinity pass through.
+/// NaN and infinity propagate, so that divergence is not hidden.
 #[test]
 fn nan_and_infinity_pass_through() {
     let s = shape([13, 5, 5, 16, 32, 3, 1, 1]);

@@ -1,13 +1,13 @@
-//! The running average of weights and running statistics (`train.ema_decay`). Only rank 0 keeps it. As in torchvision's script, it equals
-//! the weights up to the first update after the warm-up.
+//! The running average of weights and running statistics (`train.ema_decay`), which only rank 0 keeps. As in torchvision's script, the
+//! average equals the weights up to the first update after the warm-up.
 
 use super::executor::Norm;
 use lockstep_kernels::sums;
 
-/// In the order of the engine's own.
+/// Averages, in the order of [`super::state::State`]'s weights and of the batch norms.
 pub(super) struct Average {
     pub(super) weights: Vec<f32>,
-    /// Means and variances of every batch norm.
+    /// Running mean and variance of each batch norm.
     pub(super) running: Vec<[Vec<f32>; 2]>,
 }
 

@@ -1,4 +1,4 @@
-//! CPU cores as a backend: every machine has them, so it takes every rank that no other backend takes.
+//! CPU cores as a backend. Every machine has cores, so this backend accepts every rank that no other backend accepts.
 
 use super::build;
 use crate::{
@@ -11,7 +11,7 @@ use lockstep_protocol::{
     spec::{Device, JobSpec, Precision},
 };
 
-/// Most CPU slots that one machine offers.
+/// Maximum number of CPU slots of a machine.
 pub const MOST_CPU_SLOTS: u32 = 1024;
 
 /// The CPU's cores.
@@ -23,8 +23,8 @@ impl Backend for Cpu {
         Device::Cpu.name()
     }
 
-    /// As many places as there are cores, or as are asked for. They share the cores: an attempt's ranks get as many threads
-    /// each as there are cores for one.
+    /// One slot per core, or the requested number of slots. The ranks of an attempt on this machine divide the cores evenly
+    /// among them.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
         if selection.device.is_counted() || selection.list.is_some() {
             return Ok(Devices::default());

@@ -15,13 +15,13 @@ use crate::{
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Gradients of all parameters from that of the logits, or of what the next stage reads. `statistics_of` is as in forward.
+    /// Computes the gradients of all parameters from that of the logits or of the next stage's input. `statistics_of` as in forward.
     pub(super) fn backward(
         &mut self,
         statistics_of: f64,
         micro_batch: MicroBatch,
     ) -> Result<(), EngineError> {
-        self.take_gradient()?;
+        self.receive_gradient()?;
         for index in (0..self.ops.len()).rev() {
             let parts = std::mem::take(&mut self.gradient_parts[self.ops[index].output()]);
             let began = Instant::now();
@@ -30,7 +30,7 @@ impl Executor {
         }
         self.send_ready();
         self.keep_input_gradient();
-        // The first micro-batch may have left gradients for activations that nobody reads.
+        // An earlier micro-batch may have left gradients of activations that no operation reads.
         for parts in &mut self.gradient_parts {
             for part in parts.drain(..) {
                 self.pool.free(part);
@@ -39,7 +39,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Numbers of the weight and the bias of `name`.
+    /// Slot numbers of the weight and the bias of `name`.
     fn slots(&self, name: &str) -> Result<[usize; 2], EngineError> {
         let slot = |suffix| self.layout.slot(&format!("{name}.{suffix}"));
         Ok([slot("weight")?, slot("bias")?])
@@ -57,11 +57,11 @@ impl Executor {
         let op = self.ops[index].clone();
         let all = self.pictures.clone();
         let count = |tensor: usize| all.of(network.placement(tensor));
-        // Of ranks that share few rows some have none.
+        // With few rows, some ranks of a height group have none.
         let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let len = |tensor: usize| count(tensor) * shapes[tensor].len();
         let mut parts = parts.into_iter();
-        // An output that nothing read has no gradient: the logits' loss reaches all of ours.
+        // An output that no operation reads has no gradient.
         let mut dy = parts.next().unwrap_or_else(|| vec![0.0; len(op.output())]);
         let more = parts.next();
         for part in parts {
@@ -81,7 +81,7 @@ impl Executor {
                 (true, None) => Mask::Input,
                 (true, Some(_)) => Mask::Output(&self.activations[*output][..len(*output)]),
             };
-            // Statistics that do not depend on the input leave dx = scale g, which is what sums of zero give.
+            // Frozen statistics do not depend on the input: dx = scale g, which is the formula with sums of zero.
             let mut sums = vec![0.0; 2 * gamma.len()];
             if !frozen || keep {
                 let found = batch_norm::backward_sums(x, affine, &mut dy, more.as_deref(), mask, keep);
@@ -109,7 +109,7 @@ impl Executor {
             if let Some(more) = more {
                 self.pool.free(more);
             }
-            // Buckets that were complete before go now: they have the next convolution to hide behind.
+            // Sends buckets that were complete before: their reduction overlaps with the next convolution.
             self.send_ready();
             self.add_sums(slots[0], micro_batch, &dgamma);
             self.add_sums(slots[1], micro_batch, &dbeta);
@@ -169,7 +169,7 @@ impl Executor {
                     }
                     self.gradient_parts[*input].push(dx);
                 }
-                // After the weights' last use: they may change as soon as their gradient is there.
+                // After the last use of the weights, which may change as soon as their gradient is complete.
                 let x = std::mem::take(&mut self.activations[*input]);
                 let (from, to) = (shapes[*input].len(), shapes[*output].len());
                 self.add_gradient(slot, micro_batch, pictures, |share, out, scratch| {

@@ -1,11 +1,11 @@
-//! Activations of which each rank of a group has a part and needs another one.
+//! Exchange of parts of activations between the ranks of a group.
 
 use super::groups::Group;
 use crate::net::{Placement, TensorShape};
 use lockstep_comm::{CommError, Reduction};
 use std::ops::Range;
 
-/// A box of an activation, which is NHWC.
+/// A box of an NHWC activation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Region {
     pub(super) pictures: Range<usize>,
@@ -30,7 +30,7 @@ impl Region {
         }
     }
 
-    /// Calls `visit` for each run of values of `inner`, a box of this one, with its place in the values of this one.
+    /// Calls `visit` with the range, in this box's values, of each contiguous run of values of `inner`, a box inside this one.
     fn runs(&self, inner: &Self, mut visit: impl FnMut(Range<usize>)) {
         if inner.len() == 0 {
             return;
@@ -49,13 +49,13 @@ impl Region {
     }
 }
 
-/// Gives each rank `r` of `group` the values of `to[r]`, added up over all ranks that have them: rank `r` has `from[r]`. `x` is this
-/// rank's `from`; `y`, its `to`, is overwritten.
+/// Sends each rank `r` of `group` the values of the region `to[r]`, summed over all ranks that have them; rank `r` has the region `from[r]`.
+/// `x` holds this rank's `from` region. `y`, this rank's `to` region, is overwritten.
 ///
-/// In each round every rank exchanges with one other, so no rank waits for one that waits for a third.
+/// In each round every rank exchanges with exactly one other rank, so there are no chains of waiting ranks.
 ///
 /// # Errors
-/// As [`lockstep_comm::ProcessGroup::send`].
+/// As for [`lockstep_comm::ProcessGroup::send`].
 pub(super) fn exchange(
     group: &Group,
     (from, to): (&[Region], &[Region]),
@@ -100,7 +100,7 @@ pub(super) fn exchange(
 /// The pictures of a micro-batch on the ranks of a model group.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pictures {
-    /// By rank: the number of the first one among all of the group, and last the number of all.
+    /// By rank: number of the rank's first picture among the group's pictures. The last element is the number of all pictures.
     pub(super) bounds: Vec<usize>,
     pub(super) rank: usize,
 }
@@ -119,7 +119,7 @@ impl Pictures {
         Self { bounds, rank }
     }
 
-    /// This rank's among all of the group.
+    /// This rank's pictures among the group's.
     pub(super) fn own(&self) -> Range<usize> {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
@@ -128,12 +128,12 @@ impl Pictures {
         self.bounds.last().copied().unwrap_or(0)
     }
 
-    /// How many this rank has of an activation.
+    /// Number of pictures that this rank has of an activation with this placement.
     pub(super) fn of(&self, placement: &Placement) -> usize {
         if *placement == Placement::Batch { self.own().len() } else { self.all() }
     }
 
-    /// What each rank has of an activation of `pixels` pixels and `channels` channels.
+    /// Each rank's region of an activation of `pixels` pixels and `channels` channels.
     fn regions(&self, placement: &Placement, pixels: usize, channels: usize) -> Vec<Region> {
         let of_rank = |rank: usize| {
             let mut region = Region { pictures: 0..self.all(), pixels: 0..pixels, channels: 0..channels };
@@ -147,11 +147,11 @@ impl Pictures {
         (0..self.bounds.len() - 1).map(of_rank).collect()
     }
 
-    /// Redistributes the activation `x` over `group`: from one placement, which is not [`Placement::Whole`], to another, which is not
-    /// [`Placement::Partial`]. `channels` are those of all ranks together.
+    /// Redistributes the activation `x` over `group`, from any placement but [`Placement::Whole`] to any placement but
+    /// [`Placement::Partial`]. `channels` is the number of channels of the whole activation.
     ///
     /// # Errors
-    /// As [`exchange`].
+    /// As for [`exchange`].
     pub(super) fn redistribute(
         &self,
         group: &Group,
@@ -171,7 +171,7 @@ impl Pictures {
     }
 }
 
-/// The channels of an activation on all ranks together: of one whose channels `placement` splits, those of all parts.
+/// Number of channels of the whole activation, of which this rank has `shape`.
 pub(super) fn channels(placement: &Placement, shape: TensorShape) -> usize {
     match placement {
         Placement::Channels(bounds) => bounds.last().copied().unwrap_or(0),
@@ -196,7 +196,7 @@ mod tests {
 
     const RANKS: usize = 3;
 
-    /// What `work` comes to on each of three ranks.
+    /// Runs `work` on three ranks and returns their results.
     fn on_ranks<T: Send>(work: impl Fn(Group) -> T + Sync) -> Vec<T> {
         let (port, timeout) = (free_port("127.0.0.1").unwrap(), Duration::from_secs(60));
         let rank = |number| {
@@ -221,8 +221,8 @@ mod tests {
         })
     }
 
-    /// Sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One of the ranks
-    /// has no picture.
+    /// The sums over ranks of <A x, g> and of <x, A^T g> are equal: the backward pass is the transpose of the forward pass. One rank has
+    /// no picture.
     #[test]
     fn the_backward_of_each_redistribution_is_its_transpose() {
         let (pixels, channels) = (4, 7);
@@ -263,7 +263,7 @@ mod tests {
         }
     }
 
-    /// The same of rows: windows of any size, stride and padding over rows that do not come out even.
+    /// The same for rows: windows of any size, stride and padding, over rows that do not divide evenly.
     #[test]
     fn the_backward_of_rows_from_other_ranks_is_its_transpose() {
         const ABOVE: isize = 16;

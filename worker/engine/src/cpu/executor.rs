@@ -1,4 +1,4 @@
-//! One rank's step: forward, backward, all-reduce and update, over buffers that stay.
+//! One rank's step: forward, backward, all-reduce and update, over reused buffers.
 
 use super::{
     batch_norm::Statistics,
@@ -27,35 +27,35 @@ use std::{
 };
 
 /// Networks with at most this many parameters sum gradients in float64, which is exact: the CIFAR family (ResNet-110 has 1.7
-/// million). Their steps are long compared with the time to send twice the bytes.
+/// million). Sending twice the bytes takes little time compared with their steps.
 const F64_GRADIENTS_UP_TO: usize = 2_000_000;
 
-/// Where a micro-batch stands in its step.
+/// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct MicroBatch {
-    /// Its gradients overwrite those of the step before.
+    /// The first micro-batch: its gradients overwrite those of the previous step.
     pub(super) first: bool,
-    /// Its gradients complete the step's.
+    /// The last micro-batch: its gradients complete the step's.
     pub(super) last: bool,
 }
 
-/// A batch norm's state besides its trained parameters.
+/// A batch norm's state, except for trained parameters.
 pub(super) struct Norm {
     pub(super) name: String,
-    /// The channels that this rank has, where ranks share the network.
+    /// This rank's channels, if the batch norm is split over a model group.
     pub(super) slice: Option<Slice>,
     pub(super) running_mean: Vec<f32>,
     pub(super) running_var: Vec<f32>,
-    /// The statistics of the latest forward pass.
+    /// Statistics of the latest forward pass.
     pub(super) statistics: Statistics,
 }
 
-/// Reusable buffers for the gradients of activations. After the first step nothing is allocated any more.
+/// Reusable buffers for the gradients of activations. Only the first step allocates.
 #[derive(Default)]
 pub(super) struct BufferPool(Vec<Vec<f32>>);
 
 impl BufferPool {
-    /// A buffer of `len` values of any content.
+    /// A buffer of `len` arbitrary values.
     pub(super) fn alloc(&mut self, len: usize) -> Vec<f32> {
         let fits = (0..self.0.len()).filter(|&i| self.0[i].capacity() >= len);
         let Some(best) = fits.min_by_key(|&i| self.0[i].capacity()) else { return vec![0.0; len] };
@@ -72,11 +72,11 @@ impl BufferPool {
 pub(super) struct Executor {
     pub(super) network: Arc<Network>,
     pub(super) config: EngineConfig,
-    /// Ranks that see different pictures.
+    /// Number of ranks that see different pictures.
     data_ranks: u32,
     /// Where ranks share copies of the network.
     pub(super) groups: Option<Groups>,
-    /// Those of the micro-batch that is under way.
+    /// Pictures of the current micro-batch.
     pub(super) pictures: Pictures,
     pub(super) ops: Vec<FusedOp>,
     capabilities: Capabilities,
@@ -84,31 +84,31 @@ pub(super) struct Executor {
     pub(super) state: State,
     /// Why the ranks do not share memory, if they do not.
     pub(super) shm_unavailable_reason: Option<String>,
-    /// Complete buckets that wait to be sent.
+    /// Complete buckets that have not been sent yet.
     pub(super) ready: Vec<usize>,
     pub(super) norms: Vec<Norm>,
-    /// Running means and variances before the step that is under way; forward passes change them.
+    /// Running means and variances before the current step, whose forward passes change them.
     norms_before: Option<Vec<[Vec<f32>; 2]>>,
     /// By tensor, for the largest batch so far.
     pub(super) activations: Vec<Vec<f32>>,
     /// By tensor: the channel sums that the convolution before a batch norm has computed with its output.
     pub(super) sums: Vec<Vec<f64>>,
-    /// By tensor: gradients from each of its readers.
+    /// By tensor: gradients from each operation that reads the tensor.
     pub(super) gradient_parts: Vec<Vec<Vec<f32>>>,
-    /// By output tensor of a max pooling: which place of its window each value came from.
+    /// By output tensor of a max pooling: the window position of each maximum.
     pub(super) argmax: Vec<Vec<u8>>,
-    /// Where several micro-batches are between their passes: of all but one of them.
+    /// Activations of all but one of the micro-batches that are between their passes.
     pub(super) kept: Vec<Kept>,
-    /// Of a stage: the gradient of its input that the stage before has not got yet.
+    /// Gradient of a stage's input that has not been sent to the stage before yet.
     pub(super) input_gradient: Option<Vec<f32>>,
     pub(super) pool: BufferPool,
     pub(super) scratch: conv::Scratch,
     /// Whether gradients are summed in float64; see [`super::gradient`].
     pub(super) f64_gradients: bool,
-    /// One for each share of a batch; see [`super::gradient`].
+    /// One per share of a batch; see [`super::gradient`].
     pub(super) scratches: Vec<conv::Scratch>,
     pub(super) reducer: Reducer,
-    /// By operation: its time so far in the step that is timed; none in other steps.
+    /// By operation: time so far in the current step, if this step is timed.
     pub(super) times: Option<Vec<Duration>>,
 }
 
@@ -183,7 +183,7 @@ impl Executor {
         Ok(executor)
     }
 
-    /// Continues with the same network at another input size: parameters stay, buffers grow.
+    /// Continues with the same network for another image size: parameters stay, buffers grow.
     pub(super) fn set_network(&mut self, network: Arc<Network>) {
         self.ops = fuse::fuse(&network, &self.capabilities);
         self.network = network;
@@ -221,7 +221,7 @@ impl Executor {
             let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
             self.norms_before = Some(self.norms.iter().map(running).collect());
         }
-        // Waits of an evaluation are none of the step's.
+        // Discards waiting times of evaluations.
         if let Some(groups) = &self.groups {
             groups.take_waited();
         }
@@ -244,7 +244,7 @@ impl Executor {
             }
             self.swap_kept(number);
         }
-        self.give_gradient()?;
+        self.send_input_gradient()?;
         let square_sum = self.update()?;
         self.norms_before = None;
         // Only the last stage has measured something, and each has the gradient of its own parameters.
@@ -266,7 +266,7 @@ impl Executor {
         })
     }
 
-    /// Collective in the model group: how many pictures each of its ranks has in this micro-batch, and the labels of all.
+    /// Collective in the model group: exchanges each rank's number of pictures and labels for this micro-batch.
     fn meet(&mut self, batch: &Batch) -> Result<Labels, EngineError> {
         let Some(groups) = &self.groups else {
             self.pictures = Pictures::alone(batch.labels.len());
@@ -277,7 +277,7 @@ impl Executor {
         Ok(labels)
     }
 
-    /// The loss of this rank's pictures. Keeps the gradient of the logits, times `scale`, for [`Executor::backward`].
+    /// Computes the loss of this rank's pictures, and the gradient of the logits, times `scale`, for [`Executor::backward`].
     fn loss_and_gradient(
         &mut self,
         batch: &Batch,
@@ -312,10 +312,10 @@ impl Executor {
         }
     }
 
-    /// Waits until the update is done, and takes part in it meanwhile. Returns the sum of squares of the reduced gradient.
+    /// Takes part in the update until it is done. Returns the sum of squares of the reduced gradient.
     fn update(&mut self) -> Result<f64, EngineError> {
         if self.reducer.carries_gradients() {
-            // All buckets must have arrived before a weight changes: if a rank is lost, the weights are then still those of one step.
+            // No weight changes before all buckets have arrived: if a rank is lost, all weights still belong to one step.
             for bucket in 0..self.layout.buckets.len() {
                 *self.state.gradient(bucket) = self.reducer.finish_bucket()?;
             }
@@ -368,7 +368,7 @@ impl Executor {
     }
 }
 
-/// What the rank has of `network` under `plan`.
+/// This rank's part of `network` under `plan`.
 pub(super) fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, EngineError> {
     if plan.is_data() {
         return Ok(network.clone());

@@ -18,13 +18,13 @@ use lockstep_comm::Reduction;
 use std::{ops::Range, time::Instant};
 
 impl Executor {
-    /// Runs the network, or this rank's stage of it, over the images (NHWC) of [`Executor::pictures`] and leaves every activation for backward.
+    /// Runs the network, or this rank's stage, over the images (NHWC) of [`Executor::pictures`], and keeps all activations for backward.
     ///
-    /// Training names the pictures of all ranks, which batch norm's statistics may be of; `None` normalises with the running
+    /// `statistics_of`: in training, the number of pictures in batch norm's statistics. `None` normalises with the running
     /// statistics.
     pub(super) fn forward(&mut self, images: &[f32], statistics_of: Option<f64>) -> Result<(), EngineError> {
         self.reserve();
-        if !self.take_input()? {
+        if !self.receive_input()? {
             self.copy_pictures(images);
         }
         for index in 0..self.ops.len() {
@@ -36,7 +36,7 @@ impl Executor {
             self.activations[output] = y;
             result?;
         }
-        self.give_output()
+        self.send_output()
     }
 
     fn op_forward(
@@ -48,7 +48,7 @@ impl Executor {
         let shapes = &self.network.tensors;
         let op = &self.ops[index];
         let count = |tensor: TensorId| self.pictures.of(self.network.placement(tensor));
-        // Of ranks that share few rows some have none.
+        // With few rows, some ranks of a height group have none.
         let pictures = if shapes[op.output()].is_empty() { 0 } else { count(op.output()) };
         let y = &mut y[..pictures * shapes[op.output()].len()];
         let x = |tensor: TensorId| &self.activations[tensor][..count(tensor) * shapes[tensor].len()];
@@ -57,7 +57,7 @@ impl Executor {
             Ok(&self.state.weights[self.layout.slots[slot].range.clone()])
         };
         match op {
-            // Without pictures there is nothing to compute, but statistics of other ranks' still come.
+            // A rank without pictures still takes part in the reduction of statistics.
             FusedOp::Norm(_) => return self.norm_forward(index, statistics_of, y),
             FusedOp::Redistribute { input, output } => {
                 let [from, to] = [*input, *output].map(|tensor| self.network.placement(tensor));
@@ -149,7 +149,7 @@ impl Executor {
 }
 
 impl Executor {
-    /// Exchanges what ranks that share the network have of an activation of `tensor`'s shape, or of its gradient.
+    /// Redistributes an activation with the shape of `tensor`, or its gradient, over the model group.
     pub(super) fn redistribute(
         &self,
         tensor: TensorId,
@@ -163,7 +163,7 @@ impl Executor {
         Ok(self.pictures.redistribute(&groups.model, placements, shape, x, y)?)
     }
 
-    /// The rows of this rank of all images.
+    /// Copies this rank's rows of all images.
     fn copy_pictures(&mut self, images: &[f32]) {
         let (network, input) = (&self.network, self.network.input());
         let to = &mut self.activations[input];
@@ -178,7 +178,7 @@ impl Executor {
         }
     }
 
-    /// What each rank of the height group has of an activation.
+    /// The region of an activation of each rank of the height group.
     pub(super) fn row_regions(&self, tensor: TensorId) -> Vec<Region> {
         let (shape, pictures) =
             (self.network.tensors[tensor], self.pictures.of(self.network.placement(tensor)));
@@ -190,7 +190,7 @@ impl Executor {
         self.network.rows(tensor).map_or_else(Vec::new, |rows| rows.of_rank.iter().map(of_rank).collect())
     }
 
-    /// Brings the rows of `input` that windows reach from other ranks.
+    /// Fetches the rows of `input` that windows reach from other ranks.
     fn halo(
         &self,
         input: TensorId,
@@ -237,10 +237,10 @@ impl Executor {
     }
 }
 
-/// Windows begin at most so many rows above a picture.
+/// Maximum number of rows above a picture at which a window begins.
 const ABOVE: isize = 1 << 16;
 
-/// The pooling that a [`FusedOp::MaxPool`] of `network` is.
+/// Parameters of a [`FusedOp::MaxPool`] of `network`.
 pub(super) fn max_pool(network: &Network, op: &FusedOp) -> MaxPool {
     let (mut pool, shapes) = (
         MaxPool {

@@ -19,16 +19,16 @@ use lockstep_kernels::sums;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Pictures of a share: few, so that most ways to divide a batch are multiples of it, but enough that adding the shares takes
+/// Pictures per share: few, so that most divisions of a batch are multiples of a share, but enough that adding the shares takes
 /// little time compared with computing them.
 pub(super) const SHARE: usize = 8;
 
-/// Values of a task when shares are added.
+/// Values per task when shares are added.
 const CHUNK: usize = 4096;
 
 impl Executor {
     /// Adds the gradient of a parameter over the batch's `pictures`. `compute(range, buffer, scratch)` overwrites `buffer` with the
-    /// gradient that the pictures of `range` sum up to.
+    /// gradient summed over the pictures of `range`.
     pub(super) fn add_gradient(
         &mut self,
         slot: usize,
@@ -80,7 +80,7 @@ impl Executor {
         self.complete(slot, micro_batch);
     }
 
-    /// Adds a gradient that was summed in float64 already, one value per element of the parameter.
+    /// Adds a gradient that is already summed in float64, one value per element of the parameter.
     pub(super) fn add_sums(&mut self, slot: usize, micro_batch: MicroBatch, added: &[f64]) {
         let (bucket, range) = (self.layout.slots[slot].bucket, self.layout.slots[slot].in_bucket.clone());
         match self.state.gradient(bucket) {
@@ -94,7 +94,7 @@ impl Executor {
         self.complete(slot, micro_batch);
     }
 
-    /// Marks the bucket complete when `slot` is its last gradient of the last micro-batch.
+    /// Marks a bucket complete if `slot` is its last slot and the micro-batch is the step's last.
     fn complete(&mut self, slot: usize, micro_batch: MicroBatch) {
         let bucket = self.layout.slots[slot].bucket;
         if !micro_batch.last || self.layout.last_slots[bucket] != slot {

@@ -1,4 +1,4 @@
-//! The groups of ranks of a plan: one for each set of axes that something is summed or exchanged over.
+//! The process groups of a plan: one for each set of axes over which values are summed or exchanged.
 
 use crate::{net::Axes, plan::Mesh};
 use lockstep_comm::{CommError, ProcessGroup, Reduction, Values, ValuesMut};
@@ -10,23 +10,23 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Some of the job's ranks. Errors name them by their numbers in the job.
+/// A group of some of the job's ranks. Errors use the ranks' numbers in the job.
 #[derive(Clone)]
 pub(super) struct Group {
     comm: Arc<dyn ProcessGroup>,
     ranks: Arc<[u32]>,
-    /// Nanoseconds that calls took since they were last asked for.
+    /// Nanoseconds spent in calls since the last [`Group::take_waited`].
     waited: Arc<AtomicU64>,
 }
 
 impl Group {
-    /// All of the job's ranks.
+    /// The group of all of the job's ranks.
     pub(super) fn whole(comm: Arc<dyn ProcessGroup>) -> Self {
         let ranks = (0..comm.size()).collect();
         Self { comm, ranks, waited: Arc::default() }
     }
 
-    /// The rank in this group.
+    /// This rank's number in the group.
     pub(super) fn rank(&self) -> u32 {
         self.comm.rank()
     }
@@ -64,7 +64,7 @@ impl Group {
         self.call(|comm| comm.recv(values, from))
     }
 
-    /// How long this rank was in calls of this group since this was last asked.
+    /// Time spent in this group's calls since the last call of this function.
     pub(super) fn take_waited(&self) -> Duration {
         Duration::from_nanos(self.waited.swap(0, Ordering::Relaxed))
     }
@@ -82,7 +82,7 @@ impl Group {
 pub(super) struct ByAxes(Arc<[Group; 4]>);
 
 impl ByAxes {
-    /// The same group for all axes: in data parallel all ranks differ in their pictures alone.
+    /// The same group for all axes: in data parallelism ranks differ only in their pictures.
     pub(super) fn same(comm: Arc<dyn ProcessGroup>) -> Self {
         let group = Group::whole(comm);
         Self(Arc::new(std::array::from_fn(|_| group.clone())))
@@ -93,32 +93,32 @@ impl ByAxes {
     }
 }
 
-/// All groups that a rank is in.
+/// All groups of a rank.
 pub(super) struct Groups {
-    /// The ranks that share its copy of the network.
+    /// The ranks that share this rank's copy of the network.
     pub(super) model: Group,
-    /// The ranks that share the rows of its pictures.
+    /// The ranks that share the rows of this rank's pictures.
     pub(super) height: Group,
-    /// The ranks that have the other stages of its copy of the network, each with the same place in its stage.
+    /// The ranks with the same coordinates in the other stages.
     pub(super) stage: Group,
-    /// For gradients. Their sums run beside the backward pass, in an order of their own.
+    /// For gradients, which are reduced concurrently with the backward pass, in a separate order.
     pub(super) gradients: ByAxes,
-    /// For statistics, which the pass waits for.
+    /// For statistics, for which the passes wait.
     pub(super) statistics: ByAxes,
 }
 
 impl Groups {
-    /// How long this rank waited for activations since this was last asked.
+    /// Time that this rank waited for activations since the last call of this function.
     pub(super) fn take_waited(&self) -> Duration {
         [&self.model, &self.height, &self.stage].map(Group::take_waited).iter().sum()
     }
 
-    /// Collective over all ranks of the mesh.
+    /// Collective over all ranks of the mesh: creates the groups.
     ///
     /// # Errors
     /// Ranks cannot connect.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Self, CommError> {
-        // The ranks to which `color` gives the same number.
+        // The group of the ranks with the same `color` (as in MPI_Comm_split).
         let of = |color: &dyn Fn(usize) -> usize| -> Result<Group, CommError> {
             let own = color(all.rank() as usize);
             let ranks = (0..all.size()).filter(|rank| color(*rank as usize) == own).collect();
@@ -132,7 +132,7 @@ impl Groups {
         let by_axes = || -> Result<ByAxes, CommError> {
             let data = of(&|rank| (stage(rank) * mesh.height + height(rank)) * mesh.model + model(rank))?;
             let with_model = of(&|rank| stage(rank) * mesh.height + height(rank))?;
-            // With one rank on the axis `height` these are the same groups.
+            // With a single rank on the axis `height`, both groups are the same.
             Ok(ByAxes(Arc::new(match mesh.height {
                 1 => [data.clone(), with_model.clone(), data, with_model],
                 _ => [data, with_model, of(&|rank| stage(rank) * mesh.model + model(rank))?, of(&stage)?],

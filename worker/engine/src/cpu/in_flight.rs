@@ -1,8 +1,8 @@
-//! What is kept of micro-batches that are between their passes.
+//! Activations of micro-batches that are between their forward and backward passes.
 
 use super::{batch_norm::Statistics, exchange::Pictures};
 
-/// What a forward pass leaves for the backward pass of its micro-batch.
+/// What a forward pass keeps for the same micro-batch's backward pass.
 pub(super) struct Kept {
     pub(super) activations: Vec<Vec<f32>>,
     pub(super) argmax: Vec<Vec<u8>>,
@@ -11,7 +11,7 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// Without values, for a network of so many tensors and batch norms.
+    /// Empty buffers, for a network with this number of tensors and of batch norms.
     pub(super) fn new(tensors: usize, norms: usize) -> Self {
         Self {
             activations: vec![Vec::new(); tensors],

@@ -1,4 +1,4 @@
-//! What the engine says of a step's layers: kept gradients and times.
+//! Tests of a step's kept gradients and layer times.
 
 use super::super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
 use crate::net::resnet;
@@ -15,7 +15,7 @@ fn engine(kind: OptimizerKind, accumulate: usize) -> (Box<dyn Engine>, Arc<crate
     (build_cpu(network.clone(), &initial, config, Arc::new(SingleRank)).unwrap(), network)
 }
 
-/// Whatever the optimizer makes of them, they are the loss's: without momentum and decay SGD's first step shows.
+/// Kept gradients are those of the loss, for every optimizer.
 #[test]
 fn kept_gradients_are_those_of_the_step_with_any_optimizer() {
     let mut wanted = None;
@@ -31,7 +31,7 @@ fn kept_gradients_are_those_of_the_step_with_any_optimizer() {
             assert!((square.sqrt() - f64::from(found.grad_norm)).abs() < 1e-5 * square.sqrt(), "{name}");
             let trained = network.parameters().into_iter().filter(|p| p.role.is_trained());
             assert_eq!(gradients.len(), trained.count());
-            // The same pictures twice have the mean gradient of once, but for the last bit of a sum.
+            // Twice the same pictures have the same mean gradient, up to the last bit of a sum.
             let wanted = wanted.get_or_insert_with(|| gradients.clone());
             for (tensor, gradient) in &gradients {
                 let pairs = gradient.values.iter().zip(&wanted[tensor].values);
@@ -39,7 +39,7 @@ fn kept_gradients_are_those_of_the_step_with_any_optimizer() {
                 let size = gradient.values.iter().fold(0.0f32, |m, v| m.max(v.abs()));
                 assert!(apart <= 1e-5 * size, "{name}, {accumulate}: {tensor} {apart} of {size}");
             }
-            // Steps that are not asked leave them as they are.
+            // Later steps do not change the kept gradients.
             engine.train_step(&[batch], 0.01).unwrap();
             assert!(engine.gradients().unwrap() == gradients, "{name}");
         }

@@ -11,9 +11,9 @@ use crate::{
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 
-/// Values at which a bucket is closed: an eighth of the network, so that most of it is under way
-/// before backward ends, but not so few that calls cost more than bytes, nor more than fill a ring's
-/// pipes.
+/// Number of values at which a bucket is closed: an eighth of the network, so that most gradients are
+/// being reduced before backward ends. A minimum limits the cost of calls, and a maximum is where a
+/// ring's bandwidth is saturated.
 fn bucket_len(parameters: usize) -> usize {
     (parameters / 8).clamp(1 << 16, 1 << 18)
 }
@@ -22,25 +22,25 @@ fn bucket_len(parameters: usize) -> usize {
 #[derive(Debug, Clone)]
 pub(super) struct Slot {
     pub(super) name: String,
-    /// torchvision's.
+    /// torchvision's shape.
     pub(super) shape: Vec<usize>,
-    /// Set for a convolution's weights, which are kept in the order of [`conv`].
+    /// Set for a convolution's weights, which are stored in the order of [`conv`].
     conv: Option<ConvShape>,
-    /// In the flat buffer.
+    /// Range in the flat buffer.
     pub(super) range: Range<usize>,
     pub(super) bucket: usize,
-    /// In its bucket.
+    /// Range in the bucket.
     pub(super) in_bucket: Range<usize>,
-    /// Whether it is the weight of a convolution or linear layer, and no bias.
+    /// Whether the parameter is the weight of a convolution or linear layer.
     pub(super) is_weight: bool,
-    /// Of a batch norm that is frozen: its gradient is zero.
+    /// Whether the parameter belongs to a frozen batch norm; its gradient is zero.
     pub(super) is_frozen: bool,
-    /// The part of the parameter that this rank has, where ranks share the network.
+    /// This rank's part of the parameter, if a model group splits it.
     pub(super) slice: Option<Slice>,
 }
 
 impl Slot {
-    /// From the engine's order to torchvision's.
+    /// Converts values from the engine's order to torchvision's.
     fn export(&self, flat: &[f32]) -> HostTensor {
         let ours = &flat[self.range.clone()];
         let mut values = vec![0.0; ours.len()];
@@ -61,12 +61,12 @@ impl Slot {
     }
 }
 
-/// What a rank has of a parameter's values.
+/// A rank's part of the values of a whole parameter.
 pub(super) fn cut<'a>(slice: Option<&Slice>, whole: &'a [f32]) -> Cow<'a, [f32]> {
     slice.map_or(Cow::Borrowed(whole), |slice| Cow::Owned(slice.cut(whole)))
 }
 
-/// A part of a parameter as the whole one, with 0 for what other ranks have.
+/// A rank's part of a parameter in a tensor of the whole shape, with zeros for other ranks' parts.
 pub(super) fn spread(slice: Option<&Slice>, part: HostTensor) -> HostTensor {
     match slice {
         None => part,
@@ -77,16 +77,16 @@ pub(super) fn spread(slice: Option<&Slice>, part: HostTensor) -> HostTensor {
 /// All trained parameters of a network.
 #[derive(Debug, Clone)]
 pub(super) struct Layout {
-    /// In the order in which backward produces their gradients.
+    /// In the order in which backward produces gradients.
     pub(super) slots: Vec<Slot>,
     by_name: BTreeMap<String, usize>,
     /// Range of the flat buffer of each bucket.
     pub(super) buckets: Vec<Range<usize>>,
     /// Last slot of each bucket.
     pub(super) last_slots: Vec<usize>,
-    /// The axes that each bucket is summed over.
+    /// By bucket: the axes over which gradients are summed.
     pub(super) axes: Vec<Axes>,
-    /// Values of all parameters with the parts of all ranks.
+    /// Number of values of all whole parameters.
     pub(super) whole_len: usize,
 }
 
@@ -120,7 +120,7 @@ impl Layout {
                 | FusedOp::Halo { .. }
                 | FusedOp::MeanOfRows { .. } => continue,
             };
-            // A bucket is summed over one group.
+            // All parameters of a bucket are summed over the same group.
             let of_op = network.axes(op.output());
             if of_op != axes && !bucket.is_empty() {
                 layout.close(&mut bucket, axes);
@@ -153,7 +153,7 @@ impl Layout {
         layout
     }
 
-    /// Ends the bucket that the last slots are in.
+    /// Closes the current bucket.
     fn close(&mut self, bucket: &mut Range<usize>, axes: Axes) {
         self.last_slots.push(self.slots.len() - 1);
         self.axes.push(axes);
@@ -161,27 +161,27 @@ impl Layout {
         *bucket = bucket.end..bucket.end;
     }
 
-    /// Values of all parameters.
+    /// Number of values of this rank's parameters.
     pub(super) fn len(&self) -> usize {
         self.buckets.last().map_or(0, |b| b.end)
     }
 
-    /// Number of the parameter `name`.
+    /// Slot number of the parameter `name`.
     ///
     /// # Errors
-    /// The network has none of that name.
+    /// The network has no such parameter.
     pub(super) fn slot(&self, name: &str) -> Result<usize, EngineError> {
         let slot = self.by_name.get(name).copied();
         slot.ok_or_else(|| EngineError::Parameters(format!("the network has no parameter {name}")))
     }
 
-    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout; of the optimizer's slot `kept`, if that
-    /// is what the buffer holds.
+    /// Adds every parameter of the flat buffer to `tensors`, in torchvision's layout. `kept`: name of the optimizer slot that the
+    /// buffer holds, if it does not hold the parameters.
     pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], tensors: &mut NamedTensors) {
         tensors.extend(self.slots.iter().map(|slot| (tensor_name(&slot.name, kept), slot.export(flat))));
     }
 
-    /// Fills the flat buffer from `tensors`, which have been checked.
+    /// Fills the flat buffer from `tensors`, which must have been checked.
     pub(super) fn import(&self, kept: Option<&str>, tensors: &NamedTensors, flat: &mut [f32]) {
         for slot in &self.slots {
             if let Some(tensor) = tensors.get(&tensor_name(&slot.name, kept)) {

@@ -1,8 +1,8 @@
 //! The CPU engine: float32, NHWC; the reference for every other engine.
 //!
-//! Work is cut into chunks that depend on shapes alone, never on the number of threads or on timing:
-//! the same job on the same number of ranks gives the same bits. For networks of the CIFAR family the
-//! number of ranks does not matter either; see [`gradient`].
+//! Work is divided into chunks that depend only on shapes, never on the number of threads or on timing:
+//! the same job on the same number of ranks gives the same bits. Networks of the CIFAR family give the
+//! same bits on any number of ranks; see [`gradient`].
 
 mod average;
 mod backend;
@@ -46,7 +46,7 @@ use lockstep_data::loader::{Batch, BatchFormat, DataSource};
 use lockstep_kernels::{batch_norm, conv, elementwise, linear, loss, pool};
 use std::{sync::Arc, time::Duration};
 
-/// What is fused: passes over memory are what cores wait for, so batch norm is one with the addition and the ReLU after it.
+/// Fusion on CPUs: memory bandwidth limits cores, so batch norm, addition and ReLU are one pass.
 const CAPABILITIES: Capabilities = Capabilities {
     norm_add_relu: true,
     shortcut_norm: false,
@@ -70,7 +70,7 @@ pub(super) fn build(
         .map_err(|e| EngineError::Parameters(format!("cannot start {} threads: {e}", config.threads)))?;
     let mut plan = plan.clone();
     if plan.cuts.is_empty() {
-        // Pictures of other sizes have the same stages. What is wrong is found with the other mistakes of the plan.
+        // Networks for other image sizes have the same cuts. `Executor::new` reports errors in the plan.
         plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
     }
     let executor = Executor::new(network.clone(), &plan, config, &comm, CAPABILITIES)?;
@@ -86,9 +86,9 @@ pub(super) fn build(
 struct CpuEngine {
     threads: rayon::ThreadPool,
     executor: Executor,
-    /// For pictures of the current size; whole, also where this rank has a part of it.
+    /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
-    /// For each size that it is ready for.
+    /// The whole network for each prepared image size.
     sizes: Vec<Arc<Network>>,
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
@@ -97,7 +97,7 @@ struct CpuEngine {
 
 impl Engine for CpuEngine {
     fn take_data(&mut self, _data: &DataSource) -> Result<BatchFormat, EngineError> {
-        // Stages but the first need only the labels.
+        // Only the first stage needs pictures; the others need only labels.
         let is_first = self.executor.network.stage().0 == 0;
         Ok(if is_first { BatchFormat::Normalised } else { BatchFormat::AugmentParams })
     }
@@ -148,7 +148,7 @@ impl Engine for CpuEngine {
         let micros = times.iter().map(|time| time.as_secs_f64() * 1e6);
         let mut layers =
             if times.is_empty() { Vec::new() } else { layer_times(&self.executor.ops, micros.enumerate()) };
-        // Activations of a part of a network have other numbers.
+        // Tensors have other numbers in a part of a network, so layers without a name cannot be identified.
         layers.retain(|layer| self.plan.is_data() || layer.name.is_some());
         layers
     }
@@ -251,12 +251,12 @@ impl Engine for CpuEngine {
     }
 
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
-        // The ranks of one place in all stages have all parts between them, and gather what one of them writes.
+        // The ranks with the same data coordinate have all parts of the state; they gather the tensors that one of them writes.
         let (own, mesh) = (self.comm.rank(), self.plan.mesh);
         let place = |rank: u32| rank as usize % mesh.ranks_of_stage() / mesh.model;
         let gathers = |rank: u32| place(rank) == place(own);
         let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
-        // Where ranks divide the optimizer's state, those of other places give their parts.
+        // Where ranks divide the optimizer's state, ranks with other data coordinates send their parts.
         let optimizer = self.gathered_optimizer_state(keeps)?;
         if !keeps {
             return Ok(Contribution::Replica);
@@ -270,7 +270,7 @@ impl Engine for CpuEngine {
     }
 
     fn undo_unfinished_steps(&mut self) -> Option<Vec<StepResult>> {
-        // No rank alone has a whole network that is split, or all of an optimizer's state that is divided.
+        // With a split network or divided optimizer state, no single rank has the whole state.
         let Mesh { stage, model, .. } = self.plan.mesh;
         let has_all = stage * model == 1 && !self.executor.state.is_sharded();
         (has_all && self.executor.undo_step()).then(Vec::new)
@@ -350,10 +350,10 @@ impl Engine for CpuEngine {
         }
         match (&self.executor.shm_unavailable_reason, self.comm.size()) {
             (_, 1) => String::new(),
-            (None, _) => format!(
-                "ranks share memory: weights are there once, and gradients are added up in place{saving}"
-            ),
-            (Some(why), _) => format!("gradients go from rank to rank over TCP ({why}){saving}"),
+            (None, _) => {
+                format!("ranks share memory with one copy of the weights, and sum gradients in place{saving}")
+            }
+            (Some(why), _) => format!("ranks exchange gradients over TCP ({why}){saving}"),
         }
     }
 
@@ -366,7 +366,7 @@ impl Engine for CpuEngine {
 }
 
 impl CpuEngine {
-    /// Collective where ranks divide the optimizer's state: all of it, for those that `keep` it.
+    /// Collective if ranks divide the optimizer's state: gathers the whole state, on ranks with `keep`.
     fn gathered_optimizer_state(&self, keep: bool) -> Result<Option<OptimizerState>, EngineError> {
         let Executor { layout, state, config, .. } = &self.executor;
         let mut slots = NamedTensors::new();
@@ -379,7 +379,7 @@ impl CpuEngine {
         Ok(keep.then_some(OptimizerState { slots, updates: state.updates }))
     }
 
-    /// Weights in the engine's order, and each batch norm's running mean and variance.
+    /// Converts weights in the engine's order, and each batch norm's running mean and variance, to named tensors.
     fn export<'a>(&self, weights: &[f32], running: impl Iterator<Item = [&'a Vec<f32>; 2]>) -> NamedTensors {
         let mut all = NamedTensors::new();
         self.executor.layout.export(None, weights, &mut all);
@@ -393,7 +393,7 @@ impl CpuEngine {
         all
     }
 
-    /// Collective in the model group and among stages: completes tensors, of which each rank has its part and 0 for the rest.
+    /// Collective in the model group and among stages: completes tensors, of which each rank has its part and zeros elsewhere.
     fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
         let Some(groups) = &self.executor.groups else { return Ok(()) };
         let mut all: Vec<_> = all.into_iter().collect();
@@ -405,18 +405,18 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Whether this rank writes the weights that it uses: of ranks that share them only the first does.
+    /// Whether this rank writes its weights: of ranks that share memory, only the first one does.
     fn writes(&self) -> bool {
         self.executor.state.memory().is_none() || self.comm.rank() == 0
     }
 
-    /// Whether a batch fits the network: the passes rely on it.
+    /// Checks that a batch fits the network; the passes rely on this.
     fn check_batch(&self, batch: &Batch) -> Result<(), EngineError> {
         let picture = self.network.tensors[self.network.input()].len();
         let reads_pictures = self.executor.network.stage().0 == 0;
         if reads_pictures && batch.images.len() != batch.labels.len() * picture {
             return Err(EngineError::Parameters(format!(
-                "a batch of {} labels has {} values where {picture} a picture are needed",
+                "a batch of {} labels has {} values instead of {picture} per picture",
                 batch.labels.len(),
                 batch.images.len()
             )));
@@ -425,7 +425,7 @@ impl CpuEngine {
     }
 }
 
-/// Adds zeros for what is not among `tensors`: the parameters of other stages.
+/// Adds zeros for tensors that are missing in `tensors`: the parameters of other stages.
 fn add_zeros(tensors: &mut NamedTensors, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) {
     for (name, shape) in shapes {
         tensors

@@ -1,47 +1,47 @@
-//! An update cut into tasks that any thread of any rank may do.
+//! Division of an update into tasks, each of which any thread of any rank may run.
 
 use super::layout::Layout;
 use crate::sharding::Share;
 use std::ops::Range;
 
-/// Values of a piece, at most: a task of some 15 us.
+/// Maximum number of values of a piece: a task of about 15 us.
 const PIECE: usize = 1 << 14;
 
-/// Some values of one parameter.
+/// A range of the values of one parameter.
 #[derive(Debug, Clone)]
 pub(super) struct Piece {
     pub(super) slot: usize,
     pub(super) bucket: usize,
-    /// In the flat buffer.
+    /// Range in the flat buffer.
     pub(super) range: Range<usize>,
-    /// In its bucket.
+    /// Range in the bucket.
     pub(super) in_bucket: Range<usize>,
-    /// In the optimizer's slots, which have no more than this rank's pieces.
+    /// Range in the optimizer's slots, which hold only this rank's pieces.
     pub(super) in_slots: Range<usize>,
 }
 
-/// What is done with a piece.
+/// The work of a task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// Sum over the ranks and update.
     Whole,
-    /// Only the sum, what the optimizer prepares of it, and norms: it needs those of the whole parameter first.
+    /// First pass: the sum, [`lockstep_kernels::optimizer::Update::prepare`], and the piece's sums of squares.
     Sum,
-    /// Then the update.
+    /// Second pass: the update, which needs the norms of the whole parameter.
     Update,
 }
 
-/// One task. Tasks are taken in order.
+/// One task. Threads take tasks in order.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Task {
     pub(super) piece: usize,
     pub(super) work: Work,
-    /// Tasks from the first on that must be done before: for an update all sums of its bucket.
+    /// Number of leading tasks that must be done before this one: for an update, up to the last sum of its bucket.
     pub(super) after: usize,
 }
 
-/// The pieces of this rank's share of every bucket, in order; a piece has values of one parameter only. A parameter of which the rank
-/// has nothing has an empty piece, where norms of all of it have room.
+/// The pieces of this rank's share of every bucket, in order. A piece has values of only one parameter. A parameter without values on this
+/// rank has one empty piece, which holds the parameter's sums of squares.
 pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
     let (mut pieces, mut kept) = (Vec::new(), 0);
     for (slot, at) in layout.slots.iter().enumerate() {
@@ -64,7 +64,7 @@ pub(super) fn pieces(layout: &Layout, shares: &[Share]) -> Vec<Piece> {
     pieces
 }
 
-/// The tasks of a step; `in_two`: sums first, updates when those of a bucket are done (or, `at_once`, those of all buckets).
+/// The tasks of a step. `in_two`: two passes, in which updates follow all sums of their bucket or, if `at_once`, of all buckets.
 pub(super) fn tasks(pieces: &[Piece], in_two: bool, at_once: bool) -> Vec<Task> {
     if !in_two {
         return (0..pieces.len()).map(|piece| Task { piece, work: Work::Whole, after: 0 }).collect();

@@ -1,4 +1,4 @@
-//! What fusing changes: the order of roundings and nothing else.
+//! Test: fusion changes only the order of roundings.
 
 use super::{CAPABILITIES, executor::Executor};
 use crate::{
@@ -11,7 +11,7 @@ use lockstep_comm::{ProcessGroup, SingleRank};
 use lockstep_protocol::spec::{Arch, ModelSpec};
 use std::sync::Arc;
 
-/// The loss of a step and every weight's gradient.
+/// The loss of a step and the gradients of all weights.
 fn step(network: &Arc<Network>, capabilities: Capabilities) -> (f32, Vec<(String, Vec<f32>)>) {
     let (initial, batch) = (unfused::initial(network), unfused::batch(network, 8));
     let comm: Arc<dyn ProcessGroup> = Arc::new(SingleRank);

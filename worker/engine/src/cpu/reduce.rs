@@ -1,16 +1,16 @@
-//! All-reduces of a step. Ranks that share memory need none for gradients ([`super::state`]) and sum statistics in that memory.
-//! Other ranks all-reduce gradients on a thread, concurrently with the backward pass. Where they divide the optimizer's state
-//! ([`crate::sharding`]), a rank gets the sum of its own part of each bucket alone.
+//! All-reduces of a step. Ranks that share memory need no all-reduce of gradients ([`super::state`]) and sum statistics in that
+//! memory. Other ranks all-reduce gradients on a thread, concurrently with the backward pass. Where they divide the optimizer's
+//! state ([`crate::sharding`]), gradients are reduce-scattered: a rank gets only the sum of its own part of each bucket.
 //!
 //! Every rank must call the same collectives of a group in the same order. Gradient buckets use one group, in the order in which
 //! the backward pass completes them. Statistics of batch norms use the group concurrent to it; the pass waits for them.
 //!
-//! A group without a concurrent one sends everything through the thread's one queue, which the engine fills in program order.
+//! A group without a concurrent group sends everything through the thread's one queue, which the engine fills in program order.
 //! Statistics that are queued behind a bucket would wait for it. A bucket is therefore queued right after the next statistics have
 //! arrived, and then overlaps with the whole backward pass of the next convolution.
 //!
-//! Ranks that share a network have groups of their own for each set of axes. The one queue keeps the order of their calls the same on
-//! every rank, so no two ranks wait for each other in two groups.
+//! Ranks that share a network have one group for each set of axes. The single queue keeps the calls of all groups in the same order on
+//! every rank, so no two ranks wait for each other in different groups.
 
 use super::groups::{ByAxes, Group, Groups};
 use crate::net::Axes;
@@ -42,13 +42,13 @@ enum Request {
     Bucket(Group, Bucket),
 }
 
-/// How values are summed over the ranks.
+/// How the ranks sum values.
 enum Transport {
-    /// One rank: its values are the sum.
+    /// A single rank: there is nothing to sum.
     SingleRank,
-    /// All ranks map this memory.
+    /// Memory that all ranks map.
     Shared(SharedMemory),
-    /// A thread all-reduces buckets, and statistics too where there is no concurrent group.
+    /// A thread all-reduces buckets, and also statistics if there is no concurrent group.
     Group { thread: Thread, gradients: ByAxes, statistics: Option<ByAxes> },
 }
 
@@ -58,14 +58,14 @@ struct Thread {
     buckets: mpsc::Receiver<Result<Bucket, CommError>>,
 }
 
-/// Sums over the ranks, and how long this one waited for them.
+/// Sums values over the ranks and measures this rank's waiting time.
 pub(super) struct Reducer {
     way: Transport,
     waited: Duration,
 }
 
 impl Reducer {
-    /// `memory`: where gradients are, if all ranks map them. `sharded`: of a bucket a rank needs its own part alone.
+    /// `memory`: shared memory that holds all ranks' gradients, if there is one. `sharded`: a rank needs only its own part of a bucket.
     pub(super) fn new(
         comm: &Arc<dyn ProcessGroup>,
         memory: Option<&SharedMemory>,
@@ -83,18 +83,18 @@ impl Reducer {
         Ok(Self { way, waited: Duration::ZERO })
     }
 
-    /// For a plan with groups of its own for each axis.
+    /// For a plan with one group for each set of axes.
     pub(super) fn over(groups: &Groups, sharded: bool) -> std::io::Result<Self> {
         let (gradients, statistics) = (groups.gradients.clone(), Some(groups.statistics.clone()));
         let way = Transport::Group { thread: Thread::start(sharded)?, gradients, statistics };
         Ok(Self { way, waited: Duration::ZERO })
     }
 
-    /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does a piece of other work and
-    /// returns false when there is none.
+    /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does some other work, or
+    /// returns false if there is none.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`].
+    /// As for [`ProcessGroup::all_reduce`].
     pub(super) fn statistics(
         &mut self,
         values: &mut Vec<f64>,
@@ -114,7 +114,7 @@ impl Reducer {
             Some(groups) => groups.of(axes).all_reduce(values.into(), Reduction::Sum)?,
             None => {
                 let group = gradients.of(axes).clone();
-                // A thread that is gone is noticed when its answer is waited for.
+                // If the thread is gone, the wait for its answer fails.
                 drop(thread.requests.send(Request::Statistics(group, std::mem::take(values))));
                 *values = thread.statistics.recv().map_err(|_| gone())??;
             }
@@ -123,7 +123,7 @@ impl Reducer {
         Ok(())
     }
 
-    /// Whether gradients are sent to other ranks.
+    /// Whether this reducer sums gradients.
     pub(super) fn carries_gradients(&self) -> bool {
         matches!(self.way, Transport::Group { .. })
     }
@@ -140,10 +140,10 @@ impl Reducer {
         }
     }
 
-    /// Waits for the oldest bucket that was started, and returns its sum.
+    /// Waits for the oldest started bucket and returns its sum.
     ///
     /// # Errors
-    /// As [`ProcessGroup::all_reduce`]; none was started.
+    /// As for [`ProcessGroup::all_reduce`]; no bucket was started.
     pub(super) fn finish_bucket(&mut self) -> Result<Bucket, CommError> {
         let Transport::Group { thread, .. } = &self.way else { return Err(gone()) };
         let start = Instant::now();
@@ -152,12 +152,12 @@ impl Reducer {
         answer
     }
 
-    /// Counts a wait that happened elsewhere.
+    /// Adds waiting time that was measured elsewhere.
     pub(super) fn add_waited(&mut self, waited: Duration) {
         self.waited += waited;
     }
 
-    /// Time waited since the last call.
+    /// Waiting time since the last call.
     pub(super) fn take_waited(&mut self) -> Duration {
         std::mem::take(&mut self.waited)
     }
@@ -169,7 +169,7 @@ impl Thread {
         let (statistics_out, statistics) = mpsc::channel();
         let (buckets_out, buckets) = mpsc::channel();
         std::thread::Builder::new().name("all-reduce".into()).spawn(move || {
-            // Ends when the engine drops its end.
+            // Ends when the engine drops the sender.
             while let Ok(request) = incoming.recv() {
                 let delivered = match request {
                     Request::Statistics(group, mut values) => {
@@ -193,7 +193,7 @@ impl Thread {
     }
 }
 
-/// Sums values over the ranks; of a `sharded` bucket, which has a part for each rank, this rank's part alone.
+/// Sums values over the ranks; for a `sharded` bucket, which has one part per rank, only this rank's part.
 fn sum<T>(group: &Group, values: &mut [T], sharded: bool) -> Result<(), CommError>
 where
     T: Copy + Default,

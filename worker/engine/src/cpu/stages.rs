@@ -1,8 +1,8 @@
-//! What the stages of a network exchange: an activation goes to the next stage, and its gradient comes back.
+//! Exchange between pipeline stages: an activation is sent to the next stage, and its gradient is sent back.
 //!
-//! A message may wait for its receiver, so two neighbours keep the same order of their messages. The earlier stage sends the activation of a
-//! later micro-batch before it asks for a gradient, so the later stage takes that activation before it sends the gradient. Stages are a
-//! chain: they never wait in a circle.
+//! A send may block until it is received, so neighbouring stages must order their messages alike. The earlier stage sends the activation of
+//! a later micro-batch before it receives a gradient, so the later stage receives that activation before it sends the gradient. Stages form
+//! a chain, so they never wait in a cycle.
 
 use super::{
     executor::Executor,
@@ -13,8 +13,8 @@ use lockstep_comm::CommError;
 use std::mem::swap;
 
 impl Executor {
-    /// Exchanges what the passes use for what is kept of micro-batch number `number`, or back. Those that are between their passes at the
-    /// same time are kept apart.
+    /// Swaps the current activations with those kept for micro-batch number `number`; a second call swaps them back. Micro-batches that are
+    /// between their passes at the same time have separate buffers.
     pub(super) fn swap_kept(&mut self, number: usize) {
         let place = number % (self.kept.len() + 1);
         let Some(kept) = place.checked_sub(1).and_then(|place| self.kept.get_mut(place)) else { return };
@@ -26,44 +26,44 @@ impl Executor {
         }
     }
 
-    /// Values that this rank has of an activation.
+    /// Number of values that this rank has of an activation.
     fn len(&self, tensor: TensorId) -> usize {
         self.pictures.of(self.network.placement(tensor)) * self.network.tensors[tensor].len()
     }
 
-    /// The groups and the number of the stage before this one, if there is one.
+    /// The groups, and the number of the preceding stage, if there is one.
     fn before(&self) -> Option<(&Groups, u32)> {
         self.groups.as_ref().zip(self.network.stage().0.checked_sub(1).map(|stage| stage as u32))
     }
 
-    /// The same of the next one.
+    /// The groups, and the number of the next stage, if there is one.
     fn after(&self) -> Option<(&Groups, u32)> {
         let next = self.network.stage().0 as u32 + 1;
         self.groups.as_ref().map(|groups| (groups, next)).filter(|_| !self.network.is_last_stage())
     }
 
-    /// Of a stage but the first: receives the input of a forward pass. False: there is no stage before.
-    pub(super) fn take_input(&mut self) -> Result<bool, EngineError> {
+    /// Receives the input of a forward pass from the preceding stage. Returns false on the first stage.
+    pub(super) fn receive_input(&mut self) -> Result<bool, EngineError> {
         let input = self.network.input();
         let (len, mut values) = (self.len(input), std::mem::take(&mut self.activations[input]));
         let taken = self.before().map(|(groups, from)| receive(&groups.stage, &mut values[..len], from));
         self.activations[input] = values;
         let Some(taken) = taken else { return Ok(false) };
         taken?;
-        self.give_gradient()?;
+        self.send_input_gradient()?;
         Ok(true)
     }
 
-    /// Of a stage but the last: sends what a forward pass has made.
-    pub(super) fn give_output(&self) -> Result<(), EngineError> {
+    /// Sends the output of a forward pass to the next stage, if there is one.
+    pub(super) fn send_output(&self) -> Result<(), EngineError> {
         let Some((groups, to)) = self.after() else { return Ok(()) };
         let output = self.network.logits();
         Ok(send(&groups.stage, &self.activations[output][..self.len(output)], to)?)
     }
 
-    /// Of a stage but the last: receives the gradient of what it has made.
-    pub(super) fn take_gradient(&mut self) -> Result<(), EngineError> {
-        self.give_gradient()?;
+    /// Receives the gradient of the stage's output from the next stage, if there is one.
+    pub(super) fn receive_gradient(&mut self) -> Result<(), EngineError> {
+        self.send_input_gradient()?;
         if self.network.is_last_stage() {
             return Ok(());
         }
@@ -77,7 +77,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Of a stage but the first: adds up the gradient of its input, for [`Executor::give_gradient`].
+    /// Sums the gradient of the stage's input, for [`Executor::send_input_gradient`]. Does nothing on the first stage.
     pub(super) fn keep_input_gradient(&mut self) {
         if self.before().is_none() {
             return;
@@ -93,8 +93,8 @@ impl Executor {
         self.input_gradient = Some(gradient);
     }
 
-    /// Sends the gradient of the newest backward pass to the stage before, unless it is there.
-    pub(super) fn give_gradient(&mut self) -> Result<(), EngineError> {
+    /// Sends the gradient of the newest backward pass to the preceding stage, unless it has been sent already.
+    pub(super) fn send_input_gradient(&mut self) -> Result<(), EngineError> {
         let Some(gradient) = self.input_gradient.take() else { return Ok(()) };
         if let Some((groups, to)) = self.before() {
             send(&groups.stage, &gradient, to)?;
@@ -104,7 +104,7 @@ impl Executor {
     }
 }
 
-/// Ranks without pictures in a micro-batch have no message.
+/// Sends `values`. Ranks without pictures in a micro-batch send no message.
 fn send(group: &Group, values: &[f32], to: u32) -> Result<(), CommError> {
     if values.is_empty() { Ok(()) } else { group.send(values.into(), to) }
 }

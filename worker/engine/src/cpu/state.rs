@@ -1,16 +1,16 @@
-//! What a rank trains: weights, optimizer state and gradients, and the update that leads from one step to the next.
+//! The training state of a rank (weights, optimizer state and gradients), and the update at the end of a step.
 //!
-//! Ranks of one machine share memory that holds weights and optimizer state once, and the gradients of each rank. When every rank
-//! has completed a bucket, any idle thread of any rank takes the bucket's next piece, adds up its gradients in rank order and
-//! updates its weights. So no gradient is sent, weights are updated once and not once per rank, and a rank that waits for another
-//! works meanwhile. The result does not depend on who does a piece.
+//! Ranks of one machine share memory with one copy of weights and optimizer state, and with the gradients of each rank. When every
+//! rank has completed a bucket, any idle thread of any rank takes the bucket's next piece, sums the piece's gradients in rank order
+//! and updates the weights. So no gradient is sent, each weight is updated once instead of once per rank, and a rank that waits for
+//! another one does useful work. The result does not depend on which thread updates a piece.
 //!
-//! No thread reads a weight while another may write it: a rank completes a bucket after its last use of the bucket's weights in a
-//! step, pieces are updated only after all ranks have completed the bucket, and the next step begins only after all pieces are
-//! done. Without shared memory (one rank, or ranks of several machines, whose gradients arrive summed) this process does all
-//! pieces alone.
+//! No thread reads a weight while another thread may write it: a rank completes a bucket after its last use of the bucket's weights
+//! in a step, pieces are updated only after all ranks have completed the bucket, and the next step begins only after all pieces are
+//! done. Without shared memory (a single rank, or ranks of several machines, whose gradients are all-reduced) this process updates
+//! all pieces itself.
 
-#![allow(unsafe_code)] // Memory that ranks share, and pieces that threads write; the order above keeps them apart.
+#![allow(unsafe_code)] // Ranks share memory and threads write pieces; the order above prevents data races.
 
 mod bucket_sum;
 mod kept;
@@ -36,35 +36,35 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Values added up and updated at a time: they stay in the first-level cache.
+/// Number of values that are summed and updated at a time: they stay in the first-level cache.
 const BLOCK: usize = 1024;
-/// Arrays in shared memory begin at multiples of this.
+/// Alignment of arrays in shared memory, in bytes.
 const ALIGN: usize = 4096;
 
-/// The progress of the ranks, each on a cache line of its own. Counts continue over all steps.
+/// Progress of one rank, on a separate cache line. Counts are never reset between steps.
 #[repr(C, align(128))]
 #[derive(Debug, Default)]
 struct Counts {
-    /// In line 0 only: tasks that a thread has taken.
+    /// Tasks that any thread has taken; used only in rank 0's line.
     taken: AtomicU64,
-    /// In line 0 only: tasks that are done.
+    /// Tasks that are done; used only in rank 0's line.
     done: AtomicU64,
-    /// Buckets that the rank of this line has completed.
+    /// Buckets that this rank has completed.
     buckets: AtomicU64,
-    /// Tasks that it took, and did.
+    /// Tasks that this rank has taken, and tasks that it has done.
     own_taken: AtomicU64,
     own_done: AtomicU64,
 }
 
-/// See the module.
+/// The training state of a rank; see the module's documentation.
 pub(super) struct State {
     pub(super) weights: SharedSlice<f32>,
-    /// By the optimizer's slot, each as long as the weights, or as what this rank has of them.
+    /// By optimizer slot: as many values as weights, or only this rank's part.
     pub(super) optimizer_slots: Vec<SharedSlice<f32>>,
-    /// Updates done since those were zeros.
+    /// Number of updates since the optimizer's slots were zeros.
     pub(super) updates: u64,
-    /// By rank, then by bucket: of all ranks where they share memory, else of this process alone. A bucket of this rank is empty
-    /// while the reducer has it.
+    /// By rank, then by bucket: of all ranks if they share memory, else only of this rank. A bucket of this rank is empty while
+    /// the reducer has it.
     gradients: Vec<Vec<Bucket>>,
     own: usize,
     counts: SharedSlice<Counts>,
@@ -81,23 +81,23 @@ pub(super) struct State {
     update: Update,
     /// For each parameter.
     policies: Vec<ParameterPolicy>,
-    /// The pieces of each parameter.
+    /// By parameter: the range of its pieces.
     slot_pieces: Vec<Range<usize>>,
     pieces: Vec<Piece>,
     tasks: Vec<Task>,
-    /// So many of them may be begun.
+    /// Number of leading tasks that threads may take.
     open_tasks: usize,
-    /// Has the other parts of the parameters of which this rank has a part.
+    /// The ranks that have the other parts of split parameters.
     model_group: Option<Group>,
-    /// Numbers of those parameters.
+    /// Slot numbers of split parameters.
     split: Vec<usize>,
-    /// Has the other parts of the optimizer's state where ranks divide it.
+    /// Set if ranks divide the optimizer's state.
     sharding: Option<Sharding>,
     buckets: usize,
     steps: u64,
 }
 
-/// The buffers of a [`State`], in shared memory or in this process's.
+/// The buffers of a [`State`], in shared memory or in private memory.
 struct SharedBuffers {
     weights: SharedSlice<f32>,
     optimizer_slots: Vec<SharedSlice<f32>>,
@@ -120,8 +120,8 @@ impl Map {
 }
 
 impl State {
-    /// Zeros for everything; and why the ranks do not share memory, if there are several and they do not. `model_group`: the ranks that
-    /// have other parts of parameters. `sharding`: ranks that share no memory divide the optimizer's state so.
+    /// State filled with zeros, and the reason if several ranks do not share memory. `model_group`: the ranks that have other parts of
+    /// split parameters. `sharding`: how ranks divide the optimizer's state if they do not share memory.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -153,7 +153,7 @@ impl State {
                 Err(why) => (None, Some(why)),
             },
         };
-        // What ranks share is there once.
+        // Shared memory holds only one copy of the state already.
         let sharding = sharding.filter(|_| memory.is_none());
         if let Some(sharding) = &sharding {
             shares.clone_from(&sharding.shares);
@@ -167,7 +167,7 @@ impl State {
             *range = if range.start == range.end { index..index + 1 } else { range.start..index + 1 };
         }
         let kept = match &memory {
-            // SAFETY: numbers, of which all bits are valid; the module says who uses which when.
+            // SAFETY: all bit patterns of numbers are valid; the module's order of steps prevents data races.
             Some(memory) => unsafe {
                 let bucket = |(at, range): (&usize, &Range<usize>)| match f64_gradients {
                     true => Bucket::F64(memory.view(*at, range.len())),
@@ -183,7 +183,7 @@ impl State {
                 }
             },
             None => {
-                // Of equally long parts.
+                // Padded to parts of equal length.
                 let bucket = |(range, share): (&Range<usize>, &Share)| {
                     let len = share.part_len(range.len()) * share.ranks;
                     match f64_gradients {
@@ -237,7 +237,7 @@ impl State {
         Ok((state, shm_unavailable_reason))
     }
 
-    /// The memory that all ranks map, if they share the state.
+    /// The memory that all ranks map, if they share memory.
     pub(super) fn memory(&self) -> Option<&SharedMemory> {
         self.memory.as_ref()
     }
@@ -252,7 +252,7 @@ impl State {
         self.update = Update::new(&self.optimizer, lr, self.updates + 1);
     }
 
-    /// Says that this rank's gradients of a bucket are complete, and that it will not read the bucket's weights again in this step.
+    /// Marks this rank's gradients of a bucket as complete. The rank must not read the bucket's weights again in this step.
     pub(super) fn complete(&self, bucket: usize) {
         let complete = self.steps * self.buckets as u64 + bucket as u64 + 1;
         self.counts[self.own].buckets.store(complete, Ordering::Release);
@@ -261,21 +261,21 @@ impl State {
         }
     }
 
-    /// Does all tasks that are ready, on all threads. False when none is.
+    /// Runs all ready tasks, on all threads. Returns false if no task is ready.
     pub(super) fn advance(&self) -> bool {
         if self.next_task().is_none() {
             return false;
         }
         if rayon::current_num_threads() == 1 {
-            while self.do_one() {}
+            while self.run_task() {}
         } else {
-            rayon::broadcast(|_| while self.do_one() {});
+            rayon::broadcast(|_| while self.run_task() {});
         }
         true
     }
 
-    /// Waits until the update is done everywhere, and works on it meanwhile. Gives the sum of squares of the reduced
-    /// gradient, and the time without work.
+    /// Runs tasks until all ranks' updates are done. Returns the sum of squares of the reduced gradient, and the time spent
+    /// waiting without work.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -283,9 +283,9 @@ impl State {
         let all = (self.steps + 1) * self.tasks.len() as u64;
         let done = || self.counts[0].done.load(Ordering::Acquire) >= all;
         let waited = match &self.memory {
-            Some(memory) => memory.wait("update", &mut || self.advance(), &done, &|| self.behind())?,
+            Some(memory) => memory.wait("update", &mut || self.advance(), &done, &|| self.awaited_rank())?,
             None => {
-                // The norms of a parameter of which other ranks have parts are needed before its update.
+                // The update of a divided parameter needs the norms of the whole parameter first.
                 let is_divided = self.model_group.is_some() || self.sharding.is_some();
                 self.open_tasks = if is_divided { self.pieces.len() } else { self.tasks.len() };
                 self.advance();
@@ -310,9 +310,8 @@ impl State {
         Ok((self.squares[0].iter().map(number).sum(), waited))
     }
 
-    /// The rank that the others wait for: one that has taken a task and not finished it, else the one that has completed the fewest
-    /// buckets.
-    fn behind(&self) -> usize {
+    /// The rank for which the others wait: a rank with an unfinished task, else the rank with the fewest completed buckets.
+    fn awaited_rank(&self) -> usize {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let busy = |c: &Counts| read(&c.own_taken) != read(&c.own_done);
         let ranks = || self.counts.iter().enumerate();
@@ -320,7 +319,7 @@ impl State {
         stuck.or_else(|| ranks().min_by_key(|(_, c)| read(&c.buckets))).map_or(0, |(rank, _)| rank)
     }
 
-    /// Number of the next task if it can be begun, and how many were taken before it.
+    /// Number of the next task, if it is ready, and the number of tasks taken so far.
     fn next_task(&self) -> Option<(usize, u64)> {
         let begun = self.steps * self.tasks.len() as u64;
         let taken = self.counts[0].taken.load(Ordering::Acquire);
@@ -332,8 +331,8 @@ impl State {
         ready.then_some((index, taken))
     }
 
-    /// Takes a task and does it, if there is one.
-    fn do_one(&self) -> bool {
+    /// Takes and runs one task. Returns false if none is ready.
+    fn run_task(&self) -> bool {
         let counts = &self.counts[0];
         let index = loop {
             let Some((index, taken)) = self.next_task() else { return false };
@@ -346,7 +345,7 @@ impl State {
         let own = &self.counts[self.own];
         own.own_taken.fetch_add(1, Ordering::Relaxed);
         let Task { piece, work, .. } = self.tasks[index];
-        // SAFETY: the task is this thread's alone, and its piece no other's at this time.
+        // SAFETY: only this thread has taken the task, and no other thread uses the task's piece at this time.
         unsafe { self.piece(piece, work) };
         own.own_done.fetch_add(1, Ordering::Relaxed);
         counts.done.fetch_add(1, Ordering::AcqRel);
@@ -357,7 +356,7 @@ impl State {
     }
 
     /// # Safety
-    /// Nobody else uses this piece of weights, optimizer state and gradients meanwhile.
+    /// No other thread uses this piece of weights, optimizer state and gradients during the call.
     unsafe fn piece(&self, index: usize, work: Work) {
         let piece = &self.pieces[index];
         // SAFETY: the caller's promise.
@@ -396,12 +395,12 @@ impl State {
             // Those that the optimizer does not have are empty.
             let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
             if policy.frozen {
-                // Its gradient is summed with its bucket's, and is zero.
+                // A frozen parameter's gradient is zero; it needs no update.
             } else if work == Work::Sum {
                 of_weights.add(weights);
                 self.update.prepare(decay, weights, slots, gradient);
                 of_prepared.add(gradient);
-                // SAFETY: it takes the place of rank 0's own part of the sum.
+                // SAFETY: as above. The prepared gradient replaces rank 0's gradient.
                 unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
             } else {
                 self.update.apply(rate, decay, weights, slots, gradient);
@@ -414,7 +413,7 @@ impl State {
         }
     }
 
-    /// L2 norms of what is prepared of a parameter and of its weights, when all sums of its bucket are done.
+    /// L2 norms of a parameter's prepared update and of its weights. All sums of its bucket must be done.
     fn norms(&self, slot: usize) -> [f64; 2] {
         let pieces = self.slot_pieces[slot].clone();
         let [_, weights, prepared] = &self.squares;

@@ -1,4 +1,4 @@
-//! What is left of a step that another rank did not finish, and that training continues from it as if nothing had been.
+//! Tests of [`Engine::undo_unfinished_steps`]: after a lost rank interrupted a step, training continues with the same bits.
 
 use super::super::{Engine, EngineConfig, Optimizer, StateDict, build_cpu, unfused};
 use crate::net::resnet;
@@ -18,7 +18,7 @@ use std::{
 };
 
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// The step is broken off at so many moments, from its begin to its end.
+/// Number of moments, from the step's beginning to its end, at which the step is interrupted.
 const MOMENTS: u32 = 8;
 const KINDS: [OptimizerKind; 5] = [
     OptimizerKind::Momentum,
@@ -33,14 +33,14 @@ struct Rank {
     number: u32,
     ring: Arc<Ring>,
     engine: Box<dyn Engine>,
-    /// In two micro-batches, which both change running statistics.
+    /// Two micro-batches, which both change running statistics.
     step: [Batch; 2],
 }
 
 impl Rank {
     fn step(&mut self) -> bool {
         let is_done = self.engine.train_step(&self.step, 0.01).is_ok();
-        // As in training: rank 0 alone averages the weights.
+        // As in training, only rank 0 averages the weights.
         if is_done && self.number == 0 {
             self.engine.average(0.9).unwrap();
         }
@@ -52,7 +52,7 @@ impl Rank {
     }
 }
 
-/// What two ranks come to.
+/// Runs `work` on two ranks and returns their results.
 fn both<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> [T; 2] {
     let port = unused_port();
     let rank = |number| {
@@ -78,7 +78,7 @@ fn both<T: Send>(kind: OptimizerKind, work: impl Fn(&mut Rank) -> T + Sync) -> [
     })
 }
 
-/// After each of four steps, on each rank.
+/// Each rank's state after each of four uninterrupted steps.
 fn undisturbed(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
     both(kind, |rank| {
         let step = |_| {
@@ -89,7 +89,7 @@ fn undisturbed(kind: OptimizerKind) -> [Vec<StateDict>; 2] {
     })
 }
 
-/// What each rank has when the third step is broken off at this moment, and whether it was.
+/// Each rank's state after the third step was interrupted at this moment, and whether the step was interrupted in time.
 fn broken_off(kind: OptimizerKind, moment: u32) -> [(StateDict, bool); 2] {
     both(kind, |rank| {
         assert!(rank.step());
@@ -122,7 +122,7 @@ fn a_step_that_a_lost_rank_breaks_off_leaves_the_state_before_it_or_after_it_wit
         assert_ne!(whole[0][1], whole[0][2]);
         let mut broken = 0;
         let mut kept = None;
-        // The last moment is never.
+        // The last moment stands for no interruption.
         for moment in 0..MOMENTS {
             for (rank, (state, is_broken)) in broken_off(kind, moment).into_iter().enumerate() {
                 let steps = if is_broken { 2 } else { 3 };
@@ -134,7 +134,7 @@ fn a_step_that_a_lost_rank_breaks_off_leaves_the_state_before_it_or_after_it_wit
             }
         }
         assert!(broken >= MOMENTS / 2, "{kind:?}: only {broken} were broken off");
-        // The next attempt: rank 0's state on every rank, but for the average.
+        // The next attempt: rank 0's state on every rank, except for the average.
         let kept = kept.expect("one of rank 0");
         let ends = both(kind, |rank| {
             let average = kept.average.clone().filter(|_| rank.number == 0);

@@ -1,5 +1,5 @@
-//! Where activations and their gradients lie: allocations in one piece of memory, in the order of the step. The same step
-//! allocates and frees in the same order every time, so its offsets are the same, too.
+//! Allocator of activations and their gradients in one block of memory. A step always allocates and frees in the same order,
+//! so its offsets are always the same.
 
 use super::command::{Operand, Region};
 
@@ -16,25 +16,25 @@ impl Allocation {
     }
 }
 
-/// Allocates by best fit; knows no memory.
+/// A best-fit allocator of offsets.
 #[derive(Debug, Default)]
 pub(super) struct Arena {
-    /// By offset, never touching.
+    /// Gaps, by offset; adjacent gaps are merged.
     free: Vec<Allocation>,
-    /// Bytes that were ever in use.
+    /// Maximum number of bytes in use so far.
     pub(super) peak: usize,
 }
 
-/// What cuDNN and 16-byte loads need, and what keeps tensors off each other's cache lines.
+/// Alignment for cuDNN and for 16-byte loads, which also puts tensors on separate cache lines.
 const ALIGN: usize = 256;
 
 impl Arena {
-    /// Whether there is a gap for `bytes`, so that no more memory is needed.
+    /// Whether a gap fits `bytes`, so that no more memory is needed.
     pub(super) fn fits(&self, bytes: usize) -> bool {
         self.free.iter().any(|gap| gap.bytes >= bytes.next_multiple_of(ALIGN).max(ALIGN))
     }
 
-    /// Room for `bytes`: the smallest gap that fits.
+    /// Allocates `bytes` in the smallest gap that fits.
     pub(super) fn alloc(&mut self, bytes: usize) -> Allocation {
         let bytes = bytes.next_multiple_of(ALIGN).max(ALIGN);
         let fits = (0..self.free.len()).filter(|&i| self.free[i].bytes >= bytes);
@@ -47,7 +47,7 @@ impl Arena {
             }
             return allocation;
         }
-        // The gap at the end, if there is one, is made longer.
+        // Extends the gap at the end, if there is one.
         let offset = match self.free.last() {
             Some(last) if last.offset + last.bytes == self.peak => {
                 let offset = last.offset;

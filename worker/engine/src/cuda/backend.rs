@@ -27,21 +27,21 @@ use std::{
     time::Duration,
 };
 
-/// Shared memory that NCCL takes for each rank on a machine.
+/// Shared memory that NCCL uses per rank on a machine.
 const SHARED_MEMORY: u64 = 32 << 20;
 
 /// NVIDIA's GPUs.
 #[derive(Debug)]
 pub(crate) struct Cuda;
 
-/// This process computes on a GPU.
+/// Whether this process computes on a GPU.
 static HAS_ENGINE: AtomicBool = AtomicBool::new(false);
-/// The process ends while its GPU may still wait for other ranks.
-static LEFT_TO_DRIVER: AtomicBool = AtomicBool::new(false);
+/// Whether this process exits while its GPU may still wait for other ranks.
+static SKIPS_EXIT_HANDLERS: AtomicBool = AtomicBool::new(false);
 
-/// From now on this process ends without its exit handlers, of which CUDA's wait for the GPU.
-pub(super) fn leave_to_driver() {
-    LEFT_TO_DRIVER.store(true, Ordering::Relaxed);
+/// Makes this process exit without running exit handlers. CUDA's exit handlers wait for the GPU.
+pub(super) fn skip_exit_handlers() {
+    SKIPS_EXIT_HANDLERS.store(true, Ordering::Relaxed);
 }
 
 impl Backend for Cuda {
@@ -49,7 +49,7 @@ impl Backend for Cuda {
         Device::Cuda.name()
     }
 
-    /// A place a GPU, numbered as `nvidia-smi` numbers them.
+    /// One slot per GPU, numbered as in `nvidia-smi`.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
         if selection.device.is_cores() || selection.cpu_slots.is_some() {
             return Ok(Devices::default());
@@ -74,7 +74,7 @@ impl Backend for Cuda {
         Ok(Devices { slots: slots.collect(), hindrance })
     }
 
-    /// A job may ask for the CPU on a machine that has GPUs.
+    /// None if the job requests the CPU, also on a machine with GPUs.
     fn device_of(&self, given: Option<&RankGpu>, asked: Device) -> Option<i32> {
         given.filter(|_| !asked.is_cores()).map(|gpu| gpu.ordinal)
     }
@@ -85,7 +85,7 @@ impl Backend for Cuda {
 
     fn needs(&self) -> Needs {
         Needs {
-            // Gradients go from GPU to GPU.
+            // Gradients are sent directly between GPUs.
             shared_memory: false,
             host_memory: false,
             watchdog: true,
@@ -165,12 +165,12 @@ impl Backend for Cuda {
 
     fn about_to_exit(&self, _reason: &str) {
         if HAS_ENGINE.load(Ordering::Relaxed) {
-            leave_to_driver();
+            skip_exit_handlers();
         }
     }
 
     fn may_run_exit_handlers(&self, limit: Duration) -> bool {
-        !LEFT_TO_DRIVER.load(Ordering::Relaxed) && nccl::wait_for_aborts(limit)
+        !SKIPS_EXIT_HANDLERS.load(Ordering::Relaxed) && nccl::wait_for_aborts(limit)
     }
 }
 

@@ -1,8 +1,8 @@
-//! Files that save work at the next start: compiled kernels and the choice of convolution plans.
-//! Losing them costs seconds, so trouble with them is only logged.
+//! A cache on disk of compiled kernels and of the choice of convolution plans, for faster starts.
+//! Recreating a file takes seconds, so errors are only logged.
 //!
-//! A file is the SHA-256 of its content and the content. The driver crashes on machine code that is cut or damaged, so nothing else is
-//! given to it.
+//! A file consists of the SHA-256 of the content, and the content. The driver crashes on truncated or damaged machine code, so only
+//! verified content is used.
 
 use lockstep_host::{cache::dir, lock_within, open_lock, write_whole};
 use sha2::{Digest, Sha256};
@@ -14,27 +14,27 @@ use std::{
     time::Duration,
 };
 
-/// The content of `name`, if it is there and undamaged. A damaged file is removed.
+/// The content of `name`, if it exists and is undamaged. A damaged file is removed.
 pub(super) fn read(name: &str) -> Option<Vec<u8>> {
     read_file(&dir()?.join(name))
 }
 
-/// Writes `name` whole or not at all; several ranks may do so at the same time.
+/// Writes `name` atomically. Several ranks may write the same name at the same time.
 pub(super) fn write(name: &str, content: &[u8]) {
     let Some(dir) = dir() else { return };
     if let Err(error) = write_file(&dir, name, content) {
-        tracing::warn!("{}: {error}; the next start will do this work again", dir.display());
+        tracing::warn!("{}: {error}; the next start has to create this file again", dir.join(name).display());
     }
 }
 
-/// Removes `name`, which is of no use.
+/// Removes `name`, which is unusable for the reason `why`.
 pub(super) fn remove(name: &str, why: impl Display) {
     if let Some(dir) = dir() {
         remove_file(&dir.join(name), why);
     }
 }
 
-/// A lock for who makes the content of `name`; others that want it wait meanwhile. None: there is no cache, or it took too long.
+/// Locks `name`, so that one process at a time creates its content. `None`: there is no cache, or the lock was not free `within` this time.
 pub(super) fn lock(name: &str, within: Duration) -> Option<File> {
     let dir = dir()?;
     fs::create_dir_all(&dir).ok()?;
@@ -67,7 +67,7 @@ fn write_file(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
 
 fn remove_file(path: &Path, why: impl Display) {
     let removed = fs::remove_file(path).err().map(|error| format!(" (removing it failed: {error})"));
-    tracing::warn!("{}: {why}; it is made again{}", path.display(), removed.unwrap_or_default());
+    tracing::warn!("{}: {why}; it is created again{}", path.display(), removed.unwrap_or_default());
 }
 
 #[cfg(test)]

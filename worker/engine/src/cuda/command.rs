@@ -1,7 +1,7 @@
-//! A step as a list of commands: kernels, convolutions, events and collectives, in the order in which they are started.
+//! A step as a list of commands: kernels, convolutions, events and collectives, in launch order.
 //!
-//! Operands are ranges of [`Region`]s, not addresses, so a list is made, printed and checked without a GPU.
-//! `program/emitter.rs` makes it, [`verify`] checks it, and `program/execute.rs` starts it.
+//! Operands are ranges of [`Region`]s, not addresses, so a list can be created, printed and checked without a GPU.
+//! `program/emitter.rs` creates a list, [`verify`] checks it, and `program/execute.rs` launches it.
 
 use super::convolution::{Convolution, Direction, Tensors};
 use crate::{net::TensorId, sharding::Share};
@@ -12,55 +12,55 @@ pub(super) mod verify;
 
 pub(super) use text::{Names, print};
 
-/// A piece of memory that commands work on.
+/// A memory region that commands access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Region {
-    /// What stands for "absent".
+    /// An absent operand.
     Nowhere,
     /// Activations and their gradients.
     Arena,
-    /// The batch that the host made, or the dataset.
+    /// The batch copied from the host, or the dataset.
     Pictures,
-    /// Float32 `[channels, 256]`: what each byte of a picture becomes.
+    /// Float32 `[channels, 256]`: the normalised value of each byte of a picture.
     Normalisation,
-    /// Tables that scale pictures along one axis.
+    /// Resampling tables along one axis of a picture.
     ScaleRows,
     ScaleColumns,
-    /// What the host says about micro-batches, in its own memory; which is next; the same number where the host reads it.
+    /// Control blocks of coming micro-batches, in host memory; number of the next one; the same number in host memory.
     InputRing,
     InputCounter,
     InputsTaken,
-    /// What it says about the one that is under way.
+    /// Control block of the current micro-batch.
     Control,
-    /// Results for the host, in its own memory; how many there were.
+    /// Results of steps, in host memory; number of results so far.
     ResultRing,
     ResultCounter,
-    /// What the host says to each rank of the model group about the micro-batch that is under way.
+    /// The current micro-batch's control blocks of all ranks of the model group.
     GroupControls,
     /// Float32, all parameters.
     Weights,
-    /// The matrices among them in the type that is computed in.
+    /// Copy of the matrices in the type in which convolutions are computed.
     LowPrecision,
-    /// Of the optimizer's, by number.
+    /// An optimizer slot, by number.
     OptimizerSlot(usize),
     MatrixGradients,
-    /// Of the vectors, float32.
+    /// Gradients of the vectors, float32.
     VectorGradients,
     /// Float32 sums over micro-batches of the matrices' gradients.
     Accumulated,
-    /// Batch norm's.
+    /// Running statistics of batch norms.
     RunningStatistics,
-    /// The same as the newest finished step has left them, while a step is under way; which step that is, by block.
+    /// During a step: running statistics as of the newest finished step; by block, the number of that step.
     KeptStatistics,
     KeptOf,
-    /// Moving averages of the weights and of the running statistics.
+    /// Running averages of the weights and of the running statistics.
     AverageWeights,
     AverageStatistics,
-    /// What a batch norm's passes leave for each other.
+    /// Values that one pass of a batch norm computes for a later pass.
     NormValues,
-    /// What a convolution leaves for the batch norm after it.
+    /// Sums that a convolution computes for the following batch norm.
     ChannelSums,
-    /// Sums that NCCL adds over ranks.
+    /// Sums that NCCL reduces over ranks.
     StatisticsSums,
     /// Where ranks divide the optimizer's state, float64 sums of squares: of the gradients of each bucket, and of each parameter's norms.
     BucketSquares,
@@ -68,22 +68,22 @@ pub(super) enum Region {
     /// All ranks' exchange buffers; exchanges so far.
     PeerTable,
     PeerSequences,
-    /// The loss scale and what follows from the gradients' norm.
+    /// Loss scale, and the state of the latest gradients and update (`Scaler` in `optimizer.cu`).
     LossScale,
-    /// Loss and right answers.
+    /// Loss and number of correct predictions.
     Totals,
     /// The GPU's clock at four points of the step.
     Stamps,
     /// Logits of an evaluation, for the host.
     EvaluatedLogits,
-    /// Where each parameter lies; its own learning rate.
+    /// Each parameter's range; each parameter's learning rate.
     Segments,
     Rates,
-    /// Whether a number that is not finite was found; a checksum of the weights.
+    /// Whether a non-finite value was found; a checksum of the weights.
     Found,
     /// The kernels' counters and partial sums.
     Scratch,
-    /// Of convolutions on the main stream, and on the side stream.
+    /// cuDNN's workspace on the main stream, and on the side stream.
     Workspace,
     SideWorkspace,
 }
@@ -113,7 +113,7 @@ impl Operand {
         self.region == Region::Nowhere
     }
 
-    /// `bytes` of it from `offset` on.
+    /// `bytes` bytes of this operand from `offset` on.
     pub(super) fn part(self, offset: usize, bytes: usize) -> Self {
         debug_assert!(offset.saturating_add(bytes) <= self.bytes, "{bytes} bytes at {offset} of {self:?}");
         Self { offset: self.offset + offset, bytes, ..self }
@@ -124,19 +124,19 @@ impl Operand {
     }
 }
 
-/// `u32`, of what follows from the gradients' norm: the GPU says there that an update may be under way.
+/// `Scaler::updating`, a `u32` that the GPU sets while an update may be under way.
 pub(super) const UPDATING: Operand = Operand::new(Region::LossScale, 32, size_of::<u32>());
 
-/// One argument of a kernel: a number, or memory and what the kernel does with it.
+/// One argument of a kernel: a number, or memory and how the kernel accesses it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Arg {
-    /// Is read.
+    /// Read.
     In(Operand),
-    /// Is written, whatever was there.
+    /// Overwritten.
     Out(Operand),
-    /// Is read and written.
+    /// Read and written.
     InOut(Operand),
-    /// Is passed, but not read in this mode of the kernel.
+    /// Passed, but not accessed in this mode of the kernel.
     Unused(Operand),
     U32(u32),
     U64(u64),
@@ -145,12 +145,12 @@ pub(super) enum Arg {
 }
 
 impl Arg {
-    /// Where it is written whole, or only changed.
+    /// `InOut` if the kernel reads the old values (`changed`), else `Out`.
     pub(super) fn out(operand: Operand, changed: bool) -> Self {
         if changed { Arg::InOut(operand) } else { Arg::Out(operand) }
     }
 
-    /// The same, where the kernel does not look at it.
+    /// The same argument as [`Arg::Unused`].
     pub(super) fn unused(self) -> Self {
         match self {
             Arg::In(operand) | Arg::Out(operand) | Arg::InOut(operand) => Arg::Unused(operand),
@@ -164,7 +164,7 @@ impl Arg {
 pub(super) struct Geometry {
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
-    /// Blocks of a cluster along x; 1 for none.
+    /// Blocks per cluster along x; 1: no clusters.
     pub(super) cluster: u32,
     pub(super) shared_bytes: u32,
 }
@@ -186,14 +186,14 @@ impl IntoIterator for Kernel {
     }
 }
 
-/// A queue of work on the GPU.
+/// A CUDA stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum StreamId {
-    /// On which a step begins and ends.
+    /// The stream on which a step begins and ends.
     Main,
     /// Weight gradients, concurrently with the backward pass.
     Side,
-    /// Gradients on their way over all ranks.
+    /// Reduction of gradients over ranks.
     Collectives,
 }
 
@@ -204,50 +204,50 @@ impl StreamId {
 /// The ranks that take part in a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Group {
-    /// All of them.
+    /// All ranks.
     World,
-    /// Those that share this one's copy of the network.
+    /// The ranks that share this rank's copy of the network.
     Model,
     /// Those that have the same part of it as this one.
     Data,
 }
 
-/// What ranks do with each other's values.
+/// The kind of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Collective {
-    /// Values are added over all ranks, in place.
+    /// Sums values over all ranks, in place.
     AllReduce,
-    /// Each rank gets the values of all, in the order of ranks.
+    /// Every rank gets the values of all ranks, in rank order.
     AllGather,
-    /// Values are added over all ranks, and each gets its part of the sum, in the order of ranks.
+    /// Sums values over all ranks; each rank gets its part of the sum, in rank order.
     ReduceScatter,
 }
 
-/// A point in a stream that other streams wait for.
+/// An event: a point in a stream for which other streams wait.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum EventId {
-    /// The main stream has come to where the side stream continues.
+    /// The side stream may continue.
     SideBegin,
-    /// The side stream has done all that it was given.
+    /// All work of the side stream is done.
     SideEnd,
-    /// It has computed this weight gradient, counted from 0.
+    /// The weight gradient with this number, from 0, is computed.
     WeightGradient(usize),
-    /// A bucket's gradients are there.
+    /// A bucket's gradients are complete.
     BucketReady(usize),
-    /// All buckets are added up.
+    /// All buckets are reduced.
     CollectivesDone,
 }
 
-/// What an allocation of the arena holds at first. A batch norm's backward pass leaves the gradient of its input where that was.
+/// Initial content of an allocation in the arena. A batch norm's backward pass may overwrite its input with the input's gradient.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Content {
     Activation(TensorId),
     Gradient(TensorId),
-    /// By batch norm: a bit a value.
+    /// By batch norm: one bit per value.
     ReluMask(usize),
-    /// By batch norm or by tensor: a byte a value.
+    /// By batch norm or by tensor: one byte per value.
     Argmax(usize),
-    /// What a split head needs beside its logits and their gradient.
+    /// Memory of a split head, except for the logits and their gradient.
     OfHead,
 }
 
@@ -255,7 +255,7 @@ pub(super) enum Content {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part {
     Begin,
-    /// Of a fused operation, by its number.
+    /// Forward of the fused operation with this number.
     Forward(usize),
     Loss,
     Backward(usize),
@@ -264,14 +264,14 @@ pub(super) enum Part {
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Command {
-    /// What comes next belongs to this part. Nothing is started.
+    /// The following commands belong to this part. Launches nothing.
     Part(Part),
-    /// From here on a range of the arena holds this. Nothing is started.
+    /// Allocates a range of the arena. Launches nothing.
     Alloc {
         content: Content,
         at: Operand,
     },
-    /// From here on nobody looks at it. Nothing is started.
+    /// Frees a range of the arena. Launches nothing.
     Free {
         at: Operand,
     },
@@ -279,24 +279,24 @@ pub(super) enum Command {
         stream: StreamId,
         kernel: Kernel,
     },
-    /// By cuDNN.
+    /// A convolution by cuDNN.
     Convolution {
         stream: StreamId,
         convolution: Convolution,
         tensors: Tensors<Operand>,
         workspace: Operand,
     },
-    /// `event` is the end of what `stream` was given so far.
+    /// Records `event` on `stream`, after all of the stream's work so far.
     Record {
         stream: StreamId,
         event: EventId,
     },
-    /// What `stream` is given from now on begins after `event`.
+    /// Later work on `stream` waits for `event`.
     Wait {
         stream: StreamId,
         event: EventId,
     },
-    /// By NCCL. `count`: the values of an all-reduce, where `from` is `to`; else those that one rank gives or gets.
+    /// A collective by NCCL. `count`: number of values of an all-reduce, where `from` is `to`; else of one rank's part.
     Collective {
         stream: StreamId,
         kind: Collective,
@@ -377,13 +377,13 @@ impl Command {
     }
 }
 
-/// What a command does with an operand.
+/// How a command accesses an operand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Access {
     Read,
-    /// Whatever was there.
+    /// Overwrites all of the operand.
     Write,
-    /// Both.
+    /// Reads and writes.
     Change,
 }
 

@@ -5,22 +5,22 @@ use lockstep_comm::{rendezvous::Store, watchdog::Watchdog};
 use lockstep_protocol::spec::{LossScale, Precision};
 use std::sync::Arc;
 
-/// What the CUDA engine is given in addition to what every engine is.
+/// Settings of the CUDA engine in addition to [`crate::EngineConfig`].
 #[derive(Debug, Clone)]
 pub(super) struct GpuConfig {
-    /// How the network is spread over the ranks.
+    /// How the network is parallelised over the ranks.
     pub(super) plan: Plan,
-    /// As CUDA numbers the devices that this process sees.
+    /// CUDA's number of the device in this process.
     pub(super) ordinal: i32,
     pub(super) precision: Precision,
-    /// For fp16.
+    /// Loss scaling for fp16.
     pub(super) loss_scale: LossScale,
-    /// The same bits in every run.
+    /// Every run computes the same bits.
     pub(super) deterministic: bool,
-    /// Where the ranks meet; absent for a single rank.
+    /// The rendezvous store; absent for a single rank.
     pub(super) store: Option<Arc<Store>>,
-    /// Notified of every step that is submitted and completed.
+    /// Notified of every submitted and every completed step.
     pub(super) watchdog: Option<Arc<Watchdog>>,
-    /// Engines that this process has built before: each connects its ranks' GPUs under names of its own.
+    /// Number of engines that this process has built before. It makes an engine's keys in the store unique.
     pub(super) generation: u32,
 }

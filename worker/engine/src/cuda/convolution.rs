@@ -1,9 +1,9 @@
-//! What a convolution is, whoever computes it.
+//! Descriptions of convolutions, independent of the library that computes them.
 
 use super::dtype::DType;
 use serde::{Deserialize, Serialize};
 
-/// What a convolution computes.
+/// The direction of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub(super) enum Direction {
     /// y from x and w.
@@ -14,7 +14,7 @@ pub(super) enum Direction {
     Weight,
 }
 
-/// A convolution: shapes, type and direction. Its `Debug` text is its name in the cache.
+/// A convolution: shapes, type and direction. The `Debug` text is the key in the cache of plans.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Convolution {
     pub(super) direction: Direction,
@@ -32,8 +32,8 @@ pub(super) struct Convolution {
     pub(super) padding: usize,
     /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
     pub(super) groups: usize,
-    /// Forward only: it takes the sums of y and of y * y by channel along, for the batch norm after it. cuDNN has
-    /// that for float16.
+    /// Forward only: also computes the sums of y and of y * y per channel, for the batch norm after it. cuDNN
+    /// supports this for float16.
     pub(super) sums: bool,
 }
 
@@ -48,7 +48,7 @@ impl Convolution {
         ]
     }
 
-    /// Input channels that an output is made from.
+    /// Input channels of one group.
     pub(super) fn group_in_c(&self) -> usize {
         self.in_c / self.groups
     }
@@ -83,13 +83,13 @@ impl std::fmt::Display for Convolution {
     }
 }
 
-/// Where a convolution finds its tensors, NHWC and KRSC (C of w: a group's): operands of a command, or addresses.
+/// A convolution's tensors, NHWC and KRSC (w has the input channels of one group): operands of a command, or addresses.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tensors<P> {
     pub(super) x: P,
     pub(super) w: P,
     pub(super) y: P,
-    /// Float32 `[2, out_c]`: where [`Convolution::sums`] go.
+    /// Output of [`Convolution::sums`], float32 `[2, out_c]`.
     pub(super) sums: P,
 }
 
@@ -114,7 +114,7 @@ mod tests {
         sums: false,
     };
 
-    /// A plan is for as many groups as it was found with, and one that was stored before there were groups stays known.
+    /// The key of a plan contains the number of groups, except for one group, as in caches from before groups were supported.
     #[test]
     fn plans_are_stored_by_everything_that_tells_convolutions_apart() {
         let name = |c: &Convolution| format!("{c:?}");

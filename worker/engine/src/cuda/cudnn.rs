@@ -1,10 +1,10 @@
-//! Convolutions by cuDNN's backend interface: an operation graph of one convolution, the engines that
-//! can run it, and the fastest of them on this GPU.
+//! Convolutions with cuDNN's backend API: the operation graph of one convolution, and execution plans
+//! of the engines that can run it.
 //!
-//! Follows NVIDIA's cuDNN backend documentation: every descriptor is created, given attributes and
-//! finalised; a plan is an engine with its knobs, ready to run.
+//! As in NVIDIA's cuDNN backend documentation, every descriptor is created, given attributes and
+//! finalised. An execution plan is an engine with knob settings, ready to run.
 
-#![allow(unsafe_code)] // The backend's interface is C: attributes are given as pointers to arrays of a stated type.
+#![allow(unsafe_code)] // The backend API is C: attributes are pointers to arrays of a stated type.
 
 use super::{
     convolution::{Convolution, Direction, Tensors},
@@ -22,10 +22,10 @@ use std::ffi::c_void;
 
 mod descriptor;
 
-/// Most engine configurations that one heuristic is asked for.
+/// Maximum number of engine configurations to get from one heuristic.
 const MOST: usize = 24;
 
-/// An engine and its knobs: all that is needed to build the same plan again.
+/// An engine and its knob settings, from which the same plan can be rebuilt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Choice {
     engine: i64,
@@ -33,14 +33,14 @@ pub(super) struct Choice {
     knobs: Vec<(i64, i64)>,
 }
 
-/// Library handles: one for the main stream, and one for weight gradients, which may run concurrently; what a
-/// handle keeps for itself must not be used by two streams at once.
+/// Library handles: one for the main stream and one for weight gradients, which may run concurrently. Two streams must
+/// not use the same handle at the same time.
 pub(super) struct Cudnn {
     main: sys::cudnnHandle_t,
     weights: sys::cudnnHandle_t,
 }
 
-// SAFETY: a handle belongs to no thread; one at a time uses it, as there is no `Sync`.
+// SAFETY: a handle is not tied to a thread; without `Sync`, only one thread at a time uses it.
 unsafe impl Send for Cudnn {}
 
 impl Cudnn {
@@ -57,9 +57,9 @@ impl Cudnn {
         if direction == Direction::Weight { self.weights } else { self.main }
     }
 
-    /// 91900 for 9.19.0.
+    /// Version of the library, e.g. 91900 for 9.19.0.
     pub(super) fn version() -> usize {
-        // SAFETY: takes nothing.
+        // SAFETY: no preconditions.
         unsafe { sys::cudnnGetVersion() }
     }
 
@@ -90,9 +90,9 @@ impl Cudnn {
         }
     }
 
-    /// Plans for `convolution`, the likely fastest first, each built when it is asked for (which may compile a kernel); if
-    /// `deterministic`, those that cuDNN says give the same bits in every run. `fallback`: of engines that run anything,
-    /// so slowly that timing them takes minutes.
+    /// Plans for `convolution`, the likely fastest first, each built on demand (which may compile a kernel). `deterministic`:
+    /// only plans that give the same bits in every run, according to cuDNN. `fallback`: plans of engines that run everything,
+    /// but may be so slow that timing takes minutes.
     pub(super) fn candidates(
         &self,
         convolution: &Convolution,
@@ -123,7 +123,7 @@ impl Cudnn {
         Ok(found.into_iter().filter_map(built).filter(move |plan| plan.workspace_bytes <= most_workspace))
     }
 
-    /// The plan of an earlier choice.
+    /// Rebuilds the plan of an earlier choice.
     pub(super) fn rebuild(&self, convolution: &Convolution, choice: &Choice) -> Result<Plan, CudaError> {
         let graph = self.graph(convolution)?;
         let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR)?;
@@ -163,7 +163,7 @@ impl Cudnn {
         Ok(Plan { plan, convolution: *convolution, workspace_bytes: bytes[0].max(0) as usize, choice })
     }
 
-    /// The operation graph of one convolution. cuDNN takes the number of groups from the channels of x and w.
+    /// The operation graph of one convolution. cuDNN derives the number of groups from the channels of x and w.
     fn graph(&self, c: &Convolution) -> Result<Descriptor, CudaError> {
         let x = tensor(X, [c.batch, c.in_c, c.in_h, c.in_w], c.dtype)?;
         let w = tensor(W, [c.out_c, c.group_in_c(), c.kernel, c.kernel], c.dtype)?;
@@ -250,7 +250,7 @@ impl Drop for Cudnn {
     }
 }
 
-/// A way to run one convolution.
+/// An execution plan of one convolution.
 pub(super) struct Plan {
     plan: Descriptor,
     convolution: Convolution,
@@ -258,11 +258,11 @@ pub(super) struct Plan {
     pub(super) choice: Choice,
 }
 
-// Tensor numbers in a graph; those of `names` above, in order.
+// IDs of a graph's tensors, in the order of `names` above.
 const X: i64 = 1;
 const W: i64 = 2;
 const Y: i64 = 3;
-// Of its statistics.
+// IDs of the statistics.
 const SUM: i64 = 4;
 const SQUARE: i64 = 5;
 
@@ -282,7 +282,7 @@ fn sums_of(y: &Descriptor, channels: usize) -> Result<Descriptor, CudaError> {
     Ok(operation)
 }
 
-/// NHWC (or KRSC), its dimensions named N, C, H, W as the backend wants them.
+/// Descriptor of a tensor in NHWC (or KRSC) order, with dimensions in the backend's order N, C, H, W.
 fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor, CudaError> {
     let tensor = Descriptor::new(Kind::CUDNN_BACKEND_TENSOR_DESCRIPTOR)?;
     let data_type = [match dtype {
@@ -301,7 +301,7 @@ fn tensor(id: i64, [n, c, h, w]: [usize; 4], dtype: DType) -> Result<Descriptor,
     Ok(tensor)
 }
 
-/// What a heuristic proposes.
+/// The engine configurations that a heuristic proposes.
 fn configurations(
     graph: &Descriptor,
     mode: sys::cudnnBackendHeurMode_t,
@@ -350,8 +350,8 @@ fn choice_of(config: &Descriptor) -> Result<Choice, CudaError> {
     Ok(Choice { engine: index[0], knobs })
 }
 
-/// Whether an engine keeps what is promised: the same bits in every run if `deterministic`, sums in float32, and
-/// with float32 tensors no tensor cores, which would round their inputs to 10 bits (TF32).
+/// Whether an engine is acceptable: the same bits in every run if `deterministic`, accumulation in float32, and for float32
+/// tensors no tensor cores, which would round their inputs to 10 bits (TF32).
 fn suits(config: &Descriptor, dtype: DType, deterministic: bool) -> bool {
     use sys::cudnnBackendNumericalNote_t as Note;
     let Ok(engine) = engine_of(config) else { return false };

@@ -1,6 +1,6 @@
-//! The GPU of this rank: memory, streams, events and graphs, as thin owners around the driver's handles.
+//! This rank's GPU: owners of memory, streams, events and graphs, as thin wrappers around the driver's handles.
 
-#![allow(unsafe_code)] // The driver's interface is C; each owner keeps its handle valid until it is dropped.
+#![allow(unsafe_code)] // The driver API is C; each owner keeps its handle valid until the owner is dropped.
 
 use super::error::CudaError;
 use cudarc::driver::{result, sys};
@@ -11,7 +11,7 @@ mod stream;
 pub(super) use memory::{Buffer, Pinned};
 pub(super) use stream::{Event, Graph, OwnedStream, Stream};
 
-/// An address in the GPU's memory; 0 stands for "none".
+/// An address in GPU memory; 0: none.
 pub(super) type Ptr = u64;
 
 /// A GPU whose primary context this process uses.
@@ -19,21 +19,21 @@ pub(super) struct Device {
     device: sys::CUdevice,
     context: sys::CUcontext,
     pub(super) name: String,
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub(super) multiprocessors: u32,
-    /// 90 for Hopper.
+    /// Compute capability times 10: 90 for Hopper.
     pub(super) capability: u32,
-    /// Shared memory that a block may ask for.
+    /// Maximum shared memory per block, in bytes (opt-in).
     pub(super) shared_bytes: u32,
 }
 
-// SAFETY: a context may be used from any thread that makes it current; `bind` does.
+// SAFETY: a context may be used from any thread that makes it current, as `bind` does.
 unsafe impl Send for Device {}
-// SAFETY: as above; the driver locks what threads share.
+// SAFETY: as above; the driver synchronises threads.
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Opens GPU `ordinal` (as CUDA numbers those that this process sees) and makes it current here.
+    /// Opens GPU `ordinal` (CUDA's number in this process) and makes it current on the calling thread.
     pub(super) fn open(ordinal: i32) -> Result<Self, CudaError> {
         result::init().map_err(CudaError::driver("starting CUDA"))?;
         let device = result::device::get(ordinal).map_err(CudaError::driver("opening the GPU"))?;
@@ -64,18 +64,18 @@ impl Device {
         Ok(this)
     }
 
-    /// Makes this GPU the calling thread's.
+    /// Makes this GPU current on the calling thread.
     pub(super) fn bind(&self) -> Result<(), CudaError> {
         // SAFETY: the context is retained.
         unsafe { result::ctx::set_current(self.context) }.map_err(CudaError::driver("choosing the GPU"))
     }
 
-    /// Bytes free, and in all.
+    /// Free and total memory in bytes.
     pub(super) fn memory(&self) -> (u64, u64) {
         result::mem_get_info().map_or((0, 0), |(free, total)| (free as u64, total as u64))
     }
 
-    /// Memory of `bytes` of any content.
+    /// Allocates `bytes` of uninitialised memory.
     pub(super) fn alloc(&self, bytes: usize) -> Result<Buffer, CudaError> {
         // SAFETY: freed when the buffer is dropped.
         match unsafe { result::malloc_sync(bytes.max(256)) } {
@@ -88,35 +88,35 @@ impl Device {
                     total_mb: total >> 20,
                 })
             }
-            // A GPU that an earlier kernel has broken refuses memory, too.
+            // After an earlier kernel has failed, allocations fail, too.
             Err(error) => Err(CudaError::driver("taking memory of the GPU")(error)),
         }
     }
 
-    /// Memory of `bytes` zeros.
+    /// Allocates `bytes` zeros.
     pub(super) fn zeros(&self, bytes: usize) -> Result<Buffer, CudaError> {
         self.filled(bytes, 0)
     }
 
-    /// Memory of `bytes` bytes, all of them `value`.
+    /// Allocates `bytes` bytes, all of them `value`.
     pub(super) fn filled(&self, bytes: usize, value: u8) -> Result<Buffer, CudaError> {
         let buffer = self.alloc(bytes)?;
         // SAFETY: the buffer has that many bytes.
         unsafe { result::memset_d8_sync(buffer.ptr, value, bytes) }
             .map_err(CudaError::driver("clearing memory"))?;
-        // Whatever its name, that only starts it, on the default stream, for which ours do not wait.
+        // Despite its name, memset_d8_sync is asynchronous, on the default stream, for which our streams do not wait.
         Stream(std::ptr::null_mut()).synchronize()?;
         Ok(buffer)
     }
 
-    /// Memory with a copy of `values`.
+    /// Allocates memory with a copy of `values`.
     pub(super) fn upload<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result<Buffer, CudaError> {
         let buffer = self.alloc(size_of_val(values))?;
         buffer.write(values)?;
         Ok(buffer)
     }
 
-    /// Waits for everything that was started on this GPU.
+    /// Waits for all work on this GPU.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
         result::ctx::synchronize().map_err(CudaError::driver("waiting for the GPU"))
     }
@@ -124,7 +124,7 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: retained by `open`. A process that ends gives it back anyway.
+        // SAFETY: retained by `open`.
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }

@@ -1,9 +1,9 @@
-//! What the GPU computes in.
+//! Number formats of the GPU.
 
 use lockstep_comm::DataType;
 
-/// What activations and weights are computed in: those of [`DataType`] for which there are kernels, so that a `match` names
-/// them all.
+/// Number format of activations and weights: only the formats of [`DataType`] for which kernels exist, so that a `match` is
+/// exhaustive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum DType {
     F32,
@@ -12,7 +12,7 @@ pub(super) enum DType {
 }
 
 impl DType {
-    /// Bytes of a value.
+    /// Size of a value in bytes.
     pub(super) fn size(self) -> usize {
         DataType::from(self).size_bytes()
     }
@@ -26,7 +26,7 @@ impl DType {
         }
     }
 
-    /// The number that kernels know it by.
+    /// The format's number in kernels (`DTYPE`).
     pub(super) fn number(self) -> u32 {
         match self {
             DType::F32 => 0,

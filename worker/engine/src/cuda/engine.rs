@@ -1,6 +1,6 @@
-//! The engine as training sees it.
+//! Implementation of [`Engine`] for the CUDA engine.
 
-use super::{backend::leave_to_driver, steps::parts, *};
+use super::{backend::skip_exit_handlers, steps::parts, *};
 use crate::{Contribution, StateDict, Writers, state_dict};
 use lockstep_comm::Reduction;
 
@@ -66,8 +66,10 @@ impl Engine for CudaEngine {
             // No rank alone has a whole network that is split, or all of an optimizer's state that is divided.
             return None;
         }
-        let settled = self.settle();
-        settled.inspect_err(|error| tracing::warn!("what is on the GPU is not known: {error}")).ok()
+        let recovered = self.recover_last_step();
+        recovered
+            .inspect_err(|error| tracing::warn!("the state on the GPU cannot be recovered: {error}"))
+            .ok()
     }
 
     fn profile_step(&mut self, batch: &Batch) -> Result<Vec<(String, f64)>, EngineError> {
@@ -92,7 +94,7 @@ impl Engine for CudaEngine {
             Some(calls) if !calls.is_empty() => self.program.layer_times(&calls),
             _ => Vec::new(),
         };
-        // Activations of a part of a network have other numbers.
+        // Tensors have other numbers in a part of a network, so layers without a name cannot be identified.
         layers.retain(|layer| self.groups.is_none() || layer.name.is_some());
         layers
     }
@@ -201,7 +203,7 @@ impl Engine for CudaEngine {
 
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
         let (own, model) = (self.comm.rank(), self.groups.as_ref().map_or(1, |groups| groups.model.size()));
-        // The ranks of a model group have all parts between them, and gather what one of them writes.
+        // The ranks of a model group have all parts of the state; they gather the tensors that one of them writes.
         let gathers = |rank: u32| rank / model == own / model;
         let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
         // Where ranks divide the optimizer's state, those that write nothing give their parts.
@@ -254,9 +256,9 @@ impl Engine for CudaEngine {
     }
 
     fn abandon(self: Box<Self>) {
-        leave_to_driver();
-        // An orderly end waits for the GPU, for NCCL and for each piece of memory; the driver takes all of it back at
-        // once when the process ends. Collectives are not aborted: that sends garbage to ranks that still take part.
+        skip_exit_handlers();
+        // Destructors would wait for the GPU, for NCCL and for each buffer; the driver frees everything at once when the
+        // process ends. Collectives are not aborted: that would send garbage to ranks that still take part.
         std::mem::forget(self);
     }
 
@@ -272,11 +274,11 @@ impl Engine for CudaEngine {
     }
 }
 
-/// The logits of this rank's first `pictures` pictures, which the ranks of its model group have by classes.
+/// The logits of this rank's first `pictures` pictures, gathered from the ranks of its model group, which each have some classes.
 fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Result<Vec<f32>, EngineError> {
     let Some(head) = program.head().cloned() else { return Ok(Vec::new()) };
     let (own, width, most) = (program.own_logits(&head)?, head.own().len(), head.most());
-    // As many of each row for every rank.
+    // All ranks contribute rows of equal length.
     let padded = |row: &[f32]| [row, &vec![0.0; most - width]].concat();
     let given: Vec<f32> = own.chunks_exact(width).flat_map(padded).collect();
     let mut taken = vec![0f32; given.len()];
@@ -293,14 +295,14 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 }
 
 impl CudaEngine {
-    /// Collective in the model group: completes tensors, of whose split ones each rank has its part and 0 for the rest.
+    /// Collective in the model group: completes split tensors, of which each rank has its own part and zeros elsewhere.
     fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };
         let add = |values: &mut [f32]| groups.model.all_reduce(values.into(), Reduction::Sum);
         state_dict::complete(self.program.network(), all, add)
     }
 
-    /// The state, when everything that was started is done or known never to end.
+    /// Reads the state after all launched work is done, or is known never to finish.
     fn read<T>(&self, what: impl FnOnce(&State) -> Result<T, EngineError>) -> Result<T, EngineError> {
         self.device.bind()?;
         if !self.program.state.is_unfinished {

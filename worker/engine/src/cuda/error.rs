@@ -1,35 +1,35 @@
-//! What can go wrong on a GPU, in words.
+//! Errors of the CUDA engine.
 
 use cudarc::{
     cudnn::sys::cudnnStatus_t,
     driver::{result::DriverError, sys::CUresult},
 };
 
-/// A call that failed, with what it was for.
+/// An error of a call, with the call's purpose.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum CudaError {
-    /// The driver refused a call, or reports a kernel that failed earlier.
+    /// The driver rejected a call, or reports the failure of an earlier kernel.
     #[error("{doing}: CUDA says {error}")]
     Driver { doing: &'static str, error: String, retriable: bool },
-    /// cuDNN refused a call.
+    /// cuDNN rejected a call.
     #[error("{doing}: cuDNN says {status}{detail}")]
     Cudnn { doing: String, status: String, detail: String, retriable: bool },
     /// Our kernels did not compile.
     #[error("kernels for {target} did not compile (a bug in lockstep): {log}")]
     Compile { target: String, log: String },
-    /// The memory of the GPU does not suffice.
+    /// The GPU has not enough memory.
     #[error(
         "cuda out of memory: {needed_mb} MB more were needed, {free_mb} of {total_mb} MB are free on this GPU. \
          Lower train.batch_size (train.accumulate keeps the global batch), or end what else runs there"
     )]
     OutOfMemory { needed_mb: u64, free_mb: u64, total_mb: u64 },
-    /// A shape or setting that the engine does not run.
+    /// The engine does not support a shape or setting.
     #[error("{0}")]
     Unsupported(String),
-    /// A step that would read what is not there, or overtake itself.
+    /// `command::verify` found an error in a step's commands.
     #[error("the commands of a step are wrong (a bug in lockstep): {0}")]
     Commands(String),
-    /// A library that is not there.
+    /// A library is missing.
     #[error("{0}")]
     Missing(String),
     /// The kernels' results did not come back in time.
@@ -38,7 +38,7 @@ pub(super) enum CudaError {
 }
 
 impl CudaError {
-    /// Turns a driver's answer into an error that says what was being done.
+    /// Adds the call's purpose, `doing`, to an error of the driver.
     pub(super) fn driver(doing: &'static str) -> impl FnOnce(DriverError) -> CudaError {
         move |error| {
             let name = error.error_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
@@ -47,21 +47,21 @@ impl CudaError {
         }
     }
 
-    /// The same for cuDNN; `detail` is what it says beyond its status.
+    /// Adds the call's purpose, `doing`, to an error of cuDNN; `detail`: cuDNN's message.
     pub(super) fn cudnn(doing: String, status: cudnnStatus_t, detail: String) -> CudaError {
         let status = format!("{status:?}");
-        // By the groups of cuDNN 9: what was asked for is wrong or unknown in the others.
+        // cuDNN 9's groups of errors; all other groups mean an invalid or unsupported request.
         let passing = ["CUDNN_STATUS_EXECUTION_FAILED", "CUDNN_STATUS_INTERNAL_ERROR"];
         let retriable = passing.iter().any(|group| status.starts_with(group));
         CudaError::Cudnn { doing, status, detail, retriable }
     }
 
-    /// Whether another attempt, in new processes, may fare better.
+    /// Whether another attempt in new processes may succeed.
     pub(super) fn is_retriable(&self) -> bool {
         match self {
             CudaError::Driver { retriable, .. } | CudaError::Cudnn { retriable, .. } => *retriable,
             CudaError::Hung { .. } => true,
-            // What is asked for stays the same: so will the answer.
+            // Another attempt would make the same request and get the same error.
             CudaError::Compile { .. }
             | CudaError::OutOfMemory { .. }
             | CudaError::Unsupported(_)
@@ -71,8 +71,8 @@ impl CudaError {
     }
 }
 
-/// Whether a driver's error is of a moment (a kernel that failed, a memory error, a GPU that fell off the bus or is in
-/// use) and not of what was asked for or of how the machine is set up.
+/// Whether a driver's error may be temporary (a failed kernel, a memory error, a GPU that fell off the bus or is in use),
+/// and not caused by the request or the machine's configuration.
 pub(super) fn may_pass(error: CUresult) -> bool {
     use CUresult as E;
     matches!(
@@ -131,7 +131,7 @@ mod tests {
         }
     }
 
-    /// cuDNN's own names are long.
+    /// Short names of cuDNN's statuses.
     struct CudnnError;
     impl CudnnError {
         const EXECUTION: cudnnStatus_t = cudnnStatus_t::CUDNN_STATUS_EXECUTION_FAILED_CUDA_DRIVER;

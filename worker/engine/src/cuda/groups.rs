@@ -5,14 +5,14 @@ use lockstep_comm::{CommError, ProcessGroup};
 use std::sync::Arc;
 
 pub(super) struct Groups {
-    /// The ranks that share this one's copy of the network.
+    /// The ranks that share this rank's copy of the network.
     pub(super) model: Arc<dyn ProcessGroup>,
     /// The ranks that have the same part of it.
     pub(super) data: Arc<dyn ProcessGroup>,
 }
 
 impl Groups {
-    /// Collective over all ranks of the mesh. None where every rank has the whole network.
+    /// Collective over all ranks of the mesh: creates the groups. `None` if every rank has the whole network.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Option<Self>, EngineError> {
         if mesh.model == 1 {
             return Ok(None);

@@ -1,14 +1,14 @@
-//! What a rank has when another one is lost: its GPU may wait in a collective for ever, and the host is steps ahead of it.
+//! Recovery of a rank's state after another rank is lost: the GPU may wait in a collective for ever, and the host is steps ahead of the GPU.
 //!
-//! Nothing ends that waiting. A collective that is aborted leaves garbage, not only here: NCCL sends it on to ranks that have not been
-//! aborted yet, and these would take it for gradients. What is needed is read past what waits, by copies on a stream of its own:
+//! Nothing can end this wait safely. An aborted collective leaves garbage, and NCCL sends this garbage to ranks that have not been aborted
+//! yet, which would use it as gradients. Instead, a separate stream reads the state while the main stream still waits:
 //!
-//! 1. The host sets `held` in its own memory: no update begins any more. One thread of the step looks at it, so all of the update's
-//!    kernels agree.
-//! 2. It waits until `updating` is not set. The step sets it, in the kernel before the one that looks at `held`. So either that one finds
-//!    the weights held, or the host finds it updating. An update waits for no other rank, and its end is the step's record.
-//! 3. Now the number of recorded steps says which step the weights are of. Running statistics, which the forward pass of the next step
-//!    changes, were kept when it began.
+//! 1. The host sets `held`, in host memory, which stops further updates. One thread of the step reads `held`, so all kernels of the update
+//!    agree.
+//! 2. The host waits until `updating` is not set. The step sets `updating` in the kernel before the one that reads `held`, so either that
+//!    kernel sees `held`, or the host sees `updating`. An update waits for no other rank, and ends with the record of the step.
+//! 3. The number of recorded steps now identifies the step of the weights. Running statistics, which the next step's forward pass changes,
+//!    were copied when that step began.
 
 use super::{
     CudaEngine, UnderWay,
@@ -24,20 +24,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long the GPU may take for what it waits for nobody for: an update, or the beginning of a step. Agents end ranks some seconds after
-/// they have lost another.
-const SETTLES_WITHIN: Duration = Duration::from_secs(2);
-/// How often it is looked at.
-const LOOK_EVERY: Duration = Duration::from_micros(100);
+/// Time limit for GPU work that depends on no other rank: an update, or the beginning of a step. Agents end ranks some seconds after
+/// another rank is lost.
+const RECOVERY_LIMIT: Duration = Duration::from_secs(2);
+/// Interval between polls of the GPU.
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
-/// A way to the GPU's memory past what waits there. Made beforehand: to make it, the driver may wait for the GPU.
-pub(super) struct Bypass {
+/// A stream that reads GPU memory while other streams wait. It is created in advance, because creating it may wait for the GPU.
+pub(super) struct RecoveryStream {
     stream: OwnedStream,
     words: Pinned,
 }
 
-impl Bypass {
-    /// For up to `bytes` at a time.
+impl RecoveryStream {
+    /// A stream that reads at most `bytes` at a time.
     pub(super) fn new(bytes: usize) -> Result<Self, CudaError> {
         Ok(Self { stream: OwnedStream::new(true)?, words: Pinned::new(bytes.max(size_of::<Scaling>()))? })
     }
@@ -50,7 +50,7 @@ impl Bypass {
         until: Instant,
     ) -> Result<Vec<T>, CudaError> {
         self.stream.0.download(&mut self.words, from, count * size_of::<T>())?;
-        wait(until, "a copy from it", || self.stream.0.is_idle())?;
+        wait(until, "a copy to the host", || self.stream.0.is_idle())?;
         Ok((0..count).map(|index| self.words.read(index * size_of::<T>())).collect())
     }
 }
@@ -63,22 +63,22 @@ fn wait(
 ) -> Result<(), CudaError> {
     while !is_so()? {
         if Instant::now() > until {
-            return Err(CudaError::Hung { secs: SETTLES_WITHIN.as_secs_f64(), what });
+            return Err(CudaError::Hung { secs: RECOVERY_LIMIT.as_secs_f64(), what });
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
     Ok(())
 }
 
 impl CudaEngine {
     /// See [`crate::Engine::undo_unfinished_steps`].
-    pub(super) fn settle(&mut self) -> Result<Vec<StepResult>, EngineError> {
+    pub(super) fn recover_last_step(&mut self) -> Result<Vec<StepResult>, EngineError> {
         self.device.bind()?;
-        let until = Instant::now() + SETTLES_WITHIN;
-        self.hold();
+        let until = Instant::now() + RECOVERY_LIMIT;
+        self.freeze_updates();
         wait(until, "an update", || Ok(!self.is_updating(until)?))?;
         let finished = self.finished(until)?;
-        self.settle_statistics(finished, until)?;
+        self.recover_statistics(finished, until)?;
         if self.averaged_from.is_some_and(|step| is_after(step, finished)) {
             self.program.state.forget_average();
         }
@@ -95,34 +95,35 @@ impl CudaEngine {
         }
     }
 
-    /// Has no update begin any more.
-    pub(super) fn hold(&mut self) {
+    /// Stops all further updates.
+    pub(super) fn freeze_updates(&mut self) {
         self.program.state.held.write(0, &[1u32]);
-        // Before anything is read of the GPU: it reads this only after it has said that it may be updating.
+        // Orders this write before later reads of `updating`: the GPU reads `held` only after it has set `updating`.
         fence(Ordering::SeqCst);
     }
 
-    /// Whether an update may be under way. Once it is not and the weights are held, none will be.
+    /// Whether an update may be under way. With frozen updates, once this is false it stays false.
     pub(super) fn is_updating(&mut self, until: Instant) -> Result<bool, CudaError> {
-        let scaling: Vec<Scaling> = self.bypass.read(&self.program.state.scaling, 1, until)?;
+        let scaling: Vec<Scaling> = self.recovery_stream.read(&self.program.state.scaling, 1, until)?;
         Ok(scaling.iter().any(|scaling| scaling.updating != 0))
     }
 
-    /// Steps that the GPU has finished, modulo 2^32.
+    /// Number of steps that the GPU has finished, modulo 2^32.
     fn finished(&mut self, until: Instant) -> Result<u32, CudaError> {
-        Ok(self.bypass.read(&self.program.results.counter, 1, until)?[0])
+        Ok(self.recovery_stream.read(&self.program.results.counter, 1, until)?[0])
     }
 
-    /// Waits until what the state says of running statistics is of that many steps.
-    fn settle_statistics(&mut self, finished: u32, until: Instant) -> Result<(), CudaError> {
+    /// Waits until the state has the running statistics of step `finished`.
+    fn recover_statistics(&mut self, finished: u32, until: Instant) -> Result<(), CudaError> {
         if self.begun == finished {
             let main = self.program.main.0;
-            return wait(until, "what it has begun", || main.is_idle());
+            return wait(until, "the started steps", || main.is_idle());
         }
-        // The next step's first kernel comes right behind what is finished, and waits for nobody.
+        // The first kernel of the next step copies the statistics. It directly follows the finished work and waits for no other rank.
         wait(until, "the beginning of a step", || {
             let kept_of = &self.program.state.kept_of;
-            let steps: Vec<u32> = self.bypass.read(kept_of, kept_of.bytes / size_of::<u32>(), until)?;
+            let steps: Vec<u32> =
+                self.recovery_stream.read(kept_of, kept_of.bytes / size_of::<u32>(), until)?;
             Ok(steps.iter().all(|step| *step == finished))
         })?;
         self.program.state.is_unfinished = true;
@@ -130,7 +131,7 @@ impl CudaEngine {
     }
 }
 
-/// Whether one number of steps is larger than another; both are modulo 2^32, and few apart.
+/// Whether one number of steps is larger than another. Both are modulo 2^32, and their distance is small.
 fn is_after(step: u32, other: u32) -> bool {
     step.wrapping_sub(other).cast_signed() > 0
 }

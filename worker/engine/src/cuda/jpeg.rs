@@ -1,7 +1,7 @@
-//! JPEG files decoded by the GPU's own decoder (nvJPEG) into planes, of which one kernel for a group of pictures makes what is
-//! cropped and resized: nvJPEG's own RGB would take a kernel for each picture, and each of those waits for a training step's.
-//! The pixels come back to the host, where each picture of a batch may come from elsewhere, and go the way of all batches from
-//! there: the bytes are few by then, and every transform stays as it is.
+//! Decoding of JPEG files by the GPU's hardware decoder (nvJPEG) into planes. One kernel per group of pictures then converts to
+//! RGB, crops and resizes: nvJPEG's own conversion would launch one kernel per picture, each of which waits for the kernels of a
+//! training step. The pixels are copied back to the host, where batches are assembled from all decoders; these copies are small,
+//! and all later transforms are the same for every decoder.
 
 use super::{
     device::{Buffer, Device, Event, Pinned},
@@ -10,13 +10,13 @@ use super::{
     kernels::Kernels,
 };
 use crate::nvjpeg::{self, Hardware, Nvjpeg, State};
-use cropper::{Cropper, room_of};
+use cropper::{Cropper, grow_buffer};
 use jpeg_encoder::{ColorType, SamplingFactor};
 use lockstep_data::{
     Picture,
     device::{CpuDecodeReason, DeviceDecoder, Encoded, ScaleTable, for_hardware},
 };
-use plan::{Cropping, MOST_DECODED, Planes, groups, room};
+use plan::{Cropping, MOST_DECODED, Planes, groups, planes_bytes};
 use sessions::Sessions;
 use std::{
     fmt,
@@ -29,36 +29,36 @@ mod sessions;
 #[cfg(test)]
 mod tests;
 
-/// Groups of pictures that are under way at a time: while one is given to the decoders, which takes the driver longer than
-/// decoding does, another is copied to page-locked memory, and a third is cropped and copied back.
+/// Number of groups of pictures under way at a time: one is submitted to the decoders, which takes the driver longer than the
+/// decoding itself, one is copied to page-locked memory, and one is cropped and copied back.
 const SESSIONS: usize = 3;
-/// Pictures of a group: enough for some seven decoders in hardware to be busy while the others wait for a training step's
-/// kernels, few enough to be done soon.
+/// Maximum number of pictures in a group: enough to keep about seven hardware decoders busy while other groups wait for a
+/// training step's kernels, few enough for a short latency.
 const GROUP: usize = 128;
 
-/// How far the pixels of the first pictures may be from those that cores make of them: mean over all, of 255. Decoders
-/// round differently.
+/// Maximum mean difference, of 255, between the pixels of the GPU's and the CPU's decoder for the test pictures. Decoders round
+/// differently.
 const MOST_DIFFERENCE: f64 = 3.0;
 
-/// What a plane holds where nothing was decoded: together, grey.
-const NOTHING: u8 = 128;
+/// Value of planes where nothing was decoded: grey.
+const GREY: u8 = 128;
 
-/// Opens the decoder of GPU `ordinal`, and has it decode pictures whose pixels are known.
+/// Opens the decoder of GPU `ordinal`, and tests it with pictures whose pixels are known.
 ///
 /// # Errors
-/// There is none, or it does not work; a sentence.
+/// The GPU has no decoder, or the decoder does not work; a sentence.
 pub(crate) fn open(ordinal: i32, dtype: DType) -> Result<Arc<dyn DeviceDecoder>, String> {
     let decoder = JpegDecoder::open(ordinal, dtype)?;
-    decoder.try_it()?;
+    decoder.self_test()?;
     Ok(Arc::new(decoder))
 }
 
 struct JpegDecoder {
     name: String,
-    // Dropped in this order, by `close`, too.
+    // Dropped first, also by `close`.
     sessions: Sessions<Session>,
-    /// Held by who gives a group to the decoders: two at a time would keep each other, and the training step, waiting for the
-    /// driver's locks.
+    /// Held while a thread submits a group to the decoders: two submissions at a time would delay each other, and the training
+    /// step, by the driver's locks.
     submission: Mutex<()>,
     kernels: Kernels,
     device: Device,
@@ -79,16 +79,16 @@ impl JpegDecoder {
         let sessions = (0..SESSIONS).map(|_| Session::open(&hardware)).collect::<Result<Vec<_>, String>>()?;
         let engines = hardware.engines();
         let engines = engines.map(|(engines, _)| format!(", {engines} engines")).unwrap_or_default();
-        // What nvJPEG starts on a stream is not ours: nothing may run concurrently with it.
+        // No programmatic dependent launch: no kernel may overlap with work that nvJPEG launches on the stream.
         let kernels = Kernels::load(&device, dtype).map_err(|e| e.to_string())?.one_by_one();
         let sessions = Sessions::new(sessions);
         let name = format!("nvJPEG {version}{engines}");
         Ok(Self { name, sessions, submission: Mutex::new(()), kernels, device })
     }
 
-    /// Whether a picture comes out as cores decode it, in each subsampling that it takes.
-    fn try_it(&self) -> Result<(), String> {
-        // Odd sides: a plane of another size than was thought would be seen.
+    /// Checks that pictures are decoded as on the CPU, in each supported subsampling.
+    fn self_test(&self) -> Result<(), String> {
+        // Odd sides: planes of another size than expected would be detected.
         let (width, height) = (95, 63);
         let drawn = image::RgbImage::from_fn(width, height, |x, y| {
             image::Rgb([(x * 2) as u8, (y * 3) as u8, (200 - x - y) as u8])
@@ -134,7 +134,7 @@ impl JpegDecoder {
         match apart.iter().find(|(apart, _)| *apart > MOST_DIFFERENCE) {
             None => Ok(()),
             Some((apart, sampling)) => Err(format!(
-                "nvJPEG makes other pixels than cores, {apart:.1} of 255 apart on average ({sampling:?})"
+                "nvJPEG's pixels differ from the CPU decoder's by {apart:.1} of 255 on average ({sampling:?})"
             )),
         }
     }
@@ -183,17 +183,17 @@ impl Drop for JpegDecoder {
     }
 }
 
-/// A group of pictures that is under way, and its memory.
+/// Memory of a group of pictures that is under way.
 struct Session {
     state: State,
-    /// All [`NOTHING`] between groups: of a damaged picture the decoder may write a part alone, and the rest is to be grey,
-    /// and not of another picture.
+    /// Decoded planes, reset to [`GREY`] between groups: of a damaged picture the decoder may write only a part, and the rest
+    /// must be grey instead of another picture's pixels.
     decoded: Option<Buffer>,
-    /// The files of a group, page-locked: a copy from elsewhere keeps the driver, and with it the training step, waiting until
-    /// all that was started on the stream before is done.
+    /// The files of a group, page-locked: a copy from pageable memory would block the driver, and so the training step, until all
+    /// earlier work on the stream is done.
     files: Option<Pinned>,
     cropper: Cropper,
-    /// Whether the pictures that were begun last are done with.
+    /// The event with which [`Session::wait`] waits.
     done: Event,
 }
 
@@ -205,7 +205,7 @@ impl Session {
         Ok(Self { state, decoded: None, files: None, cropper, done: Event::sleeping().map_err(said)? })
     }
 
-    /// Makes the pictures that it takes, and says which. All work is done when it returns.
+    /// Decodes the supported pictures and returns which they are. All GPU work is done on return.
     fn decode(
         &mut self,
         decoder: &JpegDecoder,
@@ -215,7 +215,7 @@ impl Session {
         let taken: Vec<bool> = pictures.iter().map(|picture| self.state.takes(picture.bytes)).collect();
         let outcome = self.make(decoder, pictures, &taken, size);
         if outcome.is_err() {
-            // Some may be under way, on streams of nvJPEG's too, and callers let go of the files.
+            // Work may still be under way, also on nvJPEG's streams, and callers free the files.
             let _ = decoder.device.synchronize();
             self.decoded = None;
         }
@@ -233,48 +233,48 @@ impl Session {
         let said = |error: CudaError| error.to_string();
         let numbered: Vec<(usize, &Encoded<'_>)> =
             pictures.iter().enumerate().filter(|(number, _)| taken[*number]).collect();
-        let rooms: Vec<usize> = numbered.iter().map(|(_, picture)| room(picture.stored)).collect();
+        let sizes: Vec<usize> = numbered.iter().map(|(_, picture)| planes_bytes(picture.stored)).collect();
         let stream = self.cropper.stream.0;
         self.cropper.begin(device, pictures.len(), size).map_err(said)?;
-        for (number, group) in groups(&rooms, MOST_DECODED).into_iter().enumerate() {
+        for (number, group) in groups(&sizes, MOST_DECODED).into_iter().enumerate() {
             if number > 0 {
-                // The decoder does not wait for this stream: whoever has used the memory before must have ended.
+                // The decoder does not wait for this stream, so earlier users of the memory must have finished.
                 self.wait()?;
             }
-            let bytes = rooms[group.clone()].iter().sum();
-            let mut at = nothing(&mut self.decoded, device, bytes).map_err(said)?;
+            let bytes = sizes[group.clone()].iter().sum();
+            let mut at = grey_buffer(&mut self.decoded, device, bytes).map_err(said)?;
             let mut tables = Vec::new();
             let (mut decoded, mut croppings) = (Vec::new(), Vec::new());
             let of_group: Vec<&[u8]> =
                 numbered[group.clone()].iter().map(|(_, picture)| picture.bytes).collect();
             let files = page_locked(&mut self.files, &of_group).map_err(said)?;
-            for (((number, picture), room), bytes) in
-                numbered[group.clone()].iter().zip(&rooms[group]).zip(files)
+            for (((number, picture), size), bytes) in
+                numbered[group.clone()].iter().zip(&sizes[group]).zip(files)
             {
                 let planes = Planes::new(picture.stored, at);
                 decoded.push(nvjpeg::Picture { bytes, planes: planes.all() });
                 croppings.push(Cropping::new(picture, planes, *number as u32, &mut tables));
-                at += *room as u64;
+                at += *size as u64;
             }
             let turn = submission.lock().unwrap_or_else(PoisonError::into_inner);
             self.state.decode(&decoded, stream.0)?;
             drop(turn);
             self.cropper.run(device, kernels, &croppings, &tables).map_err(said)?;
             if let Some(decoded) = &self.decoded {
-                stream.fill(decoded, bytes, NOTHING).map_err(said)?;
+                stream.fill(decoded, bytes, GREY).map_err(said)?;
             }
         }
         self.cropper.end(pictures.len()).map_err(said)?;
         self.wait()
     }
 
-    /// Waits for all that was started, and leaves the core to others meanwhile.
+    /// Blocks, without spinning, until all work on the stream is done.
     fn wait(&self) -> Result<(), String> {
         self.done.record(self.cropper.stream.0).and_then(|()| self.done.wait()).map_err(|e| e.to_string())
     }
 }
 
-/// Copies of `files` in page-locked memory, which nothing may be reading any more.
+/// Copies `files` to page-locked memory, which must not be in use.
 fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Vec<&'a [u8]>, CudaError> {
     let bytes: usize = files.iter().map(|file| file.len()).sum();
     if memory.as_ref().is_none_or(|memory| memory.room() < bytes) {
@@ -297,7 +297,7 @@ fn page_locked<'a>(memory: &'a mut Option<Pinned>, files: &[&[u8]]) -> Result<Ve
     Ok(copies)
 }
 
-/// Where memory of `bytes` begins, all [`NOTHING`] where it is new.
-fn nothing(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
-    Ok(room_of(buffer, bytes, |bytes| device.filled(bytes, NOTHING))?.ptr)
+/// Address of a buffer of at least `bytes`; new memory is filled with [`GREY`].
+fn grey_buffer(buffer: &mut Option<Buffer>, device: &Device, bytes: usize) -> Result<u64, CudaError> {
+    Ok(grow_buffer(buffer, bytes, |bytes| device.filled(bytes, GREY))?.ptr)
 }

@@ -1,6 +1,6 @@
-//! Our own kernels: compiled for the GPU that is found, by NVRTC, once; then read from a cache on disk.
+//! Our own kernels: NVRTC compiles them once for the GPU in use; later runs load them from a cache on disk.
 
-#![allow(unsafe_code)] // Module loading and launches are C calls; arguments are checked by the kernels' wrappers in `ops`.
+#![allow(unsafe_code)] // Module loading and launches are C calls; the methods in `ops` check arguments.
 
 mod constants;
 
@@ -10,7 +10,7 @@ use super::{
     device::{Device, Stream},
     dtype::DType,
     error::CudaError,
-    ops::WARPGROUPS,
+    ops::WGMMA_CAPABILITY,
     profile::Profile,
 };
 use cudarc::{driver::sys, nvrtc};
@@ -21,7 +21,7 @@ use std::{
     time::Duration,
 };
 
-/// Every kernel: files are parts of one source.
+/// The source of all kernels: all files form one translation unit.
 pub(super) const SOURCE: &str = concat!(
     include_str!("../../../kernels/instructions.cu"),
     include_str!("../../../kernels/numbers.cu"),
@@ -47,7 +47,7 @@ pub(super) const SOURCE: &str = concat!(
     include_str!("../../../kernels/step.cu"),
 );
 
-/// One argument of a kernel as it is passed.
+/// The value of one kernel argument.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Value {
     Ptr(u64),
@@ -68,28 +68,28 @@ impl Value {
     }
 }
 
-/// The kernels of one dtype on one GPU.
+/// The loaded kernels of one number format on one GPU.
 pub(super) struct Kernels {
     module: sys::CUmodule,
-    /// With the dynamic shared memory that a block of each may have.
+    /// By name: the function, and its maximum dynamic shared memory per block.
     functions: std::sync::Mutex<HashMap<&'static str, (sys::CUfunction, u32)>>,
-    /// Shared memory of a block, at most.
+    /// Maximum shared memory per block.
     shared_bytes: u32,
-    /// Whether kernels are set up early.
+    /// Whether kernels use programmatic dependent launch.
     early: bool,
     pub(super) profile: Profile,
 }
 
-// SAFETY: function handles may be used from any thread in whose context they were loaded.
+// SAFETY: function handles may be used from any thread with the context in which they were loaded.
 unsafe impl Send for Kernels {}
-// SAFETY: as above; all else in it is behind locks or never changes.
+// SAFETY: as above; all other fields are behind locks or never change.
 unsafe impl Sync for Kernels {}
 
-/// How long another rank of a machine may compile the kernels before this one does so, too: it takes up to 25 seconds.
+/// Maximum wait for another rank of this machine that compiles the kernels, which takes up to 25 seconds.
 const OTHERS_COMPILE_WITHIN: Duration = Duration::from_secs(60);
 
 impl Kernels {
-    /// Loads the kernels. Where the cache does not have them, one rank of a machine compiles them and the others wait for it.
+    /// Loads the kernels. If the cache does not have them, one rank of a machine compiles them while the others wait.
     pub(super) fn load(device: &Device, dtype: DType) -> Result<Self, CudaError> {
         let options = options(device.capability, dtype);
         let name = cache_name(device.capability, dtype, &options);
@@ -117,14 +117,14 @@ impl Kernels {
         })
     }
 
-    /// The same, each of which begins when what was started before it has ended.
+    /// The same kernels without programmatic dependent launch: each starts after all earlier work has completed.
     pub(super) fn one_by_one(mut self) -> Self {
         self.early = false;
         self
     }
 
-    /// Starts `name` on `stream`. The arguments must be those of the kernel, in order and type, and addresses among them
-    /// those of memory that is as long as the kernel's description in `ops` says and is kept until it has ended.
+    /// Launches `name` on `stream`. Number, order and types of the arguments must be those of the kernel. Addresses must refer
+    /// to memory of the size that `ops` documents, which must stay allocated until the kernel has completed.
     pub(super) fn launch(
         &self,
         stream: Stream,
@@ -148,7 +148,7 @@ impl Kernels {
             attribute(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION),
             attribute(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION),
         ];
-        // The kernel may be set up while the one before it still runs: its first statement waits.
+        // The kernel may start while the preceding kernel still runs: its first statement waits (pdl_wait).
         attributes[0].value.programmaticStreamSerializationAllowed = 1;
         attributes[1].value.clusterDim =
             sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: geometry.cluster, y: 1, z: 1 };
@@ -167,11 +167,10 @@ impl Kernels {
             numAttrs: attributes.len() as u32,
         };
         let start = || {
-            // SAFETY: `pointers` are as many live values as there are arguments. What the values are is checked elsewhere:
-            // that they fit the kernel's parameters by the tests of `program/emitter/tests/signatures.rs`; that operands of a
-            // step are alive, ordered and inside of their allocation by `command::verify`, before `Program` starts a list.
-            // Regions are buffers of that `Program`, and those of the JPEG cropper its own: both wait for the GPU before they
-            // drop them.
+            // SAFETY: `pointers` has one pointer to a live value per argument. The tests in `program/emitter/tests/signatures.rs`
+            // check that arguments fit the kernel's parameters. Before `Program` launches a list, `command::verify` checks that
+            // operands are allocated, ordered and in bounds. `Program` and the JPEG cropper own the buffers, and wait for the
+            // GPU before dropping them.
             unsafe { sys::cuLaunchKernelEx(&config, function, pointers.as_mut_ptr(), std::ptr::null_mut()) }
                 .result()
                 .map_err(|error| CudaError::Driver {
@@ -183,7 +182,7 @@ impl Kernels {
         self.profile.around(stream, || name.into(), start)
     }
 
-    /// A kernel, and the bytes of dynamic shared memory that its blocks may have.
+    /// A kernel, and its maximum dynamic shared memory per block in bytes.
     fn function(&self, name: &'static str) -> Result<(sys::CUfunction, u32), CudaError> {
         let mut functions = self.functions.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if let Some(function) = functions.get(name) {
@@ -192,7 +191,7 @@ impl Kernels {
         let c_name = CString::new(name).unwrap_or_default();
         let (mut function, mut own) = (std::ptr::null_mut(), 0);
         use sys::CUfunction_attribute_enum as A;
-        // SAFETY: the module is loaded; the name ends in zero.
+        // SAFETY: the module is loaded; the name is zero-terminated.
         unsafe {
             sys::cuModuleGetFunction(&mut function, self.module, c_name.as_ptr())
                 .result()
@@ -201,10 +200,10 @@ impl Kernels {
                 .result()
                 .map_err(CudaError::driver(name))?;
         }
-        // More than is given unasked: all that the GPU has, less what the kernel has of its own.
+        // Opts in to all shared memory of the GPU, minus the kernel's static shared memory.
         let room = self.shared_bytes.saturating_sub(own as u32);
         let most = A::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // SAFETY: the function is of a loaded module.
+        // SAFETY: the function belongs to a loaded module.
         unsafe { sys::cuFuncSetAttribute(function, most, room.cast_signed()) }
             .result()
             .map_err(CudaError::driver(name))?;
@@ -220,8 +219,8 @@ impl Drop for Kernels {
     }
 }
 
-/// Whether a block's dynamic shared memory, of `bytes`, fits into the `room` that there is. The kernels that resize pictures take more the
-/// wider these are; all others take what every GPU has that they are made for.
+/// Checks that a block's dynamic shared memory, `bytes`, does not exceed the maximum, `room`. Only kernels that resize pictures can exceed it,
+/// for wide pictures; all other kernels fit on every supported GPU.
 fn has_room(kernel: &str, bytes: u32, room: u32) -> Result<(), CudaError> {
     if bytes <= room {
         return Ok(());
@@ -232,9 +231,9 @@ fn has_room(kernel: &str, bytes: u32, room: u32) -> Result<(), CudaError> {
     )))
 }
 
-/// The options of NVRTC for `capability` (90: 9.0) and `dtype`.
+/// NVRTC's options for compute capability `capability` (90: 9.0) and `dtype`.
 fn options(capability: u32, dtype: DType) -> Vec<String> {
-    let own = if capability == WARPGROUPS { "a" } else { "" };
+    let own = if capability == WGMMA_CAPABILITY { "a" } else { "" };
     let mut options = vec![
         format!("--gpu-architecture=sm_{capability}{own}"),
         "--std=c++17".into(),
@@ -245,10 +244,10 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
     options
 }
 
-/// The name of the machine code in the cache.
+/// Name of the machine code in the cache.
 fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: two places for two numbers.
+    // SAFETY: writes two integers.
     let _ = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
     let mut hash = Sha256::new();
     hash.update(SOURCE);
@@ -258,29 +257,29 @@ fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 
-/// The module in the cache. One that the driver does not load is removed.
+/// Loads the module from the cache. A file that the driver cannot load is removed.
 fn cached(name: &str) -> Option<sys::CUmodule> {
     load_module(&cache::read(name)?).inspect_err(|error| cache::remove(name, error)).ok()
 }
 
-/// `image` is whole: the driver crashes on machine code that is cut or damaged.
+/// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.
 fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
     let mut module = std::ptr::null_mut();
-    // SAFETY: as NVRTC has made it; the driver copies it.
+    // SAFETY: NVRTC produced the image; the driver copies it.
     unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) }
         .result()
         .map_err(CudaError::driver("loading kernels"))?;
     Ok(module)
 }
 
-/// Compiles [`SOURCE`].
+/// Compiles [`SOURCE`] to machine code.
 fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
     use nvrtc::result;
     let failed = |log: String| CudaError::Compile { target: options[0].clone(), log };
     let source = CString::new(SOURCE).map_err(|e| failed(e.to_string()))?;
     let program =
         result::create_program(&source, Some(c"lockstep.cu")).map_err(|e| failed(format!("{e:?}")))?;
-    // SAFETY: the program was just created, and is destroyed below.
+    // SAFETY: the program was just created and is destroyed below.
     unsafe {
         let done = result::compile_program(program, options);
         let outcome = match done {

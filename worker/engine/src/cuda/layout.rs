@@ -1,8 +1,8 @@
-//! Where each parameter lies on the GPU.
+//! Layout of parameters on the GPU.
 //!
 //! Weights and optimizer state are flat float32 buffers of two parts. *Matrices*: weights of convolutions and of linear
-//! layers, in the order in which the backward pass produces their gradients, with a low-precision copy and gradients in
-//! the type that is computed in. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
+//! layers, in the order in which the backward pass produces their gradients; their copy and their gradients are in the
+//! activations' format. *Vectors*: batch norm's parameters and linear layers' biases, with float32 gradients.
 
 use super::command::{Operand, Region};
 use crate::{
@@ -15,27 +15,27 @@ use crate::{
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use std::{borrow::Cow, collections::BTreeMap, ops::Range};
 
-/// Values to which every parameter is aligned: 16 bytes in any type, and whole tiles of the optimizer.
+/// Alignment of parameters, in values: 16 bytes in any type, and whole tiles of the optimizer.
 const ALIGN: usize = 1024;
 
-/// Values at which a bucket of matrices' gradients is closed (8 MB in 16 bits): long enough for NVLink's
-/// full speed, short enough that the last one ends soon after backward.
+/// Number of values at which a bucket of matrices' gradients is closed (8 MB in 16 bits): large enough for
+/// NVLink's full bandwidth, small enough that the last reduction ends soon after backward.
 const BUCKET: usize = 4 << 20;
 
-/// Values of one output's folded weights.
+/// Number of folded weights per output channel.
 const FOLDED: usize = 4 * 4 * 16;
 
-/// How a parameter is kept.
+/// The order of a parameter's values on the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
-    /// `[out][height][width][in]`, `in` (of a group's) padded with zeros.
+    /// `[out][height][width][in]`; `in` counts the channels of one group, padded with zeros.
     Krsc { padded_in: usize },
-    /// Of a 7x7 convolution with stride 2, as a 4x4 one of 2x2 pixels of 4 channels: `[out][4][4][2][2][4]`. The
-    /// 7x7 window lies behind the first row and column of an 8x8 one; what is no weight is zero.
+    /// A 7x7 convolution with stride 2 as a 4x4 convolution over 2x2 pixels of 4 channels: `[out][4][4][2][2][4]`. The
+    /// 7x7 window is an 8x8 window without the first row and column, whose weights are zero.
     Folded,
     /// `[out][in]`, `out` padded with zeros.
     Rows,
-    /// As it is.
+    /// Unchanged.
     Vector,
 }
 
@@ -43,21 +43,21 @@ enum Order {
 #[derive(Debug, Clone)]
 pub(super) struct Slot {
     pub(super) name: String,
-    /// torchvision's.
+    /// torchvision's shape.
     shape: Vec<usize>,
     order: Order,
-    /// In the flat buffers.
+    /// Range in the flat buffers.
     pub(super) range: Range<usize>,
     /// Where the next one begins.
     end: usize,
     /// Of a convolution or linear layer, and no bias.
     pub(super) is_weight: bool,
-    /// The part of the parameter that this rank has, where ranks share the network.
+    /// This rank's part of the parameter, if a model group splits it.
     pub(super) slice: Option<Slice>,
 }
 
 impl Slot {
-    /// With what lies behind it up to the next one.
+    /// The parameter's range including padding, up to the next parameter.
     pub(super) fn padded(&self) -> Range<usize> {
         self.range.start..self.end
     }
@@ -68,16 +68,16 @@ impl Slot {
 pub(super) struct Layout {
     pub(super) slots: Vec<Slot>,
     by_name: BTreeMap<String, usize>,
-    /// Values of the matrices; the vectors begin there.
+    /// Number of values of the matrices; the vectors follow.
     pub(super) matrices: usize,
-    /// Values of the first matrices and of the first vectors that are parts of split parameters.
+    /// Numbers of values of split matrices and of split vectors. Split parameters come first in either part.
     pub(super) split_matrices: usize,
     pub(super) split_vectors: usize,
-    /// Values that the optimizer changes and that have gradients; the vectors of frozen batch norms follow.
+    /// Number of values with gradients, which the optimizer changes; the vectors of frozen batch norms follow.
     pub(super) trained: usize,
-    /// Values in all.
+    /// Total number of values.
     pub(super) len: usize,
-    /// Ranges of the matrices that are reduced together over all ranks, in backward's order.
+    /// Ranges of the matrices whose gradients are reduced together over all ranks, in backward's order.
     pub(super) buckets: Vec<Range<usize>>,
 }
 
@@ -128,7 +128,7 @@ impl Layout {
                         let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
                         (Order::Rows, if is_head { padded_classes } else { *out } * inputs)
                     }
-                    // As long on every rank.
+                    // The same length on every rank.
                     (Role::LinearBias, _) if p.slice.is_some() => (Order::Vector, padded_classes),
                     _ => (Order::Vector, p.len()),
                 };
@@ -149,7 +149,7 @@ impl Layout {
                 } else {
                     layout.push(slot);
                     if is_split {
-                        // The head, with which the backward pass begins.
+                        // The head, whose gradient backward computes first.
                         (layout.split_matrices, bucket) = (layout.len, layout.len);
                     }
                     if layout.len - bucket >= BUCKET {
@@ -178,13 +178,13 @@ impl Layout {
         layout
     }
 
-    /// The two planes of these values, of the first ones that are parts of split matrices, where these are in planes.
+    /// The two planes of `values`, which must be split matrices, if these are stored in planes.
     pub(super) fn planes(&self, values: Range<usize>) -> [Operand; 2] {
         let plane = |from: usize| Operand::new(Region::Weights, 2 * (from + values.start), 2 * values.len());
         [plane(0), plane(self.split_matrices)]
     }
 
-    /// Where parts of split parameters are, and where parameters are that every rank has: of the matrices, of the vectors.
+    /// The ranges of split parameters, and the ranges of parameters that every rank has whole: of matrices and of vectors.
     pub(super) fn split_and_whole(&self) -> [[Range<usize>; 2]; 2] {
         let vectors = self.matrices + self.split_vectors;
         [
@@ -238,12 +238,12 @@ impl Layout {
         &self.slots[..self.slots.partition_point(|slot| slot.range.start < self.trained)]
     }
 
-    /// The place of a parameter that is known to exist.
+    /// The slot of a parameter, which must exist.
     pub(super) fn slot(&self, name: &str, suffix: &str) -> &Slot {
         &self.slots[self.by_name[&format!("{name}.{suffix}")]]
     }
 
-    /// From the flat order to torchvision's; of the optimizer's slot `kept`, if that is what the buffer holds.
+    /// Converts a flat buffer to torchvision's layout. `kept`: name of the optimizer slot that the buffer holds, if it does not hold parameters.
     pub(super) fn export(&self, kept: Option<&str>, flat: &[f32], into: &mut NamedTensors) {
         for slot in &self.slots {
             let ours = &flat[slot.range.clone()];
@@ -269,7 +269,7 @@ impl Layout {
         }
     }
 
-    /// The flat buffer of `values`, which `check.rs` found whole.
+    /// Converts `values`, which `check.rs` must have checked, to a flat buffer.
     pub(super) fn import(&self, kept: Option<&str>, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
         let mut flat = vec![0.0; self.len];
         for slot in &self.slots {
@@ -295,7 +295,7 @@ impl Layout {
     }
 }
 
-/// Calls `each` with the place of every value in OIHW and in KRSC with padded inputs.
+/// Calls `each` with the index of every value in OIHW and in KRSC with padded inputs.
 fn krsc(
     out: usize,
     inputs: usize,
@@ -318,7 +318,7 @@ fn krsc(
     }
 }
 
-/// Calls `each` with the place of every value of `[out][inputs][7][7]` there and in [`Order::Folded`].
+/// Calls `each` with the index of every value in `[out][inputs][7][7]` and in [`Order::Folded`].
 fn fold(out: usize, inputs: usize, mut each: impl FnMut(usize, usize)) {
     for o in 0..out {
         for i in 0..inputs {
@@ -342,7 +342,7 @@ mod tests {
     };
     use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 
-    /// The weights of a grouped convolution lie as cuDNN wants them: `[out][height][width][in / groups]`.
+    /// The weights of a grouped convolution are in cuDNN's order: `[out][height][width][in / groups]`.
     #[test]
     fn grouped_weights_go_to_the_gpu_s_order_and_back() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, stem: Stem::Imagenet, ..ModelSpec::default() };

@@ -1,8 +1,8 @@
 //! The CUDA engine: one GPU, NHWC, float32, float16 or bfloat16, with float32 weights and optimizer state.
 //!
-//! A step is captured once as a CUDA graph and then replayed: what changes from step to step is read by the
-//! kernels from [`rings`]. The host starts a step, continues, and reads its result when it comes. Results
-//! are the same bits in every run: every sum has a fixed order.
+//! A step is captured once as a CUDA graph and then replayed; kernels read a step's inputs from [`rings`]. The
+//! host launches a step asynchronously and reads the result later. Our kernels compute the same bits in every
+//! run: every sum has a fixed order.
 
 mod arena;
 mod backend;
@@ -51,7 +51,7 @@ use super::{
 use crate::net::Network;
 pub(super) use backend::Cuda;
 use device::{Device, Graph};
-use held::Bypass;
+use held::RecoveryStream;
 use lockstep_comm::{CommError, ProcessGroup, watchdog::Watchdog};
 use lockstep_data::{
     device::DeviceDecoder,
@@ -70,19 +70,19 @@ use std::{
     time::Duration,
 };
 
-/// Steps that the host may be ahead of the GPU.
+/// Maximum number of steps by which the host may be ahead of the GPU.
 const AHEAD: usize = 2;
 
-/// Where fp16's loss scale begins, as in PyTorch's `GradScaler`.
+/// Initial loss scale of fp16, as in PyTorch's `GradScaler`.
 const FIRST_LOSS_SCALE: f32 = 65_536.0;
 
-/// Opens GPU `ordinal`'s decoder of JPEG files, for an engine that computes in `precision`.
+/// Opens the JPEG decoder of GPU `ordinal`, for an engine that computes in `precision`.
 fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
     libraries::ready(&[Library::Driver, Library::Nvrtc])?;
     jpeg::open(ordinal, dtype_of(precision))
 }
 
-/// Builds the engine on the GPU that `gpu` names.
+/// Builds the engine on the GPU given by `gpu`.
 fn build(
     network: Arc<Network>,
     initial: &NamedTensors,
@@ -117,7 +117,7 @@ fn build(
     let program =
         Program::new(&device, part, &config, dtype, loss_scale, comm.clone(), groups.as_ref(), gpu)?;
     let mut engine = CudaEngine {
-        bypass: Bypass::new(program.state.kept_of.bytes)?,
+        recovery_stream: RecoveryStream::new(program.state.kept_of.bytes)?,
         program,
         graphs: HashMap::new(),
         on_gpu: None,
@@ -159,63 +159,63 @@ fn dtype_of(precision: Precision) -> DType {
     match precision {
         Precision::Fp32 => DType::F32,
         Precision::Bf16 => DType::Bf16,
-        // With dynamic loss scaling it keeps float32's accuracy, and cuDNN is fastest with it.
+        // fp16 with dynamic loss scaling keeps float32's accuracy, and cuDNN is fastest in fp16.
         Precision::Fp16 | Precision::Auto => DType::F16,
     }
 }
 
-/// What a captured graph is of.
+/// The kind of step that a captured graph runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct GraphKey {
-    /// Of the network's input.
+    /// Image size of the network's input.
     image_size: usize,
     phase: Phase,
     input: Input,
 }
 
-/// A step as a CUDA graph, or that it ran once: what runs for the first time loads kernels, which a capture
-/// must not.
+/// A step's CUDA graph, or a note that the step ran once without capture: its first run loads kernels, which
+/// is not allowed during capture.
 enum CapturedGraph {
     Once,
     Graph(Graph),
 }
 
-/// A step that was started.
+/// A started step.
 enum UnderWay {
     OnGpu,
-    /// Without a picture on any rank.
+    /// No rank has a picture.
     Empty,
 }
 
 struct CudaEngine {
-    // Fields are dropped in this order: graphs use the program's memory, all use the device.
+    // Fields are dropped in this order: graphs use the program's memory, and everything uses the device.
     graphs: HashMap<GraphKey, CapturedGraph>,
     program: Program,
     on_gpu: Option<OnGpu>,
     staging: Option<Staging>,
     under_way: VecDeque<UnderWay>,
-    /// Results that were read from the GPU when a call failed that would have returned them.
+    /// Results that have been read from the GPU by a call that then failed.
     unreturned: Vec<StepResult>,
     /// Whether the float32 weights that other ranks update are of an earlier step.
     has_old_weights: bool,
     /// Steps that were begun on the GPU, modulo 2^32 like its own count of those that it has finished.
     begun: u32,
-    /// The step that makes the weights' average, where no average was given.
+    /// The step that creates the weights' average, unless an average was given.
     averaged_from: Option<u32>,
-    bypass: Bypass,
-    /// Of the newest step's result, on the GPU's clock, while steps follow each other.
+    recovery_stream: RecoveryStream,
+    /// End of the newest finished step, on the GPU's clock, while steps directly follow each other.
     last_end: Option<u64>,
-    /// Bytes of the GPU's memory, before this engine took some.
+    /// Free GPU memory in bytes before this engine allocated any.
     free_before: u64,
-    /// Whether an error has left the GPU in the middle of something.
+    /// Whether an error has left unfinished work on the GPU.
     failed: bool,
     watchdog: Option<Arc<Watchdog>>,
-    /// While somebody asks where the time goes.
+    /// The timed calls, while profiling is on.
     profiled: Option<Vec<TimedCall>>,
-    /// Started and done, for the watchdog.
+    /// Numbers of started and of finished steps, for the watchdog.
     steps: (u64, u64),
     config: EngineConfig,
-    /// For pictures of the current size; whole, also where this rank has a part of it.
+    /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
     comm: Arc<dyn ProcessGroup>,
     /// Where ranks share copies of the network.

@@ -1,20 +1,20 @@
-//! The kernels of `worker/kernels/` as operations: each method works out a launch. Nothing here touches a GPU.
+//! The kernels of `worker/kernels/` as operations: each method computes a launch. No method accesses a GPU.
 //!
-//! Activations are NHWC in the format that the kernels were compiled for, `T` below, channels a multiple of
-//! 8, rows = pictures x pixels. Everything is deterministic: sums are taken in an order that depends on
-//! shapes alone. Nothing depends on a host value that changes from step to step, so a captured sequence of
-//! these launches can be replayed; what changes is in the [control block](self#control).
+//! Activations are NHWC in the kernels' number format, `T` below; channels are a multiple of 8, and rows =
+//! pictures x pixels. Everything is deterministic: sums are taken in an order that depends only on shapes.
+//! Launches do not depend on host values that change between steps, so a captured sequence of launches can be
+//! replayed; values that change are in the [control block](self#control).
 //!
 //! # Control
-//! Device memory: `u32 valid, 0; f32 stat_pictures, grad_scale, lr; u32 0, 0, 0`, then `u32` index, augmentation parameters and
-//! label of each of the batch's pictures. `valid` real pictures come first; the rest is padding, which
-//! statistics, losses and gradients leave out (its gradients are zeros). `stat_pictures` is how many
-//! pictures batch norm's statistics are of (over all ranks when they are synchronised), `grad_scale`
-//! 1 / pictures of the whole step.
+//! `Control` in `numbers.cu`, in device memory. The first `valid` pictures are real. The others are padding,
+//! which statistics, losses and gradients ignore (its gradients are zeros). `stat_pictures` is the number of
+//! pictures in batch norm's statistics, on all ranks if these are synchronised; `grad_scale` is 1 / (pictures of
+//! the whole step).
 //!
 //! # Operands
-//! [`Operand::NONE`] stands for "absent" where a field says that it may be. An argument says what its kernel does with the
-//! memory, which the check of a step's commands relies on.
+//! [`Operand::NONE`] means "absent", where a field's documentation allows it. An argument states how its kernel accesses the
+//! memory; the check of a step's commands relies on that. "Moves" in a method's documentation lists the
+//! memory traffic of its kernels.
 
 mod adam;
 mod block_end;
@@ -49,12 +49,12 @@ use super::{
     dtype::DType,
 };
 
-/// Counters at the start of the scratch memory, `u32` each: one a column of channels, then these two.
+/// Counters at the start of the scratch memory, `u32` each: one per column of channels, then these two.
 const COUNTERS: usize = 1024;
 const LOSS_COUNTER: usize = 1022;
 const NORM_COUNTER: usize = 1023;
 
-/// Groups of 8 values, of rows of their own, that a thread has in flight at a time: 64 bytes.
+/// Number of groups of 8 values, each of another row, that a thread loads at a time: 64 bytes.
 pub(super) fn in_flight(dtype: DType) -> u32 {
     match dtype {
         DType::F32 => 2,
@@ -62,10 +62,10 @@ pub(super) fn in_flight(dtype: DType) -> u32 {
     }
 }
 
-/// The one compute capability whose warpgroups multiply matrices (PTX's wgmma).
-pub(super) const WARPGROUPS: u32 = 90;
+/// The only compute capability with warpgroup matrix multiplication (wgmma).
+pub(super) const WGMMA_CAPABILITY: u32 = 90;
 
-/// Works out launches for one kind of GPU. They are started on one stream at a time: they share scratch memory.
+/// Computes launches for one kind of GPU. All launches share scratch memory, so they must run on one stream at a time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ops {
     dtype: DType,
@@ -74,13 +74,13 @@ pub(super) struct Ops {
 }
 
 impl Ops {
-    /// `capability`: 90 for 9.0, from which on devices have thread block clusters.
+    /// `capability`: 90 for 9.0; devices from 9.0 on have thread block clusters.
     pub(super) fn new(dtype: DType, multiprocessors: u32, capability: u32) -> Self {
         Self { dtype, multiprocessors, clusters: capability >= 90 }
     }
 
-    /// Scratch memory for `pictures` a micro-batch, classes padded to `padded`, and `segments` parameters: zeros at first, for
-    /// these operations alone.
+    /// Bytes of scratch memory for `pictures` per micro-batch, `padded` classes and `segments` parameters. The memory must be zero at
+    /// first, and only these operations may use it.
     pub(super) fn scratch_bytes(&self, pictures: u32, padded: u32, segments: u32) -> usize {
         let sums = u64::from(self.multiprocessors.max(256)) * 512 * 4;
         let loss = u64::from(loss::blocks(pictures)) * (16 + u64::from(padded) * 4);
@@ -93,7 +93,7 @@ impl Ops {
         [Operand::new(Region::Scratch, 0, LOSS_COUNTER * 4), self.partials()]
     }
 
-    /// Blocks find in them which is the last to end; all are zeros again afterwards.
+    /// Counters by which the last block to finish is found. They are zero again after each launch.
     fn counters(&self) -> Arg {
         let [counters, _] = self.scratch();
         Arg::InOut(counters)
@@ -103,17 +103,17 @@ impl Ops {
         Arg::InOut(Operand::new(Region::Scratch, number * 4, 4))
     }
 
-    /// Partial results of blocks, for the one that ends last.
+    /// Partial results of blocks, for the last block to finish.
     fn partials(&self) -> Operand {
         Operand::new(Region::Scratch, COUNTERS * 4, usize::MAX - COUNTERS * 4)
     }
 
-    /// Whether there are kernels that multiply matrices themselves on a GPU of this compute capability.
+    /// Whether kernels with their own matrix multiplication run on a GPU of this compute capability.
     pub(super) fn multiplies_matrices(capability: u32, dtype: DType) -> bool {
-        capability == WARPGROUPS && dtype != DType::F32
+        capability == WGMMA_CAPABILITY && dtype != DType::F32
     }
 
-    /// Blocks of `threads` that share `rows` of `channels` (a grid-stride loop), at most `per_multiprocessor` on each: (grid, block).
+    /// Geometry of a grid-stride loop over `rows` of `channels`: blocks of `threads`, at most `per_multiprocessor` on each multiprocessor.
     fn grid_stride(&self, rows: u32, channels: u32, threads: u32, per_multiprocessor: u32) -> Geometry {
         let groups = channels / 8;
         let x = groups.next_power_of_two().clamp(1, 32);
@@ -122,12 +122,12 @@ impl Ops {
         plain([rows.div_ceil(y).clamp(1, most), columns, 1], [x, y, 1])
     }
 
-    /// [`Ops::grid_stride`] for kernels that sum over rows: one block a multiprocessor, two rows a thread at least.
+    /// [`Ops::grid_stride`] for kernels that sum over rows: one block per multiprocessor, at least two rows per thread.
     fn sums(&self, rows: u32, channels: u32) -> Geometry {
         self.grid_stride(rows.div_ceil(2), channels, 512, 1)
     }
 
-    /// Blocks of 256 threads for `items` independent ones.
+    /// Blocks of 256 threads for `items` independent items.
     fn items(&self, items: u64, per_multiprocessor: u32) -> Geometry {
         let most = u64::from(self.multiprocessors * per_multiprocessor);
         plain([items.div_ceil(256).clamp(1, most) as u32, 1, 1], [256, 1, 1])

@@ -1,5 +1,5 @@
-//! How pictures get to the GPU: the whole dataset once, when it fits; else each batch, copied to the GPU
-//! while the step before it still runs.
+//! Copies pictures to the GPU: the whole dataset once if it fits, else each batch while the previous step
+//! still runs.
 
 use super::{
     device::{Buffer, Device, Event, OwnedStream, Pinned, Stream},
@@ -8,10 +8,10 @@ use super::{
 use bytemuck::NoUninit;
 use lockstep_data::loader::{Batch, BatchFormat, Resident};
 
-/// Of the GPU's free memory, the part that a dataset may take.
+/// Maximum fraction of the GPU's free memory for a dataset.
 const MOST_OF_FREE: f64 = 0.4;
 
-/// The dataset in the GPU's memory.
+/// A dataset in GPU memory.
 pub(super) struct OnGpu {
     train: Buffer,
     /// `None`: the same pictures as `train`.
@@ -38,7 +38,7 @@ impl OnGpu {
         }))
     }
 
-    /// The pictures that batches of training, or of validation, are taken from.
+    /// Address of the pictures for batches of training, or of validation.
     pub(super) fn pictures(&self, training: bool) -> u64 {
         match &self.validation {
             Some(validation) if !training => validation.ptr,
@@ -47,17 +47,17 @@ impl OnGpu {
     }
 }
 
-/// Batches that the copy may be ahead of the step.
+/// Maximum number of batches by which copies may be ahead of the step.
 const AHEAD: usize = 3;
 
-/// Batches on their way to the GPU.
+/// Copies batches to the GPU through page-locked buffers.
 pub(super) struct Staging {
     format: BatchFormat,
-    /// Of a batch.
+    /// Size of a batch.
     bytes: usize,
     host: Pinned,
     gpu: Buffer,
-    /// Where the step finds its batch.
+    /// The current step's batch.
     pub(super) input: Buffer,
     stream: OwnedStream,
     copied: Vec<Event>,
@@ -66,7 +66,7 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    /// Room for batches of `values` values.
+    /// Allocates buffers for batches of `values` values.
     pub(super) fn new(device: &Device, format: BatchFormat, values: usize) -> Result<Self, CudaError> {
         let size = if format == BatchFormat::Bytes { 1 } else { 4 };
         let bytes = (values * size).next_multiple_of(256);
@@ -88,12 +88,12 @@ impl Staging {
         self.format
     }
 
-    /// Whether [`Staging::send`] would not wait: for a step, and so perhaps for other ranks.
+    /// Whether [`Staging::send`] would return without waiting for a step, and so perhaps for other ranks.
     pub(super) fn is_free(&self) -> Result<bool, CudaError> {
         if self.sent < AHEAD { Ok(true) } else { self.copied[self.sent % AHEAD].has_passed() }
     }
 
-    /// Has `batch` where the next step on `main` looks for it.
+    /// Copies `batch` to [`Staging::input`] for the next step on `main`.
     pub(super) fn send(&mut self, main: Stream, batch: &Batch) -> Result<(), CudaError> {
         match self.format {
             BatchFormat::Bytes => self.send_values(main, &batch.bytes),

@@ -1,22 +1,22 @@
-//! Float32 numbers as two planes of 16 bits: the nearest bfloat16 of each (halves away from zero), then the bits below, by which the
-//! number differs from it as a signed integer. The weights of a split head lie so where the GPU computes in bfloat16: the first plane is
-//! what it computes with, so there is no copy of them. `PlanarWeights` of the kernels.
+//! Float32 numbers in two planes of 16 bits: the number rounded to the nearest bfloat16 (halves away from zero), and the signed integer
+//! difference between the float32 bits and this bfloat16. If the GPU computes in bfloat16, the weights of a split head are stored in
+//! planes: kernels compute with the first plane, so no copy is needed. `PlanarWeights` in `optimizer.cu`.
 
-/// In planes, two halves a value.
+/// Splits values into two planes of 16 bits each.
 pub(super) fn to_planes(values: &[f32]) -> Vec<f32> {
     let mut planes = vec![0f32; values.len()];
     let halves: &mut [u16] = bytemuck::cast_slice_mut(&mut planes);
     let (nearest, rests) = halves.split_at_mut(values.len());
     for ((value, nearest), rest) in values.iter().zip(nearest).zip(rests) {
         let bits = value.to_bits();
-        // What is no number stays none.
+        // A NaN stays a NaN.
         let carry = if value.is_nan() { 0 } else { 0x8000 };
         (*nearest, *rest) = ((bits.wrapping_add(carry) >> 16) as u16, bits as u16);
     }
     planes
 }
 
-/// Back, in place.
+/// Joins two planes to float32 values, in place.
 pub(super) fn from_planes(values: &mut [f32]) {
     let halves: Vec<u16> = bytemuck::cast_slice(values).to_vec();
     let (nearest, rests) = halves.split_at(values.len());
@@ -34,7 +34,7 @@ mod tests {
     fn every_number_comes_back_and_the_first_plane_is_the_nearest() {
         let mut values =
             vec![0.0, -0.0, 1.0, -1.0, f32::MAX, f32::MIN_POSITIVE, f32::INFINITY, f32::NEG_INFINITY];
-        // Every value of the upper half, with the ends and the middle of the lower one.
+        // Every upper half, with the ends and the middle of the lower half.
         let bits = (0..=0xffffu32).flat_map(|high| {
             [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| f32::from_bits(high << 16 | low))
         });

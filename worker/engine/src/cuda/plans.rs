@@ -1,4 +1,4 @@
-//! What the convolutions of a network cost on this GPU: the least that a step could take.
+//! Measures the convolutions of networks on this GPU: a lower bound of a step's time.
 
 use super::{
     convolution::{Convolution, Direction},

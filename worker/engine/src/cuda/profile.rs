@@ -1,4 +1,4 @@
-//! Where a step's time goes: each call between two events, when somebody asks.
+//! Profiling of a step on request: each call is timed with two events.
 
 use super::{
     command::Part,
@@ -7,10 +7,10 @@ use super::{
 };
 use std::sync::{Mutex, PoisonError};
 
-/// A call that was timed.
+/// A timed call.
 #[derive(Debug, Clone)]
 pub(super) struct TimedCall {
-    /// The part of the step that it belongs to.
+    /// The part of the step to which the call belongs.
     pub(super) part: Part,
     pub(super) name: String,
     pub(super) millis: f64,
@@ -22,12 +22,12 @@ struct Asked {
     calls: Vec<(Part, String, Event, Event)>,
 }
 
-/// Calls that were timed; `None` while nobody asks.
+/// The timed calls; `None` while profiling is off.
 #[derive(Default)]
 pub(super) struct Profile(Mutex<Option<Asked>>);
 
 impl Profile {
-    /// Runs `call`, which starts work on `stream`, and times that work if somebody asks.
+    /// Runs `call`, which launches work on `stream`, and times that work if profiling is on.
     pub(super) fn around<T, E: From<CudaError>>(
         &self,
         stream: Stream,
@@ -47,20 +47,20 @@ impl Profile {
         Ok(result)
     }
 
-    /// What is called from here on belongs to `part`.
+    /// Assigns the following calls to `part`.
     pub(super) fn part(&self, part: Part) {
         if let Some(asked) = self.0.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
             asked.part = part;
         }
     }
 
-    /// From now on calls are timed.
+    /// Starts profiling.
     pub(super) fn begin(&self) {
         let asked = Asked { part: Part::Begin, calls: Vec::new() };
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(asked);
     }
 
-    /// The calls since [`Profile::begin`].
+    /// Stops profiling and returns the calls since [`Profile::begin`].
     pub(super) fn end(&self) -> Result<Vec<TimedCall>, CudaError> {
         let asked = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let calls = asked.map(|asked| asked.calls).unwrap_or_default();

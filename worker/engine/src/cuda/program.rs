@@ -1,8 +1,8 @@
-//! The step: what is started on the GPU, in order.
+//! The step as a sequence of launches on the GPU.
 //!
-//! What runs as one is decided before (`fuse.rs`), what follows from the network alone is [`StepPlan`]. [`emitter`] goes
-//! through both directions and gives a list of commands, knowing only [`Facts`]; the list is checked, and [`execute`] starts
-//! it. Emitted twice, a list uses the same memory, so it may be run as it is or captured and replayed.
+//! `fuse.rs` decides which operations are fused, and [`StepPlan`] has everything that follows only from the network.
+//! [`emitter`] emits the commands of both directions from [`Facts`]; the list is checked, and [`execute`] launches it. Every
+//! emission of a list uses the same memory, so a list can be launched directly or captured and replayed.
 
 use super::{
     GpuConfig,
@@ -47,32 +47,32 @@ mod text;
 
 pub(super) use step_plan::{SplitHead, StepPlan, capabilities};
 
-/// Where a micro-batch stands in its step.
+/// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct MicroBatch {
-    /// Its gradients replace those of the step before.
+    /// The first micro-batch: its gradients overwrite those of the previous step.
     pub(super) first: bool,
-    /// The update follows it.
+    /// The last micro-batch: the update follows.
     pub(super) last: bool,
-    /// No picture of it is padding, which statistics would have to leave out.
+    /// No picture is padding, which statistics would have to ignore.
     pub(super) whole: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Phase {
     Train(MicroBatch),
-    /// With running statistics.
+    /// Evaluation, with running statistics.
     Evaluate,
 }
 
 impl Phase {
-    /// Whether it continues from what a micro-batch before it has left: gradients and totals.
+    /// Whether this phase adds to the gradients and totals of an earlier micro-batch.
     fn carries_over(self) -> bool {
         matches!(self, Phase::Train(MicroBatch { first: false, .. }))
     }
 }
 
-/// Where the pictures of a micro-batch are.
+/// The location of a micro-batch's pictures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Input {
     /// The whole dataset as bytes, on the GPU.
@@ -82,7 +82,7 @@ pub(super) enum Input {
         width: usize,
         crop_padding: usize,
         training: bool,
-        /// Each picture is mixed with the one before it, as the control block says.
+        /// The GPU mixes pictures (mixup, cutmix) as the control block says.
         mixes: bool,
     },
     /// The batch, cropped and scaled.
@@ -98,28 +98,28 @@ impl Input {
     }
 }
 
-/// A table that scales one axis, on both sides.
+/// A resampling table for one axis, on the host and on the GPU.
 struct Scaled {
     table: ScaleTable,
     at: Buffer,
 }
 
 pub(super) struct Program {
-    /// For pictures of the current size.
+    /// The plan for the current image size.
     plan: StepPlan,
-    /// For each size that there is memory and a plan for.
+    /// The networks for all prepared image sizes.
     sizes: Vec<Arc<Network>>,
     norms: Vec<NormSite>,
     config: EngineConfig,
     dtype: DType,
-    /// Whether the loss scale moves by itself; `None` where nothing is scaled.
+    /// Whether loss scaling is dynamic; `None` without loss scaling.
     pub(super) dynamic_scale: Option<bool>,
     deterministic: bool,
     pub(super) ops: Ops,
     kernels: Kernels,
     /// Counters and partial sums of the kernels.
     scratch: Buffer,
-    /// For LARS and LAMB: where each parameter lies, and its rate.
+    /// For LARS and LAMB: each parameter's range, and its learning rate.
     segments: Buffer,
     rates: Buffer,
     /// This one among the ranks that divide the optimizer's state, and room for sums of squares of gradients and of parameters' norms.
@@ -130,28 +130,28 @@ pub(super) struct Program {
     pub(super) inputs: Inputs,
     pub(super) results: Results,
     pub(super) reducer: Option<Reducer>,
-    /// Ranks that have the same part of the network.
+    /// Number of ranks that have the same part of the network.
     data_ranks: usize,
-    /// Where ranks share the network: what the host says to each of a model group.
+    /// If ranks share the network: the control blocks of all ranks of the model group.
     group_controls: Option<Buffer>,
-    /// Of the matrices, in the type that is computed in, but for the first ones, of so many values: those of a split head that are
-    /// computed twice instead.
+    /// Gradients of the matrices in the activations' format, without the given number of leading values: the gradients of a split head that
+    /// are computed twice instead of stored.
     matrix_gradients: Buffer,
     recomputed: usize,
-    /// Float32: of the vectors, as if they followed the matrices.
+    /// Gradients of the vectors, float32, at the vectors' offsets in the flat layout.
     vector_gradients: Buffer,
     /// Float32 sums over micro-batches of the matrices' gradients.
     accumulated: Option<Buffer>,
     norm_values: Buffer,
-    /// Float32 `[2, channels]`: what a convolution leaves for the batch norm after it.
+    /// Float32 `[2, channels]`: sums that a convolution computes for the following batch norm.
     channel_sums: Buffer,
-    /// What each byte of each channel becomes, float32.
+    /// Normalised float32 value of each byte of each channel.
     normalisation: Buffer,
-    /// By the size of the network's input, tables that scale pictures of other sizes to it.
+    /// By image size of the network: resampling tables to this size.
     scalings: HashMap<usize, [Scaled; 2]>,
-    /// `u32`: whether a look for numbers that are not finite found one; `u64`: a checksum.
+    /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
     found: Buffer,
-    /// Loss and right answers of the step.
+    /// Loss and number of correct predictions of the step.
     totals: Buffer,
     stamps: Buffer,
     arena: Buffer,
@@ -161,26 +161,26 @@ pub(super) struct Program {
     side: OwnedStream,
     side_begin: Event,
     side_end: Event,
-    /// After each weight gradient.
+    /// By weight gradient: recorded on the side stream after its computation.
     side_done: Vec<Event>,
-    /// Where evaluation leaves its logits.
+    /// Logits of the latest evaluation.
     evaluated_logits: Buffer,
 }
 
 impl Program {
-    /// Continues with pictures of another size; gives its network.
+    /// Continues with another image size and returns the network for that size.
     pub(super) fn set_image_size(&mut self, image_size: usize) -> Option<Arc<Network>> {
         let network = self.sizes.iter().find(|network| network.image_size == image_size)?.clone();
         self.plan.set_network(network.clone());
         Some(network)
     }
 
-    /// What this rank has of the network.
+    /// This rank's part of the network.
     pub(super) fn network(&self) -> &Network {
         &self.plan.network
     }
 
-    /// Values of a picture of the largest size.
+    /// Number of values of a picture of the largest size.
     pub(super) fn most_values(&self) -> usize {
         self.sizes.iter().map(|network| network.tensors[network.input()].len()).max().unwrap_or(0)
     }
@@ -189,7 +189,7 @@ impl Program {
         self.dtype
     }
 
-    /// What bytes become, by the mean and standard deviation of each channel, of bytes scaled to 0..1.
+    /// Sets the normalisation table. `mean` and `std` of each channel refer to bytes scaled to 0..1.
     pub(super) fn set_normalisation(&mut self, mean: &[f32], std: &[f32]) -> Result<(), CudaError> {
         let table: Vec<f32> = mean
             .iter()
@@ -216,7 +216,7 @@ impl Program {
         Ok(())
     }
 
-    /// What a step's commands depend on.
+    /// Calls `look` with the facts on which a step's commands depend.
     fn with_facts<T>(&self, look: impl FnOnce(&Facts<'_>) -> T) -> T {
         let scaling = self.scalings.get(&self.plan.network.image_size);
         look(&Facts {
@@ -240,7 +240,7 @@ impl Program {
         self.with_facts(|facts| arena_bytes(facts, trains))
     }
 
-    /// The commands of a micro-batch, checked.
+    /// Emits and checks the commands of a micro-batch.
     pub(super) fn commands(
         &self,
         phase: Phase,
@@ -255,7 +255,7 @@ impl Program {
         })
     }
 
-    /// [`Program::run`] with each call timed, one after another.
+    /// [`Program::run`] with each call timed, without overlap.
     pub(super) fn profile(&self, phase: Phase, input: Input) -> Result<Vec<TimedCall>, EngineError> {
         let commands = self.commands(phase, input, false)?;
         self.kernels.profile.begin();
@@ -264,7 +264,7 @@ impl Program {
         result.map(|()| calls)
     }
 
-    /// What calls of such steps took, by operation.
+    /// Times by operation, from the timed calls of [`Program::profile`].
     pub(super) fn layer_times(&self, calls: &[TimedCall]) -> Vec<LayerTime> {
         let of_op = |call: &TimedCall| match call.part {
             Part::Forward(op) | Part::Backward(op) => Some((op, call.millis * 1e3)),
@@ -273,7 +273,7 @@ impl Program {
         layer_times(&self.plan.ops, calls.iter().filter_map(of_op))
     }
 
-    /// The gradients of the step that was done last, as the update used them.
+    /// The latest step's gradients, as the update used them.
     pub(super) fn gradients(&self) -> Result<NamedTensors, EngineError> {
         let Layout { matrices, trained, len, .. } = self.state.layout;
         let mut flat = vec![0f32; len];
@@ -285,7 +285,7 @@ impl Program {
             }
         }
         self.vector_gradients.read(0, &mut flat[matrices..trained])?;
-        // They carry the loss scale.
+        // The gradients are multiplied by the loss scale.
         let inverse = self.state.inverse_scale()?;
         if inverse != 1.0 {
             flat.iter_mut().for_each(|value| *value *= inverse);
@@ -314,7 +314,7 @@ impl Program {
         self.start(&self.commands(phase, input, true)?, input.address())
     }
 
-    /// Loss and right answers of the micro-batch that was evaluated last.
+    /// Loss and number of correct predictions of the latest evaluated micro-batch.
     pub(super) fn evaluated(&mut self) -> Result<(f64, u64), CudaError> {
         self.main.0.synchronize()?;
         let (mut loss, mut correct) = ([0f64], [0u64]);
@@ -323,7 +323,7 @@ impl Program {
         Ok((loss[0], correct[0]))
     }
 
-    /// Whether all weights, biases, running statistics and what the optimizer keeps are finite.
+    /// Whether all weights, biases, running statistics and optimizer slots are finite.
     pub(super) fn is_finite(&self) -> Result<bool, CudaError> {
         self.found.write(&[0u32])?;
         self.launch(self.state.find_not_finite(&self.ops))?;
@@ -333,7 +333,7 @@ impl Program {
         Ok(spoilt == [0])
     }
 
-    /// Checksums of the weights that every rank has, and of this rank's parts of split ones.
+    /// Checksums of the weights that every rank has, and of this rank's parts of split weights.
     pub(super) fn checksum(&self) -> Result<[u64; 2], CudaError> {
         let [split, whole] = self.state.layout.split_and_whole();
         let sum_of = |ranges: [Range<usize>; 2]| -> Result<u64, CudaError> {
@@ -347,19 +347,19 @@ impl Program {
         Ok([sum_of(whole)?, sum_of(split)?])
     }
 
-    /// Replaces weights and running statistics, which are known to be whole.
+    /// Replaces weights and running statistics by `values`, which must have been checked.
     pub(super) fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
         let left = self.state.set_parameters(&self.ops, values)?;
         self.complete(left)
     }
 
-    /// The same, one after another in the order of [`State::read_flat`].
+    /// Replaces weights and running statistics by values in the order of [`State::read_flat`].
     pub(super) fn write_flat(&mut self, flat: &[f32]) -> Result<(), EngineError> {
         let left = self.state.write_flat(&self.ops, flat)?;
         self.complete(left)
     }
 
-    /// Runs what is left of a change of the state.
+    /// Launches the kernel that completes a change of the state, if any.
     fn complete(&self, left: Option<Kernel>) -> Result<(), EngineError> {
         if let Some(kernel) = left {
             self.launch(kernel)?;
@@ -368,14 +368,14 @@ impl Program {
         Ok(())
     }
 
-    /// After the steps that were started, so many: see [`crate::Engine::average`].
+    /// Updates the average after the `steps` started steps; see [`crate::Engine::average`].
     pub(super) fn average(&mut self, device: &Device, decay: f64, steps: u32) -> Result<(), CudaError> {
         let kernels = self.state.average(device, &self.ops, decay, steps)?;
         self.launch(kernels)
     }
 
-    /// What a split head has left of the micro-batch that was evaluated last: the logits `[pictures, classes]` of all pictures of the
-    /// model group, and of this rank's classes.
+    /// With a split head: the latest evaluated micro-batch's logits `[pictures, classes]`, of all pictures of the model group and of
+    /// this rank's classes.
     pub(super) fn own_logits(&mut self, head: &SplitHead) -> Result<Vec<f32>, EngineError> {
         self.main.0.synchronize()?;
         let (tensor, input) =
@@ -397,12 +397,12 @@ impl Program {
         Ok((0..rows * own).map(|number| value(number / own, number % own)).collect())
     }
 
-    /// How the classes are divided, where ranks share the network.
+    /// The split of the head's classes, if ranks share the network.
     pub(super) fn head(&self) -> Option<&SplitHead> {
         self.plan.head.as_ref()
     }
 
-    /// The logits of its first `pictures` pictures.
+    /// The logits of the first `pictures` pictures of the latest evaluated micro-batch.
     pub(super) fn logits(&mut self, pictures: usize) -> Result<Vec<f32>, CudaError> {
         self.main.0.synchronize()?;
         let mut logits = vec![0f32; pictures * self.plan.network.classes];
@@ -411,7 +411,7 @@ impl Program {
     }
 }
 
-/// Copies numbers of `dtype` from `offset` bytes on to the host, as float32.
+/// Copies numbers of `dtype` from byte offset `offset` to the host, converted to float32.
 fn read_as_float(from: &Buffer, offset: usize, dtype: DType, values: &mut [f32]) -> Result<(), CudaError> {
     let to_float: fn(u16) -> f32 = match dtype {
         DType::F32 => return from.read(offset, values),

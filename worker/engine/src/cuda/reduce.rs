@@ -1,7 +1,7 @@
-//! What ranks add up on their GPUs: gradients by NCCL, concurrently with backward; batch norm's sums through each
-//! other's memory over NVLink where that is possible, else by NCCL, too.
+//! All-reduces between GPUs: gradients by NCCL, concurrently with backward; batch norm's sums through peer memory over
+//! NVLink if possible, else also by NCCL.
 
-#![allow(unsafe_code)] // NCCL takes addresses; they are ranges of the engine's own buffers.
+#![allow(unsafe_code)] // NCCL takes addresses; all of them are ranges of the engine's own buffers.
 
 use super::{
     command::{Collective, Group, Region},
@@ -17,7 +17,7 @@ use lockstep_comm::{
 };
 use std::sync::Arc;
 
-/// `Peers` of the kernels.
+/// `Peers` in `peers.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 struct Table {
@@ -28,7 +28,7 @@ struct Table {
     abort: u64,
 }
 
-// SAFETY: integers without a gap between them.
+// SAFETY: integers without padding.
 unsafe impl bytemuck::Zeroable for Table {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Table {}
@@ -43,30 +43,30 @@ enum Memory {
     },
     Nccl {
         sums: Buffer,
-        /// Why not through memory.
+        /// Why statistics do not use peer memory.
         reason: String,
     },
 }
 
 pub(super) struct Reducer {
     nccl: Arc<Nccl>,
-    /// Where ranks share the network: those that have a copy together, and, if there are several, those that have the same part.
+    /// If ranks share the network: the ranks of this copy, and, if there are several copies, the ranks with the same part.
     model: Option<Arc<Nccl>>,
     data: Option<Arc<Nccl>>,
     pub(super) statistics: Statistics,
     memory: Memory,
-    /// Not 0: nobody waits for others any more.
+    /// A nonzero value ends all waits for other ranks.
     abort: Pinned,
     /// For gradients, concurrently with the backward pass.
     pub(super) stream: OwnedStream,
-    /// By bucket: its gradients are there.
+    /// By bucket: recorded when the bucket's gradients are complete.
     pub(super) ready: Vec<Event>,
     pub(super) done: Event,
 }
 
 impl Reducer {
-    /// Connects the ranks' GPUs, those of `comm` and those of `groups`. `gradients` says what they add up, which must be the same on all
-    /// ranks; `sync` has the channels of each batch norm if statistics are synchronised.
+    /// Connects the GPUs of the ranks of `comm` and of `groups`. `gradients` describes the gradients, and must be equal on all ranks; `sync`
+    /// has the channels of each batch norm if statistics are synchronised.
     pub(super) fn new(
         device: &Device,
         gpu: &GpuConfig,
@@ -76,7 +76,7 @@ impl Reducer {
         gradients: &str,
         sync: Option<&[usize]>,
     ) -> Result<Self, EngineError> {
-        // Of a group that is not all ranks of the job only its own meet.
+        // If `comm` is a subgroup of the job's ranks, only its ranks meet.
         let place = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
         let nccl = Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout())?;
@@ -119,7 +119,7 @@ impl Reducer {
                 }
             }
         };
-        // Also a barrier: nobody writes into a buffer that its owner has not cleared yet.
+        // Also a barrier: no rank writes to another rank's buffer before its owner has cleared it.
         let of_all = comm.all_gather_bytes(gradients.as_bytes())?;
         if let Some(rank) = first_to_differ(&of_all) {
             return Err(EngineError::Device(format!(
@@ -140,7 +140,7 @@ impl Reducer {
         })
     }
 
-    /// Where a region that ranks meet in is, if there is one.
+    /// Address of a region for exchanges between ranks, if it exists.
     pub(super) fn address(&self, region: Region) -> Option<Ptr> {
         match (region, &self.memory) {
             (Region::PeerTable, Memory::Peers { table, .. }) => Some(table.ptr),
@@ -150,7 +150,7 @@ impl Reducer {
         }
     }
 
-    /// A collective of `count` values from one place to another.
+    /// Starts a collective on `count` values.
     pub(super) fn collective(
         &self,
         stream: Stream,
@@ -186,7 +186,7 @@ impl Reducer {
         std::iter::once(&self.nccl).chain(&self.model).chain(&self.data)
     }
 
-    /// How gradients and statistics reach other ranks, for the log.
+    /// How gradients and statistics are exchanged between ranks, for the log.
     pub(super) fn exchange(&self) -> String {
         let split = if self.model.is_some() { "classes are split over ranks; " } else { "" };
         let rest = match &self.memory {
@@ -205,12 +205,12 @@ impl Reducer {
         format!("{split}{rest}")
     }
 
-    /// Whether the group is still well.
+    /// Checks for asynchronous NCCL errors.
     pub(super) fn health(&self) -> Result<(), CommError> {
         self.all().try_for_each(|nccl| nccl.async_error())
     }
 
-    /// Ends all waiting for other ranks on this GPU. What these get from it afterwards is garbage.
+    /// Ends all waits for other ranks on this GPU. Values that other ranks receive from it afterwards are garbage.
     pub(super) fn abort(&self, reason: &str) {
         self.abort.write(0, &[1u32]);
         self.all().for_each(|nccl| nccl.abort(reason));

@@ -1,7 +1,7 @@
-//! What the host and the GPU exchange about steps, through page-locked memory that both see: nothing
-//! is copied or waited for by a call.
+//! Rings in page-locked memory through which the host sends control blocks to the GPU and receives
+//! results, without driver calls.
 
-#![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
+#![allow(unsafe_code)] // Structs of plain numbers are declared as such, to be copied as bytes.
 
 use super::{
     command::{Operand, Region},
@@ -15,39 +15,39 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Micro-batches that may be on their way to the GPU; one more waits for the first to arrive.
+/// Maximum number of micro-batches that the host has sent and the GPU has not taken yet.
 pub(super) const SLOTS: usize = 64;
-/// Steps whose results may wait to be read.
+/// Maximum number of results that the host has not read yet.
 const RESULTS: usize = 64;
 // Counts wrap at 2^32, which must not skip a slot.
 const _: () = assert!(SLOTS.is_power_of_two() && RESULTS.is_power_of_two());
 
-/// What changes from one micro-batch to the next; `Control` of the kernels. Followed by the place in the
-/// dataset, the augmentation, the label and the label of the picture that it is mixed with, of each picture.
+/// A micro-batch's inputs; `Control` in `numbers.cu`. In memory it is followed by four arrays over the pictures: index in
+/// the dataset, augmentation parameters, label, and label of the picture that is mixed in.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 pub(super) struct Control {
-    /// Real pictures among those that the step has room for.
+    /// Number of real pictures; the others are padding.
     pub(super) valid: u32,
-    /// Whether pictures are mixed with others.
+    /// Whether mixup or cutmix applies.
     pub(super) mixed: u32,
-    /// Pictures that batch norm's statistics are of.
+    /// Number of pictures in batch norm's statistics.
     pub(super) stat_pictures: f32,
     /// Factor of each picture's loss gradient.
     pub(super) grad_scale: f32,
     pub(super) lr: f32,
-    /// How much of a mixed picture is itself.
+    /// A mixed picture's own share.
     pub(super) lambda: f32,
-    /// Place in the dataset and augmentation of the picture that the first one is mixed with, where the GPU mixes them: every
-    /// other is mixed with the one before it.
+    /// If the GPU mixes pictures: index and augmentation parameters of the picture that is mixed into the first one. All
+    /// others are mixed with their predecessor.
     pub(super) before: [u32; 2],
-    /// cutmix: first row and column that is the other picture's, and the first that is not. Zeros for mixup.
+    /// cutmix: start and end, in rows and columns, of the other picture's rectangle. Zeros for mixup.
     pub(super) cut_rows: [u32; 2],
     pub(super) cut_columns: [u32; 2],
 }
 
 impl Control {
-    /// With what the GPU needs to mix pictures of the dataset.
+    /// Adds the values with which the GPU mixes pictures of the dataset.
     pub(super) fn with_mix(self, drawn: Option<&MixParams>) -> Self {
         let Some(MixParams { mix, before_index, before_params }) = drawn else { return self };
         let ends = |range: &Range<usize>| [range.start as u32, range.end as u32];
@@ -57,7 +57,7 @@ impl Control {
     }
 }
 
-// SAFETY: numbers without a gap between them.
+// SAFETY: numbers without padding.
 unsafe impl bytemuck::Zeroable for Control {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Control {}
@@ -65,11 +65,11 @@ unsafe impl bytemuck::Pod for Control {}
 /// Words of a [`Control`].
 const CONTROL_WORDS: usize = size_of::<Control>() / 4;
 
-/// What a step measured; `Result` of the kernels.
+/// Results of a step; `Result` in `step.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct Record {
-    /// Steps recorded before, plus one; written last.
+    /// The step's number, from 1; written last.
     pub(super) sequence: u32,
     pub(super) loss_sum: f32,
     pub(super) correct: u32,
@@ -77,30 +77,30 @@ pub(super) struct Record {
     /// L2 norm of the gradient.
     pub(super) grad_norm: f32,
     pub(super) loss_scale: f32,
-    /// Whether the gradient was finite; a step whose was not is left out with fp16.
+    /// Whether the gradient was finite. With fp16, other steps are skipped.
     pub(super) finite: u32,
     pub(super) pad: u32,
-    /// Nanoseconds of the GPU's clock: begin, end of backward, gradients reduced, end.
+    /// GPU clock in nanoseconds at: begin, end of backward, end of the reduction of gradients, end.
     pub(super) stamps: [u64; 4],
 }
 
-// SAFETY: numbers without a gap between them.
+// SAFETY: numbers without padding.
 unsafe impl bytemuck::Zeroable for Record {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Record {}
 
-/// Micro-batches on their way in.
+/// The ring of control blocks.
 pub(super) struct Inputs {
     pub(super) ring: Pinned,
-    /// Where the GPU keeps the one that is under way.
+    /// The current micro-batch's control block, on the GPU.
     pub(super) control: Buffer,
-    /// Which slot is next, counted by the GPU.
+    /// Number of control blocks that the GPU has taken.
     pub(super) counter: Buffer,
-    /// The same number, written by the GPU where the host reads it.
+    /// The same number in host memory, written by the GPU.
     pub(super) taken: Pinned,
-    /// Pictures that a micro-batch has room for.
+    /// Maximum number of pictures of a micro-batch.
     batch: usize,
-    /// Micro-batches sent so far, modulo 2^32 like the GPU's count.
+    /// Number of micro-batches sent so far, modulo 2^32 like the GPU's count.
     sent: u32,
 }
 
@@ -121,18 +121,18 @@ impl Inputs {
         (CONTROL_WORDS + 4 * batch).next_multiple_of(64)
     }
 
-    /// Words of a slot.
+    /// Number of `u32` words of a slot.
     pub(super) fn words(&self) -> usize {
         Self::words_for(self.batch)
     }
 
-    /// Micro-batches that the GPU has not taken yet.
+    /// Number of micro-batches that the GPU has not taken yet.
     fn under_way(&self) -> u32 {
         self.sent.wrapping_sub(self.taken.load(0))
     }
 
-    /// Puts a micro-batch into the next slot, once the GPU has taken the one that was there; `alive` is asked now
-    /// and then whether it still can.
+    /// Puts a micro-batch into the next slot, after the GPU has taken the slot's old content. While waiting, regularly
+    /// calls `alive`, which fails if the GPU cannot continue.
     pub(super) fn send<E: From<CudaError>>(
         &mut self,
         control: Control,
@@ -155,11 +155,11 @@ impl Inputs {
     }
 }
 
-/// Results on their way out.
+/// The ring of results.
 pub(super) struct Results {
     pub(super) ring: Pinned,
     pub(super) counter: Buffer,
-    /// How many the host has read, modulo 2^32.
+    /// Number of results that the host has read, modulo 2^32.
     pub(super) read: u32,
 }
 
@@ -168,7 +168,7 @@ impl Results {
         Ok(Self { ring: Pinned::new(RESULTS * size_of::<Record>())?, counter: device.zeros(256)?, read: 0 })
     }
 
-    /// Waits for the next result; `alive` is asked now and then whether it can still come.
+    /// Waits for the next result. While waiting, regularly calls `alive`, which fails if the GPU cannot continue.
     pub(super) fn wait<E: From<CudaError>>(
         &mut self,
         patience: Duration,
@@ -182,7 +182,7 @@ impl Results {
     }
 }
 
-/// Waits until `done`, which reads what the GPU writes into the host's memory.
+/// Waits until `done`, which reads host memory that the GPU writes, returns true.
 pub(super) fn wait_until<E: From<CudaError>>(
     mut done: impl FnMut() -> bool,
     patience: Duration,
@@ -192,7 +192,7 @@ pub(super) fn wait_until<E: From<CudaError>>(
     let mut reads = 0u32;
     while !done() {
         reads += 1;
-        // A short wait is met at once; a long one leaves the core to others.
+        // Polls during short waits; sleeps during long ones, which leaves the core to other threads.
         if reads < 2_000 {
             std::hint::spin_loop();
             continue;
@@ -208,7 +208,7 @@ pub(super) fn wait_until<E: From<CudaError>>(
     Ok(())
 }
 
-/// How the GPU takes the next micro-batch, of up to `batch` pictures, and what it keeps at the beginning of a step.
+/// The kernel that takes the next control block, for at most `batch` pictures; `keeps`: what it copies at the start of a step.
 pub(super) fn fetch(batch: usize, keeps: Option<ops::Keep>) -> ops::Fetch {
     ops::Fetch {
         control: Operand::whole(Region::Control),
@@ -221,7 +221,7 @@ pub(super) fn fetch(batch: usize, keeps: Option<ops::Keep>) -> ops::Fetch {
     }
 }
 
-/// How the GPU reports the next result.
+/// The kernel that writes the next result.
 pub(super) fn record() -> ops::Record {
     ops::Record {
         ring: Operand::whole(Region::ResultRing),

@@ -1,23 +1,23 @@
-//! Where batch norms' running statistics lie in the flat buffer of all.
+//! Layout of the flat buffer of all batch norms' running statistics.
 
 use super::command::{Operand, Region};
 use crate::{fuse::Norm, net::Network};
 
-/// Values at which each mean and each variance begins.
+/// Alignment, in values, of each mean and each variance.
 const STRIDE: usize = 64;
 
-/// Of one batch norm.
+/// The range of one batch norm.
 #[derive(Debug, Clone)]
 pub(super) struct Running {
     pub(super) name: String,
-    /// Of the mean; the variance follows after `stride`.
+    /// Offset of the mean, in values; the variance is `stride` values later.
     pub(super) at: usize,
     pub(super) channels: usize,
     pub(super) stride: usize,
 }
 
 impl Running {
-    /// By number of batch norm; `norms` as they run.
+    /// The ranges, by number of batch norm. `norms` are in forward order.
     pub(super) fn of_all<'a>(network: &Network, norms: impl IntoIterator<Item = &'a Norm>) -> Vec<Self> {
         let mut all: Vec<(usize, Self)> = Vec::new();
         let mut at = 0;
@@ -31,17 +31,17 @@ impl Running {
         all.into_iter().map(|(_, running)| running).collect()
     }
 
-    /// Values of the buffer of `all`.
+    /// Number of values in the buffer of `all`.
     pub(super) fn values(all: &[Self]) -> usize {
         all.iter().map(|running| 2 * running.stride).sum()
     }
 
-    /// Bytes of the buffer where the last of them ends at `end`.
+    /// Size in bytes of a buffer whose last batch norm ends at `end`.
     pub(super) fn padded(end: usize) -> usize {
         end.next_multiple_of(4 * STRIDE)
     }
 
-    /// Mean and variance.
+    /// Operands of mean and variance.
     pub(super) fn operands(&self) -> [Operand; 2] {
         [self.at, self.at + self.stride]
             .map(|at| Operand::new(Region::RunningStatistics, 4 * at, 4 * self.channels))

@@ -1,6 +1,6 @@
-//! What training changes: weights, optimizer state and batch norm's running statistics on the GPU.
+//! The training state on the GPU: weights, optimizer state and batch norm's running statistics.
 
-#![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
+#![allow(unsafe_code)] // Structs of plain numbers are declared as such, to be copied as bytes.
 
 use super::{
     command::{Kernel, Operand, Region, UPDATING},
@@ -20,7 +20,7 @@ use lockstep_comm::ProcessGroup;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use std::{mem::offset_of, ops::Range};
 
-/// fp16's loss scaling, and what else follows from a step's gradients; `Scaler` of the kernels.
+/// fp16's loss scaling, and the state of the latest step's gradients and update; `Scaler` in `optimizer.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
 pub(super) struct Scaling {
@@ -30,31 +30,31 @@ pub(super) struct Scaling {
     pub(super) norm: f32,
     pub(super) inverse: f32,
     pub(super) apply: u32,
-    /// Updates that the optimizer has done.
+    /// Number of the optimizer's updates.
     pub(super) updates: u32,
-    /// The step that was done last has found the weights held.
+    /// Whether the latest step's update was refused because [`State::held`] was set.
     pub(super) refused: u32,
-    /// An update may be under way.
+    /// Whether an update may be under way.
     pub(super) updating: u32,
     pub(super) pad: u32,
-    /// Where the GPU finds [`State::held`].
+    /// Device address of [`State::held`].
     pub(super) held: Ptr,
 }
 
 const _: () = assert!(UPDATING.offset == offset_of!(Scaling, updating));
 const _: () = assert!(offset_of!(Scaling, held) == 40 && size_of::<Scaling>() == 48);
 
-// SAFETY: numbers without a gap between them.
+// SAFETY: numbers without padding.
 unsafe impl bytemuck::Zeroable for Scaling {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Scaling {}
 
-/// No number of finished steps.
+/// A value that is never a number of finished steps.
 const NO_STEP: u32 = u32::MAX;
 
 pub(super) struct State {
     pub(super) layout: Layout,
-    /// The first weights that are in planes, so many.
+    /// Number of weights in planes, which come first.
     planar: usize,
     /// Float32, [`Layout::len`] values.
     pub(super) weights: Buffer,
@@ -64,17 +64,17 @@ pub(super) struct State {
     pub(super) share: Option<Share>,
     /// The matrices in the type that is computed in, but for those in planes; `None` with float32, where they are the weights.
     low_precision: Option<Buffer>,
-    /// Mean and variance of every batch norm.
+    /// Running mean and variance of every batch norm.
     running_values: Buffer,
-    /// The same before the step that is under way, and the number of steps finished then, by block of the kernel that keeps them.
+    /// The running values before the current step and, by block of the kernel that copies them, the number of steps finished then.
     kept_values: Buffer,
     pub(super) kept_of: Buffer,
-    /// A step is under way that will not end: what was kept counts.
+    /// Whether a step is under way that will never finish: the kept values apply.
     pub(super) is_unfinished: bool,
     running: Vec<Running>,
     pub(super) scaling: Buffer,
-    /// A `u32`: no update may begin any more. In the host's memory, which the GPU reads: while a collective waits for another machine, no copy
-    /// to the GPU ends (seen with NCCL 2.28 over sockets and driver 580), and copies from it do.
+    /// A `u32` that stops all further updates if set. It is in host memory, because no copy to the GPU completes while a collective waits for
+    /// another machine (seen with NCCL 2.28 over sockets and driver 580); copies from the GPU do.
     pub(super) held: Pinned,
     /// Running averages of the weights and of the running statistics.
     average: Option<[Buffer; 2]>,
@@ -126,13 +126,13 @@ impl State {
         })
     }
 
-    /// Where a region of what training changes is, if there is one.
+    /// Address of a region of the training state, if it exists.
     pub(super) fn address(&self, region: Region) -> Option<Ptr> {
         let average = |which: usize| self.average.as_ref().map(|both| &both[which]);
         let buffer = match region {
             Region::Weights => Some(&self.weights),
             Region::LowPrecision => {
-                // As if those in planes were there, too.
+                // As if the buffer also had the weights in planes, which come first.
                 let missing = 2 * self.planar as u64;
                 return self.low_precision.as_ref().map(|buffer| buffer.ptr.wrapping_sub(missing));
             }
@@ -177,7 +177,7 @@ impl State {
         Ok(all)
     }
 
-    /// Replaces them; `values` are known to be whole. Gives what is left to be run.
+    /// Replaces the parameters; `values` must have been checked. Returns a kernel that the caller must launch, if any.
     pub(super) fn set_parameters(
         &mut self,
         ops: &Ops,
@@ -187,7 +187,7 @@ impl State {
         self.write_flat(ops, &flat)
     }
 
-    /// Weights and running statistics of `values`, one after another.
+    /// The weights, then the running statistics of `values`, as one array.
     fn flat_of(&self, values: &NamedTensors) -> Result<Vec<f32>, EngineError> {
         let mut flat = self.layout.import(None, values)?;
         let mut statistics = vec![0f32; self.running_values.bytes / 4];
@@ -202,7 +202,7 @@ impl State {
         Ok(flat)
     }
 
-    /// What is to be run after the steps that were started, so many: see [`crate::Engine::average`].
+    /// The kernels that update the average after the `steps` started steps; see [`crate::Engine::average`].
     pub(super) fn average(
         &mut self,
         device: &Device,
@@ -236,11 +236,11 @@ impl State {
     fn make_room_for_average(&mut self, device: &Device) -> Result<(), CudaError> {
         let [weights, running] = [&self.weights, &self.running_values].map(|of| device.zeros(of.bytes));
         self.average = Some([weights?, running?]);
-        // Zeros are there before a stream of its own uses them.
+        // The zeros must be written before another stream uses them.
         device.synchronize()
     }
 
-    /// The step that would have made it is not finished. Its memory stays: to give it back, the driver waits for the GPU.
+    /// Discards an average whose step will never finish. Its memory is leaked: freeing would wait for the GPU.
     pub(super) fn forget_average(&mut self) {
         std::mem::forget(self.average.take());
     }
@@ -254,7 +254,7 @@ impl State {
         self.average.as_ref().map(of).transpose()
     }
 
-    /// Replaces it; `values` are known to be whole.
+    /// Replaces the average; `values` must have been checked.
     pub(super) fn set_averaged(&mut self, device: &Device, values: &NamedTensors) -> Result<(), EngineError> {
         let flat = self.flat_of(values)?;
         if self.average.is_none() {
@@ -268,14 +268,14 @@ impl State {
         Ok(())
     }
 
-    /// Weights and running statistics, one after another.
+    /// The weights, then the running statistics, as one array.
     pub(super) fn read_flat(&self) -> Result<Vec<f32>, EngineError> {
         let mut flat = self.read_weights()?;
         flat.extend(read(&self.running_values)?);
         Ok(flat)
     }
 
-    /// Replaces both. Gives what is left to be run.
+    /// Replaces weights and running statistics. Returns a kernel that the caller must launch, if any.
     pub(super) fn write_flat(&mut self, ops: &Ops, flat: &[f32]) -> Result<Option<Kernel>, EngineError> {
         let (weights, statistics) = flat.split_at(self.layout.len);
         let (planar, weights) = weights.split_at(self.planar);
@@ -289,7 +289,7 @@ impl State {
         Ok(self.has_low_precision().then(|| ops.to_low_precision(weights, low_precision, length)))
     }
 
-    /// Loss scaling as the next step will use it.
+    /// Loss scaling of the next step.
     pub(super) fn loss_scaling(&self) -> Result<LossScaling, CudaError> {
         let now = self.read_scaling()?;
         Ok(LossScaling { scale: now.scale, growth_tracker: now.good_steps })
@@ -300,7 +300,7 @@ impl State {
         self.scaling.write(&[Scaling { scale: to.scale, good_steps: to.growth_tracker, ..now }])
     }
 
-    /// What the gradients of the step that was done last are multiplied by to be those of the loss.
+    /// 1 / the loss scale of the latest step's gradients.
     pub(super) fn inverse_scale(&self) -> Result<f32, CudaError> {
         Ok(self.read_scaling()?.inverse)
     }
@@ -311,8 +311,8 @@ impl State {
         Ok(now[0])
     }
 
-    /// Looks at all weights, biases, running statistics, what the optimizer keeps and the average, one after another: which are
-    /// not finite, [`Region::Found`] says so.
+    /// Kernels that check all weights, biases, running statistics, optimizer slots and the average. [`Region::Found`] is set if
+    /// a value is not finite.
     pub(super) fn find_not_finite(&self, ops: &Ops) -> Vec<Kernel> {
         let slots = self.optimizer_slots.iter().enumerate();
         let average = self.average.iter().flatten();
@@ -334,7 +334,7 @@ impl State {
             .collect()
     }
 
-    /// Adds a checksum of these weights to [`Region::Found`].
+    /// A kernel that adds a checksum of these weights to [`Region::Found`].
     pub(super) fn checksum(&self, ops: &Ops, weights: Range<usize>) -> Kernel {
         let length = weights.len() as u64;
         let weights = Operand::new(Region::Weights, 4 * weights.start, 4 * weights.len());
@@ -403,7 +403,7 @@ impl State {
             }
             buffer.write(&flat)?;
         }
-        // No run is so long that this is not the number; a correction by so many is none.
+        // No run has so many updates; bias corrections would be 1 there.
         let updates = u32::try_from(to.updates).unwrap_or(u32::MAX);
         let now = self.read_scaling()?;
         Ok(self.scaling.write(&[Scaling { updates, ..now }])?)

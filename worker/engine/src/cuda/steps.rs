@@ -1,13 +1,13 @@
-//! How a micro-batch comes to the GPU, and a step's result back.
+//! Sends micro-batches to the GPU and receives the results of steps.
 
 use super::*;
 use std::time::Instant;
 
-/// Between one connection's end and another's, where the process that had both has ended.
+/// Maximum time, after a process has ended, between the ends of two of its connections.
 const SEEN_WITHIN: Duration = Duration::from_secs(1);
 
 impl CudaEngine {
-    /// What the GPU is told of a micro-batch.
+    /// The phase and control block of a micro-batch.
     pub(super) fn micro_batch(&self, part: &StepPart<'_>, gradient_scale: f64, lr: f32) -> (Phase, Control) {
         let StepPart { batch, first, last, statistics_of } = *part;
         let control = Control {
@@ -57,7 +57,7 @@ impl CudaEngine {
         Ok(())
     }
 
-    /// Where the pictures of `batch` are, after having them copied if need be.
+    /// The location of the pictures of `batch`, which are copied to the GPU if necessary.
     pub(super) fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
         let training = matches!(phase, Phase::Train(_));
         if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
@@ -74,7 +74,7 @@ impl CudaEngine {
             self.staging = Some(Staging::new(&self.device, format, values)?);
         }
         if let Some(staging) = self.staging.take() {
-            // An error of the GPU comes again when the batch is sent.
+            // An error of the GPU is reported when the batch is sent.
             let is_free = || staging.is_free().unwrap_or(true);
             let waited =
                 self.wait_on_gpu(|_, _, patience, alive| rings::wait_until(is_free, patience, alive));
@@ -88,7 +88,7 @@ impl CudaEngine {
         Ok(Input::Staged { at: staging.input.ptr, format: staging.format() })
     }
 
-    /// Waits for the oldest step under way.
+    /// Waits for the oldest step under way and returns its result.
     pub(super) fn result(&mut self) -> Result<Option<StepResult>, EngineError> {
         match self.under_way.front() {
             None => return Ok(None),
@@ -105,7 +105,7 @@ impl CudaEngine {
             watchdog.done(self.steps.1);
         }
         let [begin, backward, reduced, end] = record.stamps;
-        // From end to end while steps follow each other: that holds waits for the host, too.
+        // While steps directly follow each other, from end to end, which includes waits for the host.
         let from = self.last_end.unwrap_or(begin);
         self.last_end = Some(end);
         Ok(Some(StepResult {
@@ -149,10 +149,10 @@ impl CudaEngine {
         let main = main.0;
         let mut alive = || -> Result<(), EngineError> {
             main.failure()?;
-            // NCCL does not notice on one machine that a rank has died; its end of the ring does, at once.
+            // On one machine NCCL does not detect a dead rank, but the connection of the ring does, immediately.
             comm.check(OPERATION)?;
             let Some(reducer) = reducer else { return Ok(()) };
-            // Between machines NCCL may see the end of a rank first; which rank, the ring knows.
+            // Between machines NCCL may detect a dead rank first, but only the ring knows which rank it is.
             reducer.health().map_err(|error| end_of_a_rank(comm.as_ref(), OPERATION).unwrap_or(error).into())
         };
         wait(inputs, results, patience, &mut alive).map_err(|error| {
@@ -165,7 +165,7 @@ impl CudaEngine {
     }
 }
 
-/// How the ring sees what NCCL has seen, if another rank has ended.
+/// The ring's error for a failure that NCCL has detected, if another rank has ended.
 fn end_of_a_rank(comm: &dyn ProcessGroup, operation: &'static str) -> Option<CommError> {
     let until = Instant::now() + SEEN_WITHIN;
     loop {
@@ -177,7 +177,7 @@ fn end_of_a_rank(comm: &dyn ProcessGroup, operation: &'static str) -> Option<Com
     }
 }
 
-/// A batch in parts that the engine has room for.
+/// Splits a batch into parts of at most `room` pictures.
 pub(super) fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch> {
     if batch.labels.len() <= room {
         return vec![batch.clone()];
@@ -199,18 +199,18 @@ pub(super) fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch>
     (0..batch.labels.len()).step_by(room).map(part).collect()
 }
 
-/// Whether a batch fits the network: the kernels rely on it.
+/// Checks that a batch fits the network; the kernels rely on this.
 fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), EngineError> {
     let picture = network.tensors[network.input()].len();
     let (pictures, values) = (batch.labels.len(), batch.images.len().max(batch.bytes.len()));
     if pictures > room {
         return Err(EngineError::Parameters(format!(
-            "a batch of {pictures} pictures where there is room for {room}"
+            "a batch has {pictures} pictures, but at most {room} fit"
         )));
     }
     if batch.augment_params.len() != pictures && values != pictures * picture {
         return Err(EngineError::Parameters(format!(
-            "a batch of {pictures} labels has {values} values where {picture} a picture are needed"
+            "a batch of {pictures} labels has {values} values instead of {picture} per picture"
         )));
     }
     batch.check_labels(network.classes).map_err(EngineError::Parameters)

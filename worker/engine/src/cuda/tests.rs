@@ -1,5 +1,5 @@
-//! The CUDA engine against the CPU engine. These need a GPU: they are ignored in an ordinary run, and
-//! `tests/gpu/bundle` carries them to a machine that has one.
+//! Tests of the CUDA engine against the CPU engine. They need a GPU, so they are ignored by default;
+//! `tests/gpu/bundle` packs them for a machine with a GPU.
 
 use crate::{
     Engine, EngineConfig, Optimizer,
@@ -72,7 +72,7 @@ fn config(batch_size: usize) -> EngineConfig {
 }
 
 /// Initial weights. In the networks of [`operations`], batch norm's offsets keep values away from zero,
-/// where rounding decides whether ReLU lets a gradient through.
+/// where rounding would decide whether a gradient passes the ReLU.
 fn initial(network: &Network) -> NamedTensors {
     let mut all = init::initial_parameters(network, false, 1);
     if network.arch.contains(' ') {
@@ -113,7 +113,7 @@ fn cuda_from(
     cuda_as(initial, network, config, GpuConfig { precision, ..deterministic() })
 }
 
-/// The same bits in every run; [`defaults`] has what everybody runs.
+/// Settings with which every run computes the same bits; [`defaults`] tests the default settings.
 fn deterministic() -> GpuConfig {
     GpuConfig {
         plan: Plan::data(1),
@@ -155,8 +155,8 @@ fn difference(ours: &[f32], wanted: &[f32]) -> f64 {
     ours.iter().zip(wanted).map(|(a, b)| f64::from(a - b).powi(2)).sum()
 }
 
-/// Root mean square of the differences of the worst tensor, relative to its size or, where it is nearly
-/// nothing, to a fiftieth of what its share of all would be.
+/// Root mean square difference of the worst tensor, relative to the tensor's root mean square, or to 1/50 of
+/// the root mean square over all tensors if that is larger.
 fn apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
     let count: usize = wanted.values().map(|t| t.values.len()).sum();
     let each = wanted.values().map(|t| square(&t.values)).sum::<f64>() / count as f64;
@@ -172,7 +172,7 @@ fn apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
     worst
 }
 
-/// How far trained parameters are apart, relative to how far they have moved.
+/// Distance between trained parameters, relative to their distance from the start.
 fn apart_of_way(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors) -> f64 {
     let (mut apart, mut way) = (0.0, 0.0);
     for (name, tensor) in wanted.iter().filter(|(name, _)| !name.contains("running")) {
@@ -182,12 +182,12 @@ fn apart_of_way(ours: &NamedTensors, wanted: &NamedTensors, start: &NamedTensors
     (apart / way).sqrt()
 }
 
-/// What one step is apart from the CPU engine's.
+/// Differences between one step and the CPU engine's.
 struct Apart {
     /// Logits before the step.
     logits: f64,
     loss: f64,
-    /// Of the worst parameter's gradient: momentum after the first step.
+    /// Gradient of the worst parameter (momentum after the first step).
     gradient: f64,
     /// Running statistics after the step.
     statistics: f64,
@@ -209,7 +209,7 @@ fn compare_step(
     CpuStep::take(network, batch_size, counts, draw).apart_from(gpu)
 }
 
-/// What the CPU engine makes of a step: the slow side of a comparison, taken once for many of the other.
+/// The CPU engine's results of a step. They take long to compute, so one result serves several comparisons.
 struct CpuStep {
     network: Arc<Network>,
     config: EngineConfig,
@@ -279,7 +279,7 @@ fn gpu_operations_in_float32_are_the_cpu_engine_s() {
 fn gpu_operations_in_16_bits_are_near_the_cpu_engine_s() {
     for (precision, forward, gradient) in [(Precision::Fp16, 1e-2, 1e-2), (Precision::Bf16, 1e-2, 5e-2)] {
         for network in operations() {
-            // Rounded, two values of a window are often equal, and the pooling chooses another one.
+            // After rounding, values of a window are often equal, so the pooling may choose another maximum.
             let gradient = if network.arch.contains("pooling") { 0.3 } else { gradient };
             for draw in 0..10 {
                 let found = compare_one_step(&network, 32, precision, draw);
@@ -297,7 +297,7 @@ fn gpu_operations_in_16_bits_are_near_the_cpu_engine_s() {
     }
 }
 
-/// The kernels of a step in every kind of block: short enough for compute-sanitizer.
+/// Runs a step's kernels in every kind of block; short enough for compute-sanitizer.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_step_of_every_kind_has_a_loss() {
@@ -332,8 +332,8 @@ fn gpu_a_step_in_float32_is_the_cpu_engine_s() {
     ] {
         let found = compare_one_step(&network(arch, stem, side), batch, Precision::Fp32, 0);
         assert!(found.logits < 1e-4 && found.loss < 1e-4 && found.statistics < 1e-4, "{arch:?}");
-        // One ReLU of millions that goes the other way shows in a small tensor. With ResNet-50's usual start many do:
-        // PyTorch's float32 gradients are up to 3e-2 from its float64 ones there.
+        // A single ReLU of millions with another sign is visible in a small tensor. With ResNet-50's default initialisation
+        // there are many: PyTorch's float32 gradients differ from its float64 gradients by up to 3e-2.
         let most = if matches!(arch, Arch::ResNet18 | Arch::ResNet20) { 1e-2 } else { 4e-2 };
         assert!(
             found.gradient < most,
@@ -353,7 +353,7 @@ fn gpu_ragged_batches_and_micro_batches_are_the_cpu_engine_s() {
         [16, 16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
     let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, Precision::Fp32));
     for step in 0..4 {
-        // Whole, ragged, one micro-batch missing, whole again.
+        // Whole micro-batches, a ragged one, one missing, whole ones again.
         let part = [&batches[..2], &batches[..], &batches[2..], &batches[..]][step];
         let (wanted, ours) = (a.train_step(part, 0.02).unwrap(), b.train_step(part, 0.02).unwrap());
         assert_eq!((ours.samples, ours.correct), (wanted.samples, wanted.correct), "step {step}");

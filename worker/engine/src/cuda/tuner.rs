@@ -1,6 +1,6 @@
-//! Which cuDNN plan runs each convolution: every candidate is timed once, and the choice is kept on
-//! disk by shape, type, GPU and cuDNN version. One rank of a machine times them while the others wait for its choices, so the first
-//! job of a machine has the bits of every later one.
+//! Chooses cuDNN's plan for each convolution: all candidates are timed once, and the choice is cached on disk by shape, type, GPU and
+//! cuDNN version. One rank of a machine times the candidates and the others use its choices, so all jobs of a machine compute the
+//! same bits.
 
 use super::{
     cache,
@@ -14,30 +14,30 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Most memory that a plan may ask for in addition to its tensors.
+/// Maximum workspace of a plan.
 const MOST_WORKSPACE: usize = 512 << 20;
-/// Bytes of activations that a pass of its own reads in a millisecond: what takes sums along saves that pass.
+/// Bytes of activations that a separate pass reads per millisecond: a convolution that computes sums saves such a pass.
 const PASS_BYTES_A_MILLI: f32 = 3e9;
-/// Runs in a captured graph, which is timed.
+/// Number of runs in the captured graph that is timed.
 const RUNS: usize = 4;
-/// So many times the best plan's time in a single run: not worth more of them.
+/// A plan whose first run takes this many times the best plan's time is not timed further.
 const TOO_SLOW: f32 = 3.0;
-/// Candidates that come later than this are not tried where one runs: the likely fastest are first, and for convolutions in
-/// many groups some of the others take seconds.
+/// If a plan has been found, no further candidates are tried after this time. The likely fastest candidates come first, and for
+/// convolutions with many groups some of the others take seconds.
 const LONG_ENOUGH: Duration = Duration::from_millis(2500);
 
-/// How long the other ranks of a machine may time candidates before this one does so, too: a large network takes them some ten seconds.
+/// Maximum wait for another rank of this machine that times candidates, which takes about ten seconds for a large network.
 const OTHERS_TIME_WITHIN: Duration = Duration::from_secs(60);
 
 /// Plans by convolution.
 pub(super) struct Tuner {
     cudnn: Cudnn,
     plans: HashMap<Convolution, Plan>,
-    /// None: it is not worth it, or cuDNN has none.
+    /// `None`: no plan is faster (convolutions with sums), or cuDNN has no plan.
     choices: BTreeMap<String, Option<Choice>>,
     file: String,
     deterministic: bool,
-    /// Convolutions that were timed here, with the milliseconds of the best plan.
+    /// Convolutions that this process has timed, with the best plan's milliseconds.
     pub(super) timed: Vec<(Convolution, f32)>,
 }
 
@@ -62,25 +62,25 @@ impl Tuner {
         &self.cudnn
     }
 
-    /// Whether a convolution is run so: with sums, only where that is faster.
+    /// Whether a convolution has a plan. With sums, it has one only if that is faster.
     pub(super) fn has(&self, convolution: &Convolution) -> bool {
         self.plans.contains_key(convolution)
     }
 
-    /// The plan for a convolution that [`Tuner::prepare`] was given.
+    /// The plan of a convolution that was passed to [`Tuner::prepare`].
     pub(super) fn plan(&self, convolution: &Convolution) -> Result<&Plan, CudaError> {
         self.plans
             .get(convolution)
             .ok_or_else(|| CudaError::Unsupported(format!("no plan was prepared for {convolution:?}")))
     }
 
-    /// The largest workspace of all plans for weight gradients, or of all others.
+    /// The largest workspace of all plans for weight gradients (`weights`), or of all other plans.
     pub(super) fn workspace_bytes(&self, weights: bool) -> usize {
         let of = |c: &Convolution| (c.direction == Direction::Weight) == weights;
         self.plans.iter().filter(|(c, _)| of(c)).map(|(_, p)| p.workspace_bytes).max().unwrap_or(0)
     }
 
-    /// Makes the plans of `wanted` whose choices are known; answers the others.
+    /// Rebuilds the plans of `wanted` whose choices are cached; returns the other convolutions.
     fn rebuild(&mut self, wanted: &[Convolution]) -> Vec<Convolution> {
         let mut unknown = Vec::new();
         for convolution in wanted {
@@ -100,8 +100,8 @@ impl Tuner {
         unknown
     }
 
-    /// Finds a plan for each of `wanted`; times candidates where no earlier choice is known. One rank of a machine does so at a time, and the
-    /// others take its choices: two that time the same candidates may choose different ones, and then their sums differ in the last bits.
+    /// Finds a plan for each of `wanted`, and times candidates if no choice is cached. Only one rank of a machine times candidates, and the
+    /// others use its choices: ranks with different plans would compute different last bits.
     pub(super) fn prepare(&mut self, device: &Device, wanted: &[Convolution]) -> Result<(), CudaError> {
         if self.rebuild(wanted).is_empty() {
             return Ok(());
@@ -113,7 +113,7 @@ impl Tuner {
         if unknown.is_empty() {
             return Ok(());
         }
-        // Plain ones first: those that take sums along are compared with them.
+        // Convolutions with sums are compared with plain ones, which come first.
         unknown.sort_by_key(|convolution| convolution.sums);
         let bench = Bench::new(device, &unknown, self.deterministic)?;
         for convolution in unknown {
@@ -134,8 +134,8 @@ impl Tuner {
                 self.timed.push((convolution, millis));
             }
         }
-        // Who did not get the lock may have timed the same candidates meanwhile: the choices that have come since stay. Those from before
-        // that cannot be rebuilt (another driver) are replaced.
+        // A rank that did not get the lock may have timed the same candidates meanwhile: keep its choices. Replace older choices that
+        // cannot be rebuilt (after a change of the driver).
         let mut all = self.choices.clone();
         let is_new = |(name, choice): &(String, Option<Choice>)| before.get(name) != Some(choice);
         all.extend(choices_in(&self.file).into_iter().filter(is_new));
@@ -146,18 +146,18 @@ impl Tuner {
     }
 }
 
-/// What was chosen before.
+/// Cached choices.
 fn choices_in(file: &str) -> BTreeMap<String, Option<Choice>> {
     cache::read(file).and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default()
 }
 
-/// Bytes of x, w, y and their sums.
-fn places(convolution: &Convolution) -> [usize; 4] {
+/// Sizes in bytes of x, w, y and the sums.
+fn tensor_bytes(convolution: &Convolution) -> [usize; 4] {
     let [x, w, y] = convolution.bytes();
     [x, w, y, 8 * convolution.out_c]
 }
 
-/// Room to try plans in.
+/// Memory in which plans are timed.
 struct Bench {
     deterministic: bool,
     tensors: Buffer,
@@ -170,9 +170,9 @@ struct Bench {
 impl Bench {
     fn new(device: &Device, convolutions: &[Convolution], deterministic: bool) -> Result<Self, CudaError> {
         let bytes =
-            convolutions.iter().map(|c| places(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
+            convolutions.iter().map(|c| tensor_bytes(c).iter().map(|b| b.next_multiple_of(256)).sum()).max();
         let tensors = device.alloc(bytes.unwrap_or(0))?;
-        // Plain numbers in either 16-bit type, different from each other: zeros would run faster.
+        // Different finite numbers in either 16-bit type: zeros would run faster.
         let mut state = 1u32;
         let pattern: Vec<u16> = (0..1 << 22)
             .map(|_| {
@@ -199,7 +199,7 @@ impl Bench {
         let mut best: Option<(Plan, f32)> = None;
         let mut first_error = None;
         let began = Instant::now();
-        // It happens that nothing that heuristics propose runs.
+        // Sometimes no plan that heuristics propose runs.
         for fallback in [false, true] {
             if best.is_some() {
                 break;
@@ -223,10 +223,10 @@ impl Bench {
         })
     }
 
-    /// Where a convolution's tensors are.
-    fn places(&self, convolution: &Convolution) -> Tensors<Ptr> {
+    /// Addresses of a convolution's tensors.
+    fn addresses(&self, convolution: &Convolution) -> Tensors<Ptr> {
         let mut offset = self.tensors.ptr;
-        let [x, w, y, sums] = places(convolution).map(|bytes| {
+        let [x, w, y, sums] = tensor_bytes(convolution).map(|bytes| {
             let at: Ptr = offset;
             offset += bytes.next_multiple_of(256) as u64;
             at
@@ -234,9 +234,9 @@ impl Bench {
         Tensors { x, w, y, sums }
     }
 
-    /// Milliseconds of a run, from runs one after another in a graph: alone, the host's work would be
-    /// longer than a short kernel. A plan that is far slower than the best is not timed twice, and
-    /// one that cannot be captured is of no use.
+    /// Milliseconds per run, measured over consecutive runs in a graph, because the host's launch
+    /// overhead is longer than a short kernel. A plan that is much slower than the best one is not
+    /// timed in a graph, and a plan that cannot be captured is rejected.
     fn time(
         &self,
         cudnn: &Cudnn,
@@ -245,7 +245,7 @@ impl Bench {
         best: Option<f32>,
     ) -> Result<f32, CudaError> {
         let stream = self.stream.0;
-        let at = self.places(convolution);
+        let at = self.addresses(convolution);
         let run = || cudnn.run(stream, plan, at, self.workspace.ptr);
         // The first run also loads the kernel.
         run()?;

@@ -1,19 +1,19 @@
-//! What is fused across 1x1 convolutions, by kernels that multiply matrices themselves: the largest tensors of a
-//! bottleneck network are then written and read less often.
+//! Fusion across 1x1 convolutions, with kernels that have their own matrix multiplication. It saves writes and reads of
+//! the largest tensors of a bottleneck network.
 //!
-//! Which convolutions are fused depends on the network and the number format alone, never on measurements: ranks that
-//! synchronise batch norm have to come to the same batch norm in the same order.
+//! Which convolutions are fused depends only on the network and the number format, never on measurements: ranks that
+//! synchronise statistics must reach the same batch norms in the same order.
 
 use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn, norm_mut, reads};
 use crate::net::{Network, TensorId};
 
-/// Channels on the two sides of the convolutions that are fused in both passes: `bottleneck.cu`, `bottleneck_forward.cu`
-/// and `block_end.cu` keep their weights in shared memory.
+/// Channels on the two sides of the convolutions that are fused in both passes. `bottleneck.cu`, `bottleneck_forward.cu`
+/// and `block_end.cu` keep the weights of such a convolution in shared memory.
 pub(crate) const REDUCED: u32 = 64;
 pub(crate) const EXPANDED: u32 = 256;
 
-/// Whether `norm_through.cu` computes the dgrad of a 1x1 convolution: its weights for 256 of the input's channels have to
-/// fit in shared memory.
+/// Whether `norm_through.cu` can compute the dgrad of a 1x1 convolution: the weights for 256 input channels must fit in
+/// shared memory.
 fn dgrad_fits(inputs: u32, outputs: u32) -> bool {
     matches!(outputs, 64 | 128 | 256) && inputs.is_multiple_of(256)
 }
@@ -45,7 +45,7 @@ fn conv_at(ops: &[FusedOp], at: usize) -> Option<&Conv> {
     }
 }
 
-/// The batch norm whose output, with all that is fused with it, `tensor` is.
+/// The batch norm whose output, after all fused operations, is `tensor`.
 fn norm_of(ops: &[FusedOp], tensor: TensorId) -> Option<&Norm> {
     ops.iter().find_map(|op| match op {
         FusedOp::Norm(norm) if norm.output == tensor => Some(norm),
@@ -53,11 +53,11 @@ fn norm_of(ops: &[FusedOp], tensor: TensorId) -> Option<&Norm> {
     })
 }
 
-/// A convolution 64 -> 256 with the batch norms on both its sides.
+/// Fuses a convolution 64 -> 256 with the batch norms on both sides.
 fn with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, output, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
     let Some(norm) = norm_mut(ops, after) else { return };
-    // The gradient that comes to that batch norm has to be past its ReLU; without a shortcut it is not kept so.
+    // The kernel reads the gradient of the ReLU's input, which is kept only for a batch norm with a shortcut.
     if (norm.relu && norm.shortcut.is_none()) || reads(network, output) != 1 {
         return;
     }
@@ -75,7 +75,7 @@ fn with_norms(network: &Network, ops: &mut [FusedOp], at: usize) {
     }
 }
 
-/// A convolution 256 -> 64 with the end of the block right before it.
+/// Fuses a convolution 256 -> 64 with the end of the preceding block.
 fn with_block_end(ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, norm_after: Some(after), .. }) = conv_at(ops, at) else { return };
     let Some(FusedOp::Norm(end)) = ops[..at].last_mut() else { return };
@@ -92,12 +92,12 @@ fn with_block_end(ops: &mut [FusedOp], at: usize) {
     }
 }
 
-/// The dgrad of a convolution that begins a block, computed by the batch norm that ended the block before.
+/// Moves the dgrad of a block's first convolution into the batch norm at the end of the preceding block.
 fn dgrad_in_norm(network: &Network, ops: &mut [FusedOp], at: usize) {
     let Some(&Conv { input, .. }) = conv_at(ops, at) else { return };
     let block_end =
         norm_of(ops, input).is_some_and(|norm| norm.relu && !norm.pooled && norm.shortcut.is_some());
-    // With two such gradients one would have to be in memory.
+    // Of two such gradients, one would have to be stored.
     let pointwise = ops
         .iter()
         .filter(|op| matches!(op, FusedOp::Conv(conv) if conv.input == input && conv.is_pointwise()))

@@ -1,4 +1,4 @@
-//! What is fused with a batch norm: the addition and the ReLU after it, the batch norm of a projection shortcut, a pooling.
+//! Fusion of a batch norm with the following addition, ReLU and pooling, and with the batch norm of a projection shortcut.
 
 use super::{
     Capabilities, Conv, ConvBackward, ConvForward, DeferredNorm, FusedOp, Norm, NormForward, Shortcut,
@@ -7,7 +7,7 @@ use super::{
 use crate::net::{Network, Op, TensorId};
 use lockstep_kernels::conv::ConvShape;
 
-/// The operations of `network`, each batch norm with what is fused with it.
+/// The operations of `network`, with fused batch norms.
 pub(super) fn fuse(network: &Network, capabilities: Capabilities) -> Vec<FusedOp> {
     Combined::new(network, capabilities).ops
 }
@@ -17,7 +17,7 @@ fn readers(network: &Network, tensor: TensorId) -> Vec<&Op> {
     network.ops.iter().filter(|op| op.inputs().contains(&tensor)).collect()
 }
 
-/// The number of the batch norm that takes the statistics of `tensor`.
+/// Number of the batch norm that takes the statistics of `tensor`.
 fn norm_after(network: &Network, tensor: TensorId) -> Option<usize> {
     if network.frozen_norm {
         return None;
@@ -26,15 +26,15 @@ fn norm_after(network: &Network, tensor: TensorId) -> Option<usize> {
     norms.position(|op| op.inputs() == [tensor])
 }
 
-/// The operations so far.
+/// The fused operations so far.
 struct Combined<'a> {
     network: &'a Network,
     can: Capabilities,
     ops: Vec<FusedOp>,
     norms: usize,
-    /// Batch norms that wait for the addition that they are fused with.
+    /// Batch norms that will be fused with a later addition.
     waiting: Vec<Norm>,
-    /// ReLUs that are part of a batch norm, by their output.
+    /// Outputs of ReLUs that are fused with a batch norm.
     relus: Vec<TensorId>,
 }
 
@@ -126,7 +126,7 @@ impl<'a> Combined<'a> {
             },
             forward: NormForward::Here,
             backward_in_conv: false,
-            // A ReLU by itself finds in its output what it let through.
+            // The backward pass of a ReLU that is not fused reads the ReLU's output.
             overwrites_input: reads(self.network, input) == 1 && input != self.network.input() && !from_relu,
         };
         self.norms += 1;
@@ -140,14 +140,14 @@ impl<'a> Combined<'a> {
         }
     }
 
-    /// A batch norm with the addition that it waited for.
+    /// Fuses a waiting batch norm with its addition.
     fn block_end(&mut self, at: usize, tensor: TensorId, output: TensorId) {
         let norm = self.waiting.swap_remove(at);
         let deferred = if self.can.shortcut_norm { self.defer(tensor) } else { None };
         self.push_norm(Norm { shortcut: Some(Shortcut { tensor, deferred }), output, ..norm });
     }
 
-    /// Adds a batch norm, and the ReLU that alone reads it.
+    /// Adds a batch norm, fused with the ReLU that is its only reader.
     fn push_norm(&mut self, mut norm: Norm) {
         if let [Op::Relu { output, .. }] = readers(self.network, norm.output)[..]
             && self.can.norm_add_relu
@@ -158,7 +158,7 @@ impl<'a> Combined<'a> {
         self.ops.push(FusedOp::Norm(norm));
     }
 
-    /// Leaves the batch norm that makes `tensor` to the addition that alone reads it, if there is nothing else to it.
+    /// Defers the batch norm that produces `tensor` to the addition that is its only reader. `None`: `tensor` has other readers, or is fused.
     fn defer(&mut self, tensor: TensorId) -> Option<DeferredNorm> {
         let alone = reads(self.network, tensor) == 1;
         self.ops.iter_mut().find_map(|op| match op {
@@ -172,7 +172,7 @@ impl<'a> Combined<'a> {
         })
     }
 
-    /// Has the batch norm right before a max pooling do that, too; whether it can.
+    /// Fuses a max pooling with the batch norm directly before it. Returns whether that is possible.
     fn pool(&mut self, input: TensorId, output: TensorId) -> bool {
         let alone = reads(self.network, input) == 1;
         match self.ops.last_mut() {

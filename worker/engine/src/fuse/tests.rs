@@ -56,12 +56,12 @@ fn a_residual_network_becomes_convolutions_and_fused_norms() {
                 if norm.shortcut.is_some() == with_shortcut && norm.relu == with_relu)
         })
     };
-    // Stem and first of each block; ends of blocks; the two projections.
+    // Batch norms of the stem and inside blocks; at the ends of blocks; of the two projections.
     assert_eq!((norms(false, true), norms(true, true), norms(false, false)), (10, 9, 2));
     assert_eq!(ops.len(), 21 + 21 + 2);
 }
 
-/// In either order of a block's operations, and where a tensor has more readers, nothing that somebody reads is left out.
+/// For either order of a block's operations, and for tensors with several readers, every tensor that is read is computed.
 #[test]
 fn whatever_is_read_is_made_before() {
     let mut nets = vec![
@@ -69,7 +69,7 @@ fn whatever_is_read_is_made_before() {
         build(Arch::ResNet18, Stem::Imagenet, 64),
         build(Arch::ResNeXt50_32x4d, Stem::Cifar, 32),
     ];
-    // The output of a batch norm is added twice, that of a ReLU is pooled and read by a convolution.
+    // A batch norm's output is added twice; a ReLU's output is pooled and read by a convolution.
     let mut net = Network::new("odd", 32, 3, 10);
     let mut x = net.conv("conv1", net.input(), 64, 3, 1);
     x = net.batch_norm("bn1", x);
@@ -110,8 +110,8 @@ fn whatever_is_read_is_made_before() {
 
 #[test]
 fn what_is_fused_across_convolutions_needs_its_shapes() {
-    // The widening and the narrowing convolutions of the first stage, and the dgrads of the first convolutions of blocks 1 and
-    // 2 of the first stage (64 outputs), 1 to 3 of the second (128) and 1 to 5 of the third (256).
+    // The expanding and reducing convolutions of the first stage, and the dgrads of the first convolutions of blocks 1 and 2
+    // of the first stage (64 outputs), 1 to 3 of the second (128) and 1 to 5 of the third (256).
     let ops = fuse(&build(Arch::ResNet50, Stem::Imagenet, 224), &ALL);
     let forward = |is: fn(&ConvForward) -> bool| {
         count(&ops, |op| matches!(op, FusedOp::Conv(conv) if is(&conv.forward)))
@@ -122,7 +122,7 @@ fn what_is_fused_across_convolutions_needs_its_shapes() {
     let dgrads = |ops: &[FusedOp]| {
         count(ops, |op| matches!(op, FusedOp::Conv(conv) if conv.backward == ConvBackward::DgradInNorm))
     };
-    // Also those of the first blocks of stages 2 and 3, whose projections have a stride.
+    // Also the dgrads of the first blocks of stages 2 and 3, whose projections have a stride.
     assert_eq!(dgrads(&ops), 2 + 4 + 6);
     // ResNeXt's convolutions are twice as wide.
     let ops = fuse(&build(Arch::ResNeXt50_32x4d, Stem::Imagenet, 224), &ALL);

@@ -1,4 +1,4 @@
-//! Fused operations as text, for people and for the tests that pin them.
+//! Fused operations as text, for people and for pinning tests.
 
 use super::{Conv, ConvBackward, ConvForward, FusedOp, Norm, NormForward, StatisticsIn};
 use std::fmt::{Display, Formatter, Result};

@@ -1,12 +1,12 @@
-//! A network as people read it: its layers with their kinds, shapes and sizes.
+//! Descriptions of networks for people: layers with kinds, shapes and numbers of parameters.
 
 use super::{Network, Op, TensorId};
 use lockstep_protocol::network::{LayerDescription, NetworkDescription};
 use std::collections::HashMap;
 
 impl Network {
-    /// Its layers in the order in which a picture passes them, and what each of them makes. What has no parameters is named
-    /// after the block that it is in: `layer1.0.relu`, and a second one `layer1.0.relu2`.
+    /// The network's layers in forward order, and the output tensor of each. A layer without parameters is named after its
+    /// block: the first ReLU of `layer1.0` is `layer1.0.relu`, the second one `layer1.0.relu2`.
     pub fn describe(&self) -> (NetworkDescription, Vec<TensorId>) {
         let mut trained: HashMap<String, u64> = HashMap::new();
         for parameter in self.parameters().iter().filter(|p| self.trains(p)) {
@@ -56,10 +56,10 @@ impl Network {
     }
 }
 
-/// The names so far.
+/// Names of the layers described so far.
 #[derive(Default)]
 struct Names {
-    /// Of the newest layer with parameters, up to its last dot, and without `downsample`.
+    /// Name of the newest layer with parameters, up to its last dot and without `downsample`.
     block: String,
     used: HashMap<String, u32>,
 }
@@ -72,7 +72,7 @@ impl Names {
                 self.block = block.trim_end_matches("downsample").trim_end_matches('.').into();
                 return name.clone();
             }
-            // As torchvision calls them.
+            // torchvision's names.
             Op::Relu { .. } => "relu",
             Op::Add { .. } => "add",
             Op::MaxPool { .. } => "maxpool",
@@ -141,7 +141,7 @@ mod tests {
                 let (found, _) = network.describe();
                 assert_eq!(found.check(), Ok(()), "{name}");
                 let names: BTreeSet<_> = found.layers.iter().map(|layer| &layer.name).collect();
-                assert_eq!(names.len(), found.layers.len(), "{name}: a name each");
+                assert_eq!(names.len(), found.layers.len(), "{name}: names are unique");
                 let counted: u64 = found.layers.iter().map(|layer| layer.parameters).sum();
                 let frozen =
                     network.parameters().into_iter().filter(|p| p.role.is_trained() && !network.trains(p));

@@ -1,7 +1,7 @@
 //! The network as data: operations in forward order over numbered tensors.
 //!
 //! Activations are NHWC. The batch is not part of a shape: the same network runs any batch size.
-//! Parameters have torchvision's names and layouts, whatever an engine keeps internally.
+//! Parameters have torchvision's names and layouts; engines may use other layouts internally.
 
 use super::placement::{Axes, NetworkPart, Placement, Rows, Slice, TensorId};
 use lockstep_kernels::TensorShape;
@@ -10,8 +10,8 @@ use std::sync::Arc;
 /// One operation. `name` is the module's name in torchvision; its parameters are `name.weight` and so on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Op {
-    /// Square convolution without bias. Parameter `weight`, OIHW. Of several groups each reads its own share of the
-    /// input's channels and makes its own share of the output's, in order; the weight's I is a group's share.
+    /// Square convolution without bias. Parameter `weight`, OIHW. With several groups, each group reads an equal range of
+    /// the input's channels and writes an equal range of the output's; I is the number of input channels of one group.
     Conv {
         name: String,
         input: TensorId,
@@ -34,12 +34,12 @@ pub enum Op {
     GlobalAveragePool { input: TensorId, output: TensorId },
     /// y = W x + b. Parameters `weight` `[out, in]` and `bias` `[out]`.
     Linear { name: String, input: TensorId, output: TensorId },
-    /// The same activation in another [`Placement`]: ranks that share a network exchange what each needs of it.
+    /// The same activation in another [`Placement`]: the ranks of a model group exchange the values that each needs.
     Redistribute { input: TensorId, output: TensorId },
-    /// The rows of the input that this rank has, and those of other ranks that its windows reach. Rows around the picture are 0, or
-    /// where a maximum follows (`lowest`), minus infinity.
+    /// The rows of the input that this rank has, and the rows of other ranks that this rank's windows reach. Rows outside of the
+    /// picture are 0, or minus infinity if `lowest` (before a maximum).
     Halo { input: TensorId, output: TensorId, lowest: bool },
-    /// The mean over all rows, from that over each rank's own.
+    /// The mean over all rows, computed from each rank's mean over its own rows.
     MeanOfRows { input: TensorId, output: TensorId },
 }
 
@@ -60,7 +60,7 @@ impl Op {
         }
     }
 
-    /// The activations that it reads.
+    /// The activations that this operation reads.
     pub fn inputs(&self) -> Vec<TensorId> {
         match *self {
             Op::Add { branch, shortcut, .. } => vec![branch, shortcut],
@@ -98,13 +98,13 @@ impl Op {
     }
 }
 
-/// What a parameter is for; engines and initialisation treat them by it.
+/// The role of a parameter, which decides how it is initialised and updated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     ConvWeight,
     /// Batch norm's scale.
     Gamma {
-        /// Whether it is the last batch norm of a residual branch.
+        /// Whether this batch norm is the last one of a residual branch.
         ends_branch: bool,
     },
     /// Batch norm's offset.
@@ -116,7 +116,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Whether the optimizer changes it (running statistics are not trained).
+    /// Whether the optimizer changes such a parameter: running statistics are not trained.
     pub fn is_trained(self) -> bool {
         !matches!(self, Role::RunningMean | Role::RunningVar)
     }
@@ -125,15 +125,15 @@ impl Role {
 /// A named tensor of the network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Parameter {
-    /// torchvision's, e.g. `layer1.0.bn1.running_mean`.
+    /// torchvision's name, e.g. `layer1.0.bn1.running_mean`.
     pub name: String,
-    /// torchvision's: OIHW, `[out, in]` or `[channels]`.
-    /// Of a rank's part, if the ranks of a model group have one each.
+    /// torchvision's shape: OIHW, `[out, in]` or `[channels]`; the shape of this rank's part if the parameter is split over
+    /// a model group.
     pub shape: Vec<usize>,
     pub role: Role,
-    /// Which part that is; `None`: every rank has the whole parameter.
+    /// This rank's part of the parameter. `None`: every rank has the whole parameter.
     pub slice: Option<Slice>,
-    /// What its gradient is summed over.
+    /// The axes over which the gradient is summed.
     pub axes: Axes,
 }
 
@@ -143,12 +143,12 @@ impl Parameter {
         self.shape.iter().product()
     }
 
-    /// Whether it has none.
+    /// Whether the parameter has no values.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Number of values of all parts together.
+    /// Number of values of the whole parameter.
     pub(crate) fn whole_len(&self) -> usize {
         self.slice.as_ref().map_or(self.len(), |slice| slice.whole.iter().product())
     }
@@ -164,13 +164,13 @@ pub struct Network {
     /// Channels of an input picture.
     pub channels: usize,
     pub classes: usize,
-    /// Batch norms normalise with their running statistics in training, too, and nothing of them is trained: torchvision's
-    /// `FrozenBatchNorm2d` in the place of each.
+    /// All batch norms are frozen (torchvision's `FrozenBatchNorm2d`): they normalise with running statistics during training
+    /// too, and none of their parameters is trained.
     pub frozen_norm: bool,
     /// Shape of every activation.
     pub tensors: Vec<TensorShape>,
     pub ops: Vec<Op>,
-    /// Of a network that several ranks share: what this rank has of it. Shapes are then those of this rank.
+    /// This rank's part of a network that several ranks share. All shapes are then local to this rank.
     pub part: Option<Arc<NetworkPart>>,
 }
 
@@ -195,13 +195,13 @@ impl Network {
         0
     }
 
-    /// What the last operation produces: of a stage but the last, what the next one reads.
+    /// The output of the last operation: the logits, or the activation that the next stage reads.
     pub fn logits(&self) -> TensorId {
         self.tensors.len() - 1
     }
 
-    /// The layer that makes the logits, with a row for each class: what is made anew where classes are others. Empty in a
-    /// network that does not end in one.
+    /// Name of the layer that produces the logits, with one row per class; fine-tuning to other classes replaces this layer.
+    /// Empty if the last operation is not a linear layer.
     pub fn head(&self) -> &str {
         match self.ops.last() {
             Some(Op::Linear { name, .. }) => name,
@@ -209,7 +209,7 @@ impl Network {
         }
     }
 
-    /// Where an activation is among the ranks that share the network.
+    /// The placement of an activation on the ranks of a model group.
     pub fn placement(&self, tensor: TensorId) -> &Placement {
         self.part.as_ref().map_or(&Placement::Batch, |part| &part.placements[tensor])
     }
@@ -219,12 +219,12 @@ impl Network {
         Axes { model: *self.placement(tensor) == Placement::Batch, height: self.rows(tensor).is_some() }
     }
 
-    /// The rows of an activation on the ranks that share them; `None`: every rank has all.
+    /// The rows of an activation that each rank of a height group has. `None`: every rank has all rows.
     pub fn rows(&self, tensor: TensorId) -> Option<&Rows> {
         self.part.as_ref().and_then(|part| part.rows[tensor].as_ref())
     }
 
-    /// Pixels of a picture's activation on all ranks together.
+    /// Pixels of one picture's whole activation, summed over a height group.
     pub(crate) fn whole_pixels(&self, tensor: TensorId) -> usize {
         let shape = self.tensors[tensor];
         self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
@@ -236,13 +236,13 @@ impl Network {
         self.part.as_ref().map_or((0, 1), |part| (part.stage, part.stages))
     }
 
-    /// Whether it ends in the logits.
+    /// Whether this stage computes the logits.
     pub(crate) fn is_last_stage(&self) -> bool {
         let (stage, stages) = self.stage();
         stage + 1 == stages
     }
 
-    /// The rows of padding that an operation on `tensor` adds: none where they are there already.
+    /// The rows of padding that an operation on `tensor` adds: 0 if the tensor already includes the padding.
     pub fn row_padding(&self, tensor: TensorId, padding: usize) -> usize {
         let is_there = |op: &Op| matches!(op, Op::Halo { output, .. } if *output == tensor);
         if self.ops.iter().any(is_there) { 0 } else { padding }
@@ -264,7 +264,7 @@ impl Network {
         let mut all = Vec::new();
         for op in &self.ops {
             let output = op.output();
-            // Outputs that are split make the first dimension of weights shorter, inputs (whose sum is then partial) the second.
+            // Split outputs shorten a weight's first dimension; split inputs, whose sum is then partial, shorten its second.
             let split = match self.placement(output) {
                 Placement::Channels(_) => Some((0, output)),
                 Placement::Partial => Some((1, op.inputs()[0])),
@@ -317,18 +317,18 @@ impl Network {
         all
     }
 
-    /// Whether the optimizer changes `parameter`, one of this network.
+    /// Whether the optimizer changes `parameter` of this network.
     pub fn trains(&self, parameter: &Parameter) -> bool {
         let of_norm = matches!(parameter.role, Role::Gamma { .. } | Role::Beta);
         parameter.role.is_trained() && !(self.frozen_norm && of_norm)
     }
 
-    /// Values of weights and biases, without running statistics: all that an optimizer may change.
+    /// Number of values of weights and biases, without running statistics.
     pub fn parameter_count(&self) -> usize {
         self.parameters().iter().filter(|p| p.role.is_trained()).map(Parameter::len).sum()
     }
 
-    /// The same whole network for pictures of another size: its parameters are the same, its activations are not.
+    /// The same whole network for pictures of another size: the parameters are equal, the shapes of activations are not.
     #[must_use]
     pub fn resized(&self, image_size: usize) -> Self {
         let mut tensors = self.tensors.clone();

@@ -1,18 +1,17 @@
 //! Initial weights from a seed, identical on every engine and machine.
 //!
-//! A value depends on (seed, parameter name, index) alone.
+//! A value depends only on (seed, parameter name, index).
 
 use super::{Network, Parameter, Role};
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_kernels::draws::{key, normal, uniform};
 
-/// He initialisation (fan-out, normal; of a grouped convolution fan-out counts the outputs of all groups, as in
-/// torchvision) for convolutions, ones and zeros for batch norm, PyTorch's
-/// uniform for the linear layer. With `zero_init_residual` every residual block starts as the
-/// identity: gamma of the last batch norm of its branch is 0 (Goyal et al. 2017).
+/// Convolutions: He initialisation (normal, fan-out; as in torchvision, fan-out counts the outputs of all groups).
+/// Batch norms: ones and zeros. Linear layers: PyTorch's uniform distribution. With `zero_init_residual`, gamma of the last
+/// batch norm of each residual branch is 0, so every block starts as the identity (Goyal et al. 2017).
 pub fn initial_parameters(network: &Network, zero_init_residual: bool, seed: u64) -> NamedTensors {
     let linear_inputs = |name: &str| {
-        // A bias has its weight's fan-in: `fc.bias` -> `fc.weight`.
+        // The fan-in of a bias is that of the weight: `fc.bias` -> `fc.weight`.
         let weight = name.replace(".bias", ".weight");
         network.parameters().into_iter().find(|p| p.name == weight).map_or(1, |p| p.shape[1])
     };
@@ -64,7 +63,7 @@ mod tests {
         assert!(all["layer1.0.bn2.weight"].values.iter().all(|&v| v == 1.0));
     }
 
-    /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, whatever the groups.
+    /// `kaiming_normal_(mode="fan_out")` counts all outputs of the weight, for any number of groups.
     #[test]
     fn grouped_convolutions_begin_as_torchvision_s() {
         let model = ModelSpec { arch: Arch::ResNeXt50_32x4d, ..ModelSpec::default() };
@@ -92,7 +91,7 @@ mod tests {
 
     #[test]
     fn the_same_on_every_machine() {
-        // Pinned: a change here changes every run of every user.
+        // Pinned: other values would change every training run.
         let all = initial_parameters(&network(), false, 0);
         let first: Vec<u32> = all["conv1.weight"].values[..3].iter().map(|v| v.to_bits()).collect();
         assert_eq!(first, PINNED, "{first:?}");

@@ -1,15 +1,15 @@
-//! How many values a network keeps of a picture between its forward and its backward pass: what its memory grows with.
+//! Number of values per picture that a network keeps from the forward to the backward pass.
 
 use super::{Network, Op};
 
 impl Network {
-    /// Values of what convolutions make of a picture: batch norm's backward pass needs all of them, in any engine.
+    /// Values of all convolutions' outputs for one picture. Every engine keeps them for batch norm's backward pass.
     pub(crate) fn convolution_values(&self) -> u64 {
         self.values_of(|op| matches!(op, Op::Conv { .. }))
     }
 
-    /// Values that are certainly kept of a picture where nothing is computed twice: the picture itself, and what
-    /// convolutions, ReLUs and poolings output. Sums that go into a ReLU are not kept in addition to its output.
+    /// Values kept for one picture without recomputation: the picture itself, and the outputs of convolutions, ReLUs and
+    /// poolings. The input of a ReLU is not kept in addition to the ReLU's output.
     pub fn kept_values(&self) -> u64 {
         let picture = self.tensors[self.input()].len() as u64;
         let made = self.values_of(|op| matches!(op, Op::Conv { .. } | Op::Relu { .. } | Op::MaxPool { .. }));
@@ -31,8 +31,8 @@ mod tests {
     fn what_is_kept_grows_with_the_pixels() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
         let of = |side: usize| resnet::build(&model, side, 3, 10).unwrap();
-        // By hand: 1 + 6 convolutions of 16 channels at 32 x 32, 6 and a shortcut of 32 at 16 x 16, 6 and one of 64 at 8 x 8;
-        // a ReLU after each but the shortcuts.
+        // By hand: 1 + 6 convolutions of 16 channels at 32 x 32, 6 and a shortcut of 32 channels at 16 x 16, 6 and a shortcut of
+        // 64 channels at 8 x 8; a ReLU after each convolution that is not a shortcut.
         let convolutions = 7 * 16 * 1024 + 7 * 32 * 256 + 7 * 64 * 64;
         assert_eq!(of(32).convolution_values(), convolutions);
         let relus = 7 * 16 * 1024 + 6 * 32 * 256 + 6 * 64 * 64;

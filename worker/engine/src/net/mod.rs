@@ -13,11 +13,11 @@ pub use placement::{Axes, NetworkPart, Placement, Rows, Slice, TensorId, bounds}
 
 use lockstep_protocol::spec::ModelSpec;
 
-/// The network that `model` names for square inputs of `image_size` pixels and `channels` channels: the one place that
-/// knows which family an architecture is of.
+/// Builds the network that `model` names, for square inputs of `image_size` pixels and `channels` channels. Only this
+/// function maps architectures to families of networks.
 ///
 /// # Errors
-/// A sentence when the image is too small for the architecture, or there is nothing to classify.
+/// A sentence: the image is too small for the architecture, or there are no classes.
 pub fn build(
     model: &ModelSpec,
     image_size: usize,

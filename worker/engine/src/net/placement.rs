@@ -1,26 +1,26 @@
-//! Where the values of activations are when several ranks share one copy of a network. Terms as in PyTorch's DTensor.
+//! Placements of activations when several ranks share one copy of a network. Terms as in PyTorch's DTensor.
 
 use std::ops::Range;
 
 /// Number of an activation in [`Network::tensors`](super::Network::tensors).
 pub type TensorId = usize;
 
-/// Where an activation is among the ranks of a model group: the ranks that share one copy of the network.
+/// Placement of an activation on the ranks of a model group, which share one copy of the network.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Placement {
-    /// Each rank has pictures of its own, as in data parallel: `Shard` of the batch.
+    /// Each rank has its own pictures, as in data parallel: `Shard` of the batch.
     Batch,
-    /// Every rank has all pictures of the group: `Replicate`. Each rank computes a part of the sum that is its gradient.
+    /// Every rank has all pictures of the group: `Replicate`. The gradient is the sum of the ranks' partial gradients.
     Whole,
-    /// All pictures of the group, and a range of the channels: `Shard` of the channels. Rank `r` has those from `bounds[r]` to
-    /// `bounds[r + 1]`.
+    /// All pictures of the group, and a range of the channels: `Shard` of the channels. Rank `r` has the channels from
+    /// `bounds[r]` to `bounds[r + 1]`.
     Channels(Vec<usize>),
-    /// All pictures of the group. The sum over the ranks is the activation: `Partial`. Every rank has its whole gradient.
+    /// All pictures of the group: `Partial`. The activation is the sum over the ranks. Every rank has the whole gradient.
     Partial,
 }
 
 impl Placement {
-    /// Where the gradient is of an activation that is placed so.
+    /// Placement of the gradient of an activation with this placement.
     pub(crate) fn of_gradient(&self) -> Self {
         match self {
             Self::Whole => Self::Partial,
@@ -30,7 +30,7 @@ impl Placement {
     }
 }
 
-/// The axes of the mesh, besides `data`, that sums over pictures go over.
+/// The axes of the mesh, besides `data`, over which sums over pictures are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Axes {
     /// The ranks that share one copy of the network.
@@ -39,12 +39,12 @@ pub struct Axes {
     pub height: bool,
 }
 
-/// The rows that each rank of a height group has of an activation.
+/// The rows of an activation that each rank of a height group has.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Rows {
-    /// Of all ranks together.
+    /// Number of rows of the whole activation.
     pub whole: usize,
-    /// Those of a window may begin above the picture and end below it.
+    /// The rows of each rank. Rows that windows reach may start above the picture and end below it.
     pub of_rank: Vec<Range<isize>>,
 }
 
@@ -67,7 +67,7 @@ impl Rows {
     }
 }
 
-/// The bounds of `parts` ranges that divide `count`, each a multiple of `unit`; the first ones are longer where it does not come out even.
+/// Bounds of `parts` ranges that divide `count`, each a multiple of `unit`. The first ranges are longer if `count` does not divide evenly.
 pub fn bounds(count: usize, unit: usize, parts: usize) -> Vec<usize> {
     let units = count / unit;
     (0..=parts).map(|part| (units / parts * part + part.min(units % parts)) * unit).collect()
@@ -76,44 +76,44 @@ pub fn bounds(count: usize, unit: usize, parts: usize) -> Vec<usize> {
 /// One rank's part of a network that several ranks share.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NetworkPart {
-    /// The rank in its model group.
+    /// This rank's number in its model group.
     pub rank: usize,
     /// By tensor.
     pub placements: Vec<Placement>,
-    /// The rank in its height group.
+    /// This rank's number in its height group.
     pub height_rank: usize,
     /// By tensor; `None`: this rank has all rows.
     pub rows: Vec<Option<Rows>>,
-    /// The rank's stage, of so many. It has no operation and no parameter of the others.
+    /// This rank's stage, of `stages`. The rank has no operation and no parameter of other stages.
     pub stage: usize,
     pub stages: usize,
 }
 
 impl NetworkPart {
-    /// The channels that this rank has of a tensor whose channels are split, and how many all ranks have.
+    /// For a tensor with split channels: this rank's channels, and the number of channels of the whole tensor.
     pub fn channels(&self, tensor: TensorId) -> Option<(Range<usize>, usize)> {
         let Placement::Channels(bounds) = &self.placements[tensor] else { return None };
         Some((bounds[self.rank]..bounds[self.rank + 1], *bounds.last()?))
     }
 
-    /// How many rows this rank has of a tensor whose rows are shared.
+    /// For a tensor with shared rows: this rank's number of rows.
     pub fn height(&self, tensor: TensorId) -> Option<usize> {
         let rows = &self.rows[tensor].as_ref()?.of_rank[self.height_rank];
         Some((rows.end - rows.start) as usize)
     }
 }
 
-/// The part of a parameter that a rank has.
+/// A rank's part of a split parameter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice {
     pub dimension: usize,
     pub range: Range<usize>,
-    /// The parameter's shape, of all parts together.
+    /// Shape of the whole parameter.
     pub whole: Vec<usize>,
 }
 
 impl Slice {
-    /// Calls `copy` with the places of each run of values in the part and in the whole parameter.
+    /// Calls `copy` with the range of each contiguous run of values: in the part, then in the whole parameter.
     fn runs(&self, mut copy: impl FnMut(Range<usize>, Range<usize>)) {
         let outer: usize = self.whole[..self.dimension].iter().product();
         let inner: usize = self.whole[self.dimension + 1..].iter().product();
@@ -124,14 +124,14 @@ impl Slice {
         }
     }
 
-    /// This part of the values of the whole parameter.
+    /// Extracts this part from the values of the whole parameter.
     pub fn cut(&self, whole: &[f32]) -> Vec<f32> {
         let mut part = vec![0.0; whole.len() / self.whole[self.dimension].max(1) * self.range.len()];
         self.runs(|own, all| part[own].copy_from_slice(&whole[all]));
         part
     }
 
-    /// The whole parameter with 0 in the places of other ranks' parts, so that the sum over the parts is the parameter.
+    /// The whole parameter with zeros for other ranks' parts: the sum over all parts is the parameter.
     pub fn spread(&self, part: &[f32]) -> Vec<f32> {
         let mut whole = vec![0.0; self.whole.iter().product()];
         self.runs(|own, all| whole[all].copy_from_slice(&part[own]));

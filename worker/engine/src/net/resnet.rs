@@ -13,8 +13,8 @@ use lockstep_protocol::spec::{Arch, ModelSpec, Stem};
 enum Block {
     /// Two 3x3 convolutions.
     Basic,
-    /// 1x1, 3x3, 1x1 with four times the stage's channels. The 3x3 convolution has `groups`; it and the one before it
-    /// make `groups * width_per_group` channels for 64 of the stage, torchvision's words.
+    /// 1x1, 3x3, and 1x1 with four times the stage's channels. The 3x3 convolution has `groups`. The first two convolutions
+    /// have `groups * width_per_group` output channels per 64 channels of the stage (torchvision's terms).
     Bottleneck { groups: usize, width_per_group: usize },
 }
 
@@ -22,7 +22,7 @@ const fn bottleneck(groups: usize, width_per_group: usize) -> Block {
     Block::Bottleneck { groups, width_per_group }
 }
 
-/// (kind of block, blocks of each stage).
+/// Kind of block, and number of blocks of each stage.
 fn stages(arch: Arch) -> (Block, &'static [usize]) {
     match arch {
         Arch::ResNet18 => (Block::Basic, &[2, 2, 2, 2]),
@@ -43,10 +43,10 @@ fn stages(arch: Arch) -> (Block, &'static [usize]) {
     }
 }
 
-/// The network that `model` names for square inputs of `image_size` pixels and `channels` channels.
+/// Builds the network that `model` names, for square inputs of `image_size` pixels and `channels` channels.
 ///
 /// # Errors
-/// A sentence when the image is too small for the architecture, or there is nothing to classify.
+/// A sentence: the image is too small for the architecture, or there are no classes.
 pub fn build(
     model: &ModelSpec,
     image_size: usize,
@@ -92,7 +92,7 @@ pub fn build(
     Ok(net)
 }
 
-/// Whether no operation of stride 2 meets a single pixel.
+/// Whether the input of every operation with stride 2 has more than one pixel.
 fn halvings_fit(arch: Arch, stem: Stem, image_size: usize) -> bool {
     let in_stem = if stem == Stem::Imagenet { 2 } else { 0 };
     let halvings = in_stem + stages(arch).1.len() - 1;
@@ -151,8 +151,8 @@ mod tests {
 
     #[test]
     fn the_published_parameter_counts() {
-        // torchvision's model table, and table 6 of the paper (0.27 to 1.7 million, plus the
-        // projection shortcuts used here).
+        // torchvision's model table, and table 6 of the paper (0.27 to 1.7 million parameters, plus
+        // the projection shortcuts used here).
         for (arch, count) in [
             (Arch::ResNet18, 11_689_512),
             (Arch::ResNet34, 21_797_672),

@@ -1,25 +1,25 @@
-//! From a whole network to one rank's part of it.
+//! Lowers a whole network to one rank's part.
 //!
-//! Operators without a strategy compute each rank's own pictures, as in data parallel, so the model group costs them nothing. An
-//! operator with a strategy gets its input in the placement that the strategy asks for. Batch norms, ReLUs, additions and poolings follow
-//! the placement of their input. Where an operator needs an activation in another placement, [`Op::Redistribute`] comes before it, once
-//! for all operators that need it so.
+//! Operators without a strategy compute each rank's own pictures, as in data parallelism, without communication in the model group. An
+//! operator with a strategy gets its input in the placement that the strategy requires. Batch norms, ReLUs, additions and poolings keep
+//! the placement of their input. Where an operator needs an activation in another placement, one [`Op::Redistribute`] precedes all
+//! operators that need this placement.
 //!
-//! Ranks that share the rows of pictures have a range of the rows of each activation up to the global pooling. [`Op::Halo`] brings the rows of
-//! other ranks that windows reach, with any kernel, stride, padding and division of the rows.
+//! The ranks of a height group have a range of the rows of each activation up to the global pooling. [`Op::Halo`] fetches the rows of
+//! other ranks that windows reach, for any kernel, stride, padding and division of the rows.
 //!
-//! What comes of it is cut into stages where exactly one activation is read later. A rank has the operations of its stage, and so only the
-//! parameters of its stage; neighbours have that activation in the same placement.
+//! The result is cut into stages where exactly one activation is still needed. A rank has only the operations and parameters of its
+//! stage; neighbouring stages have that activation in the same placement.
 
 use super::{Plan, cuts, stages::stage_of};
 use crate::net::{Network, NetworkPart, Op, Placement, Rows, TensorId, bounds};
 use lockstep_protocol::spec::{ShardSpec, Split};
 use std::{collections::HashMap, sync::Arc};
 
-/// The part of `network` that `rank` has under `plan`.
+/// The part of `network` that `rank` computes under `plan`.
 ///
 /// # Errors
-/// Every strategy that matches no operator, or one that cannot be split so, with the splits that can.
+/// A strategy matches no operator, or an operator that it cannot split; the error names all of them and the possible splits.
 pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, String> {
     check(network, plan).map_err(|mistakes| format!("parallel: {mistakes}"))?;
     let (mut picture, height) = (network.tensors[network.input()], plan.mesh.height);
@@ -49,7 +49,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
         lowering.push(op);
         ends.push(lowering.local.ops.len());
     }
-    // The loss is that of each rank's own pictures, or of all pictures and some classes.
+    // The loss needs each rank's own pictures, or all pictures and a range of the classes.
     lowering.settled(lowering.places[network.logits()]);
     let Lowering { local, part, .. } = lowering;
     let (stage, stages) = (plan.mesh.stage_rank(rank), plan.mesh.stage);
@@ -66,7 +66,7 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
 const NAMED: usize = 10;
 
 /// # Errors
-/// As [`lower()`].
+/// As for [`lower()`].
 pub(super) fn check(network: &Network, plan: &Plan) -> Result<(), String> {
     let mistakes = mistakes(network, plan);
     if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("; ")) }
@@ -80,7 +80,7 @@ fn operators(network: &Network) -> impl Iterator<Item = (&str, &Op)> {
     })
 }
 
-/// Everything about the strategies of `plan` that `network` cannot do.
+/// All errors in the strategies of `plan` for `network`.
 fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
     let mut mistakes = Vec::new();
     let is_unknown = |shard: &&ShardSpec| !operators(network).any(|(name, _)| shard.matches(name));
@@ -115,7 +115,7 @@ fn mistakes(network: &Network, plan: &Plan) -> Vec<String> {
         let channels = |tensor: TensorId| network.tensors[tensor].channels;
         let (groups, inputs) = match *op {
             Op::Conv { groups, input, .. } => (groups, channels(input)),
-            // Values of several pixels are not those of a range of channels.
+            // With several pixels, a range of inputs is not a range of channels.
             _ if network.tensors[op.inputs()[0]].pixels() > 1 => (1, 0),
             _ => (1, channels(op.inputs()[0])),
         };
@@ -153,13 +153,13 @@ struct Lowering<'a> {
     plan: &'a Plan,
     local: Network,
     part: NetworkPart,
-    /// By tensor of the whole network: its number in the local one.
+    /// By tensor of the whole network: the tensor's number in the local network.
     places: Vec<TensorId>,
-    /// By tensor of the local network: which one of the whole network it is.
+    /// By tensor of the local network: the tensor's number in the whole network.
     sources: Vec<TensorId>,
-    /// Activations that were redistributed already.
+    /// Outputs of [`Op::Redistribute`] so far.
     redistributed: HashMap<(TensorId, Placement), TensorId>,
-    /// Activations that were extended by the rows of other ranks already.
+    /// Outputs of [`Op::Halo`] so far.
     extended: HashMap<(TensorId, Rows, bool), TensorId>,
 }
 
@@ -201,7 +201,7 @@ impl Lowering<'_> {
         self.places[op.output()] = output;
     }
 
-    /// The inputs with all rows that the operation reaches from its output's, and those of the output.
+    /// The operation's inputs, extended by all rows that its windows reach, and the rows of its output.
     fn rows(&mut self, op: &Op, inputs: Vec<TensorId>) -> (Vec<TensorId>, Option<Rows>) {
         let Some(rows) = self.part.rows[inputs[0]].clone() else { return (inputs, None) };
         let (kernel, stride, padding, lowest) = match *op {
@@ -230,7 +230,7 @@ impl Lowering<'_> {
         (vec![extended], Some(made))
     }
 
-    /// The input of a convolution or linear layer as its strategy asks for it, and where its output is.
+    /// The input of a convolution or linear layer in the placement that its strategy requires, and the placement of its output.
     fn operator(&mut self, name: &str, groups: usize, op: &Op) -> (Vec<TensorId>, Placement) {
         let (model, input) = (self.plan.mesh.model, self.places[op.inputs()[0]]);
         let [from, to] = [op.inputs()[0], op.output()].map(|tensor| self.whole.tensors[tensor].channels);
@@ -252,7 +252,7 @@ impl Lowering<'_> {
         (vec![self.want(input, &wanted)], made)
     }
 
-    /// The activation where operations can use it that are not linear: a sum that is pending is added up, to each rank's own pictures.
+    /// The activation in a placement that non-linear operations can read: a partial sum is reduced, to each rank's own pictures.
     fn settled(&mut self, tensor: TensorId) -> TensorId {
         match self.part.placements[tensor] {
             Placement::Partial => self.want(tensor, &Placement::Batch),
@@ -276,7 +276,7 @@ impl Lowering<'_> {
         output
     }
 
-    /// A new activation of the local network: what this rank has of `whole`.
+    /// Adds an activation to the local network: this rank's part of `whole`.
     fn tensor(&mut self, whole: TensorId, placement: Placement, rows: Option<Rows>) -> TensorId {
         let mut shape = self.whole.tensors[whole];
         self.part.placements.push(placement);

@@ -1,16 +1,16 @@
 //! The mesh of ranks: stage x data x height x model.
 
-/// Sizes of the axes. Ranks are numbered with `model` fastest, so that the ranks of a model group are neighbours, and stages slowest: a
-/// stage sends the least.
+/// Sizes of the axes. In rank numbers, `model` varies fastest, so that the ranks of a model group are neighbours, and `stage` slowest,
+/// because stages exchange the fewest bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Mesh {
-    /// Stages of the network: each rank has the operations of one.
+    /// Number of pipeline stages; each rank computes one stage.
     pub stage: usize,
     /// Copies of the network.
     pub data: usize,
-    /// Ranks that share the rows of each picture.
+    /// Ranks among which the rows of each picture are divided.
     pub height: usize,
-    /// Ranks that share one copy.
+    /// Ranks that share one copy of the network.
     pub model: usize,
 }
 
@@ -19,7 +19,7 @@ impl Mesh {
         self.stage * self.ranks_of_stage()
     }
 
-    /// Ranks that have the same stage.
+    /// Number of ranks of one stage.
     pub fn ranks_of_stage(self) -> usize {
         self.data * self.height * self.model
     }
@@ -29,17 +29,17 @@ impl Mesh {
         rank % self.model
     }
 
-    /// The place of a rank on the axis `height`.
+    /// Coordinate of a rank on the axis `height`.
     pub fn height_rank(self, rank: usize) -> usize {
         rank / self.model % self.height
     }
 
-    /// The place of a rank on the axis `data`.
+    /// Coordinate of a rank on the axis `data`.
     pub fn data_rank(self, rank: usize) -> usize {
         rank / (self.model * self.height) % self.data
     }
 
-    /// The place of a rank on the axis `stage`.
+    /// Coordinate of a rank on the axis `stage`.
     pub fn stage_rank(self, rank: usize) -> usize {
         rank / self.ranks_of_stage()
     }

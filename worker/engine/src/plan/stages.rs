@@ -1,17 +1,17 @@
-//! Stages: where a network is cut, and in which order a stage computes the micro-batches of a step.
+//! Pipeline stages: where a network is cut, and the schedule of a step's micro-batches.
 
 use crate::net::{Network, NetworkPart, Op, TensorId};
 use std::{collections::HashMap, ops::Range, sync::Arc};
 
-/// What a stage computes of a micro-batch, by its number in the step.
+/// One pass of a stage over the micro-batch with this number in the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pass {
     Forward(usize),
     Backward(usize),
 }
 
-/// The order in which stage number `stage` computes a step's micro-batches: 1F1B (PipeDream-Flush, Narayanan et al. 2021). At most `stages
-/// - stage` micro-batches are between their forward and their backward pass. With one stage each backward pass follows its forward pass.
+/// The 1F1B schedule of stage number `stage` (PipeDream-Flush, Narayanan et al. 2021). At most `stages - stage` micro-batches are between
+/// their forward and backward passes. With one stage, each micro-batch's backward pass directly follows its forward pass.
 pub fn schedule(stage: usize, stages: usize, micro_batches: usize) -> Vec<Pass> {
     let ahead = (stages - 1 - stage).min(micro_batches);
     let mut passes: Vec<Pass> = (0..ahead).map(Pass::Forward).collect();
@@ -22,12 +22,12 @@ pub fn schedule(stage: usize, stages: usize, micro_batches: usize) -> Vec<Pass> 
     passes
 }
 
-/// The first operation of each stage but the first. The largest number of multiply-adds of a stage is the least possible.
+/// Number of the first operation of each stage after the first, chosen to minimise the multiply-adds of the largest stage.
 ///
 /// # Errors
-/// The network has fewer places where it can be cut.
+/// The network can only be cut into fewer stages.
 pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
-    // Stages consist of these parts, each of which ends before an operation.
+    // The network's indivisible parts end before these operations; a stage is a sequence of parts.
     let mut ends = borders(network);
     ends.push(network.ops.len());
     if stages > ends.len() {
@@ -39,7 +39,7 @@ pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
     }
     let sum = |end: &usize| -> u64 { network.ops[..*end].iter().map(|op| multiply_adds(network, op)).sum() };
     let until: Vec<u64> = ends.iter().map(sum).collect();
-    // By the last part of the last stage: what the largest stage costs, and the cuts.
+    // Dynamic programming. By last part of the newest stage: the cost of the largest stage so far, and the cuts.
     let mut best: Vec<(u64, Vec<usize>)> = until.iter().map(|cost| (*cost, Vec::new())).collect();
     for _ in 1..stages {
         let ending_with = |last: usize| {
@@ -52,8 +52,8 @@ pub fn cuts(network: &Network, stages: usize) -> Result<Vec<usize>, String> {
     Ok(best.pop().map(|(_, cuts)| cuts).unwrap_or_default())
 }
 
-/// Operations before which the network can be cut: convolutions and linear layers, so that each stage has parameters, that read the only
-/// activation which is read from there on.
+/// Operations before which the network can be cut: convolutions and linear layers (so that each stage has parameters) whose input is the
+/// only earlier activation that is still needed.
 fn borders(network: &Network) -> Vec<usize> {
     let mut last_readers = vec![0; network.tensors.len()];
     for (number, op) in network.ops.iter().enumerate() {
@@ -68,7 +68,7 @@ fn borders(network: &Network) -> Vec<usize> {
     (1..network.ops.len()).filter(is_border).collect()
 }
 
-/// Of a picture. What lies between convolutions and linear layers costs little beside them.
+/// Multiply-adds per picture. Operations other than convolutions and linear layers count as 0.
 fn multiply_adds(network: &Network, op: &Op) -> u64 {
     let shape = |tensor: TensorId| network.tensors[tensor];
     match *op {
@@ -80,8 +80,8 @@ fn multiply_adds(network: &Network, op: &Op) -> u64 {
     }
 }
 
-/// The operations `range` of a rank's network, which are stage number `stage` of `stages`. Its input is what they read of the stage before,
-/// and its last tensor what the next stage reads.
+/// Extracts the operations `range` of a rank's network as stage number `stage` of `stages`. Tensor 0 of the result is the output of the stage
+/// before, and its last tensor is the input of the next stage.
 pub(super) fn stage_of(
     local: &Network,
     part: &NetworkPart,
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(text(3), "f0 b0 f1 b1 f2 b2 f3 b3 f4 b4 f5 b5");
     }
 
-    /// Each pass waits for the same pass of its neighbour, and a stage never keeps more than it says.
+    /// Each pass waits for the same pass of the neighbouring stage, and a stage never keeps more activations than documented.
     #[test]
     fn every_schedule_ends_and_keeps_few_activations() {
         for (stages, micro_batches) in (1..6).flat_map(|stages| (0..9).map(move |count| (stages, count))) {
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(first(Arch::ResNet20, 1), [""; 0]);
         assert_eq!(first(Arch::ResNet20, 3), ["layer2.0.conv1", "layer3.0.conv1"]);
         assert_eq!(first(Arch::ResNet18, 2), ["layer3.0.conv1"]);
-        // As many as there are: the stem, nine blocks, the last layer.
+        // The maximum number of stages: the stem, nine blocks, the last layer.
         let all = first(Arch::ResNet20, 11);
         assert_eq!((all.len(), all[0].as_str(), all[9].as_str()), (10, "layer1.0.conv1", "fc"));
         let error = cuts(&network(Arch::ResNet20), 12).unwrap_err();
@@ -216,7 +216,7 @@ mod tests {
         }
     }
 
-    /// Each operation and each parameter is on one stage, whatever else a plan splits, and neighbours agree on what is sent.
+    /// Under every plan, each operation and each parameter is on exactly one stage, and neighbouring stages agree on what is sent.
     #[test]
     fn the_stages_of_a_network_are_the_network() {
         let network = network(Arch::ResNet20);

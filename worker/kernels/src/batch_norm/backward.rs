@@ -1,22 +1,22 @@
-//! The backward pass of batch normalisation, in two passes over the activation: sums over its rows, then the gradient of the
+//! The backward pass of batch normalisation, in two passes over the activation: sums over rows, then the gradient of the
 //! input, which depends on the sums over all ranks.
 
 use super::{Affine, LANES, Lanes, Statistics, Tiling, combine, lanes, with_simd};
 use rayon::prelude::*;
 
-/// Which outputs the ReLU let through.
+/// How the backward pass knows which values passed the ReLU.
 #[derive(Debug, Clone, Copy)]
 pub enum Mask<'a> {
-    /// There was no ReLU.
+    /// Without a ReLU.
     None,
-    /// No shortcut either: the sign of the normalised input decides, which saves reading the output.
+    /// Without a shortcut: from the sign of the normalised input, which saves reading the output.
     Input,
-    /// The output itself.
+    /// From the output.
     Output(&'a [f32]),
 }
 
 /// First pass of backward: for each channel the sum of g and the sum of g (x - mean), where g is
-/// the gradient before the ReLU: `2 * channels` values.
+/// the gradient of the ReLU's input. Returns `2 * channels` values.
 ///
 /// `dy` plus `more` is the gradient of the output. With `keep`, `dy` becomes g.
 pub fn backward_sums(
@@ -144,8 +144,8 @@ fn slopes(affine: Affine<'_>, tiling: Tiling, sums: &[f64], count: f64) -> Slope
 
 /// Second pass of backward, in place: g in `g` becomes the gradient of the input.
 ///
-/// `sums` are those of [`backward_sums`] over `count` rows of the whole batch that the statistics
-/// are of. With `masked`, `g` still has to pass the ReLU ([`Mask::Input`]).
+/// `sums` are the results of [`backward_sums`], summed over all `count` rows of the statistics. With `masked`,
+/// the ReLU's mask has not been applied to `g` yet ([`Mask::Input`]).
 pub fn backward_input_in_place(
     x: &[f32],
     affine: Affine<'_>,
@@ -195,7 +195,7 @@ fn in_place_chunk<const W: usize>(
     }
 }
 
-/// As [`backward_input_in_place`] without a mask, for a `g` that the shortcut still needs.
+/// [`backward_input_in_place`] without a mask, into a separate `dx`, if the shortcut still needs `g`.
 pub fn backward_input(x: &[f32], affine: Affine<'_>, sums: &[f64], count: f64, g: &[f32], dx: &mut [f32]) {
     let tiling = Tiling::new(affine.gamma.len());
     let slopes = slopes(affine, tiling, sums, count);

@@ -1,22 +1,22 @@
 //! Grouped convolutions. Tiles compute whole blocks of [`LANES`] output channels from the same inputs, so narrower groups
-//! are merged until they fill blocks: one wider group whose weights between its parts are zeros. A sum is not changed by
-//! them, but a value that is not finite spoils the outputs of all groups that it was merged with.
+//! are merged until they fill blocks: one wider group in which weights between merged groups are zero. The zeros do not change
+//! sums, but a non-finite value affects the outputs of all groups that are merged with its own.
 //!
-//! ResNeXt-50 32x4d computes four times the products that are needed in its first stage and twice in its second; its 1x1
-//! convolutions, which are not grouped, stay most of the work.
+//! ResNeXt-50 32x4d computes four times the necessary products in its first stage and twice in its second. Most of its work
+//! is in 1x1 convolutions, which are not grouped.
 
 use super::{ConvShape, LANES, memory::Buffer};
 
-/// `s` with as many groups as have whole blocks of channels on both sides, or with a single one.
+/// `s` with the largest number of groups that have whole blocks of channels on both sides, or with a single group.
 pub(super) fn merged(s: &ConvShape) -> ConvShape {
-    // Powers of two, as LANES is: the larger one is a multiple of the other.
+    // LANES is a power of two, so both results are powers of two, and the larger one is a multiple of the other.
     let to_fill = |channels: usize| LANES >> channels.trailing_zeros().min(LANES.trailing_zeros());
     let together = to_fill(s.group_in_c()).max(to_fill(s.group_out_c()));
     let groups = if s.groups.is_multiple_of(together) { s.groups / together } else { 1 };
     ConvShape { groups, ..*s }
 }
 
-/// The weights of `s` as those of `merged`.
+/// Converts the weights of `s` to those of `merged`.
 pub(super) fn merge<'a>(s: &ConvShape, merged: &ConvShape, w: &'a [f32], to: &'a mut Buffer) -> &'a [f32] {
     if merged.groups == s.groups {
         return w;
@@ -27,12 +27,12 @@ pub(super) fn merge<'a>(s: &ConvShape, merged: &ConvShape, w: &'a [f32], to: &'a
     to
 }
 
-/// Takes the gradients of the weights of `s` from those of `merged`'s weights.
+/// Extracts the gradients of the weights of `s` from those of `merged`.
 pub(super) fn part(s: &ConvShape, merged: &ConvShape, wide: &[f32], dw: &mut [f32]) {
     each_weight(s, merged, |own, at| dw[own] = wide[at]);
 }
 
-/// Calls `f` with the place of every weight of `s` among its own and among those of `merged`.
+/// Calls `f` with the index of every weight of `s` in the weights of `s` and in the weights of `merged`.
 fn each_weight(s: &ConvShape, merged: &ConvShape, mut f: impl FnMut(usize, usize)) {
     let (inputs, all) = (s.group_in_c(), merged.group_in_c());
     for out in 0..s.out_c {
@@ -55,18 +55,18 @@ mod tests {
     #[test]
     fn groups_are_merged_until_they_fill_blocks_and_no_further() {
         for (in_c, out_c, groups, expected) in [
-            // ResNeXts: 4, 8, 16, 32 and 64 channels a group.
+            // ResNeXts: 4, 8, 16, 32 and 64 channels per group.
             (128, 128, 32, 8),
             (256, 256, 32, 16),
             (512, 512, 32, 32),
             (1024, 1024, 32, 32),
             (2048, 2048, 32, 32),
-            // Both sides have to be whole blocks; 24 channels are with two groups.
+            // Both sides must have whole blocks; 24 channels have them with two groups.
             (64, 128, 4, 4),
             (64, 32, 4, 2),
             (96, 96, 4, 2),
             (128, 16, 8, 1),
-            // Nothing fills blocks.
+            // No number of groups gives whole blocks.
             (6, 9, 3, 1),
             (8, 8, 2, 1),
             (80, 80, 16, 1),

@@ -1,4 +1,4 @@
-//! Working memory that passes reuse.
+//! Scratch memory of the passes.
 
 use super::{
     ConvShape,
@@ -15,7 +15,7 @@ use std::{
 #[repr(C, align(64))]
 struct Line([f32; 16]);
 
-/// Floats at addresses that are multiples of 64. Only grows; the contents are left over from earlier uses.
+/// A buffer of floats, aligned to 64 bytes. It only grows, and keeps the contents of earlier uses.
 #[derive(Debug, Default)]
 pub(super) struct Buffer(Vec<Line>);
 
@@ -26,12 +26,12 @@ impl Buffer {
         if self.0.len() < lines {
             self.0.resize(lines, Line([0.0; 16]));
         }
-        // SAFETY: a `Line` is 16 floats without gaps, and at least `len / 16` of them are there.
+        // SAFETY: a `Line` is 16 floats without padding, and there are at least `len / 16` lines.
         unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), len) }
     }
 }
 
-/// What one task works with.
+/// Buffers of one task.
 #[derive(Debug, Default)]
 pub(super) struct Bench {
     pub(super) x: Buffer,
@@ -41,24 +41,24 @@ pub(super) struct Bench {
     pub(super) sums: Buffer,
 }
 
-/// Working memory of the passes. Grows as shapes need it; keep one and reuse it for every layer.
+/// Scratch memory of the passes, which grows as needed. Reuse one for all layers.
 #[derive(Debug)]
 pub struct Scratch {
     pub(super) tiles: &'static Tiles,
-    /// How the weight gradient cuts a shape.
+    /// By shape: how the weight gradient divides the output.
     pub(super) plans: HashMap<ConvShape, Arc<Pieces>>,
     /// Transposed weights, or partial sums of their gradient.
     pub(super) weights: Buffer,
-    /// Weights of groups that are computed together, or the gradient of those.
+    /// Weights of merged groups, or their gradient.
     pub(super) merged: Buffer,
     pub(super) x: Buffer,
     pub(super) dy: Buffer,
-    /// One for every task that ran at the same time.
+    /// One per concurrent task.
     pub(super) benches: Benches,
 }
 
 impl Default for Scratch {
-    /// For the fastest instructions that this machine has.
+    /// Scratch memory for the fastest instructions of this machine.
     fn default() -> Self {
         let fastest = Instructions::ALL.into_iter().find_map(Self::with_instructions);
         fastest.unwrap_or_else(|| unreachable!("every machine has the plain ones"))
@@ -66,7 +66,7 @@ impl Default for Scratch {
 }
 
 impl Scratch {
-    /// For these instructions, if this machine has them.
+    /// Scratch memory for these instructions, if this machine supports them.
     pub fn with_instructions(instructions: Instructions) -> Option<Self> {
         Some(Scratch {
             tiles: Tiles::of(instructions)?,
@@ -84,7 +84,7 @@ impl Scratch {
 pub(super) struct Benches(Mutex<Vec<Bench>>);
 
 impl Benches {
-    /// Runs a task with a bench of its own.
+    /// Runs a task with a bench that no other task uses.
     pub(super) fn with<T>(&self, task: impl FnOnce(&mut Bench) -> T) -> T {
         let mut bench = self.lock().pop().unwrap_or_default();
         let result = task(&mut bench);
@@ -97,11 +97,11 @@ impl Benches {
     }
 }
 
-/// A slice that tasks write to in places of their own.
+/// A slice to which tasks write in disjoint ranges.
 #[derive(Clone, Copy)]
 pub(super) struct Shared(*mut f32);
 
-// SAFETY: dereferencing the pointer requires that the places are disjoint.
+// SAFETY: whoever dereferences the pointer must ensure that ranges are disjoint.
 unsafe impl Send for Shared {}
 // SAFETY: as above.
 unsafe impl Sync for Shared {}

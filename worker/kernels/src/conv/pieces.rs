@@ -1,21 +1,21 @@
-//! How the weight gradient cuts a convolution's output into pieces whose input and gradient stay in the first-level cache.
+//! How the weight gradient divides a convolution's output into pieces whose input and gradient fit in the first-level cache.
 
 use super::{ConvShape, tile::Run};
 use std::ops::Range;
 
-/// Pieces for a full group of pictures, and for a last one that is not full.
+/// Pieces for a full group of pictures, and for a last group with fewer pictures.
 pub(super) type Pieces = [Vec<Piece>; 2];
 
-/// Some rows of output pixels of a group of pictures, and the input rows that they meet.
+/// Rows of output pixels of a group of pictures, and the input rows that contribute to them.
 #[derive(Debug)]
 pub(super) struct Piece {
     pub(super) rows: Range<usize>,
     pub(super) src: Range<usize>,
-    /// Runs for every kernel offset, with pixels counted from the first of `src` and `rows`.
+    /// By kernel offset: runs of pixels, which count from the first of `src` and `rows`.
     pub(super) runs: Vec<Vec<Run>>,
 }
 
-/// Cuts the output rows into pieces and lists, for every kernel offset, the pixels that meet.
+/// Divides the output rows into pieces and lists, for every kernel offset, the pairs of input and output pixels.
 pub(super) fn pieces(s: &ConvShape, group: usize, rows: usize) -> Vec<Piece> {
     let (out_h, out_w) = (s.out_h(), s.out_w());
     let meets = |d: usize, k: usize, (src, padding): (usize, usize)| {

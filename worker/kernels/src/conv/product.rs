@@ -1,8 +1,8 @@
 //! The forward pass, and the gradient of the input, which is the same sum with the weights transposed.
 //!
-//! The pixels of a register tile are the same position of several pictures. So a tile knows exactly which
-//! weights meet the picture there: padding costs nothing, any stride is a list of taps like any other, and
-//! pictures of one pixel are as good as large ones.
+//! A register tile computes the same position of several pictures, so the weights that apply inside the picture
+//! are the same for the whole tile: padding costs nothing, every stride is just a list of taps, and pictures of
+//! one pixel are as efficient as large ones.
 
 use super::{
     ConvShape, LANES,
@@ -12,13 +12,13 @@ use super::{
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Packed pictures that stay in the second-level cache together with the weights, in floats.
+/// Maximum size, in floats, of packed pictures that stay in the second-level cache together with the weights.
 const PACKED: usize = 64 * 1024;
-/// All of the source, when it is small enough that tasks had better share the weights out.
+/// Maximum size, in floats, of a whole source for which tasks divide the weights instead of the pixels.
 const PACKED_WHOLE: usize = 160 * 1024;
-/// Tasks at least, if there are rows enough, so that threads finish together.
+/// Minimum number of tasks, if there are enough rows, so that threads finish together.
 const TASKS: usize = 10;
-/// Tasks that the blocks of output channels are shared out to at most.
+/// Maximum number of tasks that divide the blocks of output channels.
 const WEIGHT_TASKS: usize = 16;
 
 /// `dst[n, p, :] = sum over taps t: src[n, meets(p, t), :] * w[t]`.
@@ -27,13 +27,13 @@ pub(super) struct Pass {
     src: [usize; 3],
     dst: [usize; 3],
     kernel: usize,
-    /// Groups of channels; of several each has whole blocks of both.
+    /// Number of groups of channels. With several groups, each has whole blocks of input and output channels.
     cardinality: usize,
     rows: Axis,
     columns: Axis,
 }
 
-/// Which source rows (or columns) meet which kernel rows for every destination row.
+/// By destination row (or column): pairs of source rows and kernel rows that contribute.
 struct Axis(Vec<Vec<(usize, usize)>>);
 
 impl Axis {
@@ -42,7 +42,7 @@ impl Axis {
         Axis((0..dst).map(row).collect())
     }
 
-    /// The source indices from the first to the last that `destinations` meet.
+    /// The range of source indices that contribute to `destinations`.
     fn range(&self, destinations: &Range<usize>) -> Range<usize> {
         let met = || self.0[destinations.clone()].iter().flatten().map(|(_, s)| *s);
         met().min().unwrap_or(0)..met().max().map_or(0, |s| s + 1)
@@ -85,8 +85,8 @@ impl Pass {
         }
     }
 
-    /// Runs the pass. `w` holds `[block of 16 dst channels][tap][src channel of its group][lane]`. With `sums`, every
-    /// channel's sum over `dst` is added to the first half of it and the sum of squares to the second.
+    /// Runs the pass. `w` is `[block of 16 dst channels][tap][src channel in the group][lane]`. Every channel's sum over
+    /// `dst` is added to the first half of `sums`, if given, and the sum of squares to the second half.
     pub(super) fn run(
         &self,
         src: &[f32],
@@ -113,7 +113,7 @@ impl Pass {
         let picture = src_h * src_w * src_c.next_multiple_of(LANES);
         let job = Job { tiles, src, w, dst: Shared::of(dst), sums: sums.is_some() };
         let tasks: Vec<Task> = if picture * self.batch <= PACKED_WHOLE && w.len() > PACKED {
-            // Few pixels, many weights: every weight is fetched by one task, for all pictures.
+            // Few pixels, many weights: each weight is loaded by only one task, for all pictures.
             let each = blocks.div_ceil(WEIGHT_TASKS).next_multiple_of(2);
             let task =
                 |first| Task { groups: 0..groups, rows: 0..dst_h, blocks: first..blocks.min(first + each) };
@@ -151,8 +151,8 @@ impl Pass {
         }
     }
 
-    /// The weights for a backward pass, `[block of 16 in][tap][out][lane]`. Kernel offsets that never meet
-    /// the picture keep what was there.
+    /// The weights for a backward pass, `[block of 16 in][tap][out][lane]`. Weights of kernel offsets that are never
+    /// inside the picture are not written.
     pub(super) fn transpose<'a>(&self, w: &[f32], tiles: &Tiles, to: &'a mut Buffer) -> &'a [f32] {
         let (out_c, in_c) = (self.src[2] / self.cardinality, self.dst[2] / self.cardinality);
         let taps = self.kernel * self.kernel;
@@ -163,7 +163,7 @@ impl Pass {
         let to = to.get(w.len());
         to.par_chunks_mut(LANES * taps * out_c).enumerate().for_each(|(block, to)| {
             let lanes = to.len() / (taps * out_c);
-            // Counted in its group of channels, of which so many come before.
+            // `block` counts within its group of channels; `before`: number of earlier groups.
             let (before, block) = (block * LANES / in_c, block * LANES % in_c);
             for tap in (0..taps).filter(|tap| rows[tap / self.kernel] && columns[tap % self.kernel]) {
                 for out_block in 0..out_c.div_ceil(LANES) {
@@ -188,7 +188,7 @@ impl Pass {
         to
     }
 
-    /// Computes a piece of the output. Returns its channels' sums, then their sums of squares, if asked for.
+    /// Computes a piece of the output. Returns the channels' sums, then their sums of squares, if requested.
     fn task(&self, job: &Job<'_>, task: &Task, bench: &mut Bench) -> Vec<f64> {
         let [src_h, src_w, src_c] = self.src;
         let [dst_h, dst_w, dst_c] = self.dst;
@@ -196,7 +196,7 @@ impl Pass {
         let tiles = job.tiles;
         let met = self.rows.range(rows);
         let picture = met.len() * src_w * src_c.next_multiple_of(LANES);
-        // Groups differ by a picture at most.
+        // The sizes of groups differ by at most one picture.
         let all = self.batch.div_ceil(tiles.group);
         let largest = self.batch.div_ceil(all);
         let group_start = |group: usize| group * self.batch / all;
@@ -245,8 +245,8 @@ impl Pass {
                 for (index, (position, ends)) in positions.zip(bench.starts.windows(2)).enumerate() {
                     let first = (own.start * dst_h * dst_w + position) * dst_c + block * LANES;
                     let sums = sums.get_mut((block - blocks.start) * 3 * LANES..);
-                    // SAFETY: the packed group holds every position that the taps name; `w` and `sums` hold
-                    // the blocks that the tile takes; the outputs are inside of `dst` and this task's own.
+                    // SAFETY: the packed group has every position of the taps; `w` and `sums` have the blocks
+                    // of the tile; the outputs are inside `dst`, and no other task writes them.
                     unsafe {
                         tile(&Product {
                             x: packed
@@ -285,7 +285,7 @@ impl Pass {
     }
 }
 
-/// What all tasks of a pass share.
+/// Data shared by all tasks of a pass.
 struct Job<'a> {
     tiles: &'a Tiles,
     src: &'a [f32],
@@ -316,7 +316,7 @@ fn pack_pixels_first(
     for (index, picture) in pictures.clone().enumerate() {
         let first = (picture * height + rows.start) * width * channels;
         let from = &src[first..first + pixels * channels];
-        // SAFETY: `from` has the pixels; `to` is large enough for them, checked above.
+        // SAFETY: `from` has the pixels, and `to` is large enough, as checked above.
         unsafe {
             tiles.pack(&Pack {
                 from: from.as_ptr(),

@@ -1,6 +1,6 @@
 //! The shape of a convolution.
 
-/// A convolution of square kernels over `batch` pictures, the same stride both ways.
+/// A convolution with a square kernel over `batch` pictures, with the same stride for rows and columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConvShape {
     /// Pictures.
@@ -15,13 +15,13 @@ pub struct ConvShape {
     pub out_c: usize,
     /// Height and width of the kernel.
     pub kernel: usize,
-    /// Pixels from one output pixel's place in the input to the next one's.
+    /// Distance, in input pixels, between the windows of neighbouring output pixels.
     pub stride: usize,
-    /// Columns of zeros on either side of the input.
+    /// Padding columns of zeros on either side of the input.
     pub padding: usize,
-    /// Rows of zeros above and below it: as many, or none where the input has them already.
+    /// Padding rows of zeros above and below the input: as `padding`, or 0 if the input already includes them.
     pub row_padding: usize,
-    /// Groups of channels: each makes its share of the output from its share of the input.
+    /// Number of groups, which divide the channels of input and output.
     pub groups: usize,
 }
 

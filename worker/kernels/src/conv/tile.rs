@@ -1,13 +1,13 @@
 //! Register tiles: the innermost loops (`kernels.rs`), which multiply packed pictures (see `pack`) with weights or with other
-//! packed pictures, and their table for each instruction set. Everything is summed in one fixed order whatever the tile's size, so
-//! results do not depend on how the work is cut.
+//! packed pictures, and tables of tiles for each instruction set. The order of summation is the same for all tile sizes, so
+//! results do not depend on how work is divided.
 
 mod kernels;
 
 use super::vector::Vector;
 use kernels::{outer, pack, product};
 
-/// A source position that meets a weight: kernel offset `tap` at source position `position`.
+/// A product of a source position and a weight: kernel offset `tap` at source position `position`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tap {
     /// Index of the position in the packed rows.
@@ -18,12 +18,12 @@ pub(super) struct Tap {
 
 /// One output position of a group of pictures, for one to four blocks of output channels.
 pub(super) struct Product<'a> {
-    /// Packed group of pictures: `[position][channel block][picture][16]`, from the first wanted channel on.
+    /// Packed group of pictures: `[position][channel block][picture][16]`, from the first channel to read on.
     pub(super) x: *const f32,
     pub(super) taps: &'a [Tap],
-    /// Input channels that are read, from the first of `x` on.
+    /// Number of input channels to read, from the first of `x` on.
     pub(super) channels: usize,
-    /// Packed channels of a position: those of all groups.
+    /// Number of packed channels of a position, of all groups.
     pub(super) line: usize,
     /// Weights of the first block: `[tap][channel][lane]`.
     pub(super) w: *const f32,
@@ -31,18 +31,18 @@ pub(super) struct Product<'a> {
     pub(super) w_block: usize,
     /// The output of the first picture.
     pub(super) y: *mut f32,
-    /// Floats from one picture's output to the next's.
+    /// Floats from one picture's output to the next picture's.
     pub(super) y_picture: usize,
-    /// Lanes of the block, when it is not a full one.
+    /// Number of lanes of the block, if it is not full.
     pub(super) lanes: usize,
-    /// Null, or for every block of channels 16 pivots, 16 sums of outputs less the pivots, and 16 sums of
-    /// their squares. A pivot keeps the squares small when a channel's mean is far from zero.
+    /// Null, or for every block of channels: 16 pivots, 16 sums of (output - pivot), and 16 sums of
+    /// (output - pivot)^2. A pivot keeps the squares small if a channel's mean is far from zero.
     pub(super) sums: *mut f32,
-    /// Start the sums, with the first picture's outputs as pivots.
+    /// Whether to start the sums, with the first picture's outputs as pivots.
     pub(super) first: bool,
 }
 
-/// Pixels that are neighbours in both packed pictures.
+/// A run of pixels that are adjacent in both packed pictures.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Run {
     /// Index of the first pixel of the input, in units of 16 floats.
@@ -52,10 +52,10 @@ pub(super) struct Run {
     pub(super) len: u32,
 }
 
-/// Outer products of input and output gradient, summed over pixels: up to 16 input channels, one to four
-/// blocks of output channels.
+/// Outer products of input and output gradient, summed over pixels: at most 16 input channels, one to
+/// four blocks of output channels.
 pub(super) struct Outer<'a> {
-    /// Packed input, `[pixel][16]`, from the first wanted channel on.
+    /// Packed input, `[pixel][16]`, from the first channel to read on.
     pub(super) x: *const f32,
     /// Packed gradient, `[pixel][16]`.
     pub(super) dy: *const f32,
@@ -66,17 +66,17 @@ pub(super) struct Outer<'a> {
     pub(super) dw: *mut f32,
     /// Floats from one block of weights to the next.
     pub(super) dw_block: usize,
-    /// Add to what is there, or overwrite it.
+    /// Whether to add to `dw` instead of overwriting it.
     pub(super) accumulate: bool,
-    /// Input channels to store.
+    /// Number of input channels to store.
     pub(super) channels: usize,
-    /// Lanes of the block: 16 unless it is a single one that is not full.
+    /// Number of lanes of the block: 16, or less for a single block that is not full.
     pub(super) lanes: usize,
 }
 
 /// Copies channels of a row of pixels into packed lines.
 pub(super) struct Pack {
-    /// First channel of the first pixel; pixels follow each other.
+    /// First channel of the first pixel; pixels are consecutive.
     pub(super) from: *const f32,
     pub(super) pixels: usize,
     pub(super) channels: usize,
@@ -90,28 +90,28 @@ pub(super) struct Pack {
 type ProductFn = unsafe fn(&Product<'_>);
 type OuterFn = unsafe fn(&Outer<'_>);
 
-/// The tiles for one kind of machine.
+/// The tiles for one instruction set.
 #[derive(Debug)]
 pub(super) struct Tiles {
-    /// Pictures in a group, at most.
+    /// Maximum number of pictures in a group.
     pub(super) group: usize,
-    /// By pictures - 1: tiles of one, two and four blocks, and for one that is not full.
+    /// By number of pictures - 1: tiles of one, two and four blocks, and a tile of one block that is not full.
     product: &'static [[Option<ProductFn>; 4]],
-    /// Rising numbers of input channels, each with its tiles of one, two and four output blocks.
+    /// Ascending numbers of input channels, each with tiles of one, two and four output blocks.
     outer: &'static [(usize, [Option<OuterFn>; 3])],
     pack: unsafe fn(&Pack),
     transpose: unsafe fn(&[f32; 256], &mut [f32; 256]),
 }
 
-/// Instructions that the passes can be made of. Fused multiply-adds round once and plain ones twice, so
-/// results differ in their last bits between machines with and without them.
+/// Instruction sets. A fused multiply-add rounds once, a separate multiplication and addition round twice, so
+/// the last bits of results differ between machines with and without it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instructions {
     /// AVX-512F: 512-bit vectors, 32 registers.
     Avx512,
     /// AVX2 with FMA: 256-bit vectors, 16 registers.
     Avx2,
-    /// What every machine of the architecture has.
+    /// Baseline instructions of the architecture.
     Plain,
 }
 
@@ -121,7 +121,7 @@ impl Instructions {
 }
 
 impl Tiles {
-    /// The tiles for `instructions`, if this machine has them.
+    /// The tiles for `instructions`, if this machine supports them.
     pub(super) fn of(instructions: Instructions) -> Option<&'static Tiles> {
         match instructions {
             #[cfg(target_arch = "x86_64")]
@@ -136,7 +136,7 @@ impl Tiles {
         }
     }
 
-    /// Blocks of output channels that a tile for `pictures` takes when `blocks` full ones are left.
+    /// Number of blocks of output channels for the next tile for `pictures`, if `blocks` full blocks remain.
     pub(super) fn product_blocks(&self, pictures: usize, blocks: usize) -> usize {
         let [_, two, four, _] = self.product[pictures - 1];
         match blocks {
@@ -151,13 +151,13 @@ impl Tiles {
         self.product[pictures - 1][blocks / 2].unwrap_or_else(|| unreachable!("asked for by product_blocks"))
     }
 
-    /// The tile for a block that is not full.
+    /// The tile for one block that is not full.
     pub(super) fn product_part(&self, pictures: usize) -> ProductFn {
         self.product[pictures - 1][3].unwrap_or_else(|| unreachable!("every row has one"))
     }
 
-    /// Blocks of output channels that an outer-product tile for `channels` input channels takes when
-    /// `blocks` are left.
+    /// Number of blocks of output channels for the next outer-product tile for `channels` input channels,
+    /// if `blocks` remain.
     pub(super) fn outer_blocks(&self, channels: usize, blocks: usize) -> usize {
         let has = |width: usize, at_least: usize| {
             self.outer.iter().any(|(height, tiles)| *height >= at_least && tiles[width].is_some())
@@ -169,8 +169,8 @@ impl Tiles {
         }
     }
 
-    /// The tile for the next of `channels` input channels (at most 16) on 1, 2 or 4 blocks of output
-    /// channels, and how many channels it computes: more than there are only at the end.
+    /// The tile for the next of `channels` remaining input channels (at most 16) and 1, 2 or 4 blocks of
+    /// output channels, and its number of input channels, which exceeds `channels` only at the end.
     pub(super) fn outer(&self, channels: usize, blocks: usize) -> (usize, OuterFn) {
         let mut best = None;
         for (height, tiles) in self.outer {
@@ -193,14 +193,14 @@ impl Tiles {
     /// Copies a row of pixels.
     ///
     /// # Safety
-    /// The pointers of `p` are valid for what it describes.
+    /// The pointers of `p` must be valid for the described row.
     pub(super) unsafe fn pack(&self, p: &Pack) {
         // SAFETY: the caller's promise; `of` hands out tiles that this machine can run.
         unsafe { (self.pack)(p) }
     }
 }
 
-/// `Some` of a tile that the table says yes to.
+/// `Some(tile)` for `yes` in the table, else `None`.
 macro_rules! when {
     (yes $tile:expr) => {
         Some($tile)
@@ -210,7 +210,7 @@ macro_rules! when {
     };
 }
 
-/// Defines the tiles for one kind of vectors: functions that enable the instructions, and their table.
+/// Defines the tiles for one vector type: functions that enable the instructions, and a table of them.
 macro_rules! tiles {
     ($name:ident, $vector:ty, $(#[$feature:meta])?, group $group:literal,
      product [$($p:literal: $two:ident $four:ident),* $(,)?],

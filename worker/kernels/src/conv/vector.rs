@@ -1,10 +1,10 @@
-//! Sixteen floats, in whatever registers the machine has.
+//! Vectors of sixteen floats for several instruction sets.
 
 /// Sixteen floats. The methods must be inlined into a function that enables the instructions they use.
 ///
 /// # Safety
-/// Pointers must be valid for the floats that a method reads or writes (16, or the given number),
-/// with no alignment asked for; the machine must have the instructions.
+/// Pointers must be valid for the floats that a method reads or writes (16, or the given number);
+/// they need no alignment. The machine must support the instructions.
 pub(super) trait Vector: Copy {
     unsafe fn zero() -> Self;
     unsafe fn load(from: *const f32) -> Self;
@@ -27,12 +27,12 @@ pub(super) trait Vector: Copy {
             }
         }
     }
-    /// Asks for a line that will be written; any address will do.
+    /// Prefetches a cache line that will be written. Any address is allowed.
     #[inline(always)]
     unsafe fn prefetch(_line: *const f32) {}
 }
 
-/// Any CPU: the compiler vectorises it for the target's baseline (SSE2, NEON).
+/// For any CPU: the compiler vectorises the loops for the target's baseline (SSE2, NEON).
 #[derive(Clone, Copy)]
 pub(super) struct Plain([f32; 16]);
 
@@ -43,19 +43,19 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: `from` has sixteen floats, as the trait asks.
+        // SAFETY: `from` has sixteen floats (contract of the trait).
         Plain(unsafe { from.cast::<[f32; 16]>().read_unaligned() })
     }
     #[inline(always)]
     unsafe fn load_first(from: *const f32, count: usize) -> Self {
         let mut out = [0.0; 16];
-        // SAFETY: `from` has `count` floats, as the trait asks, of at most sixteen.
+        // SAFETY: `from` has `count` floats, at most sixteen (contract of the trait).
         unsafe { std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count) };
         Plain(out)
     }
     #[inline(always)]
     unsafe fn splat(from: *const f32) -> Self {
-        // SAFETY: `from` has a float, as the trait asks.
+        // SAFETY: `from` has a float (contract of the trait).
         Plain([unsafe { *from }; 16])
     }
     #[inline(always)]
@@ -76,12 +76,12 @@ impl Vector for Plain {
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: `to` points to sixteen floats, as the trait requires.
+        // SAFETY: `to` points to sixteen floats (contract of the trait).
         unsafe { to.cast::<[f32; 16]>().write_unaligned(self.0) }
     }
     #[inline(always)]
     unsafe fn store_first(self, to: *mut f32, count: usize) {
-        // SAFETY: `to` points to `count` floats, at most sixteen, as the trait requires.
+        // SAFETY: `to` points to `count` floats, at most sixteen (contract of the trait).
         unsafe { std::ptr::copy_nonoverlapping(self.0.as_ptr(), to, count) }
     }
 }
@@ -101,58 +101,58 @@ mod x86 {
     impl Vector for Avx512 {
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             Avx512(unsafe { _mm512_setzero_ps() })
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: `from` has sixteen floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `from` has sixteen floats; the machine supports the instructions (contract of the trait).
             Avx512(unsafe { _mm512_loadu_ps(from) })
         }
         #[inline(always)]
         unsafe fn load_first(from: *const f32, count: usize) -> Self {
-            // SAFETY: `from` has `count` floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `from` has `count` floats; the machine supports the instructions (contract of the trait).
             Avx512(unsafe { _mm512_maskz_loadu_ps(((1u32 << count) - 1) as u16, from) })
         }
         #[inline(always)]
         unsafe fn splat(from: *const f32) -> Self {
-            // SAFETY: `from` has a float, as the trait asks, which also asks for the instructions.
+            // SAFETY: `from` has a float; the machine supports the instructions (contract of the trait).
             Avx512(unsafe { _mm512_set1_ps(*from) })
         }
         #[inline(always)]
         unsafe fn mul_add(self, by: Self, to: Self) -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             Avx512(unsafe { _mm512_fmadd_ps(self.0, by.0, to.0) })
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             Avx512(unsafe { _mm512_add_ps(self.0, other.0) })
         }
         #[inline(always)]
         unsafe fn sub(self, other: Self) -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             Avx512(unsafe { _mm512_sub_ps(self.0, other.0) })
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: `to` points to sixteen floats and the machine has the instructions, as the trait requires.
+            // SAFETY: `to` points to sixteen floats and the machine supports the instructions (contract of the trait).
             unsafe { _mm512_storeu_ps(to, self.0) }
         }
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
-            // SAFETY: `to` points to `count` floats and the machine has the instructions, as the trait requires.
+            // SAFETY: `to` points to `count` floats and the machine supports the instructions (contract of the trait).
             unsafe { _mm512_mask_storeu_ps(to, ((1u32 << count) - 1) as u16, self.0) }
         }
         #[inline(always)]
         unsafe fn transpose(from: &[f32; 256], to: &mut [f32; 256]) {
-            // SAFETY: each slice that is read or written has sixteen floats; the machine has the instructions, as the trait asks.
+            // SAFETY: each slice that is read or written has sixteen floats; the machine supports the instructions (contract of the trait).
             unsafe {
                 let mut rows = [_mm512_setzero_ps(); 16];
                 for (row, from) in rows.iter_mut().zip(from.chunks_exact(16)) {
                     *row = _mm512_loadu_ps(from.as_ptr());
                 }
-                // Within quarters of 4 x 4 first; then quarters change places, twice.
+                // Transposes 4 x 4 quads first; then exchanges quads, twice.
                 let mut quads = rows;
                 for i in (0..16).step_by(4) {
                     let [a, b, c, d] = [rows[i], rows[i + 1], rows[i + 2], rows[i + 3]];
@@ -182,7 +182,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn prefetch(line: *const f32) {
-            // SAFETY: a hint reads nothing, and the machine has the instructions, as the trait asks.
+            // SAFETY: a hint reads nothing, and the machine supports the instructions (contract of the trait).
             unsafe { _mm_prefetch::<_MM_HINT_ET0>(line.cast()) }
         }
     }
@@ -194,18 +194,18 @@ mod x86 {
     impl Vector for Avx2 {
         #[inline(always)]
         unsafe fn zero() -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             unsafe { Avx2(_mm256_setzero_ps(), _mm256_setzero_ps()) }
         }
         #[inline(always)]
         unsafe fn load(from: *const f32) -> Self {
-            // SAFETY: `from` has sixteen floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `from` has sixteen floats; the machine supports the instructions (contract of the trait).
             unsafe { Avx2(_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))) }
         }
         #[inline(always)]
         unsafe fn load_first(from: *const f32, count: usize) -> Self {
             let mut out = [0.0; 16];
-            // SAFETY: `from` has `count` floats, as the trait asks, which also asks for the instructions.
+            // SAFETY: `from` has `count` floats; the machine supports the instructions (contract of the trait).
             unsafe {
                 std::ptr::copy_nonoverlapping(from, out.as_mut_ptr(), count);
                 Self::load(out.as_ptr())
@@ -213,7 +213,7 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn splat(from: *const f32) -> Self {
-            // SAFETY: `from` has a float, as the trait asks, which also asks for the instructions.
+            // SAFETY: `from` has a float; the machine supports the instructions (contract of the trait).
             unsafe {
                 let v = _mm256_set1_ps(*from);
                 Avx2(v, v)
@@ -221,22 +221,22 @@ mod x86 {
         }
         #[inline(always)]
         unsafe fn mul_add(self, by: Self, to: Self) -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             unsafe { Avx2(_mm256_fmadd_ps(self.0, by.0, to.0), _mm256_fmadd_ps(self.1, by.1, to.1)) }
         }
         #[inline(always)]
         unsafe fn add(self, other: Self) -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             unsafe { Avx2(_mm256_add_ps(self.0, other.0), _mm256_add_ps(self.1, other.1)) }
         }
         #[inline(always)]
         unsafe fn sub(self, other: Self) -> Self {
-            // SAFETY: the machine has the instructions, as the trait asks.
+            // SAFETY: the machine supports the instructions (contract of the trait).
             unsafe { Avx2(_mm256_sub_ps(self.0, other.0), _mm256_sub_ps(self.1, other.1)) }
         }
         #[inline(always)]
         unsafe fn store(self, to: *mut f32) {
-            // SAFETY: `to` points to sixteen floats and the machine has the instructions, as the trait requires.
+            // SAFETY: `to` points to sixteen floats and the machine supports the instructions (contract of the trait).
             unsafe {
                 _mm256_storeu_ps(to, self.0);
                 _mm256_storeu_ps(to.add(8), self.1);
@@ -245,7 +245,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn store_first(self, to: *mut f32, count: usize) {
             let mut out = [0.0; 16];
-            // SAFETY: `to` points to `count` floats and the machine has the instructions, as the trait requires.
+            // SAFETY: `to` points to `count` floats and the machine supports the instructions (contract of the trait).
             unsafe {
                 self.store(out.as_mut_ptr());
                 std::ptr::copy_nonoverlapping(out.as_ptr(), to, count);

@@ -1,9 +1,9 @@
 //! The gradient of the weights: for every kernel offset, the product of all input pixels with the output
-//! gradients that they meet.
+//! gradients at this offset.
 //!
-//! Pictures are packed so that pixels which follow each other in a row, for a few pictures at once, are
-//! neighbours; the sum runs over pieces of about [`PIXELS`] pixels, for which input and gradient stay in
-//! the first-level cache while all kernel offsets pass.
+//! Pictures are packed so that adjacent pixels of a row, of a few pictures, are adjacent in memory. The sum
+//! runs over pieces of about [`PIXELS`] pixels, whose input and gradient stay in the first-level cache for
+//! all kernel offsets.
 
 use super::{
     ConvShape, LANES,
@@ -14,20 +14,20 @@ use super::{
 use rayon::prelude::*;
 use std::{ops::Range, sync::Arc};
 
-/// Pixels of a piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. More are slower.
+/// Pixels per piece: (16 input and 32 output channels) * 4 bytes * 256 = 48 KiB. Larger pieces are slower.
 const PIXELS: usize = 256;
-/// Pictures in a group when one is larger than a piece.
+/// Pictures per group if a picture is larger than a piece.
 const GROUP: usize = 4;
-/// Weights, up to which tasks share pixels out and keep gradients of their own in the second-level cache.
+/// Maximum number of weights for which tasks divide the pixels, with separate gradients in the second-level cache.
 const OWN: usize = 80 * 1024;
-/// Packed floats of a task that stay in the second-level cache with it, input and gradient each.
+/// Packed floats of a task, each of input and gradient, that stay in the second-level cache with the gradient.
 const PACKED: usize = 48 * 1024;
-/// Own gradients, at most; they are added in order at the end.
+/// Maximum number of separate gradients, which are added in order at the end.
 const SLOTS: usize = 16;
-/// Tasks that weights are shared out to, about.
+/// Approximate number of tasks that divide the weights.
 const WEIGHT_TASKS: usize = 16;
 
-/// A group of pictures with the pieces that are computed together.
+/// Pieces of a group of pictures that are computed together.
 #[derive(Clone)]
 struct Chunk {
     pictures: Range<usize>,
@@ -46,9 +46,9 @@ struct Plan<'a> {
 struct Packed {
     x: *const f32,
     dy: *const f32,
-    /// Rows of the input that are packed.
+    /// Packed rows of the input.
     src: Range<usize>,
-    /// Rows of the gradient that are packed.
+    /// Packed rows of the gradient.
     rows: Range<usize>,
 }
 
@@ -107,7 +107,7 @@ impl Plan<'_> {
                         rows: 0..s.out_h(),
                     };
                     let chunk = Chunk { pictures, pieces: 0..self.pieces[0].len() };
-                    // SAFETY: the chunk is packed whole; panel and input block are this task's own.
+                    // SAFETY: the whole chunk is packed; no other task has this panel and input block.
                     unsafe { self.accumulate(&chunk, &packed, panel, in_block, out.pointer(), first > 0) };
                 }
             }
@@ -138,7 +138,7 @@ impl Plan<'_> {
                     let packed = Packed { x: x_packed.as_ptr(), dy: dy_packed.as_ptr(), src, rows };
                     for panel in &panels {
                         for in_block in 0..in_blocks {
-                            // SAFETY: the chunk's rows are packed; `sum` is this task's own.
+                            // SAFETY: the chunk's rows are packed; no other task uses `sum`.
                             unsafe {
                                 self.accumulate(chunk, &packed, panel, in_block, sum.as_mut_ptr(), index > 0);
                             }
@@ -160,8 +160,8 @@ impl Plan<'_> {
         });
     }
 
-    /// Blocks of output channels that a tile takes together, of one group of channels; a block that is not full stands
-    /// alone.
+    /// Blocks of output channels that one tile computes, all in the same group of channels. A block that is not full is a
+    /// separate panel.
     fn panels(&self) -> Vec<Range<usize>> {
         let together = self.s.group_out_c().div_ceil(LANES);
         let (full, blocks) = (self.s.out_c / LANES, self.s.out_c.div_ceil(LANES));
@@ -176,7 +176,7 @@ impl Plan<'_> {
         panels
     }
 
-    /// Groups of pictures, cut by rows so that what is packed fits the cache.
+    /// Groups of pictures, divided by rows so that packed rows fit in the cache.
     fn chunks(&self) -> Vec<Chunk> {
         let s = self.s;
         let row = (s.in_w * s.in_c.next_multiple_of(LANES)).max(s.out_w() * s.out_c.next_multiple_of(LANES))
@@ -214,11 +214,11 @@ impl Plan<'_> {
         (first.src.start..last.src.end.max(first.src.end), first.rows.start..last.rows.end)
     }
 
-    /// Adds a chunk's part to the gradient of one block of a group's input channels and one panel (or, when not
-    /// `add` and for the chunk's first piece, writes it).
+    /// Adds a chunk's part of the gradient of one block of a group's input channels and one panel. Without `add`, the
+    /// chunk's first piece overwrites the gradient.
     ///
     /// # Safety
-    /// `packed` holds the chunk's rows; nobody else uses this part of `dw`.
+    /// `packed` must have the chunk's rows, and no other thread may use this part of `dw`.
     unsafe fn accumulate(
         &self,
         chunk: &Chunk,
@@ -235,7 +235,7 @@ impl Plan<'_> {
         let dy_row = s.out_w() * pictures * LANES;
         let taps = s.kernel * s.kernel;
         let in_c = s.group_in_c();
-        // With several groups, each has whole blocks.
+        // With several groups, each group has whole blocks.
         let x_block = panel.start * LANES / s.group_out_c() * in_c / LANES + in_block;
         let lanes = LANES.min(s.out_c - panel.start * LANES);
         let in_channels = LANES.min(in_c - in_block * LANES);
@@ -248,8 +248,8 @@ impl Plan<'_> {
                         panel.start * LANES * taps * in_c + (tap * in_c + in_block * LANES + channel) * lanes;
                     let x = (x_block * src.len() + piece.src.start.saturating_sub(src.start)) * x_row;
                     let dy = (panel.start * rows.len() + piece.rows.start - rows.start) * dy_row;
-                    // SAFETY: the runs stay inside of the piece's rows, which are packed; the weights are
-                    // inside of `dw`.
+                    // SAFETY: the runs are inside the piece's rows, which are packed; the weights are
+                    // inside `dw`.
                     unsafe {
                         tile(&Outer {
                             x: packed.x.add(x + channel),
@@ -292,7 +292,7 @@ fn pack(
     for (index, picture) in pictures.clone().enumerate() {
         let first = (picture * height + rows.start) * width * channels;
         let from = &from[first..first + pixels * channels];
-        // SAFETY: `from` has the pixels; `to` is large enough for them, checked above.
+        // SAFETY: `from` has the pixels, and `to` is large enough, as checked above.
         unsafe {
             tiles.pack(&Pack {
                 from: from.as_ptr(),

@@ -1,11 +1,11 @@
-//! Parts of a bucket of gradients, summed over the ranks of this machine.
+//! Sums of parts of a bucket of gradients over the ranks of this machine.
 
 use super::BLOCK;
 use crate::cpu::reduce::Bucket;
 use lockstep_kernels::sums;
 use std::ops::Range;
 
-/// A part of bucket number `bucket`, summed over `gradients` (one element a rank) in the order of ranks.
+/// Sums a part of bucket number `bucket` over `gradients` (one element per rank), in rank order.
 pub(super) fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>, out: &mut [f32]) {
     let mut in_f64 = [0.0f64; BLOCK];
     let in_f64 = &mut in_f64[..out.len()];
@@ -25,7 +25,7 @@ pub(super) fn sum(gradients: &[Vec<Bucket>], bucket: usize, place: Range<usize>,
     }
 }
 
-/// A part of one bucket, as float32.
+/// Copies a part of one bucket, converted to float32.
 pub(super) fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
     match bucket {
         Bucket::F32(values) => out.copy_from_slice(&values[place]),
@@ -36,7 +36,7 @@ pub(super) fn first(bucket: &Bucket, place: Range<usize>, out: &mut [f32]) {
 /// Replaces a part of a bucket by `sum`.
 ///
 /// # Safety
-/// Nobody else uses this place of the bucket meanwhile.
+/// No other thread uses this part of the bucket during the call.
 pub(super) unsafe fn keep(bucket: &Bucket, place: Range<usize>, sum: &[f32]) {
     // SAFETY: the caller's promise.
     unsafe {

@@ -1,10 +1,10 @@
-//! Reduced gradients that outlive their step, for who wants to look at them.
+//! Reduced gradients that are kept after their step, for [`crate::Engine::gradients`].
 
 use super::State;
 use lockstep_comm::{CommError, ProcessGroup};
 
 impl State {
-    /// Collective: has the next step keep its reduced gradients, if there is memory for them.
+    /// Collective: makes the next step keep its reduced gradients, if there is enough memory.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -14,8 +14,8 @@ impl State {
             self.reduced = match &self.memory {
                 None => Some(vec![0.0; len].into()),
                 Some(_) => match comm.shared_memory(4 * len)? {
-                    // SAFETY: numbers, of which all bits are valid. Pieces of an update are written by whoever does them, and
-                    // read between two updates.
+                    // SAFETY: all bit patterns of numbers are valid. A piece is written by the thread that updates it, and read
+                    // only between two updates.
                     Ok(memory) => Some(unsafe { memory.view(0, len) }),
                     Err(why) => {
                         tracing::warn!("gradients cannot be kept: {why}");
@@ -28,7 +28,7 @@ impl State {
         Ok(())
     }
 
-    /// Those gradients.
+    /// The kept gradients.
     pub(in crate::cpu) fn reduced_gradients(&self) -> Option<&[f32]> {
         self.reduced.as_deref()
     }

@@ -1,4 +1,4 @@
-//! Optimizer state of which each rank has a part ([`crate::sharding`]): what ranks have to give each other then.
+//! Communication between ranks that divide the optimizer's state ([`crate::sharding`]).
 
 use super::{State, number};
 use crate::{
@@ -18,14 +18,14 @@ pub(in crate::cpu) struct Sharding {
     /// By bucket.
     axes: Vec<Axes>,
     pub(super) shares: Vec<Share>,
-    /// In the flat buffer.
+    /// Ranges in the flat buffer.
     buckets: Vec<Range<usize>>,
-    /// The parameters of the buckets of each group, in the order in which all ranks add up norms.
+    /// By group: the parameters of its buckets, in the order in which all ranks sum norms.
     slots: Vec<(Axes, Vec<usize>)>,
 }
 
 impl Sharding {
-    /// Of the ranks that add up gradients in `groups`.
+    /// `groups`: the ranks that reduce gradients, and so divide the state.
     pub(in crate::cpu) fn new(layout: &Layout, groups: ByAxes) -> Self {
         let share = |axes: &Axes| {
             let group = groups.of(*axes);
@@ -48,7 +48,7 @@ impl Sharding {
         }
     }
 
-    /// Collective among the ranks of a bucket: all of it, from each rank's `own` part. What `all` has behind the bucket does not count.
+    /// Collective among the ranks of a bucket: gathers each rank's `own` part into `all`, which may be longer than the bucket.
     fn gather(&self, bucket: usize, own: &[f32], all: &mut Vec<f32>) -> Result<(), CommError> {
         let (share, len) = (self.shares[bucket], self.buckets[bucket].len());
         let mut own = own.to_vec();
@@ -57,7 +57,7 @@ impl Sharding {
         self.groups.of(self.axes[bucket]).all_gather((&own).into(), all.into())
     }
 
-    /// Collective: completes `flat`, of which each rank has its parts.
+    /// Collective: completes `flat`, of which each rank has its own parts.
     pub(super) fn complete(&self, flat: &mut [f32]) -> Result<(), CommError> {
         let mut all = Vec::new();
         for (bucket, range) in self.buckets.iter().enumerate() {
@@ -70,7 +70,7 @@ impl Sharding {
 }
 
 impl State {
-    /// Collective where ranks have parts: gives each piece's sums of squares to all ranks that need norms of the whole parameter.
+    /// Collective if ranks have parts of parameters: sums the pieces' squares over the ranks that need norms of whole parameters.
     pub(super) fn add_up_squares(&self) -> Result<(), CommError> {
         if let Some(sharding) = &self.sharding {
             for (axes, slots) in &sharding.slots {
@@ -83,7 +83,7 @@ impl State {
         }
     }
 
-    /// Adds up the squares of parameters over the ranks that have their parts.
+    /// Sums the squares of parameters over the ranks that have their parts.
     fn add_up_squares_of(&self, slots: &[usize], group: &Group) -> Result<(), CommError> {
         let of_slot = |slot: &usize| {
             let pieces = self.slot_pieces[*slot].clone();
@@ -93,7 +93,7 @@ impl State {
         let mut sums: Vec<f64> = of_slots().map(|pieces| pieces.iter().map(number).sum()).collect();
         group.all_reduce((&mut sums).into(), Reduction::Sum)?;
         for (pieces, sum) in of_slots().zip(sums) {
-            // The sum of the pieces is what counts.
+            // Only the sum over the pieces is used, so the first piece holds the total.
             pieces.iter().for_each(|piece| piece.store(0, Ordering::Relaxed));
             if let Some(first) = pieces.first() {
                 first.store(sum.to_bits(), Ordering::Relaxed);
@@ -107,7 +107,7 @@ impl State {
         self.sharding.is_some()
     }
 
-    /// What this rank has of the optimizer's slot number `slot`, in the order of the weights; 0 for what other ranks have.
+    /// This rank's part of the optimizer's slot number `slot`, in the order of the weights, with zeros for other ranks' parts.
     pub(in crate::cpu) fn optimizer_slot(&self, slot: usize) -> Vec<f32> {
         let mut flat = vec![0.0; self.weights.len()];
         for piece in &self.pieces {
@@ -116,7 +116,7 @@ impl State {
         flat
     }
 
-    /// Collective: the same with the parts of all ranks that add up the gradients, for those that `keep` it.
+    /// Collective: the whole optimizer slot number `slot`, gathered from all ranks that divide it, on ranks with `keep`.
     ///
     /// # Errors
     /// Another rank is gone.
@@ -139,14 +139,14 @@ impl State {
         Ok(keep.then_some(flat))
     }
 
-    /// Replaces the optimizer's slot number `slot` by what this rank has of `flat`, which is in the order of the weights.
+    /// Replaces the optimizer's slot number `slot` by this rank's part of `flat`, which is in the order of the weights.
     pub(in crate::cpu) fn set_optimizer_slot(&mut self, slot: usize, flat: &[f32]) {
         for piece in &self.pieces {
             self.optimizer_slots[slot][piece.in_slots.clone()].copy_from_slice(&flat[piece.range.clone()]);
         }
     }
 
-    /// What sharding saves, in words, of optimizer state that is `whole_len` values a slot.
+    /// The memory that sharding saves, as text, for optimizer state of `whole_len` values per slot.
     pub(in crate::cpu) fn saving(&self, whole_len: usize) -> String {
         let own: usize = self.optimizer_slots.iter().map(|slot| slot.len()).sum();
         saving_in_words(4 * own, 4 * self.optimizer_slots.len() * whole_len)

@@ -1,4 +1,4 @@
-//! Commands as text, operands by what they hold.
+//! Commands as text, with operands named after their content.
 
 use super::{Access, Collective, Command, Content, Geometry, Group, Operand, Part, Region, StreamId};
 use std::{
@@ -6,12 +6,12 @@ use std::{
     fmt::{Display, Formatter, Result, Write},
 };
 
-/// What ranges of memory are called: (what, which of its parts).
+/// Names of ranges of memory: (name, name of a part).
 #[derive(Debug, Default)]
 pub(in crate::cuda) struct Names(HashMap<(Region, usize), (usize, String, String)>);
 
 impl Names {
-    /// Calls a range `part` of `what`.
+    /// Names a range as `part` of `what`.
     pub(in crate::cuda) fn insert(&mut self, operand: Operand, what: &str, part: &str) {
         let Operand { region, offset, bytes } = operand;
         self.0.insert((region, offset), (bytes, what.into(), part.into()));
@@ -26,7 +26,7 @@ impl Names {
         }
     }
 
-    /// A list, the parts of one thing together.
+    /// A list of operands, with parts of the same name joined.
     fn list(&self, operands: &[Operand]) -> String {
         let mut all: Vec<(String, String)> = Vec::new();
         for (what, part) in operands.iter().map(|operand| self.of(*operand)) {
@@ -43,7 +43,7 @@ impl Names {
     }
 }
 
-/// The list, a command a line; `title` says what a part of the step is.
+/// The commands as text, one per line; `title` names the parts of the step.
 pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn(Part) -> String) -> String {
     let mut text = String::new();
     let mut names = Names(names.0.clone());
@@ -73,7 +73,7 @@ pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn
     text
 }
 
-/// `read -> written; changed`.
+/// A command's operands: `read -> written; changed`.
 fn accesses(command: &Command, names: &Names) -> String {
     let all = command.accesses();
     let of = |wanted: Access| {
@@ -113,7 +113,7 @@ impl Display for Collective {
     }
 }
 
-/// As it follows a collective; nothing for all ranks.
+/// Suffix of a collective; empty for all ranks.
 impl Display for Group {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         f.write_str(match self {
@@ -134,7 +134,7 @@ impl Display for StreamId {
     }
 }
 
-/// `grid of block`, each without its last ones, then what is out of the ordinary.
+/// `grid of block`, both without trailing ones, then cluster and dynamic shared memory, if any.
 impl Display for Geometry {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         let sides = |[x, y, z]: [u32; 3]| match (y, z) {
@@ -153,7 +153,7 @@ impl Display for Geometry {
     }
 }
 
-/// `matrix_gradients`.
+/// The region's name in snake case: `matrix_gradients`.
 impl Display for Region {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         let mut text = String::new();

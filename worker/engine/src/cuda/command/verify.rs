@@ -1,4 +1,4 @@
-//! Whether a list of commands does what its streams and its memory promise, whatever the GPU's timing.
+//! Checks that a list of commands is free of data races and use of invalid memory, for any timing of the GPU.
 //!
 //! - Everything is written before it is read, and nobody touches memory that is freed.
 //! - Two commands of which one writes what the other touches are ordered: by their stream, or by events.
@@ -8,7 +8,7 @@
 //!   but for ranks that divide the optimizer's state: they give each other norms and new weights. No rank alone has the state of such a
 //!   step, so the host does not ask for it.
 //!
-//! A stream's place is a clock: how many of its commands, and of each other stream's, are known to be done.
+//! The check uses vector clocks: for each stream, how many commands of every stream are known to be done.
 
 use super::{Access, Command, EventId, Operand, Region, StreamId, UPDATING};
 use std::collections::{BTreeMap, HashMap};
@@ -16,10 +16,10 @@ use std::collections::{BTreeMap, HashMap};
 /// By stream: commands that are known to be done.
 type Clock = [usize; StreamId::ALL.len()];
 
-/// Checks a list. `carries_over`: it continues from the gradients and totals of a micro-batch before it.
+/// Checks a list. `carries_over`: the list continues from the gradients and totals of an earlier micro-batch.
 ///
 /// # Errors
-/// The first command that is wrong, and why.
+/// Names the first invalid command and the reason.
 pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Result<(), String> {
     let mut check = Check { carries_over, ..Check::default() };
     for (number, command) in commands.iter().enumerate() {
@@ -28,7 +28,7 @@ pub(in crate::cuda) fn verify(commands: &[Command], carries_over: bool) -> Resul
     check.end()
 }
 
-/// Collectives and exchanges in the order in which they are started: the same on every rank of a group.
+/// Collectives and exchanges in launch order, which must be the same on all ranks of a group.
 #[cfg(test)]
 pub(in crate::cuda) fn meetings(commands: &[Command]) -> Vec<String> {
     let exchange = |operand: &Operand| operand.region == Region::PeerSequences;
@@ -59,7 +59,7 @@ fn name(command: &Command) -> String {
     }
 }
 
-/// A command's place: the stream's number, and the commands before it there.
+/// A command's position: number of its stream, and number of earlier commands on that stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     stream: usize,
@@ -67,29 +67,29 @@ struct Place {
 }
 
 impl Place {
-    /// Whether it is known to be done at `clock` of stream number `stream`.
+    /// Whether this command is known to be done at `clock` of stream number `stream`.
     fn is_before(self, stream: usize, clock: &Clock) -> bool {
         self.stream == stream || clock[self.stream] >= self.time
     }
 }
 
-/// A range of a region, up to the next one.
+/// A range of a region, up to the next piece.
 #[derive(Debug, Clone)]
 struct Piece {
     end: usize,
     holds: Holds,
     written: Option<Place>,
-    /// Since then, the last by stream.
+    /// By stream: the last read since the last write.
     read: [Option<Place>; StreamId::ALL.len()],
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Holds {
-    /// Numbers.
+    /// Initialised values.
     Something,
-    /// What was there before.
+    /// Uninitialised memory.
     Nothing,
-    /// No allocation.
+    /// Memory that is not allocated.
     Freed,
 }
 
@@ -101,10 +101,10 @@ struct Check {
     joined: [bool; StreamId::ALL.len()],
     events: HashMap<EventId, Clock>,
     memory: HashMap<Region, BTreeMap<usize, Piece>>,
-    /// By offset, where each allocation of the arena ends.
+    /// By offset: the end of each allocation in the arena.
     live: BTreeMap<usize, usize>,
     collective: Option<Place>,
-    /// The host has been told that weights may change.
+    /// Whether the host can see that weights may change.
     updates: bool,
 }
 
@@ -137,7 +137,7 @@ impl Check {
         }
         self.clocks[stream][stream] += 1;
         let place = Place { stream, time: self.clocks[stream][stream] };
-        // What it reads is what was there before it.
+        // Reads come before the command's own writes.
         let accesses = command.accesses();
         self.update(command, &accesses, stream)?;
         for (operand, access) in &accesses {
@@ -190,7 +190,7 @@ impl Check {
         Ok(())
     }
 
-    /// All that the other streams were given is done before what comes after the list.
+    /// Checks that the work of all other streams is done before any work after the list.
     fn end(&self) -> Result<(), String> {
         let main = self.clocks[StreamId::Main as usize];
         for (stream, clock) in self.clocks.iter().enumerate() {
@@ -252,7 +252,7 @@ impl Check {
         Ok(())
     }
 
-    /// The pieces of a range, which begin and end where it does.
+    /// The pieces of a range, split so that they begin and end with the range.
     fn pieces(&mut self, operand: Operand) -> impl Iterator<Item = &mut Piece> {
         let Operand { region, offset, .. } = operand;
         let holds = match region {
@@ -275,7 +275,7 @@ impl Check {
     }
 }
 
-/// Whether a region holds something when a list begins: what outlives a step, or with `carries_over` a micro-batch.
+/// Whether a region is initialised when a list begins: it outlives a step or, with `carries_over`, a micro-batch.
 fn lasts(region: Region, carries_over: bool) -> bool {
     match region {
         Region::MatrixGradients

@@ -1,15 +1,15 @@
-//! The objects of the backend: created, given attributes, finalised.
+//! Descriptors of cuDNN's backend API: created, given attributes, finalised.
 
-#![allow(unsafe_code)] // The backend's interface is C: attributes are given as pointers to arrays of a stated type.
+#![allow(unsafe_code)] // The backend API is C: attributes are pointers to arrays of a stated type.
 
 use super::{Kind, Name, Type};
 use crate::cuda::error::CudaError;
 use cudarc::cudnn::sys::{self, cudnnStatus_t};
 
-/// One object of the backend.
+/// An owned backend descriptor.
 pub(super) struct Descriptor(pub(super) sys::cudnnBackendDescriptor_t);
 
-// SAFETY: a descriptor belongs to no thread; one at a time uses it, as there is no `Sync`.
+// SAFETY: a descriptor is not tied to a thread; without `Sync`, only one thread at a time uses it.
 unsafe impl Send for Descriptor {}
 
 impl Descriptor {
@@ -22,9 +22,9 @@ impl Descriptor {
         Ok(Self(descriptor))
     }
 
-    /// Gives an attribute; the backend copies the values.
+    /// Sets an attribute. cuDNN copies the values.
     pub(super) fn set<T>(&self, name: Name, kind: Type, values: &[T]) -> Result<(), CudaError> {
-        // SAFETY: as many values as said, of the type that the attribute has.
+        // SAFETY: the number and type of the values are as stated.
         let status = unsafe {
             sys::cudnnBackendSetAttribute(self.0, name, kind, values.len() as i64, values.as_ptr().cast())
         };
@@ -36,10 +36,10 @@ impl Descriptor {
         self.set(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, &handles)
     }
 
-    /// Asks for an attribute; gives how many values there are (and writes as many as fit).
+    /// Reads an attribute. Returns its number of values, and writes as many of them as fit into `values`.
     pub(super) fn get<T>(&self, name: Name, kind: Type, values: &mut [T]) -> Result<usize, CudaError> {
         let mut found = 0i64;
-        // SAFETY: room for as many values as said, of the type that the attribute has.
+        // SAFETY: `values` has the stated length and type.
         let status = unsafe {
             sys::cudnnBackendGetAttribute(
                 self.0,
@@ -72,7 +72,7 @@ pub(super) fn check(status: cudnnStatus_t, doing: impl FnOnce() -> String) -> Re
         return Ok(());
     }
     let mut text = [0u8; 512];
-    // SAFETY: room for as many bytes as said; the library ends them with a zero.
+    // SAFETY: the buffer has the stated length; the library terminates the text with a zero byte.
     unsafe { sys::cudnnGetLastErrorString(text.as_mut_ptr().cast(), text.len()) };
     let text = String::from_utf8_lossy(text.split(|b| *b == 0).next().unwrap_or_default()).trim().to_owned();
     let detail = if text.is_empty() { text } else { format!(": {text}") };

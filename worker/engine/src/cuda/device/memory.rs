@@ -1,4 +1,4 @@
-//! Memory of the GPU, and of the host where the GPU sees it.
+//! GPU memory, and page-locked host memory.
 
 #![allow(unsafe_code)] // As in `device.rs`.
 
@@ -7,7 +7,7 @@ use crate::cuda::error::CudaError;
 use cudarc::driver::{result, sys};
 use std::ptr::NonNull;
 
-/// Memory of the GPU.
+/// An owned range of GPU memory.
 #[derive(Debug)]
 pub(in crate::cuda) struct Buffer {
     pub(in crate::cuda) ptr: Ptr,
@@ -15,12 +15,12 @@ pub(in crate::cuda) struct Buffer {
 }
 
 impl Buffer {
-    /// Copies `values` to the beginning, and waits until they are there.
+    /// Copies `values` to the beginning, synchronously.
     pub(in crate::cuda) fn write<T: bytemuck::NoUninit>(&self, values: &[T]) -> Result<(), CudaError> {
         self.write_at(0, values)
     }
 
-    /// Copies `values` to `offset` bytes on.
+    /// Copies `values` to byte offset `offset`, synchronously.
     pub(in crate::cuda) fn write_at<T: bytemuck::NoUninit>(
         &self,
         offset: usize,
@@ -32,7 +32,7 @@ impl Buffer {
             .map_err(CudaError::driver("copying to the GPU"))
     }
 
-    /// Copies from `offset` bytes on into `values`.
+    /// Copies from byte offset `offset` into `values`, synchronously.
     pub(in crate::cuda) fn read<T: bytemuck::AnyBitPattern>(
         &self,
         offset: usize,
@@ -47,21 +47,21 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // SAFETY: allocated by `Device::alloc`; what still uses it has been waited for by its owner.
+        // SAFETY: allocated by `Device::alloc`; the owner has waited for all work that uses it.
         let _ = unsafe { result::free_sync(self.ptr) };
     }
 }
 
-/// Page-locked memory of the host that the GPU reads and writes, too. Cached, so that the host reads
-/// it at full speed.
+/// Page-locked host memory that the GPU can access. It is cached (not write-combined), so that the host
+/// reads it at full speed.
 pub(in crate::cuda) struct Pinned {
     pub(super) host: NonNull<u8>,
-    /// Where the GPU sees it.
+    /// Device address.
     pub(in crate::cuda) device: Ptr,
     pub(super) bytes: usize,
 }
 
-// SAFETY: the memory is its own, and only reached through methods that copy.
+// SAFETY: this value owns the memory, which is only accessed through methods that copy.
 unsafe impl Send for Pinned {}
 // SAFETY: as above.
 unsafe impl Sync for Pinned {}
@@ -70,7 +70,7 @@ impl Pinned {
     /// `bytes` zeros.
     pub(in crate::cuda) fn new(bytes: usize) -> Result<Self, CudaError> {
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        // SAFETY: freed when this is dropped; the address is the driver's for it.
+        // SAFETY: freed when this is dropped; the driver returned the address.
         unsafe {
             let host = result::malloc_host(bytes, flags)
                 .map_err(CudaError::driver("page-locking memory of the host"))?;
@@ -85,7 +85,7 @@ impl Pinned {
         }
     }
 
-    /// Copies `values` to `offset` bytes on.
+    /// Copies `values` to byte offset `offset`.
     pub(in crate::cuda) fn write<T: bytemuck::NoUninit>(&self, offset: usize, values: &[T]) {
         let bytes: &[u8] = bytemuck::cast_slice(values);
         assert!(offset + bytes.len() <= self.bytes, "a copy past the end of page-locked memory");
@@ -94,7 +94,7 @@ impl Pinned {
         std::sync::atomic::fence(std::sync::atomic::Ordering::Release);
     }
 
-    /// The first `bytes`, which the GPU must have written before and must not write meanwhile.
+    /// The first `bytes`. The GPU must not write them during the borrow.
     pub(in crate::cuda) fn bytes(&self, bytes: usize) -> &[u8] {
         assert!(bytes <= self.bytes, "a read past page-locked memory");
         // SAFETY: checked above, and initialised by `new`.
@@ -105,19 +105,19 @@ impl Pinned {
         self.bytes
     }
 
-    /// The `u32` at `offset` bytes, which the GPU may be writing.
+    /// The `u32` at byte offset `offset`, which the GPU may write concurrently.
     pub(in crate::cuda) fn load(&self, offset: usize) -> u32 {
         assert!(offset + 4 <= self.bytes && offset.is_multiple_of(4), "a read past page-locked memory");
-        // SAFETY: inside and aligned; volatile, as the GPU changes it.
+        // SAFETY: in bounds and aligned; volatile, because the GPU changes the value.
         let value = unsafe { self.host.as_ptr().add(offset).cast::<u32>().read_volatile() };
         std::sync::atomic::fence(std::sync::atomic::Ordering::Acquire);
         value
     }
 
-    /// The value at `offset` bytes.
+    /// The value at byte offset `offset`.
     pub(in crate::cuda) fn read<T: bytemuck::AnyBitPattern>(&self, offset: usize) -> T {
         assert!(offset + size_of::<T>() <= self.bytes, "a read past page-locked memory");
-        // SAFETY: inside; any bits are a value of the type.
+        // SAFETY: in bounds; all bit patterns are valid.
         unsafe { self.host.as_ptr().add(offset).cast::<T>().read_unaligned() }
     }
 }

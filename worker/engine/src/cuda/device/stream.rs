@@ -7,20 +7,20 @@ use crate::cuda::error::CudaError;
 use cudarc::driver::{result, sys};
 use std::{cell::Cell, marker::PhantomData};
 
-/// A queue of work. A handle: its [`OwnedStream`] must outlive it.
+/// A handle of a stream, which its [`OwnedStream`] must outlive.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Stream(pub(in crate::cuda) sys::CUstream);
 
-/// Keeps a stream alive.
+/// An owned stream.
 pub(in crate::cuda) struct OwnedStream(pub(in crate::cuda) Stream);
 
-// SAFETY: a stream belongs to no thread.
+// SAFETY: a stream is not tied to a thread.
 unsafe impl Send for OwnedStream {}
-// SAFETY: calls on a stream may come from several threads; the driver orders them.
+// SAFETY: several threads may call functions on a stream; the driver orders the calls.
 unsafe impl Sync for OwnedStream {}
 
 impl OwnedStream {
-    /// A stream that runs concurrently with the default one; `urgent` work goes before other streams' work that waits.
+    /// A stream that does not synchronise with the default stream. `urgent`: highest priority.
     pub(in crate::cuda) fn new(urgent: bool) -> Result<Self, CudaError> {
         let (_, greatest) = result::stream::get_priority_range().unwrap_or((0, 0));
         let priority = if urgent { greatest } else { 0 };
@@ -38,13 +38,13 @@ impl Drop for OwnedStream {
 }
 
 impl Stream {
-    /// Waits on the host.
+    /// Blocks the host until all work on this stream is done.
     pub(in crate::cuda) fn synchronize(self) -> Result<(), CudaError> {
         // SAFETY: the stream is alive.
         unsafe { result::stream::synchronize(self.0) }.map_err(CudaError::driver("waiting for a stream"))
     }
 
-    /// Makes the first `bytes` of a buffer `value`.
+    /// Fills the first `bytes` of a buffer with `value`.
     pub(in crate::cuda) fn fill(self, buffer: &Buffer, bytes: usize, value: u8) -> Result<(), CudaError> {
         assert!(bytes <= buffer.bytes, "{bytes} of {} bytes", buffer.bytes);
         // SAFETY: the buffer has that many bytes, and the stream is alive.
@@ -52,7 +52,7 @@ impl Stream {
             .map_err(CudaError::driver("clearing memory"))
     }
 
-    /// Whether all that was started here is done.
+    /// Whether all work on this stream is done.
     pub(in crate::cuda) fn is_idle(self) -> Result<bool, CudaError> {
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.0) } {
@@ -61,7 +61,7 @@ impl Stream {
         }
     }
 
-    /// Whether something that was started here, or on the GPU before it, has failed.
+    /// Returns an error if work on this stream, or earlier work on the GPU, has failed.
     pub(in crate::cuda) fn failure(self) -> Result<(), CudaError> {
         // SAFETY: the stream is alive.
         match unsafe { sys::cuStreamQuery(self.0) } {
@@ -70,14 +70,14 @@ impl Stream {
         }
     }
 
-    /// Later work here waits for what `event` was recorded after.
+    /// Makes later work on this stream wait for `event`.
     pub(in crate::cuda) fn wait(self, event: &Event) -> Result<(), CudaError> {
         // SAFETY: both are alive.
         unsafe { result::stream::wait_event(self.0, event.0, sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT) }
             .map_err(CudaError::driver("ordering streams"))
     }
 
-    /// Copies `bytes` from `offset` bytes on to the beginning of another buffer.
+    /// Copies `bytes` from byte offset `offset` to the beginning of another buffer.
     pub(in crate::cuda) fn copy(
         self,
         to: &Buffer,
@@ -86,14 +86,14 @@ impl Stream {
         bytes: usize,
     ) -> Result<(), CudaError> {
         assert!(bytes <= to.bytes && offset + bytes <= from.bytes, "a copy past the end of a buffer");
-        // SAFETY: both ranges are inside of their buffers, as just checked; a buffer's owner waits for what uses it
-        // before it drops it.
+        // SAFETY: both ranges are in bounds, as just checked; a buffer's owner waits for all work that uses the buffer
+        // before dropping it.
         unsafe { result::memcpy_dtod_async(to.ptr, from.ptr + offset as u64, bytes, self.0) }
             .map_err(CudaError::driver("copying"))
     }
 
-    /// Copies `bytes` from `offset` bytes on of page-locked memory, which must stay as they are until this stream has
-    /// gone past it, to the same offset of a buffer.
+    /// Copies `bytes` from byte offset `offset` of page-locked memory to the same offset of a buffer. The host must not
+    /// change the bytes before the copy is done.
     pub(in crate::cuda) fn upload(
         self,
         to: &Buffer,
@@ -103,7 +103,7 @@ impl Stream {
     ) -> Result<(), CudaError> {
         assert!(offset + bytes <= from.bytes, "a copy past the end of page-locked memory");
         assert!(offset + bytes <= to.bytes, "a copy past the end of a buffer");
-        // SAFETY: both ranges are inside, as just checked; owners wait for what uses their memory before they drop it.
+        // SAFETY: both ranges are in bounds, as just checked; owners wait for all work that uses their memory.
         unsafe {
             let source = std::slice::from_raw_parts(from.host.as_ptr().add(offset), bytes);
             result::memcpy_htod_async(to.ptr + offset as u64, source, self.0)
@@ -111,7 +111,7 @@ impl Stream {
         .map_err(CudaError::driver("copying to the GPU"))
     }
 
-    /// A copy to page-locked memory, which is there once this stream has gone past it.
+    /// Copies to page-locked memory, asynchronously on this stream.
     pub(in crate::cuda) fn download(
         self,
         to: &mut Pinned,
@@ -120,7 +120,7 @@ impl Stream {
     ) -> Result<(), CudaError> {
         assert!(bytes <= to.bytes, "a copy past the end of page-locked memory");
         assert!(bytes <= from.bytes, "a copy past the end of a buffer");
-        // SAFETY: both ranges are inside, as just checked; owners wait for what uses their memory before they drop it.
+        // SAFETY: both ranges are in bounds, as just checked; owners wait for all work that uses their memory.
         unsafe {
             let target = std::slice::from_raw_parts_mut(to.host.as_ptr(), bytes);
             result::memcpy_dtoh_async(target, from.ptr, self.0)
@@ -128,7 +128,7 @@ impl Stream {
         .map_err(CudaError::driver("copying from the GPU"))
     }
 
-    /// Records what is started here from now on instead of running it.
+    /// Captures later work on this stream instead of running it.
     pub(in crate::cuda) fn begin_capture(self) -> Result<(), CudaError> {
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream is alive.
@@ -137,7 +137,7 @@ impl Stream {
 
     /// Ends [`Stream::begin_capture`].
     pub(in crate::cuda) fn end_capture(self) -> Result<Graph, CudaError> {
-        // SAFETY: capture began on this stream; the graph is destroyed once it is instantiated.
+        // SAFETY: capture began on this stream; the graph is destroyed after it is instantiated.
         unsafe {
             let graph = result::stream::end_capture(self.0).map_err(CudaError::driver("recording a step"))?;
             let mut nodes = 0;
@@ -156,11 +156,11 @@ impl Stream {
 /// A point in a stream.
 pub(in crate::cuda) struct Event(sys::CUevent, PhantomData<Cell<()>>);
 
-// SAFETY: an event belongs to no thread.
+// SAFETY: an event is not tied to a thread.
 unsafe impl Send for Event {}
 
 impl Event {
-    /// One that orders streams, and records the time if `timed`.
+    /// An event that orders streams, and records the time if `timed`.
     pub(in crate::cuda) fn new(timed: bool) -> Result<Self, CudaError> {
         let flags = match timed {
             true => sys::CUevent_flags::CU_EVENT_DEFAULT,
@@ -171,13 +171,13 @@ impl Event {
             .map_err(CudaError::driver("creating an event"))
     }
 
-    /// One whose [`Event::wait`] leaves the core to others, at the price of some 50 us: without it, a thread that waits
-    /// keeps its core busy.
+    /// An event whose [`Event::wait`] blocks instead of spinning, so that other threads can use the core. A wait takes
+    /// about 50 us longer.
     pub(in crate::cuda) fn sleeping() -> Result<Self, CudaError> {
         use sys::CUevent_flags as F;
         let flags = F::CU_EVENT_BLOCKING_SYNC as u32 | F::CU_EVENT_DISABLE_TIMING as u32;
         let mut event = std::ptr::null_mut();
-        // SAFETY: it writes a handle, destroyed when this is dropped. The flags are bits, of which cudarc's type holds one.
+        // SAFETY: writes a handle, which `drop` destroys. The flags are combined bits, but cudarc's enum can hold only one.
         unsafe { sys::cuEventCreate(&mut event, flags) }
             .result()
             .map_err(CudaError::driver("creating an event"))?;
@@ -189,13 +189,13 @@ impl Event {
         unsafe { result::event::record(self.0, stream.0) }.map_err(CudaError::driver("recording an event"))
     }
 
-    /// Waits on the host.
+    /// Blocks the host until the event has occurred.
     pub(in crate::cuda) fn wait(&self) -> Result<(), CudaError> {
         // SAFETY: the event is alive.
         unsafe { result::event::synchronize(self.0) }.map_err(CudaError::driver("waiting for an event"))
     }
 
-    /// Whether [`Event::wait`] would not wait.
+    /// Whether the event has occurred.
     pub(in crate::cuda) fn has_passed(&self) -> Result<bool, CudaError> {
         // SAFETY: the event is alive.
         match unsafe { sys::cuEventQuery(self.0) } {
@@ -204,7 +204,7 @@ impl Event {
         }
     }
 
-    /// Milliseconds from this event to a later one, both waited for.
+    /// Milliseconds from this event to a later one. Both must have occurred.
     pub(in crate::cuda) fn millis_to(&self, later: &Event) -> Result<f32, CudaError> {
         // SAFETY: both are alive and timed.
         unsafe {
@@ -221,18 +221,18 @@ impl Drop for Event {
     }
 }
 
-/// A captured step, ready to run.
+/// An instantiated graph.
 pub(in crate::cuda) struct Graph {
     executable: sys::CUgraphExec,
     pub(in crate::cuda) nodes: usize,
 }
 
-// SAFETY: a graph belongs to no thread; one at a time starts it, as there is no `Sync`.
+// SAFETY: a graph is not tied to a thread; without `Sync`, only one thread at a time launches it.
 unsafe impl Send for Graph {}
 
 impl Graph {
     pub(in crate::cuda) fn launch(&self, stream: Stream) -> Result<(), CudaError> {
-        // SAFETY: the buffers that it uses belong to the engine that owns it.
+        // SAFETY: the engine that owns this graph also owns the buffers that it uses.
         unsafe { result::graph::launch(self.executable, stream.0) }
             .map_err(CudaError::driver("starting a step"))
     }

@@ -1,4 +1,4 @@
-//! One kernel for a group of pictures: RGB of decoded planes, cropped and resized.
+//! The kernel that converts decoded planes of a group of pictures to RGB, crops and resizes.
 
 use super::plan::{Cropping, band};
 use crate::cuda::{
@@ -8,31 +8,31 @@ use crate::cuda::{
     kernels::{Kernels, Value},
 };
 
-/// Makes RGB of decoded pictures, crops and resizes them, and brings them to the host.
+/// Converts decoded pictures to RGB, crops and resizes them, and copies them to the host.
 pub(super) struct Cropper {
     pub(super) stream: OwnedStream,
     /// Width and height of an output.
     size: (u32, u32),
     outputs: Option<Buffer>,
     host_outputs: Option<Pinned>,
-    /// Croppings and tables of a group.
+    /// Croppings and resampling tables of a group.
     lists: Option<Buffer>,
     host_lists: Option<Pinned>,
 }
 
 impl Cropper {
     pub(super) fn new() -> Result<Self, CudaError> {
-        // Its kernels are few and short, and would wait for all of a training step's.
+        // Urgent: these kernels are few and short, and would otherwise wait for all kernels of a training step.
         let stream = OwnedStream::new(true)?;
         Ok(Self { stream, size: (0, 0), outputs: None, host_outputs: None, lists: None, host_lists: None })
     }
 
-    /// Bytes of an output.
+    /// Size of an output in bytes.
     fn bytes(&self) -> usize {
         self.size.0 as usize * self.size.1 as usize * 3
     }
 
-    /// Room for `pictures` outputs of `size`.
+    /// Allocates memory for `pictures` outputs of `size`.
     pub(super) fn begin(
         &mut self,
         device: &Device,
@@ -49,7 +49,7 @@ impl Cropper {
         Ok(())
     }
 
-    /// Starts the kernel. What was started before must have ended.
+    /// Launches the kernel. Earlier work of this cropper must be done.
     pub(super) fn run(
         &mut self,
         device: &Device,
@@ -58,7 +58,7 @@ impl Cropper {
         tables: &[i32],
     ) -> Result<(), CudaError> {
         let (Some(outputs), (width, height)) = (&self.outputs, self.size) else { return Ok(()) };
-        // Behind each other, each on a cache line of its own.
+        // Tables follow croppings, on a separate cache line.
         let tables_after = size_of_val(croppings).next_multiple_of(256);
         let bytes = tables_after + size_of_val(tables);
         let lists = at_least(&mut self.lists, device, bytes)?;
@@ -90,7 +90,7 @@ impl Cropper {
         kernels.launch(self.stream.0, "crop", geometry, &args)
     }
 
-    /// Brings `pictures` outputs to the host.
+    /// Starts the copy of `pictures` outputs to the host.
     pub(super) fn end(&mut self, pictures: usize) -> Result<(), CudaError> {
         let bytes = pictures * self.bytes();
         if let (Some(outputs), Some(host)) = (&self.outputs, &mut self.host_outputs) {
@@ -99,28 +99,28 @@ impl Cropper {
         Ok(())
     }
 
-    /// What [`Cropper::end`] has brought, once it was waited for.
+    /// The pixels copied by [`Cropper::end`], after the copy is done.
     pub(super) fn pixels(&self, bytes: usize) -> &[u8] {
         self.host_outputs.as_ref().map_or(&[], |host| host.bytes(bytes))
     }
 }
 
-/// Memory of `bytes`: what there is, or more in its place.
+/// A buffer of at least `bytes`: the existing one, or a new one that replaces it.
 fn at_least<'a>(
     buffer: &'a mut Option<Buffer>,
     device: &Device,
     bytes: usize,
 ) -> Result<&'a Buffer, CudaError> {
-    room_of(buffer, bytes, |bytes| device.alloc(bytes))
+    grow_buffer(buffer, bytes, |bytes| device.alloc(bytes))
 }
 
-/// Memory of `bytes`: what there is, or what `take` gives in its place.
-pub(super) fn room_of(
+/// Memory of at least `bytes`: the existing memory, or memory from `take` that replaces it.
+pub(super) fn grow_buffer(
     buffer: &mut Option<Buffer>,
     bytes: usize,
     take: impl FnOnce(usize) -> Result<Buffer, CudaError>,
 ) -> Result<&Buffer, CudaError> {
-    // What is too small is freed first. A little more than was asked for is taken, since groups differ.
+    // Frees memory that is too small first. Allocates slightly more than requested, since groups differ.
     let large_enough = match buffer.take().filter(|there| there.bytes >= bytes) {
         Some(there) => there,
         None => take((bytes + bytes / 8).next_multiple_of(1 << 20))?,

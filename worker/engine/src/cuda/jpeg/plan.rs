@@ -1,26 +1,26 @@
-//! What of a batch is decoded together, where it lies meanwhile, and how the kernel finds its way in it.
+//! Groups of pictures that are decoded together, their memory layout, and their descriptions for the kernel.
 
-#![allow(unsafe_code)] // Plain numbers are said to be such, to be copied as bytes.
+#![allow(unsafe_code)] // Structs of plain numbers are declared as such, to be copied as bytes.
 
 use super::super::device::Ptr;
 use crate::nvjpeg;
 use lockstep_data::device::{Encoded, Stored};
 use std::ops::Range;
 
-/// Decoded pictures of a group that lie on the GPU at a time, in bytes: below 2 GiB for all groups that are under way.
+/// Maximum size of a group's decoded pictures in bytes: less than 2 GiB for all groups that are under way.
 pub(super) const MOST_DECODED: usize = 512 << 20;
-/// Pictures of a launch: a grid's second dimension.
+/// Maximum number of pictures per launch: limit of a grid's second dimension.
 const MOST_PICTURES: usize = 65_535;
-/// Between planes: nobody's rows share a cache line.
+/// Alignment of planes in bytes: two planes never share a cache line.
 const ALIGN: usize = 256;
-/// Rows of planes begin where the GPU's memory has a new sector, so that a warp reads no more of them than it must.
+/// Alignment of a plane's rows in bytes: a sector of GPU memory, so that a warp reads as few sectors as possible.
 const ROW_ALIGN: usize = 32;
-/// Shared memory that a block takes without asking.
+/// Dynamic shared memory that a block can use without opt-in.
 const SHARED: u32 = 44 << 10;
-/// Output rows of a block, at most.
+/// Maximum number of output rows per block.
 const BAND: u32 = 16;
 
-/// `Cropping` of the kernel.
+/// `Cropping` in `crop.cu`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Cropping {
@@ -43,7 +43,7 @@ pub(super) struct Cropping {
     pub(super) to: u32,
 }
 
-/// `Planes` of the kernel.
+/// `Planes` in `planes.cu`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct Planes {
@@ -58,7 +58,7 @@ pub(super) struct Planes {
     pub(super) half_rows: u32,
 }
 
-// SAFETY: numbers without a gap between them: eight bytes, then four, which fill a multiple of eight.
+// SAFETY: numbers without padding: first of eight bytes, then of four, with a total multiple of eight.
 unsafe impl bytemuck::Zeroable for Planes {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Planes {}
@@ -67,24 +67,24 @@ unsafe impl bytemuck::Zeroable for Cropping {}
 // SAFETY: as above.
 unsafe impl bytemuck::Pod for Cropping {}
 
-/// Bytes of a row of so many samples.
+/// Pitch in bytes of a row of `width` samples.
 fn pitch(width: u32) -> usize {
     (width as usize).next_multiple_of(ROW_ALIGN)
 }
 
-/// Bytes of a plane of such rows.
+/// Size of a plane in bytes.
 fn plane(width: u32, height: u32) -> usize {
     (pitch(width) * height as usize).next_multiple_of(ALIGN)
 }
 
-/// Bytes that the planes of a decoded picture take.
-pub(super) fn room(stored: Stored) -> usize {
+/// Total size in bytes of a decoded picture's planes.
+pub(super) fn planes_bytes(stored: Stored) -> usize {
     let (width, height) = stored.chroma();
     plane(stored.width, stored.height) + 2 * plane(width, height)
 }
 
 impl Planes {
-    /// Behind each other, from `at` on, in [`room`] bytes.
+    /// Consecutive planes from address `at` on, in [`planes_bytes`] bytes.
     pub(super) fn new(stored: Stored, at: Ptr) -> Self {
         let (chroma_width, chroma_height) = stored.chroma();
         let blue = at + plane(stored.width, stored.height) as Ptr;
@@ -101,26 +101,26 @@ impl Planes {
         }
     }
 
-    /// For the decoder.
+    /// The planes as destinations for the decoder.
     pub(super) fn all(&self) -> [nvjpeg::Plane; 3] {
         [(self.luma, self.luma_pitch), (self.blue, self.chroma_pitch), (self.red, self.chroma_pitch)]
             .map(|(to, pitch)| nvjpeg::Plane { to, pitch: pitch as usize })
     }
 }
 
-/// Runs of pictures of these `rooms`, up to [`MOST_PICTURES`], that take `most` bytes together, or are one that takes more.
-pub(super) fn groups(rooms: &[usize], most: usize) -> Vec<Range<usize>> {
+/// Divides pictures of these `sizes`, in bytes, into runs of at most [`MOST_PICTURES`] pictures and `most` bytes. A larger picture is a run of its own.
+pub(super) fn groups(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
     let mut groups: Vec<Range<usize>> = Vec::new();
     let mut taken = 0;
-    for (number, room) in rooms.iter().enumerate() {
-        match groups.last_mut().filter(|group| taken + room <= most && group.len() < MOST_PICTURES) {
+    for (number, size) in sizes.iter().enumerate() {
+        match groups.last_mut().filter(|group| taken + size <= most && group.len() < MOST_PICTURES) {
             Some(group) => {
                 group.end = number + 1;
-                taken += room;
+                taken += size;
             }
             None => {
                 groups.push(number..number + 1);
-                taken = *room;
+                taken = *size;
             }
         }
     }
@@ -128,12 +128,12 @@ pub(super) fn groups(rooms: &[usize], most: usize) -> Vec<Range<usize>> {
 }
 
 impl Cropping {
-    /// For a picture that was decoded to `planes` and becomes output `to`. Its tables are put behind the others.
+    /// For a picture that is decoded to `planes` and becomes output number `to`. Appends its resampling tables to `tables`.
     pub(super) fn new(picture: &Encoded<'_>, planes: Planes, to: u32, tables: &mut Vec<i32>) -> Self {
-        // No side is longer than `MOST_SIDE`.
+        // Sides are at most `MOST_SIDE`, so the casts are exact.
         let (last_column, last_row) = (picture.stored.width as i32 - 1, picture.stored.height as i32 - 1);
-        // Column and row at which the upright picture's first pixel is stored, and in which steps those on its right and
-        // below it follow (EXIF's orientations).
+        // EXIF orientations: stored position of the upright picture's first pixel, and the stored steps from a pixel to its
+        // right and lower neighbours.
         let (origin, right, down) = match picture.stored.orientation {
             2 => ((last_column, 0), (-1, 0), (0, 1)),
             3 => ((last_column, last_row), (-1, 0), (0, -1)),
@@ -173,7 +173,7 @@ impl Cropping {
     }
 }
 
-/// Output rows that a block makes, and the shared memory that it takes for the widest of these pictures.
+/// Output rows per block, and the shared memory of a block for the widest of these pictures.
 pub(super) fn band(croppings: &[Cropping], height: u32) -> (u32, u32) {
     let span = croppings.iter().map(|c| c.span).max().unwrap_or(1);
     let band = (SHARED / (span * 3)).clamp(1, BAND).min(height.max(1));
@@ -210,12 +210,15 @@ mod tests {
 
     #[test]
     fn a_picture_of_the_largest_side_has_room_and_others_take_little() {
-        assert!(room(Stored { width: MOST_SIDE, height: MOST_SIDE, ..FULL }) <= MOST_DECODED);
-        // However many of the smallest there are.
-        let smallest = room(Stored { width: 1, height: 1, ..FULL });
+        assert!(planes_bytes(Stored { width: MOST_SIDE, height: MOST_SIDE, ..FULL }) <= MOST_DECODED);
+        // Any number of the smallest pictures.
+        let smallest = planes_bytes(Stored { width: 1, height: 1, ..FULL });
         assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MOST_DECODED);
         let half = Subsampling { columns: 2, rows: 2 };
-        assert_eq!(room(Stored { width: 480, height: 370, subsampling: half, ..FULL }), 177_664 + 2 * 47_360);
+        assert_eq!(
+            planes_bytes(Stored { width: 480, height: 370, subsampling: half, ..FULL }),
+            177_664 + 2 * 47_360
+        );
     }
 
     #[test]
@@ -229,7 +232,10 @@ mod tests {
                 assert_eq!(luma.to, 1 << 40);
                 assert!(end(luma, height) <= blue.to, "{stored:?}");
                 assert!(end(blue, planes.chroma_height) <= red.to, "{stored:?}");
-                assert!(end(red, planes.chroma_height) <= luma.to + room(stored) as u64, "{stored:?}");
+                assert!(
+                    end(red, planes.chroma_height) <= luma.to + planes_bytes(stored) as u64,
+                    "{stored:?}"
+                );
                 assert!(luma.pitch >= width as usize && blue.pitch >= planes.chroma_width as usize);
             }
         }

@@ -1,11 +1,11 @@
-//! Who works next: a few things that several threads want, given in the order in which they were asked for.
+//! A fair pool: several threads share a few objects, which are handed out in the order of requests.
 
 use std::{
     ops::{Deref, DerefMut},
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
 };
 
-/// Things that one thread uses at a time, each.
+/// A pool of objects, each used by one thread at a time.
 pub(super) struct Sessions<T> {
     state: Mutex<State<T>>,
     changed: Condvar,
@@ -14,7 +14,7 @@ pub(super) struct Sessions<T> {
 struct State<T> {
     free: Vec<T>,
     in_use: usize,
-    /// How many have asked so far, and how many of them have had their turn.
+    /// Number of requests so far, and number of served requests.
     asked: u64,
     served: u64,
     is_closed: bool,
@@ -34,7 +34,7 @@ impl<T> Sessions<T> {
         self.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One that nobody uses, once all who asked before have theirs. `None` once it is closed.
+    /// Waits for a free object after all earlier requests have been served. `None` if the pool is closed.
     pub(super) fn take(&self) -> Option<Taken<'_, T>> {
         let mut state = self.state();
         let turn = state.asked;
@@ -44,19 +44,19 @@ impl<T> Sessions<T> {
                 return None;
             }
             if state.served == turn
-                && let Some(thing) = state.free.pop()
+                && let Some(object) = state.free.pop()
             {
                 state.served += 1;
                 state.in_use += 1;
-                // There may be one for the next, too.
+                // Another object may be free for the next request.
                 self.changed.notify_all();
-                return Some(Taken { thing: Some(thing), of: self });
+                return Some(Taken { object: Some(object), of: self });
             }
             state = self.wait(state);
         }
     }
 
-    /// Gives no more of them, waits until all are back, and drops them.
+    /// Closes the pool, waits until all objects are returned, and drops them.
     pub(super) fn close(&self) {
         let mut state = self.state();
         state.is_closed = true;
@@ -68,9 +68,9 @@ impl<T> Sessions<T> {
     }
 }
 
-/// In use until it is dropped.
+/// An object in use; returned to the pool on drop.
 pub(super) struct Taken<'a, T> {
-    thing: Option<T>,
+    object: Option<T>,
     of: &'a Sessions<T>,
 }
 
@@ -78,20 +78,20 @@ impl<T> Deref for Taken<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        self.thing.as_ref().expect("there until it is dropped")
+        self.object.as_ref().expect("there until it is dropped")
     }
 }
 
 impl<T> DerefMut for Taken<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
-        self.thing.as_mut().expect("there until it is dropped")
+        self.object.as_mut().expect("there until it is dropped")
     }
 }
 
 impl<T> Drop for Taken<'_, T> {
     fn drop(&mut self) {
         let mut state = self.of.state();
-        state.free.extend(self.thing.take());
+        state.free.extend(self.object.take());
         state.in_use -= 1;
         self.of.changed.notify_all();
     }
@@ -115,7 +115,7 @@ mod tests {
                     sender.send(number).unwrap();
                     drop(taken);
                 });
-                // In the queue before the next one asks.
+                // Wait until this request is queued before the next one starts.
                 while sessions.state().asked <= number {
                     thread::yield_now();
                 }

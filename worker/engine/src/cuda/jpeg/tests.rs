@@ -1,5 +1,5 @@
-//! Batches whose pictures were decoded and cropped elsewhere against those that cores make. Where there is no GPU, the
-//! host decodes and does with the pixels what the kernel does, from the same descriptions.
+//! Tests of batches with device-decoded pictures against batches decoded on the CPU. Without a GPU, the host decodes and
+//! runs the kernel's algorithm on the same descriptions.
 
 use super::*;
 use lockstep_data::device::{Stored, Subsampling};
@@ -28,7 +28,7 @@ mod gpu;
 mod planes;
 mod together;
 
-/// The kernel `crop` in Rust: an output out of `memory`, in which descriptions' addresses count from its beginning.
+/// The kernel `crop` in Rust. Addresses in descriptions are offsets in `memory`.
 fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u32)) -> Vec<u8> {
     let weighted = |table: u32, taps: u32, shift: u32, output: u32, value: &dyn Fn(i64) -> u8| {
         let entry = &tables[(table + output * (2 + taps)) as usize..][..2 + taps as usize];
@@ -63,14 +63,14 @@ fn cropped(memory: &[u8], tables: &[i32], p: &Cropping, (width, height): (u32, u
     output
 }
 
-/// A GPU as far as the loader can tell.
+/// A decoder on the host that looks like a GPU to the loader.
 #[derive(Debug, Default)]
 struct OnTheHost {
-    /// Every so many pictures are not taken.
+    /// Rejects every n-th picture.
     refuses: Option<usize>,
     fails: bool,
     calls: AtomicUsize,
-    /// That it decodes together.
+    /// Maximum number of pictures that it decodes together.
     most: Option<usize>,
 }
 
@@ -116,7 +116,7 @@ fn picture(number: u32, width: u32, height: u32) -> image::RgbImage {
     })
 }
 
-/// With an EXIF block that tells its orientation.
+/// Adds an EXIF block with an orientation.
 fn turned(file: &[u8], orientation: u8) -> Vec<u8> {
     let mut exif =
         *b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
@@ -130,8 +130,8 @@ fn jpeg(picture: &image::DynamicImage) -> Vec<u8> {
     file.into_inner()
 }
 
-/// Sixteen JPEG files, two in each orientation, of sizes that `of` gives, in each subsampling where the size is one that
-/// every decoder makes the same of; and two pictures for cores.
+/// Sixteen JPEG files, two per orientation, of sizes given by `of`, with every subsampling for which all decoders produce
+/// equal pixels at this size; and two pictures that only CPUs decode.
 fn folder(of: impl Fn(u32) -> (u32, u32)) -> TempDir {
     let dir = TempDir::new().unwrap();
     let home = dir.path().join("train/all");
@@ -154,7 +154,7 @@ fn folder(of: impl Fn(u32) -> (u32, u32)) -> TempDir {
 fn spec() -> DataSpec {
     DataSpec {
         validation: Validation::Fraction(0.3),
-        // Holds out five of the pictures of `folder`.
+        // With this seed, five pictures of `folder` are held out.
         validation_seed: 9,
         mean: Some(vec![0.5; 3]),
         std: Some(vec![0.25; 3]),
@@ -179,7 +179,7 @@ fn open(dir: &Path, spec: &DataSpec, format: BatchFormat) -> DataSource {
     data
 }
 
-/// An epoch of training and one of validation.
+/// The batches of an epoch of training and of one of validation.
 fn batches(data: &DataSource) -> Vec<Batch> {
     data.epoch(PLAN).chain(data.validation(0, 1, 4, 2)).map(Result::unwrap).collect()
 }
@@ -216,7 +216,7 @@ fn what_a_gpu_is_told_to_make_is_what_cores_make() {
             DataSpec { random_erasing: 0.5, ..changed },
             &[BatchFormat::Normalised][..],
         ),
-        // Training crops the largest centred square; only validation needs all of a picture.
+        // Training crops the largest centred square; only validation needs the whole picture.
         (
             "squares",
             &of_all_sizes,
@@ -262,14 +262,14 @@ fn cores_make_what_a_gpu_does_not_take_or_fails_at() {
     let text = decoded.to_string();
     assert!(text.contains("1 progressive") && text.contains("refused by nvJPEG"), "{text}");
 
-    // However many groups of a batch fail, it is one batch.
+    // A batch counts once, even if several of its groups fail.
     let broken = Arc::new(OnTheHost { fails: true, most: Some(2), ..OnTheHost::default() });
     data.set_decoder(broken.clone());
     let whole = EpochPlan { batch_size: 16, threads: 1, ..PLAN };
     assert!(data.epoch(whole).all(|batch| batch.is_ok()));
     assert!(broken.calls.load(Ordering::Relaxed) > 4 && !data.decoded().unwrap().given_up, "{broken:?}");
 
-    // Four batches that fail one after another are enough.
+    // After four consecutive failed batches, the device is not used any more.
     let broken = Arc::new(OnTheHost { fails: true, ..OnTheHost::default() });
     data.set_decoder(broken.clone());
     for epoch in 0..4 {
@@ -318,7 +318,7 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
     };
     for spec in [
         DataSpec { random_resized_crop: true, ..sized.clone() },
-        // The largest centred square, then a padded crop.
+        // Crops the largest centred square, then a padded crop.
         DataSpec { resize_size: Some(36), ..sized },
     ] {
         for mixing in
@@ -346,7 +346,7 @@ fn an_epoch_s_size_and_mixed_pictures_are_those_of_cores() {
 
 #[test]
 fn pictures_in_shards_are_decoded_as_files_are() {
-    // Odd, since 4:2:0 is written.
+    // Odd sizes, since files use 4:2:0.
     let dir = folder(|number| (41 + number % 7 * 2, 33 + number % 5 * 2));
     let to = TempDir::new().unwrap();
     let settings = lockstep_data::PrepareSettings::default();
@@ -357,7 +357,7 @@ fn pictures_in_shards_are_decoded_as_files_are() {
     assert!(elsewhere.decodes_jpeg());
     elsewhere.set_decoder(Arc::new(OnTheHost::default()));
     assert!(batches(&elsewhere) == batches(&on_cores));
-    // Grey pictures and PNG files have become ordinary JPEG.
+    // Grey pictures and PNG files were converted to ordinary JPEG.
     let decoded = elsewhere.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (18, 0), "{decoded}");
 }
@@ -372,7 +372,7 @@ fn without_a_jpeg_file_there_is_nothing_for_a_decoder_to_do() {
             fs::remove_file(file).unwrap();
         }
     }
-    // What a file is called says nothing.
+    // A file's name does not determine its format.
     picture(22, 40, 40).save(home.join("other.png")).unwrap();
     fs::rename(home.join("other.png"), home.join("other.jpg")).unwrap();
     let data = open(dir.path(), &spec, BatchFormat::Bytes);

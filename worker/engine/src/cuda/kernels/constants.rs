@@ -1,4 +1,4 @@
-//! The numbers that kernels and the host share: defined in Rust, and defined for the kernels by the compiler's options.
+//! Constants that kernels and the host share: defined in Rust, and passed to NVRTC as options.
 
 use crate::{
     cuda::{
@@ -15,7 +15,7 @@ pub(super) fn of(dtype: DType) -> [(&'static str, String); 13] {
     [
         ("DTYPE", dtype.number().to_string()),
         ("IN_FLIGHT", in_flight(dtype).to_string()),
-        // A double, and a float: Rust's shortest form that reads back as the same number.
+        // A double, and a float. `{:?}` gives the shortest text that parses as the same number.
         ("EPSILON", format!("{EPSILON:?}")),
         ("MOMENTUM", format!("{MOMENTUM:?}f")),
         ("SMALL_GROUPS", SMALL_GROUPS.to_string()),

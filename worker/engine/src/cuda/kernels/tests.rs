@@ -1,4 +1,4 @@
-//! Compiles every kernel for every GPU that it may meet. NVRTC needs none of them.
+//! Compiles every kernel for every supported compute capability. NVRTC needs no GPU.
 
 use super::*;
 use libloading::os::unix::{Library as Handle, RTLD_GLOBAL, RTLD_NOW};
@@ -11,16 +11,16 @@ use std::{
     },
 };
 
-/// Ampere, its smaller sisters, Ada, Hopper (with its own instructions, as the engine compiles it), Blackwell.
+/// Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0, compiled as sm_90a by the engine), Blackwell (10.0).
 const CAPABILITIES: [u32; 5] = [80, 86, 89, 90, 100];
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
-/// Where `tests/run` puts NVRTC.
+/// The path at which `tests/run` installs NVRTC.
 fn installed() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/nvrtc/nvidia/cu13/lib/libnvrtc.so.13")
 }
 
-/// Has cudarc find NVRTC: what is loaded already goes by its own name.
+/// Loads NVRTC before cudarc does: dlopen by bare name then finds the loaded library.
 fn load_nvrtc() {
     let named = std::env::var_os(SETTING).is_some();
     let found = Libraries::find().get(Library::Nvrtc).map(|library| library.path.clone());
@@ -33,11 +33,11 @@ fn load_nvrtc() {
         )
     });
     let load = |path: &Path| {
-        // SAFETY: NVRTC's initialisers have no preconditions. It stays loaded.
+        // SAFETY: NVRTC's initialisers have no preconditions, and the library is never unloaded.
         let loaded = unsafe { Handle::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
         std::mem::forget(loaded.unwrap_or_else(|e| panic!("{}: {e}", path.display())));
     };
-    // It opens the other half of itself by a bare name, too.
+    // NVRTC opens its library of built-ins by bare name, too.
     for file in path.parent().into_iter().flat_map(|dir| std::fs::read_dir(dir).into_iter().flatten()) {
         let file = file.unwrap();
         if file.file_name().to_string_lossy().starts_with("libnvrtc-builtins.so.") {
@@ -48,7 +48,7 @@ fn load_nvrtc() {
     libraries::ready(&[Library::Nvrtc]).unwrap();
 }
 
-/// Compiles everything for these capabilities, on all cores, with `more` options in addition to the engine's.
+/// Compiles all kernels for these capabilities, on all cores, with the options `more` in addition to the engine's.
 fn compile_all(capabilities: &[u32], more: &[&str]) {
     load_nvrtc();
     let cases: Vec<_> = capabilities.iter().flat_map(|c| DTYPES.map(|dtype| (*c, dtype))).collect();
@@ -71,8 +71,8 @@ fn compile_all(capabilities: &[u32], more: &[&str]) {
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// To machine code, since only the assembler knows which GPU has which instruction; but with little
-/// optimisation, which takes a tenth of the time.
+/// Little optimisation: a tenth of the time. The result is still machine code, since only the assembler knows which
+/// instructions a GPU has.
 const QUICK: &[&str] = &["--Ofast-compile=max"];
 
 #[test]
@@ -90,13 +90,13 @@ mod full {
     }
 
     #[test]
-    #[ignore = "minutes: optimised as the engine has it"]
+    #[ignore = "takes minutes: optimised as in the engine"]
     fn slow_every_kernel_compiles_as_the_engine_compiles_it() {
         compile_all(&CAPABILITIES, &[]);
     }
 }
 
-/// A value that kernels defined themselves could differ from the host's, unnoticed until results are wrong.
+/// If kernels defined such a value themselves, it could silently differ from the host's.
 #[test]
 fn kernels_use_what_the_host_defines_and_do_not_define_it_again() {
     for (name, value) in constants::of(DType::F16) {
@@ -115,13 +115,13 @@ fn kernels_use_what_the_host_defines_and_do_not_define_it_again() {
 fn a_kernel_that_does_not_compile_is_an_error_with_the_compilers_words() {
     load_nvrtc();
     let mut options = options(90, DType::F16);
-    // In the place of a function's name.
-    options.push("-Dlarger=no such thing".into());
+    // This macro replaces the name of a function.
+    options.push("-Dmax_nan=no such thing".into());
     let error = compile(&options).unwrap_err().to_string();
     assert!(error.contains("sm_90a") && error.contains("lockstep.cu"), "{error}");
 }
 
-/// What is left of a file after a crash of the machine, and what only looks like one.
+/// Files damaged by a machine's crash, and a file with a valid header but without machine code.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kernels_that_are_damaged_in_the_cache_are_compiled_again() {

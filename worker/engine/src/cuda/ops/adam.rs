@@ -2,11 +2,11 @@
 
 use super::{Arg, Flat, Kernel, Operand, Ops, Rates, kernel, plain};
 
-/// Adam's running means of the gradient and of its square, and how they decay. How many updates there were is the
-/// scaler's `updates`.
+/// Adam's running means of the gradient and of its square, and the decay rates of the means. The number of updates is
+/// `Scaler::updates`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Moments {
-    /// float32, as long as the weights.
+    /// float32, with the length of the weights.
     pub(in crate::cuda) first: Operand,
     pub(in crate::cuda) second: Operand,
     pub(in crate::cuda) beta1: f64,
@@ -15,7 +15,7 @@ pub(in crate::cuda) struct Moments {
 }
 
 impl Moments {
-    /// To be `changed`, or only read.
+    /// Kernel arguments. `changed`: the kernel also writes the moments.
     fn args(self, changed: bool) -> [Arg; 5] {
         let moment = if changed { Arg::InOut } else { Arg::In };
         [
@@ -45,8 +45,8 @@ pub(in crate::cuda) struct Lamb {
 }
 
 impl Ops {
-    /// After [`Ops::gradient_norm`]. Moves: weights and moments twice, gradients and low_precision once: 28 bytes a value in the
-    /// 16-bit formats.
+    /// Runs after [`Ops::gradient_norm`]. Moves: weights and moments twice, gradients and low_precision once: 28 bytes per value in
+    /// the 16-bit formats.
     pub(in crate::cuda) fn adamw(&self, p: AdamW) -> Kernel {
         let AdamW { flat, moments } = p;
         let mut args = flat.weights_args().to_vec();

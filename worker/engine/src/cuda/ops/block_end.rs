@@ -1,4 +1,4 @@
-//! The end of a bottleneck block and the convolution that begins the next one; see `block_end.cu`.
+//! The end of a bottleneck block fused with the next block's first convolution; see `block_end.cu`.
 
 use super::{
     Arg, Geometry, Kernel, NormSite, Operand, Ops, Reduce, Shape, Shortcut, kernel,
@@ -7,17 +7,17 @@ use super::{
 };
 use crate::fuse::{EXPANDED, REDUCED};
 
-/// y = relu(scale x + bias + shortcut) and z, y's 1x1 convolution.
+/// y = relu(scale x + bias + shortcut), and z, a 1x1 convolution of y.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct BlockEnd {
     /// T `[rows, 256]`.
     pub(in crate::cuda) x: Operand,
-    /// The batch norm of x; its scale and bias are known.
+    /// The batch norm of x, whose scale and bias must have been computed.
     pub(in crate::cuda) site: NormSite,
-    /// Not [`Shortcut::None`].
+    /// Must not be [`Shortcut::None`].
     pub(in crate::cuda) shortcut: Shortcut,
     pub(in crate::cuda) y: Operand,
-    /// A bit a value: whether it is above 0.
+    /// One bit per value of y: y > 0.
     pub(in crate::cuda) mask: Operand,
     /// T `[64, 256]`.
     pub(in crate::cuda) weights: Operand,
@@ -25,14 +25,14 @@ pub(in crate::cuda) struct BlockEnd {
     pub(in crate::cuda) z: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
-    /// The batch norm that reads z, and what becomes of its sums.
+    /// The batch norm that reads z, and how its sums are reduced.
     pub(in crate::cuda) behind: NormSite,
     pub(in crate::cuda) reduce: Reduce,
 }
 
 impl Ops {
-    /// y with its mask, z, and z's statistics as [`Ops::norm_statistics`] leaves them. Moves: x, the shortcut, y, the
-    /// mask and z once.
+    /// Computes y, the mask, z, and z's statistics as [`Ops::norm_statistics`] does. Moves: x, the shortcut, y, the mask
+    /// and z once.
     pub(in crate::cuda) fn block_end(&self, p: BlockEnd) -> Kernel {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let mut args = [p.x, p.site.scale, p.site.bias].map(Arg::In).to_vec();
@@ -42,7 +42,7 @@ impl Ops {
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         args.extend(p.behind.forward_args(p.reduce));
         args.extend(p.reduce.args());
-        // The weights, the tiles of y and z, two of x and the shortcut; coefficients.
+        // The weights, a tile of y and of z, two tiles of x and of the shortcut; coefficients.
         let values = REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let shared_bytes = 1024 + values * self.dtype.size() as u32 + 4 * EXPANDED * 4;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [8, 64, 1], cluster: 1, shared_bytes };

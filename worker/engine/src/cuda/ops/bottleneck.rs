@@ -1,4 +1,4 @@
-//! A bottleneck's widening convolution with the batch norms on both sides; see `bottleneck.cu` and
+//! A bottleneck's expanding convolution fused with the batch norms on both sides; see `bottleneck.cu` and
 //! `bottleneck_forward.cu`.
 
 use super::{
@@ -21,32 +21,32 @@ pub(in crate::cuda) struct Before {
 /// A 1x1 convolution from 64 to 256 channels, backward.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Bottleneck {
-    /// T `[rows, 256]`: its output, which the batch norm `behind` reads.
+    /// T `[rows, 256]`: the convolution's output, which the batch norm `behind` reads.
     pub(in crate::cuda) x: Operand,
-    /// T `[rows, 256]`: the gradient that comes to `behind`, past its ReLU; its sums are known.
+    /// T `[rows, 256]`: the gradient of `behind`'s output, before any ReLU. `behind`'s sums must have been computed.
     pub(in crate::cuda) g: Operand,
     pub(in crate::cuda) behind: NormSite,
     /// T `[256, 64]`.
     pub(in crate::cuda) weights: Operand,
-    /// T `[rows, 64]`: its input; with `before`, that one's.
+    /// T `[rows, 64]`: the convolution's input or, with `before`, the input of that batch norm.
     pub(in crate::cuda) from: Operand,
-    /// T `[rows, 64]`: the gradient of its input, before any ReLU.
+    /// T `[rows, 64]`: the gradient of the convolution's input, not masked by a ReLU.
     pub(in crate::cuda) dfrom: Operand,
     /// T `[256, 64]`.
     pub(in crate::cuda) dweights: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
     pub(in crate::cuda) before: Option<Before>,
-    /// Of [`Ops::bottleneck_bytes`].
+    /// [`Ops::bottleneck_bytes`] of memory.
     pub(in crate::cuda) room: Operand,
 }
 
-/// The same, forward.
+/// A 1x1 convolution from 64 to 256 channels, forward.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct BottleneckForward {
-    /// T `[rows, 64]`: its input, or with `before` that one's.
+    /// T `[rows, 64]`: the convolution's input or, with `before`, the input of that batch norm.
     pub(in crate::cuda) from: Operand,
-    /// The batch norm whose output, after a ReLU, the convolution reads; its scale and bias are known.
+    /// The batch norm whose output, after a ReLU, the convolution reads; its scale and bias must have been computed.
     pub(in crate::cuda) before: Option<NormSite>,
     /// T `[256, 64]`.
     pub(in crate::cuda) weights: Operand,
@@ -54,14 +54,14 @@ pub(in crate::cuda) struct BottleneckForward {
     pub(in crate::cuda) y: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
-    /// The batch norm that reads y, and what becomes of its sums.
+    /// The batch norm that reads y, and how its sums are reduced.
     pub(in crate::cuda) behind: NormSite,
     pub(in crate::cuda) reduce: Reduce,
 }
 
 impl Ops {
-    /// The convolution's output, and its batch norm's statistics as [`Ops::norm_statistics`] leaves them. Moves: `from`
-    /// and y once.
+    /// Computes the convolution's output, and statistics of `behind` as [`Ops::norm_statistics`] does. Moves: `from` and
+    /// y once.
     pub(in crate::cuda) fn bottleneck_forward(&self, p: BottleneckForward) -> Kernel {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let (scale, bias) = p.before.map_or((Operand::NONE, Operand::NONE), |site| (site.scale, site.bias));
@@ -71,7 +71,7 @@ impl Ops {
         args.extend([control, pixels, rows, Arg::Out(self.partials()), self.counters()]);
         args.extend(p.behind.forward_args(p.reduce));
         args.extend(p.reduce.args());
-        // The weights, two tiles of the input, one of the output.
+        // The weights, two tiles of the input, one tile of the output.
         let values = REDUCED * EXPANDED + TILE_ROWS * (2 * REDUCED + EXPANDED + ROW_PADDING);
         let shared_bytes = 1024 + values * self.dtype.size() as u32;
         let geometry = Geometry { grid: [blocks, 1, 1], block: [32, 16, 1], cluster: 1, shared_bytes };
@@ -79,13 +79,13 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Memory for the weight gradients of all blocks.
+    /// Bytes for the weight gradients of all blocks.
     pub(in crate::cuda) fn bottleneck_bytes(&self) -> usize {
         (self.multiprocessors * EXPANDED * REDUCED * 4) as usize
     }
 
-    /// The gradients of the convolution's input and weights; with `before`, also its batch norm's sums and what follows
-    /// from them, as [`Ops::norm_backward_sums`] leaves them. Moves: x, g and `from` once, `dfrom` once.
+    /// Computes the gradients of the convolution's input and weights and, with `before`, that batch norm's sums as
+    /// [`Ops::norm_backward_sums`] does. Moves: x, g, `from` and `dfrom` once.
     pub(in crate::cuda) fn bottleneck_backward(&self, p: Bottleneck) -> [Kernel; 2] {
         let blocks = p.shape.rows().div_ceil(TILE_ROWS).clamp(1, self.multiprocessors);
         let mut args = [p.x, p.g, p.behind.scale, p.behind.slope, p.behind.offset, p.weights, p.from]
@@ -99,13 +99,13 @@ impl Ops {
                 args.extend(before.site.backward_args(before.accumulate, before.reduce));
                 args.extend(before.reduce.args());
             }
-            // Nothing is read of a batch norm that is not there.
+            // The kernel accesses no batch norm before the convolution.
             None => {
                 args.extend(p.behind.backward_args(false, Reduce::Local).map(Arg::unused));
                 args.extend(Reduce::Local.args());
             }
         }
-        // The weights, the tiles of dy, its input and the product, two of x and g; coefficients.
+        // The weights, a tile of dy, of the input and of the product, two tiles of x and of g; coefficients.
         let values =
             REDUCED * EXPANDED + TILE_ROWS * (EXPANDED + REDUCED + REDUCED + ROW_PADDING + 2 * 2 * EXPANDED);
         let coefficients = 3 * (EXPANDED + REDUCED);

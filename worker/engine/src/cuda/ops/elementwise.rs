@@ -1,4 +1,4 @@
-//! Operations by themselves, where nothing fits to fuse them with; `elementwise.cu`. `length` counts values, a multiple of 8.
+//! Operations that are not fused; `elementwise.cu`. `length` is a number of values, a multiple of 8.
 
 use super::{Arg, GlobalAverage, Kernel, Operand, Ops, Shape, kernel, plain};
 
@@ -70,7 +70,7 @@ impl Ops {
         kernel("bias_gradient", plain(grid, [32, 4, 1]), args)
     }
 
-    /// From `p.y`, the gradient of the mean, that of each pixel into `p.x`. Moves: `p.x` once.
+    /// Spreads `p.y`, the gradient of the mean, over the pixels of `p.x`. Moves: `p.x` once.
     pub(in crate::cuda) fn global_average_backward(&self, p: GlobalAverage) -> Kernel {
         let args =
             [Arg::In(p.y), Arg::Out(p.x), Arg::U32(p.pictures), Arg::U32(p.pixels), Arg::U32(p.channels)];
@@ -78,15 +78,15 @@ impl Ops {
         kernel("global_average_backward", self.items(items, 8), args)
     }
 
-    /// y, and which place of its window each value came from (u8; 0 for inference). Moves: x, a few times from the
-    /// second-level cache, y and argmax once.
+    /// Computes y and argmax, the window position of each maximum (u8; absent in inference). Moves: x, a few times from
+    /// the L2 cache, y and argmax once.
     pub(in crate::cuda) fn plain_max_pool(&self, [x, y, argmax]: [Operand; 3], pool: PlainPool) -> Kernel {
         let mut args = vec![Arg::In(x), Arg::Out(y), Arg::Out(argmax)];
         args.extend(pool.args());
         kernel("plain_max_pool", self.items(pool.items(pool.output), 8), args)
     }
 
-    /// dx from dy and what [`Ops::plain_max_pool`] noted. Moves: dx once, dy and argmax a few times from the cache.
+    /// dx from dy and the argmax of [`Ops::plain_max_pool`]. Moves: dx once, dy and argmax a few times from the cache.
     pub(in crate::cuda) fn plain_max_pool_backward(
         &self,
         [dy, argmax, dx]: [Operand; 3],

@@ -1,35 +1,35 @@
-//! From uint8 pictures on the GPU to the network's input; `gather.cu`.
+//! Kernels that make the network's input from uint8 pictures on the GPU; `gather.cu`.
 
 use super::{Arg, Geometry, Kernel, Operand, Ops, kernel, plain};
 
 pub(in crate::cuda) use lockstep_data::device::ScaleTable;
 
-/// Which pictures a batch is made of, and whether they are augmented.
+/// Which pictures a batch has, and whether they are augmented.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum GatherMode {
-    /// By the control block's index, cropped and flipped by its augmentation parameters: top of the window in bits 0 to 14, left
-    /// in 15 to 29 (both from 0 to 2 x padding), flip in 30.
+    /// The control block's indices and augmentation parameters: bits 0 to 14 are the top of the crop window, bits 15 to 29 the
+    /// left (both from 0 to 2 x padding), bit 30 is the flip.
     Augmented { crop_padding: u32 },
-    /// The same, each then mixed with the one before it, and the first with another one; see `gather_mixed.cu`.
+    /// As `Augmented`, with mixed pictures; see `gather_mixed.cu`.
     Mixed { crop_padding: u32 },
-    /// By the control block's index, as they are.
+    /// The control block's indices, not augmented.
     Indexed,
-    /// The first ones, as they are: a batch that the host made.
+    /// The first pictures in order, not augmented: a batch made by the host.
     InOrder,
 }
 
-/// Tables of a scaling from height x width to side x side, and where they lie in device memory.
+/// Resampling tables from height x width to side x side, and their copies in device memory.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Scaling<'a> {
-    /// From height to side.
+    /// Table from height to side.
     pub(in crate::cuda) rows: &'a ScaleTable,
     pub(in crate::cuda) rows_at: Operand,
-    /// From width to side.
+    /// Table from width to side.
     pub(in crate::cuda) columns: &'a ScaleTable,
     pub(in crate::cuda) columns_at: Operand,
 }
 
-/// A batch from pictures `uint8 [count, height, width, channels]`.
+/// Gathers a batch from pictures `uint8 [count, height, width, channels]`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Gather<'a> {
     pub(in crate::cuda) source: Operand,
@@ -38,22 +38,22 @@ pub(in crate::cuda) struct Gather<'a> {
     /// 1 or 3.
     pub(in crate::cuda) channels: u32,
     pub(in crate::cuda) mode: GatherMode,
-    /// None when height = width = side.
+    /// `None` if height = width = side.
     pub(in crate::cuda) scaling: Option<Scaling<'a>>,
     pub(in crate::cuda) control: Operand,
-    /// Pictures of the batch, padding included: that becomes zeros.
+    /// Pictures of the batch, including padding, which becomes zeros.
     pub(in crate::cuda) pictures: u32,
     pub(in crate::cuda) side: u32,
-    /// float32 `[channels, 256]`: what each byte becomes.
+    /// float32 `[channels, 256]`: the normalised value of each byte.
     pub(in crate::cuda) table: Operand,
     /// T `[pictures, side, side, padded]`, or [folded](Ops::fold_border).
     pub(in crate::cuda) to: Operand,
-    /// 4 or 8 channels; those past `channels` are zeros. 4 when folded.
+    /// Number of output channels, 4 or 8 (4 if folded); those past `channels` are zeros.
     pub(in crate::cuda) padded: u32,
     pub(in crate::cuda) folded: bool,
 }
 
-/// float32 `[pictures, side, side, channels]`, normalised already, to T as in [`Gather`].
+/// Converts normalised float32 pictures `[pictures, side, side, channels]` to T as in [`Gather`].
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct PadChannels {
     pub(in crate::cuda) from: Operand,
@@ -61,7 +61,7 @@ pub(in crate::cuda) struct PadChannels {
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) pictures: u32,
     pub(in crate::cuda) side: u32,
-    /// Up to 4.
+    /// At most 4.
     pub(in crate::cuda) channels: u32,
     /// 4 or 8.
     pub(in crate::cuda) padded: u32,
@@ -72,23 +72,23 @@ fn scale_args(table: &ScaleTable, at: Operand) -> [Arg; 3] {
     [Arg::In(at), Arg::U32(table.taps), Arg::U32(table.shift)]
 }
 
-/// Output rows of a block that scales, at most.
+/// Maximum number of output rows of a block in kernels that scale.
 const BAND: u32 = 32;
-/// Shared memory that a block takes without asking, less the table.
+/// Dynamic shared memory that a block can use without opt-in, minus the normalisation table.
 const SHARED: u32 = 44 << 10;
 
 impl Ops {
-    /// Moves: the pictures' bytes once (twice where they are mixed), the batch once.
+    /// Moves: the pictures' bytes once (twice if they are mixed), the batch once.
     ///
-    /// Pictures so wide that one output row's inputs pass 44 KB need more shared memory than a kernel gets
-    /// unasked: the launcher has to raise the kernel's limit to `shared_bytes`.
+    /// Wide pictures, for which one output row reads more than 44 KB, need more shared memory than the default
+    /// limit: the launcher has to raise the kernel's limit to `shared_bytes`.
     pub(in crate::cuda) fn gather(&self, p: Gather<'_>) -> Kernel {
         let (mode, crop_padding) = match p.mode {
             GatherMode::Augmented { crop_padding } | GatherMode::Mixed { crop_padding } => (0, crop_padding),
             GatherMode::Indexed => (1, 0),
             GatherMode::InOrder => (2, 0),
         };
-        // A picture that is mixed is made of two.
+        // A mixed picture has two sources.
         let (names, made_of) = match p.mode {
             GatherMode::Mixed { .. } => (["gather_mixed", "gather_scaled_mixed"], 2),
             _ => (["gather", "gather_scaled"], 1),
@@ -106,7 +106,7 @@ impl Ops {
         let blocks = self.multiprocessors * 8;
         let pictures = p.pictures.max(1);
         let Some(s) = p.scaling else {
-            // The table costs each block 3 KB, so a block makes several pixels a thread where there are enough.
+            // Each block loads a table of 3 KB, so a thread computes several pixels if there are enough.
             let x = (p.side * p.side).div_ceil(256).min(blocks.div_ceil(pictures)).max(1);
             return kernel(names[0], plain([x, pictures, 1], [256, 1, 1]), args);
         };
@@ -126,7 +126,7 @@ impl Ops {
         kernel(names[1], geometry, args)
     }
 
-    /// For batches that the host made as numbers.
+    /// For batches of float32 pictures made by the host.
     pub(in crate::cuda) fn pad_channels(&self, p: PadChannels) -> Kernel {
         let args = [
             Arg::In(p.from),
@@ -142,9 +142,9 @@ impl Ops {
         kernel("pad_channels", self.items(pixels, 8), args)
     }
 
-    /// Zeros around a folded input, T `[pictures, side / 2 + 3, side / 2 + 3, 16]`, whose pixels
-    /// [`Ops::gather`] or [`Ops::pad_channels`] writes: 2x2 of the picture's, row by row, of 4 channels each, after a
-    /// border of two and before one of one.
+    /// Zeros the border of a folded input, T `[pictures, side / 2 + 3, side / 2 + 3, 16]`. [`Ops::gather`] or
+    /// [`Ops::pad_channels`] writes the other pixels, each from 2x2 pixels of the picture, row by row, with 4 channels each.
+    /// The border is two pixels wide at the top and left, and one at the bottom and right.
     pub(in crate::cuda) fn fold_border(&self, to: Operand, pictures: u32, side: u32) -> Kernel {
         let all = side / 2 + 3;
         let args = [Arg::Out(to), Arg::U32(side)];
@@ -152,8 +152,8 @@ impl Ops {
         kernel("fold_border", plain([blocks, pictures.max(1), 1], [256, 1, 1]), args)
     }
 
-    /// Zeros where the gradient of a folded convolution's weights, T `[out, 4, 4, 16]` of `values`, stands for no
-    /// weight of the 7x7 one.
+    /// Zeros the gradients of a folded convolution's weights, T `[out, 4, 4, 16]` of `values`, that correspond to no
+    /// weight of the 7x7 convolution.
     pub(in crate::cuda) fn fold_gradient(&self, gradient: Operand, values: u32) -> Kernel {
         let groups = values / 8;
         let args = [Arg::InOut(gradient), Arg::U32(groups)];
@@ -168,7 +168,7 @@ mod tests {
         FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer, images::Image, images::ImageRef,
     };
 
-    /// `lines` of `from` pixels, `step` apart, each scaled along its axis as the kernel does.
+    /// Scales `lines` of `from` pixels, `step` apart, along one axis, as the kernel does.
     fn scaled(
         source: &[u8],
         table: &ScaleTable,

@@ -12,15 +12,15 @@ pub(in crate::cuda) struct CrossEntropy {
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) pictures: u32,
     pub(in crate::cuda) classes: u32,
-    /// A row's length: classes rounded up to a multiple of 8.
+    /// Length of a row: classes rounded up to a multiple of 8.
     pub(in crate::cuda) padded: u32,
     pub(in crate::cuda) smoothing: f32,
-    /// float32: what the gradients are multiplied by besides the control block's grad_scale (the scaler's
-    /// first field).
+    /// float32 factor of the gradients in addition to the control block's grad_scale (`Scaler`'s first
+    /// field).
     pub(in crate::cuda) loss_scale: Operand,
-    /// T `[pictures, padded]`, zeros where padded; 0: no gradients (evaluation).
+    /// T `[pictures, padded]`, zero in the padding; absent: no gradients (evaluation).
     pub(in crate::cuda) dlogits: Operand,
-    /// float32 `[classes]`; may be 0.
+    /// float32 `[classes]`; may be absent.
     pub(in crate::cuda) dbias: Operand,
     /// `f64 loss_sum; u64 correct; u64 samples`, of the real pictures.
     pub(in crate::cuda) totals: Operand,
@@ -41,7 +41,7 @@ pub(in crate::cuda) struct BiasedLogits {
     pub(in crate::cuda) padded: u32,
 }
 
-/// Rows of a block: one a warp.
+/// Rows per block: one per warp.
 pub(in crate::cuda) const LOSS_ROWS: u32 = 8;
 
 pub(super) fn blocks(pictures: u32) -> u32 {

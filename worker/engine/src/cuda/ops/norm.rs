@@ -1,8 +1,8 @@
 //! Batch normalisation with the shortcut's addition and the ReLU; see `norm_forward.cu`, `norm_backward.cu`.
 //!
-//! Two ways, picked by size ([`Ops::small`]): one launch for statistics and application together, where a
-//! cluster of up to 8 blocks owns 16 channels and keeps its rows in registers or the first-level cache; or two
-//! launches, each at the memory's speed.
+//! There are two variants, chosen by size ([`Ops::small`]): one launch for statistics and application, in which
+//! a cluster of at most 8 blocks owns 16 channels and keeps its rows in registers or the L1 cache; or two
+//! launches, each limited by memory bandwidth.
 
 use super::{Arg, Geometry, Kernel, Operand, Ops, in_flight, kernel, plain};
 use lockstep_comm::nccl;
@@ -17,7 +17,7 @@ pub(in crate::cuda) use forward::{NormFold, NormForward};
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Shape {
     pub(in crate::cuda) pictures: u32,
-    /// Of one picture: height x width.
+    /// Pixels of one picture: height x width.
     pub(in crate::cuda) pixels: u32,
     /// A multiple of 8.
     pub(in crate::cuda) channels: u32,
@@ -29,45 +29,45 @@ impl Shape {
     }
 }
 
-/// One batch norm's memory: float32, a value a channel each. All multiples of 16 bytes.
+/// One batch norm's memory: float32, one value per channel. All operands are multiples of 16 bytes.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct NormSite {
     pub(in crate::cuda) gamma: Operand,
     pub(in crate::cuda) beta: Operand,
-    /// May be 0: then the running statistics stay as they are.
+    /// If absent, the running statistics are not updated.
     pub(in crate::cuda) running_mean: Operand,
     pub(in crate::cuda) running_var: Operand,
-    /// Written by the forward pass, read by backward.
+    /// Mean of the batch; written by the forward pass, read by the backward pass.
     pub(in crate::cuda) mean: Operand,
     pub(in crate::cuda) inv_std: Operand,
-    /// y = scale x + bias; written by the forward pass, read by its application and by backward.
+    /// y = scale x + bias; written by the forward pass, read by the application and by the backward pass.
     pub(in crate::cuda) scale: Operand,
     pub(in crate::cuda) bias: Operand,
-    /// Gradients of gamma and beta: this rank's sums, whatever is synchronised.
+    /// Gradients of gamma and beta: sums over this rank's pictures, even if statistics are synchronised.
     pub(in crate::cuda) dgamma: Operand,
     pub(in crate::cuda) dbeta: Operand,
-    /// Between backward's two passes: dx = scale g + slope x + offset.
+    /// Coefficients of the backward pass: dx = scale g + slope x + offset.
     pub(in crate::cuda) slope: Operand,
     pub(in crate::cuda) offset: Operand,
 }
 
-/// What becomes of a rank's channel sums.
+/// How a rank's channel sums are reduced.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Reduce {
-    /// The statistics are of this rank's pictures.
+    /// Not reduced: statistics of this rank's pictures.
     Local,
-    /// The pass stops with the sums, float32 `[2, C]`, in `sums`; `norm_finish` or `norm_backward_finish`
+    /// The kernel stores the sums, float32 `[2, C]`, in `sums` and ends; `norm_finish` or `norm_backward_finish`
     /// continues from there.
     Leave { sums: Operand },
-    /// Ranks add theirs through each other's memory inside the kernel (`peers.cu`). `peers`: struct
-    /// Peers in device memory. `at`: this site's byte offset in every rank's exchange buffer, with room for
-    /// 2 slots x ranks x 2 C values of 8 bytes. `sequence`: `u32 [2 C]`. Buffers and sequences are zeros at first and are
-    /// never reset; forward and backward of a site may share them. All ranks launch the same shapes.
+    /// The kernel sums over ranks through peer memory (`peers.cu`). `peers`: struct Peers in device memory.
+    /// `at`: this site's byte offset in every rank's exchange buffer, for 2 slots x ranks x 2 C values of 8
+    /// bytes. `sequence`: `u32 [2 C]`. Buffers and sequences are zero at first and are never reset; forward and
+    /// backward of a site may share them. All ranks must launch the same shapes.
     Exchange { peers: Operand, at: u64, sequence: Operand },
 }
 
 impl Reduce {
-    /// Whether other ranks are waited for inside the kernel.
+    /// Whether the kernel waits for other ranks.
     fn waits(self) -> bool {
         matches!(self, Reduce::Exchange { .. })
     }
@@ -87,13 +87,13 @@ impl Reduce {
     }
 }
 
-/// What is added before the ReLU.
+/// The tensor that is added before the ReLU.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Shortcut {
     None,
-    /// T, of the same shape.
+    /// T, with the shape of y.
     Plain(Operand),
-    /// A projection's convolution output, through its batch norm's scale and bias (float32 a channel each).
+    /// Output of a projection's convolution, and scale and bias (float32 per channel) of its batch norm.
     Norm {
         x: Operand,
         scale: Operand,
@@ -140,22 +140,22 @@ impl NormSite {
     }
 }
 
-/// `control`, pixels, rows, channels: how kernels are given an activation's shape.
+/// The arguments that describe an activation's shape: `control`, pixels, rows, channels.
 pub(super) fn shape_args(control: Operand, shape: Shape) -> [Arg; 4] {
     [Arg::In(control), Arg::U32(shape.pixels), Arg::U32(shape.rows()), Arg::U32(shape.channels)]
 }
 
-/// Most rows a thread walks on the one-launch way. Longer, and two launches on all multiprocessors win: on an
-/// H200 ResNet-50's step at 224 pixels and batch 32 takes 5.13 ms with 4 or 8 here and 5.43 ms with 16.
+/// Maximum number of rows per thread in the one-launch variant. With more rows, two launches on all multiprocessors
+/// are faster: on an H200 ResNet-50's step at 224 pixels and batch 32 takes 5.13 ms with 4 or 8 here and 5.43 ms with 16.
 const SMALL_ROWS_PER_THREAD: u32 = 4;
-/// Groups of 8 channels of a block there, at most.
+/// Maximum number of groups of 8 channels per block in the one-launch variant.
 pub(in crate::cuda) const SMALL_GROUPS: u32 = 4;
 impl Ops {
-    /// The launch of the one-launch way, when it is the faster one.
+    /// Geometry of the one-launch variant, if that variant is faster.
     ///
-    /// A cluster of `k` blocks owns 16 channels (32 where there would be too many blocks); a thread walks
-    /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) every cluster has to be resident
-    /// at once, which a grid of fewer blocks than multiprocessors is, with those of NCCL's blocks spared.
+    /// A cluster of `k` blocks owns 16 channels (32 if there would be too many blocks); a thread has
+    /// rows / (256 k) rows. With `waits` (ranks exchange inside the kernel) all clusters have to be resident at
+    /// once: the grid has fewer blocks than multiprocessors, minus those for NCCL's blocks.
     fn small(&self, shape: Shape, waits: bool) -> Option<Geometry> {
         let (rows, groups) = (shape.rows(), shape.channels / 8);
         let all = self.multiprocessors;
@@ -175,12 +175,12 @@ impl Ops {
         if rows == 0 || columns * k > room || walked(k) > SMALL_ROWS_PER_THREAD {
             return None;
         }
-        // At least the threads that a block's sums need: two a channel.
+        // At least two threads per channel, which finish a block's sums.
         let y = rows.div_ceil(k).next_power_of_two().clamp(32 / x, tall).max(16);
         Some(Geometry { cluster: k, ..plain([k, columns, 1], [x, y, 1]) })
     }
 
-    /// Whether [`Ops::norm_forward`] takes statistics and applies them in one launch. `waits`: for other ranks, inside.
+    /// Whether [`Ops::norm_forward`] uses the one-launch variant. `waits`: the kernel waits for other ranks.
     pub(in crate::cuda) fn norm_is_small(&self, shape: Shape, waits: bool) -> bool {
         self.small(shape, waits).is_some()
     }
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn kernels_that_wait_for_other_ranks_leave_room_for_nccl() {
-        // A small Ampere card, A100, H100 over PCIe, H100 and H200.
+        // A small Ampere GPU, A100, H100 PCIe, H100 SXM and H200.
         for (multiprocessors, capability) in [(46, 86), (108, 80), (114, 90), (132, 90)] {
             let ops = Ops::new(DType::F16, multiprocessors, capability);
             let mut most = 0;

@@ -1,29 +1,29 @@
-//! The update over flat buffers; `optimizer.cu`.
+//! Optimizer updates over flat buffers; `optimizer.cu`.
 //!
-//! All flat buffers have one order: a first part of the weights of convolutions and linear layers, then the
-//! rest (batch norms, biases). Each parameter begins and ends at a multiple of 8 values.
+//! All flat buffers have the same order: a first part with the weights of convolutions and linear layers, and a
+//! second part with batch norms and biases. Each parameter begins and ends at a multiple of 8 values.
 
 use super::{Arg, Geometry, Kernel, NORM_COUNTER, Operand, Ops, Region, kernel, plain};
 use std::ops::Range;
 
-/// Blocks that share the norm of one parameter.
+/// Number of blocks that compute the norm of one parameter.
 pub(in crate::cuda) const NORM_PARTS: u32 = 16;
 
-/// A step's gradients, times the loss scale.
+/// A step's gradients, multiplied by the loss scale.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Gradients {
     /// The first part: T, or float32 if `in_float32` (accumulated over micro-batches).
     pub(in crate::cuda) first: Operand,
     /// The second part: float32.
     pub(in crate::cuda) second: Operand,
-    /// Values of the first part, and of both.
+    /// Numbers of values of the first part, and of both parts.
     pub(in crate::cuda) first_length: u64,
     pub(in crate::cuda) length: u64,
     pub(in crate::cuda) in_float32: bool,
 }
 
 impl Gradients {
-    /// Of some values of the first part and of the second, counted from the beginning of the first.
+    /// The gradients of some values of the first and of the second part; both ranges count from the beginning of the first.
     pub(in crate::cuda) fn part(self, first: Range<usize>, second: Range<usize>) -> Self {
         let all = self.first_length as usize;
         let size = self.first.bytes / all.max(1);
@@ -47,29 +47,29 @@ impl Gradients {
     }
 }
 
-/// Norm of the gradients and what follows from it, into the scaler:
-/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`, of which
-/// the host sets `scale` (1 without scaling) and zeros, `updates` of a run that continues, and `held`: where in its memory a `u32` is that
-/// it sets when no update may begin any more, or 0.
+/// Computes the norm of the gradients and the state that depends on it, in `Scaler`:
+/// `f32 scale; u32 good_steps; u32 finite; f32 norm; f32 inverse; u32 apply, updates, refused, updating, 0; u64 held`. The host initialises
+/// `scale` (1 without scaling), `updates` if a run continues, `held` (the address of a `u32` in host memory that stops further updates if
+/// set, or 0), and all other fields to 0.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct GradientNorm {
     pub(in crate::cuda) gradients: Gradients,
     pub(in crate::cuda) scaler: Operand,
-    /// Halves the scale when a gradient is not finite, doubles it after 2,000 steps.
+    /// Halves the scale if a gradient is not finite, and doubles the scale after 2,000 finite steps.
     pub(in crate::cuda) dynamic: bool,
 }
 
-/// What an update reads and writes, whatever its rule.
+/// Operands of every optimizer's update.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Flat {
-    /// float32, like the optimizer's slots; in planes: the bits below the nearest bfloat16.
+    /// float32, like the optimizer's slots; if planar, the plane of differences from the nearest bfloat16.
     pub(in crate::cuda) weights: Operand,
-    /// The weights as T; may be 0.
+    /// The weights as T; may be absent.
     pub(in crate::cuda) low_precision: Operand,
     /// Whether weights are two planes of 16 bits (bfloat16; SGD and AdamW).
     pub(in crate::cuda) planar: bool,
     pub(in crate::cuda) gradients: Gradients,
-    /// The learning rate is its `lr`.
+    /// The control block, which has the learning rate.
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) scaler: Operand,
     /// Weight decay of the first part and of the second.
@@ -77,13 +77,13 @@ pub(in crate::cuda) struct Flat {
 }
 
 impl Flat {
-    /// The weights and their copy, which a step that is not finite leaves as they are.
+    /// The weights and their copy. A step with non-finite gradients does not change them.
     pub(super) fn weights_args(&self) -> [Arg; 2] {
         [Arg::InOut(self.weights), Arg::InOut(self.low_precision)]
     }
 }
 
-/// Each parameter's own learning rate.
+/// Learning rates by parameter.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Rates {
     /// `u64 offset, length; u32 adapted, 0` for each parameter, in order.
@@ -96,13 +96,13 @@ pub(in crate::cuda) struct Rates {
 }
 
 impl Rates {
-    /// Blocks that take the norms of all parameters.
+    /// The grid of kernels that compute the norms of all parameters.
     pub(super) fn norm_blocks(&self) -> [u32; 3] {
         [NORM_PARTS, self.count.max(1), 1]
     }
 }
 
-/// LARS: the rates.
+/// LARS: computes the rates.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct LarsRates {
     pub(in crate::cuda) scaler: Operand,
@@ -112,12 +112,12 @@ pub(in crate::cuda) struct LarsRates {
     pub(in crate::cuda) trust: f32,
 }
 
-/// How weights move; the formulas are the CPU engine's (`worker/kernels/src/optimizer.rs`).
+/// The update rule; formulas as in the CPU engine (`worker/kernels/src/optimizer.rs`).
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Update {
     Momentum,
     Nesterov,
-    /// With what [`Ops::lars_rates`] wrote.
+    /// LARS, with the rates of [`Ops::lars_rates`].
     Lars(Rates),
 }
 
@@ -157,14 +157,14 @@ impl Ops {
         kernel("gradient_norm_of_parts", geometry, args)
     }
 
-    /// *to (f64) = the sum of squares of the gradients. Moves: all of them once.
+    /// *to (f64) = the sum of squares of the gradients. Moves: all gradients once.
     pub(in crate::cuda) fn gradient_squares(&self, gradients: Gradients, to: Operand) -> Kernel {
         let mut args = gradients.args().to_vec();
         args.extend([Arg::Out(to), Arg::Out(self.partials()), self.counter(NORM_COUNTER)]);
         kernel("gradient_squares", self.norm_geometry(gradients), args)
     }
 
-    /// Blocks that go through all gradients.
+    /// Geometry of kernels that read all gradients.
     fn norm_geometry(&self, gradients: Gradients) -> Geometry {
         let blocks = (gradients.length / 8).div_ceil(512).clamp(1, u64::from(self.multiprocessors) * 2);
         plain([blocks as u32, 1, 1], [512, 1, 1])
@@ -198,8 +198,8 @@ impl Ops {
         kernel("lars_rates", plain([rates.count.div_ceil(128), 1, 1], [128, 1, 1]), args)
     }
 
-    /// After [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes a
-    /// value in the 16-bit formats.
+    /// Runs after [`Ops::gradient_norm`]. Moves: weights and velocity twice, gradients and low_precision once: 20 bytes
+    /// per value in the 16-bit formats.
     pub(in crate::cuda) fn sgd(&self, p: Sgd) -> Kernel {
         let none = Rates { segments: Operand::NONE, count: 0, rates: Operand::NONE, squares: Operand::NONE };
         let (name, Rates { segments, count, rates, .. }) = match (p.update, p.flat.planar) {
@@ -226,7 +226,7 @@ impl Ops {
         kernel(name, self.items(flat.gradients.length / 8, 6), args)
     }
 
-    /// sum (float32) += gradient (T), or = with `overwrite`; `length` values, a multiple of 8.
+    /// sum (float32) += gradient (T), or sum = gradient with `overwrite`; `length` values, a multiple of 8.
     pub(in crate::cuda) fn accumulate_gradients(
         &self,
         sum: Operand,
@@ -245,7 +245,7 @@ impl Ops {
         kernel("add", self.items(length / 8, 8), args)
     }
 
-    /// average = decay average + (1 - decay) values; `length` float32 values. Nothing if the GPU has not finished `steps`.
+    /// average = decay average + (1 - decay) values; `length` float32 values. Does nothing if the GPU has not finished `steps`.
     pub(in crate::cuda) fn average(
         &self,
         average: Operand,
@@ -265,7 +265,7 @@ impl Ops {
         kernel("average_values", self.items(length, 8), args)
     }
 
-    /// As [`Ops::average`] of weights in planes, the second and the first one; `length` is a multiple of 8.
+    /// [`Ops::average`] for weights in two planes, given in the order second, first; `length` is a multiple of 8.
     pub(in crate::cuda) fn average_planes(
         &self,
         average: Operand,
@@ -279,7 +279,7 @@ impl Ops {
         kernel("average_planes", self.items(length / 8, 8), args)
     }
 
-    /// As [`Ops::find_not_finite`], of `length` bfloat16 values.
+    /// [`Ops::find_not_finite`] for `length` bfloat16 values.
     pub(in crate::cuda) fn find_not_finite_nearest(
         &self,
         values: Operand,
@@ -290,7 +290,7 @@ impl Ops {
         kernel("find_not_finite_nearest", geometry, args)
     }
 
-    /// *found (`u32`) = 1 if any of `length` float32 values is not finite; else it stays as it is.
+    /// Sets *found (`u32`) to 1 if any of `length` float32 values is not finite.
     pub(in crate::cuda) fn find_not_finite(&self, values: Operand, length: u64, found: Operand) -> Kernel {
         let args = [Arg::In(values), Arg::U64(length), Arg::InOut(found)];
         kernel("find_not_finite", self.items(length, 8), args)

@@ -1,4 +1,4 @@
-//! Max pooling with the batch norm and ReLU before it, and the mean over all pixels; `pool.cu`.
+//! Max pooling fused with the batch norm and ReLU before it, and global average pooling; `pool.cu`.
 
 use super::{
     Arg, Geometry, Kernel, Operand, Ops, kernel,
@@ -6,7 +6,7 @@ use super::{
     plain,
 };
 
-/// A pooling of 3 x 3 windows, stride 2, padding 1. Output sides are the input's halves, rounded up.
+/// A pooling of 3 x 3 windows, stride 2, padding 1. The output's sides are half of the input's, rounded up.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Pool {
     pub(in crate::cuda) pictures: u32,
@@ -20,10 +20,10 @@ pub(in crate::cuda) struct Pool {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct MaxPool {
     pub(in crate::cuda) x: Operand,
-    /// Scale and bias, float32 a channel each.
+    /// Scale and bias, float32 per channel.
     pub(in crate::cuda) norm: (Operand, Operand),
     pub(in crate::cuda) y: Operand,
-    /// Which place of its window each value of y came from, a byte a value; 0 for inference.
+    /// Window position of each maximum, one byte per value; absent in inference.
     pub(in crate::cuda) argmax: Operand,
     pub(in crate::cuda) pool: Pool,
 }
@@ -32,7 +32,7 @@ pub(in crate::cuda) struct MaxPool {
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct NormBackwardMaxPool {
     pub(in crate::cuda) x: Operand,
-    /// The pooled activation's gradient.
+    /// Gradient of the pooling's output.
     pub(in crate::cuda) dy: Operand,
     pub(in crate::cuda) argmax: Operand,
     pub(in crate::cuda) dx: Operand,
@@ -53,7 +53,7 @@ pub(in crate::cuda) struct GlobalAverage {
     pub(in crate::cuda) channels: u32,
 }
 
-/// Output rows of a strip, at most: a thread reads one row more than twice as many.
+/// Maximum number of output rows of a strip. For n output rows a thread reads 2 n + 1 input rows.
 const STRIP: u32 = 7;
 
 impl Pool {
@@ -63,7 +63,7 @@ impl Pool {
 }
 
 impl Ops {
-    /// Strips long enough to share rows, short enough to give every thread of `threads` x `resident` a few.
+    /// Chooses the length of strips: long enough to reuse rows, short enough for several strips per thread.
     fn strips(&self, pool: Pool, threads: u32, resident: u32) -> (Geometry, [Arg; 6]) {
         let (height, width) = pool.output();
         let columns = u64::from(pool.pictures) * u64::from(width) * u64::from(pool.channels / 8);
@@ -88,8 +88,8 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// Both passes; with [`Reduce::Leave`] only the sums (then `norm_backward_finish`, then
-    /// [`Ops::norm_backward_apply_max_pool`]). Moves: x, dy and argmax twice, dx once.
+    /// Both passes; with [`Reduce::Leave`] only the sums (`norm_backward_finish` and then
+    /// [`Ops::norm_backward_apply_max_pool`] must follow). Moves: x, dy and argmax twice, dx once.
     pub(in crate::cuda) fn norm_backward_max_pool(&self, p: NormBackwardMaxPool) -> Vec<Kernel> {
         let (geometry, pool) = self.strips(p.pool, 512, 1);
         let mut args = [p.x, p.dy, p.argmax, p.control].map(Arg::In).to_vec();
@@ -104,7 +104,7 @@ impl Ops {
         vec![sums, self.norm_backward_apply_max_pool(p)]
     }
 
-    /// The second pass alone.
+    /// Only the second pass.
     pub(in crate::cuda) fn norm_backward_apply_max_pool(&self, p: NormBackwardMaxPool) -> Kernel {
         let (geometry, pool) = self.strips(p.pool, 256, 2);
         let site = p.site;
@@ -129,7 +129,7 @@ impl Ops {
             Arg::U32(p.channels),
             Arg::U32(lanes),
         ];
-        // Few warps a block, so that a small batch reaches every multiprocessor.
+        // Few warps per block, so that a small batch uses every multiprocessor.
         kernel("global_average", plain([warps.div_ceil(4), 1, 1], [32, 4, 1]), args)
     }
 }

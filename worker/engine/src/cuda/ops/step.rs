@@ -1,48 +1,48 @@
-//! The ends of a step; `step.cu`.
+//! The first and last kernels of a step; `step.cu`.
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// The next control block from a ring in pinned host memory.
+/// Copies the next control block from a ring in pinned host memory.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Fetch {
     /// Device memory, 16-byte aligned.
     pub(in crate::cuda) control: Operand,
-    /// The ring as the device sees it, 16-byte aligned; slot n % slots is taken for the n-th fetch.
+    /// The ring, 16-byte aligned; the n-th fetch takes slot n % slots.
     pub(in crate::cuda) ring: Operand,
-    /// `u32` in device memory: fetches so far.
+    /// `u32` in device memory: number of fetches so far.
     pub(in crate::cuda) counter: Operand,
-    /// The same number as the host sees it: `u32` in pinned host memory.
+    /// `u32` in pinned host memory: the same number for the host.
     pub(in crate::cuda) taken: Operand,
     pub(in crate::cuda) slots: u32,
-    /// Of a slot: 8 + 3 x pictures `u32`, rounded up to a multiple of 4.
+    /// `u32` words of a slot, a multiple of 4.
     pub(in crate::cuda) words: u32,
-    /// Where it begins a step that may turn out not to be finished.
+    /// Set at the beginning of a step that may never be finished.
     pub(in crate::cuda) keeps: Option<Keep>,
 }
 
-/// What a step's forward pass changes, kept as it was before.
+/// Copies of the values that a step's forward pass changes.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Keep {
     /// Running statistics of all batch norms, whole groups of 4 float32.
     pub(in crate::cuda) running: Operand,
-    /// As long.
+    /// The copy, with the length of `running`.
     pub(in crate::cuda) kept: Operand,
-    /// `u32` for each of [`Ops::keeping_blocks`], none of them a number of steps at first: finished steps that `kept` is of.
+    /// `u32` for each of [`Ops::keeping_blocks`]: number of finished steps at the time of the copy; initially not a valid number.
     pub(in crate::cuda) kept_of: Operand,
-    /// [`Record`]'s counter: steps finished so far.
+    /// [`Record`]'s counter: number of finished steps so far.
     pub(in crate::cuda) finished: Operand,
 }
 
-/// The step's result to a ring in pinned host memory, 64 bytes a slot:
+/// Writes the step's result to a ring in pinned host memory, 64 bytes per slot:
 /// `u32 sequence; f32 loss_sum; u32 correct, samples; f32 grad_norm, loss_scale; u32 finite, 0; u64 stamps[4]`.
-/// `sequence`, the step's number from 1, is written last (released to the whole system). A step whose update was refused has none.
+/// `sequence`, the step's number from 1, is written last (release at system scope). A step with a refused update has no result.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Record {
     pub(in crate::cuda) ring: Operand,
-    /// `u32` in device memory, not [`Fetch`]'s: steps so far.
+    /// `u32` in device memory, separate from [`Fetch`]'s counter: number of steps so far.
     pub(in crate::cuda) counter: Operand,
     pub(in crate::cuda) slots: u32,
-    /// What the loss wrote.
+    /// Totals of the loss kernel.
     pub(in crate::cuda) totals: Operand,
     pub(in crate::cuda) scaler: Operand,
     /// `u64 [4]`.
@@ -50,7 +50,7 @@ pub(in crate::cuda) struct Record {
 }
 
 impl Ops {
-    /// Moves: 4 bytes a word over the bus.
+    /// Moves: 4 bytes per word over PCIe.
     pub(in crate::cuda) fn fetch(&self, p: Fetch) -> Kernel {
         let none = Keep {
             running: Operand::NONE,
@@ -77,12 +77,12 @@ impl Ops {
         kernel("fetch", plain([blocks, 1, 1], [threads, 1, 1]), args)
     }
 
-    /// Blocks that keep running statistics, beside the one that fetches: together they take no longer than it does.
+    /// Number of blocks that copy running statistics, beside the block that fetches; enough that they take no longer.
     pub(in crate::cuda) fn keeping_blocks(&self) -> u32 {
         (self.multiprocessors / 2).max(1)
     }
 
-    /// Writes the GPU's clock, nanoseconds, to a `u64`. `updating` (`u32`, may be 0) is set.
+    /// Writes the GPU's clock, in nanoseconds, to a `u64`, and sets `updating` (`u32`, may be absent).
     pub(in crate::cuda) fn stamp(&self, at: Operand, updating: Operand) -> Kernel {
         kernel("stamp", plain([1, 1, 1], [1, 1, 1]), [Arg::Out(at), Arg::Out(updating)])
     }

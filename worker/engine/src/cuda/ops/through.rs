@@ -1,30 +1,30 @@
-//! Batch norm backward with the gradient of a 1x1 convolution's input made inside it; see `norm_through.cu`.
+//! Batch norm backward that computes the gradient of the following 1x1 convolution's input itself; see `norm_through.cu`.
 
 use super::{Arg, Geometry, Kernel, NormBackward, Operand, Ops, Shape, kernel, norm::shape_args};
 
-/// Rows of the tiles that this kernel, `bottleneck.cu`, `bottleneck_forward.cu` and `block_end.cu` work on.
+/// Rows of a tile in this kernel, `bottleneck.cu`, `bottleneck_forward.cu` and `block_end.cu`.
 pub(in crate::cuda) const TILE_ROWS: u32 = 64;
 /// Channels of a tile of this kernel.
 pub(in crate::cuda) const TILE_CHANNELS: u32 = 256;
-/// Values by which rows of a product are longer in shared memory than the product is wide: rows that a warp reads
-/// together then lie in different banks.
+/// Padding, in values, of a product's rows in shared memory: puts rows that a warp reads together into different
+/// banks.
 pub(in crate::cuda) const ROW_PADDING: u32 = 8;
 
-/// Where a block's output gets its gradient from: dy `[rows, inner]` of the next block's first convolution times
-/// that one's weights `[inner, channels]`, and `more` of the shortcut.
+/// Sources of the gradient of a block's output: dy `[rows, inner]` of the next block's first convolution times that
+/// convolution's weights `[inner, channels]`, plus `more` of the shortcut.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Through {
     pub(in crate::cuda) dy: Operand,
     pub(in crate::cuda) weights: Operand,
     pub(in crate::cuda) inner: u32,
-    /// May be 0.
+    /// May be absent.
     pub(in crate::cuda) more: Operand,
     pub(in crate::cuda) mask: Operand,
 }
 
 impl Ops {
-    /// [`Ops::norm_backward_sums`] of `p`, whose gradient is `through`'s instead of its own; dz is wanted. Moves:
-    /// x, `more` and dz once, dy a few times, mostly from the second-level cache.
+    /// [`Ops::norm_backward_sums`] of `p` with the gradient of `through` instead of `p`'s; dz must be present. Moves:
+    /// x, `more` and dz once, dy a few times, mostly from the L2 cache.
     pub(in crate::cuda) fn norm_backward_through(&self, p: NormBackward, through: Through) -> Kernel {
         let Through { dy, weights, inner, more, mask } = through;
         let mut args = vec![Arg::In(p.x), Arg::In(dy), Arg::In(weights), Arg::U32(inner)];
@@ -36,7 +36,7 @@ impl Ops {
         kernel("norm_backward_sums_through", self.tiles(p.shape, inner), args)
     }
 
-    /// One block a multiprocessor: its columns of the weights, a tile of dy and one of the product.
+    /// One block per multiprocessor, with columns of the weights, a tile of dy and a tile of the product in shared memory.
     fn tiles(&self, shape: Shape, inner: u32) -> Geometry {
         let values = inner * (TILE_CHANNELS + TILE_ROWS) + TILE_ROWS * (TILE_CHANNELS + ROW_PADDING);
         let shared_bytes = 1024 + values * self.dtype.size() as u32;

@@ -1,9 +1,9 @@
-//! What a program is built from: plans, memory and settings.
+//! Builds a program: plans, memory and settings.
 
 use super::{facts::SEGMENT_SQUARES, *};
 
 impl Program {
-    #[allow(clippy::too_many_arguments)] // What an engine is built from.
+    #[allow(clippy::too_many_arguments)] // Everything from which an engine is built.
     pub(in crate::cuda) fn new(
         device: &Device,
         network: Arc<Network>,
@@ -89,7 +89,7 @@ impl Program {
         };
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
         let inputs = Inputs::new(device, config.batch_size)?;
-        // A split head has kernels of its own, and leaves its logits where they are.
+        // A split head has separate kernels and does not copy its logits.
         let (padded, logits, controls) = match &plan.head {
             None => (plan.padded_classes, 4 * config.batch_size * network.classes, None),
             Some(head) => (0, 4, Some(device.zeros(head.ranks * inputs.control.bytes)?)),
@@ -161,7 +161,7 @@ impl Program {
             );
             return Err(CudaError::Unsupported(text).into());
         }
-        // The memory is that of the largest.
+        // Memory suffices for the largest size.
         let mut bytes = self.arena.bytes;
         for (sizes, trains) in [(training, true), (evaluation, false)] {
             for size in sizes {
@@ -183,7 +183,7 @@ impl Program {
         self.allocate(device, bytes)
     }
 
-    /// Finds a plan for each convolution of the current size; of all passes where it `trains`.
+    /// Finds a plan for each convolution of the current size; for all passes if `trains`.
     fn prepare_plans(&mut self, device: &Device, trains: bool) -> Result<(), EngineError> {
         let mut wanted = Vec::new();
         for op in &self.plan.ops {
@@ -204,12 +204,12 @@ impl Program {
         Ok(self.tuner.prepare(device, &wanted)?)
     }
 
-    /// Room for activations and for all plans.
+    /// Allocates memory for activations and workspaces of all plans.
     fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
         let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
         self.workspace = device.alloc(own)?;
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
-        // The old one first: both may not fit.
+        // Frees the old arena first: both may not fit.
         self.arena = device.alloc(256)?;
         self.arena = device.zeros(bytes)?;
         let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
@@ -217,8 +217,8 @@ impl Program {
         Ok(())
     }
 
-    /// Whether statistics may come with a convolution, one without groups. cuDNN adds them up as its blocks come to an end,
-    /// so not where the same bits are wanted every time; small ones are taken by the kernel that uses them.
+    /// Whether a convolution may compute statistics: in float16, without groups, not in deterministic mode (cuDNN sums in the order in which
+    /// its blocks end), and not for small activations, for which batch norm's one-launch kernel takes statistics.
     fn takes_sums(&self, convolution: &Convolution) -> bool {
         let shape = ops::Shape {
             pictures: convolution.batch as u32,

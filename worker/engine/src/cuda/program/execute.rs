@@ -1,4 +1,4 @@
-//! Starts commands: operands become addresses, streams and events those of the driver.
+//! Launches commands: operands become addresses, and streams and events become the driver's.
 
 use super::*;
 use crate::cuda::{
@@ -7,7 +7,7 @@ use crate::cuda::{
 };
 
 impl Program {
-    /// Starts a list, in its order. `pictures`: where [`Region::Pictures`] is.
+    /// Launches a list in order. `pictures`: address of [`Region::Pictures`].
     pub(in crate::cuda) fn start(&self, commands: &[Command], pictures: Ptr) -> Result<(), EngineError> {
         commands.iter().try_for_each(|command| self.start_one(command, pictures))
     }
@@ -37,7 +37,7 @@ impl Program {
         Ok(())
     }
 
-    /// Starts kernels that belong to no step, on the main stream.
+    /// Launches kernels that belong to no step, on the main stream.
     pub(in crate::cuda) fn launch(&self, kernels: impl IntoIterator<Item = Kernel>) -> Result<(), CudaError> {
         kernels.into_iter().try_for_each(|kernel| self.launch_on(StreamId::Main, &kernel, 0))
     }
@@ -87,7 +87,7 @@ impl Program {
         Ok(base.wrapping_add(operand.offset as u64))
     }
 
-    /// Where a region begins, if there is one.
+    /// Address of a region, if it exists.
     fn region(&self, region: Region, pictures: Ptr) -> Option<Ptr> {
         let scaling =
             |axis: usize| self.scalings.get(&self.plan.network.image_size).map(|scaled| &scaled[axis].at);
@@ -141,7 +141,7 @@ impl Program {
     }
 }
 
-/// A command that this engine was not built for: a mistake of emission.
+/// The error for a command that this engine was not built for: a bug in emission.
 fn absent(what: &str) -> CudaError {
     CudaError::Unsupported(format!("a step that needs {what}, which this engine does not have"))
 }

@@ -1,5 +1,5 @@
-//! What emission knows: the plan of the step, the settings, and the few facts about the GPU and the ranks on which a command
-//! depends. None of it needs a GPU.
+//! The inputs of emission: the plan of the step, the settings, and the few facts about the GPU and the ranks on which commands
+//! depend. None of them needs a GPU.
 
 use super::StepPlan;
 use crate::{
@@ -37,17 +37,17 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) label_smoothing: f32,
     /// Whether a step may have several micro-batches.
     pub(in crate::cuda) accumulates: bool,
-    /// Whether the loss scale moves by itself.
+    /// Whether loss scaling is dynamic.
     pub(in crate::cuda) dynamic_scale: bool,
-    /// How ranks add statistics up; `None` for a single rank, which sends no gradients either.
+    /// How ranks reduce statistics; `None` for a single rank, which sends no gradients either.
     pub(in crate::cuda) ranks: Option<&'a Statistics>,
-    /// Ranks that have the same part of the network as this one, and other pictures.
+    /// Number of ranks that have the same part of the network as this rank, and other pictures.
     pub(in crate::cuda) data_ranks: usize,
     /// This one among the ranks that divide the optimizer's state; `None` where each rank has all of it.
     pub(in crate::cuda) share: Option<Share>,
     /// Convolutions (with `sums` set) that take statistics along, as the tuner found it faster.
     pub(in crate::cuda) takes_sums: &'a dyn Fn(&Convolution) -> bool,
-    /// From pictures of the dataset's size to the network's, by height and by width; `None` where they have it.
+    /// Resampling tables, by height and by width, from the dataset's size to the network's; `None` if both are equal.
     pub(in crate::cuda) scaling: Option<[&'a ScaleTable; 2]>,
 }
 
@@ -56,7 +56,7 @@ impl Facts<'_> {
         self.layout.slot(name, suffix)
     }
 
-    /// The weights of a convolution or linear layer in the type that is computed in.
+    /// The weights of a convolution or linear layer in the activations' format.
     pub(super) fn matrix(&self, name: &str) -> Operand {
         let slot = self.slot(name, "weight");
         if self.plan.is_planar() && slot.slice.is_some() {
@@ -90,7 +90,7 @@ impl Facts<'_> {
         self.plan.recomputes(self.accumulates, self.data_ranks)
     }
 
-    /// The gradients of all matrices: in the type that is computed in, or float32 sums over micro-batches.
+    /// The gradients of all parameters. Those of matrices are in the activations' format, or float32 sums over micro-batches.
     pub(super) fn gradients(&self) -> ops::Gradients {
         let (region, size) = match self.accumulates {
             true => (Region::Accumulated, 4),
@@ -208,7 +208,7 @@ impl Facts<'_> {
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }
 
-    /// What becomes of a batch norm's sums.
+    /// How a batch norm's sums are reduced.
     pub(super) fn reduction(&self, node: &Norm, backward: bool) -> ops::Reduce {
         let channels = self.plan.network.tensors[node.input].channels;
         self.ranks.map_or(ops::Reduce::Local, |ranks| ranks.reduction(node.norm, channels, backward))
@@ -225,7 +225,7 @@ fn vector(layout: &Layout, name: &str, suffix: &str) -> Operand {
     Operand::new(Region::Weights, 4 * range.start, 4 * range.len())
 }
 
-/// None of what is frozen.
+/// The gradient of a vector; absent if the vector is frozen.
 fn vector_gradient(layout: &Layout, name: &str, suffix: &str) -> Operand {
     let range = layout.slot(name, suffix).padded();
     if range.start >= layout.trained {
@@ -234,10 +234,10 @@ fn vector_gradient(layout: &Layout, name: &str, suffix: &str) -> Operand {
     Operand::new(Region::VectorGradients, 4 * (range.start - layout.matrices), 4 * range.len())
 }
 
-/// Values a channel that a batch norm has there: mean, 1/std, scale, bias, slope and offset.
+/// Values per channel in [`Region::NormValues`]: mean, 1/std, scale, bias, slope and offset.
 const VALUES: usize = 6;
 
-/// Where each batch norm has its memory, by its number; and the bytes of [`Region::NormValues`].
+/// The memory of each batch norm, by number, and the size in bytes of [`Region::NormValues`].
 pub(super) fn norm_sites(plan: &StepPlan, layout: &Layout, running: &[Running]) -> (Vec<NormSite>, usize) {
     let mut at = 0;
     let mut sites: Vec<(usize, NormSite)> = plan

@@ -1,5 +1,5 @@
-//! What of a step follows from the network and the settings alone: the fused operations, the convolutions that they are, the
-//! sizes of tensors. It knows no GPU, so tests go through a step with it on any machine.
+//! Everything of a step that follows only from the network and the settings: fused operations, their convolutions, sizes of
+//! tensors. It needs no GPU, so tests can emit a step on any machine.
 
 use super::{Convolution, DType, Direction};
 use crate::{
@@ -9,31 +9,31 @@ use crate::{
 };
 use std::{ops::Range, sync::Arc};
 
-/// Channels of the input as the network's first convolution reads it: a multiple of what cuDNN's
-/// tensor-core engines take.
+/// The input's channels are padded to a multiple of this number, as cuDNN's tensor-core engines
+/// require.
 const PADDED_INPUT: usize = 4;
-/// The same for the outputs of the last linear layer, which runs as a 1x1 convolution.
+/// The classes are padded to a multiple of this number: the last linear layer runs as a 1x1 convolution.
 const PADDED_CLASSES: usize = 8;
 /// Channels that a thread of our kernels reads at a time.
 const CHANNELS: usize = 8;
-/// Weights of a split head that are multiplied at a time: cuDNN's plans are for tensors of less than 2^31 values, and most for less than
-/// 2^31 bytes. Tests have small ones.
+/// Maximum number of weights in a chunk of a split head: cuDNN's plans support tensors of less than 2^31 values, and most plans only less than
+/// 2^31 bytes. Tests use small chunks.
 const CHUNK: usize = if cfg!(test) { 1 << 14 } else { 1 << 28 };
 
-/// The last layer, of whose classes the ranks of a model group have some each.
+/// A last layer whose classes are split over the ranks of a model group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SplitHead {
-    /// Ranks of the group, and which one this is.
+    /// Number of ranks of the group, and this rank's number.
     pub(in crate::cuda) ranks: usize,
     pub(in crate::cuda) rank: usize,
-    /// Of rank `r` the classes from `bounds[r]` to `bounds[r + 1]`.
+    /// Rank `r` has the classes from `bounds[r]` to `bounds[r + 1]`.
     pub(in crate::cuda) bounds: Vec<usize>,
-    /// Parts of the logits in memory, each `[pictures, classes of a chunk]`.
+    /// Number of chunks of the logits in memory, each `[pictures, classes of a chunk]`.
     pub(in crate::cuda) chunks: usize,
 }
 
 impl SplitHead {
-    /// Of a network that ranks share.
+    /// The split head of a network that ranks share.
     fn of(network: &Network) -> Option<Self> {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
@@ -47,7 +47,7 @@ impl SplitHead {
         self.bounds[self.rank]..self.bounds[self.rank + 1]
     }
 
-    /// Classes of the rank that has the most.
+    /// Maximum number of classes of a rank.
     pub(in crate::cuda) fn most(&self) -> usize {
         most_classes(&self.bounds)
     }
@@ -60,22 +60,22 @@ fn most_classes(bounds: &[usize]) -> usize {
 
 #[derive(Debug, Clone)]
 pub(in crate::cuda) struct StepPlan {
-    /// For pictures of the current size; what else follows from the size is looked up by it.
+    /// This rank's network for the current image size, which is the key for everything else that depends on the size.
     pub(super) network: Arc<Network>,
     capabilities: Capabilities,
     pub(super) ops: Vec<FusedOp>,
-    /// Pictures of a micro-batch.
+    /// Pictures per micro-batch.
     pub(super) batch: usize,
     pub(super) dtype: DType,
     pub(super) padded_input: usize,
     pub(super) padded_classes: usize,
     pub(super) head: Option<SplitHead>,
-    /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 one over 2x2 pixels: of a handful of channels
-    /// cuDNN makes a slow one (1.9 ms of ResNet-50's 28 at batch 256).
+    /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels: with few channels
+    /// cuDNN is slow (1.9 ms of ResNet-50's 28 at batch 256).
     pub(super) folded: bool,
 }
 
-/// What this engine has kernels for; `matrix_kernels`: also those that multiply matrices themselves.
+/// The fused kernels of this engine. `matrix_kernels`: including those with their own matrix multiplication.
 pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
     Capabilities {
         norm_add_relu: true,
@@ -89,7 +89,7 @@ pub(in crate::cuda) fn capabilities(matrix_kernels: bool) -> Capabilities {
 
 impl StepPlan {
     /// # Errors
-    /// A network that this engine does not run; the text says which layer it is about.
+    /// The engine does not support the network; the error names the layer.
     pub(in crate::cuda) fn new(
         network: Arc<Network>,
         batch: usize,
@@ -108,7 +108,7 @@ impl StepPlan {
                 _ => false,
             });
         let head = SplitHead::of(&network);
-        // The same on every rank.
+        // The same number on every rank.
         let padded_classes = match &head {
             None => network.classes.next_multiple_of(PADDED_CLASSES),
             Some(head) => head.most().next_multiple_of(PADDED_CLASSES * head.chunks),
@@ -122,7 +122,7 @@ impl StepPlan {
         self.network = network;
     }
 
-    /// The batch norms, in the order in which they run.
+    /// The batch norms, in forward order.
     pub(super) fn norms(&self) -> impl Iterator<Item = &Norm> {
         self.ops.iter().filter_map(|op| match op {
             FusedOp::Norm(norm) => Some(norm),
@@ -132,7 +132,7 @@ impl StepPlan {
 
     /// Batch norm number `norm`.
     pub(super) fn norm(&self, norm: usize) -> &Norm {
-        // Numbers are those of operations.
+        // All numbers come from operations of this plan.
         self.norms().find(|n| n.norm == norm).unwrap_or_else(|| unreachable!("no batch norm {norm}"))
     }
 
@@ -142,12 +142,12 @@ impl StepPlan {
         self.ops.iter().filter_map(|op| self.convolution(op))
     }
 
-    /// Whether one operation alone reads `tensor`.
+    /// Whether exactly one operation reads `tensor`.
     pub(super) fn read_once(&self, tensor: TensorId) -> bool {
         self.ops.iter().flat_map(FusedOp::reads).filter(|read| *read == tensor).count() == 1
     }
 
-    /// Pictures of a micro-batch that this rank has of `tensor`: its own, or those of its model group.
+    /// Number of pictures per micro-batch that this rank has of `tensor`: its own, or its model group's.
     pub(super) fn pictures(&self, tensor: TensorId) -> usize {
         match &self.head {
             Some(head) if *self.network.placement(tensor) != Placement::Batch => head.ranks * self.batch,
@@ -161,7 +161,7 @@ impl StepPlan {
         (chunks, self.padded_classes / chunks)
     }
 
-    /// Whether a split head's weights are two planes of 16 bits, of which the first is computed with; see [`crate::cuda::planes`].
+    /// Whether a split head's weights are stored in two planes of 16 bits; see [`crate::cuda::planes`].
     pub(super) fn is_planar(&self) -> bool {
         self.head.is_some() && self.dtype == DType::Bf16
     }
@@ -173,7 +173,7 @@ impl StepPlan {
         self.chunks().0 > 1 && !accumulates && data_ranks == 1
     }
 
-    /// Values of a picture as they lie in memory.
+    /// Number of values per picture in memory, including padding.
     pub(super) fn values(&self, tensor: TensorId) -> usize {
         let shape = self.network.tensors[tensor];
         if self.folded && tensor == self.network.input() {
@@ -187,7 +187,7 @@ impl StepPlan {
         shape.pixels() * channels
     }
 
-    /// The convolution that an operation is, forward, and whether it reads the pictures. Of a split head: that of a chunk of the classes.
+    /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk of classes.
     pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
         let (input, output, kernel, stride, padding, groups, first) = match *op {
             FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {

@@ -3,7 +3,7 @@
 use super::*;
 use crate::cuda::command::{Names, Part, print};
 
-/// The commands that `facts` have led to, under the parts of the step.
+/// The commands emitted from `facts`, grouped by the parts of the step.
 pub(super) fn text(facts: &Facts<'_>, commands: &[Command]) -> String {
     let ops = &facts.plan.ops;
     print(commands, &names(facts), |part| match part {
@@ -15,7 +15,7 @@ pub(super) fn text(facts: &Facts<'_>, commands: &[Command]) -> String {
     })
 }
 
-/// What the parts of parameters and of batch norms' memory are called.
+/// Names of the ranges of parameters and of batch norms' memory.
 fn names(facts: &Facts<'_>) -> Names {
     let mut names = Names::default();
     let [counters, partials] = facts.ops.scratch();

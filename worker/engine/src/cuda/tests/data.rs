@@ -1,8 +1,8 @@
-//! Pictures on the GPU.
+//! Tests of datasets on the GPU.
 
 use super::*;
 
-/// The bundled pictures, wherever the tests were carried to.
+/// Path of the bundled pictures, on this or another machine.
 pub(super) fn fashion_mnist() -> PathBuf {
     let here = concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/fashion-mnist");
     std::env::var_os("LOCKSTEP_TEST_PICTURES").map_or_else(|| here.into(), PathBuf::from)
@@ -11,7 +11,7 @@ pub(super) fn fashion_mnist() -> PathBuf {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_pictures_are_augmented_as_on_the_cpu() {
-    // Cropped and flipped; also enlarged; also made smaller.
+    // Cropped and flipped; also enlarged; also reduced.
     for side in [28, 64, 16] {
         let spec = DataSpec {
             crop_padding: 3,
@@ -54,7 +54,7 @@ fn gpu_pictures_are_augmented_as_on_the_cpu() {
             wanted.push((result.loss, result.grad_norm, evaluated.loss_sum));
         }
         for ours in &wanted[1..] {
-            // A byte may be rounded the other way after scaling.
+            // After scaling, a byte may be rounded differently.
             assert!(
                 (ours.0 - wanted[0].0).abs() < 2e-3 * wanted[0].0,
                 "{side} px: {ours:?} / {:?}",

@@ -1,9 +1,9 @@
-//! What everybody runs, against the CPU engine: without `train.deterministic` cuDNN's fastest plans, and in float16 the
-//! statistics that a convolution takes along.
+//! Tests of the default settings against the CPU engine: without `train.deterministic`, with cuDNN's fastest plans and, in
+//! float16, statistics computed by convolutions.
 
 use super::*;
 
-/// A job that says nothing but its format.
+/// A job with default settings, except for the number format.
 fn default_in(precision: Precision) -> GpuConfig {
     GpuConfig { precision, deterministic: false, ..deterministic() }
 }
@@ -28,7 +28,7 @@ fn gpu_default_operations_in_float32_are_the_cpu_engine_s() {
 fn gpu_default_operations_in_16_bits_are_near_the_cpu_engine_s() {
     for (precision, gradient) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
         for network in operations() {
-            // Rounded, two values of a window are often equal, and the pooling chooses another one.
+            // After rounding, values of a window are often equal, so the pooling may choose another maximum.
             let gradient = if network.arch.contains("pooling") { 0.3 } else { gradient };
             for (draw, counts) in STEPS.into_iter().enumerate() {
                 let found = compare_step(&network, 32, counts, &default_in(precision), draw);
@@ -41,7 +41,7 @@ fn gpu_default_operations_in_16_bits_are_near_the_cpu_engine_s() {
     }
 }
 
-/// Networks as people train them, where tensors are large enough for every fusion.
+/// Real networks, whose tensors are large enough for every fusion.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_default_networks_are_near_the_cpu_engine_s() {
@@ -62,8 +62,8 @@ fn gpu_default_networks_are_near_the_cpu_engine_s() {
                 [(Precision::Fp32, 1e-4, 4e-2), (Precision::Fp16, 2e-2, 0.5), (Precision::Bf16, 8e-2, 1.0)]
             {
                 let found = cpu.apart_from(&default_in(precision));
-                // From its usual start ResNet-50's gradients in 16 bits say little of an engine; that they are as near with
-                // every fusion as without those that depend on the order says something.
+                // With ResNet-50's default initialisation, 16-bit gradients are too inexact to test an engine. So the test
+                // compares the errors with every fusion and in deterministic mode.
                 let fixed = cpu.apart_from(&GpuConfig { precision, ..deterministic() });
                 let gradient = f64::max(gradient, 1.5 * fixed.gradient);
                 let all = [found.logits, found.loss, found.statistics];
@@ -80,7 +80,7 @@ fn gpu_default_networks_are_near_the_cpu_engine_s() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Twenty steps at a learning rate that moves the weights: what a fusion gets a little wrong in each step adds up.
+/// Twenty steps with a learning rate that changes the weights: small errors of a fusion accumulate.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_default_losses_follow_the_cpu_engine() {
@@ -103,8 +103,8 @@ fn gpu_default_losses_follow_the_cpu_engine() {
     }
 }
 
-/// Pictures that are on the GPU, and pictures that are sent: as many micro-batches as a job may ask for, more than
-/// the rings between host and GPU have places for.
+/// Pictures on the GPU, and pictures sent by the host, with the maximum number of micro-batches, which is larger than
+/// the rings between host and GPU.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
@@ -145,10 +145,10 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
             };
             engine.take_data(&data).unwrap();
             data.set_format(format);
-            // The same 256 micro-batches over and over: 4096 are more than the bundled pictures.
+            // Repeats the same 256 micro-batches: there are too few bundled pictures for 4096.
             let batches: Vec<Batch> = data.epoch(plan).take(256).map(Result::unwrap).collect();
             let mut all = batches.iter().cycle();
-            // Started without waiting for results, as training does.
+            // Started without waiting for results, as in training.
             let mut results = Vec::new();
             let steps = if accumulate > 1000 { 2 } else { 4 };
             for _ in 0..steps {
@@ -164,7 +164,7 @@ fn gpu_any_number_of_micro_batches_is_the_cpu_engine_s() {
         assert!(cpu.len() >= 2);
         for ours in &wanted {
             let worst = ours.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
-            // A byte may be rounded the other way after scaling.
+            // After scaling, a byte may be rounded differently.
             assert!(
                 ours.len() == cpu.len() && worst < 2e-3,
                 "{accumulate} micro-batches: {ours:?} / {cpu:?}"

@@ -1,10 +1,10 @@
-//! Frozen batch norms against the CPU engine, whose gradients are held to the loss's derivatives (`frozen_norm.rs`).
+//! Tests of frozen batch norms against the CPU engine, whose gradients `frozen_norm.rs` compares with the loss's derivatives.
 
 use super::*;
 use crate::frozen_norm::{frozen, is_of_norm, trained};
 
-/// How far a step over micro-batches of `counts` pictures is from the CPU engine's: loss and gradient. Nothing of a batch norm
-/// may change, in this step and in two more, which are captured and replayed.
+/// Differences in loss and gradient between a step over micro-batches of `counts` pictures and the CPU engine's step. No tensor of
+/// a batch norm may change in this step and in two more, which are captured and replayed.
 fn compare(network: &Arc<Network>, counts: &[usize], precision: Precision, draw: usize) -> [f64; 2] {
     let config = EngineConfig { accumulate: counts.len(), ..config(32) };
     let initial = trained(network);
@@ -42,7 +42,7 @@ fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
         let network = frozen(&network);
         for draw in 0..2 {
             let [loss, gradient] = compare(&network, &[32], Precision::Fp32, draw);
-            // A ReLU that rounding turns over shows in a small tensor.
+            // A ReLU whose sign changes by rounding is visible in a small tensor.
             assert!(loss < 1e-4 && gradient < 1e-2, "{}: {loss} {gradient}", network.arch);
         }
     }
@@ -60,7 +60,7 @@ fn gpu_frozen_batch_norms_in_float32_are_the_cpu_engine_s() {
     }
 }
 
-/// The rest of a ragged batch is padding.
+/// A ragged batch is filled with padding.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
@@ -76,7 +76,7 @@ fn gpu_frozen_batch_norms_in_ragged_micro_batches_are_the_cpu_engine_s() {
 fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
     for (precision, near, gradients) in [(Precision::Fp16, 2e-2, 0.15), (Precision::Bf16, 8e-2, 0.4)] {
         for network in operations() {
-            // Rounding turns ReLUs over. Two values of a window are often equal, and the pooling chooses another one.
+            // Rounding changes signs of ReLUs. Values of a window are often equal, so the pooling may choose another maximum.
             let gradients = if network.arch.contains("pooling") { 0.6 } else { gradients };
             let network = frozen(&network);
             let [loss, gradient] = compare(&network, &[32], precision, 0);
@@ -85,7 +85,7 @@ fn gpu_frozen_batch_norms_in_16_bits_are_near_the_cpu_engine_s() {
     }
 }
 
-/// With every optimizer, whatever it has kept from before.
+/// With every optimizer, and any optimizer state from earlier steps.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_no_optimizer_changes_anything_of_a_frozen_batch_norm() {

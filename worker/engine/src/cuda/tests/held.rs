@@ -1,6 +1,6 @@
-//! What a rank has when another one is lost, and the GPU does not finish the steps that were started.
+//! Tests of a rank's state after another rank is lost and the GPU cannot finish the started steps.
 
-#![allow(unsafe_code)] // A stream waits for the host as it would in a collective for a rank that is gone.
+#![allow(unsafe_code)] // A stream waits for the host, which simulates a collective that waits for a lost rank.
 
 use super::*;
 use crate::{
@@ -18,17 +18,17 @@ use std::time::{Duration, Instant};
 
 const LR: f32 = 0.05;
 const STEPS: usize = 5;
-/// Steps that are finished before one is not.
+/// Number of finished steps before the unfinished one.
 const FINISHED: usize = 3;
-/// The average begins with this step.
+/// The step that creates the average.
 const AVERAGED_FROM: usize = 2;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Keeps a stream from going on.
+/// Blocks a stream until it is opened.
 struct Gate {
     word: Pinned,
-    /// What comes before it is done.
+    /// Recorded when the stream reaches the gate.
     reached: Event,
 }
 
@@ -37,7 +37,7 @@ impl Gate {
         let (word, reached) = (Pinned::new(256).unwrap(), Event::new(false).unwrap());
         reached.record(stream).unwrap();
         let at_least = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
-        // SAFETY: the word is mapped, and stays until the stream has passed.
+        // SAFETY: the word is mapped, and stays allocated until the stream has passed the gate.
         unsafe { sys::cuStreamWaitValue32_v2(stream.0, word.device, 1, at_least) }.result().unwrap();
         Self { word, reached }
     }
@@ -60,7 +60,7 @@ impl Run {
         let network = network(Arch::ResNet20, Stem::Cifar, 16);
         let optimizer = Optimizer { kind, ..config(16).optimizer };
         let config = EngineConfig { optimizer, accumulate, ..config(16) };
-        // As a job gets it: the first float16 steps overflow and are skipped.
+        // The default of jobs: the first float16 steps overflow and are skipped.
         let loss_scale = LossScale::Named("dynamic".into());
         let gpu = GpuConfig { precision, loss_scale, ..deterministic() };
         let batches = (0..STEPS * accumulate).map(|number| pictures(&network, 16, number)).collect();
@@ -81,7 +81,7 @@ impl Run {
         }
     }
 
-    /// Starts the next step, as training does: without waiting for it.
+    /// Starts the next step without waiting for it, as in training.
     fn start(&mut self) {
         let batches = self.next();
         self.results.extend(self.engine.start_step(&batches, LR).unwrap());
@@ -93,7 +93,7 @@ impl Run {
         self
     }
 
-    /// Starts the next step so that it comes no further than the first command that is `wanted`.
+    /// Starts the next step, with a gate before the first command that is `wanted`.
     fn start_up_to(&mut self, wanted: impl Fn(&Command) -> bool) -> Gate {
         let batches = self.next();
         let engine = &mut self.engine;
@@ -117,8 +117,8 @@ impl Run {
         gate
     }
 
-    /// After another rank is lost: the state, which is that of step `finished`, whose results are all there.
-    fn settled(&mut self, finished: usize, whole: &[(StateDict, StepResult)]) -> StateDict {
+    /// The state after another rank is lost: must be that of step `finished`, with the results of all steps up to it.
+    fn recovered(&mut self, finished: usize, whole: &[(StateDict, StepResult)]) -> StateDict {
         self.results.extend(self.engine.undo_unfinished_steps().expect("what is on the GPU is known"));
         let timeless = |result: &StepResult| StepResult { step_secs: 0.0, all_reduce_secs: 0.0, ..*result };
         let ours: Vec<_> = self.results.iter().map(timeless).collect();
@@ -130,7 +130,7 @@ impl Run {
     }
 }
 
-/// State and result of each step of a run that nothing disturbs.
+/// State and result of each step of an uninterrupted run.
 fn undisturbed(kind: OptimizerKind, precision: Precision, accumulate: usize) -> Vec<(StateDict, StepResult)> {
     let mut run = Run::new(kind, precision, accumulate);
     let step = |_| {
@@ -142,14 +142,14 @@ fn undisturbed(kind: OptimizerKind, precision: Precision, accumulate: usize) -> 
     (0..STEPS).map(step).collect()
 }
 
-/// What the next attempt comes to from `state`.
+/// Final state of the next attempt, which continues from `state`.
 fn continued(state: &StateDict, from: usize, mut run: Run) -> StateDict {
     run.engine.load_state_dict(state).unwrap();
     run.started = from;
     run.starts(STEPS - from).engine.own_state().unwrap()
 }
 
-/// In a collective whose other rank is gone.
+/// Whether a command could wait for a lost rank.
 fn waits_for_others(command: &Command) -> bool {
     command.accesses().contains(&(UPDATING, Access::Write))
 }
@@ -168,17 +168,17 @@ fn gpu_steps_that_wait_for_a_lost_rank_leave_the_state_before_them() {
         assert!(whole[FINISHED - 1].0 != whole[FINISHED].0);
         let mut run = Run::new(kind, precision, 1).starts(FINISHED);
         let gate = run.start_up_to(waits_for_others);
-        // Behind it, as a graph.
+        // Another step behind the blocked one, as a graph.
         run.start();
-        // The steps before it have finished.
+        // All earlier steps have finished.
         gate.reached.wait().unwrap();
         let began = Instant::now();
-        let state = run.settled(FINISHED, &whole);
+        let state = run.recovered(FINISHED, &whole);
         eprintln!(
             "{kind:?}, {precision:?}: {:.1} ms past a GPU that waits",
             began.elapsed().as_secs_f64() * 1e3
         );
-        // Whatever the GPU does then, no update begins any more.
+        // After that no update may begin, even if the GPU continues.
         gate.open();
         run.engine.device.synchronize().unwrap();
         assert!(run.engine.own_state().unwrap() == state, "{kind:?}: the weights were held");
@@ -201,10 +201,10 @@ fn gpu_an_update_that_has_begun_is_waited_for() {
     run.start();
     gate.reached.wait().unwrap();
     let until = Instant::now() + PATIENCE;
-    run.engine.hold();
+    run.engine.freeze_updates();
     assert!(run.engine.is_updating(until).unwrap(), "its end is not there, and nothing may be read");
     gate.open();
-    run.settled(FINISHED + 1, &whole);
+    run.recovered(FINISHED + 1, &whole);
 }
 
 #[test]
@@ -214,20 +214,20 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     let whole = undisturbed(kind, precision, 2);
     let fresh = || {
         let run = Run::new(kind, precision, 2).starts(FINISHED);
-        // A step that is under way yet may be refused.
+        // The update of a step that is still under way may be refused.
         run.engine.device.synchronize().unwrap();
         run
     };
-    // Nothing is under way but what is finished.
+    // All started steps have finished.
     let mut run = fresh();
-    run.settled(FINISHED, &whole);
-    // Weights are held before steps begin.
+    run.recovered(FINISHED, &whole);
+    // Updates are frozen before steps begin.
     let mut run = fresh();
     run.results.extend(run.engine.finish_steps().unwrap());
-    run.engine.hold();
+    run.engine.freeze_updates();
     run.start();
     run.start();
-    run.settled(FINISHED, &whole);
+    run.recovered(FINISHED, &whole);
     // The first of two micro-batches has changed running statistics.
     let mut run = fresh();
     let batches = run.next();
@@ -235,14 +235,14 @@ fn gpu_steps_that_begin_after_a_rank_is_lost_and_parts_of_steps_change_nothing()
     let (phase, control) = run.engine.micro_batch(&parts[0], gradient_scale, LR);
     assert!(matches!(phase, Phase::Train(MicroBatch { first: true, last: false, .. })));
     run.engine.run(phase, control, parts[0].batch).unwrap();
-    let state = run.settled(FINISHED, &whole);
+    let state = run.recovered(FINISHED, &whole);
     let end = continued(&state, FINISHED, Run::new(kind, precision, 2));
     assert!(end == whole[STEPS - 1].0, "the same bits as if no rank had been lost");
-    // An average that an unfinished step would have made is none.
+    // An average that an unfinished step would have created does not exist.
     let mut run = Run::new(kind, precision, 2).starts(AVERAGED_FROM - 1);
     run.results.extend(run.engine.finish_steps().unwrap());
-    run.engine.hold();
+    run.engine.freeze_updates();
     run.start();
     assert!(run.engine.has_average());
-    assert!(run.settled(AVERAGED_FROM - 1, &whole).average.is_none());
+    assert!(run.recovered(AVERAGED_FROM - 1, &whole).average.is_none());
 }

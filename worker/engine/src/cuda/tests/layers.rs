@@ -1,9 +1,9 @@
-//! What is said of layers: gradients that are kept, and times.
+//! Tests of kept gradients and layer times.
 
 use super::*;
 use crate::frozen_norm::{frozen, is_of_norm, trained};
 
-/// The kept gradients are the CPU engine's, without the loss scale, and their norm is the one that the step reports.
+/// The kept gradients equal the CPU engine's, without the loss scale, and have the norm that the step reports.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_kept_gradients_are_the_cpu_engine_s() {
@@ -21,7 +21,7 @@ fn gpu_kept_gradients_are_the_cpu_engine_s() {
                     true => cuda_from(&initial, &network, &config, precision),
                     false => cpu_from(&initial, &network, &config),
                 };
-                // Before it there is another one, of which nothing is kept.
+                // An earlier step, whose gradients are not kept.
                 engine.train_step(&step, 0.0).unwrap();
                 engine.keep_gradients().unwrap();
                 let found = engine.train_step(&step, 0.0).unwrap();
@@ -40,7 +40,7 @@ fn gpu_kept_gradients_are_the_cpu_engine_s() {
     }
 }
 
-/// A step whose layers are timed is the step that it would be: captured, replayed, timed, replayed.
+/// Timing layers does not change a step's results: captured, replayed, timed, replayed.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_a_step_that_is_timed_is_the_same_bit_for_bit() {

@@ -1,9 +1,9 @@
-//! Mixed pictures: the loss against two labels, and pictures that the host has mixed as bytes.
+//! Tests of mixup and cutmix: the loss with two labels, and mixing on the GPU against mixing on the host.
 
 use super::*;
 use lockstep_data::loader::Mixing;
 
-/// Pictures that are said to be mixed with those of other labels; what is in them does not matter to the loss.
+/// A batch that is marked as mixed with other labels. The pictures' content is irrelevant for the loss.
 fn mixed(network: &Network, count: usize, number: usize, lambda: f32) -> Batch {
     let mixed_labels = labels(&format!("others {number}"), count, network.classes);
     Batch { mixed_labels, lambda, ..pictures(network, count, number) }
@@ -16,7 +16,7 @@ fn gpu_a_step_on_mixed_pictures_is_the_cpu_engine_s() {
     for (precision, tolerance) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)]
     {
         for (draw, lambda) in [0.0, 0.3, 0.5, 0.8, 1.0].into_iter().enumerate() {
-            // One micro-batch is mixed and the other is not: nothing stays behind from one to the next.
+            // One micro-batch is mixed and the other is not: no state of mixing may remain between them.
             let config = EngineConfig { accumulate: 2, ..config(16) };
             let step = [mixed(&network, 16, draw, lambda), pictures(&network, 16, 100 + draw)];
             let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
@@ -91,15 +91,15 @@ const BOTH: Mixing = Mixing { mixup: 0.4, cutmix: 1.0 };
 const MIXUP: Mixing = Mixing { mixup: 0.4, cutmix: 0.0 };
 const CUTMIX: Mixing = Mixing { mixup: 0.0, cutmix: 1.0 };
 
-/// Pictures that are mixed on the GPU against those that the host has mixed as float32 and sends: the same engine must get the
-/// same bits where nothing is scaled, ragged batches and micro-batches included.
+/// Pictures mixed on the GPU against pictures that the host mixes as float32 and sends: without scaling, the same engine must
+/// compute the same bits, also with ragged batches and micro-batches.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
     let folder = tempfile::tempdir().unwrap();
     cifar_files(folder.path());
     let colour = Some(folder.path());
-    // The last one has a folded input.
+    // The network with the ImageNet stem has a folded input.
     let (small, folded) = ((Arch::ResNet20, Stem::Cifar), (Arch::ResNet18, Stem::Imagenet));
     for (path, side, channels, (arch, stem)) in
         [(None, 28, 1, small), (colour, 32, 3, small), (colour, 32, 3, folded)]
@@ -130,7 +130,7 @@ fn gpu_resident_pictures_are_mixed_bit_for_bit_as_on_the_host() {
     }
 }
 
-/// Against the CPU engine, also enlarged and made smaller.
+/// Against the CPU engine, also enlarged and reduced.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_steps_on_resident_mixed_pictures_are_the_cpu_engine_s() {
@@ -161,7 +161,7 @@ fn gpu_steps_on_resident_mixed_pictures_are_the_cpu_engine_s() {
                 let checked = data.validation(0, 1, 10, 1).next().unwrap().unwrap();
                 (results, engine.eval_step(&checked).unwrap())
             });
-            // A byte may be rounded the other way after scaling.
+            // After scaling, a byte may be rounded differently.
             let near = if [28, 32].contains(&side) { 1e-4 } else { 2e-3 };
             for (step, (ours, wanted)) in ours.0.iter().zip(&wanted.0).enumerate() {
                 let apart = (ours.loss - wanted.loss).abs() / wanted.loss;
@@ -196,7 +196,7 @@ fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
         threads: 1,
     };
     let wanted: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();
-    // As where they do not fit into its memory.
+    // As if the dataset did not fit in GPU memory.
     gpu.take_data(&data).unwrap();
     data.set_format(BatchFormat::Bytes);
     let ours: Vec<Batch> = data.epoch(plan).take(4).map(Result::unwrap).collect();

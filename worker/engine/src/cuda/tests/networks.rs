@@ -1,8 +1,8 @@
-//! The networks that tests go through.
+//! Networks for tests.
 
 use super::*;
 
-/// Small networks that have every operation and fusion, and next to nothing else.
+/// Small networks that together have every operation and fusion.
 pub(in crate::cuda) fn operations() -> Vec<Arc<Network>> {
     let mut all = Vec::new();
     let stems = [("stem 3x3", 3, 1, false, 16), ("stem 7x7 and max pooling", 7, 2, true, 64)];
@@ -12,7 +12,7 @@ pub(in crate::cuda) fn operations() -> Vec<Arc<Network>> {
             all.push((format!("{name} {block}"), kernel, stride, pooled, width, block));
         }
     }
-    // Wider ones: what is fused depends on it.
+    // Several widths, on which fusion depends.
     for width in [64, 128, 256] {
         all.push((format!("stem 3x3 bottlenecks of {width}"), 3, 2, false, width, "bottlenecks"));
     }
@@ -24,7 +24,7 @@ pub(in crate::cuda) fn operations() -> Vec<Arc<Network>> {
         if pooled {
             x = net.max_pool(x, 3, 2);
         }
-        // Kernel, stride, channels and groups: 4 channels a group at stride 1, as in ResNeXt's first stage, 8 at stride 2.
+        // Kernel, stride, channels and groups: 4 channels per group at stride 1, as in ResNeXt's first stage, 8 at stride 2.
         let widening: &[_] = &[(1, 1, width, 1), (3, 1, width, 1), (1, 1, 4 * width, 1)];
         let grouped: &[_] = &[(1, 1, 2 * width, 1), (3, 1, 2 * width, width / 2), (1, 1, 4 * width, 1)];
         let blocks: &[&[(usize, usize, usize, usize)]] = match block {
@@ -58,7 +58,7 @@ pub(in crate::cuda) fn operations() -> Vec<Arc<Network>> {
         Arc::new(net)
     };
     let mut all: Vec<Arc<Network>> = all.into_iter().map(network).collect();
-    // A residual block must end the network, as the CUDA engine's pooling expects.
+    // Every network must end with a residual block, as the CUDA engine's pooling expects.
     all.retain(|net| net.ops.iter().any(|op| matches!(op, crate::net::Op::Add { .. })));
     all
 }

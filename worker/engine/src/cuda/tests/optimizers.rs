@@ -1,4 +1,4 @@
-//! Every optimizer: against the CPU engine, and AdamW and LAMB value by value.
+//! Tests of every optimizer against the CPU engine, and of AdamW and LAMB value by value.
 
 use super::*;
 use crate::{LossScaling, OptimizerState, optimizer::slot_name};
@@ -9,11 +9,11 @@ fn is_adam(kind: OptimizerKind) -> bool {
     matches!(kind, OptimizerKind::AdamW | OptimizerKind::Lamb)
 }
 
-/// Of [`OptimizerKind::ALL`] at learning rates that all of them bear; with weight decay on everything, and not.
+/// All of [`OptimizerKind::ALL`] with suitable learning rates, with and without weight decay on all parameters.
 fn optimizers() -> Vec<(String, Optimizer, f32)> {
     let of = |(kind, name): (OptimizerKind, &str)| {
         [true, false].map(|decay_norm_and_bias| {
-            // Where a gradient is next to nothing, its sign is rounding's and would be Adam's whole step.
+            // The sign of a tiny gradient depends on rounding, but would decide Adam's whole step.
             let optimizer = Optimizer {
                 kind,
                 decay_norm_and_bias,
@@ -49,7 +49,7 @@ fn gpu_optimizers_are_the_cpu_engine_s() {
     }
 }
 
-/// A step that float16 skips in the middle is none for the CPU engine.
+/// Float16 skips one step in the middle; the CPU engine does not run that step.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_none() {
@@ -64,7 +64,7 @@ fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_non
         let mut skipped = 0;
         for step in 0..8 {
             if step == 3 {
-                // More than the gradient of the logits can be multiplied by.
+                // So large that the gradient of the logits overflows.
                 b.set_loss_scaling(LossScaling { scale: 8_388_608.0, growth_tracker: 0 }).unwrap();
                 assert_eq!(
                     b.optimizer_state().unwrap().updates,
@@ -89,7 +89,7 @@ fn gpu_optimizers_in_float16_are_near_the_cpu_engine_s_and_a_skipped_step_is_non
     }
 }
 
-/// One parameter after an update of AdamW or LAMB, in float64: by what it was and by its moments after the update.
+/// One parameter after an update of AdamW or LAMB, in float64, computed from its old value and the new moments.
 fn moved(optimizer: &Optimizer, lr: f32, was: &HostTensor, m: &[f32], v: &[f32], updates: u64) -> Vec<f64> {
     let is_weight = was.shape.len() > 1;
     let treated = is_weight || optimizer.decay_norm_and_bias;
@@ -111,7 +111,7 @@ fn moved(optimizer: &Optimizer, lr: f32, was: &HostTensor, m: &[f32], v: &[f32],
     w.zip(r).map(|(w, r)| w - rate * r).collect()
 }
 
-/// Checks an update that was done (or skipped) between two states, parameter by parameter.
+/// Checks an update (or a skipped update) between two states, parameter by parameter.
 fn check_update(
     name: &str,
     optimizer: &Optimizer,
@@ -129,7 +129,7 @@ fn check_update(
             let apart = (f64::from(*w) - wanted).abs();
             assert!(apart < 3e-6 * largest, "{name}: {parameter} is {w} instead of {wanted}");
         }
-        // The mean tells the gradient, which tells the mean of its square.
+        // The gradient follows from the first moment, and the second moment from the gradient.
         let (beta1, beta2) = (optimizer.beta1, optimizer.beta2);
         let largest = v.iter().fold(1e-30f64, |most, v| most.max(f64::from(*v)));
         for i in 0..m.len() {
@@ -159,7 +159,7 @@ fn gpu_adamw_and_lamb_are_what_their_formulas_say_and_go_on_as_if_never_stopped(
             let mut skipped = 0;
             for step in 0..10 {
                 if step == 4 {
-                    // As after a stop.
+                    // As after a restart.
                     let mut next = cuda_as(&initial, &network, &config, gpu.clone());
                     next.set_parameters(&was).unwrap();
                     next.set_optimizer_state(&before).unwrap();
@@ -259,7 +259,7 @@ fn gpu_the_checksum_is_that_of_every_weight_and_the_same_in_every_engine() {
     }
 }
 
-/// From zeros to weights that stay the same, for twice as long as the average looks back.
+/// The average goes from zeros to constant weights, over twice the averaging window.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_the_average_is_not_biased_however_far_it_looks_back() {

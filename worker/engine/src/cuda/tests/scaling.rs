@@ -1,9 +1,9 @@
-//! float16: the loss scale, and steps that are not finite.
+//! Tests of float16: loss scaling, and steps with non-finite values.
 
 use super::*;
 use crate::LossScaling;
 
-/// float16 as a job gets it that says nothing.
+/// The default settings of float16.
 fn dynamic() -> GpuConfig {
     let loss_scale = LossScale::Named("dynamic".into());
     GpuConfig { precision: Precision::Fp16, loss_scale, deterministic: true, ..deterministic() }
@@ -72,7 +72,7 @@ fn gpu_a_run_continues_with_its_loss_scale_as_if_it_had_never_stopped() {
     assert_eq!(whole.loss_scaling().unwrap(), second.loss_scaling().unwrap());
 }
 
-/// A weight that is not finite makes the whole step so; nothing may hide that, and nothing may spread it.
+/// A non-finite weight makes the whole step non-finite. The step must be skipped without changing other state.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_what_is_not_finite_shows_and_changes_nothing() {
@@ -98,7 +98,7 @@ fn gpu_what_is_not_finite_shows_and_changes_nothing() {
             };
             assert!(before.keys().filter(|name| !name.contains("running")).all(|name| same(name)));
             if precision == Precision::Fp16 {
-                // Skipped as a whole: batch norms before and behind the weight keep statistics that are finite.
+                // The whole step is skipped: batch norms before and behind the weight keep finite statistics.
                 let running = after.iter().filter(|(name, _)| name.contains("running"));
                 assert!(running.into_iter().all(|(_, tensor)| tensor.values.iter().all(|v| v.is_finite())));
             }

@@ -1,9 +1,9 @@
-//! Progressive resizing: an engine that goes from one size to another does what one does that was built for it.
+//! Tests of progressive resizing: after a change of size, an engine computes the same as an engine built for that size.
 
 use super::*;
 use crate::EvalResult;
 
-/// Steps at a size before it changes: the first runs as it is, the second is captured, the third replayed.
+/// Steps per size: the first runs directly, the second is captured, the third replayed.
 const STEPS: usize = 4;
 
 fn state(engine: &dyn Engine) -> (NamedTensors, NamedTensors) {
@@ -15,7 +15,7 @@ fn state(engine: &dyn Engine) -> (NamedTensors, NamedTensors) {
 fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
     for (arch, stem, sides, checked) in [
         (Arch::ResNet20, Stem::Cifar, [16, 32], 40),
-        // The folded stem, max pooling, and what is fused across 1x1 convolutions.
+        // The folded stem, max pooling, and fusion across 1x1 convolutions.
         (Arch::ResNet50, Stem::Imagenet, [64, 96], 128),
     ] {
         for precision in [Precision::Fp32, Precision::Fp16, Precision::Bf16] {
@@ -31,7 +31,7 @@ fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
                 fresh.set_optimizer_state(&one.optimizer_state().unwrap()).unwrap();
                 one.set_image_size(side).unwrap();
                 for step in 0..STEPS {
-                    // The last one is smaller, as at the end of an epoch.
+                    // The last batch is smaller, as at the end of an epoch.
                     let count = if step + 1 == STEPS { 11 } else { 16 };
                     let batch = [pictures(of, count, 10 * visit + step)];
                     let (a, b) =
@@ -51,7 +51,7 @@ fn gpu_sizes_change_bit_for_bit_as_in_engines_built_for_them() {
                     let bits =
                         |result: &EvalResult| (result.loss_sum.to_bits(), result.correct, result.samples);
                     assert_eq!(bits(&a), bits(&b), "{arch:?} {precision:?} {side}, visit {visit}");
-                    // Running statistics of a few steps: more than float16 holds goes through fifty layers.
+                    // After few steps, running statistics are inexact: values overflow float16 within fifty layers.
                     let holds = precision != Precision::Fp16 || arch != Arch::ResNet50;
                     assert!(a.loss_sum.is_finite() || !holds, "{arch:?} {precision:?} {side}: {a:?}");
                 }
@@ -111,7 +111,7 @@ fn gpu_pictures_that_are_kept_there_are_scaled_to_each_size() {
     let cpu = wanted.remove(0);
     for ours in &wanted {
         let worst = ours.iter().zip(&cpu).map(|(a, b)| (a - b).abs() / b).fold(0.0, f32::max);
-        // A byte may be rounded the other way after scaling.
+        // After scaling, a byte may be rounded differently.
         assert!(worst < 5e-3, "{ours:?} / {cpu:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! The job `across` of `tests/gpu/e2e.py`, step by step: ResNet-20 on the bundled pictures with default settings. The training loss of its first
-//! epoch ends between 1.15 and 1.19 however it is rounded. Validation is far from settled then: on cores its loss was 1.12 to 1.85 with learning
-//! rates that differed by up to 1 % (n = 42). So engines are compared where rounding cannot grow (the running statistics of the same weights), and
-//! by the distribution of many runs.
+//! epoch ends between 1.15 and 1.19 for any rounding. The validation loss varies much more: on CPUs it was 1.12 to 1.85 with learning rates that
+//! differed by up to 1 % (n = 42). So the tests compare values in which rounding errors cannot grow (running statistics of the same weights), and
+//! distributions over many runs.
 
 use super::*;
 use lockstep_kernels::batch_norm::EPSILON;
@@ -18,9 +18,9 @@ const BATCH: usize = 128;
 const LR: f32 = 0.01;
 /// Steps of an epoch.
 const EPOCH: usize = 62;
-/// By how much the learning rates of runs differ, relative to their mean.
+/// Range of the runs' learning rates, relative to their mean.
 const SPREAD: f32 = 0.01;
-/// Standard deviations by which the rank sum of two samples may differ from its mean: one time in two thousand it does by chance.
+/// Maximum distance of the rank sum of two samples from its mean, in standard deviations: exceeded by chance once in two thousand tests.
 const LARGEST_Z: f64 = 3.5;
 
 struct Job {
@@ -29,7 +29,7 @@ struct Job {
     initial: NamedTensors,
 }
 
-/// Batches as an engine takes them.
+/// Batches in the format of an engine.
 struct Pictures {
     training: Vec<Batch>,
     validation: Vec<Batch>,
@@ -60,7 +60,7 @@ impl Job {
     }
 }
 
-/// The pictures of the first `steps` steps, and those that are validated with.
+/// The pictures of the first `steps` steps, and of validation.
 fn pictures_for(engine: &mut dyn Engine, steps: usize) -> Pictures {
     let mut data = DataSource::open(&fashion_mnist(), &DataSpec::default(), 0).unwrap();
     let format = engine.take_data(&data).unwrap();
@@ -82,7 +82,7 @@ fn pictures_for(engine: &mut dyn Engine, steps: usize) -> Pictures {
     }
 }
 
-/// Loss and share of right answers.
+/// Validation loss and accuracy.
 fn validate(engine: &mut dyn Engine, batches: &[Batch]) -> (f64, f64) {
     let (mut loss, mut correct, mut samples) = (0.0, 0, 0);
     for batch in batches {
@@ -94,8 +94,8 @@ fn validate(engine: &mut dyn Engine, batches: &[Batch]) -> (f64, f64) {
     (loss / samples as f64, correct as f64 / samples as f64)
 }
 
-/// How far running statistics are apart in the worst layer: root mean square over its channels, of means relative to the standard deviation and
-/// of variances relative to themselves.
+/// Difference of running statistics in the worst layer: root mean square over channels, of means relative to the standard deviation, and of
+/// variances relative to the variance.
 fn statistics_apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String) {
     let mut worst = (0.0, String::new());
     for mean in wanted.keys().filter(|name| name.ends_with("running_mean")) {
@@ -118,8 +118,8 @@ fn statistics_apart(ours: &NamedTensors, wanted: &NamedTensors) -> (f64, String)
     worst
 }
 
-/// The CPU engine is given the GPU's weights before each step, and keeps its own running statistics through all of them: an error of the
-/// statistics' update that is made in every step adds up, and rounding does not.
+/// Before each step the CPU engine gets the GPU's weights, but keeps its own running statistics. So systematic errors in the update of
+/// statistics accumulate, and rounding errors do not.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
@@ -163,7 +163,7 @@ fn gpu_running_statistics_follow_the_cpu_engine_for_a_hundred_steps() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// A run of one epoch: the training loss of its last step, and what validation says.
+/// Results of a run of one epoch: training loss of the last step, and validation.
 #[derive(Debug, Clone, Copy)]
 struct Ended {
     training_loss: f64,
@@ -181,7 +181,7 @@ fn train(engine: &mut dyn Engine, pictures: &Pictures, lr: f32) -> Ended {
     Ended { training_loss: results.last().unwrap().loss.into(), validation_loss, accuracy }
 }
 
-/// The runs as a line: how many differ, and the quantiles of what they end with.
+/// A summary of runs in one line: number of different results, and quantiles.
 fn summary(of: &str, runs: &[Ended]) -> String {
     let quantiles = |what: fn(&Ended) -> f64| {
         let mut values: Vec<f64> = runs.iter().map(what).collect();
@@ -202,7 +202,7 @@ fn summary(of: &str, runs: &[Ended]) -> String {
     )
 }
 
-/// The rank sum of validation losses (Mann and Whitney 1947), in standard deviations from what two samples of one distribution have on average.
+/// The rank sum of validation losses (Mann and Whitney 1947), as a distance in standard deviations from the mean for two samples of the same distribution.
 fn rank_sum(ours: &[Ended], theirs: &[Ended]) -> f64 {
     let (m, n) = (ours.len() as f64, theirs.len() as f64);
     let pairs = ours.iter().flat_map(|a| theirs.iter().map(move |b| (a.validation_loss, b.validation_loss)));
@@ -210,7 +210,7 @@ fn rank_sum(ours: &[Ended], theirs: &[Ended]) -> f64 {
     (larger - m * n / 2.0) / (m * n * (m + n + 1.0) / 12.0).sqrt()
 }
 
-/// `RUNS` (30) runs in each format and on cores, with learning rates that differ a little.
+/// `RUNS` (30) runs in each format and on the CPU, with slightly different learning rates.
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_early_validation_is_distributed_as_on_cores() {
@@ -220,7 +220,7 @@ fn gpu_early_validation_is_distributed_as_on_cores() {
     let (next, found) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let pictures = pictures_for(job.cores(1).as_mut(), EPOCH);
     std::thread::scope(|scope| {
-        // A run a core: many small steps do not get faster with threads.
+        // One run per core: small steps do not become faster with more threads.
         for _ in 0..job.config.threads {
             scope.spawn(|| {
                 while let Some(run) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|run| *run < runs) {

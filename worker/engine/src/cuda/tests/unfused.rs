@@ -1,4 +1,4 @@
-//! Operations that nothing fits to fuse with, against the CPU engine and against PyTorch (`unfused.rs`).
+//! Tests of operations that cannot be fused, against the CPU engine and against PyTorch (`unfused.rs`).
 
 use super::*;
 use crate::unfused::{self, Tolerance, check_against_pytorch};
@@ -8,7 +8,7 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
     for network in unfused::networks() {
         let initial = unfused::initial(&network);
         let config = EngineConfig { accumulate: micro_batches, ..unfused::config(16) };
-        // The last one is ragged: the rest of its pictures is padding.
+        // The last batch is ragged, filled with padding.
         let step: Vec<Batch> = (0..micro_batches)
             .map(|number| unfused::batch(&network, if number + 1 == micro_batches { 11 } else { 16 }))
             .collect();
@@ -33,7 +33,7 @@ fn compare(precision: Precision, micro_batches: usize) -> Vec<(String, f64, f64)
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_operations_by_themselves_in_float32_are_pytorch_s() {
-    // cuDNN may take another algorithm than PyTorch's direct sums in float64.
+    // cuDNN may use other algorithms than the float64 sums of the fixtures.
     check_against_pytorch(
         &Tolerance { loss: 1e-4, gradient: 1e-3, running: 1e-4 },
         |network, initial, config| {
@@ -57,7 +57,7 @@ fn gpu_operations_by_themselves_in_float32_are_the_cpu_engine_s() {
 fn gpu_operations_by_themselves_in_16_bits_are_near_the_cpu_engine_s() {
     for (precision, near) in [(Precision::Fp16, 1e-2), (Precision::Bf16, 5e-2)] {
         for (arch, logits, gradient) in compare(precision, 1) {
-            // Rounded, two values of a window are often equal, and the pooling chooses another one.
+            // After rounding, values of a window are often equal, so the pooling may choose another maximum.
             assert!(logits < near && gradient < 0.3, "{arch} {precision:?}: {logits} {gradient}");
         }
     }

@@ -1,10 +1,10 @@
-//! The loops of the tiles, written once for all vector types. Everything is inlined into functions that enable the
-//! instructions of their vectors.
+//! The loops of the tiles, generic over vector types. Everything is inlined into functions that enable the
+//! instructions of the vector type.
 
 use super::{Outer, Pack, Product, Vector};
 
-/// One input channel of all pictures. Functions rather than closures: what is not inlined into the function
-/// that enables the instructions calls a function for every one of them.
+/// One input channel of all pictures. This is a function instead of a closure, which might not be inlined into
+/// the function that enables the instructions; then every vector operation would be a call.
 #[inline(always)]
 unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
     t: &Product<'_>,
@@ -12,7 +12,7 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
     x: *const f32,
     w: *const f32,
 ) {
-    // SAFETY: `x` and `w` are what `t` describes, and its pointers are valid for that.
+    // SAFETY: `x` and `w` point to the data that `t` describes, for which its pointers are valid.
     unsafe {
         let mut weights = [S::zero(); V];
         for (v, weights) in weights.iter_mut().enumerate() {
@@ -29,10 +29,10 @@ unsafe fn step<S: Vector, const P: usize, const V: usize, const PART: bool>(
 
 #[inline(always)]
 pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PART: bool>(t: &Product<'_>) {
-    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let lanes = if PART { t.lanes } else { 16 };
-        // The lines of the output are far apart and new to the cache: have them come during the sums.
+        // The cache lines of the output are far apart and not in the cache: prefetch them during the sums.
         for p in 0..P {
             for v in 0..V {
                 S::prefetch(t.y.add(p * t.y_picture + v * 16));
@@ -94,7 +94,7 @@ pub(super) unsafe fn product<S: Vector, const P: usize, const V: usize, const PA
 
 #[inline(always)]
 pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<'_>) {
-    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let mut sum = [[S::zero(); V]; I];
         for run in t.runs {
@@ -136,7 +136,7 @@ pub(super) unsafe fn outer<S: Vector, const I: usize, const V: usize>(t: &Outer<
 
 #[inline(always)]
 pub(super) unsafe fn pack<S: Vector>(t: &Pack) {
-    // SAFETY: the pointers of `t` are valid for what it describes, which is all that is read and written.
+    // SAFETY: the pointers of `t` are valid for everything that `t` describes; nothing else is accessed.
     unsafe {
         let (full, rest) = (t.channels / 16, t.channels % 16);
         for pixel in 0..t.pixels {

@@ -1,9 +1,8 @@
-//! Pictures that neither decodes.
+//! Tests of pictures that neither the device nor the CPU decodes.
 
 use super::*;
 
-/// A JPEG file whose header and end are as they should be, and whose scan wants a table that is not there: only decoding
-/// tells.
+/// A JPEG file with a valid header and end, whose scan refers to a missing table: only decoding detects this.
 fn undecodable() -> Vec<u8> {
     let mut file = jpeg(&picture(5, 40, 40).into());
     let scan = file.windows(2).position(|marker| marker == [0xff, 0xda]).unwrap();
@@ -63,7 +62,7 @@ fn what_takes_the_place_of_broken_pictures_is_the_same_and_their_neighbours_stay
     }
     let decoded = elsewhere.decoded().unwrap();
     assert!(decoded.by_device >= 14 && !decoded.given_up, "{decoded:?}");
-    // By now they are known: nothing fails any more.
+    // Broken pictures are known now, so no batch fails any more.
     let failed = decoded.by_cores.get(&CpuDecodeReason::Failed).copied();
     assert!(batches(&elsewhere) == wanted);
     assert_eq!(elsewhere.decoded().unwrap().by_cores.get(&CpuDecodeReason::Failed).copied(), failed);
@@ -74,7 +73,7 @@ fn a_damaged_scan_is_found_before_training_whoever_decodes() {
     let dir = folder(|_| (40, 40));
     let path = dir.path().join("train/all/05.jpg");
     let file = fs::read(&path).unwrap();
-    // Breaks off in the middle, and the end of the file says that all is there.
+    // Truncated in the middle, but with an end marker.
     fs::write(&path, [&file[..file.len() / 2], b"\xff\xd9"].concat()).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let error = DataSource::open(dir.path(), &spec, 5).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! What needs a GPU.
+//! Tests that need a GPU.
 
 use super::*;
 use cases::{Case, cases};
@@ -6,8 +6,8 @@ use cases::{Case, cases};
 #[path = "../../../../../data/src/picture/jpeg/cases.rs"]
 mod cases;
 
-/// What may lie between pictures of nvJPEG and of cores: of 255, on average over a batch. `LOCKSTEP_TEST_APART` sets
-/// another limit.
+/// Maximum mean difference, of 255, between pictures of nvJPEG and of the CPU's decoder. `LOCKSTEP_TEST_APART` sets another
+/// limit.
 fn most_apart() -> f64 {
     std::env::var("LOCKSTEP_TEST_APART").ok().and_then(|v| v.parse().ok()).unwrap_or(2.0)
 }
@@ -18,7 +18,7 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
     let device = Device::open(0).unwrap();
     let kernels = Kernels::load(&device, DType::F16).unwrap().one_by_one();
     let mut cropper = Cropper::new().unwrap();
-    // Also wider than a block has room for at once, and a single pixel.
+    // Includes pictures too wide for a block's shared memory, and a single pixel.
     for (width, height, size) in
         [(97, 61, (40, 30)), (31, 20, (224, 224)), (8192, 3, (224, 224)), (1, 1, (5, 7))]
     {
@@ -29,9 +29,10 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
         for (orientation, subsampling) in (1..=8).flat_map(|o| subsamplings.map(|s| (o, s))) {
             let stored = if orientation > 4 { (height, width) } else { (width, height) };
             let stored = Stored { width: stored.0, height: stored.1, orientation, subsampling };
-            // As rough as can be, so that each sample counts.
-            let samples: Vec<u8> =
-                (0..room(stored) as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 21) as u8).collect();
+            // Noise, so that each sample matters.
+            let samples: Vec<u8> = (0..planes_bytes(stored) as u32)
+                .map(|i| (i.wrapping_mul(2_654_435_761) >> 21) as u8)
+                .collect();
             let memory = device.upload(&samples).unwrap();
             let (there, here) = (Planes::new(stored, memory.ptr), Planes::new(stored, 0));
             let encoded = Encoded {
@@ -59,7 +60,7 @@ fn gpu_crops_are_the_host_s_to_the_bit() {
     }
 }
 
-/// A GPU's decoder, the folder that it decodes and the same batches of cores.
+/// Compares batches of a GPU's decoder with those of the CPU.
 fn compared(dir: &Path, spec: &DataSpec) -> (DataSource, f64, u8) {
     let wanted = batches(&open(dir, spec, BatchFormat::Bytes));
     let mut data = open(dir, spec, BatchFormat::Bytes);
@@ -85,7 +86,7 @@ fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
     let decoded = data.decoded().unwrap();
     assert_eq!((decoded.by_device, decoded.by_cores.len()), (16, 2), "{decoded}");
     assert!(mean <= most_apart(), "{mean}");
-    // Chroma is stored at half the width, or half of both sides; each of these has but some hundred pixels.
+    // Chroma has half the width, or half the width and height; each picture has only some hundred pixels.
     for (name, file) in [
         ("4:2:2", &fixture!("half-chroma.jpg")[..]),
         ("4:2:0", fixture!("orientation-1.jpg")),
@@ -102,7 +103,7 @@ fn gpu_batches_decoded_by_the_gpu_are_near_those_of_cores() {
     }
 }
 
-/// Whole pictures as the GPU makes them, in one group; `None` of those that it does not take.
+/// Whole pictures decoded by the GPU in one group; `None` for rejected pictures.
 fn decoded(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>> {
     let decoder = super::super::open(0, DType::F16).unwrap();
     let (rows, columns) = (ScaleTable::new(height, height), ScaleTable::new(width, width));
@@ -127,7 +128,7 @@ fn decoded(files: &[&[u8]], (width, height): (u32, u32)) -> Vec<Option<Vec<u8>>>
     pictures
 }
 
-/// How far values are apart at most.
+/// Maximum difference of values.
 fn apart(a: &[u8], b: &[u8]) -> u8 {
     a.iter().zip(b).map(|(a, b)| a.abs_diff(*b)).max().unwrap()
 }
@@ -148,7 +149,7 @@ fn gpu_jpeg_files_of_all_kinds_are_those_of_libjpeg_or_left_to_cores() {
         for (case, made) in cases.iter().zip(decoded(&files, size)) {
             match made.map(|made| apart(&made, case.pixels.as_raw())) {
                 None => refused.push(case.name.clone()),
-                // As for odd sizes, in `planes.rs`.
+                // Odd sizes differ as in `planes.rs`.
                 Some(apart) if apart <= 12 => equal += 1,
                 Some(apart) => wrong.push((case.name.clone(), apart)),
             }
@@ -165,7 +166,7 @@ fn gpu_jpeg_files_of_all_kinds_are_those_of_libjpeg_or_left_to_cores() {
 fn gpu_a_damaged_picture_harms_no_other() {
     let whole = planes::encoded(&picture(1, 160, 96), SamplingFactor::R_4_2_0);
     let alone = decoded(&[&whole], (160, 96)).remove(0).unwrap();
-    // The scan breaks off, and the end of the file says that all is there; or it has zeros.
+    // A truncated scan with an end marker, or a scan of zeros.
     let cut = [&whole[..whole.len() / 2], b"\xff\xd9"].concat();
     let mut zeros = whole.clone();
     let middle = whole.len() / 2;
@@ -173,7 +174,7 @@ fn gpu_a_damaged_picture_harms_no_other() {
     for damaged in [cut, zeros] {
         let made = decoded(&[&whole, &damaged, &whole], (160, 96));
         assert!(made[0].as_ref() == Some(&alone) && made[2].as_ref() == Some(&alone));
-        // The GPU does not say so; the index of the dataset, made on the host, leaves such a file out.
+        // The GPU does not report damage; the dataset's index, made on the host, excludes such files.
         eprintln!("the damaged one is {:?} of 255 apart", made[1].as_ref().map(|made| apart(made, &alone)));
     }
 }

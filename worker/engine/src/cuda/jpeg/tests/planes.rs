@@ -1,5 +1,5 @@
-//! Planes of real files, decoded on the host, and the kernel's `Planes` in Rust: what it makes of them against what cores
-//! make of the files.
+//! Tests of the kernel's `Planes`, in Rust, on planes of real files that the host decodes: pixels must equal those of the CPU's
+//! decoder.
 
 use super::*;
 use zune_jpeg::{
@@ -7,7 +7,7 @@ use zune_jpeg::{
     zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions},
 };
 
-/// Each subsampling that is taken.
+/// All supported subsamplings.
 pub(super) const SAMPLINGS: [SamplingFactor; 4] =
     [SamplingFactor::R_4_4_4, SamplingFactor::R_4_2_2, SamplingFactor::R_4_4_0, SamplingFactor::R_4_2_0];
 
@@ -20,13 +20,13 @@ pub(super) fn encoded(picture: &image::RgbImage, sampling: SamplingFactor) -> Ve
     file
 }
 
-/// Whether a side is one at which decoders need no chroma from beyond the border: cores take there what the file's last
-/// block happens to hold, which is in nobody's planes.
+/// Whether, at a side of this length, decoders need no chroma beyond the border. The CPU's decoder reads there the content of
+/// the file's last block, which planes do not have.
 pub(super) fn is_whole(side: u32, step: u32) -> bool {
     step == 1 || side % 2 == 1 || side.is_multiple_of(16)
 }
 
-/// The kernel's `Planes::pixel` in Rust. Addresses count from the beginning of `memory`.
+/// The kernel's `Planes::pixel` in Rust. Addresses are offsets in `memory`.
 pub(super) fn pixel(memory: &[u8], p: &Planes, column: u32, row: u32) -> [u8; 3] {
     let nearest = |at: u32, halved: u32, samples: u32| {
         let first = at >> halved;
@@ -55,10 +55,10 @@ pub(super) fn pixel(memory: &[u8], p: &Planes, column: u32, row: u32) -> [u8; 3]
         .map(|value| (value >> 14).clamp(0, 255) as u8)
 }
 
-/// Decodes a file into planes that are put behind `memory`.
+/// Decodes a file into planes that are appended to `memory`.
 pub(super) fn decode(file: &[u8], stored: Stored, memory: &mut Vec<u8>) -> Result<Planes, String> {
     let planes = Planes::new(stored, memory.len() as u64);
-    memory.resize(memory.len() + room(stored), NOTHING);
+    memory.resize(memory.len() + planes_bytes(stored), GREY);
     let (width, height) = stored.chroma();
     let sizes = [(stored.width, stored.height), (width, height), (width, height)];
     for ((plane, samples), (width, height)) in planes.all().into_iter().zip(samples(file, stored)?).zip(sizes)
@@ -71,8 +71,8 @@ pub(super) fn decode(file: &[u8], stored: Stored, memory: &mut Vec<u8>) -> Resul
     Ok(planes)
 }
 
-/// The three components. The decoder that there is gives luma as it is, but chroma enlarged; so it is told that the same
-/// data is a picture of which it enlarges nothing, or by copying.
+/// The three components, not upsampled. The available decoder upsamples chroma, so the file's header is changed to that of a
+/// picture whose components are not upsampled, or only by copying.
 fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
     let Subsampling { columns, rows } = stored.subsampling;
     // Blocks of chroma.
@@ -80,13 +80,13 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
     let (whole, chroma) = (Described::new(file, ColorSpace::YCbCr)?, stored.chroma());
     let (blue, red) = match (columns, rows) {
         (1, 1) => (whole.plane(1, 1, chroma), whole.plane(2, 1, chroma)),
-        // Four blocks of luma for one of chroma: lying in a row, they are too many for interpolation.
+        // Four blocks of luma per block of chroma, in a row: the decoder does not interpolate by a factor of four.
         (2, 2) => {
             let in_a_row = with_frame(file, (across * 32, down * 8), |frame| frame[7] = 0x41, |_| {});
             let described = Described::new(&in_a_row, ColorSpace::YCbCr)?;
             (described.plane(1, 4, chroma), described.plane(2, 4, chroma))
         }
-        // Two: each a component, in addition to the two of chroma.
+        // Two blocks of luma: each becomes a component, in addition to the two of chroma.
         _ => {
             let one_more = |list: &mut Vec<u8>, first: usize, entry: usize| {
                 list[first - 1] = 4;
@@ -106,7 +106,7 @@ fn samples(file: &[u8], stored: Stored) -> Result<[Vec<u8>; 3], String> {
     Ok([whole.plane(0, 1, (stored.width, stored.height)), blue, red])
 }
 
-/// What the decoder gives.
+/// The decoder's output.
 struct Described {
     width: usize,
     channels: usize,
@@ -122,14 +122,14 @@ impl Described {
         Ok(Self { width, channels: colors.num_components(), values })
     }
 
-    /// Every so many columns of a channel, of which there are at least as many as asked for.
+    /// Every `step`-th column of a channel; `width` of them must exist.
     fn plane(&self, channel: usize, step: usize, (width, height): (u32, u32)) -> Vec<u8> {
         let all = (0..height as usize).flat_map(|y| (0..width as usize).map(move |x| (x, y)));
         all.map(|(x, y)| self.values[(y * self.width + x * step) * self.channels + channel]).collect()
     }
 }
 
-/// The file with another size and changes of what stands behind the markers of its frame and its scan.
+/// The file with another size and changed contents of its frame and scan headers.
 fn with_frame(
     file: &[u8],
     (width, height): (u32, u32),
@@ -159,10 +159,10 @@ fn with_frame(
     }
 }
 
-/// The file's pixels out of its planes, as they are stored.
+/// The file's pixels computed from planes, in stored orientation.
 fn pixels(file: &[u8]) -> (Stored, Vec<[u8; 3]>) {
     let stored = for_hardware(file).unwrap();
-    // Not at the beginning of the memory.
+    // Planes that do not start at offset 0.
     let mut memory = vec![7; 1000];
     let planes = decode(file, stored, &mut memory).unwrap();
     let all = (0..stored.height).flat_map(|y| (0..stored.width).map(move |x| (x, y)));
@@ -200,7 +200,7 @@ fn planes_become_the_pixels_that_cores_make() {
     }
 }
 
-/// Pillow's are libjpeg-turbo's, which also takes no chroma from beyond the border.
+/// Against Pillow (libjpeg-turbo), which does not read chroma beyond the border either.
 #[test]
 fn planes_of_files_become_nearly_the_pixels_that_pillow_makes_up_to_the_border() {
     for (name, file, pillow) in [
@@ -221,7 +221,7 @@ fn where_nothing_was_decoded_a_picture_is_grey() {
     for (columns, rows) in [(1, 1), (2, 2)] {
         let stored =
             Stored { width: 3, height: 3, orientation: 1, subsampling: Subsampling { columns, rows } };
-        assert_eq!(pixel(&vec![NOTHING; room(stored)], &Planes::new(stored, 0), 2, 2), [128; 3]);
+        assert_eq!(pixel(&vec![GREY; planes_bytes(stored)], &Planes::new(stored, 0), 2, 2), [128; 3]);
     }
 }
 
@@ -231,7 +231,7 @@ fn gpu_pictures_of_odd_sizes_are_those_of_cores_up_to_the_border() {
     let decoder = super::super::open(0, DType::F16).unwrap();
     for sampling in SAMPLINGS {
         for (width, height) in [(1, 1), (31, 17), (95, 63), (479, 371)] {
-            // Saturated and smooth: what is not decoded is grey, and rounding alone makes little difference.
+            // Saturated and smooth, so that undecoded grey areas differ much, and rounding only little.
             let drawn = image::RgbImage::from_fn(width, height, |x, y| {
                 image::Rgb([200 + (x * 40 / width) as u8, 20 + (y * 40 / height) as u8, 40])
             });
@@ -258,7 +258,7 @@ fn gpu_pictures_of_odd_sizes_are_those_of_cores_up_to_the_border() {
                 .unwrap();
             eprintln!("{sampling:?}, {width} x {height}: {most:?} of 255 apart at most");
             assert!(most.is_none_or(|most| most <= 12), "{sampling:?}, {width} x {height}: {most:?}");
-            // These two are what files mostly are.
+            // Most files have one of these two subsamplings.
             let is_usual = matches!(sampling, SamplingFactor::R_4_4_4 | SamplingFactor::R_4_2_0);
             assert!(most.is_some() || !is_usual || width == 1, "{sampling:?} is refused");
         }

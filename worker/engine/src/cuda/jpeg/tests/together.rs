@@ -1,15 +1,15 @@
-//! Groups of pictures that are under way at a time share the decoders in hardware, and nothing else.
+//! Concurrent groups of pictures share only the hardware decoders.
 
 use super::*;
 use std::thread;
 
-/// Files of a group, no two of which are alike, nor of one size.
+/// Files of a group, with different pictures and sizes.
 fn group(number: u32) -> Vec<Vec<u8>> {
     let side = |i: u32, seed: u32| 90 + (i * 37 + number * 61 + seed) % 250;
     (0..40).map(|i| jpeg(&picture(number * 40 + i, side(i, 0), side(i, 113)).into())).collect()
 }
 
-/// What the decoder makes of each, whole and at `size`.
+/// The decoder's pixels of each file, not cropped and resized to `size`.
 fn made(decoder: &dyn DeviceDecoder, files: &[Vec<u8>], size: (u32, u32)) -> Vec<Vec<u8>> {
     let tables: Vec<_> = files
         .iter()

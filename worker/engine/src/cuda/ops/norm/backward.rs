@@ -1,17 +1,17 @@
-//! Backward: sums over rows and what follows from them, apart or at once.
+//! Backward: sums over rows, and the application of their results, in two launches or one.
 
 use super::{Arg, Kernel, NormSite, Operand, Ops, Reduce, Shape, kernel, per_channel, shape_args};
 
-/// The gradient of y, all T `[rows, C]` unless said otherwise, and what the ReLU does to it.
+/// The gradient of y, T `[rows, C]` unless documented otherwise, and how the ReLU masks it.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) enum Gradient {
     /// No ReLU.
     All { dy: Operand },
-    /// A ReLU right after the batch norm: what passed is computed again. `more` is added; may be 0.
+    /// A ReLU right after the batch norm, whose mask is recomputed. `more` is added to dy; may be absent.
     Relu { dy: Operand, more: Operand },
-    /// A ReLU behind an addition: its mask. `more` is added; may be 0.
+    /// A ReLU behind an addition, with the forward pass's mask. `more` is added to dy; may be absent.
     Mask { dy: Operand, more: Operand, mask: Operand },
-    /// The same, from a global average pooling's gradient: `dy` is T `[pictures, C]`.
+    /// As `Mask`, before a global average pooling: `dy` is T `[pictures, C]`.
     MaskPooled { dy: Operand, mask: Operand },
 }
 
@@ -21,9 +21,9 @@ pub(in crate::cuda) struct NormBackward {
     /// The forward pass's input.
     pub(in crate::cuda) x: Operand,
     pub(in crate::cuda) gradient: Gradient,
-    /// The gradient before the ReLU, which the shortcut needs too; may be 0, may be dy's memory.
+    /// The gradient of the ReLU's input, which is also the shortcut's gradient; may be absent, may alias dy.
     pub(in crate::cuda) dz: Operand,
-    /// The gradient of x; may be dy's memory.
+    /// The gradient of x; may alias dy.
     pub(in crate::cuda) dx: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
@@ -33,7 +33,7 @@ pub(in crate::cuda) struct NormBackward {
     pub(in crate::cuda) reduce: Reduce,
 }
 
-/// Kernel names by kind of gradient: (sums, apply, both at once, all of a frozen one).
+/// Kernel names by kind of gradient: (sums, apply, one launch, frozen batch norm).
 impl Gradient {
     fn names(self) -> [&'static str; 4] {
         match self {
@@ -88,10 +88,10 @@ impl Gradient {
 }
 
 impl Ops {
-    /// Batch norm backward by whichever way suits the shape; with [`Reduce::Leave`] only its sums (and dz).
+    /// Batch norm backward in the variant that suits the shape; with [`Reduce::Leave`] only the sums (and dz).
     ///
-    /// Moves: small, x, dy and more once, dx (and dz) once. Otherwise x and the gradient twice; with dz, the
-    /// second time dz alone.
+    /// Moves: in one launch, x, dy, more, dx (and dz) once. In two launches, x and the gradient twice; with dz,
+    /// the second launch reads only dz as the gradient.
     pub(in crate::cuda) fn norm_backward(&self, p: NormBackward) -> Vec<Kernel> {
         let leaves = p.reduce.leaves();
         let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
@@ -111,8 +111,8 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// The first pass alone: the sums, dgamma and dbeta, dz, then what `reduce` says. Moves: x, dy and more
-    /// once, dz once if it is wanted.
+    /// Only the first pass: the sums, dgamma and dbeta, dz, then the reduction of `reduce`. Moves: x, dy and more
+    /// once, dz once if present.
     pub(in crate::cuda) fn norm_backward_sums(&self, p: NormBackward) -> Kernel {
         let [name, ..] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];
@@ -125,11 +125,11 @@ impl Ops {
         kernel(name, self.sums(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Continues from the sums that [`Reduce::Leave`] left, float32 `[2, C]`, after an all-reduce.
+    /// Continues from all-reduced sums of [`Reduce::Leave`], float32 `[2, C]`.
     pub(in crate::cuda) fn norm_backward_finish(&self, sums: Operand, p: NormBackward) -> Kernel {
         let mut args = vec![Arg::In(sums)];
         args.extend(shape_args(p.control, p.shape));
-        // The parameters' gradients are there since the sums are.
+        // The kernel that took the sums has written the parameters' gradients.
         let [mean, inv_std, scale, bias, dgamma, dbeta, rest @ ..] =
             p.site.backward_args(p.accumulate, p.reduce);
         args.extend([mean, inv_std, scale, bias, dgamma.unused(), dbeta.unused()]);
@@ -138,7 +138,7 @@ impl Ops {
         kernel("norm_backward_finish", per_channel(p.shape.channels), args)
     }
 
-    /// The second pass alone. Moves: x and the gradient (dz, if there is one) once, dx once.
+    /// Only the second pass. Moves: x and the gradient (dz, if present) once, dx once.
     pub(in crate::cuda) fn norm_backward_apply(&self, p: NormBackward) -> Kernel {
         let gradient = if p.dz.is_none() { p.gradient } else { Gradient::All { dy: p.dz } };
         let [_, name, ..] = gradient.names();
@@ -150,9 +150,9 @@ impl Ops {
         kernel(name, self.grid_stride(p.shape.rows(), p.shape.channels, 256, 2), args)
     }
 
-    /// Backward of a batch norm whose statistics do not depend on its input: dx is scale times the gradient. No parameter has a
-    /// gradient, and ranks have nothing to add up. Moves: dy, more and the mask once (without a mask behind a ReLU x, too), dx
-    /// once, dz once if it is wanted.
+    /// Backward of a frozen batch norm, whose statistics do not depend on the input: dx is scale times the gradient. Parameters
+    /// have no gradients, and nothing is reduced over ranks. Moves: dy, more and the mask (or x, if the mask is recomputed) once,
+    /// dx once, dz once if present.
     pub(in crate::cuda) fn norm_backward_frozen(&self, p: NormBackward) -> Kernel {
         let [_, _, _, name] = p.gradient.names();
         let mut args = vec![Arg::In(p.x)];

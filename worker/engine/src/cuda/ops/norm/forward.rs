@@ -1,4 +1,4 @@
-//! Forward: statistics and their application, apart or at once.
+//! Forward: statistics and their application, in two launches or one.
 
 use super::{
     Arg, Kernel, NormSite, Operand, Ops, Reduce, Shape, Shortcut, kernel, per_channel, plain, shape_args,
@@ -11,7 +11,7 @@ pub(in crate::cuda) struct NormForward {
     pub(in crate::cuda) y: Operand,
     pub(in crate::cuda) shortcut: Shortcut,
     pub(in crate::cuda) relu: bool,
-    /// One bit a value, y > 0, bit k of byte `[row, group]` for channel 8 group + k; may be 0.
+    /// One bit per value: bit k of byte `[row, group]` is y > 0 of channel 8 * group + k. May be absent.
     pub(in crate::cuda) mask: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) shape: Shape,
@@ -19,7 +19,7 @@ pub(in crate::cuda) struct NormForward {
     pub(in crate::cuda) reduce: Reduce,
 }
 
-/// [`NormForward`] with scale and bias known: inference, or the second pass.
+/// [`NormForward`] with given scale and bias: inference, or the second pass.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct NormApply {
     pub(in crate::cuda) x: Operand,
@@ -28,7 +28,7 @@ pub(in crate::cuda) struct NormApply {
     pub(in crate::cuda) y: Operand,
     pub(in crate::cuda) shortcut: Shortcut,
     pub(in crate::cuda) relu: bool,
-    /// As in [`NormForward`]; may be 0.
+    /// As in [`NormForward`]; may be absent.
     pub(in crate::cuda) mask: Operand,
     pub(in crate::cuda) shape: Shape,
 }
@@ -42,7 +42,7 @@ pub(in crate::cuda) struct NormFold {
     pub(in crate::cuda) running_var: Operand,
     pub(in crate::cuda) scale: Operand,
     pub(in crate::cuda) bias: Operand,
-    /// One batch norm's, or all of them where each of the buffers is contiguous over them.
+    /// Channels of one batch norm, or of all of them if each buffer is contiguous over all batch norms.
     pub(in crate::cuda) channels: u32,
 }
 
@@ -62,9 +62,9 @@ impl From<NormForward> for NormApply {
 }
 
 impl Ops {
-    /// Batch norm forward by whichever way suits the shape; with [`Reduce::Leave`] only its statistics.
+    /// Batch norm forward in the variant that suits the shape; with [`Reduce::Leave`] only the statistics.
     ///
-    /// Moves: small, x and the shortcut once, y and mask once. Otherwise x twice.
+    /// Moves: in one launch, x, the shortcut, y and mask once. In two launches, x twice.
     pub(in crate::cuda) fn norm_forward(&self, p: NormForward) -> Vec<Kernel> {
         let leaves = p.reduce.leaves();
         let Some(geometry) = self.small(p.shape, p.reduce.waits()).filter(|_| !leaves) else {
@@ -88,9 +88,9 @@ impl Ops {
         vec![kernel(name, geometry, args)]
     }
 
-    /// The first pass alone: statistics of x, then what `reduce` says. Only `x`, `control`, `shape`, `site`
-    /// and `reduce` are read. For a projection's batch norm that [`Shortcut::Norm`] applies, and where
-    /// the application comes later. Moves: x once.
+    /// Only the first pass: statistics of x, then the reduction of `reduce`. Uses only `x`, `control`, `shape`,
+    /// `site` and `reduce`. For a projection's batch norm that [`Shortcut::Norm`] applies, and for batch norms
+    /// that are applied later. Moves: x once.
     pub(in crate::cuda) fn norm_statistics(&self, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(p.x)];
         args.extend(shape_args(p.control, p.shape));
@@ -100,8 +100,8 @@ impl Ops {
         kernel("norm_statistics", self.sums(p.shape.rows(), p.shape.channels), args)
     }
 
-    /// Continues from sums of x and of x * x, float32 `[C]` each, over the real pictures: after an all-reduce,
-    /// or from a convolution that took them along.
+    /// Continues from the sums of x and of x * x over the real pictures, float32 `[C]` each, of an all-reduce or of a
+    /// convolution's epilogue.
     pub(in crate::cuda) fn norm_finish(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
         let mut args = vec![Arg::In(sum), Arg::In(square)];
         args.extend(shape_args(p.control, p.shape));
@@ -110,8 +110,8 @@ impl Ops {
         kernel("norm_finish", per_channel(p.shape.channels), args)
     }
 
-    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one, where no other rank's sums are waited for. Moves: x and the
-    /// shortcut once, y and mask once.
+    /// [`Ops::norm_finish`] and [`Ops::norm_apply`] in one kernel, which waits for no other rank. Moves: x and the shortcut
+    /// once, y and mask once.
     pub(in crate::cuda) fn norm_finish_apply(&self, sum: Operand, square: Operand, p: NormForward) -> Kernel {
         let (name, resident) = match p.shortcut {
             Shortcut::None => ("norm_finish_apply", 3),
@@ -127,7 +127,7 @@ impl Ops {
         kernel(name, geometry, args)
     }
 
-    /// The second pass alone. Moves: x and the shortcut once, y and mask once.
+    /// Only the second pass. Moves: x and the shortcut once, y and mask once.
     pub(in crate::cuda) fn norm_apply(&self, p: NormApply) -> Kernel {
         let (name, resident) = match p.shortcut {
             Shortcut::None => ("norm_apply", 3),

@@ -171,7 +171,7 @@ fn a_size_is_one_or_several_with_their_epochs() {
     one_mistake(
         &sizes("validation_size = 174"),
         "/data/validation_size",
-        &["less than training", "give 176"],
+        &["less than the size that training ends with", "give 176"],
     );
     one_mistake(&sizes("validation_size = 225"), "/data/validation_size", &["225 is odd"]);
     one_mistake(&sizes("validation_size = 7"), "/data/validation_size", &["from 8 to 4,096"]);
@@ -389,7 +389,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("name = \"a\"\n[data]\ndataset = \"d\\ufeff\"", "/data/dataset"),
         ("name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w\\u202e\"", "/model/pretrained"),
     ] {
-        one_mistake(document, pointer, &["characters that nobody sees, has '\\u{"]);
+        one_mistake(document, pointer, &["invisible characters, has '\\u{"]);
     }
     // A file's content decides what it is, not its name.
     let weights = "name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w/resnet18.pth\"";

@@ -201,7 +201,7 @@ async fn a_second_launch_takes_over_what_the_first_has_started() {
     let first = cluster.objects("Job").await.remove(0)["metadata"]["uid"].take();
     let tokens = valid_agent_tokens(&server).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    following.says(&server, "of an earlier launch is there").await;
+    following.says(&server, "of an earlier launch exists").await;
     following.says(&server, "1 of 1 pods are running").await;
     assert_eq!(cluster.objects("Job").await.remove(0)["metadata"]["uid"], first);
     assert_eq!(valid_agent_tokens(&server).await, tokens, "no more tokens");

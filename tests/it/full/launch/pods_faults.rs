@@ -157,7 +157,7 @@ async fn what_kubernetes_refuses_is_said_and_nothing_is_left() {
         "spec": {"suspend": true, "completions": 1},
     });
     cluster.act("put", other).await;
-    fails(&cluster, &["--namespace", "theirs"], &["that is not of this job", "--namespace"]);
+    fails(&cluster, &["--namespace", "theirs"], &["that does not belong to this job", "--namespace"]);
     fails(&cluster, &["--namespace", "Not_One"], &["--namespace"]);
     fails(&cluster, &["--context", "none-such"], &["none-such"]);
     drop(cluster);

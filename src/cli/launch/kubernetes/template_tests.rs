@@ -1,4 +1,4 @@
-//! What a template may be, at its limits and past them.
+//! Templates at their limits and beyond.
 
 use super::*;
 
@@ -50,7 +50,7 @@ fn gpus_are_slots_and_what_the_template_mounts_stays() {
     assert_eq!(made["spec"]["terminationGracePeriodSeconds"], 300);
     assert_eq!(made["spec"]["volumes"][1]["secret"]["defaultMode"], 0o440);
     assert_eq!(made["spec"]["securityContext"]["fsGroup"], 0o440, "as Kubernetes reads YAML");
-    // A job that must run on GPUs, and a container that names none.
+    // A job that must run on GPUs, and a container that requests none.
     let made = pods(POD, 8, Device::Cuda);
     assert_eq!(made["spec"]["containers"][0]["resources"]["limits"], json!({"nvidia.com/gpu": 8}));
     let quoted = POD.replace("latest'", "latest', resources: {limits: {nvidia.com/gpu: '2'}}");

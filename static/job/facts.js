@@ -204,7 +204,7 @@ export class Facts {
 
 /** As `unreadable` in web/src/job.rs. */
 function unreadable({ unreadable: flaw, state, finished_at }, reason) {
-  const shown = `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest.`;
+  const shown = `Another version of lockstep stored this job, and this version does not understand: ${flaw}. The page shows what it can read, with defaults for the rest.`;
   // A state of another version is given as failed, without an end.
   if (waits({ state }) || state === "paused" || (state === "failed" && !finished_at)) {
     return `${shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one.`;

@@ -1,4 +1,4 @@
-// Datasets: registering without leaving the page, and the pictures.
+// The page Datasets: registering without leaving the page, and the pictures.
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, confirmThen, sentence, text } from "./page.js";
@@ -6,7 +6,7 @@ import { inspected, offerForm } from "./datasets/form.js";
 import { Gallery } from "./datasets/gallery.js";
 
 offerBundled();
-// Not everybody may add datasets.
+// Only some readers may add datasets.
 if (byId("add-dataset")) offerForm(byId("add-dataset"));
 
 for (const card of document.querySelectorAll("[data-dataset]")) {

@@ -23,7 +23,7 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
     }
   });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({
-    title: `Remove ${name}?`, detail: "Its files stay where they are; jobs can no longer be submitted on it, and those that are over are neither evaluated nor run again.", yes: "Remove it",
+    title: `Remove ${name}?`, detail: "Its files stay where they are; no new job can use it, and finished jobs can neither be evaluated nor run again.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/datasets/${encodeURIComponent(name)}`, { method: "DELETE" }); location.reload(); },
   }));
 }

@@ -277,7 +277,7 @@ function gone() {
   band.hidden = false;
   band.dataset.tone = "bad";
   text(byId("banner-what"), "This job was deleted.");
-  text(byId("banner-why"), "What is shown here is what was left on this page.");
+  text(byId("banner-why"), "This page shows only what it had loaded before.");
   text(byId("banner-link"), "Jobs");
   byId("banner-link").setAttribute("href", "/jobs");
   actions.hide();

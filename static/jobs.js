@@ -214,7 +214,7 @@ function empty() {
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
-    owner && `is of ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted in these days"].filter(Boolean);
+    owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
   text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
   viewed.draw();
 }

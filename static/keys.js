@@ -65,7 +65,7 @@ function help() {
 function shortcutSwitch() {
   const label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", id: "shortcuts", checked: !off() });
   label.className = "inline";
-  label.append(box, "single keys do this");
+  label.append(box, "single-key shortcuts");
   box.addEventListener("change", () => { try { if (box.checked) localStorage.removeItem("shortcuts"); else localStorage.setItem("shortcuts", "off"); } catch { /* not kept */ } });
   return label;
 }

@@ -44,7 +44,7 @@ byId("machines").addEventListener("click", (event) => {
   if (!button) return;
   const { remove, name } = button.dataset;
   confirmThen({
-    title: `Remove ${name}?`, detail: "It is taken off this list, with what it has measured. Its checkpoints and logs on the server stay. An agent that starts there again joins again, unless its token or certificate is revoked.", yes: "Remove it",
+    title: `Remove ${name}?`, detail: "The machine and its measurements are removed from this list. Checkpoints and logs on the server stay. An agent that is started there again joins again, unless its token or certificate is revoked.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/agents/${encodeURIComponent(remove)}`, { method: "DELETE" }); await refresh(); },
   });
 });

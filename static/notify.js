@@ -7,9 +7,9 @@ const isOn = () => "Notification" in window && kept() && Notification.permission
 
 /** Why notifications are impossible, and what would change that; undefined if they are possible. */
 function hindrance() {
-  if (!isSecureContext) return "Browsers allow notifications on pages that come over HTTPS or from this machine alone. This page came over plain HTTP: start the server with --tls-own-ca, or open it as http://127.0.0.1 through a tunnel.";
+  if (!isSecureContext) return "Browsers allow notifications only on pages that come over HTTPS or from this machine. This page came over plain HTTP: start the server with --tls-own-ca, or open it as http://127.0.0.1 through a tunnel.";
   if (!("Notification" in window)) return "This browser has no notifications.";
-  if (Notification.permission === "denied") return "This browser has been told not to show notifications of this page. Allow them in its settings for this site (mostly behind the icon left of the address), then press the button again.";
+  if (Notification.permission === "denied") return "This browser has been told not to show notifications from this page. Allow them in its settings for this site (mostly behind the icon left of the address), then press the button again.";
   return "";
 }
 
@@ -48,7 +48,7 @@ export function notifications() {
       // If the reader closes the question, there is no answer yet.
       if ((await Notification.requestPermission()) === "denied") why = hindrance();
     }
-    try { localStorage.setItem("notify", !on && !why && Notification.permission === "granted" ? "yes" : "no"); } catch { why ||= "This browser keeps nothing of this page, so the choice would be gone with the next one."; }
+    try { localStorage.setItem("notify", !on && !why && Notification.permission === "granted" ? "yes" : "no"); } catch { why ||= "This browser stores nothing for this page, so the choice would be lost on the next page."; }
     draw(button);
     if (why) explain(why);
   });

@@ -65,7 +65,7 @@ export class Curves {
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
       // Means of groups have positions on the axis; jobs have their own steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
-      empty: () => "None of these jobs has a point of it yet.",
+      empty: () => "None of these jobs has a value of this metric yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
     });
     chart.scale = this.#scale;

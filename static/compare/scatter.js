@@ -148,10 +148,10 @@ export class Scatter {
     if (!points.length) {
       ctx.fillStyle = colours.muted;
       ctx.textBaseline = "middle";
-      ctx.fillText("No job has a value of both.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
+      ctx.fillText("No job has values for both axes.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
     }
     const missing = jobs.length - points.length;
-    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without a value of both` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : "drag a rectangle to select jobs");
+    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : "drag a rectangle to select jobs");
     this.canvas.setAttribute("aria-label", `${plural(points.length, "job")}: ${up.name} by ${across.name}`);
     this.root.dataset.points = String(points.length);
   }

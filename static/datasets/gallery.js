@@ -71,7 +71,7 @@ export class Gallery {
       grid.classList.toggle("by-five", job !== "");
       this.#offset += job ? AUGMENTED : PART;
       this.#cursor = next_cursor;
-      text(at("note"), job ? `what each of the first ${VERSIONS} epochs makes of a picture: seeded, the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
+      text(at("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs: seeded, so the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
       at("more").hidden = next_cursor === null;
     } catch (error) { if (mine === this.#asked) text(at("note"), sentence(error)); }
   }

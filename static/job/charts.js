@@ -111,7 +111,7 @@ export class Charts {
     const { state, started_at } = this.job();
     if (state === "queued" && !started_at) return "Nothing yet: the job waits for slots.";
     if (["failed", "cancelled"].includes(state)) return `No point: the job ${state === "failed" ? "failed" : "was cancelled"} before the first one.`;
-    return state === "succeeded" ? "This job has no point of it." : "No point yet.";
+    return state === "succeeded" ? "This job has no value of this metric." : "No point yet.";
   }
 
   #describe(x) {

@@ -81,7 +81,7 @@ export class Evaluation {
       const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
       chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MATRIX).sort((a, b) => a - b);
     }
-    text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: what it is, columns: what it was taken for");
+    text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
     const table = byId("matrix"), head = make("tr");
     head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col", title: names[j] })));
     const rows = chosen.map((i) => {

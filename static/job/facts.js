@@ -185,7 +185,7 @@ export class Facts {
       case "queued":
       case "restarting": return this.#waiting(reason);
       case "running": break;
-      case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "Its checkpoint is kept; Resume continues from there.", link: ["#cp-title", "Checkpoints"] };
+      case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "The checkpoint is kept; Resume continues from it.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
@@ -196,7 +196,7 @@ export class Facts {
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const one = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${one ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
-        why: `${one ? "The others wait for it in all-reduce; its" : "Its"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
+        why: `${one ? "The others wait for it in all-reduce; its" : "The"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
     }
     const slow = ranks.slow();
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };

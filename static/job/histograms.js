@@ -88,7 +88,7 @@ export class Histograms {
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
-      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", as many as are kept, spread evenly over the run"}` : steps.length ? `There are none of ${this.kind}s.` : "None yet: a job has them when its log.histograms is set.");
+      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
       if (mine !== this.#asked) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);

@@ -267,10 +267,10 @@ export class Log {
       this.box.append(Object.assign(document.createElement("p"), { className: "none" }));
     }
     const none = this.box.querySelector(".none");
-    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line has this.");
+    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line matches.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones not searched yet" : ""}`
-      : this.#older ? `${plural(this.box.childElementCount, "line")}, older ones above` : this.#total ? plural(this.#total, "line") : "");
+      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older lines not searched yet" : ""}`
+      : this.#older ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }
 }

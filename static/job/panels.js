@@ -221,7 +221,7 @@ export class Panels {
     const { project } = this.job();
     try {
       await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
-      this.#say(`Jobs of ${project} without panels of their own show these now.`);
+      this.#say(`Jobs of ${project} without panels of their own now show these panels.`);
     } catch (error) { this.#say(problem(error)); }
   }
 
@@ -236,6 +236,6 @@ export class Panels {
       await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
       this.charts.redraw(true);
     };
-    confirmThen({ title: "Take this job's own panels away?", detail: `It shows those of the project ${project} then.`, yes: "Take them away", act });
+    confirmThen({ title: "Remove this job's own panels?", detail: `The job then shows the panels of the project ${project}.`, yes: "Remove them", act });
   }
 }

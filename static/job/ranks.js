@@ -198,7 +198,7 @@ export class Ranks {
       if (report) {
         const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastStep ?? 0);
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
-      } else about.push(live ? "not heard of yet" : "no report kept");
+      } else about.push(live ? "no report yet" : "no report kept");
       if (this.#seats.get(r)) about.push(this.#seats.get(r));
       if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel));
       about.push(...this.#gpu(r));

@@ -61,7 +61,7 @@ export class Grouping {
     const now = groupedBy();
     if (!key) return text(this.error, "Write a setting, such as train.lr.");
     if (now.includes(key)) return;
-    if (now.length >= MOST) return text(this.error, `Groups are by ${MOST} things at most; remove one first.`);
+    if (now.length >= MOST) return text(this.error, `At most ${MOST} keys can group the list; remove one first.`);
     this.input.value = "";
     this.change({ group_by: [...now, key].join(","), open: "" });
   }

@@ -37,7 +37,7 @@ export class Views {
   }
 
   #keep(views) {
-    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser keeps nothing: the address is the view."); return false; }
+    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser stores nothing: bookmark the address instead."); return false; }
   }
 
   #save(name) {

@@ -23,7 +23,7 @@ pub fn convert(path: &str) -> String {
         ("FILE.pth".into(), "FILE.safetensors".into())
     };
     format!(
-        "is a pickle of PyTorch, which can run code and is therefore not read; convert it to safetensors: python3 -c \"import sys, \
+        "is a pickle of PyTorch's, which can run code and is therefore not read; convert it to safetensors: python3 -c \"import sys, \
          torch; from safetensors.torch import save_file; save_file(torch.load(sys.argv[1], map_location='cpu', \
          weights_only=True), sys.argv[2])\" {from} {to}"
     )

@@ -93,7 +93,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 }
                 // Standard output has only the token, so that it can be redirected to a file.
                 output::warn(format_args!(
-                    "this token is shown only once; keep it where only its user can read it"
+                    "this token is shown once; keep it where only its user can read it"
                 ));
                 output::line(made.get("secret").and_then(Value::as_str).unwrap_or_default())
             }

@@ -351,7 +351,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             "parallel",
             "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\nsync_batch_norm = false\nshard = [{match = \"layer1.*\", split = \"out\"}]",
             "sync_batch_norm",
-            &["need true"],
+            &["needs true"],
         ),
         (
             "train",
@@ -452,7 +452,7 @@ fn settings_from_the_command_line_overrule_the_file() {
     let train = from_json(&document).expect("batch_size was taken back").train;
     assert_eq!((train.batch_size, train.global_batch_size), (None, Some(64)));
     assert!(apply_set(&mut document, "train.lr").is_err_and(|e| e.contains("no '='")));
-    assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("no table")));
+    assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("not a table")));
 }
 
 #[test]

@@ -223,9 +223,9 @@ mod tests {
             ("a env:1X=2", "write env:NAME=VALUE"),
             ("a env:X", "write env:NAME=VALUE"),
             ("a env:X=\"b", "not closed"),
-            ("-oProxyCommand=x", "no machine's name"),
-            ("me@-x", "no machine's name"),
-            ("a;b", "no machine's name"),
+            ("-oProxyCommand=x", "not a machine's name"),
+            ("me@-x", "not a machine's name"),
+            ("a;b", "not a machine's name"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(said), "{text}: {error}");

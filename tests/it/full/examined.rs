@@ -182,7 +182,7 @@ async fn a_host_that_does_not_answer_leaves_the_others_measured() {
 
     for (args, said) in [
         (&["--hosts", "a,a"][..], "a is named twice"),
-        (&["--hosts", ""], "no machine's name"),
+        (&["--hosts", ""], "not a machine's name"),
         (&["--hosts", "a", "--ranks", "2"], "cannot be used with"),
         (&["--quick", "--", "-v"], "give --hosts"),
     ] {

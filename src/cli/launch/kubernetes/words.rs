@@ -178,7 +178,7 @@ mod tests {
         let why = json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
         let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [why]}});
         let said = of_pod(&pod("gpu-7")).unwrap();
-        assert!(said.contains("never does on a node that is lost: if gpu-7 is"), "{said}");
+        assert!(said.contains("never happens on a lost node: if gpu-7 is"), "{said}");
         assert!(said.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{said}");
     }
 

@@ -141,6 +141,9 @@ mod tests {
         assert_eq!(ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
         let why = ca(&args).unwrap_err().to_string();
-        assert!(why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's authority"), "{why}");
+        assert!(
+            why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's authority"),
+            "{why}"
+        );
     }
 }

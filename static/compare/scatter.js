@@ -53,7 +53,6 @@ export class Scatter {
   /** Names and colours of the drawn jobs, for saved pictures. */
   get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colours[colour(job.id)], shape: SHAPES[dash(job.id)] ?? "disc" })); }
 
-  /** A row for each job. */
   csv() {
     const cell = (v) => (/[",\n]/.test(v) ? `"${v.replaceAll('"', '""')}"` : v);
     const rows = this.jobs().map((job, i) => [job.id, job.name, this.x.values[i], this.y.values[i]].map((v) => cell(String(v))).join(","));

@@ -7,7 +7,6 @@ use jiff::Timestamp;
 /// A line of the log.
 #[derive(Debug, Clone)]
 pub struct AuditLine {
-    /// Time of the request.
     pub at: Timestamp,
     /// Name of the token or person; empty without one.
     pub who: String,

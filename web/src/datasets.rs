@@ -12,9 +12,7 @@ use std::collections::HashSet;
 /// The form's content and its mistakes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DatasetForm {
-    /// The name, as typed.
     pub name: String,
-    /// The path, as typed.
     pub path: String,
     /// What is wrong with the name.
     pub name_error: Option<String>,

@@ -11,7 +11,6 @@ pub struct LoginPage {
     pub next: String,
     /// Why the last attempt failed; empty for none.
     pub error: String,
-    /// The name in the form.
     pub name: String,
     /// Whether there are people, who sign in with name and password.
     pub has_people: bool,

@@ -37,7 +37,6 @@ pub struct KeptFor {
 /// A slot with the jobs that have it and get it next.
 #[derive(Debug, Clone)]
 pub struct SlotCell {
-    /// The slot.
     pub slot: Slot,
     /// The rank that has the slot.
     pub holder: Option<Holder>,
@@ -58,7 +57,6 @@ pub struct AgentCard {
     pub draining: bool,
     /// Time of the newest heartbeat.
     pub last_seen_at: Timestamp,
-    /// Start of the connection.
     pub connected_at: Option<Timestamp>,
     /// Seconds until the lease expires and the attempts end; `None` without an attempt.
     pub lease_secs_left: Option<f64>,

@@ -26,7 +26,6 @@ pub struct QueuePage {
     pub project: String,
     /// `?owner=ada`: jobs of a person or a token; empty for all.
     pub owner: String,
-    /// Whether this is the first page.
     pub is_first: bool,
     /// The cursor of the next page.
     pub next: Option<String>,

@@ -31,7 +31,6 @@ pub struct SubmitPage {
     pub form: Form,
     /// Mistakes in `form`, each shown next to its field.
     pub mistakes: Vec<SpecError>,
-    /// Datasets to choose from.
     pub datasets: Vec<Dataset>,
     /// Slots of all online machines, busy or not.
     pub slots: u32,

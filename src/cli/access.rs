@@ -75,9 +75,9 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// A warning about a token file that users besides its owner and group can read. No warning for a file of root and
-/// root's group, which is how systemd and pods mount secrets for a process of another user. The file is used
-/// nevertheless: Kubernetes mounts secrets with mode 0644 by default.
+/// A warning about a token file that other users can read. Only a file of root may be readable for its group, as systemd
+/// and pods mount secrets for a process of another user. The file is used nevertheless, because Kubernetes mounts
+/// secrets with mode 0644 by default.
 pub(crate) fn is_open(path: &Path) -> Option<String> {
     const ROOT: u32 = 0;
     let about = fs::metadata(path).ok()?;

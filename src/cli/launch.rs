@@ -57,7 +57,7 @@ pub(crate) struct Args {
     /// Submit a job for each of these values of a key of the TOML file, as an array of Slurm (may be repeated: a job for each combination)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
     sweeps: Vec<String>,
-    /// Jobs of a sweep that Slurm may run at the same time [default: all]
+    /// Jobs of a sweep that Slurm may run at the same time [default: as many as fit]
     #[arg(long, value_name = "N", requires = "sweeps", value_parser = clap::value_parser!(u32).range(1..))]
     at_once: Option<u32>,
     /// File that lists the machines, one a line: HOST slots=4 env:NAME=VALUE
@@ -66,7 +66,7 @@ pub(crate) struct Args {
     /// The machines and their slots, such as node1:4,node2:4
     #[arg(short = 'H', long = "host", value_name = "HOST:N,...", conflicts_with = "hostfile")]
     hosts: Option<String>,
-    /// A rank table of MindSpore or HCCL (JSON): machines and devices, in its order
+    /// A rank table of MindSpore or HCCL (JSON), whose machines and devices are used in the table's order
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hostfile", "hosts"])]
     rank_table: Option<PathBuf>,
     /// Number of machines to ask Slurm for, or of pods to ask Kubernetes for [default: 1, or as many as the job's ranks need with the template's

@@ -51,7 +51,7 @@ fn dataset_name(path: &Path) -> String {
 /// Reads a TOML file and applies `sets`.
 ///
 /// # Errors
-/// Exit status 2: the file cannot be read, or a change is none.
+/// Exit status 2: the file cannot be read, or a change is invalid.
 pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
     let text = job_file(path)?;

@@ -38,7 +38,7 @@ impl AuditPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }

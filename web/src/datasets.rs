@@ -43,7 +43,7 @@ impl DatasetsPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         DatasetsTemplate {
             cards: self.datasets.iter().map(|d| DatasetCard::new(d, self.now)).collect(),

@@ -86,7 +86,7 @@ impl JobPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         #[derive(Serialize)]
         struct Data<'a> {

@@ -53,7 +53,7 @@ impl JobsPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         JobsTemplate { rows: self.jobs.iter().map(|job| JobRow::new(job, self.now)).collect(), page: self }
             .render()

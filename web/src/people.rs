@@ -27,7 +27,7 @@ impl PeoplePage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }
@@ -74,7 +74,7 @@ impl AccountPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }

@@ -81,7 +81,7 @@ impl SubmitPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         let view = |f: &'static Field| FieldView {
             field: f,

@@ -60,7 +60,7 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
                     || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
                     || !word.contains('=')
                 {
-                    return Err(format!("{word:?} is no variable: write env:NAME=VALUE"));
+                    return Err(format!("{word:?} is not a variable: write env:NAME=VALUE"));
                 }
                 host.env.insert(name.into(), value.into());
             }

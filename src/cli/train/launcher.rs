@@ -93,9 +93,9 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     };
     let job = job.unwrap_or_default();
     let port = match port(&variable)? {
-        Some(port) => {
-            port.checked_add(port_shift).ok_or_else(|| format!("MASTER_PORT={port} is no port for {by}"))?
-        }
+        Some(port) => port
+            .checked_add(port_shift)
+            .ok_or_else(|| format!("MASTER_PORT={port} is not a port for {by}"))?,
         None => port_for(&job),
     };
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{by}/{job}/{addr}/{port}"));
@@ -110,7 +110,7 @@ fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Opti
 /// Reads `MASTER_PORT`.
 fn port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, String> {
     let given = number(variable, "MASTER_PORT")?;
-    given.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is no port"))).transpose()
+    given.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is not a port"))).transpose()
 }
 
 /// The port without `MASTER_PORT`: the same for all ranks of the job, different for other jobs, and below the ephemeral ports.

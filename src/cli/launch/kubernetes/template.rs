@@ -75,7 +75,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     // Kubernetes reads YAML's 0440 as octal.
     let options = serde_saphyr::options! { legacy_octal_numbers: true };
     let value: Value = serde_saphyr::from_slice_with_options(bytes, options)
-        .map_err(|e| format!("is no YAML: {}", e.to_string().lines().next().unwrap_or_default()))?;
+        .map_err(|e| format!("is not YAML: {}", e.to_string().lines().next().unwrap_or_default()))?;
     let template = match value.get("kind").and_then(Value::as_str) {
         Some("Pod") | None => value,
         Some("PodTemplate") => value.get("template").cloned().unwrap_or_default(),
@@ -88,7 +88,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     let object = |name: &str| match template.get(name) {
         None => Ok(Map::new()),
         Some(Value::Object(map)) => Ok(map.clone()),
-        Some(_) => Err(format!("{name} is no mapping")),
+        Some(_) => Err(format!("{name} is not a mapping")),
     };
     let (mut metadata, mut spec) = (object("metadata")?, object("spec")?);
     let count = |name: &str| spec.get(name).and_then(Value::as_array).map_or(0, Vec::len);
@@ -118,7 +118,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     let mut job_labels = BTreeMap::new();
     if let Some(labels) = metadata.get_mut("labels").and_then(Value::as_object_mut) {
         for (key, value) in labels.iter().filter(|(key, _)| key.starts_with(KUEUE)) {
-            let value = value.as_str().ok_or_else(|| format!("metadata.labels.{key} is no text"))?;
+            let value = value.as_str().ok_or_else(|| format!("metadata.labels.{key} is not text"))?;
             job_labels.insert(key.clone(), value.to_owned());
         }
         labels.retain(|key, _| !key.starts_with(KUEUE));
@@ -152,7 +152,7 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
 
 /// Checks the parts of the agent's container to which the launch adds.
 fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
-    let Some(container) = container.as_object_mut() else { return Err(format!("{path} is no mapping")) };
+    let Some(container) = container.as_object_mut() else { return Err(format!("{path} is not a mapping")) };
     extensible(path, container, "volumeMounts", Value::is_array)?;
     extensible(path, container, "resources", Value::is_object)?;
     if let Some(resources) = container.get_mut("resources").and_then(Value::as_object_mut) {
@@ -180,7 +180,7 @@ fn extensible(
                 _ => ("mapping", "team: vision"),
             };
             return Err(format!(
-                "{path}.{key} is no {wanted}: write it as `{example}` below `{key}:`, or leave it out"
+                "{path}.{key} is not a {wanted}: write it as `{example}` below `{key}:`, or leave it out"
             ));
         }
         _ => {}
@@ -194,7 +194,7 @@ fn gpus(container: &Value) -> Result<Option<u32>, String> {
     let Some(value) = find("limits").or_else(|| find("requests")) else { return Ok(None) };
     let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
     let found = number.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MOST_SLOTS).contains(n));
-    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is no number from 1 to {MOST_SLOTS}"))
+    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is not a number from 1 to {MOST_SLOTS}"))
 }
 
 impl Template {

@@ -37,7 +37,9 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     // The scheduler ends at once, so rank 0 can use its port.
     let port = match (port(variable)?, number(variable, "MS_SCHED_PORT")?) {
         (Some(port), _) => port,
-        (None, Some(port)) => u16::try_from(port).map_err(|_| format!("MS_SCHED_PORT={port} is no port"))?,
+        (None, Some(port)) => {
+            u16::try_from(port).map_err(|_| format!("MS_SCHED_PORT={port} is not a port"))?
+        }
         (None, None) => return Err(missing("MS_SCHED_PORT")),
     };
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{BY}/{addr}/{port}/{world_size}"));
@@ -99,7 +101,7 @@ mod tests {
             ("MS_WORKER_NUM", "", "MS_WORKER_NUM is not set"),
             ("MS_SCHED_HOST", "", "MS_SCHED_HOST is not set"),
             ("MS_SCHED_PORT", "", "MS_SCHED_PORT is not set"),
-            ("MS_SCHED_PORT", "70000", "MS_SCHED_PORT=70000 is no port"),
+            ("MS_SCHED_PORT", "70000", "MS_SCHED_PORT=70000 is not a port"),
             ("MS_NODE_ID", "host-a", "RANK_ID"),
             ("MS_NODE_ID", "8", "rank 8 of 8"),
             ("MS_WORKER_NUM", "many", "MS_WORKER_NUM=\"many\" is not a number"),

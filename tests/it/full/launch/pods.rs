@@ -239,7 +239,7 @@ fn a_dry_run_shows_the_objects_and_a_template_has_a_size() {
     };
     fails(&format!("{full}x"), &[], "is larger than 256 KiB");
     let wrong = pod.replace("{limits: {nvidia.com/gpu: 4}}", "x");
-    fails(&wrong, &[], "spec.containers[0].resources is no mapping: write it as `limits: {cpu: 4}`");
+    fails(&wrong, &[], "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`");
     fails(pod, &["--slots", "2"], "the template's container has 4 GPUs");
     fails(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");
     fails(pod, &["--dir", "relative"], "an absolute path");

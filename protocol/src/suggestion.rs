@@ -79,7 +79,10 @@ fn data(info: &DatasetInfo, side: Option<u32>, is_small: bool, validation: Lines
             format!("image_size = {USUAL}"),
         ),
         (None, height, width) => (
-            format!("All pictures have {width} x {height} pixels; the network sees {USUAL} x {USUAL} pixels of each, the usual size for photographs."),
+            format!(
+                "All pictures have {width} x {height} pixels; the network sees {USUAL} x {USUAL} pixels of each, the usual size for \
+                 photographs."
+            ),
             format!("image_size = {USUAL}"),
         ),
     });

@@ -73,7 +73,8 @@ fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
     let name: String = name.chars().filter(|c| c.is_ascii_graphic()).take(100).collect();
     let name = if name.is_empty() { "pictures".into() } else { name };
     let mut text = String::from(
-        "# A job for Lockstep, made by `lockstep init`. `lockstep help job` explains every key; keys that are not listed here have their defaults.\n\n",
+        "# A job for Lockstep, made by `lockstep init`. `lockstep help job` explains every key; keys that are not \
+         listed here have their defaults.\n\n",
     );
     let _ = writeln!(text, "name = {name:?}\n\n[data]");
     let location = toml_text(&path.to_string_lossy());

@@ -120,8 +120,8 @@ pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
     for machine in machines {
         if let Some(device) = machine.devices.iter().find(|device| next.next() != Some(device.rank)) {
             return Err(format!(
-                "rank {} is on {}, but the ranks before and after it are on other machines: a launch numbers ranks machine by machine; renumber the table, or start \
-                 `lockstep train --rank-table` on each machine",
+                "rank {} is on {}, but the ranks before and after it are on other machines: a launch numbers ranks machine by \
+                 machine; renumber the table, or start `lockstep train --rank-table` on each machine",
                 device.rank, machine.address
             ));
         }

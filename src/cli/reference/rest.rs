@@ -12,7 +12,7 @@ pub(super) fn markdown(document: &Value) -> String {
     let mut text = made("the OpenAPI document");
     text += "# REST interface\n\n";
     let _ = writeln!(text, "{}\n", prose(one_line(&document["info"]["description"]).as_str()));
-    text += "`GET /api/v1/openapi.json` returns this document for programs that generate clients. Requests carry a token \
+    text += "`GET /api/v1/openapi.json` returns the OpenAPI document, for programs that generate clients. Requests carry a token \
              (`Authorization: Bearer TOKEN`) with at least the scope that the call names; `admin` includes `submit`, which includes \
              `read`. Times are RFC 3339 in UTC, ids are opaque.\n";
     let mut tags: BTreeMap<String, Vec<(String, String, &Value)>> = BTreeMap::new();

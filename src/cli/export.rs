@@ -14,7 +14,7 @@ pub(crate) struct Args {
     /// The checkpoint's folder, such as lockstep-run/checkpoints/2-54
     #[arg(value_name = "FOLDER")]
     checkpoint: PathBuf,
-    /// Which of the checkpoint's weights to export
+    /// Which of the checkpoint's weights to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
     /// File for the weights

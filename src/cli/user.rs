@@ -219,7 +219,7 @@ mod tests {
         let refused = |line: &[u8]| first_line(line).unwrap_err().to_string();
         let why = refused(format!("{longest}x").as_bytes());
         assert!(why.contains("more than 8192 bytes; a password has 10 to 1024 characters"), "{why}");
-        assert!(refused(b"\xff\n").contains("no text (UTF-8)"));
+        assert!(refused(b"\xff\n").contains("not text (UTF-8)"));
     }
 
     #[test]

@@ -87,7 +87,7 @@ pub(crate) fn table_of_sentences<const N: usize>(
 const GAP: usize = 2;
 /// The smallest width to which a column of names is narrowed.
 const NAME: usize = 12;
-/// A column of sentences has at least 1 / this of the terminal's width; longer sentences wrap.
+/// A column of sentences gets at least the terminal's width divided by this number; longer sentences wrap.
 const SENTENCE: usize = 3;
 
 struct Table<'a> {

@@ -1,4 +1,4 @@
-// A new server offers the pictures that come with the program: one click registers them.
+// A new server offers the program's bundled pictures: one click registers them.
 
 import { ask, Problem, sentence, text } from "./page.js";
 
@@ -8,11 +8,11 @@ export function offerBundled() {
     button.disabled = true;
     text(button, "Unpacking …");
     try {
-      // 202 while the pictures are inspected for the first time.
+      // The status is 202 while the pictures are inspected for the first time.
       while (!(await ask("/api/v1/datasets/bundled", { method: "POST" })).name) text(button, "Inspecting …");
       location.href = button.dataset.bundled;
     } catch (error) {
-      // Somebody else was quicker.
+      // Somebody else has just registered them.
       if (error instanceof Problem && error.status === 409) { location.href = button.dataset.bundled; return; }
       button.disabled = false;
       text(button, label);

@@ -1,5 +1,5 @@
-// Jobs side by side: curves over each other, settings with the differences marked, results to sort by, and one
-// line a job across everything that differs. Which jobs, and how they are shown, stands in the address.
+// Comparison of jobs: curves on common axes, settings with the differences marked, a table of results to sort, and
+// parallel coordinates of everything that differs. The address has the jobs and the view.
 
 import { ask, byId, press, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -16,7 +16,7 @@ import { Tables } from "./compare/tables.js";
 import { ALL, named } from "./job/names.js";
 import { plural } from "./numbers.js";
 
-/** Charts at once. */
+/** The largest number of charts. */
 const CHARTS = 8;
 const jobs = new Map();
 const ids = () => read("jobs").split(",").filter(Boolean);
@@ -51,7 +51,7 @@ async function show() {
   await curves.draw();
 }
 
-/** What the jobs themselves say: tables, axes and points. */
+/** Draws everything that depends only on the jobs: tables, axes and points. */
 function again() {
   grouping();
   tables.draw();
@@ -62,7 +62,7 @@ function again() {
 
 // --- groups -------------------------------------------------------------------------------------------
 
-/** Offers what these jobs can be grouped by, and groups them as the address says. */
+/** Offers keys by which these jobs can be grouped, and groups them by the key in the address. */
 function grouping() {
   const select = byId("group-by"), wanted = read("group"), keys = [...new Set([...choices(list()), ...(wanted ? [wanted] : [])])];
   if ([...select.options].slice(1).map((option) => option.value).join() !== keys.join()) select.replaceChildren(new Option("nothing", ""), ...keys.map((key) => new Option(key, key)));
@@ -72,7 +72,7 @@ function grouping() {
   press([...byId("bands").children], byId("bands").querySelector(`[data-band=${band}]`));
   if (wanted) {
     const lines = groups(list(), wanted).map(({ id }) => id), all = [...ids(), ...lines];
-    // Where there are colours for all, groups have none of the jobs' in the scatter plot. Else there are solid lines before dashed ones.
+    // If there are colours for all, groups do not reuse colours of jobs in the scatter plot. Otherwise solid lines come before dashed lines.
     assign(all.length <= COLOURS ? all : lines);
   }
   if (curves.groupBy !== wanted || curves.band !== band) curves.setGroups(wanted, band);
@@ -105,13 +105,13 @@ const group = (key, usual, apply) => {
   if (wanted) set(wanted);
 };
 
-/** Metrics of the address, a chart each; the loss when it names none. */
+/** Metrics in the address, a chart for each; the loss if the address names none. */
 function metrics() {
   const wanted = [...new Set(read("metric", "loss").split(","))].filter((name) => Object.hasOwn(ALL, name)).slice(0, CHARTS);
   return wanted.length ? wanted : ["loss"];
 }
 
-/** Shows the charts that the address names. */
+/** Shows the charts for the metrics in the address. */
 function charts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
@@ -120,7 +120,7 @@ function charts() {
   curves.setMetrics(now);
 }
 
-/** Another chart, or one less: one stays. */
+/** Adds or removes a chart; at least one stays. */
 function toggle(name) {
   const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-CHARTS);
   write({ metric: wanted.join() === "loss" || !wanted.length ? "" : wanted.join(",") });
@@ -137,7 +137,7 @@ smoothingSlider(byId("smooth"), byId("smooth-value"), (factor) => curves.setSmoo
 group("settings", "different", (v) => tables.setAll(v === "all"));
 // --- live ---------------------------------------------------------------------------------------------
 
-/** Between two readings of the curves of jobs that run. */
+/** Pause between requests for the curves of running jobs. */
 const CURVES_EVERY_MS = 2000;
 const isOver = (job) => ["succeeded", "failed", "cancelled"].includes(job.state);
 let frame = 0, stale = false;
@@ -154,7 +154,7 @@ new Stream({
     frame ||= setTimeout(() => { frame = 0; if (list().length) again(); }, 500);
   },
 });
-/** What was said while the page did not hear: the list's stream does not say it again. */
+/** Reads jobs after a time without the stream, which does not repeat missed frames. */
 async function missed() {
   await Promise.all(list().filter((job) => !isOver(job)).map(async ({ id }) => {
     const now = await ask(`/api/v1/jobs/${encodeURIComponent(id)}`).catch(() => null), known = jobs.get(id);

@@ -1,4 +1,4 @@
-// Datasets: registering without leaving the page, and the pictures.
+// The page Datasets: registering without leaving the page, and the pictures.
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, confirmThen, sentence, text } from "./page.js";
@@ -6,7 +6,7 @@ import { inspected, offerForm } from "./datasets/form.js";
 import { Gallery } from "./datasets/gallery.js";
 
 offerBundled();
-// Not everybody may add datasets.
+// Only some readers may add datasets.
 if (byId("add-dataset")) offerForm(byId("add-dataset"));
 
 for (const card of document.querySelectorAll("[data-dataset]")) {
@@ -23,7 +23,7 @@ for (const card of document.querySelectorAll("[data-dataset]")) {
     }
   });
   card.querySelector("[data-remove]")?.addEventListener("click", () => confirmThen({
-    title: `Remove ${name}?`, detail: "Its files stay where they are; jobs can no longer be submitted on it, and those that are over are neither evaluated nor run again.", yes: "Remove it",
+    title: `Remove ${name}?`, detail: "Its files stay where they are; no new job can use it, and finished jobs can neither be evaluated nor run again.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/datasets/${encodeURIComponent(name)}`, { method: "DELETE" }); location.reload(); },
   }));
 }

@@ -1,4 +1,4 @@
-// The job page: history over REST, then the stream from where the history ended.
+// The job's page: history over REST, then the stream from the end of the history.
 
 import { ask, byId, drawn, get, notify, Problem, sentence, serverNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -18,7 +18,7 @@ import { Ranks } from "./job/ranks.js";
 import { Tabs } from "./job/tabs.js";
 import { waits } from "./jobs/queue.js";
 
-/** Further behind than this, history comes over REST again instead of event by event. */
+/** If the page is further behind than this, it reads history over REST again instead of event by event. */
 const FAR_BEHIND = 20_000;
 const FACTS_EVERY_MS = 200;
 
@@ -46,12 +46,12 @@ const actions = new Actions({
   quiet: () => { asked?.abort(); clearTimeout(refreshing); stream?.close(); }, loud: () => follow(stream?.seq ?? 0),
 });
 const histograms = new Histograms(job.id), network = new Network(job.id, (plan) => { ranks.plan = plan; factsSoon(); });
-/** Whether ranks choose a plan, which the network's description has. */
+/** Whether ranks choose the plan, which the network's description then has. */
 const isPlanned = () => job.spec.parallel.mode === "auto";
 const tabs = new Tabs({ evaluation: () => evaluation.load(), notes: () => actions.annotations(), histograms: () => histograms.open(), network: () => network.load() }, { histograms: () => histograms.again() });
 checkpoints.changed.add(() => actions.show());
 for (const seat of data.ranks) ranks.seat(seat);
-/** The attempt whose ranks' machines are known. */
+/** The attempt for which the ranks' machines are known. */
 let seatsOf = job.attempt;
 log.ranks(job.ranks, job.attempt);
 /** For tests and consoles: `lockstep.charts.loss.snapshot()`, `lockstep.seq`. */
@@ -74,9 +74,9 @@ function drawFacts() {
 function factsSoon() {
   factsTimer ||= setTimeout(drawFacts, Math.max(0, FACTS_EVERY_MS - (performance.now() - drawnAt)));
 }
-// The clock moves on its own, and silence is noticed by nothing arriving.
+// The displayed times advance without events, and silence can only be noticed by a timer.
 setInterval(() => { if (!isFinal(job.state)) factsSoon(); }, 1000);
-// Its place in the queue changes with other jobs.
+// The job's place in the queue changes with other jobs.
 setInterval(() => { if (waits(job) && !document.hidden) past.load().catch(() => {}); }, 5000);
 
 function setJob(next) {
@@ -124,7 +124,7 @@ function apply(event) {
   factsSoon();
 }
 
-/** What a `state` event does not have: which machines, when it started and ended. */
+/** Reads what a `state` event lacks: machines, start and end. */
 let refreshing = 0, asked = null;
 function refresh() {
   clearTimeout(refreshing);
@@ -142,9 +142,9 @@ function onFrame(frame) {
   if (frame.type === "hello") {
     setJob(frame.job);
     actions.annotated();
-    // What a state's own request could not ask, while the server was away.
+    // The request for an earlier state may have failed while the server was unreachable.
     past.load().catch(() => {});
-    // A server that lost events, or a page that slept for long, reads history afresh.
+    // After the server has lost events, or the page has slept for long, history is read again.
     if (frame.last_seq < stream.seq || frame.last_seq - stream.seq > FAR_BEHIND) return void reload();
     behindAt = null;
     factsSoon();
@@ -159,7 +159,7 @@ function onFrame(frame) {
   if (frame.type === "changed") {
     const { project, tags, priority } = frame;
     setJob({ ...job, project, tags, spec: { ...job.spec, project, priority } });
-    // It may be a fork that there is now.
+    // The change may be a new fork.
     past.load().catch(() => {});
     return void actions.annotated();
   }
@@ -173,7 +173,7 @@ function onFrame(frame) {
 /** `40 s`, `3 min`. */
 const clockWords = (s) => (s < 120 ? `${s} s` : s < 7200 ? `${Math.round(s / 60)} min` : `${Math.round(s / 3600)} h`);
 
-/** Everything that events contain, from the store: none of those between what was seen and `seq` will come. */
+/** Reads everything that events contain from the store: events up to `seq` will not come. */
 let reloading = 0;
 async function reload() {
   const mine = ++reloading;
@@ -194,7 +194,7 @@ async function reload() {
   }
 }
 
-/** The page as the server writes it now, and what is in its data; null where it is another page: to sign in, which the next question leads to. */
+/** The page as the server renders it now, and its data; null if it is another page, such as the sign-in form, to which the next request leads. */
 async function pageNow() {
   const [answer, html] = await get(`/jobs/${job.id}`, {}, async (answer) => [answer, await answer.text()]);
   if (!answer.ok) throw new Problem(answer.status, null);
@@ -202,18 +202,18 @@ async function pageNow() {
   return now && { page, now: JSON.parse(now.textContent) };
 }
 
-/** Which machines have the ranks of the attempt that is shown: no event tells. */
+/** Reads which machines have the ranks of the shown attempt, which no event reports. */
 async function seatsAgain() {
   if (seatsOf === job.attempt) return;
   const found = await pageNow();
   if (found?.now.job.attempt !== job.attempt) return;
   seatsOf = job.attempt;
-  // What the stream has told of the ranks is newer.
+  // The stream's reports about ranks are newer.
   for (const { rank, agent } of found.now.ranks) ranks.seat({ rank, agent });
   factsSoon();
 }
 
-/** What came with the page, as it is now: the ranks' reports and their machines, and the panels that not every job has. */
+/** Reads again what came with the page: the ranks' reports and machines, and the panels that not every job has. */
 async function pageAgain() {
   const found = await pageNow();
   if (!found) return;
@@ -252,7 +252,7 @@ async function start() {
   }
   charts.release();
   charts.detail();
-  // Those that came between the page and the number that its stream goes on from.
+  // Checkpoints between the page and the number from which its stream continues.
   const stored = await ask(`/api/v1/jobs/${job.id}/checkpoints`).catch(() => null);
   if (stored) checkpoints.replace(stored.checkpoints);
   drawFacts();
@@ -277,7 +277,7 @@ function gone() {
   band.hidden = false;
   band.dataset.tone = "bad";
   text(byId("banner-what"), "This job was deleted.");
-  text(byId("banner-why"), "What is shown here is what was left on this page.");
+  text(byId("banner-why"), "This page shows only what it had loaded before.");
   text(byId("banner-link"), "Jobs");
   byId("banner-link").setAttribute("href", "/jobs");
   actions.hide();

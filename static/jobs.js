@@ -1,4 +1,4 @@
-// The list of jobs: rows change in place as the stream reports them; the filter lives in the address.
+// The list of jobs: rows change in place as the stream reports changes; the address has the filter.
 
 import { byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
 import { write } from "./address.js";
@@ -15,25 +15,27 @@ import { arrange, drawHeads, key, order, USUAL } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
 
-/** Jobs read at a time; older ones as the reader scrolls to them, more at a time the further that is. */
+/** Jobs per request; older jobs are read when the reader scrolls to them, with larger requests further down. */
 const PART = 50, LARGEST_PART = 250;
-/** Jobs that are read again when the order or the search may have changed, and how often: at most, and at least. */
+/** The number of jobs that are read again when order or search results may have changed, and the shortest and the longest pause between these
+ * requests. */
 const AGAIN = 200, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
 const rows = byId("rows"), search = byId("search");
 const jobs = new Map(), rowOf = new Map([...rows.children].map((row) => [row.dataset.id, row]));
-/** What jobs of the stream were sorted by when the list was read again for them: the server alone knows their places, and reads notes. */
+/** Sort values of jobs from the stream at the time when the list was read again for them: only the server knows places and searches notes. */
 const asked = new Map();
-/** The last known state of every job, also of those that are no longer listed: a job may leave the list before the stream tells of its end. */
+/** The last known state of every job, including jobs outside the list: a job may leave the list before the stream reports its end. */
 const stateOf = new Map([...rowOf].map(([id, row]) => [id, row.dataset.state]));
-/** Ends that were told: each comes with the stream, and again with what is read after a time without it. */
+/** Ends that were notified: each comes with the stream, and again with a request after a time without the stream. */
 const told = new Set();
-/** `anew`: the filter or the order has changed since the list was read. `missed`: there was a time without the stream; `catching`: the load that reads what was missed. */
+/** `anew`: the filter or the order has changed since the list was read. `missed`: there was a time without the stream; `catching`: the load that reads
+ * what was missed. */
 let loads = 0, next = null, reading = false, again = 0, anew = true, missed = false, catching = 0, pause = AGAIN_MS;
-/** The rows that came with the page are shown before any is changed. */
+/** The first rows are painted before any row is changed. */
 const shown = drawn();
 let groups = null;
 const bulk = new Bulk(rows.parentElement, { find: (id) => jobs.get(id) ?? groups.jobs.get(id), listed: () => (groups?.on ? groups.listed : rows.childElementCount) });
-/** When a row was last written: those that are not laid out are written again as they come into sight. */
+/** When a row was last written: rows that are not laid out are written when they come into view. */
 let round = 0;
 const written = new WeakMap();
 const viewed = new Window(rows, (row) => { const job = jobs.get(row.dataset.id); if (job && written.get(row) !== round) fill(row, job); });
@@ -51,13 +53,13 @@ const narrow = new Narrow((values) => change(values), () => columns.settings());
 const grouping = new Grouping((values) => change(values), () => columns.settings());
 new Views(() => columns.words());
 
-/** Reads the list again: after a change of the filter or the order, and after a time without the stream. */
+/** Reads the list again, after a change of the filter or the order, and after a time without the stream. */
 async function load() {
   if (groups.on) {
     loads++;
     next = null;
     await Promise.all([groups.load(), shown]);
-    // The groups stand where the jobs stood.
+    // Groups replace the jobs.
     if (groups.on) for (const id of [...rowOf.keys()]) remove(id);
     return empty();
   }
@@ -69,7 +71,7 @@ async function load() {
   if (mine !== loads) return;
   anew = missed = false;
   const listed = new Set(answer.jobs.map((j) => j.id)), last = answer.jobs.at(-1)?.created_at ?? "";
-  // Those further down that the reader has come to stay; what is missing among these is gone.
+  // Rows further down that the reader has reached stay; jobs missing from this part of the list are removed.
   const stays = (id, row) => !whole && answer.next_cursor && jobs.has(id) && (sorted || row.dataset.created < last);
   for (const [id, row] of rowOf) if (!listed.has(id) && !stays(id, row)) remove(id);
   for (const job of answer.jobs) show(job);
@@ -80,7 +82,7 @@ async function load() {
   bulk.forgetUnshown();
 }
 
-/** Reads every row that is shown, in parts: what happened to jobs while nobody heard, the stream does not say again. */
+/** Reads all visible rows, in parts: the stream does not repeat what happened to jobs while it was closed. */
 async function loadShown(mine) {
   const before = new Map(jobs), shownBefore = [...rowOf.keys()], listed = [];
   let cursor = null;
@@ -95,7 +97,7 @@ async function loadShown(mine) {
     } while (cursor && listed.length < shownBefore.length);
   } finally { if (catching === mine) catching = 0; }
   const there = new Set(listed);
-  // Those that the stream told of meanwhile are there, wherever they stand now; others come again with what follows.
+  // Jobs that the stream reported in the meantime stay; other jobs come again with later parts.
   for (const id of shownBefore) if (!there.has(id) && jobs.get(id) === before.get(id)) remove(id);
   if (isSorted()) arrange(rows, listed.map((id) => rowOf.get(id)).filter(Boolean));
   next = cursor;
@@ -107,7 +109,7 @@ async function loadShown(mine) {
 
 const read = () => load().then(() => narrow.refused(""), (error) => {
   if (!(error instanceof Problem) || error.status >= 500) return showLive("reconnecting");
-  // Nothing is listed under a filter or an order that is none.
+  // Nothing is listed for an invalid filter or order.
   next = null;
   for (const id of [...rowOf.keys()]) remove(id);
   groups.clear();
@@ -117,14 +119,14 @@ const read = () => load().then(() => narrow.refused(""), (error) => {
   narrow.refused(sentence(error));
 });
 
-/** Soon, and not for every frame: the places of jobs may have changed. */
+/** Reads the list soon, and not for every frame: the places of jobs may have changed. */
 function readSoon() {
   again ||= setTimeout(async () => {
     again = 0;
-    // What the reader scrolls to comes first.
+    // Rows that the reader scrolls to come first.
     if (catching || reading) return readSoon();
     const began = performance.now();
-    // A server that takes long for them is asked less often; one that does not answer says nothing of that.
+    // A slow server is asked less often; a server without an answer does not change the pause.
     await load().then(() => { pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began))); }, () => {});
   }, pause);
 }
@@ -135,7 +137,7 @@ async function more() {
   const mine = loads, answer = await part(filter(), next, Math.max(PART, Math.min(LARGEST_PART, rowOf.size))).catch(() => null);
   reading = false;
   if (!answer) return;
-  // The list was read again meanwhile: what comes next may be something else.
+  // The list was read again in the meantime, so other jobs may be next.
   if (mine !== loads) return nearEnd() ? more() : undefined;
   next = answer.next_cursor;
   for (const job of answer.jobs) show(job);
@@ -145,7 +147,7 @@ async function more() {
 
 const nearEnd = () => !byId("older").hidden && byId("older").getBoundingClientRect().top < innerHeight + 600;
 
-/** A job of the stream: new ones come in by their place in the order, which the server knows. */
+/** Handles a job from the stream: new jobs are inserted at their place in the order, which only the server knows. */
 function hear(job) {
   if (groups.on) return groups.hear(job);
   const known = jobs.get(job.id), { text: words } = filter();
@@ -168,7 +170,7 @@ function tellEnd(job) {
   notify(`${job.name}: ${job.state}`, job.reason ?? "", `/jobs/${job.id}`);
 }
 
-/** A job of the stream waits for the next frame, which a hidden page has none of. Its end is told at once, if it belongs into the list. */
+/** Keeps a job from the stream for the next frame; a hidden page has no frames. If the job belongs into the list, its end is notified at once. */
 function receive(job) {
   const before = { ...job, state: stateOf.get(job.id) };
   if (jobs.has(job.id) || groups.jobs.has(job.id) || (fits(before, filter()) && mentions(before, filter().text))) tellEnd(job);
@@ -187,7 +189,7 @@ function show(job) {
   if (!row) {
     row = blank(job);
     rowOf.set(job.id, row);
-    // Most come at one of the ends.
+    // Most new rows belong at one of the ends.
     if (isSorted() || !rows.lastElementChild || rows.lastElementChild.dataset.created >= job.created_at) rows.append(row);
     else rows.insertBefore(row, [...rows.children].find((r) => r.dataset.created < job.created_at) ?? null);
   }
@@ -203,7 +205,7 @@ function remove(id) {
 
 function empty() {
   const now = filter(), { states, text: words, owner, tags, project, conditions, after, before } = now, state = states.join(" or "), tag = tags.join(", ");
-  // What was shown is gone, and there are older ones: those come into its place.
+  // All visible jobs are gone, but there are older ones, which take their place.
   const none = groups.on ? groups.none : !rows.childElementCount && !next;
   if (!rows.childElementCount && next) more();
   byId("jobs").hidden = none;
@@ -212,16 +214,16 @@ function empty() {
   byId("no-jobs").hidden = !none || filtered;
   byId("older").hidden = !next;
   const parts = [state && `is ${state}`, words && `has “${words}” in its name, tags or notes`, tag && `is tagged “${tag}”`, project && `is in project “${project}”`,
-    owner && `is of ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted in these days"].filter(Boolean);
+    owner && `belongs to ${owner}`, conditions.length && `has ${conditions.join(" and ")}`, (after || before) && "was submitted on these days"].filter(Boolean);
   text(byId("none-match").querySelector("p"), `No job ${parts.join(" and ")}.`);
   viewed.draw();
 }
 
-/** Writes a change of the filter or the order into the address and reads the list again. */
+/** Writes a change of the filter or the order into the address, and reads the list again. */
 function change(values) {
   write({ ...values, cursor: "" });
   marked();
-  // What is here and no longer fits goes at once; the answer brings the rest.
+  // Jobs that no longer match are removed at once; the answer adds others.
   for (const job of [...jobs.values()]) if (!fits(job, filter())) remove(job.id);
   next = null;
   anew = true;
@@ -238,7 +240,7 @@ function marked() {
   heads();
 }
 
-/** The states that a click on this one leads to: it is added to the others, or taken away. */
+/** The chosen states after a click on this state: the click adds or removes it. */
 const toggled = (states, state) => (!state ? [] : states.includes(state) ? states.filter((s) => s !== state) : [...states, state]);
 
 function mark() {
@@ -261,7 +263,7 @@ for (const a of document.querySelectorAll("#filters [data-state]")) {
 let typing = 0;
 search.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => searchFor(search.value.trim()), 150); });
 byId("filters").addEventListener("submit", (event) => { event.preventDefault(); clearTimeout(typing); searchFor(search.value.trim()); });
-// A row's tag is added to the filter; what else narrows the list stays. Elsewhere, and in a new tab, it leads to all jobs with it.
+// A click on a row's tag adds it to the filter; other filters stay. In a new tab, the link leads to all jobs with the tag.
 byId("jobs").addEventListener("click", (event) => {
   const tag = event.target.closest("a.tag");
   if (!tag || event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -270,11 +272,11 @@ byId("jobs").addEventListener("click", (event) => {
 });
 addEventListener("popstate", () => { search.value = filter().text; columns.fromAddress(); marked(); anew = true; read(); });
 setInterval(fillAll, 15_000);
-// The observer tells changes alone: rows that come, and a reader who scrolls to their end, may be one frame and no change.
+// The observer reports only changes. If rows are added and the reader scrolls to the end within one frame, there is no change.
 addEventListener("scroll", () => { if (nearEnd()) more(); }, { passive: true });
 new IntersectionObserver((seen) => { if (seen.some((s) => s.isIntersecting)) more(); }, { rootMargin: "600px" }).observe(byId("older"));
 search.value = filter().text;
-// They are chips here.
+// These filters are chips here.
 for (const id of ["tag-filter", "project-filter"]) byId(id).hidden = true;
 mark();
 
@@ -286,14 +288,14 @@ new Stream({
   onFrame(message) {
     if (message.type === "job") receive(message.job);
     else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); if (groups.on) groups.readSoon(); empty(); }
-    // The list is read once the stream is open, so that nothing falls between the two.
+    // The list is read after the stream has opened, so that no change falls between the two.
     else if (message.type === "hello" || message.type === "live") { missed = true; read(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
       for (const job of waiting.values()) hear(job);
       waiting.clear();
       empty();
-      // What can be done with those chosen may have changed.
+      // The possible actions for the selected jobs may have changed.
       bulk.draw();
     });
   },

@@ -1,4 +1,4 @@
-// The keyboard, on every page: `?` lists what it does.
+// Keyboard shortcuts of every page: `?` lists them.
 
 import { ask, byId } from "./page.js";
 import { wrap } from "./cut.js";
@@ -12,13 +12,13 @@ const HELP = [
   ["fingers", "on a chart: two of them zoom, one that rests and then moves zooms to what it passes, two taps show all"], ["t", "light or dark"], ["?", "this list"], ["Esc", "close"],
 ];
 
-/** Keys without Ctrl or Alt disturb those who speak to their machine (WCAG 2.1.4): they can be switched off. */
+/** Keys without Ctrl or Alt disturb people who use speech input (WCAG 2.1.4), so they can be switched off. */
 const off = () => { try { return localStorage.getItem("shortcuts") === "off"; } catch { return false; } };
 
 const typing = (target) => target.matches?.("input, textarea, select, [contenteditable]");
 let going = 0;
 
-/** The job after (or before) this one in the list. */
+/** The job after (or before) the present job in the list. */
 async function neighbour(hop) {
   const id = location.pathname.match(/^\/jobs\/(j\w{26})$/)?.[1];
   const { jobs } = await ask("/api/v1/jobs?limit=500");
@@ -26,14 +26,14 @@ async function neighbour(hop) {
   if (next) location.href = `/jobs/${next.id}`;
 }
 
-/** Right after a dialog was closed, what was behind it may take the focus only with the next frame. */
+/** Right after a dialog has closed, elements behind it may get the focus only in the next frame. */
 function toSearch(search, again = true) {
   search?.focus();
   search?.select();
   if (again && search && document.activeElement !== search) requestAnimationFrame(() => toSearch(search, false));
 }
 
-/** Opens the panel of a job with this number, where it can be read, and goes to its tab. */
+/** Opens the panel of a job with this number, scrolls it into view, and focuses its tab. */
 function openPanel(number) {
   const tab = document.querySelectorAll("#panels [role=tab]:not([hidden])")[number - 1];
   if (!tab) return;
@@ -65,7 +65,7 @@ function help() {
 function shortcutSwitch() {
   const label = document.createElement("label"), box = Object.assign(document.createElement("input"), { type: "checkbox", id: "shortcuts", checked: !off() });
   label.className = "inline";
-  label.append(box, "single keys do this");
+  label.append(box, "single-key shortcuts");
   box.addEventListener("change", () => { try { if (box.checked) localStorage.removeItem("shortcuts"); else localStorage.setItem("shortcuts", "off"); } catch { /* not kept */ } });
   return label;
 }
@@ -87,7 +87,7 @@ document.addEventListener("keydown", (event) => {
 });
 
 notifications();
-// Paths and long names go on in the next line between two words of theirs.
+// Paths and long names wrap between two of their words.
 for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) wrap(node, node.textContent);
 const button = byId("keys");
 if (button) { button.hidden = false; button.addEventListener("click", help); }

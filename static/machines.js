@@ -1,4 +1,4 @@
-// The machines, read again every few seconds and as jobs come and go; and the switch that lets one take no new work.
+// The page Machines: reads the machines again every few seconds and when jobs come and go, and drains machines.
 
 import { read, write } from "./address.js";
 import { ask, byId, confirmThen, pageNow, press, sentence, showLive, text } from "./page.js";
@@ -10,7 +10,7 @@ const EVERY_MS = 5000;
 const lines = new Lines(byId("machines"));
 let asking = false, changing = false, soon = 0;
 
-/** Takes the cards from the page as the server now writes it: cards are rendered in one place. */
+/** Takes the cards from a new version of the page: only the server renders cards. */
 async function refresh() {
   if (asking || document.hidden) return;
   asking = true;
@@ -29,7 +29,7 @@ async function refresh() {
 
 byId("machines").addEventListener("click", async (event) => {
   const button = event.target.closest("[data-drain]");
-  // Not disabled meanwhile: that would take the focus away from whoever is there.
+  // The button is not disabled meanwhile, because it would lose the focus.
   if (!button || changing) return;
   changing = true;
   try {
@@ -44,7 +44,7 @@ byId("machines").addEventListener("click", (event) => {
   if (!button) return;
   const { remove, name } = button.dataset;
   confirmThen({
-    title: `Remove ${name}?`, detail: "It is taken off this list, with what it has measured. Its checkpoints and logs on the server stay. An agent that starts there again joins again, unless its token or certificate is revoked.", yes: "Remove it",
+    title: `Remove ${name}?`, detail: "The machine and its measurements are removed from this list. Checkpoints and logs on the server stay. An agent that is started there again joins again, unless its token or certificate is revoked.", yes: "Remove it",
     act: async () => { await ask(`/api/v1/agents/${encodeURIComponent(remove)}`, { method: "DELETE" }); await refresh(); },
   });
 });
@@ -60,7 +60,7 @@ document.addEventListener("visibilitychange", refresh);
 const ranges = [...document.querySelectorAll("#range button")], usual = "1h";
 function show(range) {
   press(ranges, ranges.find((button) => button.dataset.range === range));
-  // Without an answer the next round reads them.
+  // Without an answer, the next round reads the lines.
   lines.show(range).catch(() => {});
 }
 for (const button of ranges) button.addEventListener("click", () => { show(button.dataset.range); write({ range: button.dataset.range === usual ? "" : button.dataset.range }); });

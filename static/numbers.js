@@ -1,13 +1,13 @@
-// Numbers written for people, the same way as web/src/numbers.rs writes them.
+// Numbers for people, in the same format as in web/src/numbers.rs.
 
 export const count = (n) => String(Math.round(n)).replace(/\B(?=(\d{3})+$)/g, ",");
 
 export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
 
-/** ` ± 2.6`: the standard error of an accuracy in percent; empty where there are many pictures. As `standard_error` in protocol/src/numbers.rs. */
+/** ` ± 2.6`: the standard error of an accuracy in percent; empty for many pictures. The same as `standard_error` in protocol/src/numbers.rs. */
 export const standardError = (share, pictures) => (pictures > 0 && pictures < 1e4 ? ` ± ${(100 * Math.sqrt(Math.max(0, share * (1 - share)) / pictures)).toFixed(1)}` : "");
 
-/** An accuracy, its standard error, and of how many pictures it is. As `accuracy_of` in protocol/src/numbers.rs. */
+/** An accuracy, its standard error, and its number of pictures. The same as `accuracy_of` in protocol/src/numbers.rs. */
 export const accuracyOf = (share, pictures, digits = 1) => `${percent(share, digits)}${standardError(share, pictures)} of ${count(pictures)}`;
 
 /** A loss or a learning rate. */
@@ -44,7 +44,7 @@ export function age(then, now) {
   return `${Math.floor(s / 86400)} d ago`;
 }
 
-/** As `nouns` in protocol/src/numbers.rs. */
+/** The same as `nouns` in protocol/src/numbers.rs. */
 const nouns = (n, noun) => (n === 1 ? noun : /(s|x|ch|sh)$/.test(noun) ? `${noun}es` : `${noun}s`);
 
 export const plural = (n, noun) => `${count(n)} ${nouns(n, noun)}`;

@@ -1,25 +1,25 @@
-// What every page's script shares: asking the server, copying, and the live indicator.
+// What every page's script shares: requests to the server, copying, and the live indicator.
 
 export const byId = (id) => document.getElementById(id);
 
-/** The server's clock less this one's, from when the page was made. */
+/** The difference between the server's clock and this machine's, when the page was made. */
 const skew = Date.parse(document.documentElement.dataset.now) - Date.now() || 0;
 
-/** Now, in milliseconds by the server's clock: what ages and times left are told by. */
+/** The server's time, in milliseconds, for ages and remaining times. */
 export const serverNow = () => Date.now() + skew;
 
-/** Sets text only when it differs, so that a live value never disturbs a selection or the layout. */
+/** Sets a text only if it differs, so that a live value never disturbs a selection or the layout. */
 export function text(node, value) {
   if (node && node.textContent !== value) node.textContent = value;
 }
 
-/** The same for a note that has little room: what is cut can be read as its tooltip. */
+/** The same for a short note, with the whole text as its tooltip. */
 export function note(node, value) {
   text(node, value);
   if (node && node.title !== value) node.title = value;
 }
 
-/** An answer that was not a success, with the server's own words. */
+/** An error status from the server, with the server's message. */
 export class Problem extends Error {
   constructor(status, body) {
     super(body?.detail || body?.title || `The server answered ${status}.`);
@@ -28,16 +28,17 @@ export class Problem extends Error {
   }
 }
 
-/** Leads to the page to sign in, and from there back here. */
+/** Opens the sign-in page, which then leads back to this page. */
 export function signIn() {
   location.assign(`/login?next=${encodeURIComponent(location.pathname + location.search)}`);
 }
 
-/** After a silence, connections that were open before may be dead without the browser knowing: for so long, and asked again after so long. */
+/** After a silence, open connections may be dead without the browser knowing it: how long they are suspected, and how long a request waits before it
+ * is repeated. */
 const DOUBTFUL_MS = 60_000, FIRST_WAIT_MS = 4000;
 let doubtfulUntil = 0, doubted = new AbortController();
 
-/** Nothing was heard of the server for longer than it is ever silent: requests that are under way may be without an answer for ever. */
+/** The server was silent for longer than usual: pending requests may never be answered. */
 export function doubt() {
   doubtfulUntil = performance.now() + DOUBTFUL_MS;
   doubted.abort();
@@ -45,8 +46,8 @@ export function doubt() {
 }
 
 /**
- * As `fetch`, for what may be asked twice: what was begun before connections became doubtful is asked again, and while they are, one that
- * brings no answer is given up for another. `take(answer)`: reads the body, which may fail to come as well.
+ * Like `fetch`, for requests that may be repeated. A request from before connections became suspect is repeated; while they are
+ * suspect, a request without an answer is replaced by another one. `take(answer)`: reads the body, which may also fail to arrive.
  */
 export async function get(path, options = {}, take = (answer) => answer) {
   for (let wait = FIRST_WAIT_MS; ;) {
@@ -58,14 +59,14 @@ export async function get(path, options = {}, take = (answer) => answer) {
   }
 }
 
-/** A page as the server writes it now; null where it writes none, or asks to sign in first. */
+/** A page as the server renders it now; null if it cannot, or if it asks to sign in first. */
 export async function pageNow(path) {
   const [answer, html] = await get(path, { headers: { accept: "text/html" } }, async (answer) => [answer, await answer.text()]);
   if (answer.redirected) signIn();
   return answer.ok && !answer.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
 }
 
-/** JSON from the server. Throws a Problem for an answer that is none, a TypeError when it is away. */
+/** JSON from the server. Throws a Problem for an error status, a TypeError if the server is unreachable. */
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
   const request = {
     method, signal,
@@ -79,10 +80,10 @@ export async function ask(path, { method = "GET", body, headers = {}, signal } =
   return content;
 }
 
-/** After the next frame; a hidden page has none. */
+/** Resolves after the next frame, or at once on a hidden page, which has no frames. */
 export const drawn = () => new Promise((done) => { requestAnimationFrame(() => setTimeout(done)); setTimeout(done, 200); });
 
-/** What a screen reader hears of `words`: not again where only its numbers have changed, as those of seconds and counts do. */
+/** Says `words` to a screen reader, but not again if only numbers have changed, such as seconds and counts. */
 export function say(node, words) {
   const steady = words.replace(/\d[\d:,.]*/g, "");
   if (node.dataset.steady === steady) return;
@@ -96,13 +97,13 @@ export function sentence(error) {
   return "The server does not answer. It may be restarting: try again in a moment.";
 }
 
-/** As `sentence`, each mistake with the key of the setting that it is about: where no field stands next to it. */
+/** Like `sentence`, but each mistake names the key of its setting. For places without a field beside the mistake. */
 export function sentences(error) {
   if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
   return error.errors.map(({ pointer = "", detail }) => `${pointer ? `${pointer.slice(1).replaceAll("/", ".")}: ` : ""}${detail}`).join("\n");
 }
 
-/** `live`, `reconnecting`, `40 s behind`. Screen readers hear what kind of status it is, and not every second of it. */
+/** Shows `live`, `reconnecting` or `40 s behind`. Screen readers hear the kind of status, and not every second. */
 export function showLive(status) {
   const node = byId("live"), kind = status === "live" ? "live" : status === "reconnecting" ? "away" : "behind";
   node.hidden = false;
@@ -112,7 +113,7 @@ export function showLive(status) {
   text(byId("live-status"), kind === "behind" ? "behind, catching up" : status);
 }
 
-/** Asks before something is lost; resolves after `act` has succeeded or the person has kept it. */
+/** Asks for confirmation before something is lost. Resolves after `act` has succeeded or the person has declined. */
 export function confirmThen({ title, detail, yes, act }) {
   const dialog = byId("confirm"), button = byId("confirm-yes"), error = byId("confirm-error");
   text(byId("confirm-title"), title);
@@ -131,7 +132,7 @@ async function copy(value, button) {
   try {
     await navigator.clipboard.writeText(value);
   } catch {
-    // No clipboard without a secure context: select the text instead, ready for the keyboard.
+    // Without a secure context there is no clipboard, so the text is selected for a keyboard shortcut.
     const target = button.parentElement.querySelector("code, pre, textarea");
     if (target) getSelection().selectAllChildren(target);
     return text(button, "Selected");
@@ -153,7 +154,7 @@ export function press(group, chosen) {
   for (const button of group) button.setAttribute("aria-pressed", String(button === chosen));
 }
 
-/** As the switch has kept it (notify.js); a browser may refuse to say. */
+/** The choice that notify.js has stored; a browser may refuse to read it. */
 const wanted = () => { try { return localStorage.getItem("notify") === "yes"; } catch { return false; } };
 
 /** Tells the system that a job has ended, if the reader asked for that and the page is hidden. */

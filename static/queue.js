@@ -1,4 +1,4 @@
-// The queue, read again every few seconds and as jobs come and go. The server writes the rows: here they are only exchanged.
+// The page Queue, read again every few seconds and when jobs come and go. The server renders the rows, and the script exchanges them.
 
 import { byId, pageNow, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
@@ -21,7 +21,7 @@ async function refresh() {
 new Stream({
   path: () => "/api/v1/stream",
   onStatus: showLive,
-  // Dispatch looks at the queue a moment after a job has come or gone.
+  // The scheduler considers the queue a moment after a job has come or gone.
   onFrame: () => { clearTimeout(soon); soon = setTimeout(refresh, 600); },
 });
 setInterval(refresh, EVERY_MS);

@@ -1,13 +1,13 @@
-// Settings of jobs by their dotted keys, as the list's columns and Compare show them.
+// Settings of jobs by dotted keys, for the list's columns and for Compare.
 
-/** `train.lr` and its value, of every setting. */
+/** Every setting as `train.lr` with its value. */
 export function flat(spec, at = "") {
   return Object.entries(spec).flatMap(([key, v]) => (v && typeof v === "object" && !Array.isArray(v) ? flat(v, `${at}${key}.`) : [[at + key, v]]));
 }
 
 export const written = (v) => (v === undefined || v === null ? "–" : Array.isArray(v) ? v.join(", ") : String(v));
 
-/** The whole of a key without its table: `train.lr` of `lr`, where one table has it. */
+/** The whole key for a key without its table: `train.lr` for `lr`, if only one table has it. */
 export function dotted(spec, key) {
   if (key.includes(".") || key in spec) return key;
   const tables = Object.keys(spec).filter((table) => spec[table] && typeof spec[table] === "object" && !Array.isArray(spec[table]) && key in spec[table]);

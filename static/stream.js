@@ -1,15 +1,15 @@
-// A websocket that comes back by itself and never shows an event twice.
+// A websocket that reconnects and never shows an event twice.
 //
-// Every event of a job has a sequence number; a reconnect asks for those after the last one seen, so
-// nothing is missing and nothing doubled, however often the line breaks.
+// Every event of a job has a sequence number. A reconnection requests events after the last one received, so none is
+// missing or duplicated, however often the connection breaks.
 
 import { doubt, signIn } from "./page.js";
 
 const FIRST_DELAY_MS = 250;
 const LONGEST_DELAY_MS = 10_000;
-/** The server sends a heartbeat every 20 s: after two without one the connection is dead, and the browser was not notified. */
+/** The server sends a heartbeat every 20 s: after two missing heartbeats the connection is dead, even if the browser does not know it. */
 const SILENT_MS = 45_000;
-/** A timer this late means that the machine slept, or that the page is in the background: one missing heartbeat is enough then. */
+/** A timer that is this late means that the machine slept or the page is in the background: then one missing heartbeat is enough. */
 const LATE_MS = 15_000, SILENT_AND_LATE_MS = 25_000;
 
 export class Stream {
@@ -19,13 +19,13 @@ export class Stream {
   #closed = false;
   #pulse = 0;
   #online = null;
-  /** When the newest frame came, or the connection was begun. */
+  /** Time of the newest frame, or of the connection's start. */
   #heard = 0;
 
   /**
-   * `path(seq)`: address for what comes after `seq`. `onFrame(frame)`: each frame, events already
-   * deduplicated. `onStatus("live" | "reconnecting" | "behind")`. `onGone()`: asked when a connection is
-   * refused; return true to stop trying.
+   * `path(seq)`: address for events after `seq`. `onFrame(frame)`: called for each frame, without duplicate events.
+   * `onStatus("live" | "reconnecting" | "behind")`. `onGone()`: called when a connection is refused; true stops
+   * reconnecting.
    */
   constructor({ path, seq = 0, onFrame, onStatus, onGone }) {
     Object.assign(this, { path, seq, onFrame, onStatus, onGone });
@@ -63,10 +63,10 @@ export class Stream {
     };
     socket.onclose = async (event) => {
       if (socket !== this.#socket || this.#closed) return;
-      // 4401: the session is over.
+      // 4401: the session has ended.
       if (event.code === 4401) { this.close(); return signIn(); }
       this.onStatus("reconnecting");
-      // 4008: this reader fell behind; the store has what it missed, so come back at once.
+      // 4008: this reader fell behind. The store has the missing events, so reconnect at once.
       if (event.code === 4008) this.#delay = FIRST_DELAY_MS;
       else if (!opened && await this.onGone?.()) return this.close();
       if (socket !== this.#socket) return;
@@ -75,7 +75,7 @@ export class Stream {
     };
   }
 
-  /** Starts afresh from `seq`, now. */
+  /** Reconnects now, from `seq`. */
   reconnect(seq = this.seq) {
     if (this.#closed) return;
     this.seq = seq;
@@ -87,7 +87,7 @@ export class Stream {
     this.#open();
   }
 
-  /** Reads no further until `reconnect`. */
+  /** Stops reading until `reconnect`. */
   hold() {
     const old = this.#socket;
     this.#socket = null;

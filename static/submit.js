@@ -1,5 +1,5 @@
-// The form for a new job: checked while typing, every mistake next to its field, and the same job as a
-// file to copy. Without this script the form posts itself and the server answers with the mistakes.
+// The form for a new job: checks while typing, shows every mistake next to its field, and shows the job as a file to
+// copy. Without this script the form posts itself, and the server answers with the mistakes.
 
 import { offerBundled } from "./bundled.js";
 import { ask, byId, copyFrom, press, Problem, sentence, text } from "./page.js";
@@ -12,23 +12,23 @@ offerBundled();
 const CHECK_AFTER_MS = 250;
 const form = byId("job-form"), fields = [...form.querySelectorAll("[data-kind]")];
 const touched = new Set();
-/** By recipe, what it puts into fields; `filled` holds the name of the one that the fields were filled from. */
+/** The values of each recipe; `filled` has the name of the recipe from which the fields were filled. */
 const recipes = JSON.parse(form.dataset.recipes), filled = byId("filled");
-/** Sizes of one recipe that belong together: written out even where they are the recipe's. */
+/** Sizes of one recipe that belong together: sent even if they have the recipe's values. */
 const TOGETHER = ["data.validation_size", "data.resize_size"];
-// Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
+// Keys that a recipe scales with the job's epochs: sent only if the user has changed them.
 const IN_PROPORTION = ["train.milestones", "train.warmup_epochs", "data.image_size"];
-// Keys whose default follows from the dataset: not sent unless somebody has changed them.
+// Keys whose default follows from the dataset: sent only if the user has changed them.
 const LEFT_TO_SERVER = ["data.validation"];
-/** Whether all mistakes are shown, or only those of fields the reader has left. */
+/** Whether all mistakes are shown, or only those of fields that the reader has left. */
 let sent = document.querySelector(".field.wrong") !== null;
 let notation = "toml";
 
-// --- the specification that stands in the form ------------------------------------------------------
+// --- the specification in the form ------------------------------------------------------------------
 
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
-/** As `Kind::json` in web/src/submit.rs: what is not of its kind stays text, for the check to name. */
+/** The same as `Kind::json` in web/src/submit/fields.rs: text of the wrong type stays text, so that the check reports it. */
 function typed(field) {
   const words = valueOf(field);
   const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
@@ -54,7 +54,7 @@ function typed(field) {
   }
 }
 
-/** What a field holds that nobody has touched. */
+/** The value of an untouched field. */
 const untouched = (field, recipe) => recipes[recipe]?.[field.name] ?? (field.dataset.default || (field.type === "checkbox" ? "false" : ""));
 
 function specification({ defaults }) {
@@ -80,7 +80,7 @@ function toml(spec) {
 function showSpec() {
   const spec = specification({ defaults: false });
   const area = byId("spec-text");
-  // Not under the hands of whoever writes there.
+  // Do not change the text while somebody writes in it.
   if (document.activeElement === area) return;
   area.value = notation === "toml" ? toml(spec) : `${JSON.stringify(spec, null, 2)}\n`;
   text(byId("spec-error"), "");
@@ -89,10 +89,10 @@ function showSpec() {
 
 // --- the same job, written as a file ------------------------------------------------------------------
 
-/** Whether the text holds mistakes that the form does not show. */
+/** Whether the text has mistakes that the form does not show. */
 let written = false, writing = 0;
 
-/** Has the server read the text, in whichever notation it is, and puts what it says into the form. */
+/** Lets the server read the text, in either notation, and puts the result into the form. */
 async function readText() {
   if (readsOnly) return;
   const area = byId("spec-text"), words = area.value, json = words.trimStart().startsWith("{");
@@ -105,7 +105,7 @@ async function readText() {
     written = !answer.ok;
     if (!answer.ok) {
       const errors = content.errors ?? [];
-      // What was said of the form's fields was said of another text.
+      // Earlier mistakes of the fields belong to another text.
       showMistakes([]);
       text(byId("spec-error"), errors.length ? errors.map((e) => `${e.pointer.slice(1).replaceAll("/", ".")}${e.pointer ? ": " : ""}${e.detail}`).join("\n") : content.detail);
       return showPlan(null);
@@ -124,14 +124,14 @@ function fillForm(spec) {
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
     else field.value = Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : String(value);
-    // A recipe that is chosen later does not replace what was written next to the form.
+    // A recipe that is chosen later must not replace values that were written in the text.
     if (valueOf(field) !== untouched(field, spec.train.recipe ?? "")) touched.add(field);
   }
   filled.value = spec.train.recipe ?? "";
   unmarkPresets();
 }
 
-/** Puts a recipe's values where those of the one before it, the defaults or a preset's still stand. */
+/** Puts a recipe's values into fields that still have values of the previous recipe, of the defaults or of a preset. */
 function fillRecipe(name) {
   const own = recipes[name] ?? {};
   for (const field of fields) {
@@ -149,7 +149,7 @@ byId("spec-text").addEventListener("blur", () => { if (!written) showSpec(); });
 
 // --- mistakes ---------------------------------------------------------------------------------------
 
-/** Shows each mistake next to its field, and all of them above, with the names of their fields. */
+/** Shows each mistake next to its field, and all of them above with the names of their fields. */
 function showMistakes(errors) {
   const of = new Map(fields.map((f) => [f, []])), listed = [];
   for (const error of errors) {
@@ -186,7 +186,7 @@ function showPlan(answer) {
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
-  // Where the field holds a split that the dataset does not have and nobody chose it.
+  // The server chose another split, because the dataset lacks the field's split and the user has not chosen it.
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== valueOf(field)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
@@ -205,7 +205,7 @@ function checkSoon() {
 }
 
 async function check() {
-  // Who may start no job is not told what is wrong with one, either.
+  // Readers who may start no job do not see mistakes, either.
   if (readsOnly) return text(byId("plan"), "Starting jobs needs another role. The file beside can be copied.");
   checking?.abort();
   const mine = checking = new AbortController();
@@ -216,11 +216,11 @@ async function check() {
   } catch (error) {
     if (mine.signal.aborted) return;
     if (error instanceof Problem && error.status === 422) { showMistakes(error.errors); showPlan(null); }
-    // Anything else says itself when the job is sent.
+    // Any other error appears when the job is submitted.
   }
 }
 
-// --- what the reader does ---------------------------------------------------------------------------
+// --- actions of the reader --------------------------------------------------------------------------
 
 form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
@@ -243,7 +243,7 @@ for (const preset of presets) {
     preset.setAttribute("aria-current", "true");
     sent = false;
     touched.clear();
-    // A preset's dataset or ranks may not fit this machine: that is worth saying at once.
+    // A preset's dataset or ranks may not fit this machine, so their mistakes are shown at once.
     for (const name of ["data.dataset", "parallel.ranks"]) touched.add(fields.find((f) => f.name === name));
     checkSoon();
   });
@@ -261,7 +261,7 @@ form.addEventListener("submit", async (event) => {
   button.disabled = true;
   text(byId("plan"), "");
   try {
-    // The same key for a repeated press, so that a lost answer does not make two jobs.
+    // A repeated press sends the same key, so that a lost answer does not make two jobs.
     form.dataset.key ??= crypto.randomUUID?.() ?? String(Math.random());
     const job = await ask("/api/v1/jobs", { method: "POST", body: specification({ defaults: true }), headers: { "idempotency-key": form.dataset.key } });
     location.href = `/jobs/${job.id}`;

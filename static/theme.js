@@ -1,5 +1,5 @@
-// The theme before the first paint: the system's unless the reader chose one. A classic script, so that
-// it runs before the body is drawn.
+// Sets the theme before the first paint: the system's theme unless the reader chose one. A classic script, so that it
+// runs before the body is drawn.
 (() => {
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -16,13 +16,13 @@
     system.addEventListener("change", name);
     button.addEventListener("click", () => {
       const next = dark() ? "light" : "dark";
-      // Choosing what the system has anyway means following it again.
+      // Choosing the system's theme means following the system again.
       const follow = (next === "dark") === system.matches;
       if (follow) delete root.dataset.theme; else root.dataset.theme = next;
       try { if (follow) localStorage.removeItem("theme"); else localStorage.setItem("theme", next); } catch { /* not kept */ }
       name();
     });
-    // Another tab chose.
+    // The reader chose a theme in another tab.
     addEventListener("storage", (e) => {
       if (e.key !== "theme") return;
       if (e.newValue) root.dataset.theme = e.newValue; else delete root.dataset.theme;

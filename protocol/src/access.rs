@@ -1,10 +1,10 @@
-//! Access tokens as `GET /tokens` shows them, and what each scope allows.
+//! Access tokens, as `GET /tokens` lists them, and what each scope allows.
 
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 use utoipa::ToSchema;
 
-/// What the holder of a token may do. Each of the first three includes the one before it.
+/// What the holder of a token may do. `submit` includes `read`, and `admin` includes both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
@@ -14,12 +14,12 @@ pub enum Scope {
     Submit,
     /// Manage tokens and machines, read the audit log.
     Admin,
-    /// Join as one agent, and nothing else: no other scope includes it, and it includes no other.
+    /// Join as one agent. No other scope includes this scope, and it includes no other scope.
     Agent,
 }
 
 impl Scope {
-    /// In the order in which they are explained.
+    /// In the order of explanations.
     pub const ALL: [Scope; 4] = [Scope::Read, Scope::Submit, Scope::Admin, Scope::Agent];
 
     /// The word used in SQL, JSON and on the command line.
@@ -69,32 +69,33 @@ impl FromStr for Scope {
     }
 }
 
-/// A token, without its secret, which is shown once when it is made. Times are RFC 3339 UTC.
+/// A token, without its secret, which is shown only once, when the token is made. Times are RFC 3339 UTC.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Token {
-    /// Opaque.
+    /// Opaque id.
     pub id: String,
-    /// What people call it; it stands in the audit log.
+    /// Name for people, also in the audit log.
     pub name: String,
     pub scope: Scope,
-    /// Name of the agent that may use it; for the scope `agent`.
+    /// With the scope `agent`: name of the agent that may use the token.
     pub agent: Option<String>,
-    /// Id of that agent; absent until a new agent has used the token for the first time.
+    /// Id of this agent; absent until a new agent uses the token for the first time.
     pub agent_id: Option<String>,
-    /// The person whose token it is: it allows no more than the person's role. Absent: an admin made it for a program or a machine.
+    /// The person who owns the token; the token allows at most what the person's role allows. Absent: an admin made the token for a program or a
+    /// machine.
     #[serde(default)]
     pub owner: Option<String>,
-    /// Id of the person's token that it was made with, and that it ends with.
+    /// Id of the person's token with which this token was made, and with which it ends.
     #[serde(default)]
     pub made_with: Option<String>,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
-    /// Absent: it does not expire.
+    /// Absent: the token does not expire.
     #[schema(value_type = Option<String>)]
     pub expires_at: Option<jiff::Timestamp>,
     #[schema(value_type = Option<String>)]
     pub revoked_at: Option<jiff::Timestamp>,
-    /// To the minute.
+    /// Time of the last use, to the minute.
     #[schema(value_type = Option<String>)]
     pub last_used_at: Option<jiff::Timestamp>,
 }
@@ -108,7 +109,7 @@ impl Token {
         }
     }
 
-    /// Whether it is neither revoked nor expired.
+    /// Whether the token is neither revoked nor expired.
     pub fn is_valid(&self, now: jiff::Timestamp) -> bool {
         self.revoked_at.is_none() && self.expires_at.is_none_or(|at| now < at)
     }

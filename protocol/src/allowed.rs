@@ -1,21 +1,21 @@
-//! Where files may be that somebody names by a path.
+//! Folders in which files may be that are named by a path.
 
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Folders that a path may lead to. The process that opens the file follows the links of its path first, on its own machine: there a
-/// link may lead elsewhere than on the server's, and it may have been made after the server's check.
+/// Folders that a path may lead to. The process that opens a file first follows the links in its path, on its own
+/// machine. A link may lead elsewhere there than on the server's machine, and it may be newer than the server's check.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct AllowedFolders {
-    /// `serve --dataset-root`, absolute.
+    /// Folders of `serve --dataset-root`, absolute.
     pub below: Vec<String>,
-    /// What may not be read although it may lie in one of these: the server's data directory.
+    /// Folders that may not be read even inside these: the server's data directory.
     pub except: Vec<String>,
 }
 
 impl AllowedFolders {
-    /// Whether a path without links lies where it may. `real` gives a folder's path without links, where it has one.
+    /// Whether a path without links is allowed. `real` returns a folder's path without links, if it exists.
     pub fn have(&self, path: &Path, real: impl Fn(&Path) -> Option<PathBuf>) -> bool {
         let is_in = |folder: &String| {
             let folder = Path::new(folder);
@@ -24,13 +24,13 @@ impl AllowedFolders {
         self.below.iter().any(is_in) && !self.except.iter().any(is_in)
     }
 
-    /// Why a file may not be used. It does not say where links lead, or whether there is anything.
+    /// The error for a file that may not be used. It reveals neither where links lead nor whether the file exists.
     pub fn refusal(&self, path: &str) -> String {
         refusal(&format!("{path}, or where its links lead,"), &self.below)
     }
 }
 
-/// `what` is not below the folders that a server allows (`roots`).
+/// The error if `what` is not below the folders that a server allows (`roots`).
 pub fn refusal(what: &str, roots: &[String]) -> String {
     format!(
         "{what} is not below a folder that datasets and weights may come from: {} (`lockstep serve --dataset-root`)",

@@ -1,11 +1,11 @@
-//! An attempt as `GET /jobs/{id}/attempts` shows it: one start of a job's ranks, and how it ended.
+//! An attempt, as `GET /jobs/{id}/attempts` lists it: one start of a job's ranks, and how it ended.
 
 use crate::reason::Reason;
 use serde::{Deserialize, Serialize};
 use std::{fmt, str::FromStr};
 use utoipa::ToSchema;
 
-/// Where an attempt stands.
+/// The state of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AttemptState {
@@ -14,15 +14,15 @@ pub enum AttemptState {
     Pausing,
     Succeeded,
     Failed,
-    /// Its agent was silent past the lease.
+    /// The attempt's agent was silent past the lease.
     Lost,
     Cancelled,
     Paused,
-    /// Its agent was stopped in order; the job waits for another one.
+    /// The attempt's agent was stopped in order; the job waits for another attempt.
     Stopped,
-    /// It ended before servers recorded how.
+    /// The attempt ended before servers recorded how.
     Ended,
-    /// A state that another version has written and this one does not know.
+    /// A state that another version wrote and this version does not know.
     #[serde(other)]
     Unknown,
 }
@@ -75,19 +75,19 @@ impl FromStr for AttemptState {
     }
 }
 
-/// One start of a job's ranks. Nothing of it is overwritten by later ones. Times are RFC 3339 UTC.
+/// One start of a job's ranks. Later attempts overwrite none of its fields. Times are RFC 3339 UTC.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Attempt {
-    /// From 1.
+    /// Number of the attempt, from 1.
     pub attempt: u32,
     pub state: AttemptState,
-    /// Why it ended, or is ending; absent when it succeeded.
+    /// Why the attempt ended, or is ending; absent if it succeeded.
     pub reason: Option<Reason>,
-    /// Id of the checkpoint that it began from; absent when it began from the start.
+    /// Id of the checkpoint from which the attempt began; absent if it began from the start.
     pub checkpoint: Option<String>,
-    /// Optimizer steps of the run that were done when it ended; absent when it ended before it trained.
+    /// Optimizer steps of the run that were done when the attempt ended; absent if it ended before training.
     pub step: Option<u64>,
-    /// Names of the agents that had its ranks, in rank order, without repetition.
+    /// Names of the agents that had the attempt's ranks, in rank order, without repetition.
     pub agents: Vec<String>,
     #[schema(value_type = String)]
     pub started_at: jiff::Timestamp,

@@ -1,16 +1,16 @@
-//! A job's best checkpoint, as it is shown next to the best validation accuracy. The two differ if there is no checkpoint of the best
-//! epoch, or if the best checkpoint is chosen by the lowest loss.
+//! A job's best checkpoint, as shown next to the best validation accuracy. The two differ if there is no checkpoint of
+//! the best epoch, or if the best checkpoint is chosen by the lowest loss.
 
 use crate::{agent::CheckpointInfo, job::Measured, numbers::percent};
 
-/// Whether a network that was validated with this `value` and `loss` is better than one before it. Higher values are better; of equal ones
-/// the lower loss, and of equal losses the newer network.
+/// Whether a network with this validation `value` and `loss` is better than the one `before`. A higher value is better;
+/// with equal values, the lower loss; with equal losses, the newer network.
 pub fn is_better(value: f64, loss: Option<f64>, before: (f64, Option<f64>)) -> bool {
     let has_lower_loss = || loss.zip(before.1).is_none_or(|(loss, before)| loss <= before);
     value > before.0 || (value == before.0 && has_lower_loss())
 }
 
-/// The checkpoint that commands call `best`, with its validation accuracy; none where no evaluation has made one the best.
+/// The checkpoint that commands call `best`, with its validation accuracy; `None` if no evaluation has chosen one.
 pub fn best_checkpoint<'a>(
     checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>,
 ) -> Option<(&'a CheckpointInfo, f64)> {
@@ -18,8 +18,8 @@ pub fn best_checkpoint<'a>(
     best.val_accuracy.map(|accuracy| (best, accuracy))
 }
 
-/// `best 82.2 % at 3, best checkpoint 63.2 %`: the best of all evaluations and its epoch, and the best checkpoint's accuracy where that
-/// is another number. As `bestWords` in `static/job/checkpoints.js`.
+/// `best 82.2 % at 3, best checkpoint 63.2 %`: the best evaluation with its epoch, and the best checkpoint's accuracy
+/// if it differs. The same as `bestWords` in `static/job/checkpoints.js`.
 pub fn best_words<'a>(best: Measured, checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> String {
     let shown = percent(best.value);
     let kept = best_checkpoint(checkpoints).map(|(_, accuracy)| percent(accuracy));
@@ -63,7 +63,7 @@ mod tests {
         let [older, newer] = [checkpoint(2, Some(0.632), true), checkpoint(4, Some(0.5), false)];
         assert_eq!(best_words(best, [&newer, &older]), "best 82.2 % at 3, best checkpoint 63.2 %");
         assert_eq!(best_words(best, [&checkpoint(3, Some(0.822), true)]), "best 82.2 % at 3");
-        // Without validation, or before the first checkpoint, there is no best one.
+        // Without validation, or before the first checkpoint, there is no best checkpoint.
         assert_eq!(best_words(best, [&checkpoint(3, None, true), &newer]), "best 82.2 % at 3");
         assert_eq!(best_words(best, []), "best 82.2 % at 3");
     }

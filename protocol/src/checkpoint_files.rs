@@ -1,29 +1,29 @@
-//! The names of a checkpoint's files. Tensors of one kind are in one file, or each in one of several parts, which an index names: the layout
-//! of Hugging Face's sharded checkpoints (<https://huggingface.co/docs/transformers/big_models>).
+//! The names of a checkpoint's files. Tensors of one kind are in one file, or in several parts with an index: the
+//! layout of Hugging Face's sharded checkpoints (<https://huggingface.co/docs/transformers/big_models>).
 
 /// Weights, biases and running statistics.
 pub const MODEL: &str = "model.safetensors";
-/// What the optimizer keeps: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`.
+/// The optimizer's state: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`.
 pub const OPTIMIZER: &str = "optimizer.safetensors";
-/// The running average of what [`MODEL`] has, under the same names; in the checkpoints of jobs with `train.ema_decay`.
+/// The moving average of the tensors in [`MODEL`], under the same names; for jobs with `train.ema_decay`.
 pub const AVERAGE: &str = "ema.safetensors";
-/// What else training continues from.
+/// All other state from which training continues.
 pub const STATE: &str = "state.json";
 /// Sizes and checksums of the other files.
 pub const MANIFEST: &str = "MANIFEST.json";
 
-/// The part `number` (from 1) of `count` of the tensors of `file`: `model-00002-of-00004.safetensors`.
+/// The name of part `number` (from 1) of `count` parts of `file`: `model-00002-of-00004.safetensors`.
 pub fn part(file: &str, number: usize, count: usize) -> String {
     let kind = file.trim_end_matches(".safetensors");
     format!("{kind}-{number:05}-of-{count:05}.safetensors")
 }
 
-/// The index of the parts of `file`: `model.safetensors.index.json`.
+/// The name of the index for the parts of `file`: `model.safetensors.index.json`.
 pub fn index(file: &str) -> String {
     format!("{file}.index.json")
 }
 
-/// Which of [`MODEL`], [`OPTIMIZER`] and [`AVERAGE`] a file is, or is a part or the index of.
+/// To which of [`MODEL`], [`OPTIMIZER`] and [`AVERAGE`] a file belongs: the file itself, a part, or the index.
 pub fn kind(name: &str) -> Option<&'static str> {
     let is_part = |file: &str| {
         let numbers =
@@ -35,7 +35,7 @@ pub fn kind(name: &str) -> Option<&'static str> {
     [MODEL, OPTIMIZER, AVERAGE].into_iter().find(|file| name == *file || name == index(file) || is_part(file))
 }
 
-/// The first file that every checkpoint has and `has` lacks. An index stands for its file.
+/// The first required file of a checkpoint for which `has` is false. An index replaces its file.
 pub fn missing(has: impl Fn(&str) -> bool) -> Option<&'static str> {
     [MODEL, OPTIMIZER, STATE].into_iter().find(|file| !has(file) && !has(&index(file)))
 }

@@ -1,6 +1,6 @@
 //! Shortens long names and paths in the middle, because they often differ at their end. The same as `static/cut.js`.
 
-/// A word begins with one of these, or after a space.
+/// Separators: a word begins with one of these, or after a space.
 const BETWEEN: [char; 3] = ['/', '-', '_'];
 
 /// Whether a word begins at `at`: not within a word, and not between two adjacent separators.
@@ -10,21 +10,21 @@ fn begins(all: &[char], at: usize) -> bool {
     (BETWEEN.contains(&here) && !BETWEEN.contains(&before)) || (before == ' ' && here != ' ')
 }
 
-/// The beginning of a word within `places` that is nearest to `wanted`; `wanted` itself if there is none.
+/// The beginning of a word, within `places`, that is nearest to `wanted`; `wanted` itself if there is none.
 fn between(all: &[char], wanted: usize, places: std::ops::RangeInclusive<usize>) -> usize {
     let found = places.filter(|at| *at < all.len() && begins(all, *at));
     found.min_by_key(|at| at.abs_diff(wanted)).unwrap_or(wanted)
 }
 
-/// At most `most` characters of `text`: its beginning, `…` and its end, both cut between two words where there is a place near by.
+/// Shortens `text` to at most `most` characters: its beginning, `…` and its end, both cut between two words if possible.
 pub fn middle(text: &str, most: usize) -> String {
-    // Fewer characters would leave nothing of the name.
+    // Fewer than three characters would leave nothing of the name.
     let most = most.max(3);
     let all: Vec<char> = text.chars().collect();
     if all.len() <= most {
         return text.to_owned();
     }
-    // The end has half of the room, or as much more or less as makes it begin with a word.
+    // The end gets about half of the space, so that it begins with a word.
     let wanted = all.len() - most / 2;
     let tail = between(&all, wanted, all.len() - most * 7 / 10..=all.len() - (most / 4).max(1));
     let room = most - 1 - (all.len() - tail);
@@ -33,7 +33,7 @@ pub fn middle(text: &str, most: usize) -> String {
     format!("{}…{}", part(&all[..head]), part(&all[tail..]))
 }
 
-/// A path or a name of a sentence is not longer than this on a page.
+/// The longest path or name in a sentence on a page, in characters.
 pub const WORD: usize = 48;
 
 /// A sentence with each of its long words (paths, names) shortened to [`WORD`] characters.

@@ -6,38 +6,38 @@ use serde_json::Value;
 use std::collections::HashSet;
 use utoipa::ToSchema;
 
-/// The longest fingerprint, as JSON: two hashes and two numbers take a few hundred.
+/// The longest fingerprint as JSON, in bytes: two hashes and two numbers take a few hundred bytes.
 const FINGERPRINT_BYTES: usize = 4 << 10;
 
-/// What inspecting a dataset's files found.
+/// The result of inspecting a dataset's files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DatasetInfo {
     /// `cifar10`, `cifar100`, `idx`, `image_folder`, `webdataset` or `parquet`.
     pub format: String,
     pub classes: Vec<String>,
     pub splits: Vec<SplitInfo>,
-    /// Height, width and channels; height and width are 0 when the pictures differ.
+    /// Height, width and channels; height and width are 0 if the pictures differ in size.
     pub height: u32,
     pub width: u32,
     pub channels: u32,
-    /// Per channel, of pixels scaled to 0..1, over the training split (a seeded sample of it when large).
+    /// Mean per channel, of pixels scaled to 0..1, over the training split (a seeded sample of a large split).
     pub mean: Vec<f32>,
     pub std: Vec<f32>,
-    /// Files that could not be read, with what is wrong; at most 100 are named.
+    /// Files that could not be read, with the reasons; at most 100 are listed.
     pub broken: Vec<BrokenFile>,
     pub broken_count: u64,
-    /// Splits whose samples have no labels, as of a test split whose labels are kept secret: left out.
+    /// Splits that are left out because their samples have no labels, such as a test split with secret labels.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unlabelled: Vec<String>,
-    /// Identifies the content that was inspected: machines that have a copy of their own compare theirs. None from agents of earlier
-    /// versions.
+    /// Identifies the inspected content: machines with a copy of their own compare its fingerprint with this one.
+    /// Absent from agents of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Object>)]
     pub fingerprint: Option<Value>,
 }
 
 impl DatasetInfo {
-    /// What is too long in it to be stored and shown, in words.
+    /// Describes a part that is too long to be stored and shown; `None` if there is none.
     pub fn too_long(&self) -> Option<String> {
         let long = |file: &BrokenFile| {
             [&file.file, &file.detail].into_iter().any(|text| text.chars().count() > BROKEN_FILE_CHARS)
@@ -56,7 +56,7 @@ impl DatasetInfo {
             })
     }
 
-    /// Says which splits are left out as they have no labels, and what measures a job instead; `None` where there is none.
+    /// A sentence about splits that are left out because they have no labels, and the alternative for measuring jobs; `None` without such splits.
     pub fn unlabelled_note(&self) -> Option<String> {
         let (first, rest) = self.unlabelled.split_first()?;
         let names = rest.iter().fold(first.clone(), |all, name| format!("{all} and {name}"));
@@ -71,7 +71,7 @@ impl DatasetInfo {
 }
 
 impl BrokenFile {
-    /// With a name and words of [`BROKEN_FILE_CHARS`] at most.
+    /// Shortens name and reason to [`BROKEN_FILE_CHARS`] characters each.
     #[must_use]
     pub fn shortened(self) -> Self {
         let short = |text: String| match text.char_indices().nth(BROKEN_FILE_CHARS) {
@@ -82,18 +82,18 @@ impl BrokenFile {
     }
 }
 
-/// Why nothing can be learned from pictures of these classes, to be read after the dataset's name; `None` where something can.
+/// Why these classes are not enough for training, to be appended to the dataset's name; `None` if they are enough.
 pub fn too_few_classes(classes: &[String]) -> Option<String> {
     match classes {
         [] => Some("has no class: there is nothing to tell apart".into()),
         [only] => Some(format!(
-            "has one class, {only:?}: there is nothing to tell apart, and every network would be right. Add pictures of another class"
+            "has one class, {only:?}: there is nothing to tell apart, and every prediction would be right. Add pictures of another class"
         )),
         _ => None,
     }
 }
 
-/// What is too long about a dataset's classes, in words.
+/// Describes classes with names that are too long; `None` if there are none.
 pub fn class_names_mistake(classes: &[String]) -> Option<String> {
     if let Some(name) = classes.iter().find(|name| name.len() > CLASS_NAME_BYTES) {
         let begin: String = name.chars().take(30).collect();
@@ -121,15 +121,15 @@ pub struct SplitInfo {
     pub per_class: Vec<u64>,
 }
 
-/// Which pictures measure a network. Two accuracies can be compared where these are equal.
+/// Identifies the pictures that measure a network. Two accuracies can be compared if these are equal.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ValidationSet {
     pub pictures: u64,
-    /// Hash of the pictures' names, contents and classes; hexadecimal. Training pictures have no influence on it.
+    /// Hash of the pictures' names, contents and classes; hexadecimal. Training pictures have no influence.
     pub fingerprint: String,
 }
 
-/// Identifies the pictures of a dataset, computed from its index: whether it is still the one that it was.
+/// Identifies the pictures of a dataset, computed from its index, to detect changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PicturesFingerprint {
     pub pictures: u64,
@@ -151,35 +151,35 @@ pub struct BrokenFile {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Dataset {
     pub name: String,
-    /// Where it lies on the machines that train on it.
+    /// The dataset's path on the machines that train on it.
     pub path: String,
     pub info: DatasetInfo,
     #[schema(value_type = String)]
     pub added_at: jiff::Timestamp,
-    /// The person who registered it, or the name of the token that did.
+    /// The person who registered the dataset, or the name of the token that did.
     #[serde(default)]
     pub owner: Option<String>,
-    /// Only its owner and admins see it.
+    /// Only the owner and admins see the dataset.
     #[serde(default)]
     pub private: bool,
 }
 
-/// Names of splits that jobs are measured by, the likeliest first.
+/// Names of validation splits, in order of preference.
 const VALIDATION_SPLITS: [&str; 7] = ["val", "validation", "valid", "dev", "test", "eval", "evaluation"];
 
-/// The split that measures a job whose writer did not say which, of a dataset that has `splits`: the `usual` one, where
-/// it exists, else one whose name says that it is for validation. `None` where there is none.
+/// The validation split of a job that does not name one, for a dataset with `splits`: the `usual` split if it exists,
+/// otherwise a split whose name is in [`VALIDATION_SPLITS`]. `None` if there is none.
 pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let splits: Vec<_> = splits.into_iter().collect();
     let there = |name: &str| splits.iter().copied().find(|split| *split == name);
     there(usual).or_else(|| VALIDATION_SPLITS.into_iter().find_map(there))
 }
 
-/// Class names of a kind that are named in a sentence.
+/// The largest number of class names in a sentence.
 const NAMED: usize = 5;
 
-/// How the classes that a model was trained on differ from a dataset's, in words; `None` when they are the same ones in
-/// the same order. A model identifies classes by their numbers, so another order means other classes.
+/// How the classes of a trained model differ from a dataset's classes, in words; `None` if they are the same classes in
+/// the same order. A model identifies classes by number, so another order means other classes.
 pub fn classes_differ(trained: &[String], dataset: &[String]) -> Option<String> {
     if trained == dataset {
         return None;
@@ -247,7 +247,7 @@ mod tests {
             broken: vec![BrokenFile { file: "a".into(), detail: "\u{e9}".repeat(broken) }],
             broken_count: 1,
             unlabelled: Vec::new(),
-            // With its quotes.
+            // The length includes the quotes.
             fingerprint: Some(Value::String("f".repeat(fingerprint - 2))),
         };
         assert_eq!(info(BROKEN_FILE_CHARS, FINGERPRINT_BYTES).too_long(), None);

@@ -1,10 +1,10 @@
-//! Fault injection, to prove that crash points are survived: `LOCKSTEP_FAULT` names points of the program and what is to happen
-//! there. Nothing happens when the variable is absent.
+//! Fault injection, to prove that crashes at certain points are survived: `LOCKSTEP_FAULT` names points of the program
+//! and an action for each. Without the variable nothing happens.
 //!
-//! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (as a
-//! failed assertion ends it), `error` (the disk is full), `error*` (every time from then on) or `hold` (waits until
-//! something is written into `FILE`), each with `@N` for the N-th time the point is reached. With `FILE` a point takes effect
-//! once only, in whatever process reaches it first: it creates the file. `slow` takes 20 ms every time.
+//! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (like a
+//! failed assertion), `error` (the disk is full), `error*` (from then on, every time) or `hold` (waits until something
+//! is written to `FILE`), each with `@N` for the N-th time that the point is reached. With `FILE`, a fault takes effect
+//! only once, in the process that reaches the point first: it creates the file. `slow` takes 20 ms every time.
 
 use std::{
     fs::File,
@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-/// Every point, in the order in which writing passes them.
+/// Points in the writing of a checkpoint, in order.
 pub const CHECKPOINT_POINTS: [&str; 9] = [
     "checkpoint.begin",
     "checkpoint.model",
@@ -29,20 +29,20 @@ pub const CHECKPOINT_POINTS: [&str; 9] = [
     "checkpoint.written",
     "checkpoint.remove",
 ];
-/// Every point inside a transaction that stores what ranks report, and right after it.
+/// Points inside a transaction that stores ranks' reports, and right after it.
 pub const INGEST_POINTS: [&str; 5] =
     ["ingest.begin", "ingest.event", "ingest.acknowledged", "ingest.commit", "ingest.committed"];
-/// Every point inside the transactions that make and change jobs.
+/// Points inside transactions that make and change jobs.
 pub const JOB_POINTS: [&str; 6] =
     ["create.begin", "create.commit", "create.committed", "claim.begin", "claim.commit", "claim.committed"];
-/// Before a rank begins an optimizer step.
+/// The point before a rank begins an optimizer step.
 pub const STEP_POINT: &str = "step";
 
 #[derive(Debug)]
 struct Fault {
     point: String,
     action: String,
-    /// Strikes when the point is reached for this time, from 1.
+    /// The number of the visit at which the fault takes effect, from 1.
     at: u64,
     once: Option<PathBuf>,
     reached: AtomicU64,
@@ -68,10 +68,10 @@ fn parse(text: &str) -> Vec<Fault> {
 static FAULTS: LazyLock<Vec<Fault>> =
     LazyLock::new(|| std::env::var("LOCKSTEP_FAULT").map(|text| parse(&text)).unwrap_or_default());
 
-/// The program has reached `point`.
+/// Marks that the program has reached `point`.
 ///
 /// # Errors
-/// When a fault says that the disk is full here.
+/// A fault says that the disk is full at this point.
 pub fn point(point: &str) -> io::Result<()> {
     for fault in FAULTS.iter().filter(|f| f.point == point) {
         if fault.action == "slow" {
@@ -91,7 +91,7 @@ pub fn point(point: &str) -> io::Result<()> {
         }
         match fault.action.as_str() {
             "kill" => {
-                // SIGKILL by the program `kill`: no handler or destructor runs, and no unsafe code is needed.
+                // Sends SIGKILL with the program `kill`: no handler or destructor runs, and no unsafe code is needed.
                 let pid = std::process::id().to_string();
                 let _ = std::process::Command::new("kill").args(["-KILL", &pid]).status();
             }

@@ -1,34 +1,34 @@
-//! How the weights and the gradients of a network are distributed, layer by layer. Rank 0 says it every `log.histograms` steps.
+//! Histograms of a network's weights and gradients, layer by layer. Rank 0 reports them every `log.histograms` steps.
 
 use crate::limits::{HISTOGRAM_BINS, HISTOGRAM_LAYERS, LAYER_NAME_BYTES};
 use serde::{Deserialize, Serialize};
 use std::{collections::HashSet, fmt};
 use utoipa::ToSchema;
 
-/// The histograms of one step: at most [`HISTOGRAM_LAYERS`] of them, weights and gradients together.
+/// The histograms of one step: at most [`HISTOGRAM_LAYERS`], weights and gradients together.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerHistograms {
-    /// The optimizer step after which the weights were looked at, from 1. The gradients are those of this step.
+    /// The optimizer step, from 1. The weights are those after this step, the gradients those of this step.
     pub step: u64,
     pub layers: Vec<LayerHistogram>,
 }
 
-/// The values of one layer at one step.
+/// The histogram of one layer at one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LayerHistogram {
-    /// As the state dict has it: `layer1.0.conv1.weight`. At most [`LAYER_NAME_BYTES`].
+    /// Name in the state dict: `layer1.0.conv1.weight`. At most [`LAYER_NAME_BYTES`].
     pub name: String,
     pub kind: HistogramKind,
-    /// The smallest finite value; 0 where there is none.
+    /// The smallest finite value; 0 without finite values.
     pub min: f32,
     /// The largest finite value.
     pub max: f32,
-    /// How many finite values lie in each of [`HISTOGRAM_BINS`] bins, equal in width from `min` to `max`. `max` itself is in the
-    /// last one. Where `min` is `max`, all are in the first.
+    /// Number of finite values in each of [`HISTOGRAM_BINS`] bins of equal width from `min` to `max`. `max` itself is
+    /// in the last bin. If `min` equals `max`, all values are in the first bin.
     pub counts: Vec<u32>,
 }
 
-/// What the values are.
+/// The kind of the values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum HistogramKind {
@@ -37,7 +37,7 @@ pub enum HistogramKind {
 }
 
 impl HistogramKind {
-    /// As it is written in addresses and in JSON.
+    /// Name in addresses and in JSON.
     pub fn name(self) -> &'static str {
         match self {
             HistogramKind::Weight => "weight",
@@ -53,10 +53,10 @@ impl fmt::Display for HistogramKind {
 }
 
 impl LayerHistograms {
-    /// Whether it keeps its limits, as a server asks before it stores one.
+    /// Checks all limits, before a server stores the histograms.
     ///
     /// # Errors
-    /// A sentence that says what is too long, too many or no number.
+    /// A sentence that says what is too long, too many or not a number.
     pub fn check(&self) -> Result<(), String> {
         if self.step == 0 || i64::try_from(self.step).is_err() {
             return Err(format!("histograms of step {}: steps count from 1", self.step));

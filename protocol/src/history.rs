@@ -1,4 +1,4 @@
-//! What has happened to a job, as `GET /jobs/{id}/history` lists it. Times are RFC 3339 UTC.
+//! The history of a job, as `GET /jobs/{id}/history` lists it. Times are RFC 3339 UTC.
 
 use crate::{
     attempt::AttemptState,
@@ -11,17 +11,17 @@ use utoipa::ToSchema;
 /// The history of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct History {
-    /// The job that it was forked from; absent for a job that was none, and where that is private to others.
+    /// The job from which this job was forked; absent if it is not a fork, or if that job is private to others.
     pub parent: Option<Relative>,
-    /// Jobs that were forked from it, the oldest first; at most 1000.
+    /// Jobs that were forked from this job, the oldest first; at most 1000.
     pub forks: Vec<Relative>,
-    /// Where it waits; absent unless it does.
+    /// The job's place in the queue; absent unless it waits.
     pub queue: Option<Waiting>,
-    /// In the order of time, the oldest first.
+    /// Entries in order of time, the oldest first.
     pub entries: Vec<Entry>,
-    /// Give it as `cursor` for the entries that follow; null with the last ones.
+    /// Pass it as `cursor` for the following entries; null with the last entries.
     pub next_cursor: Option<String>,
-    /// With `count=true`: how many entries there are in all.
+    /// With `count=true`: the number of all entries.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub total: Option<u64>,
 }
@@ -30,29 +30,29 @@ pub struct History {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Relative {
     pub job: String,
-    /// Absent when it was deleted.
+    /// Absent if the job was deleted.
     pub name: Option<String>,
     pub state: Option<JobState>,
-    /// Id of the checkpoint that the fork began from.
+    /// Id of the checkpoint from which the fork began.
     pub checkpoint: String,
-    /// Who submitted or forked this job: its owner. Absent when it was deleted, and where nobody is asked who they are.
+    /// The owner, who submitted or forked the job. Absent if the job was deleted, or if the server has no sign-in.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
-    /// When that was; absent when it was deleted.
+    /// Time of the submission; absent if the job was deleted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub at: Option<jiff::Timestamp>,
 }
 
-/// What happened at one moment.
+/// An event in a job's history.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Entry {
     #[schema(value_type = String)]
     pub at: jiff::Timestamp,
     #[serde(flatten)]
     pub what: What,
-    /// Who asked for it: the person, or the name of the token. Of `submitted` and `forked` it is the job's owner; of all else only
-    /// answers to that owner and to admins have it.
+    /// The person who asked for this, or the name of the token. For `submitted` and `forked` it is the job's owner. For
+    /// other entries, only answers to that owner and to admins contain it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub who: Option<String>,
 }
@@ -62,19 +62,19 @@ pub struct Entry {
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
     Submitted,
-    /// It was made as a fork.
+    /// The job was made as a fork.
     Forked {
-        /// Id of the checkpoint that it begins from: the other job's, or its own copy where the other job is private to others.
+        /// Id of the checkpoint from which the fork begins: the other job's, or the fork's own copy if the other job is private to others.
         checkpoint: String,
     },
     /// An attempt began.
     Started {
         attempt: u32,
-        /// Id of the checkpoint that it continues from; absent when it began from the start.
+        /// Id of the checkpoint from which the attempt continues; absent if it began from the start.
         checkpoint: Option<String>,
-        /// Names of the agents that had its ranks.
+        /// Names of the agents that had the attempt's ranks.
         agents: Vec<String>,
-        /// With how many ranks and why, where it had fewer than the job.
+        /// Why the attempt had fewer ranks than the job, and how many; absent if it had all.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         reason: Option<Reason>,
     },
@@ -82,30 +82,30 @@ pub enum What {
     Ended {
         attempt: u32,
         state: AttemptState,
-        /// Why; absent when it succeeded.
+        /// Why the attempt ended; absent if it succeeded.
         reason: Option<Reason>,
-        /// The rank that it began with, where one rank's end was the cause.
+        /// The rank that failed first, if one rank's end was the cause.
         rank: Option<u32>,
         /// Optimizer steps of the run that were done.
         step: Option<u64>,
-        /// Id of the checkpoint that the next attempt continued from; absent when it began from the start, or there is none.
+        /// Id of the checkpoint from which the next attempt continued; absent if it began from the start, or if there is no next attempt.
         next_checkpoint: Option<String>,
     },
-    /// Somebody asked to pause it while it ran.
+    /// Somebody asked to pause the running job.
     PauseRequested,
-    /// It was paused while it waited.
+    /// The job was paused while it waited.
     Paused,
     Resumed,
     Retried,
-    /// Somebody asked to cancel it while it ran.
+    /// Somebody asked to cancel the running job.
     CancelRequested,
-    /// It was cancelled while it waited or was paused.
+    /// The job was cancelled while it waited or was paused.
     Cancelled,
-    /// It failed before an attempt could start.
+    /// The job failed before an attempt could start.
     Failed {
         reason: Option<Reason>,
     },
-    /// Training continued in bfloat16, as float16 did not hold its numbers.
+    /// Training continued in bfloat16, because float16 could not represent its numbers.
     PrecisionChanged {
         reason: Option<Reason>,
     },

@@ -1,5 +1,5 @@
-//! Inspecting models and datasets: what the requests to an agent and its replies hold. The server runs no engine and opens
-//! no dataset, so an agent does both for it (`agent::AgentRequest`).
+//! Requests to an agent to inspect models and datasets, and the replies. The server runs no engine and opens no
+//! dataset, so an agent does both for it (`agent::AgentRequest`).
 
 use crate::{
     allowed::AllowedFolders,
@@ -9,40 +9,40 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Requests of a queue that an agent works on at the same time; others wait.
+/// Number of requests of a queue that an agent handles at the same time; others wait.
 pub const CONCURRENT_REQUESTS: usize = 2;
 
-/// How an agent's error begins when the process that was to reply has ended without a reply.
+/// The beginning of an agent's error if the process that handles requests ended without a reply.
 pub const PROCESS_ENDED: &str = "the process that looks at files ended with ";
 
-/// Whether an agent's error says that its process was killed (with the agent, or as memory ran out), which is no fault of the
-/// request.
+/// Whether an agent's error says that its process was killed (with the agent, or because memory ran out), which is not
+/// the request's fault.
 pub fn was_killed(refusal: &str) -> bool {
     refusal.strip_prefix(PROCESS_ENDED).is_some_and(|how| how.starts_with("signal"))
 }
 
-/// Which pictures of a dataset.
+/// Which pictures of a dataset to return.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "which", rename_all = "snake_case")]
 pub enum Pick {
-    /// As they lie there, in order.
+    /// Pictures as stored.
     Stored {
         split: String,
-        /// Pictures of this class only.
+        /// Only pictures of this class.
         class: Option<String>,
-        /// Mixed by this seed instead: the same order for the same seed.
+        /// Shuffle with this seed; the same seed gives the same order.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         shuffle: Option<u64>,
         offset: u64,
         limit: u32,
     },
-    /// As a job sees them: places of its training or its validation pictures.
+    /// Pictures as a job sees them: indices in its training or its validation pictures.
     Seen {
         data: Box<DataSpec>,
         seed: u64,
         validation: bool,
         places: Vec<u64>,
-        /// Augmented as in each of these epochs, from 0; not augmented when there are none.
+        /// Return the picture augmented as in each of these epochs, from 0; without epochs, not augmented.
         epochs: Vec<u32>,
     },
 }
@@ -50,13 +50,13 @@ pub enum Pick {
 /// A picture to show.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Sample {
-    /// Its place in its split.
+    /// The picture's index in its split.
     pub index: u64,
     /// Class, counted from 0.
     pub label: u32,
-    /// Epoch whose augmentation it shows; absent when it shows none.
+    /// The epoch whose augmentation the picture shows; absent if it is not augmented.
     pub epoch: Option<u32>,
-    /// The file that it is, where it is one.
+    /// The picture's file; absent if it is not a file of its own.
     pub file: Option<String>,
     /// PNG, base64.
     pub png: String,
@@ -65,7 +65,7 @@ pub struct Sample {
 /// Pictures of a dataset.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Samples {
-    /// So many match; of augmented pictures, so many can be augmented.
+    /// Number of matching pictures; with augmentation, of pictures that can be augmented.
     pub total: u64,
     pub classes: Vec<String>,
     pub samples: Vec<Sample>,
@@ -77,29 +77,29 @@ pub struct ClassScore {
     pub name: String,
     /// Validation pictures of this class.
     pub samples: u64,
-    /// Share of the pictures taken for it that are of it, 0 to 1; 0 when none was.
+    /// Fraction of the pictures predicted as this class that belong to it, 0 to 1; 0 if none was predicted.
     pub precision: f64,
-    /// Share of its pictures that were taken for it.
+    /// Fraction of this class's pictures that were predicted as this class.
     pub recall: f64,
-    /// Harmonic mean of the two.
+    /// Harmonic mean of precision and recall.
     pub f1: f64,
 }
 
-/// A model on a job's validation pictures, each counted once.
+/// Evaluation of a model on a job's validation pictures, each counted once.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ModelEvaluation {
     pub samples: u64,
-    /// Which pictures these are. Those of the checkpoint's run are the `validation` of the checkpoint.
+    /// Identifies these pictures. The checkpoint's `validation` identifies the pictures of its run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationSet>,
     /// The validation pictures that the dataset's index lists, including pictures that cannot be decoded. A stored evaluation is current
     /// while the index lists the same pictures.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed: Option<ValidationSet>,
-    /// How many of them the checkpoint was trained on; absent where that is not known, as of another dataset's.
+    /// Number of these pictures that the checkpoint was trained on; absent if unknown, for example with another dataset.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub trained_on: Option<u64>,
-    /// For people: how they differ from the pictures that measured the checkpoint in its run. Absent where they are the same.
+    /// For people: how these pictures differ from the pictures that measured the checkpoint in its run. Absent if they are the same.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
     /// 0 to 1.
@@ -108,21 +108,21 @@ pub struct ModelEvaluation {
     pub loss: f64,
     pub secs: f64,
     pub classes: Vec<ClassScore>,
-    /// `confusion[a][b]`: pictures of class `a` taken for class `b`.
+    /// `confusion[a][b]`: number of pictures of class `a` that were predicted as class `b`.
     pub confusion: Vec<Vec<u64>>,
-    /// Places of wrongly predicted pictures in their split, most confident first; at most 5000.
+    /// Wrong predictions with the pictures' indices in their split, most confident first; at most 5000.
     pub mistakes: Vec<Mistake>,
-    /// Some rightly predicted ones of each class, for the cells of the diagonal.
+    /// Some right predictions for each class, for the diagonal cells.
     pub right: Vec<Mistake>,
 }
 
-/// A picture and what it was taken for.
+/// A picture and its prediction.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Mistake {
     pub index: u64,
     pub label: u32,
     pub predicted: u32,
-    /// Probability that the model gave to what it said, 0 to 1.
+    /// Probability of the predicted class, 0 to 1.
     pub confidence: f32,
 }
 
@@ -130,53 +130,53 @@ pub struct Mistake {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct NamedPicture {
     pub name: String,
-    /// A picture's file, base64.
+    /// The picture's file, base64.
     pub content: String,
 }
 
-/// What a model says of a picture.
+/// A model's prediction for a picture.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Prediction {
-    /// As it was sent.
+    /// The name that was sent with the picture.
     pub name: String,
-    /// Every class, most probable first; empty when there is an `error`.
+    /// Every class, the most probable first; empty with an `error`.
     pub classes: Vec<Probability>,
-    /// Why it cannot be read, or the model has no answer.
+    /// Why the picture cannot be read, or why the model gives no answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
 
-/// How probable a class is.
+/// The probability of a class.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Probability {
     pub class: String,
-    /// 0 to 1; they sum to 1.
+    /// 0 to 1; all classes sum to 1.
     pub probability: f32,
 }
 
-/// Weights and the network that is to start from them; the path is on the machine of the agent.
+/// Weights and the network that starts from them; the path is on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FitWeights {
     /// A safetensors file, or a checkpoint's folder.
     pub weights: String,
     pub model: ModelSpec,
-    /// Pixels of the input's side where the network is measured, which decides its stem.
+    /// Side of the input in validation, in pixels, which decides the network's stem.
     pub image_size: u32,
     pub channels: u32,
     pub classes: u32,
-    /// Where the file of weights may be; anywhere without it.
+    /// Folders in which the file of weights may be; any folder if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allowed: Option<AllowedFolders>,
 }
 
-/// A checkpoint and the dataset to evaluate it on; paths are on the machine of the agent.
+/// A checkpoint and the dataset to evaluate it on; paths are on the agent's machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvaluateModel {
     /// A checkpoint's folder, or a safetensors file.
     pub model: String,
     pub dataset: String,
     pub spec: Box<JobSpec>,
-    /// Where the dataset's path may lead, if it has links by now; anywhere without it.
+    /// Folders to which the dataset's path may lead if it has links; any folder if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allowed: Option<AllowedFolders>,
 }

@@ -1,4 +1,4 @@
-//! A job as the server knows it: its id, its states and the moves between them.
+//! A job as the server knows it: its id, its states and their transitions.
 
 use crate::{
     labels::DEFAULT_PROJECT,
@@ -10,13 +10,13 @@ use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
-/// Opaque id of a job: 22 lower-case letters and digits at most, sortable by creation time.
+/// Opaque id of a job: at most 22 lower-case letters and digits, sortable by creation time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
 #[serde(transparent)]
 pub struct JobId(String);
 
 impl JobId {
-    /// A new id, later in order than those made before it.
+    /// A new id, which sorts after all ids made before it.
     pub fn generate() -> Self {
         // The 128 bits of a version 7 UUID in base 32, most significant first.
         const DIGITS: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
@@ -42,7 +42,7 @@ impl fmt::Display for JobId {
     }
 }
 
-/// Text that is no job id.
+/// The error for text that is not a job id.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InvalidJobId;
 
@@ -57,7 +57,7 @@ impl std::error::Error for InvalidJobId {}
 impl FromStr for JobId {
     type Err = InvalidJobId;
 
-    /// Accepts exactly what [`JobId::generate`] makes, so an id is always safe as a file name.
+    /// Accepts exactly the ids that [`JobId::generate`] makes, so an id is always safe as a file name.
     fn from_str(text: &str) -> Result<Self, InvalidJobId> {
         let well_formed = text.len() == 27
             && text.starts_with('j')
@@ -66,7 +66,7 @@ impl FromStr for JobId {
     }
 }
 
-/// Where a job stands. See [`JobState::may_become`] for the legal moves.
+/// The state of a job. [`JobState::may_become`] has the legal transitions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum JobState {
@@ -75,9 +75,9 @@ pub enum JobState {
     Running,
     Pausing,
     Paused,
-    /// An attempt failed; the next one is about to start.
+    /// An attempt has failed, and the next one is about to start.
     Restarting,
-    /// Its agent has been silent past the lease.
+    /// The job's agent has been silent past the lease.
     Lost,
     Succeeded,
     Failed,
@@ -115,17 +115,17 @@ impl JobState {
         }
     }
 
-    /// Over for good: no attempt of it will run again unless somebody retries it.
+    /// Whether the job is over: no attempt will run again unless somebody retries the job.
     pub fn is_final(self) -> bool {
         matches!(self, JobState::Succeeded | JobState::Failed | JobState::Cancelled)
     }
 
-    /// In the queue.
+    /// Whether the job is in the queue.
     pub fn is_waiting(self) -> bool {
         matches!(self, JobState::Queued | JobState::Restarting)
     }
 
-    /// Holds slots.
+    /// Whether the job has slots.
     pub fn is_active(self) -> bool {
         matches!(self, JobState::Starting | JobState::Running | JobState::Pausing)
     }
@@ -170,61 +170,60 @@ pub struct Job {
     pub id: JobId,
     pub name: String,
     pub state: JobState,
-    /// Why it is in this state, in words a person can act on; absent on the happy path.
+    /// Why the job is in this state, in words that tell a person what to do; absent if nothing is unusual.
     pub reason: Option<String>,
-    /// The same as a code and facts, for programs; its words are `reason`. Absent when a version that had no codes said it.
+    /// The same reason as a code and facts, for programs; `reason` has its words. Absent if a version without reason codes recorded it.
     #[serde(default)]
     pub cause: Option<Reason>,
-    /// Why it failed, for programs, in a few fields; of a job that has failed alone.
+    /// Why the job failed, in a few fields for programs; only for failed jobs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub failure: Option<Failure>,
-    /// The project that it belongs to.
+    /// The project to which the job belongs.
     #[serde(default = "default_project")]
     pub project: String,
-    /// What people tagged it with: sorted, each once.
+    /// The job's tags, sorted, without duplicates.
     #[serde(default)]
     pub tags: Vec<String>,
-    /// Where a waiting job stands, and what it waits for just now. Absent until the server has looked at it, and in streams.
+    /// The place of a waiting job in the queue, and what it waits for now. Absent until the scheduler has considered the job, and in streams.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub queue: Option<Waiting>,
-    /// What people wrote on it; may be empty. Absent in lists, unless `fields` names it, and in streams: it may be long.
+    /// Notes on the job; may be empty and may be long. Absent in streams, and in lists unless `fields` names it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub notes: Option<String>,
-    /// What it was forked from. Absent where that is private and this is not, but for those who see both, in `GET /jobs/{id}` and the `hello` of
-    /// its stream.
+    /// What the job was forked from. If that job is private and this job is not, only callers who see both get it, in
+    /// `GET /jobs/{id}` and in the `hello` of the job's stream.
     #[serde(default)]
     pub parent: Option<Parent>,
-    /// The person who submitted it, or the name of the token that did; absent where nobody is asked who they are.
+    /// The person who submitted the job, or the name of the token that did; absent if the server has no sign-in.
     #[serde(default)]
     pub owner: Option<String>,
-    /// What of it is stored in a way that this version of the server does not understand. Such a job is shown as far as
-    /// it can be read, and not started.
+    /// The stored part of the job that this version of the server does not understand. The job's readable part is
+    /// shown, and the job is not started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
     pub spec: JobSpec,
-    /// How many pictures a step takes: what `spec` gives, and what follows from it and from defaults. Absent where the
-    /// specification cannot be read.
+    /// The number of pictures in a step, from `spec` and from defaults. Absent if the specification cannot be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub batch: Option<Batch>,
-    /// Warnings that matter before the job runs, in words. Only the answer to a submission has them.
+    /// Warnings that matter before the job runs, in words. Only in the answer to a submission.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
-    /// 0 before the first start.
+    /// Number of the newest attempt; 0 before the first start.
     pub attempt: u32,
     pub ranks: u32,
-    /// Names of the agents that hold its slots, in rank order, without repetition.
+    /// Names of the agents that have the job's slots, in rank order, without repetition.
     pub agents: Vec<String>,
     /// Optimizer steps done.
     pub step: u64,
-    /// The epoch under way, from 1; 0 before the first.
+    /// The epoch in progress, from 1; 0 before the first.
     pub epoch: u32,
-    /// Optimizer steps of the whole run; 0 until its ranks have read the dataset.
+    /// Optimizer steps of the whole run; 0 until the ranks have read the dataset.
     pub total_steps: u64,
     pub steps_per_epoch: u64,
-    /// Pictures of the newest attempt that has trained, of all ranks, over the time that its steps took: evaluations, checkpoints,
-    /// pauses and the steps of earlier attempts or of a fork's parent do not count. It stays when the job is over.
+    /// Pictures per second of the newest attempt that has trained: pictures of all ranks divided by the time of its steps.
+    /// Evaluations, checkpoints, pauses, earlier attempts and a fork's parent do not count. Kept when the job is over.
     pub images_per_second: Option<f64>,
-    /// Time that the steps left take at that speed; absent unless it trains.
+    /// Seconds that the remaining steps take at that speed; absent unless the job trains.
     pub eta_secs: Option<f64>,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
@@ -232,11 +231,11 @@ pub struct Job {
     pub started_at: Option<jiff::Timestamp>,
     #[schema(value_type = Option<String>)]
     pub finished_at: Option<jiff::Timestamp>,
-    /// Seconds in which its attempts had their slots, from the start of each to its end: pauses, waiting in the queue and an attempt
-    /// that still runs do not count. Absent before the first has ended.
+    /// Seconds in which attempts had their slots, from the start of each attempt to its end. Pauses, waiting in the
+    /// queue and a running attempt do not count. Absent before the first attempt has ended.
     #[serde(default)]
     pub ran_secs: Option<f64>,
-    /// Highest validation accuracy so far, 0 to 1, of all evaluations: there may be no checkpoint of it.
+    /// Highest validation accuracy of all evaluations so far, 0 to 1. There may be no checkpoint with it.
     pub best: Option<Measured>,
     /// The newest value of every metric.
     pub last: LastValues,
@@ -250,21 +249,21 @@ fn default_project() -> String {
     DEFAULT_PROJECT.to_owned()
 }
 
-/// Why a job failed. `cause` has every fact that belongs to the code, `GET /jobs/{id}/attempts` every attempt's.
+/// Why a job failed. `cause` has all facts of the code, and `GET /jobs/{id}/attempts` has every attempt's reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Failure {
-    /// As in `cause`: `rank_killed`, `diverged`, `out_of_memory`, ... `unknown` where a version without codes said it.
+    /// The code in `cause`: `rank_killed`, `diverged`, `out_of_memory`, ... `unknown` if a version without codes recorded the reason.
     pub code: String,
-    /// The rank that it began with, where one is known.
+    /// The rank that failed first, if known.
     pub rank: Option<u32>,
-    /// Optimizer steps done then, where they are known.
+    /// Optimizer steps done at the failure, if known.
     pub step: Option<u64>,
-    /// For a person; the same as `reason`.
+    /// The reason for a person, the same as `reason`.
     pub words: String,
 }
 
 impl Failure {
-    /// Of a job in this state, for this reason.
+    /// The failure of a job in this state, for this reason; `None` unless the job has failed.
     pub fn of(state: JobState, reason: Option<&str>, cause: Option<&Reason>) -> Option<Self> {
         let words = reason.filter(|_| state == JobState::Failed)?.to_owned();
         let (code, rank, step) = match cause {
@@ -276,15 +275,15 @@ impl Failure {
 }
 
 impl Job {
-    /// Says why it is in its state.
+    /// Sets the reason for the job's state.
     pub fn set_reason(&mut self, reason: Option<Reason>) {
         self.reason = reason.as_ref().map(|r| r.words().to_owned());
         self.failure = Failure::of(self.state, self.reason.as_deref(), reason.as_ref());
         self.cause = reason;
     }
 
-    /// Whether the job's last attempt ended because something was lost: not on request, and not for a job of higher priority. Only then does
-    /// it take fewer ranks.
+    /// Whether the job's last attempt ended because something was lost, and neither on request nor for a job of higher
+    /// priority. Only then may the job continue on fewer ranks.
     pub fn has_lost_attempt(&self) -> bool {
         let left = |why: &Reason| {
             matches!(
@@ -302,7 +301,7 @@ impl Job {
         }
     }
 
-    /// Ranks of the attempt that runs, which may be fewer than the job's.
+    /// Ranks of the running attempt, which may have fewer ranks than the job.
     pub fn ranks_now(&self) -> u32 {
         let fewer =
             self.cause.as_ref().filter(|why| self.state.is_active() && *why.code() == ReasonCode::FewerRanks);
@@ -313,20 +312,20 @@ impl Job {
 /// The pictures of a step, in the words of a specification's `[train]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Batch {
-    /// Pictures that a rank sees in one micro-batch.
+    /// Pictures of a rank in one micro-batch.
     pub batch_size: u32,
     /// Micro-batches of a step.
     pub accumulate: u32,
-    /// Pictures that all ranks see in one optimizer step: `batch_size` x `accumulate` x ranks.
+    /// Pictures of all ranks in one optimizer step: `batch_size` x `accumulate` x ranks.
     pub global_batch_size: u64,
-    /// Pictures of an epoch whose last step may have fewer than the others (`data.drop_remainder = false`), as the newest
-    /// attempt that has trained found them; 0 where every step is whole, or none has trained.
+    /// Pictures of an epoch whose last step may be smaller (`data.drop_remainder = false`), as the newest attempt that
+    /// has trained reported it; 0 if all steps have the same size, or if none has trained.
     #[serde(default)]
     pub epoch_samples: u64,
 }
 
 impl Batch {
-    /// What a specification comes to.
+    /// The batch that a specification describes.
     pub fn of(spec: &JobSpec) -> Self {
         Self {
             batch_size: spec.micro_batch_size(),
@@ -337,7 +336,7 @@ impl Batch {
     }
 }
 
-/// What a fork began from; both may be gone by now.
+/// What a fork began from; job and checkpoint may have been deleted since.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Parent {
     /// The other job's id.
@@ -346,11 +345,11 @@ pub struct Parent {
     pub checkpoint: String,
 }
 
-/// A value and where it was measured.
+/// A value and where in the run it was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Measured {
     pub value: f64,
-    /// Of the same validation.
+    /// Loss of the same validation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<f64>,
     pub step: u64,
@@ -360,14 +359,14 @@ pub struct Measured {
 /// A place in the queue.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Waiting {
-    /// From 1. Jobs before it get slots first, if they fit.
+    /// The place, from 1. Jobs with lower places get slots first, if they fit.
     pub place: u64,
-    /// What it waits for now, which may be another thing than its `reason` says: that may tell how its last attempt ended.
+    /// What the job waits for now. The job's own `reason` may instead tell how its last attempt ended.
     pub reason: Option<Reason>,
 }
 
-/// The newest values of a job. Every other metric stands next to these by its name (`grad_norm`, `step_ms`, ...), as a mean over the ranks
-/// that report it; in lists those that `metrics` names.
+/// The newest values of a job. Other metrics are fields with their own names (`grad_norm`, `step_ms`, ...), averaged
+/// over the ranks that report them; lists have only those that `metrics` names.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LastValues {
     pub loss: Option<f64>,
@@ -375,16 +374,16 @@ pub struct LastValues {
     pub lr: Option<f64>,
     pub val_loss: Option<f64>,
     pub val_accuracy: Option<f64>,
-    /// Pictures that `val_accuracy` and `val_loss` are of.
+    /// Number of pictures behind `val_accuracy` and `val_loss`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_pictures: Option<u64>,
-    /// By their names.
+    /// Other metrics, by name.
     #[serde(flatten)]
     pub others: BTreeMap<String, f64>,
 }
 
 impl LastValues {
-    /// The validation accuracy, and of how many pictures it is where that is known.
+    /// The validation accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
         let accuracy = self.val_accuracy?;
         Some(self.val_pictures.map_or_else(|| percent(accuracy), |pictures| accuracy_of(accuracy, pictures)))

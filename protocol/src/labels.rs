@@ -1,32 +1,32 @@
-//! What people sort jobs by: projects, tags and notes. None of it changes what a job computes.
+//! Labels by which people sort jobs: projects, tags and notes. They do not change what a job computes.
 
 use crate::{
     limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS},
     unseen::first_unseen,
 };
 
-/// The project of a job that names none.
+/// The project of a job that does not name one.
 pub const DEFAULT_PROJECT: &str = "default";
 
-/// Left out of stored specifications: so they stay those of before there were projects.
+/// The default project is left out of stored specifications, so they equal those from before projects existed.
 #[allow(clippy::ptr_arg)] // As serde calls it.
 pub(crate) fn is_default_project(name: &String) -> bool {
     name == DEFAULT_PROJECT
 }
 
-/// Why a project cannot be called so; `None` when it can.
+/// Why a project cannot have this name; `None` if it can.
 pub fn project_mistake(name: &str) -> Option<String> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let fits =
         (1..=PROJECT_CHARS).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
     (!fits).then(|| {
         format!(
-            "must have 1 to {PROJECT_CHARS} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first no dot"
+            "must have 1 to {PROJECT_CHARS} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
         )
     })
 }
 
-/// Why these cannot be a job's tags; `None` when they can.
+/// Why these cannot be a job's tags; `None` if they can.
 pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
     let odd = |tag: &T| {
         let tag = tag.as_ref().trim();
@@ -34,12 +34,12 @@ pub fn tags_mistake<T: AsRef<str>>(tags: &[T]) -> Option<String> {
     };
     (tags.len() > TAGS || tags.iter().any(odd)).then(|| {
         format!(
-            "at most {TAGS} tags of {TAG_CHARS} characters, without commas and without characters that nobody sees"
+            "at most {TAGS} tags of {TAG_CHARS} characters, without commas and without invisible characters"
         )
     })
 }
 
-/// Tags as they are stored: trimmed, sorted, each once, none empty.
+/// Tags in their stored form: trimmed, sorted, without duplicates and empty ones.
 pub fn tidy_tags(tags: &[String]) -> Vec<String> {
     let mut tags: Vec<String> = tags.iter().map(|t| t.trim().to_owned()).filter(|t| !t.is_empty()).collect();
     tags.sort();
@@ -47,7 +47,7 @@ pub fn tidy_tags(tags: &[String]) -> Vec<String> {
     tags
 }
 
-/// Why this cannot be a job's notes; `None` when it can.
+/// Why this text cannot be a job's notes; `None` if it can.
 pub fn notes_mistake(notes: &str) -> Option<String> {
     (notes.len() > NOTES_BYTES).then(|| format!("has more than {NOTES_BYTES} bytes"))
 }

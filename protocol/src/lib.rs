@@ -1,6 +1,5 @@
-//! The types that cross a wire: job specifications and states, metrics, and the messages between
-//! server, agents, ranks and browsers. Data and its checks only; no input or output,
-//! but for faults on demand.
+//! The types that cross a wire: job specifications and states, metrics, and messages between server, agents, ranks and
+//! browsers. Only data and its checks, without input or output except injected faults.
 
 pub mod access;
 pub mod agent;

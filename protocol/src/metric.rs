@@ -1,9 +1,9 @@
-//! Metrics in messages: columns of steps and values, never a message per point.
+//! Metrics in messages: columns of steps and values, never a message for each point.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Every metric name that a rank may report. Stores name them by their place: new ones go to the end.
+/// Every metric name that a rank may report. Stores refer to names by index, so new names are added at the end.
 pub const NAMES: [&str; 25] = [
     "loss",
     "accuracy",
@@ -53,20 +53,20 @@ pub fn quantity(name: &str) -> &'static str {
 
 /// A run of points of one metric of one rank, steps ascending.
 ///
-/// `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms`, `all_reduce_ms` come from every rank;
-/// `lr`, `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy` from rank 0, with float16
-/// `loss_scale` and `skipped_steps` (so far) too, and with `train.ema_decay` `val_ema_loss` and `val_ema_accuracy`, which are
-/// of the averaged weights where the others are of the weights themselves. `gpu_...` come from every rank on a GPU, and those of
-/// the machine (`cpu_utilization` to `network_sent_bytes_per_second`) from one rank of each machine.
+/// Every rank reports `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms` and `all_reduce_ms`. Rank 0 reports `lr`,
+/// `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy`; with float16 also `loss_scale` and
+/// `skipped_steps` (so far); with `train.ema_decay` also `val_ema_loss` and `val_ema_accuracy`, which are measured with
+/// the averaged weights. Every rank on a GPU reports `gpu_...`, and one rank of each machine reports the machine's
+/// metrics (`cpu_utilization` to `network_sent_bytes_per_second`).
 ///
-/// `images_per_second` is the pictures of one step over its time; a mean of several is a mean of speeds. For the speed over many steps take
-/// the mean of `step_ms`, as the pages do, or the job's own `images_per_second`.
+/// `images_per_second` is the pictures of one step divided by its time. For the speed over many steps, do not average
+/// it: use the mean of `step_ms`, as the pages do, or the job's own `images_per_second`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MetricColumn {
     pub name: String,
-    /// The optimizer step that a value belongs to, from 1.
+    /// The optimizer step of each value, from 1.
     pub steps: Vec<u64>,
-    /// As many as `steps`. In JSON a value that is not finite is `null`.
+    /// One value for each of `steps`. In JSON a value that is not finite is `null`.
     #[serde(with = "finite_or_null")]
     pub values: Vec<f32>,
 }

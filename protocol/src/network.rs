@@ -1,4 +1,4 @@
-//! A job's network as a list of its layers, in the order in which a picture passes them. Rank 0 says it once an attempt.
+//! A job's network as a list of its layers, in the order of the forward pass. Rank 0 reports it once per attempt.
 
 use crate::{
     limits::{LAYER_NAME_BYTES, NETWORK_LAYERS, PLAN_TEXT_BYTES},
@@ -7,46 +7,46 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Dimensions of a layer's output.
+/// The largest number of dimensions of a layer's output.
 const DIMENSIONS: usize = 8;
 
 /// The layers of a network: at most [`NETWORK_LAYERS`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct NetworkDescription {
     pub layers: Vec<LayerDescription>,
-    /// How it is spread over the job's ranks; absent where nothing was predicted for that.
+    /// How the network is divided over the job's ranks; absent if there is no prediction for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub plan: Option<PlanDescription>,
 }
 
-/// How a network is spread over ranks, with what was predicted of a step.
+/// How a network is divided over ranks, with the predictions for a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PlanDescription {
-    /// In words: `data parallel on 4 ranks`. At most [`PLAN_TEXT_BYTES`], as all texts here.
+    /// In words: `data parallel on 4 ranks`. At most [`PLAN_TEXT_BYTES`], like all texts in this type.
     pub words: String,
-    /// Stages of the network.
+    /// Number of stages of the network.
     #[serde(default = "one_stage")]
     pub pipeline: u32,
-    /// Copies of the network, or sets of ranks that share one.
+    /// Number of copies of the network; with shared copies, of sets of ranks.
     pub data: u32,
-    /// Ranks that share the rows of each picture.
+    /// Number of ranks that share the rows of each picture.
     pub height: u32,
-    /// Ranks that share one copy of the network.
+    /// Number of ranks that share one copy of the network.
     pub model: u32,
     /// How operators are split over the ranks of `model`.
     pub shard: Vec<ShardSpec>,
-    /// Milliseconds of a step, as predicted.
+    /// Predicted time of a step, in milliseconds.
     pub step_ms: f32,
-    /// Milliseconds of a step, the median of some; absent before they are done.
+    /// Measured time of a step, in milliseconds (median of several); absent before enough steps are done.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_step_ms: Option<f32>,
-    /// Of all ranks together, as predicted.
+    /// Predicted images per second of all ranks.
     pub images_per_second: f32,
-    /// Of the rank with the largest part, as predicted.
+    /// Predicted memory of the rank with the largest part.
     pub memory_bytes: u64,
     /// `computing`, `communication` or `memory`.
     pub limited_by: String,
-    /// Why the ranks run this plan and no other.
+    /// Why the ranks run this plan.
     pub why: String,
 }
 
@@ -54,31 +54,31 @@ fn one_stage() -> u32 {
     1
 }
 
-/// What a plan makes of a layer, as predicted for the rank with the largest part.
+/// A layer's part of the plan, predicted for the rank with the largest part.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LayerPlan {
-    /// What a rank has of its output: `own pictures`, `1/2 of the channels`.
+    /// The part of the layer's output that a rank has: `own pictures`, `1/2 of the channels`.
     pub placement: String,
-    /// Weights, gradients, optimizer state and what is kept for the backward pass.
+    /// Bytes of weights, gradients, optimizer state and activations kept for the backward pass.
     pub memory_bytes: u64,
-    /// What a rank sends to others in a step, gradients included.
+    /// Bytes that a rank sends to other ranks in a step, including gradients.
     pub sent_bytes: u64,
-    /// Microseconds of a step, forward and backward, with the exchange of activations.
+    /// Microseconds of a step for this layer: forward, backward, and the exchange of activations.
     pub time_us: f32,
 }
 
 /// One layer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LayerDescription {
-    /// As the state dict names it: `layer1.0.conv1`. At most [`LAYER_NAME_BYTES`].
+    /// Name in the state dict: `layer1.0.conv1`. At most [`LAYER_NAME_BYTES`].
     pub name: String,
-    /// What it computes: `conv 3x3`, `batch_norm`, `relu`, `linear`. At most [`LAYER_NAME_BYTES`].
+    /// The layer's operation: `conv 3x3`, `batch_norm`, `relu`, `linear`. At most [`LAYER_NAME_BYTES`].
     pub kind: String,
-    /// Of one picture, without the batch: channels, height, width.
+    /// Shape for one picture, without the batch: channels, height, width.
     pub output_shape: Vec<u32>,
-    /// How many numbers of it are trained.
+    /// Number of trained parameters.
     pub parameters: u64,
-    /// How long it takes in a step, forward and backward together, in microseconds; absent where it was not measured.
+    /// Microseconds of a step for this layer, forward and backward together; absent if not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_us: Option<f32>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -86,7 +86,7 @@ pub struct LayerDescription {
 }
 
 impl NetworkDescription {
-    /// Whether it keeps its limits, as a server asks before it stores one.
+    /// Checks all limits, before a server stores the description.
     ///
     /// # Errors
     /// A sentence that says what is too long or too many.
@@ -99,7 +99,7 @@ impl NetworkDescription {
             let name = &layer.name;
             if name.len() > LAYER_NAME_BYTES || layer.kind.len() > LAYER_NAME_BYTES {
                 return Err(format!(
-                    "a layer's name or kind is longer than {LAYER_NAME_BYTES} bytes, which is the most"
+                    "a layer's name or kind is longer than {LAYER_NAME_BYTES} bytes, the limit"
                 ));
             }
             if name.chars().chain(layer.kind.chars()).any(char::is_control) {
@@ -110,14 +110,14 @@ impl NetworkDescription {
                 return Err(format!("the output of {name} has {count} dimensions; {DIMENSIONS} are allowed"));
             }
             if layer.time_us.is_some_and(|time| !is_time(time)) {
-                return Err(format!("the time of {name} is no time"));
+                return Err(format!("the time of {name} is not a valid time"));
             }
             if let Some(plan) = &layer.plan {
                 if plan.placement.len() > LAYER_NAME_BYTES || plan.placement.chars().any(char::is_control) {
-                    return Err(format!("the placement of {name} is no short line"));
+                    return Err(format!("the placement of {name} is not a short line"));
                 }
                 if !is_time(plan.time_us) {
-                    return Err(format!("the predicted time of {name} is no time"));
+                    return Err(format!("the predicted time of {name} is not a valid time"));
                 }
             }
         }
@@ -129,14 +129,14 @@ impl PlanDescription {
     fn check(&self) -> Result<(), String> {
         let texts = [&self.words, &self.limited_by, &self.why];
         if texts.iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
-            return Err(format!("a text of the plan is no line of at most {PLAN_TEXT_BYTES} bytes"));
+            return Err(format!("a text of the plan is not a line of at most {PLAN_TEXT_BYTES} bytes"));
         }
         if self.shard.len() > MOST_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
             return Err("the plan has strategies that no job may have".into());
         }
         let times = [Some(self.step_ms), self.measured_step_ms, Some(self.images_per_second)];
         if !times.into_iter().flatten().all(is_time) {
-            return Err("a time of the plan is no time".into());
+            return Err("a time of the plan is not a valid time".into());
         }
         Ok(())
     }

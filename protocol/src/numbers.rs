@@ -1,20 +1,20 @@
-//! Numbers as people read them, the same on every page and in every command.
+//! Numbers for people, the same on every page and in every command.
 
-/// `0.886` as `88.6 %`. A tie is rounded up, as browsers do it: 84.25 is 84.3 everywhere.
+/// Formats `0.886` as `88.6 %`. Ties are rounded up, as browsers do: 84.25 is 84.3 everywhere.
 pub fn percent(share: f64) -> String {
     format!("{:.1} %", (share * 100.0).next_up())
 }
 
-/// Of fewer pictures an accuracy is shown with its standard error.
+/// With fewer pictures than this, an accuracy is shown with its standard error.
 const FEW: u64 = 10_000;
 
-/// `84.0 % ± 2.6 of 200 pictures`: an accuracy, its standard error in percent, and of how many pictures it is. As `accuracyOf` in
-/// `static/numbers.js`.
+/// `84.0 % ± 2.6 of 200 pictures`: an accuracy, its standard error in percent, and its number of pictures. The same as
+/// `accuracyOf` in `static/numbers.js`.
 pub fn accuracy_of(accuracy: f64, pictures: u64) -> String {
     format!("{}{} of {}", percent(accuracy), standard_error(accuracy, pictures), plural(pictures, "picture"))
 }
 
-/// ` ± 2.6`: the standard error of an accuracy in percent; empty where there are many pictures.
+/// ` ± 2.6`: the standard error of an accuracy in percent; empty for many pictures.
 pub fn standard_error(accuracy: f64, pictures: u64) -> String {
     if pictures == 0 || pictures >= FEW {
         return String::new();
@@ -23,7 +23,7 @@ pub fn standard_error(accuracy: f64, pictures: u64) -> String {
     format!(" ± {:.1}", 100.0 * error.sqrt())
 }
 
-/// Images a second: `38940.2` as `38940`, `9.73` as `9.7`. Pages put commas between the thousands.
+/// Images per second: formats `38940.2` as `38940`, `9.73` as `9.7`. Pages also separate thousands by commas.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { format!("{v:.0}") } else { format!("{:.1}", v.max(0.0)) }
 }
@@ -33,7 +33,7 @@ pub fn plural(n: u64, noun: &str) -> String {
     format!("{n} {}", nouns(n, noun))
 }
 
-/// The noun alone: `rank`, `ranks`. As `nouns` in `static/numbers.js`.
+/// Only the noun: `rank`, `ranks`. The same as `nouns` in `static/numbers.js`.
 pub fn nouns(n: u64, noun: &str) -> String {
     let hisses = ["s", "x", "ch", "sh"].iter().any(|end| noun.ends_with(end));
     match (n, hisses) {

@@ -1,4 +1,4 @@
-//! Panels: charts of a job's page that people put together themselves.
+//! Panels: charts of a job's page that people configure.
 
 use crate::{
     limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS},
@@ -15,23 +15,23 @@ const MOST_CELLS: u8 = 3;
 /// Axes of a panel: one at each side.
 const AXES: usize = 2;
 
-/// A chart of some metrics of a job together.
+/// A chart of one or several metrics of a job.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Panel {
     /// 1 to 80 characters.
     pub title: String,
-    /// 1 to 6 names of metrics, none twice, of at most two quantities: those of the first have the axis at the left, the others
-    /// one at the right.
+    /// Names of 1 to 6 different metrics, of at most two quantities. Metrics of the first quantity use the left axis,
+    /// the others the right axis.
     pub metrics: Vec<String>,
-    /// What is drawn of a metric that every rank has.
+    /// Which lines to draw for a metric that every rank reports.
     #[serde(default)]
     pub lines: PanelLines,
-    /// How many of the page's three columns it takes: 1 to 3.
+    /// Width of the panel in columns: 1 to 3 of the page's three columns.
     #[serde(default = "one")]
     #[schema(minimum = 1, maximum = 3)]
     pub columns: u8,
-    /// Its height: 1 to 3.
+    /// Height of the panel: 1 to 3.
     #[serde(default = "one")]
     #[schema(minimum = 1, maximum = 3)]
     pub rows: u8,
@@ -42,25 +42,25 @@ pub struct Panel {
     /// Whether the axes are logarithmic.
     #[serde(default)]
     pub log: bool,
-    /// Whether the axes leave out the outermost hundredth of the points at either end.
+    /// Whether the axes leave out the highest and the lowest hundredth of the points.
     #[serde(default)]
     pub robust: bool,
-    /// Where the axis at the left starts; absent: where the points do.
+    /// Start of the left axis; absent: the lowest point.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub y_min: Option<f64>,
-    /// Where it ends.
+    /// End of the left axis; absent: the highest point.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub y_max: Option<f64>,
 }
 
-/// What is drawn of a metric that every rank has.
+/// Which lines to draw for a metric that every rank reports.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PanelLines {
-    /// Its mean over the ranks, between the lowest and the highest.
+    /// The mean over the ranks, with a band from the lowest to the highest.
     #[default]
     Mean,
-    /// A line a rank. Of more than 8 ranks, the mean.
+    /// A line for each rank; with more than 8 ranks, the mean.
     Ranks,
 }
 
@@ -68,7 +68,7 @@ fn one() -> u8 {
     1
 }
 
-/// What is wrong with panels: every mistake with a pointer to it; empty when nothing is.
+/// Mistakes in panels, each with a pointer to it; empty if there are none.
 pub fn mistakes(panels: &[Panel]) -> Vec<SpecError> {
     let mut all = Vec::new();
     if panels.len() > PANELS {
@@ -91,10 +91,10 @@ impl Panel {
         if self.title.trim().is_empty() || chars > PANEL_TITLE_CHARS {
             all.push((
                 "title",
-                format!("has {chars} characters; 1 to {PANEL_TITLE_CHARS} that can be seen are allowed"),
+                format!("has {chars} characters; 1 to {PANEL_TITLE_CHARS} visible characters are allowed"),
             ));
         } else if self.title.chars().any(char::is_control) {
-            all.push(("title", "has characters that cannot be shown, such as a line's end".into()));
+            all.push(("title", "has characters that cannot be shown, such as a line break".into()));
         }
         all.extend(self.metrics_mistake().map(|detail| ("metrics", detail)));
         for (key, cells) in [("columns", self.columns), ("rows", self.rows)] {
@@ -156,7 +156,7 @@ mod tests {
         serde_json::from_str(r#"{"title": "t", "metrics": ["loss"]}"#).unwrap()
     }
 
-    /// Keys of what is wrong with it.
+    /// Keys of the panel's mistakes.
     fn wrong(panel: Panel) -> Vec<String> {
         mistakes(&[panel]).into_iter().map(|mistake| mistake.pointer.replace("/panels/0/", "")).collect()
     }

@@ -1,11 +1,11 @@
-//! Names of many files in one, as WebDataset's users write them: `train-{000..127}.tar`, `{train,val}-0.tar`.
+//! Patterns that stand for many file names, as in WebDataset: `train-{000..127}.tar`, `{train,val}-0.tar`.
 
 use std::collections::HashSet;
 
-/// All names of a pattern, in order, each once.
+/// All names of a pattern, in order, without duplicates.
 ///
 /// # Errors
-/// What is wrong with it, to stand after it; also more than `most` names.
+/// What is wrong with the pattern, to be appended to it; also if it has more than `most` names.
 pub fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> {
     let mut names = vec![String::new()];
     let mut rest = pattern;
@@ -24,13 +24,13 @@ pub fn expand(pattern: &str, most: usize) -> Result<Vec<String>, String> {
         rest = &rest[close + 1..];
     }
     names.iter_mut().for_each(|name| name.push_str(rest));
-    // `{a,a}` names a file twice, whose samples are there once all the same.
+    // `{a,a}` names a file twice, but its samples count once.
     let mut seen = HashSet::with_capacity(names.len());
     names.retain(|name| seen.insert(name.clone()));
     Ok(names)
 }
 
-/// Whether a pattern has this name among others, without writing them all out. A wrong pattern has none.
+/// Whether a pattern contains this name, without expanding it. An invalid pattern contains no name.
 pub fn names(pattern: &str, name: &str) -> bool {
     let Some(open) = pattern.find('{') else { return pattern == name };
     let Some(close) = pattern[open..].find('}').map(|close| open + close) else { return false };
@@ -50,7 +50,7 @@ pub fn names(pattern: &str, name: &str) -> bool {
     })
 }
 
-/// `000..127` with the first number's zeros, or `a,b`.
+/// Expands `000..127`, padded like the first number, or `a,b`.
 fn choices(inside: &str, most: usize) -> Result<Vec<String>, String> {
     let wrong =
         || format!("has {{{inside}}}, which is neither a range such as {{000..127}} nor a list {{a,b}}");

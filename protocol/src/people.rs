@@ -14,14 +14,14 @@ use utoipa::ToSchema;
 pub enum Role {
     /// Look at everything that is not private.
     Viewer,
-    /// Submit jobs and register datasets; change and delete the own ones.
+    /// Submit jobs and register datasets; change and delete one's own jobs and datasets.
     Member,
     /// Change everything; manage people, tokens and machines; read the audit log.
     Admin,
 }
 
 impl Role {
-    /// In the order in which they are explained.
+    /// In the order of explanations.
     pub const ALL: [Role; 3] = [Role::Viewer, Role::Member, Role::Admin];
 
     /// The word used in SQL, JSON and on the command line.
@@ -33,7 +33,7 @@ impl Role {
         }
     }
 
-    /// The scope that a token needs to do the same.
+    /// The scope of a token that may do the same.
     pub fn scope(self) -> Scope {
         match self {
             Role::Viewer => Scope::Read,
@@ -61,12 +61,12 @@ impl FromStr for Role {
 /// A person, without the password's hash. Times are RFC 3339 UTC.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Person {
-    /// Unique; it stands in the audit log and at the person's jobs.
+    /// Unique name, which also appears in the audit log and on the person's jobs.
     pub name: String,
     pub role: Role,
     #[schema(value_type = String)]
     pub created_at: jiff::Timestamp,
-    /// Absent: the person may sign in.
+    /// Absent if the person may sign in.
     #[schema(value_type = Option<String>)]
     pub disabled_at: Option<jiff::Timestamp>,
     /// The account at an OpenID provider that signs in as the person.
@@ -74,16 +74,16 @@ pub struct Person {
     pub identity: Option<Identity>,
 }
 
-/// An account at an OpenID provider. The provider never gives the subject to another account; names it may.
+/// An account at an OpenID provider. A provider never assigns a subject to another account, unlike a name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct Identity {
-    /// The provider's address, as it stands in its ID tokens.
+    /// The provider's address, exactly as in its ID tokens.
     pub issuer: String,
     /// The claim `sub`.
     pub subject: String,
 }
 
-/// Why a text cannot be a person's name; `None` when it can. Upper case is no part of it, so that no two names look the same.
+/// Why a text cannot be a person's name; `None` if it can. Upper case is not allowed, so that no two names look the same.
 pub fn name_mistake(name: &str) -> Option<String> {
     let is_plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit();
     let chars = name.chars().count();
@@ -91,7 +91,7 @@ pub fn name_mistake(name: &str) -> Option<String> {
         _ if name.is_empty() => "this one is empty".to_owned(),
         Some(odd) => format!("this one has {odd:?}"),
         None if chars > PERSON_NAME_CHARS => format!("this one has {chars}"),
-        None if !name.starts_with(is_plain) => "this one begins with none of the first two".to_owned(),
+        None if !name.starts_with(is_plain) => "this one begins with another character".to_owned(),
         None => return None,
     };
     Some(format!(
@@ -100,18 +100,16 @@ pub fn name_mistake(name: &str) -> Option<String> {
     ))
 }
 
-/// Why a text cannot be the subject of an OpenID provider's account; `None` when it can.
+/// Why a text cannot be the subject of an account at an OpenID provider; `None` if it can.
 pub fn subject_mistake(subject: &str) -> Option<String> {
     let is_plain = subject.chars().all(|c| c.is_ascii_graphic() || c == ' ');
     let bytes = subject.len();
     (!(1..=SUBJECT_BYTES).contains(&bytes) || !is_plain).then(|| {
-        format!(
-            "must have 1 to {SUBJECT_BYTES} ASCII characters that can be seen; this one has {bytes} bytes"
-        )
+        format!("must have 1 to {SUBJECT_BYTES} visible ASCII characters; this one has {bytes} bytes")
     })
 }
 
-/// Why a text cannot be a password; `None` when it can. The sentence does not have the text.
+/// Why a text cannot be a password; `None` if it can. The sentence does not contain the text.
 pub fn password_mistake(password: &str) -> Option<String> {
     let chars = password.chars().count();
     let (least, most) = (PASSWORD_CHARS.start(), PASSWORD_CHARS.end());

@@ -1,17 +1,17 @@
-//! Files of `torch.save`: pickles, which can run code and are never read. How their files are named, and how to convert them to
-//! safetensors.
+//! Files of `torch.save`: pickles, which can run code and are never read. This module recognises their names and
+//! explains how to convert them to safetensors.
 
-/// Endings that people give such files.
+/// Usual endings of such files.
 const ENDINGS: [&str; 6] = [".pt", ".pth", ".pth.tar", ".ckpt", ".pkl", ".pickle"];
 
-/// Whether a file is called like one.
+/// Whether a file's name has such an ending.
 pub fn is_named_like_one(path: &str) -> bool {
     let path = path.to_ascii_lowercase();
     ENDINGS.iter().any(|ending| path.ends_with(ending))
 }
 
-/// What to do with such a file, to stand after its name. The command is for a shell: a name that one would read otherwise is
-/// left out of it.
+/// Advice about such a file, to be appended to its name. The command is for a shell, so it leaves out a name that a
+/// shell would change.
 pub fn convert(path: &str) -> String {
     let is_plain = |c: char| c.is_alphanumeric() || "/._-+=@:,".contains(c);
     let lower = path.to_ascii_lowercase();
@@ -23,7 +23,7 @@ pub fn convert(path: &str) -> String {
         ("FILE.pth".into(), "FILE.safetensors".into())
     };
     format!(
-        "is a pickle of PyTorch's, which can run code and is not read; convert it to safetensors: python3 -c \"import sys, \
+        "is a pickle of PyTorch's, which can run code and is therefore not read; convert it to safetensors: python3 -c \"import sys, \
          torch; from safetensors.torch import save_file; save_file(torch.load(sys.argv[1], map_location='cpu', \
          weights_only=True), sys.argv[2])\" {from} {to}"
     )

@@ -1,4 +1,4 @@
-//! The queue as `GET /queue` lists it: what waits, in which order, for what, and which slots are kept for whom. Times are RFC 3339 UTC.
+//! The queue, as `GET /queue` lists it: waiting jobs in order, what they wait for, and reserved slots. Times are RFC 3339 UTC.
 
 use crate::{
     job::{Job, JobId, JobState},
@@ -7,8 +7,8 @@ use crate::{
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// What a waiting job waits for now and, where its own reason tells how its last attempt ended instead, that behind it. As `#waiting` in
-/// `static/job/facts.js`.
+/// What a waiting job waits for now. If the job's own reason tells how its last attempt ended, that follows. The same
+/// as `#waiting` in `static/job/facts.js`.
 pub fn waits_for(job: &Job) -> Option<String> {
     let now = job.queue.as_ref().and_then(|queue| queue.reason.as_ref()).map(Reason::words);
     match (now, job.reason.as_deref()) {
@@ -22,21 +22,21 @@ pub fn waits_for(job: &Job) -> Option<String> {
 /// A page of the queue.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct QueueList {
-    /// In the order in which they are given slots: by priority, then fair share where the server has it, then age.
+    /// Jobs in the order in which they get slots: by priority, then fair share if the server uses it, then age.
     pub jobs: Vec<QueuedJob>,
-    /// What is kept on which machine for which job, on every page: jobs behind that one do not get it.
+    /// Slots that are kept for jobs, on every page; jobs further back do not get these slots.
     pub reservations: Vec<Reservation>,
-    /// Give it as `cursor` for the next page; null on the last.
+    /// Pass it as `cursor` for the next page; null on the last page.
     pub next_cursor: Option<String>,
-    /// With `count=true`: jobs on all pages together.
+    /// With `count=true`: the number of jobs on all pages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub total: Option<u64>,
 }
 
-/// A job that waits. A job that is private to somebody else shows its place alone: every other field is null.
+/// A waiting job. For a job that is private to somebody else, every field except the place is null.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct QueuedJob {
-    /// From 1. Jobs before it get slots first, if they fit.
+    /// The place, from 1. Jobs with lower places get slots first, if they fit.
     pub place: u64,
     #[schema(value_type = Option<String>)]
     pub id: Option<JobId>,
@@ -44,39 +44,39 @@ pub struct QueuedJob {
     /// `queued`, or `restarting` after a failure.
     pub state: Option<JobState>,
     pub project: Option<String>,
-    /// Null also where nobody is asked who they are.
+    /// The owner. Also null if the server has no sign-in.
     pub owner: Option<String>,
     pub priority: Option<i32>,
-    /// Slots that it wants: all of them at once.
+    /// Number of slots that the job needs, all at once.
     pub ranks: Option<u32>,
-    /// Since it was submitted, or went back to the queue.
+    /// Time of the submission, or of the return to the queue.
     #[schema(value_type = Option<String>)]
     pub waiting_since: Option<jiff::Timestamp>,
-    /// What it waits for. Null until it has been looked at.
+    /// What the job waits for. Null until the scheduler has considered it.
     pub reason: Option<Reason>,
-    /// Slots that are kept for it now, free ones and those of jobs that end; `reservations` says where.
+    /// Number of slots that are kept for the job now, including slots of ending jobs; `reservations` has the machines.
     pub kept_slots: Option<u32>,
 }
 
-/// What is kept for a job on a machine, as long as that job waits.
+/// Slots of a machine that are kept for a job while the job waits.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Reservation {
     /// The machine's id, as in `GET /agents`.
     pub agent_id: String,
-    /// Its name.
+    /// The machine's name.
     pub agent: String,
-    /// The job; null where it is private to somebody else.
+    /// The job; null if it is private to somebody else.
     #[schema(value_type = Option<String>)]
     pub job: Option<JobId>,
-    /// Its name; null as well.
+    /// The job's name; null if the job is private to somebody else.
     pub name: Option<String>,
-    /// Slots that are free, and given to nobody else.
+    /// Slots that are free, and that no other job gets.
     pub free: Vec<u32>,
-    /// Slots whose jobs are ending, such as those that are preempted for it and write a checkpoint.
+    /// Slots whose jobs are ending, such as preempted jobs that write a checkpoint.
     pub ending: Vec<u32>,
-    /// Whatever else becomes free on this machine is kept for it, too.
+    /// Whether all other slots of this machine are also kept as soon as they become free.
     pub whole_machine: bool,
-    /// Since when something is kept for it there; at the earliest when the server was started.
+    /// Time since which slots are kept; at the earliest, the server's start.
     #[schema(value_type = String)]
     pub since: jiff::Timestamp,
 }

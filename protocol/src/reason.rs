@@ -1,5 +1,5 @@
-//! Why a job, or one of its attempts, is in its state: a code that programs may decide on, the facts that belong to it, and the
-//! English sentence made of both. Nothing decides on the sentence.
+//! Why a job, or one of its attempts, is in its state: a code on which programs may decide, the facts of the code, and
+//! an English sentence made of both. Programs must not decide on the sentence.
 
 use serde::{Deserialize, Deserializer, Serialize, de::IgnoredAny};
 use std::fmt;
@@ -11,25 +11,25 @@ mod words;
 pub use code::ReasonCode;
 use words::words;
 
-/// The longest text in a reason that is kept, in bytes.
+/// The longest text in a reason, in bytes.
 pub const TEXT_BYTES: usize = 2000;
 
-/// Jobs that slots are kept for, as many as a reason names; their number is that of its machines at most.
+/// The largest number of jobs that a reason names as the jobs for which slots are kept.
 const KEPT_FOR: usize = 16;
 
-/// What belongs to a code; each has its own.
+/// Facts of a reason; each code has its own.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Facts {
-    /// The rank that it began with.
+    /// The rank that failed first.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rank: Option<u32>,
-    /// Optimizer steps done then.
+    /// Optimizer steps done at that time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub step: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub attempt: Option<u32>,
-    /// Ranks of the attempt, where they are fewer than the job's.
+    /// Ranks of the attempt, if fewer than the job's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks: Option<u32>,
     /// The agent's name.
@@ -39,7 +39,7 @@ pub struct Facts {
     pub signal: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub exit_status: Option<i32>,
-    /// How long something did not happen.
+    /// Seconds for which something did not happen.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub secs: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -47,7 +47,7 @@ pub struct Facts {
     /// Id of another job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub job: Option<String>,
-    /// Of that job.
+    /// Priority of that job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub priority: Option<i32>,
     /// Id of a checkpoint.
@@ -56,26 +56,26 @@ pub struct Facts {
     /// Name of a dataset.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dataset: Option<String>,
-    /// `cpu` or `cuda`, of the slots.
+    /// Device of the slots: `cpu` or `cuda`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_needed: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_free: Option<u32>,
-    /// Those of the free ones that are kept for jobs that come first.
+    /// Number of free slots that are kept for earlier jobs in the queue.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_kept: Option<u32>,
-    /// Names of these jobs, in the order of the queue; an empty one is private.
+    /// Names of these jobs, in the order of the queue; a private job's name is empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub kept_for: Vec<String>,
-    /// Of the machine that comes nearest, or of several that can share the job.
+    /// Slots of the machine that comes nearest, or of several machines that can share the job.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_total: Option<u32>,
-    /// Several machines that `slots_total` counts.
+    /// Number of machines whose slots are in `slots_total`, if several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub machines: Option<u32>,
-    /// What only the place where it happened could say, for a person.
+    /// Further details from the place of the event, for a person.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
 }
@@ -84,13 +84,13 @@ pub struct Facts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "does", rename_all = "snake_case")]
 pub enum Next {
-    /// Another attempt; without a step from the start.
+    /// Another attempt starts; without `from_step`, from the start.
     Restart { attempt: u32, from_step: Option<u64> },
-    /// It waits for slots, and then continues.
+    /// The job waits for slots, and then continues.
     Continue { from_step: Option<u64> },
-    /// It continues when somebody resumes it.
+    /// The job continues when somebody resumes it.
     ContinueWhenResumed { from_step: Option<u64> },
-    /// No further attempt: so many restarts were all that `recovery.max_restarts` allows.
+    /// No further attempt starts, because `recovery.max_restarts` allows only this many restarts.
     GiveUp { restarts: u32 },
 }
 
@@ -116,19 +116,19 @@ impl fmt::Display for Next {
     }
 }
 
-/// Why a job or an attempt is where it is. Its words are made when it is, so that a reader of another version, which
-/// may not know the code, shows the same.
+/// Why a job or an attempt is in its state. The words are made together with the reason, so a reader of another
+/// version, which may not know the code, shows the same words.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Reason {
     #[schema(value_type = String, example = "rank_killed")]
     code: ReasonCode,
-    // Boxed: messages that may hold a reason stay small.
+    // Boxed, so that messages with a reason stay small.
     #[serde(flatten)]
     #[schema(value_type = Facts)]
     facts: Box<Facts>,
     #[serde(skip_serializing_if = "Option::is_none")]
     next: Option<Next>,
-    /// For a person: `rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000`.
+    /// Sentence for a person: `rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000`.
     words: String,
 }
 
@@ -141,7 +141,7 @@ impl Reason {
         this
     }
 
-    /// The same with what follows from it.
+    /// The reason with what follows from it.
     #[must_use]
     pub fn then(mut self, next: Next) -> Self {
         self.words = format!("{}; {next}", self.words);
@@ -162,7 +162,7 @@ impl Reason {
         self.next.as_ref()
     }
 
-    /// For a person.
+    /// The sentence for a person.
     pub fn words(&self) -> &str {
         &self.words
     }
@@ -180,7 +180,7 @@ impl From<ReasonCode> for Reason {
     }
 }
 
-/// Words without a code.
+/// A reason with words but without a code.
 impl From<String> for Reason {
     fn from(words: String) -> Self {
         Self::new(ReasonCode::Unspecified, Facts { detail: Some(words), ..Facts::default() })
@@ -193,7 +193,7 @@ impl From<&str> for Reason {
     }
 }
 
-/// Reads codes, facts and consequences that this version does not know, too: a newer server may send them.
+/// Also accepts codes, facts and consequences that this version does not know: a newer server may send them.
 impl<'a> Deserialize<'a> for Reason {
     fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
@@ -206,7 +206,7 @@ impl<'a> Deserialize<'a> for Reason {
             #[serde(default)]
             words: String,
         }
-        /// `None` for one that this version does not know.
+        /// `None` for a value that this version does not know.
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum Known {
@@ -281,7 +281,7 @@ mod tests {
         );
         assert_eq!((newer.code().as_str(), newer.words()), ("moon_phase", "too dark"));
         assert_eq!((newer.facts().rank, newer.next()), (Some(1), None));
-        // The code is kept when it is written again.
+        // An unknown code is kept when the reason is written again.
         assert_eq!(serde_json::to_value(&newer).unwrap()["code"], "moon_phase");
     }
 

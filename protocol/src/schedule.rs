@@ -1,16 +1,15 @@
-//! The learning rate of every step, from the step's number alone: continuing a run needs no state.
+//! The learning rate of every step, as a function of the step's number: continuing a run needs no state.
 
 use crate::spec::{ScheduleKind, TrainSpec};
 
-/// How the learning rate moves over a run.
+/// How the learning rate changes over a run.
 ///
-/// The first `warmup` steps rise linearly: step `i` of them (from 0) has `lr (i + 1) / warmup`. Of
-/// the `n` steps after them, step `i` has, with `end = lr * final_lr_fraction`:
+/// In the first `warmup` steps the rate rises linearly: step `i` (from 0) has `lr (i + 1) / warmup`. In the `n` steps
+/// after that, step `i` (from 0) has, with `end = lr * final_lr_fraction`:
 /// - `constant`: `lr`
 /// - `step`: `lr * gamma^k`, `k` being the milestones (epochs of the whole run) that have begun
 /// - `cosine` (Loshchilov and Hutter 2017): `end + (lr - end) (1 + cos(pi i / (n - 1))) / 2`
-/// - `one_cycle` (Smith 2018): `lr (i + 1) / r` in the first `r = pct_start * n` steps, then a straight
-///   line down to `end` at the last step
+/// - `one_cycle` (Smith 2018): `lr (i + 1) / r` in the first `r = pct_start * n` steps, then linearly down to `end` at the last step
 #[derive(Debug, Clone)]
 pub struct Schedule {
     kind: ScheduleKind,
@@ -41,9 +40,9 @@ impl Schedule {
         }
     }
 
-    /// How much of the moving average of the weights the update after step `step` (from 1) keeps; `None`: there is no
-    /// update. As in torchvision's training script, the average is a copy of the weights until the first update after the
-    /// warm-up.
+    /// The decay with which the update after step `step` (from 1) keeps the moving average of the weights; `None` if
+    /// there is no update. As in torchvision's training script, the average is a copy of the weights until the first
+    /// update after the warm-up.
     pub fn average_decay(&self, spec: &TrainSpec, step: u64) -> Option<f64> {
         if spec.ema_decay <= 0.0 || !step.is_multiple_of(spec.ema_steps) {
             return None;
@@ -52,14 +51,14 @@ impl Schedule {
         Some(if copies { 0.0 } else { spec.ema_decay })
     }
 
-    /// The learning rate of a step, from 0.
+    /// The learning rate of a step, counted from 0.
     pub fn lr(&self, step: u64) -> f32 {
         if step < self.warmup {
             return (self.lr * (step + 1) as f64 / self.warmup as f64) as f32;
         }
         let steps = self.total - self.warmup;
         let at = step - self.warmup;
-        // 0 at the first of these steps, 1 at the last.
+        // 0 at the first step, 1 at the last.
         let progress = |at: u64, of: u64| if of > 1 { (at as f64 / (of - 1) as f64).min(1.0) } else { 0.0 };
         let lr = match self.kind {
             ScheduleKind::Constant => self.lr,
@@ -77,7 +76,7 @@ impl Schedule {
                 if at < rise {
                     self.lr * (at + 1) as f64 / rise as f64
                 } else {
-                    // The step before the first of these had `lr`.
+                    // The step before already had `lr`.
                     self.lr + (self.end - self.lr) * progress(at - rise + 1, steps - rise + 1)
                 }
             }
@@ -86,14 +85,14 @@ impl Schedule {
     }
 }
 
-/// How the learning rate goes on, in words, where a run of another schedule continues after `step` steps of `before`, which are `at` steps
-/// of `now`. `None` where it goes on as it was.
+/// Describes how the learning rate changes when a run with schedule `now` continues, at step `at`, after `step` steps
+/// of a run with schedule `before`. `None` if it does not change.
 pub fn change(before: &Schedule, step: u64, now: &Schedule, at: u64) -> Option<String> {
     if step == 0 || at == 0 || at >= now.total {
         return None;
     }
     let (was, goes_on) = (before.lr(step - 1), now.lr(at - 1));
-    // Where an epoch has a step more or less than was expected, the places in the two schedules differ a little.
+    // If an epoch has a step more or less than expected, the positions in the two schedules differ a little.
     if f64::from((goes_on - was).abs()) <= before.lr.max(now.lr) / 20.0 {
         return None;
     }

@@ -1,7 +1,7 @@
 //! The job specification: TOML for people, the same shape as JSON for programs.
 //!
-//! Every key has a default but `data.dataset`. Parsing goes through [`check`], which reports all
-//! mistakes of a document at once.
+//! Every key except `data.dataset` has a default. Parsing goes through [`check`], which reports all mistakes of a
+//! document at once.
 
 mod check;
 mod data;
@@ -37,29 +37,29 @@ use crate::labels;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A training job, complete: what to train, on what, how, and on how many ranks.
+/// A complete training job: network, data, optimisation, ranks, and what follows a failure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct JobSpec {
-    /// Shown on the dashboard; not unique. 1 to 200 characters.
+    /// Name on the dashboard; several jobs may have the same name. 1 to 200 characters.
     pub name: String,
-    /// Higher starts first; -1000 to 1000.
+    /// Jobs of higher priority start first; -1000 to 1000.
     pub priority: i32,
-    /// A waiting job of higher priority may have its slots: it writes a checkpoint, goes back to the queue and continues from there by
-    /// itself.
+    /// A waiting job of higher priority may take this job's slots. This job then writes a checkpoint, returns to the
+    /// queue and continues automatically.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub preemptible: bool,
     /// The project that the job belongs to; `default` when absent. A project is a name and exists while a job has it.
     #[serde(skip_serializing_if = "labels::is_default_project")]
     pub project: String,
-    /// Tags of the new job. A server keeps them beside the specification, where they can be changed later: see the job's
-    /// `tags`. Without a server they mean nothing.
+    /// Tags of the new job. A server stores tags apart from the specification, so they can be changed later: see the
+    /// job's `tags`. Without a server they are ignored.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tags: Vec<String>,
-    /// Notes on the new job, kept as its tags are.
+    /// Notes on the new job, stored like `tags`.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub notes: String,
-    /// Only its owner and admins see the job.
+    /// Only the owner and admins see the job.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub private: bool,
     pub model: ModelSpec,
@@ -76,39 +76,40 @@ pub struct JobSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ParallelSpec {
-    /// Processes that train in lockstep, one a slot; 1 to 1024.
+    /// Number of processes that train in lockstep, one a slot; 1 to 1024.
     pub ranks: u32,
-    /// What ranks compute on. `auto` is GPUs where the machine has some, else CPU cores.
+    /// Device that ranks compute on. `auto`: GPUs if the machine has some, otherwise CPU cores.
     pub device: Device,
-    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: what `model`, `height`, `pipeline` and `shard` say.
-    /// `auto`: the ranks search for the fastest plan whose memory suffices, when they start; `model`, `height`, `pipeline` and `shard` pin parts of it.
+    /// `data`: every rank has the whole network and pictures of its own. `hybrid`: ranks share the network as `model`, `height`, `pipeline` and
+    /// `shard` say. `auto`: the ranks search at their start for the fastest plan that fits into memory; `model`, `height`, `pipeline` and `shard`
+    /// fix parts of the plan.
     pub mode: String,
-    /// Ranks that share one copy of the network, a divisor of `ranks` (mode `hybrid`); 1 when absent. Operators that `shard` names are split over
-    /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.
+    /// Number of ranks that share one copy of the network (mode `hybrid`), a divisor of `ranks`; 1 when absent. Operators that `shard` names are
+    /// split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in mode `data`.
     #[serde(skip_serializing_if = "is_one")]
     pub model: u32,
-    /// Ranks that share the rows of each picture (mode `hybrid`, on CPU ranks), 1 when absent; `model` x `height` must divide `ranks`. They have the same pictures, so a
-    /// step has `ranks / height` micro-batches of pictures.
+    /// Number of ranks that share the rows of each picture (mode `hybrid`, CPU ranks only), 1 when absent; `model` x `height`
+    /// must divide `ranks`. These ranks have the same pictures, so a step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
-    /// Stages of the network (mode `hybrid`), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`. Each rank has the layers of one
-    /// stage, and the `train.accumulate` micro-batches of a step pass the stages one after another. On CPU ranks only.
+    /// Number of stages of the network (mode `hybrid`, CPU ranks only), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`.
+    /// Each rank has the layers of one stage, and the `train.accumulate` micro-batches of a step pass through the stages one after another.
     #[serde(skip_serializing_if = "is_one")]
     pub pipeline: u32,
     /// How operators are split over the ranks of `model`: tables with `match`, the name of a convolution or linear layer (`*` stands for
-    /// any text), and `split`, which is `out` (output channels or classes), `in` (input channels) or `groups`. The last one that matches
-    /// an operator counts. Without any, the last layer is split over its classes; GPUs split nothing else.
+    /// any text), and `split`, which is `out` (output channels or classes), `in` (input channels) or `groups`. The last table that matches
+    /// an operator counts. Without tables, the last layer is split over its classes. GPUs support only this split.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shard: Vec<ShardSpec>,
-    /// ZeRO-1: ranks that add up gradients divide the optimizer's state among them, instead of each keeping all of it. Checkpoints
-    /// are the same.
+    /// ZeRO-1: ranks whose gradients are summed divide the optimizer's state among themselves, instead of each keeping
+    /// all of it. Checkpoints are the same.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub optimizer_sharding: bool,
-    /// Batch norm's statistics over the whole global batch: the same result at any number of ranks.
+    /// Compute batch norm's statistics over the whole global batch: the result is the same at any number of ranks.
     pub sync_batch_norm: bool,
     /// Average gradients over ranks; false sums them.
     pub gradients_mean: bool,
-    /// Send rank 0's weights to all before the first step.
+    /// Send rank 0's weights to all ranks before the first step.
     pub parameter_broadcast: bool,
 }
 
@@ -116,18 +117,18 @@ pub struct ParallelSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointSpec {
-    /// 1 when neither this nor `every_steps` is given; 0 writes only the last.
+    /// Epochs between two checkpoints; 1 when neither this key nor `every_steps` is given. 0: only the checkpoint at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_epochs: Option<u32>,
     /// Steps between two checkpoints, instead of `every_epochs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub every_steps: Option<u64>,
-    /// The newest ones kept, never fewer than 2.
+    /// Number of newest checkpoints to keep, at least 2.
     pub keep: u32,
     /// A metric whose best checkpoint is kept in addition to the newest: `val_accuracy`, `val_loss` or `none`.
     pub keep_best: String,
-    /// Every rank that has the folder of checkpoints writes some of the tensors, in parts with an index as Hugging Face reads them.
-    /// `false` when absent: rank 0 writes all, each kind in one file. Training continues from both alike.
+    /// Every rank that can reach the checkpoint folder writes some of the tensors, in several files with an index in Hugging
+    /// Face's format. `false` when absent: rank 0 writes all tensors, each kind in one file. Training continues from either form.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub sharded: bool,
 }
@@ -136,20 +137,20 @@ pub struct CheckpointSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct RecoverySpec {
-    /// How often a job continues from its newest checkpoint by itself after a failure that a restart may repair. The loss of a machine
-    /// counts only where the attempt had kept no newer checkpoint than the one that it began from.
+    /// How often a job continues automatically from its newest checkpoint after a failure that a restart may repair.
+    /// The loss of a machine counts only if the attempt wrote no newer checkpoint than the one from which it began.
     pub max_restarts: u32,
-    /// A rank with no progress for this long is dead.
+    /// Seconds without progress after which a rank counts as dead.
     pub stall_timeout_secs: u32,
-    /// With how many ranks at least the job continues when it has lost an attempt and there is no place for all of them. Without it, it
-    /// waits for all.
+    /// The smallest number of ranks with which the job continues if, after a lost attempt, not all of its ranks find a
+    /// slot. When absent, the job waits for slots for all ranks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub min_ranks: Option<u32>,
-    /// How long it waits for a place for all of them first. Without `min_ranks` it means nothing.
+    /// Seconds to wait for slots for all ranks before continuing with fewer. Ignored without `min_ranks`.
     pub wait_seconds: u32,
 }
 
-/// When validation runs. A run's last step is always followed by one.
+/// When validation runs. The last step of a run is always followed by a validation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct EvaluateSpec {
@@ -157,14 +158,14 @@ pub struct EvaluateSpec {
     pub every_epochs: u32,
 }
 
-/// What ranks report in addition to metrics, which always hold every step.
+/// What ranks report in addition to metrics, which are always recorded for every step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LogSpec {
-    /// Steps between two loss lines of a rank. 0: at most 10 a second and the last of each epoch; 1: every step.
+    /// Steps between two loss lines of a rank. 0: at most 10 lines a second, and the last step of each epoch; 1: every step.
     pub every_steps: u64,
-    /// Steps between two looks at how the weights and the gradients of each layer are distributed: histograms of 64 bins. At
-    /// least 10; 0: none.
+    /// Steps between two histograms (64 bins) of the weights and of the gradients of each layer. At least 10; 0: no
+    /// histograms.
     pub histograms: u64,
 }
 
@@ -252,7 +253,7 @@ impl JobSpec {
         u64::from(self.micro_batch_size()) * parts
     }
 
-    /// Optimizer steps an epoch over `samples` training pictures takes.
+    /// Optimizer steps of an epoch over `samples` training pictures.
     pub fn steps_per_epoch(&self, samples: u64) -> u64 {
         let global = self.global_batch_size().max(1);
         if self.data.drop_remainder { samples / global } else { samples.div_ceil(global) }

@@ -15,34 +15,34 @@ pub const HEARTBEAT_SECS: u64 = 20;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Frame {
-    /// First on a job's stream. Events `first_seq..=last_seq` are stored.
+    /// The first frame on a job's stream. Events `first_seq..=last_seq` are stored.
     Hello { job: Box<Job>, first_seq: u64, last_seq: u64 },
-    /// The replay is over; what follows is new.
+    /// The stored events have been sent; later frames are new.
     Live { seq: u64 },
-    /// On `/api/v1/stream` only: a job as it now is.
+    /// Only on `/api/v1/stream`: a job's present state.
     Job { job: Box<Job> },
-    /// On `/api/v1/stream` only: the job is no more.
+    /// Only on `/api/v1/stream`: the job was deleted.
     JobDeleted { id: String },
-    /// On a job's stream only, once it is live and at most four times a second: how fast and how far the job is, as
-    /// `GET /jobs/{id}` says it. It is no event and has no number.
+    /// Only on a job's stream, once it is live, at most four times a second: the job's speed and progress, as in `GET
+    /// /jobs/{id}`. This frame is not an event and has no number.
     Progress(Pace),
-    /// On a job's stream only, once it is live: somebody changed what people write on the job, or forked it. `notes` may have
-    /// changed, too; `GET /jobs/{id}` has them, and `GET /jobs/{id}/history` its forks. It is no event and has no number.
+    /// Only on a job's stream, once it is live: somebody changed the job's labels, or forked it. `notes` may have changed, too:
+    /// `GET /jobs/{id}` has them, and `GET /jobs/{id}/history` has the forks. This frame is not an event and has no number.
     Changed(Labels),
-    /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's clock: a reader that hears nothing for twice as long has a dead
-    /// connection, whatever its system believes, and should make another one. It is no event and has no number.
+    /// Every 20 seconds ([`HEARTBEAT_SECS`]), with the server's time. A reader that receives nothing for twice as long has a dead
+    /// connection, even if its system does not say so, and should reconnect. This frame is not an event and has no number.
     Heartbeat {
         #[schema(value_type = String)]
         at: jiff::Timestamp,
     },
-    /// Last on a job's stream: the job is over, and every stored event was sent. The server closes the connection with code 1000.
-    /// It is no event and has no number.
+    /// The last frame on a job's stream: the job is over, and every stored event was sent. The server closes the
+    /// connection with code 1000. This frame is not an event and has no number.
     End { state: JobState },
     #[serde(untagged)]
     Event(Event),
 }
 
-/// How fast and how far a job is: fields of [`Job`] that change with its steps.
+/// A job's speed and progress: fields of [`Job`] that change with its steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Pace {
     pub step: u64,
@@ -50,7 +50,7 @@ pub struct Pace {
     pub eta_secs: Option<f64>,
 }
 
-/// What people sort a job by and may change at any time: fields of [`Job`], and its `spec.priority`.
+/// Labels of a job, which people may change at any time: fields of [`Job`], and its `spec.priority`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Labels {
     pub project: String,
@@ -80,14 +80,14 @@ pub struct Event {
     pub body: EventBody,
 }
 
-/// What an event says.
+/// The content of an event.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum EventBody {
     State {
         state: JobState,
         reason: Option<String>,
-        /// The same as a code and facts.
+        /// The same reason as a code and facts.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cause: Option<Reason>,
         attempt: u32,
@@ -99,7 +99,7 @@ pub enum EventBody {
         steps_per_epoch: u64,
         start_step: u64,
     },
-    /// One metric of one rank; `values[i]` belongs to `steps[i]`, and is null where it was not finite.
+    /// Points of one metric of one rank. `values[i]` belongs to `steps[i]`, and is null if it was not finite.
     Metrics {
         attempt: u32,
         rank: u32,
@@ -144,8 +144,8 @@ pub enum EventBody {
     },
 }
 
-/// Close code of a reader that fell behind; the close reason holds the last sequence number it was sent.
+/// Close code for a reader that fell behind; the close reason has the last sequence number that was sent.
 pub const CLOSE_TOO_SLOW: u16 = 4008;
 
-/// Close code of a connection whose token was revoked or has expired, or whose reader has signed out.
+/// Close code for a connection whose token was revoked or has expired, or whose reader has signed out.
 pub const CLOSE_SIGNED_OUT: u16 = 4401;

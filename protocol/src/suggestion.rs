@@ -1,5 +1,5 @@
-//! What a job on some pictures says, each key with the reason: `lockstep init` writes it into a file, and the page for a new job begins
-//! with it.
+//! Suggests a job for a dataset, with a reason for each key. `lockstep init` writes it into a file, and the page for a
+//! new job begins with it.
 
 use crate::{
     dataset::{DatasetInfo, default_validation, too_few_classes},
@@ -7,10 +7,10 @@ use crate::{
     spec::{JobSpec, from_toml},
 };
 
-/// A comment and the lines of TOML that it is about.
+/// A comment, and the lines of TOML that it explains.
 type Lines = (String, String);
 
-/// Lines of three tables of a job file.
+/// Lines for three tables of a job file.
 #[derive(Debug)]
 pub struct Suggestion {
     pub data: Vec<Lines>,
@@ -18,32 +18,32 @@ pub struct Suggestion {
     pub train: Vec<Lines>,
 }
 
-/// Shorter sides than this are those of small pictures, such as CIFAR's and MNIST's.
+/// Pictures with a shorter side are small, such as CIFAR's and MNIST's.
 const SMALL: u32 = 64;
-/// The size that networks for photographs are made for.
+/// The input size that networks for photographs are designed for.
 const USUAL: u32 = 224;
-/// From so many pictures on, a larger network has something to learn from.
+/// From this many pictures on, a larger network is worthwhile.
 const MANY: u64 = 100_000;
-/// Pictures that a run sees in all, where its epochs may be chosen freely.
+/// Pictures that a run sees in all, if its number of epochs is free.
 const SEEN: u64 = 1_000_000;
 
 impl Suggestion {
-    /// For a dataset.
+    /// The suggestion for a dataset.
     ///
     /// # Errors
-    /// It has no pictures to train on, or one class.
+    /// The dataset has no pictures to train on, or only one class.
     pub fn of(info: &DatasetInfo) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
             return Err(format!(
-                "has {} to train on; a dataset has train/<class>/* with some in each",
+                "has {} to train on; a dataset has pictures in each train/<class>/",
                 plural(samples, "picture")
             ));
         }
         if let Some(mistake) = too_few_classes(&info.classes) {
             return Err(mistake);
         }
-        // Of squares alone the side is known; a job has to give one otherwise.
+        // The size is known only for squares; otherwise the job has to set it.
         let own = (info.height == info.width && info.height > 0).then_some(info.height);
         let side = own.filter(|side| *side < USUAL);
         let is_small = side.is_some_and(|side| side < SMALL);
@@ -57,7 +57,7 @@ impl Suggestion {
         })
     }
 
-    /// The job that it comes to, on a registered dataset.
+    /// The suggested job, on a registered dataset.
     pub fn spec(&self, dataset: &str) -> Option<JobSpec> {
         let table = |lines: &[Lines]| lines.iter().map(|(_, lines)| format!("{lines}\n")).collect::<String>();
         let name = serde_json::Value::from(dataset);
@@ -71,28 +71,31 @@ fn data(info: &DatasetInfo, side: Option<u32>, is_small: bool, validation: Lines
     let mut data = vec![validation];
     data.push(match (side, info.height, info.width) {
         (Some(side), ..) => (
-            format!("All pictures have {side} x {side} pixels; the network sees them as they are."),
+            format!("All pictures have {side} x {side} pixels; the network sees them unchanged."),
             format!("image_size = {side}"),
         ),
         (None, 0, _) => (
-            format!("Pictures are of several sizes: the network sees {USUAL} x {USUAL} pixels of each, the usual for photographs."),
+            format!("Pictures have several sizes: the network sees {USUAL} x {USUAL} pixels of each, the usual size for photographs."),
             format!("image_size = {USUAL}"),
         ),
         (None, height, width) => (
-            format!("All pictures have {width} x {height} pixels; the network sees {USUAL} x {USUAL} of each, the usual for photographs."),
+            format!(
+                "All pictures have {width} x {height} pixels; the network sees {USUAL} x {USUAL} pixels of each, the usual size for \
+                 photographs."
+            ),
             format!("image_size = {USUAL}"),
         ),
     });
     if is_small {
         data.push((
-            "A small shift and, of half of the pictures, the mirror image. Set horizontal_flip = false where left and right differ, as in \
+            "Pictures are shifted a little, and half of them are mirrored. Set horizontal_flip = false if left and right differ, as in \
              digits and letters."
                 .into(),
             "crop_padding = 4\nhorizontal_flip = true".into(),
         ));
     } else {
         data.push((
-            "A random part of each picture, resized, and of half of them the mirror image: the usual for photographs.".into(),
+            "A random part of each picture is resized, and half of the pictures are mirrored: usual for photographs.".into(),
             "random_resized_crop = true\nhorizontal_flip = true".into(),
         ));
     }
@@ -110,7 +113,7 @@ fn data(info: &DatasetInfo, side: Option<u32>, is_small: bool, validation: Lines
     data
 }
 
-/// What measures the network, and how many training pictures that takes.
+/// The validation split or fraction, and how many training pictures the fraction takes away.
 fn validation(info: &DatasetInfo) -> (Lines, u64) {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     let others: Vec<_> = others.map(|split| split.name.as_str()).collect();
@@ -124,13 +127,13 @@ fn validation(info: &DatasetInfo) -> (Lines, u64) {
         return ((format!("The pictures of {split} measure the network."), lines), 0);
     }
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
-    // Each picture is chosen by itself: of few ones, a tenth may be none.
+    // Pictures are chosen independently: of very few pictures, a tenth may be none.
     let fraction = if samples < 50 { 0.3 } else { 0.1 };
     let held_out = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
     (
         (
             format!(
-                "There is no other split: {:.0} % of the pictures, chosen at random, measure the network.",
+                "There is no other split, so {:.0} % of the pictures, chosen at random, measure the network.",
                 fraction * 100.0
             ),
             format!("validation = {fraction}"),
@@ -141,29 +144,32 @@ fn validation(info: &DatasetInfo) -> (Lines, u64) {
 
 fn network(samples: u64, side: Option<u32>, is_small: bool) -> Lines {
     let (why, arch) = match (is_small, samples >= MANY, side) {
-        // Fewer than 16 pixels are too few for the others.
+        // The other networks need at least 16 pixels.
         (true, many, Some(side)) if side <= 32 && (!many || side < 16) => (
-            "The CIFAR family is made for pictures of this size and trains in minutes, also on CPU cores. resnet18 is more accurate and takes \
+            "The CIFAR family is made for pictures of this size and trains in minutes, even on CPU cores. resnet18 is more accurate and takes \
              ten times as long.",
             "resnet20",
         ),
-        (true, ..) => {
-            ("With its stem for small pictures (model.stem): a 3x3 convolution and no pooling.", "resnet18")
-        }
+        (true, ..) => (
+            "This network has a stem for small pictures (model.stem): a 3x3 convolution and no pooling.",
+            "resnet18",
+        ),
         (false, false, _) => (
-            "Small among the networks for photographs, which suits this number of pictures. With trained weights (pretrained = \
+            "A small network for photographs, which suits this number of pictures. With trained weights (pretrained = \
              \"FILE.safetensors\" here and recipe = \"finetune\" below) a few hundred pictures suffice.",
             "resnet18",
         ),
-        (false, true, _) => ("There are enough pictures for it. resnet18 is twice as fast.", "resnet50"),
+        (false, true, _) => {
+            ("There are enough pictures for this network. resnet18 is twice as fast.", "resnet50")
+        }
     };
     (why.into(), format!("arch = {arch:?}"))
 }
 
-/// Two ranks with the 8 pictures of each that give the same bits as one rank's 16.
+/// Two ranks with 8 pictures each, which gives the same bits as one rank with 16.
 const LEAST_BATCH: u64 = 16;
 
-/// Pictures a step: a power of two that leaves an epoch some 20 steps, but [`LEAST_BATCH`] at least where there are so many.
+/// Pictures of a step: a power of two that gives an epoch about 20 steps, but at least [`LEAST_BATCH`] if there are so many.
 fn batch(train_on: u64, is_small: bool) -> u64 {
     let most = if is_small { 256 } else { 128 };
     let wanted = (train_on / 20).clamp(LEAST_BATCH, most).min(train_on);
@@ -173,7 +179,7 @@ fn batch(train_on: u64, is_small: bool) -> u64 {
 fn train(train_on: u64, batch: u64, is_small: bool) -> Vec<Lines> {
     let epochs = (SEEN / train_on).clamp(10, 60);
     let steps = (train_on / batch).max(1);
-    // 0.2 for 256 is what ResNets on CIFAR take with this schedule; photographs take half of it.
+    // 0.2 for 256 pictures is usual for ResNets on CIFAR with this schedule; photographs need half of it.
     let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
     vec![
         (
@@ -186,13 +192,13 @@ fn train(train_on: u64, batch: u64, is_small: bool) -> Vec<Lines> {
             format!("epochs = {epochs}"),
         ),
         (
-            "Pictures a step over all ranks; each keeps the activations of its part in memory. Halve it, and lr with it, where memory does not \
+            "Pictures a step over all ranks; each rank keeps the activations of its part in memory. Halve this and lr if memory does not \
              suffice."
                 .into(),
             format!("global_batch_size = {batch}"),
         ),
         (
-            "Up to lr and down to nothing in one cycle, which needs few epochs. In proportion to the batch.".into(),
+            "The rate rises to lr and falls to 0 in one cycle, which needs few epochs. lr is in proportion to the batch.".into(),
             format!("schedule = \"one_cycle\"\nlr = {lr}\nmomentum = 0.9\nweight_decay = 0.0005"),
         ),
     ]
@@ -225,7 +231,7 @@ mod tests {
         }
     }
 
-    /// From two pictures to more than ImageNet: a file without a mistake, of which an epoch has a step.
+    /// From two pictures to more than ImageNet: the file has no mistake, and an epoch has at least one step.
     #[test]
     fn every_size_of_dataset_gets_a_job_without_a_mistake() {
         for side in [0, 8, 28, 32, 48, 64, 100, 224, 512] {

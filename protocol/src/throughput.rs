@@ -1,30 +1,30 @@
-//! How fast an attempt trains: pictures over training time. The one definition behind every number called "images a second".
+//! An attempt's speed: pictures divided by training time. All numbers called "images per second" follow this definition.
 
 use crate::spec::JobSpec;
 use serde::{Deserialize, Serialize};
 
-/// Pictures that an attempt has trained on, and the time that its steps took. The time is the sum of rank 0's `step_ms`: it holds
-/// waits for data and for other ranks, and nothing between steps, so no evaluation, no checkpoint, no pause and no step of an
-/// earlier attempt or of a fork's parent.
+/// Pictures that an attempt has trained on, and the time of its steps, which is the sum of rank 0's `step_ms`. The time
+/// includes waits for data and for other ranks. It excludes everything between steps, so evaluations, checkpoints and
+/// pauses, and all steps of earlier attempts or of a fork's parent.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Throughput {
     pictures: u64,
     secs: f64,
-    /// Pictures of a whole step, over all ranks.
+    /// Pictures of a full step, over all ranks.
     global_batch_size: u64,
-    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    /// Pictures of an epoch whose last step may be smaller than the others; 0 if all steps have the same size.
     epoch: u64,
 }
 
 impl Throughput {
-    /// Of an attempt that is about to train. `train_samples`: pictures of the training split; 0 where that is not known.
+    /// For an attempt that is about to train. `train_samples`: pictures of the training split; 0 if unknown.
     pub fn new(spec: &JobSpec, train_samples: u64) -> Self {
         let epoch = if spec.data.drop_remainder { 0 } else { train_samples };
         Self { pictures: 0, secs: 0.0, global_batch_size: spec.global_batch_size(), epoch }
     }
 
-    /// Adds finished steps: a column `step_ms` of rank 0.
+    /// Adds finished steps from a column `step_ms` of rank 0.
     pub fn add(&mut self, steps: &[u64], step_ms: &[f32]) {
         for (step, ms) in steps.iter().zip(step_ms).filter(|(_, ms)| ms.is_finite() && **ms > 0.0) {
             self.pictures += self.pictures_of(*step);
@@ -32,7 +32,7 @@ impl Throughput {
         }
     }
 
-    /// Pictures of an epoch whose last step may have fewer than the others; 0 where every step is whole.
+    /// Pictures of an epoch whose last step may be smaller than the others; 0 if all steps have the same size.
     pub fn epoch_samples(&self) -> u64 {
         self.epoch
     }
@@ -42,12 +42,12 @@ impl Throughput {
         self.pictures_until(step).saturating_sub(self.pictures_until(step.saturating_sub(1)))
     }
 
-    /// None before the first step.
+    /// Images per second; `None` before the first step.
     pub fn images_per_second(&self) -> Option<f64> {
         (self.pictures > 0 && self.secs > 0.0).then(|| self.pictures as f64 / self.secs)
     }
 
-    /// Seconds of training from step `done` to step `total`, at this pace.
+    /// Seconds from step `done` to step `total`, at this speed.
     pub fn secs_left(&self, done: u64, total: u64) -> Option<f64> {
         let left = self.pictures_until(total).saturating_sub(self.pictures_until(done));
         self.images_per_second().map(|speed| left as f64 / speed)
@@ -88,7 +88,7 @@ mod tests {
 
     #[test]
     fn the_last_step_of_an_epoch_counts_the_pictures_that_it_has() {
-        // Steps of 32, 32 and 6.
+        // Steps of 32, 32 and 6 pictures.
         let mut speed = Throughput::new(&spec(false), 70);
         speed.add(&[3], &[1000.0]);
         assert_eq!((speed.images_per_second(), speed.epoch_samples()), (Some(6.0), 70));

@@ -1,10 +1,9 @@
-//! Characters that a reader does not see: two names that look the same would be two, and a path that looks right would
-//! not be found.
+//! Invisible characters: two names that look the same would differ, and a path that looks right would not be found.
 
 use std::{borrow::Cow, fmt::Write as _};
 
-/// Control characters, and those that Unicode has for layout alone: spaces without width, marks that turn the direction of
-/// text, invisible operators, tags, fillers.
+/// Control characters, and characters that only control layout: spaces without width, marks that change the direction
+/// of text, invisible operators, tags, fillers.
 const fn has_no_shape(c: char) -> bool {
     matches!(c,
         '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' | '\u{ad}' | '\u{34f}' | '\u{61c}' | '\u{115f}' | '\u{1160}'
@@ -18,7 +17,7 @@ const fn joins(c: char) -> bool {
     matches!(c, '\u{200c}' | '\u{200d}')
 }
 
-/// The characters of `text` that nobody sees, with their places in bytes.
+/// The invisible characters of `text`, with their byte offsets.
 fn unseen(text: &str) -> impl Iterator<Item = (usize, char)> {
     let mut before = None;
     text.char_indices().filter(move |&(at, c)| {
@@ -30,13 +29,13 @@ fn unseen(text: &str) -> impl Iterator<Item = (usize, char)> {
     })
 }
 
-/// The first character of a name that nobody sees.
+/// The first invisible character of a name.
 pub fn first_unseen(text: &str) -> Option<char> {
     unseen(text).next().map(|(_, c)| c)
 }
 
-/// Text to show, with characters that nobody sees, or that a terminal obeys, as JSON writes them (`\u200b`). Line feed and tab
-/// stay what they are.
+/// Text for display, in which invisible characters and control characters are JSON escapes (`\u200b`), except line feed
+/// and tab.
 pub fn shown(text: &str) -> Cow<'_, str> {
     let mut all = unseen(text).filter(|(_, c)| !matches!(c, '\n' | '\t')).peekable();
     if all.peek().is_none() {
@@ -72,7 +71,7 @@ mod tests {
             ("\u{feff}a\u{2060}b\u{ad}c\u{2028}", "\\ufeffa\\u2060b\\u00adc\\u2028"),
             ("a\u{200d}b", "a\\u200db"),
             ("\u{e0041}", "\\udb40\\udc41"),
-            // A family, a Persian word, a heart in red: without joiners these are displayed differently.
+            // A family, a Persian word, a red heart: without joiners these are displayed differently.
             ("\u{1f468}\u{200d}\u{1f469}", "\u{1f468}\u{200d}\u{1f469}"),
             ("\u{645}\u{6cc}\u{200c}\u{62e}", "\u{645}\u{6cc}\u{200c}\u{62e}"),
             ("\u{2764}\u{fe0f}", "\u{2764}\u{fe0f}"),

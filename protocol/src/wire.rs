@@ -1,42 +1,42 @@
-//! MessagePack with named fields, as server, agents and ranks exchange it. Messages may come from anybody, so none is decoded that
-//! is nested deeper than our own. A long message is sent in parts, with others between them.
+//! MessagePack with named fields, between server, agents and ranks. Messages may come from anybody, so no message is decoded that
+//! is nested deeper than the program's own. A long message is sent in parts, with other messages between them.
 
 use crate::limits::{MESSAGE_BYTES, MESSAGE_NESTING, PART_BYTES, UNFINISHED_MESSAGES};
 use rmp_serde::{Deserializer, decode, encode};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::collections::HashMap;
 
-/// A message as bytes.
+/// Encodes a message.
 ///
 /// # Errors
-/// A value that MessagePack cannot hold; none of ours is.
+/// MessagePack cannot represent the value; this does not happen for the program's messages.
 pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, encode::Error> {
     rmp_serde::to_vec_named(message)
 }
 
-/// The message that `bytes` are.
+/// Decodes a message.
 ///
 /// # Errors
-/// They are no such message, or nested deeper than [`MESSAGE_NESTING`].
+/// The bytes are not such a message, or are nested deeper than [`MESSAGE_NESTING`].
 pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, decode::Error> {
     let mut deserializer = Deserializer::from_read_ref(bytes);
     deserializer.set_max_depth(MESSAGE_NESTING);
     T::deserialize(&mut deserializer)
 }
 
-/// A part of a message that is too long to go at once.
+/// A part of a message that is too long for one frame.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Part {
-    /// Which message of its sender, on this connection.
+    /// Number of the message, among the sender's messages on this connection.
     pub message: u64,
-    /// Nothing of the message comes after it.
+    /// Whether this is the message's last part.
     pub last: bool,
     #[serde(with = "serde_bytes")]
     pub bytes: Vec<u8>,
 }
 
-/// A message as what goes over the wire: itself, or its parts as messages of their own, made by `wrap`. `number` counts
-/// the messages that went in parts.
+/// A message as frames: itself, or its parts as messages of their own, made by `wrap`. `number` counts the messages
+/// that were sent in parts.
 ///
 /// # Errors
 /// As [`encode`].
@@ -57,7 +57,7 @@ pub fn frames<T: Serialize>(
     parts.collect()
 }
 
-/// Parts of one connection that wait for the rest of their messages.
+/// Parts that wait for the rest of their messages, on one connection.
 #[derive(Debug)]
 pub struct Unfinished {
     messages: HashMap<u64, Vec<u8>>,
@@ -72,15 +72,15 @@ impl Default for Unfinished {
 }
 
 impl Unfinished {
-    /// Of messages that have so many bytes together.
+    /// Accepts messages of at most this many bytes together.
     pub fn at_most(most: usize) -> Self {
         Self { messages: HashMap::new(), bytes: 0, most }
     }
 
-    /// Takes a part in; the whole message when it was the last.
+    /// Adds a part; returns the whole message after its last part.
     ///
     /// # Errors
-    /// A sentence: too many messages at once, or too long ones.
+    /// A sentence: too many messages at once, or messages that are too long.
     pub fn add(&mut self, part: Part) -> Result<Option<Vec<u8>>, String> {
         self.bytes += part.bytes.len();
         if self.bytes > self.most {
@@ -94,7 +94,7 @@ impl Unfinished {
             return Ok(Some(whole));
         }
         if self.messages.len() > UNFINISHED_MESSAGES {
-            return Err(format!("more than {UNFINISHED_MESSAGES} messages whose end has not come"));
+            return Err(format!("more than {UNFINISHED_MESSAGES} incomplete messages at the same time"));
         }
         Ok(None)
     }
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn a_long_message_goes_in_parts_and_is_whole_again() {
         let mut number = 0;
-        // What stands around the text: tag, keys and length.
+        // The bytes besides the text: tag, keys and length.
         let around = encode(&TestMessage::Text { text: "x".repeat(PART_BYTES) }).unwrap().len() - PART_BYTES;
         for (length, count) in [
             (PART_BYTES - around, 1),
@@ -158,7 +158,7 @@ mod tests {
         assert!(unfinished.add(part(99, 0, false)).unwrap_err().contains("more than 8"));
     }
 
-    /// Lists inside each other.
+    /// Nested lists.
     fn nested(depth: usize) -> Vec<u8> {
         let mut bytes = vec![0x91; depth];
         bytes.push(0xc0);

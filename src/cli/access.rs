@@ -1,4 +1,4 @@
-//! Which token a command sends to a server.
+//! The token that a command sends to a server.
 
 use super::wrong;
 use std::{
@@ -9,29 +9,29 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The hint after a 401.
+/// The hint after status 401.
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
     the server's data directory (lockstep-data here, or the one named with --data-dir)";
 
-/// The longest token file that is read: a token has some fifty bytes.
+/// The largest token file that is read: a token has about fifty bytes.
 const TOKEN_FILE_BYTES: u64 = 4 << 10;
 
-/// Where a command finds its token.
+/// Where a command looks for its token.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub(crate) struct AccessArgs {
     /// File that holds the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_TOKEN_FILE")]
     pub(crate) token_file: Option<PathBuf>,
-    /// Data directory of a server on this machine, which holds its token
+    /// Data directory of a server on this machine, which contains the token
     #[arg(long = "data-dir", value_name = "DIR", default_value = "lockstep-data", id = "server_data_dir")]
     data_dir: PathBuf,
 }
 
 impl AccessArgs {
-    /// The token for this server: of the file that was named, of `LOCKSTEP_TOKEN`, or of a server's data directory on this machine.
+    /// The token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this machine.
     ///
     /// # Errors
-    /// A file that was named, or the server's own, cannot be read.
+    /// The named file, or the server's own token file, cannot be read.
     pub(crate) fn token(&self, server: &str) -> anyhow::Result<Option<String>> {
         if let Some(path) = &self.token_file {
             return from_file(path).map(Some);
@@ -54,8 +54,8 @@ impl AccessArgs {
     }
 }
 
-/// Checks that the account that owns the token (or root) listens at `server` on this machine. Another account may have taken the port of
-/// a stopped server, and must not get its token.
+/// Checks that the process that listens at `server` on this machine belongs to the token's owner or to root. Otherwise
+/// another account may have taken the port of a stopped server, and must not get the token.
 ///
 /// # Errors
 /// Another account listens there.
@@ -67,7 +67,7 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     match owners.iter().find(|uid| ![owner, ROOT].contains(uid)) {
         None => Ok(()),
         Some(uid) => Err(wrong(format!(
-            "{server}: another account of this machine (user id {uid}) listens there than the one that has {} (user id {owner}), so the \
+            "{server}: another account of this machine (user id {uid}) listens there, not the owner of {} (user id {owner}), so the \
              token is not sent. Start the server again, or name its address with --server; if that account's server is meant, name a \
              token for it with --token-file",
             token.display()
@@ -75,9 +75,9 @@ fn listens_for(server: &str, owner: u32, token: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// A remark on a file with a token that others than its user and group can read; none about one that is root's and its group's, as the
-/// secrets of systemd and of pods are that run as another user. It is no reason to refuse it: Kubernetes mounts secrets with mode 0644
-/// unless it is told otherwise.
+/// A warning about a token file that other users can read. Only a file of root may be readable for its group, as systemd
+/// and pods mount secrets for a process of another user. The file is used nevertheless, because Kubernetes mounts
+/// secrets with mode 0644 by default.
 pub(crate) fn is_open(path: &Path) -> Option<String> {
     const ROOT: u32 = 0;
     let about = fs::metadata(path).ok()?;
@@ -95,7 +95,7 @@ pub(crate) fn is_open(path: &Path) -> Option<String> {
 /// The token in a file.
 ///
 /// # Errors
-/// It cannot be read, or is empty.
+/// The file cannot be read, or is empty.
 pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
     let read = || -> io::Result<String> {
         let mut text = String::new();
@@ -124,7 +124,7 @@ pub(crate) fn from_file(path: &Path) -> anyhow::Result<String> {
     }
 }
 
-/// Whether an address is this machine's loopback: a token of a data directory goes nowhere else.
+/// Whether an address is this machine's loopback. A token from a data directory is sent nowhere else.
 fn is_this_machine(server: &str) -> bool {
     url(server).as_ref().is_some_and(|url| addresses_of(url).is_some())
 }
@@ -138,7 +138,7 @@ fn url(server: &str) -> Option<reqwest::Url> {
 fn addresses_of(url: &reqwest::Url) -> Option<(Vec<IpAddr>, u16)> {
     let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
     let addresses = if host.eq_ignore_ascii_case("localhost") {
-        // Either may be connected to.
+        // Both addresses may be used for the connection.
         vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
     } else {
         vec![host.parse().ok().filter(IpAddr::is_loopback)?]

@@ -7,13 +7,13 @@ const HOUR: i64 = 60 * MINUTE;
 const DAY: i64 = 24 * HOUR;
 const TWO_DAYS: i64 = 2 * DAY;
 
-/// How long ago `then` was, coarsely: `40 s`, `12 min`, `3 h`, `5 d`. Hours are counted up to two days.
+/// The time since `then`, rounded down: `40 s`, `12 min`, `3 h`, `5 d`. Days begin at 48 hours.
 pub(crate) fn age(then: Timestamp) -> String {
-    // Clocks of two machines may disagree.
+    // Clocks of two machines may differ, so the difference may be negative.
     span(Timestamp::now().as_second().saturating_sub(then.as_second()).max(0))
 }
 
-/// As [`age`], of a number of seconds.
+/// As [`age`], for a number of seconds.
 pub(crate) fn span(secs: i64) -> String {
     match secs {
         ..MINUTE => format!("{secs} s"),

@@ -24,83 +24,83 @@ pub(crate) struct Args {
     /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     ca_file: Option<PathBuf>,
-    /// File that holds this agent's access token; see `lockstep token create --scope agent`
+    /// File that contains this agent's access token; see `lockstep token create --scope agent`
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Certificate by which this agent shows who it is, instead of a token (PEM, the agent's first, then those between it and the
-    /// CA); read again for each connection. See `lockstep ca issue NAME --agent`
+    /// Certificate that identifies this agent, instead of a token (PEM: the agent's own certificate first, then
+    /// intermediate certificates); read again for each connection. See `lockstep ca issue NAME --agent`
     #[arg(long, value_name = "FILE", requires = "key_file")]
     cert_file: Option<PathBuf>,
-    /// The certificate's key (PEM), which only this user may read
+    /// The certificate's key (PEM); only this user may be able to read the file
     #[arg(long, value_name = "FILE", requires = "cert_file")]
     key_file: Option<PathBuf>,
-    /// Certificate and key in one file (PKCS#12), which only this user may read
+    /// Certificate and key in one file (PKCS#12); only this user may be able to read the file
     #[arg(long, value_name = "FILE", requires = "pkcs12_password_file", conflicts_with = "cert_file")]
     pkcs12_file: Option<PathBuf>,
-    /// File whose first line is the password of the PKCS#12 file, which only this user may read
+    /// File whose first line is the password of the PKCS#12 file; only this user may be able to read the file
     #[arg(long, value_name = "FILE", requires = "pkcs12_file")]
     pkcs12_password_file: Option<PathBuf>,
-    /// Join a server on another machine also without TLS. The token and what is trained can be read on the way
+    /// Join a server on another machine without TLS. Others on the network can then read the token and the job's data
     #[arg(long)]
     insecure_http: bool,
-    /// Shown on the dashboard [default: the name in the certificate, or this machine's name]
+    /// Name on the dashboard [default: the name in the certificate, or this machine's name]
     #[arg(long)]
     name: Option<String>,
-    /// The agent's state directory: its identity and the attempts it runs. One agent per directory
+    /// The agent's state directory: its identity and the attempts that it runs. Each agent needs a directory of its own
     #[arg(long, value_name = "DIR", default_value = "lockstep-data/agent")]
     data_dir: PathBuf,
-    /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
+    /// CPU slots: how many ranks may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
     /// GPUs to use: numbers among those that are visible (CUDA_VISIBLE_DEVICES), or UUIDs
     #[arg(long, value_name = "LIST", conflicts_with = "cpu_slots")]
     gpus: Option<String>,
-    /// Disk space for the ranks' records while the server is away, in MiB; when it is full they write a checkpoint
-    /// and end
+    /// Disk space for the ranks' records while the server is unreachable, in MiB; when it is full, the ranks write a
+    /// checkpoint and end
     #[arg(long, value_name = "MIB", default_value = "4096")]
     spool_mib: f64,
-    /// Address or name by which the ranks of other machines reach this one, for jobs over several machines [default: the
-    /// address of --interface, of the interface that NCCL_SOCKET_IFNAME names, or the one with which this machine reaches the
-    /// server]
+    /// Address or name by which ranks on other machines reach this machine, for jobs over several machines [default:
+    /// the address of --interface, of the interface in NCCL_SOCKET_IFNAME, or of the interface with which this machine
+    /// reaches the server]
     #[arg(long, value_name = "ADDRESS")]
     advertise: Option<String>,
-    /// Network interface for jobs over several machines: for the ranks' own connections and, unless NCCL_SOCKET_IFNAME is
-    /// set, for NCCL [default: the one that NCCL_SOCKET_IFNAME names]
+    /// Network interface for jobs over several machines: for the ranks' own connections and, unless NCCL_SOCKET_IFNAME
+    /// is set, for NCCL [default: the interface in NCCL_SOCKET_IFNAME]
     #[arg(long, value_name = "NAME")]
     interface: Option<String>,
     /// Run only this job, and exit when it ends
     #[arg(long, value_name = "ID")]
     job: Option<JobId>,
-    /// Where this machine has a dataset that the server has elsewhere. Once for each
+    /// Path on this machine of a dataset that has another path on the server (may be repeated)
     #[arg(long, value_name = "NAME=PATH", value_parser = pair)]
     dataset: Vec<(String, PathBuf)>,
-    /// A folder of the server with datasets, and the folder that stands for it on this machine. Once for each
+    /// A folder of datasets on the server, and the folder with the same content on this machine (may be repeated)
     #[arg(long, value_name = "SERVER=HERE", value_parser = pair)]
     path_map: Vec<(String, PathBuf)>,
-    /// Where copies of datasets are kept that this machine does not have and pulls from the server [default: `datasets` in the
+    /// Folder for copies of datasets that this machine lacks and downloads from the server [default: `datasets` in the
     /// data directory]
     #[arg(long, value_name = "DIR")]
     dataset_cache: Option<PathBuf>,
-    /// What these copies may have together, such as 500GB or 2TiB; those that were not used for longest make room. With 0 nothing
+    /// Disk space for these copies, such as 500GB or 2TiB; the least recently used copies are removed first. 0: nothing
     /// is copied
     #[arg(long, value_name = "SIZE", default_value = "100GB", value_parser = size)]
     dataset_cache_limit: u64,
-    /// So many seconds after it is asked to end (SIGTERM) whoever started this agent kills it with its ranks: Slurm's KillWait, a
-    /// pod's terminationGracePeriodSeconds. Ranks have 10 s less for their step and its checkpoint
+    /// Seconds between the request to end (SIGTERM) and SIGKILL, as the launcher of this agent has them: Slurm's KillWait, or a
+    /// pod's terminationGracePeriodSeconds. Ranks have 10 s less to finish their step and write a checkpoint
     #[arg(long, value_name = "SECS", default_value_t = KILLED_AFTER_SECS, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     killed_after: u32,
-    /// With --job: stay until the job is over, paused or not, and exit with a status that a Job of Kubernetes understands
+    /// With --job: stay until the job is over, even if it pauses, and exit with a status that a Job of Kubernetes understands
     #[arg(long, hide = true, requires = "job")]
     in_pod: bool,
-    /// Exit with the parent process, once no rank is alive
+    /// Exit with the parent process, once no rank runs
     #[arg(long, hide = true)]
     follow_parent: bool,
 }
 
-/// Exit status in a pod when a signal came before the job was over: that of a shell after SIGTERM. With 0 the Job would count this pod's
-/// index as completed. With this one, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and do not count a failure.
+/// Exit status in a pod when a signal came before the job was over: the status that a shell has after SIGTERM. With 0 the Job would count
+/// this pod's index as completed. With 143, the Job's rules (`launch/kubernetes/objects.rs`) start another pod and do not count a failure.
 pub(crate) const IN_POD_SIGNALLED: i32 = 143;
-/// Exit status in a pod when the job has failed: another pod would change nothing.
+/// Exit status in a pod when the job has failed, where another pod would change nothing.
 pub(crate) const IN_POD_JOB_FAILED: i32 = 3;
 
 /// Runs until a signal ends it (SIGTERM, Ctrl-C).
@@ -146,7 +146,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let result = runtime.block_on(agent::run(options));
-    // A request that is still being handled does not delay the end.
+    // The end does not wait for a request that is still being handled.
     runtime.shutdown_background();
     if args.in_pod {
         match result {
@@ -161,7 +161,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// `NAME=/a/path`. The path is absolute, as the agent's working folder says nothing to whoever reads the job's reasons.
+/// `NAME=/a/path`. The path must be absolute, because readers of error messages do not know the agent's working folder.
 fn pair(text: &str) -> Result<(String, PathBuf), String> {
     match text.split_once('=') {
         Some((name, path)) if !name.is_empty() && path.starts_with('/') => Ok((name.into(), path.into())),

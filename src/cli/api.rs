@@ -1,4 +1,4 @@
-//! The server's REST interface and its streams, as the client commands use them.
+//! The server's REST interface and its streams, for the client commands.
 
 mod away;
 mod named;
@@ -26,7 +26,7 @@ use std::{
     time::Duration,
 };
 
-/// How long a server may be unreachable before a command gives up.
+/// How long a command waits for an unreachable server before it gives up.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 /// Where `lockstep serve` listens by default.
 pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
@@ -50,7 +50,7 @@ pub(crate) struct ServerArgs {
 }
 
 impl ServerArgs {
-    /// A client for this server, with the token that is found for it. Sends nothing yet.
+    /// A client for this server, with the token that [`AccessArgs`] finds. Sends nothing yet.
     ///
     /// # Errors
     /// The address is invalid, or the token cannot be read.
@@ -64,7 +64,7 @@ impl ServerArgs {
 pub(crate) struct Api {
     base: String,
     client: Client,
-    /// The variable that names the proxy of its requests.
+    /// The variable that names the proxy for requests.
     proxy: Option<&'static str>,
 }
 
@@ -89,7 +89,7 @@ impl Api {
             .connect_timeout(Duration::from_secs(5))
             .tls_backend_preconfigured((*tls).clone());
         let proxy = proxy_of(&url);
-        // Tokens do not go through a proxy in clear.
+        // Tokens must not go through a proxy in clear.
         let client = if proxy.is_none() { client.no_proxy() } else { client };
         Ok(Self { base, client: client.build()?, proxy })
     }
@@ -102,20 +102,22 @@ impl Api {
     /// The job that `id` names: an id, the start of one, or a name that only one job has.
     ///
     /// # Errors
-    /// No such job, or several. An empty `id` (an unset variable of a script) names none.
+    /// No such job, or several. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
         if id.is_empty() {
-            return Err(wrong("no job is named: the name is empty; give an id, the start of one, or a name"));
+            return Err(wrong(
+                "no job is named: the name is empty; give an id, the start of an id, or a name",
+            ));
         }
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return self.get(&format!("/jobs/{id}")).await;
         }
         let mut all = self.all_jobs().await?;
-        // Jobs that this version cannot read count, too: a name that two jobs have is not unique.
+        // Jobs that this version cannot read count, too: the name may be theirs.
         all.retain(|job| named::fits(job, id));
         match &all[..] {
             [job] => self.get(&format!("/jobs/{}", named::text(job, "id"))).await,
-            [] => Err(wrong(format!("no job is called {id}; `lockstep list` shows those there are"))),
+            [] => Err(wrong(format!("no job is called {id}; `lockstep list` shows all jobs"))),
             _ => Err(wrong(named::ambiguous(&all, id))),
         }
     }
@@ -132,7 +134,7 @@ impl Api {
         self.all("/jobs", "jobs", &[], None).await
     }
 
-    /// The elements of a list, page by page: every one, or the first `most`. `key` is the list's name in the answer.
+    /// The elements of a list, page by page: all, or the first `most`. `key` is the list's name in the answer.
     ///
     /// # Errors
     /// As [`Api::get`].
@@ -169,7 +171,7 @@ impl Api {
     /// GETs a path under `/api/v1`.
     ///
     /// # Errors
-    /// The server is unreachable, or it answers with a problem, whose text this is.
+    /// The server is unreachable, or it answers with a problem; the error has the problem's text.
     pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str) -> anyhow::Result<T> {
         self.read(self.request(Method::GET, path, None::<&()>).await?).await
     }
@@ -186,7 +188,7 @@ impl Api {
         self.read(self.request(Method::POST, path, Some(body)).await?).await
     }
 
-    /// Sends a request whose response the caller handles; problems are errors already.
+    /// Sends a request whose response the caller handles. A problem in the response is already an error.
     ///
     /// # Errors
     /// As [`Api::get`].
@@ -204,8 +206,8 @@ impl Api {
         if answer.status().is_success() { Ok(answer) } else { Err(problem(answer).await) }
     }
 
-    /// What the server finds wrong with a job, as pointers and details; `launched` says that agents for it are about to be started. Empty if it
-    /// finds nothing, is unreachable or does not let this caller ask.
+    /// The server's mistakes in a job, as pointers and details. `launched`: agents for the job are about to be started.
+    /// Empty if the server finds no mistake, is unreachable or does not let this caller ask.
     pub(crate) async fn mistakes(&self, document: &Value, launched: bool) -> Vec<(String, String)> {
         let url = format!("{}/api/v1/jobs/validate?launched={launched}", self.base);
         let asked = self.client.post(url).json(document).send().await;
@@ -220,7 +222,7 @@ impl Api {
         errors.map(|error| (part(error, "pointer"), part(error, "detail"))).collect()
     }
 
-    /// Sends bytes as they are and reads the answer.
+    /// Sends bytes unchanged and reads the answer.
     ///
     /// # Errors
     /// As [`Api::get`].
@@ -238,13 +240,13 @@ impl Api {
     /// An answer's body.
     ///
     /// # Errors
-    /// The connection broke, or this is no response of a Lockstep server.
+    /// The connection broke, or the response is not a Lockstep server's.
     pub(crate) async fn read<T: DeserializeOwned>(&self, answer: Response) -> anyhow::Result<T> {
         let bytes = answer.bytes().await.map_err(|error| self.unreachable(&error))?;
         // An answer without a body reads as null.
         let text: &[u8] = if bytes.is_empty() { b"null" } else { &bytes };
         serde_json::from_slice(text)
-            .with_context(|| format!("{} answered with something that no lockstep server says", self.base))
+            .with_context(|| format!("{} answered in a way that no lockstep server does", self.base))
     }
 
     fn unreachable(&self, error: &reqwest::Error) -> anyhow::Error {
@@ -266,7 +268,7 @@ impl Api {
     }
 }
 
-/// The variable by which requests to a server go through a proxy (curl's names): only those to another machine, and only over https.
+/// The variable that names the proxy for requests to a server (curl's names). Only https requests to other machines use a proxy.
 fn proxy_of(server: &reqwest::Url) -> Option<&'static str> {
     let host = server.host_str()?.trim_matches(['[', ']']);
     let is_here = host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
@@ -275,7 +277,7 @@ fn proxy_of(server: &reqwest::Url) -> Option<&'static str> {
     names.into_iter().find(is_set).filter(|_| server.scheme() == "https" && !is_here)
 }
 
-/// The parameters of a request that are given.
+/// The given parameters of a request.
 pub(crate) fn given<const N: usize>(
     parameters: [(&'static str, Option<String>); N],
 ) -> Vec<(&'static str, String)> {
@@ -284,10 +286,10 @@ pub(crate) fn given<const N: usize>(
 
 /// The elements under `key` of an answer, or the answer itself when it is a list.
 ///
-/// An element that this version cannot read (the server may be newer) is reported, and the others are shown.
+/// An element that this version cannot read (the server may be newer) is reported and left out.
 ///
 /// # Errors
-/// It is no list.
+/// The answer has no such list.
 pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Result<Vec<T>> {
     let elements = if answer.is_array() { answer } else { answer.get(key).unwrap_or(&Value::Null) };
     let elements = elements.as_array().with_context(|| format!("the server has no list of {key}"))?;
@@ -303,16 +305,16 @@ pub(crate) fn list<T: DeserializeOwned>(answer: &Value, key: &str) -> anyhow::Re
     Ok(elements.iter().filter_map(read).collect())
 }
 
-/// A path with parameters behind it.
+/// A path with query parameters.
 ///
 /// # Errors
-/// None that parameters can cause.
+/// None in practice.
 pub(crate) fn with_query(path: &str, pairs: &[(&str, String)]) -> anyhow::Result<String> {
     let url = reqwest::Url::parse_with_params("http://host/", pairs)?;
     Ok(format!("{path}?{}", url.query().unwrap_or_default()))
 }
 
-/// A problem (RFC 9457) in words: its title or detail, then every mistake on a line of its own.
+/// The text of a problem (RFC 9457): its title or detail, then each mistake on a line of its own.
 async fn problem(answer: Response) -> anyhow::Error {
     let status = answer.status();
     let body: Value = answer.json().await.unwrap_or_default();
@@ -321,7 +323,7 @@ async fn problem(answer: Response) -> anyhow::Error {
         .or(text("title"))
         .map_or_else(|| format!("the server answered {status}"), str::to_owned);
     if let Some(errors) = body.get("errors").and_then(Value::as_array).filter(|errors| !errors.is_empty()) {
-        // Each of them says more than the detail, which repeats the first.
+        // Each error says more than the detail, which repeats the first error.
         message = match errors.len() {
             1 => "the server found a mistake:".to_owned(),
             n => format!("the server found {n} mistakes:"),
@@ -340,10 +342,10 @@ async fn problem(answer: Response) -> anyhow::Error {
     }
 }
 
-/// The header that says who we are.
+/// The authorization header.
 fn bearer(token: &str) -> anyhow::Result<HeaderValue> {
     let value = HeaderValue::from_str(&format!("Bearer {token}"));
-    let mut value = value.map_err(|_| wrong("the token has characters that no token has"))?;
+    let mut value = value.map_err(|_| wrong("the token has characters that are not allowed in a token"))?;
     value.set_sensitive(true);
     Ok(value)
 }

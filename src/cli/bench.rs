@@ -15,35 +15,35 @@ use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
-/// Limit for a case, from the start of its processes: cuDNN's plans may have to be tuned first, and millions of classes be drawn.
+/// Time limit of a case from the start of its processes: cuDNN may have to tune plans first, and millions of classes have to be initialised.
 const LIMIT: Duration = Duration::from_secs(600);
-/// For ranks to meet and, in a step, to answer.
+/// Time limit for ranks to meet, and for answers during a step.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Measure training throughput on synthetic pictures
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// ARCH:IMAGE_SIZE:BATCH_SIZE (per rank on GPUs, over all ranks on CPUs; may be repeated);
-    /// resnet18c has the CIFAR stem [default on CPUs: resnet20:32:64 resnet18c:32:64 resnet50:32:32; on
-    /// GPUs: resnet50:224:256 resnet50:224:32 resnet50:32:32 resnet18c:32:512]
+    /// ARCH:IMAGE_SIZE:BATCH_SIZE (may be repeated); the batch size is per rank on GPUs, and over all ranks on CPUs.
+    /// resnet18c has the CIFAR stem [default on CPUs: resnet20:32:64 resnet18c:32:64 resnet50:32:32; on GPUs:
+    /// resnet50:224:256 resnet50:224:32 resnet50:32:32 resnet18c:32:512]
     #[arg(long = "case", value_name = "CASE")]
     cases: Vec<Case>,
-    /// Where to train; auto: on GPUs if there are any
+    /// Device to train on; auto: GPUs if there are any
     #[arg(long, value_name = "DEVICE", value_parser = device_parser(), default_value = "auto")]
     device: Device,
-    /// Precision on GPUs
+    /// Precision of the convolutions on GPUs
     #[arg(long, value_enum, default_value = "auto")]
     precision: Number,
-    /// Ranks: one process each on GPUs; on CPUs connected over loopback
+    /// Number of ranks: processes on one GPU each, or CPU processes that are connected over loopback
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
-    /// Batch norm: statistics over all ranks (sync), or of each rank (GPUs)
+    /// Batch norm's statistics: over all ranks (true), or of each rank (GPUs only)
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
-    /// Classes of the network (GPUs)
+    /// Number of classes of the network (GPUs only)
     #[arg(long, value_name = "N", default_value_t = bench::CLASSES as u32, value_parser = clap::value_parser!(u32).range(2..=100_000_000))]
     classes: u32,
-    /// Ranks that share a copy of the network, each with some of its classes (GPUs): a divisor of --ranks
+    /// Number of ranks that share a copy of the network, each with some of the classes (GPUs only): a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
     /// Divide optimizer state over the ranks (ZeRO-1, GPUs)
@@ -52,13 +52,13 @@ pub(crate) struct Args {
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
-    /// Threads per rank [default: the cores, divided over the ranks]
+    /// Threads per rank [default: the number of cores divided by the ranks]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     threads: Option<u32>,
-    /// Instead of training: how many of this dataset's pictures a second the threads read, decode, crop at random and flip
+    /// Instead of training, measure how many of this dataset's pictures the threads read, decode, crop at random and flip per second
     #[arg(long, value_name = "PATH", conflicts_with_all = ["cases", "device", "precision", "ranks"])]
     pictures: Option<PathBuf>,
-    /// The side that --pictures are cropped to
+    /// The side to which --pictures are cropped
     #[arg(long, value_name = "PIXELS", default_value_t = 224, requires = "pictures", value_parser = clap::value_parser!(u32).range(1..=1024))]
     image_size: u32,
     /// Print one line of JSON per case
@@ -66,7 +66,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// The kinds of devices that there are, and `auto`.
+/// The kinds of devices, and `auto`.
 fn device_parser() -> impl TypedValueParser<Value = Device> {
     let device = |name: String| Device::named(&name).ok_or("no kind of device");
     PossibleValuesParser::new(DEVICE_NAMES).try_map(device)
@@ -94,7 +94,7 @@ impl Number {
 /// Runs the cases one after the other.
 ///
 /// # Errors
-/// A case that cannot be divided over the ranks or does not fit its network; a device that is not there.
+/// A case cannot be divided over the ranks or does not fit its network, or a device does not exist.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
         return be_a_rank(&args, &member);
@@ -161,7 +161,7 @@ fn defaults(on_devices: bool) -> anyhow::Result<Vec<Case>> {
     names.iter().map(|name| name.parse().map_err(|e: String| wrong(e))).collect()
 }
 
-/// The devices to use, one a rank; none: the ranks share the CPU's cores.
+/// The devices to use, one a rank; empty if ranks share the CPU's cores.
 fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
     let selection = Selection { device: args.device, ..Selection::default() };
     let Devices { slots, hindrance } = registry::offer(selection).map_err(wrong)?;
@@ -201,7 +201,7 @@ fn threads(args: &Args) -> u32 {
     args.threads.unwrap_or((cores / args.ranks).max(1))
 }
 
-/// A process a device.
+/// Runs a process on each device.
 fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
     let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
     let arguments: Vec<OsString> = [

@@ -1,6 +1,6 @@
-//! Opens the dashboard in a browser when `serve` and `demo` start on somebody's terminal. Others of this machine see the arguments of a
-//! process, so a browser is not given the link that signs in, but a file of the data directory that leads there and that this account
-//! alone can read.
+//! Opens the dashboard in a browser when `serve` and `demo` start on a terminal. Other accounts of the machine can see
+//! the arguments of a process. So the browser does not get the sign-in link, but a file in the data directory that
+//! redirects to the link and that only this account can read.
 
 use lockstep_server::Running;
 use std::{
@@ -15,23 +15,23 @@ use tokio::task::JoinHandle;
 
 /// The file in the data directory.
 const FILE: &str = "sign-in.html";
-/// How often to check whether the link was used.
+/// How often to check whether the link has been used.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// What starts a browser.
+/// The program that opens a browser.
 const OPENER: &str = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
 
-/// The file, until its link was used or this is dropped.
+/// The file. It exists until its link has been used or this value is dropped.
 pub(crate) struct Opened {
     path: PathBuf,
     watch: Option<JoinHandle<()>>,
 }
 
 impl Opened {
-    /// Opens the dashboard of a server, unless it is switched off or there is no screen. Errors are only logged: the server works without
-    /// it.
+    /// Opens a server's dashboard, unless opening is switched off or there is no screen. Errors are only logged,
+    /// because the server works without a browser.
     pub(crate) fn of(server: &Running, data_dir: &Path, wanted: bool) -> Self {
-        // A file that a killed server has left. Nobody else uses this folder.
+        // A killed server may have left its file. Nobody else uses this folder.
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
         let mut opened = Self { path, watch: None };
@@ -45,7 +45,7 @@ impl Opened {
     }
 
     fn open(&mut self, server: &Running) -> io::Result<()> {
-        // A link of its own: the printed one is good once, in whichever browser the user opens it.
+        // A second link: the printed link works once, in any browser that the user chooses.
         let link = server.login_link()?;
         write(&self.path, &link)?;
         start(&self.path.canonicalize()?)?;
@@ -69,7 +69,7 @@ impl Drop for Opened {
     }
 }
 
-/// Whether this was started on a terminal of a machine with a screen.
+/// Whether this process has a terminal on a machine with a screen.
 fn has_screen() -> bool {
     let is_set = |name| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     let screen = cfg!(target_os = "macos") || is_set("DISPLAY") || is_set("WAYLAND_DISPLAY");
@@ -85,13 +85,13 @@ fn write(path: &Path, link: &str) -> io::Result<()> {
     File::options().write(true).create_new(true).mode(0o600).open(path)?.write_all(page.as_bytes())
 }
 
-/// Starts the browser in a process group of its own: Ctrl-C ends the server alone.
+/// Starts the browser in a process group of its own, so that Ctrl-C ends only the server.
 fn start(page: &Path) -> io::Result<()> {
     let mut command = Command::new(OPENER);
     command.arg(page).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
     let mut browser =
         command.spawn().map_err(|error| io::Error::new(error.kind(), format!("{OPENER}: {error}")))?;
-    // It may run for as long as the browser does. Nothing waits for this thread.
+    // The process may run as long as the browser. Nothing waits for this thread.
     std::thread::Builder::new().name("browser".into()).spawn(move || match browser.wait() {
         Ok(status) if !status.success() => tracing::info!(%status, "{OPENER} opened no browser"),
         _ => {}

@@ -8,7 +8,7 @@ use std::borrow::Cow;
 #[folder = "assets/fashion-mnist/"]
 struct FashionMnist;
 
-/// What `lockstep demo` trains on and a new server offers.
+/// The dataset of `lockstep demo`, which every server offers.
 pub(super) const PICTURES: Bundled = Bundled { name: "fashion-mnist", files };
 
 fn files() -> Vec<(String, Cow<'static, [u8]>)> {

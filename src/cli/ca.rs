@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Certificates of a server's own authority (CA): make it, show it, issue more, revoke them
+/// Manage the certificate authority (CA) of a server: make it, show it, issue and revoke certificates
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
@@ -19,25 +19,25 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// Make the authority; `serve --tls-own-ca` does so by itself at its first start
+    /// Make the authority; `serve --tls-own-ca` makes it at its first start
     Init(AuthorityArgs),
     /// Print the authority's certificate, which browsers and clients have to trust
     Show(AuthorityArgs),
     /// Issue a certificate for another server or a proxy, or with --agent for an agent: NAME.crt and NAME.key
     Issue {
-        /// DNS names and addresses that it is for, or the agent's name; files have the first's name
+        /// DNS names and addresses for which the certificate is valid, or the agent's name; the first gives the files their name
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
-        /// It is for an agent, which shows with it who it is (`lockstep agent --cert-file --key-file`)
+        /// Issue a certificate that identifies an agent (`lockstep agent --cert-file --key-file`)
         #[arg(long)]
         agent: bool,
-        /// Write NAME.p12 instead, certificate and key in one file (PKCS#12) under a password; for agents
+        /// Write NAME.p12 instead: certificate and key in one file (PKCS#12) with a password; only for agents
         #[arg(long, requires = "agent")]
         pkcs12: bool,
-        /// File whose first line is that password [default: it is asked for]
+        /// File whose first line is that password [default: ask at the terminal]
         #[arg(long, value_name = "FILE", requires = "pkcs12")]
         pkcs12_password_file: Option<PathBuf>,
-        /// Days that it is valid
+        /// Days for which the certificate is valid
         #[arg(long, default_value_t = DAYS, value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_DAYS)))]
         days: u32,
         /// Folder for the two files
@@ -46,7 +46,7 @@ enum Action {
         #[command(flatten)]
         which: AuthorityArgs,
     },
-    /// List what was issued, the oldest first
+    /// List issued certificates, the oldest first
     List {
         /// Print JSON
         #[arg(long)]
@@ -56,7 +56,7 @@ enum Action {
     },
     /// Revoke the certificates of a name, or the one with a serial number; a running server refuses them within seconds
     Revoke {
-        /// As `lockstep ca list` has it
+        /// Name or serial number, as `lockstep ca list` prints it
         #[arg(value_name = "NAME|SERIAL")]
         certificate: String,
         #[command(flatten)]
@@ -66,15 +66,15 @@ enum Action {
 
 #[derive(clap::Args)]
 struct AuthorityArgs {
-    /// The server's data directory, in whose folder `ca` the authority lies
+    /// The server's data directory; the authority is in its folder `ca`
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
 }
 
-/// Does what is asked.
+/// Runs the chosen command.
 ///
 /// # Errors
-/// Exit status 2: there is an authority already, or none, or a name is none.
+/// Exit status 2: the authority exists already or does not exist, or a name is invalid.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     match args.action {
@@ -90,12 +90,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         }
         Action::Issue { names, agent, pkcs12, pkcs12_password_file, days, output, which } => {
             let authority = Authority::open(&which.data_dir).map_err(wrong)?;
-            // A star is part of no file's name that one likes to type.
+            // A `*` in a file name would have to be quoted in a shell.
             let stem = names.first().map(|name| name.replace('*', "_").replace(':', "-")).unwrap_or_default();
             let endings: &[&str] = if pkcs12 { &["p12"] } else { &["crt", "key"] };
             let paths: Vec<_> =
                 endings.iter().map(|ending| output.join(format!("{stem}.{ending}"))).collect();
-            // Checked before anything is issued: a certificate that could not be written would be valid nevertheless.
+            // Checked before anything is issued: a certificate that cannot be written would be valid nevertheless.
             if let Some(path) = paths.iter().find(|path| path.exists()) {
                 return Err(wrong(format!(
                     "{} is there already; move it away, or choose another --output",
@@ -186,7 +186,7 @@ fn list(records: &[Record], json: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// For people, on standard error; the certificate goes to standard output.
+/// Explanation for people, on standard error; the certificate goes to standard output.
 fn about(authority: &Authority) {
     let until = authority.facts().not_after.to_string();
     output::warn(format_args!(
@@ -200,6 +200,6 @@ fn about(authority: &Authority) {
 fn write(path: &Path, mode: u32, content: &[u8]) -> std::io::Result<()> {
     let mut file = File::options().write(true).create_new(true).mode(mode).open(path)?;
     file.write_all(content)?;
-    // Readable for everybody, whatever the umask is.
+    // Everybody can read the file, whatever the umask is.
     fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode))
 }

@@ -1,4 +1,4 @@
-//! Which checkpoint of which job a command is about.
+//! Which checkpoint of which job a command uses.
 
 use super::{
     api::{Api, list},
@@ -8,17 +8,17 @@ use lockstep_protocol::{Job, agent::CheckpointInfo};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Which weights of a checkpoint.
+/// Which of a checkpoint's weights a command uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Weights {
-    /// Those that training continues from
+    /// The weights from which training continues
     Model,
-    /// Their running average, of a job with train.ema_decay
+    /// The moving average of the weights, for a job with train.ema_decay
     Ema,
 }
 
 impl Weights {
-    /// The file of a checkpoint that programs load.
+    /// The checkpoint's file with these weights.
     pub(crate) fn file(self) -> &'static str {
         match self {
             Weights::Model => "model.safetensors",
@@ -35,7 +35,7 @@ pub(crate) struct CheckpointArgs {
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best")]
     checkpoint: String,
-    /// Which of the checkpoint's weights
+    /// Which of the checkpoint's weights to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     pub(crate) weights: Weights,
 }
@@ -61,13 +61,13 @@ pub(crate) struct Listed {
 }
 
 impl Listed {
-    /// As every command prints it: epoch and step.
+    /// Epoch and step, as every command prints them.
     pub(crate) fn name(&self) -> String {
         format!("{}-{}", self.info.epoch, self.info.step)
     }
 }
 
-/// The step that `54` or `2-54` names, and the epoch if it is given.
+/// Parses `54` or `2-54`: the step, and the epoch if it is given.
 fn parse(name: &str) -> Option<(Option<u32>, u64)> {
     match name.split_once('-') {
         Some((epoch, step)) => Some((Some(epoch.parse().ok()?), step.parse().ok()?)),
@@ -75,7 +75,7 @@ fn parse(name: &str) -> Option<(Option<u32>, u64)> {
     }
 }
 
-/// The checkpoint of `job` that is called `wanted`: best, latest, a step, epoch and step as they are printed, or its id.
+/// The checkpoint of `job` that `wanted` names: best, latest, a step, epoch and step in the printed form, or an id.
 ///
 /// # Errors
 /// Exit status 2 when there is no such checkpoint.
@@ -101,7 +101,7 @@ pub(crate) async fn choose(api: &Api, job: &Job, wanted: &str) -> anyhow::Result
         0 => wrong(format!("{} has no checkpoint yet", job.id)),
         _ => {
             let names: Vec<_> = all.iter().map(Listed::name).collect();
-            wrong(format!("{} has no checkpoint {wanted}; there are {}", job.id, names.join(", ")))
+            wrong(format!("{} has no checkpoint {wanted}; it has {}", job.id, names.join(", ")))
         }
     })
 }

@@ -13,7 +13,7 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// Prints them.
+/// Prints the checkpoints.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job.

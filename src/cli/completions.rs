@@ -1,4 +1,4 @@
-//! `lockstep completions`: what a shell needs to complete commands and options.
+//! `lockstep completions`: shell completions of commands and options.
 
 use super::output;
 use clap::{Command, ValueEnum};
@@ -6,16 +6,16 @@ use clap_complete::{Generator as _, Shell};
 
 /// Print completions for a shell
 ///
-/// For bash: `lockstep completions bash > ~/.local/share/bash-completion/completions/lockstep`. For zsh: write it as `_lockstep` into a
-/// folder of `$fpath`. For fish: `lockstep completions fish > ~/.config/fish/completions/lockstep.fish`.
+/// For bash: `lockstep completions bash > ~/.local/share/bash-completion/completions/lockstep`. For zsh: write the output as
+/// `_lockstep` into a folder of `$fpath`. For fish: `lockstep completions fish > ~/.config/fish/completions/lockstep.fish`.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Which shell
+    /// The shell to print completions for
     #[arg(value_enum)]
     shell: ShellName,
 }
 
-/// The shells that completions are made for.
+/// Supported shells.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum ShellName {
     Bash,
@@ -23,7 +23,7 @@ enum ShellName {
     Fish,
 }
 
-/// Prints them.
+/// Prints the completions.
 ///
 /// # Errors
 /// When standard output is closed or full.

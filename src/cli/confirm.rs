@@ -1,4 +1,4 @@
-//! A question before something is lost. Where nobody can be asked, the command line has to say yes.
+//! Asks for confirmation before something is lost. Without a terminal, the command line has to contain `--yes`.
 
 use super::{output, wrong};
 use std::{
@@ -6,24 +6,24 @@ use std::{
     io::{self, BufRead, IsTerminal as _},
 };
 
-/// Continues when `yes` is given or a person says yes to `question`.
+/// Continues if `yes` is given or a person answers `question` with yes.
 ///
 /// # Errors
-/// Exit status 2: the answer is another (`kept` says what stays as it is), or nobody can be asked, and then with what to add.
+/// Exit status 2: the answer is not yes (`kept` names what stays unchanged), or there is no terminal; then the error names `--yes`.
 pub(crate) fn confirmed(yes: bool, question: impl Display, kept: impl Display) -> anyhow::Result<()> {
     if yes {
         return Ok(());
     }
     if !(io::stdin().is_terminal() && io::stderr().is_terminal()) {
         return Err(wrong(format!(
-            "{kept} stays as it is: nobody can be asked, as this is no terminal; add --yes to do it"
+            "{kept} stays as it is: there is no terminal to ask for confirmation; add --yes to do it"
         )));
     }
     output::warn(format_args!("{question} [y/N]"));
     if says_yes(&mut io::stdin().lock())? { Ok(()) } else { Err(wrong(format!("{kept} stays as it is"))) }
 }
 
-/// Whether a person says yes; an empty answer and no answer are none.
+/// Whether a person says yes; an empty or missing answer counts as no.
 fn says_yes(answers: &mut impl BufRead) -> io::Result<bool> {
     let mut answer = String::new();
     answers.read_line(&mut answer)?;

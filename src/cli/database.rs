@@ -1,4 +1,4 @@
-//! `lockstep migrate`, `backup` and `restore`: operations on a database outside of the server.
+//! `lockstep migrate`, `backup` and `restore`: operations on a database without its server.
 
 use super::{block_on, file, output, wrong};
 use lockstep_protocol::numbers::plural;
@@ -46,14 +46,14 @@ pub(crate) struct MigrateArgs {
 
 /// Back up a database into one file; the server may be running
 ///
-/// Checkpoints are not in it: they are folders below the data directory's `jobs` that never change once written. Copy them
-/// with any tool, at any time.
+/// Checkpoints are not included: they are folders below the data directory's `jobs` that never change once written.
+/// Copy them with any tool, at any time.
 #[derive(clap::Args)]
 pub(crate) struct BackupArgs {
-    /// Where to write it
+    /// File for the backup
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
-    /// Replace the file if it is there
+    /// Replace an existing file
     #[arg(long)]
     force: bool,
     #[command(flatten)]
@@ -63,16 +63,16 @@ pub(crate) struct BackupArgs {
 /// Restore a backup into a new, empty database, SQLite or Postgres
 #[derive(clap::Args)]
 pub(crate) struct RestoreArgs {
-    /// What `lockstep backup` wrote
+    /// A file that `lockstep backup` wrote
     file: PathBuf,
     #[command(flatten)]
     which: DatabaseArgs,
 }
 
-/// Opens the database, which migrates it, and closes it.
+/// Opens the database, which applies migrations, and closes it.
 ///
 /// # Errors
-/// Exit status 2 when it cannot be opened or a server has it.
+/// Exit status 2 when the database cannot be opened or a server uses it.
 pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
@@ -89,7 +89,7 @@ pub(crate) fn migrate(args: MigrateArgs) -> anyhow::Result<()> {
 /// Writes a backup.
 ///
 /// # Errors
-/// Exit status 2 when there is no such database, 1 when it cannot be read or the file not be written.
+/// Exit status 2 when there is no such database, 1 when the database cannot be read or the file cannot be written.
 pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
@@ -102,7 +102,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
             "{path} is the database {database} itself, or a file of it; name another file"
         )));
     }
-    // An older backup may be the only one of what was deleted since.
+    // An existing backup may be the only copy of rows that have been deleted since.
     if !args.force && args.output.symlink_metadata().is_ok() {
         return Err(wrong(format!(
             "{} is there already: name another file, or replace it with --force",
@@ -116,7 +116,7 @@ pub(crate) fn back_up(args: BackupArgs) -> anyhow::Result<()> {
 /// Reads a backup into an empty database.
 ///
 /// # Errors
-/// Exit status 2 when the file or the database is not as it must be, 1 when writing fails; then nothing was changed.
+/// Exit status 2 when the file is no backup or the database is not empty, 1 when writing fails; nothing is changed then.
 pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
     let location = args.which.location()?;
@@ -125,7 +125,7 @@ pub(crate) fn bring_back(args: RestoreArgs) -> anyhow::Result<()> {
     report("restored", &location, &args.file, &done, args.which.json)
 }
 
-/// Whether a path is an SQLite database's file or one of those that SQLite keeps next to it, under whatever name.
+/// Whether a path is the file of an SQLite database, or one of the files that SQLite keeps next to it, under any name.
 fn is_of(database: &Path, path: &Path) -> bool {
     ["", "-wal", "-shm", "-journal", ".lock"].iter().any(|suffix| {
         let mut part = database.as_os_str().to_owned();

@@ -38,19 +38,19 @@ pub(crate) struct Args {
 enum Action {
     /// Register the files under PATH as NAME; the format is detected
     Add {
-        /// The name that jobs give
+        /// Name of the dataset in job files
         name: String,
         /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
-        /// First write a copy to train from faster, as `dataset prepare` does, and register that: larger pictures are
-        /// resized to a short side of so many pixels
+        /// First write a copy that is faster to train from, as `dataset prepare` does, and register the copy. Larger
+        /// pictures are resized to a short side of this many pixels
         #[arg(long, value_name = "SIDE", value_parser = prepare::side())]
         prepare: Option<u32>,
-        /// The folder that the copy is written to; when absent, PATH-SIDE next to a folder PATH
+        /// Folder for the copy [default: PATH-SIDE, next to the folder PATH]
         #[arg(long, value_name = "DIR", requires = "prepare")]
         to: Option<PathBuf>,
-        /// Only you and admins see it
+        /// Only you and admins see the dataset
         #[arg(long)]
         private: bool,
         #[command(flatten)]
@@ -60,26 +60,26 @@ enum Action {
     },
     /// Download a public dataset, check it and register it
     Get(get::Args),
-    /// Write a copy to train from faster: shards of small pictures (no server needed; register it with `dataset add`)
+    /// Write a copy that is faster to train from: shards of small pictures (no server needed; register the copy with `dataset add`)
     Prepare(prepare::Args),
     /// List the registered datasets
     List {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Show what a dataset contains: a registered name, or a path on this machine (no server needed)
+    /// Show what a dataset contains, by its registered name or its path on this machine (no server needed for a path)
     Inspect {
-        /// A name or a path
+        /// A registered name, or a path
         #[arg(value_name = "NAME-or-PATH")]
         dataset: String,
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a dataset's registration; its files stay
+    /// Remove a dataset's registration; the files stay
     Remove {
-        /// A name
+        /// Name of the dataset
         name: String,
-        /// Do not ask for confirmation; needed where there is no terminal
+        /// Do not ask for confirmation; required without a terminal
         #[arg(long, short)]
         yes: bool,
         #[command(flatten)]
@@ -90,7 +90,7 @@ enum Action {
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when the files are no dataset, there is none of the name, or jobs need it, with what is wrong.
+/// Exit status 2 when the files are no dataset, no dataset has the name, or jobs need the dataset.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Add { name, path, prepare, to, pictures, server, private } => {
@@ -131,7 +131,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Writes the copy that is registered as `name`, and says where it is.
+/// Writes the copy that is registered as `name`, and returns its path.
 fn prepared(
     api: &Api,
     name: &str,
@@ -140,15 +140,18 @@ fn prepared(
     to: Option<PathBuf>,
     quiet: bool,
 ) -> anyhow::Result<PathBuf> {
-    // A copy takes hours: what registering would say then is said now.
+    // A copy takes hours, so an error of the registration is reported before it.
     if let Some(taken) = block_on(find(api, name))? {
         return Err(wrong(format!(
-            "a dataset is already called {name} ({}); choose another name, or remove that one first",
+            "a dataset is already called {name} ({}); choose another name, or remove that dataset first",
             taken.path
         )));
     }
     let to = to.or_else(|| prepare::default_target(path, settings.short_side)).ok_or_else(|| {
-        wrong(format!("{}: is not a folder to put a copy next to; say where with --to DIR", path.display()))
+        wrong(format!(
+            "{}: is not a folder, so the copy has no default place; name a folder with --to DIR",
+            path.display()
+        ))
     })?;
     let made = prepare::copy(path, &to, settings)?;
     if !quiet {
@@ -157,23 +160,23 @@ fn prepared(
     Ok(lockstep_data::canonical(&to)?)
 }
 
-/// The dataset that is registered under a name.
+/// The dataset with this registered name.
 async fn find(api: &Api, name: &str) -> anyhow::Result<Option<Dataset>> {
     let all = api.all("/datasets", "datasets", &[], None).await?;
     Ok(list::<Dataset>(&Value::Array(all), "datasets")?.into_iter().find(|d| d.name == name))
 }
 
 fn unknown(name: &str) -> anyhow::Error {
-    wrong(format!("no dataset is called {name}; `lockstep dataset list` shows those there are"))
+    wrong(format!("no dataset is called {name}; `lockstep dataset list` shows all datasets"))
 }
 
 fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
-        // Names that are registered have nothing that means something in a URL.
+        // Registered names have no characters with a meaning in URLs.
         let Dataset { path, .. } = find(&api, name).await?.ok_or_else(|| unknown(name))?;
         let question = format!(
-            "Remove {name}? Its files stay at {path}; jobs that trained on it are neither evaluated nor run again until a dataset is \
+            "Remove {name}? Its files stay at {path}. Jobs that trained on it can neither be evaluated nor run again until a dataset is \
              registered under this name."
         );
         confirmed(yes, question, format_args!("dataset {name}"))?;
@@ -185,10 +188,10 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Registers `path` as `name`, unless it is registered so already.
+/// Registers `path` as `name`, unless it is already registered so.
 ///
 /// # Errors
-/// Exit status 2 when the name is another dataset's.
+/// Exit status 2 when another dataset has the name.
 pub(super) async fn register_as(
     api: &Api,
     name: &str,
@@ -206,13 +209,13 @@ pub(super) async fn register_as(
     }
 }
 
-/// The registered dataset that lies at `path`.
+/// The registered dataset with this path.
 pub(super) async fn at(api: &Api, path: &Path) -> anyhow::Result<Option<Dataset>> {
     let answer: Value = api.get("/datasets").await?;
     Ok(list::<Dataset>(&answer, "datasets")?.into_iter().find(|d| Path::new(&d.path) == path))
 }
 
-/// Polls until the inspection of the files is done, which takes minutes when there are many.
+/// Polls until the server has inspected the files, which takes minutes for many files.
 async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
     let bar = inspection_bar();
     loop {
@@ -227,7 +230,7 @@ async fn register(api: &Api, new: &Value) -> anyhow::Result<Dataset> {
     }
 }
 
-/// Hidden where standard error is no terminal.
+/// A progress bar, hidden if standard error is not a terminal.
 fn inspection_bar() -> ProgressBar {
     let style = ProgressStyle::with_template("inspecting {pos} of {len} [{bar:30}] {eta} left");
     ProgressBar::new(0).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
@@ -240,16 +243,16 @@ fn show(bar: &ProgressBar, inspected: Option<(u64, u64)>) {
     }
 }
 
-/// Inspects files on this machine, and shows how far it is.
+/// Inspects files on this machine and shows the progress.
 pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
-    // The index is found by this name.
+    // The index is looked up by the canonical path.
     let path = lockstep_data::canonical(path).unwrap_or_else(|_| path.to_owned());
     let bar = inspection_bar();
     let (done, is_done) = mpsc::channel::<()>();
     thread::scope(|scope| {
         let (bar, path) = (&bar, &path);
         scope.spawn(move || {
-            // Until the other side is dropped.
+            // Ends when the sender is dropped.
             while is_done.recv_timeout(SHOW_EVERY) == Err(RecvTimeoutError::Timeout) {
                 let progress = lockstep_data::index_progress(path);
                 show(bar, progress.map(|progress| (progress.done, progress.total)));
@@ -262,7 +265,7 @@ pub(super) fn inspect_files(path: &Path) -> anyhow::Result<DatasetInfo> {
     })
 }
 
-/// Whether it is a path, a pattern of shards also: names of datasets have no braces.
+/// Whether the argument is a path or a pattern of shards. Names of datasets have no braces.
 fn is_path(name: &str) -> bool {
     name.contains(std::path::is_separator) || lockstep_data::canonical(Path::new(name)).is_ok()
 }
@@ -293,7 +296,7 @@ fn inspect(name: &str, server: &ServerArgs) -> anyhow::Result<()> {
     broken_files(&info)
 }
 
-/// What is left out, each with the reason.
+/// Prints the files that are left out, each with the reason.
 fn broken_files(info: &DatasetInfo) -> anyhow::Result<()> {
     if let Some(note) = info.unlabelled_note() {
         output::line(note)?;

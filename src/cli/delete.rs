@@ -1,7 +1,7 @@
-//! `lockstep delete`: a job and all that belongs to it.
+//! `lockstep delete`: deletes a job and everything that belongs to it.
 //!
-//! It asks first, as nothing brings back a checkpoint; where nobody can be asked, it takes `--yes`. `cancel` asks nobody: a cancelled
-//! job continues with `retry`.
+//! The command asks for confirmation, because a deleted checkpoint is lost; without a terminal it needs `--yes`.
+//! `cancel` does not ask: `retry` continues a cancelled job.
 
 use super::{api::ServerArgs, block_on, confirm::confirmed, output};
 use reqwest::Method;
@@ -9,19 +9,19 @@ use reqwest::Method;
 /// Delete a job with its history, logs and checkpoints
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Its id, the start of its id, or its name
+    /// The job's id, the start of its id, or its name
     job: String,
-    /// Do not ask for confirmation; needed where there is no terminal
+    /// Do not ask for confirmation; required without a terminal
     #[arg(long, short)]
     yes: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Asks a person, then the server.
+/// Asks for confirmation, then sends the request.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job, it still runs, or nobody has said yes.
+/// Exit status 2 when there is no such job, it still runs, or the deletion is not confirmed.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {

@@ -22,7 +22,7 @@ use std::{
 };
 
 const DATASET: &str = PICTURES.name;
-/// How long the local agent may take to join.
+/// Time limit for the local agent to join.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Train a ResNet on bundled pictures, and watch it in the browser
@@ -34,15 +34,15 @@ pub(crate) struct Args {
     /// Exit when the job ends, with status 0 if it succeeded
     #[arg(long)]
     exit_when_done: bool,
-    /// Do not open the dashboard in a browser [default: on a terminal with a screen it is opened, signed in]
+    /// Do not open the dashboard in a browser [default: on a terminal with a screen, open it signed in]
     #[arg(long)]
     no_open: bool,
-    /// Data directory [default: lockstep-demo, or the next free of lockstep-demo-2 ...]
+    /// Data directory [default: lockstep-demo, or the first unused of lockstep-demo-2, lockstep-demo-3, ...]
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
 }
 
-/// Serves on a free port, submits the job and shows its progress.
+/// Serves on a free port, submits the job and shows the job's progress.
 ///
 /// # Errors
 /// The job did not succeed, or the server could not start.
@@ -53,7 +53,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let result = runtime.block_on(async {
         let mut signals = StopSignals::listen()?;
         let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
-        // Signs the browser in, once; `lockstep login-link` prints another.
+        // The link signs one browser in, once; `lockstep login-link` prints another.
         output::line(format_args!("dashboard: {}", server.login_link()?))?;
         let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
         let shown = tokio::select! {
@@ -72,7 +72,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     result
 }
 
-/// Everything after the server is up; what it returns is how the demo ends.
+/// Everything after the server is up. The result is how the demo ends.
 async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Result<()> {
     let api = Api::at(&server.url(), None, Some(server.token()?))?;
     let dataset = unpack(data_dir)?;
@@ -103,7 +103,7 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     }
 }
 
-/// Serves from `data_dir`, or from the first demo folder here that no other demo uses.
+/// Serves from `data_dir`, or from the first demo folder in the working directory that no other demo uses.
 async fn start(data_dir: Option<&Path>) -> anyhow::Result<(Server, PathBuf)> {
     let candidates: Vec<PathBuf> = match data_dir {
         Some(dir) => vec![dir.to_owned()],
@@ -124,7 +124,7 @@ async fn start(data_dir: Option<&Path>) -> anyhow::Result<(Server, PathBuf)> {
     Err(wrong("every demo folder is in use; name another with --data-dir"))
 }
 
-/// Writes the bundled pictures where the agent finds them; what is there and right stays.
+/// Writes the bundled pictures to a place where the agent finds them; correct files are not written again.
 fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
     let dir = data_dir.join("datasets").join(DATASET);
     fs::create_dir_all(&dir).with_context(|| dir.display().to_string())?;
@@ -138,7 +138,7 @@ fn unpack(data_dir: &Path) -> anyhow::Result<PathBuf> {
     Ok(dir.canonicalize()?)
 }
 
-/// An earlier demo here may have been ended in the middle; its job would take this one's slots.
+/// Cancels jobs of an earlier, interrupted demo in this folder: they would take the slots of this demo's job.
 async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
     for job in api.jobs().await? {
         if !job.state.is_final() {
@@ -148,7 +148,7 @@ async fn cancel_leftovers(api: &Api) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Registers the pictures, once the agent (which inspects them) has joined.
+/// Registers the pictures once the agent, which inspects them, has joined.
 async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()> {
     let began = Instant::now();
     loop {
@@ -162,7 +162,7 @@ async fn register(api: &Api, path: &Path, data_dir: &Path) -> anyhow::Result<()>
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    // From an earlier demo on the same folder.
+    // An earlier demo in the same folder may have registered them.
     let known: Value = api.get("/datasets").await?;
     if super::api::list::<Value>(&known, "datasets")?.iter().any(|d| d["name"] == DATASET) {
         return Ok(());
@@ -179,7 +179,7 @@ fn specification(ranks: u32) -> Value {
         "data": { "dataset": DATASET, "validation": "test", "crop_padding": 2, "horizontal_flip": true },
         "train": {
             "epochs": 6,
-            // As near to 64 as the ranks can share equally.
+            // As close to 64 as the ranks can share equally.
             "global_batch_size": ranks * (64 / ranks).max(1),
             "optimizer": "nesterov",
             "lr": 0.1,

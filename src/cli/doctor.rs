@@ -1,4 +1,4 @@
-//! `lockstep doctor`: what this machine has, and a real all-gather over rank processes.
+//! `lockstep doctor`: examines this machine, and runs a real all-gather over rank processes.
 
 mod assessment;
 mod examined;
@@ -22,30 +22,30 @@ use std::{path::PathBuf, time::Duration};
 /// Check this machine: GPUs, libraries, memory, disk, and communication between ranks
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Ranks of the all-gather, one process each: on GPUs if there are as many [default: all GPUs, or 2
-    /// on the CPU]
+    /// Number of ranks in the all-gather, one process each: on GPUs if there are enough [default: all GPUs, or 2 on the
+    /// CPU]
     #[arg(long, value_name = "N")]
     ranks: Option<u32>,
     /// The data directory whose disk is checked
     #[arg(long, value_name = "DIR", default_value = ".")]
     data_dir: PathBuf,
-    /// A certificate to check as well: of `serve --tls-cert`, `serve --agent-ca` or `agent --cert-file`. May be given several times.
-    /// That of `--tls-own-ca` is found in the data directory
+    /// A certificate to check (may be repeated): of `serve --tls-cert`, `serve --agent-ca` or `agent --cert-file`. The
+    /// certificate of `--tls-own-ca` is found in the data directory
     #[arg(long, value_name = "FILE")]
     tls_cert: Vec<PathBuf>,
     /// Print only the environment variables of GPU ranks, for a shell to evaluate
     #[arg(long)]
     environment: bool,
-    /// Only look: open nothing on GPUs, which jobs may be using, and start no ranks
+    /// Only read information: open nothing on GPUs, which jobs may be using, and start no ranks
     #[arg(long, conflicts_with = "ranks")]
     quick: bool,
-    /// Examine several machines and the ways between them instead, over SSH: node1,node2,node3. Each needs lockstep
+    /// Instead, examine several machines and the network between them over SSH: node1,node2,node3. Each needs lockstep
     #[arg(long, value_name = "HOST,...", conflicts_with_all = ["ranks", "tls_cert", "environment", "quick"])]
     hosts: Option<String>,
-    /// The same for the machines of a hostfile, as `lockstep launch` reads it
+    /// The same for the machines in a hostfile, in the format of `lockstep launch`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hosts", "ranks", "tls_cert", "environment", "quick"])]
     hostfile: Option<PathBuf>,
-    /// The program on these machines: a path, or a name on the PATH there
+    /// The lockstep program on these machines: a path, or a name on the PATH there
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
     /// What --hosts starts on each machine
@@ -59,7 +59,7 @@ pub(crate) struct Args {
     options: Vec<String>,
 }
 
-/// For the all-gather: NCCL's first start on a large machine takes a while.
+/// Time limit of the all-gather: NCCL's first start on a large machine takes a while.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 #[derive(Serialize)]
@@ -68,10 +68,10 @@ struct Report {
     all_gather: Option<Gathered>,
 }
 
-/// Looks, gathers, and prints what to do.
+/// Examines the machine, runs the all-gather, and prints findings with advice.
 ///
 /// # Errors
-/// Exit status 1 when something would keep a job from training.
+/// Exit status 1 when a finding would keep jobs from training.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
@@ -92,7 +92,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         });
     }
     if !args.options.is_empty() {
-        return Err(wrong("what is after -- goes to ssh: give --hosts or --hostfile as well"));
+        return Err(wrong("options after -- are for ssh: give --hosts or --hostfile as well"));
     }
     if args.environment {
         for (name, value) in Libraries::find().environment(&links_dir()?)? {
@@ -139,7 +139,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             }
             if let Some(why) = &gathered.no_peer_memory {
                 output::line(format_args!("note     peer memory not shared: {why}"))?;
-                let advice = "short all-reduces (sync_batch_norm) go by NCCL: slower";
+                let advice = "short all-reduces (sync_batch_norm) use NCCL, which is slower";
                 output::line(format_args!("{:<8} {:<11} -> {advice}", "", ""))?;
             } else if gathered.device == "GPU" {
                 output::line("ok       peer memory shared between ranks")?;
@@ -153,9 +153,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// Starts ranks that gather; what kept them from it is added to the findings.
+/// Starts ranks that run the all-gather; adds to the findings if they fail.
 fn meet(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
-    // What keeps ranks from using GPUs is among the findings.
+    // The findings already say why ranks cannot use GPUs.
     let mut gpus = devices::usable(None).map(|usable| usable.gpus).unwrap_or_default();
     let ranks = args.ranks.unwrap_or(gpus.len().max(2) as u32);
     if ranks as usize > gpus.len() || ranks < 2 {
@@ -166,11 +166,11 @@ fn meet(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
         Err(error) => {
             let cores = std::thread::available_parallelism().map_or(1, usize::from);
             let advice = if gpus.is_empty() && ranks as usize > 2 * cores {
-                format!("{ranks} ranks are many for {cores} cores; try --ranks {cores}.")
+                format!("{ranks} ranks may be too many for {cores} cores; try --ranks {cores}.")
             } else if gpus.is_empty() {
-                "Ranks of this machine cannot work together; see loopback above.".into()
+                "Ranks on this machine cannot communicate; see loopback above.".into()
             } else {
-                "GPUs of this machine cannot work together. NCCL_DEBUG=INFO lockstep doctor says more; \
+                "GPUs of this machine cannot communicate. NCCL_DEBUG=INFO lockstep doctor prints details; \
                  see links and /dev/shm above."
                     .into()
             };
@@ -185,7 +185,7 @@ fn meet(args: &Args, findings: &mut Vec<Finding>) -> Option<Gathered> {
     }
 }
 
-/// What there is of the server's TLS.
+/// Checks the certificates of the server's TLS.
 fn certificates(args: &Args) -> Vec<Finding> {
     let own = ca::folder(&args.data_dir);
     let files = [own.join("ca.crt"), own.join("server.pem")].into_iter().filter(|path| path.exists());
@@ -198,7 +198,11 @@ fn certificates(args: &Args) -> Vec<Finding> {
                 match ends_soon("it", &facts, jiff::Timestamp::now()) {
                     None => (Grade::Ok, found, None),
                     Some(_) if left == 0 => (Grade::Problem, found, Some("Renew it.".to_owned())),
-                    Some(_) => (Grade::Note, found, Some("Renew it. Its own the server renews.".to_owned())),
+                    Some(_) => (
+                        Grade::Note,
+                        found,
+                        Some("Renew it. The server renews only certificates that it made.".to_owned()),
+                    ),
                 }
             }
             Err(error) => (Grade::Problem, error, None),
@@ -208,9 +212,9 @@ fn certificates(args: &Args) -> Vec<Finding> {
     files.chain(args.tls_cert.clone()).map(finding).collect()
 }
 
-/// Starts the ranks and gives what rank 0 found.
+/// Starts the ranks and returns what rank 0 found.
 fn all_gather(world_size: u32, gpus: &[Gpu]) -> Result<Gathered, String> {
     let members = local_group::members(world_size, gpus).map_err(|e| e.to_string())?;
     let printed = local_group::run(&["doctor".into()], &members, PATIENCE)?;
-    serde_json::from_slice(&printed).map_err(|e| format!("rank 0 said something else: {e}"))
+    serde_json::from_slice(&printed).map_err(|e| format!("rank 0 printed an unexpected result: {e}"))
 }

@@ -23,17 +23,17 @@ use std::{
 pub(crate) struct Args {
     #[command(flatten)]
     which: CheckpointArgs,
-    /// Where to write it
+    /// File for the weights
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Downloads, checks the checksum, and only then gives the file its name.
+/// Downloads, compares the checksum, and only then gives the file its name.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job or checkpoint, 1 when what came is damaged.
+/// Exit status 2 when there is no such job or checkpoint, 1 when the download is damaged.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
     let api = args.server.api()?;
@@ -78,7 +78,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         let accuracy = chosen
             .info
             .accuracy_in_words()
-            // It was measured with the model's own weights.
+            // The accuracy was measured with the model's own weights.
             .filter(|_| args.which.weights == Weights::Model)
             .map(|accuracy| format!(", validation accuracy {accuracy}"))
             .unwrap_or_default();
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Writes a temporary file next to its place first: a broken download leaves nothing under its name.
+/// Writes a temporary file next to `place` first, so a broken download leaves nothing under that name.
 async fn fetch(api: &Api, path: &str, expected: &str, place: &Path) -> anyhow::Result<u64> {
     let mut partial = place.as_os_str().to_owned();
     partial.push(".part");
@@ -110,7 +110,7 @@ async fn fetch(api: &Api, path: &str, expected: &str, place: &Path) -> anyhow::R
         }
         let found = hex::encode(hash.finalize());
         if !found.eq_ignore_ascii_case(expected) {
-            bail!("what came is damaged: its sha256 is {found}, the checkpoint's is {expected}");
+            bail!("the download is damaged: its sha256 is {found}, but the checkpoint's is {expected}; try again");
         }
         file.sync_all()?;
         fs::rename(&partial, place).with_context(|| place.display().to_string())?;
@@ -118,7 +118,7 @@ async fn fetch(api: &Api, path: &str, expected: &str, place: &Path) -> anyhow::R
     }
     .await;
     if result.is_err() {
-        // It says what went wrong; a left-over part is no reason for another error.
+        // The first error is the one to report, not a failure to remove the partial file.
         let _ = fs::remove_file(&partial);
     }
     result

@@ -1,4 +1,4 @@
-//! `lockstep evaluate`: a checkpoint on validation pictures.
+//! `lockstep evaluate`: evaluates a checkpoint on validation pictures.
 
 use super::{
     api::{Api, ServerArgs},
@@ -16,9 +16,9 @@ use serde::Serialize;
 use serde_json::Value;
 use std::time::Duration;
 
-/// The server waits for an answer itself; where it answers sooner, nobody is to be asked without a pause.
+/// The server itself waits before it answers. This pause limits the requests if it answers sooner.
 const PAUSE: Duration = Duration::from_millis(500);
-/// Pairs of classes that are named: who is taken for whom most often.
+/// Number of pairs of classes to print: the most frequent confusions.
 const PAIRS: usize = 5;
 
 /// Evaluate a job's checkpoint on validation pictures: accuracy, loss and each class
@@ -26,28 +26,28 @@ const PAIRS: usize = 5;
 pub(crate) struct Args {
     #[command(flatten)]
     which: CheckpointArgs,
-    /// Another registered dataset of the same classes; the job's own when absent
+    /// Another registered dataset with the same classes [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// What was measured, and of which checkpoint.
+/// An evaluation, and the checkpoint that was evaluated.
 #[derive(Serialize)]
 struct Evaluated {
     /// The job's id.
     job: String,
-    /// Epoch and step.
+    /// Epoch and step of the checkpoint.
     checkpoint: String,
     #[serde(flatten)]
     found: Value,
 }
 
-/// Asks until the server has it; the first time an agent computes it, on CPU cores.
+/// Asks until the server has the result. The first time, an agent computes it on CPU cores.
 ///
 /// # Errors
-/// Exit status 2 when there is no such job, checkpoint or dataset, or it does not fit.
+/// Exit status 2 when there is no such job, checkpoint or dataset, or the dataset does not fit the checkpoint.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
@@ -68,7 +68,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Says on a terminal where it waits.
+/// Waits, and shows on a terminal what for.
 async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
     let bar = ProgressBar::new_spinner();
     bar.set_style(
@@ -114,7 +114,7 @@ fn print(checkpoint: &str, found: &ModelEvaluation) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// How many pictures of which class were taken for which other one, the most first.
+/// The numbers of pictures of one class that were taken for another class, the largest first.
 fn confused(found: &ModelEvaluation) -> Vec<(u64, usize, usize)> {
     let row = |(of, row): (usize, &Vec<u64>)| {
         row.iter().enumerate().map(move |(taken_for, count)| (*count, of, taken_for)).collect::<Vec<_>>()

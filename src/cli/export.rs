@@ -1,4 +1,4 @@
-//! `lockstep export`: a checkpoint's weights in one file.
+//! `lockstep export`: writes a checkpoint's weights into one file.
 
 use super::{checkpoint_choice::Weights, file, output, wrong};
 use anyhow::Context;
@@ -14,31 +14,31 @@ pub(crate) struct Args {
     /// The checkpoint's folder, such as lockstep-run/checkpoints/2-54
     #[arg(value_name = "FOLDER")]
     checkpoint: PathBuf,
-    /// Which of the checkpoint's weights
+    /// Which of the checkpoint's weights to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
     weights: Weights,
-    /// Where to write it
+    /// File for the weights
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
 }
 
-/// Checks the checkpoint's files, and joins them.
+/// Checks the checkpoint's files and joins them.
 ///
 /// # Errors
-/// Exit status 2 when there is no such checkpoint, or it is damaged.
+/// Exit status 2 when there is no such checkpoint or the checkpoint is damaged.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     file::check_output(&args.output)?;
     let ManifestFile { size_bytes, sha256 } = join(&args.checkpoint, args.weights, &args.output)?;
     output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", args.output.display()))
 }
 
-/// Joins the weights of the checkpoint in `folder`. They are written next to `place` first: a broken copy leaves nothing under its name.
+/// Joins the weights of the checkpoint in `folder`. The result is written next to `place` first, so a broken copy leaves nothing under that name.
 ///
 /// # Errors
 /// As [`run`].
 pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Result<ManifestFile> {
     if !folder.is_dir() {
-        return Err(wrong(format!("{}: no folder of a checkpoint", folder.display())));
+        return Err(wrong(format!("{}: is not the folder of a checkpoint", folder.display())));
     }
     let from = match weights {
         Weights::Model => folder.to_owned(),
@@ -52,7 +52,7 @@ pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Res
     let mut partial = place.as_os_str().to_owned();
     partial.push(".part");
     let partial = PathBuf::from(partial);
-    // Of an earlier run.
+    // An earlier run may have left its partial file.
     let _ = fs::remove_file(&partial);
     let written = checkpoint::join(&files, &partial).map_err(wrong).and_then(|written| {
         fs::rename(&partial, place).with_context(|| place.display().to_string())?;

@@ -1,5 +1,5 @@
-//! Files named on the command line. Opening a named pipe blocks until somebody writes into it, and a device may never end: only
-//! regular files are read, and pipes that the caller's shell has connected to this process.
+//! Files named on the command line. Opening a named pipe blocks until somebody writes into it, and a device may never
+//! end. So only regular files are read, and pipes that the caller's shell has connected to this process.
 
 use super::wrong;
 use lockstep_host::files;
@@ -10,14 +10,14 @@ use std::{
     path::Path,
 };
 
-/// Where a process finds what it was started with: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
+/// Paths of files that this process was started with: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
 const OWN: [&str; 3] = ["/dev/stdin", "/dev/fd/", "/proc/self/fd/"];
 
-/// All of a file, or of a pipe that the shell has connected.
+/// Reads all of a file, or of a pipe that the shell has connected.
 ///
 /// # Errors
-/// What is wrong with it, to stand after its name: it is no regular file, it is larger than `most` bytes (which `larger` says),
-/// or it cannot be read.
+/// What is wrong, to be appended to the file's name: it is not a regular file, it has more than `most` bytes (then the
+/// text is `larger`), or it cannot be read.
 pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, String> {
     let own = OWN.iter().any(|own| path.to_string_lossy().starts_with(own));
     let is_pipe = || fs::metadata(path).is_ok_and(|found| found.file_type().is_fifo());
@@ -35,15 +35,15 @@ pub(crate) fn read(path: &Path, most: u64, larger: &str) -> Result<Vec<u8>, Stri
     if bytes.len() as u64 > most { Err(larger.to_owned()) } else { Ok(bytes) }
 }
 
-/// Checks that a file may be written as `path`: it is written next to it and renamed, which would replace a device or a pipe by a
-/// file.
+/// Checks that a file may be written as `path`. The file is written next to `path` and renamed, which would replace a
+/// device or a pipe.
 ///
 /// # Errors
-/// Exit status 2: what is there is no regular file.
+/// Exit status 2: `path` exists and is not a regular file.
 pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     match fs::metadata(path) {
         Ok(there) if !there.is_file() => Err(wrong(format!(
-            "{}: there is something that is no regular file, which this command would replace; name another file",
+            "{}: is not a regular file, and this command would replace it; name another file",
             path.display()
         ))),
         _ => Ok(()),
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
     use std::{path::PathBuf, sync::mpsc, time::Duration};
 
-    /// Reads up to four bytes, and fails where that waits.
+    /// Reads up to four bytes, and fails if that would block.
     fn at_once(path: PathBuf) -> Result<Vec<u8>, String> {
         let (sender, receiver) = mpsc::channel();
         std::thread::spawn(move || sender.send(read(&path, 4, "is larger than 4 bytes")));

@@ -1,4 +1,4 @@
-//! `lockstep fork`: a new job from a checkpoint of another.
+//! `lockstep fork`: starts a new job from a checkpoint of another job.
 
 use super::{api::ServerArgs, block_on, checkpoint_choice::choose, output, watch, wrong};
 use lockstep_protocol::{
@@ -7,7 +7,7 @@ use lockstep_protocol::{
 };
 use serde_json::{Value, json};
 
-/// Start a new job from a checkpoint of another one, with changed settings
+/// Start a new job from a checkpoint of another job, with changed settings
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
@@ -15,17 +15,18 @@ pub(crate) struct Args {
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "latest")]
     checkpoint: String,
-    /// Change a key of its specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated); without a value, as in train.epochs=, the key is left out
+    /// Change a key of the job's specification, such as train.lr=0.1 or parallel.ranks=4 (may be repeated); an empty value, as in train.epochs=,
+    /// removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Show its progress until it ends; exit with status 1 unless it succeeds
+    /// Show the new job's progress until it ends; exit with status 1 unless it succeeds
     #[arg(long)]
     watch: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Asks the server; prints the new job.
+/// Sends the request and prints the new job.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job or checkpoint, or the changed settings have mistakes.

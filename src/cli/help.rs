@@ -1,19 +1,19 @@
-//! `lockstep help`: how a command is used, and the keys of a job file.
+//! `lockstep help`: the usage of a command, and the keys of a job file.
 
 use super::{mistyped, output, reference::job_file, wrong};
 use clap::{Command, error::ErrorKind};
 use lockstep_protocol::spec::nearest;
 use std::io::{self, IsTerminal as _, Write as _};
 
-/// Show how a command is used, or the keys of a job file (`lockstep help job`)
+/// Show the usage of a command, or the keys of a job file (`lockstep help job`)
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// A command, such as `dataset add`; or `job`, which may be followed by a section or a key (`train`, `train.lr`)
+    /// A command, such as `dataset add`; or `job`, optionally with a section or a key (`train`, `train.lr`)
     #[arg(value_name = "COMMAND")]
     topic: Vec<String>,
 }
 
-/// Prints what is asked for.
+/// Prints the requested help.
 ///
 /// # Errors
 /// Exit status 2: there is no such command, section or key.
@@ -34,7 +34,7 @@ pub(crate) fn run(args: &Args, program: Command) -> anyhow::Result<()> {
                     None => return Err(wrong(unknown(name, &known))),
                 };
             }
-            // What `COMMAND --help` prints: clap knows whether it is the short or the long text.
+            // The output of `COMMAND --help`: clap chooses the short or the long text.
             let asked = ["lockstep"].into_iter().chain(names.iter().map(String::as_str)).chain(["--help"]);
             match program.try_get_matches_from(asked) {
                 Err(help) if help.kind() == ErrorKind::DisplayHelp => {

@@ -1,4 +1,4 @@
-//! `lockstep init`: a job file for the pictures of a folder, with the reasons for what it chose.
+//! `lockstep init`: writes a job file for a folder of pictures, with comments that give reasons for the chosen values.
 
 use super::{api::mistake, dataset, output, wrong};
 use lockstep_protocol::numbers::plural;
@@ -10,32 +10,32 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Classes that a comment names.
+/// The largest number of classes that a comment lists.
 const NAMED: usize = 12;
 
 /// Write a job file for a folder of pictures
 ///
-/// Looks at the pictures (no server needed) and writes a commented file with a network, a batch size and a number of epochs that fit them.
-/// `lockstep train` and `lockstep submit` take it as it is.
+/// Reads the pictures (no server needed) and writes a commented file with a suitable network, batch size and number of
+/// epochs. `lockstep train` and `lockstep submit` accept the file unchanged.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The dataset: a folder or a pattern of shards, as for `dataset add`
     #[arg(default_value = ".")]
     folder: PathBuf,
-    /// The file to write; one that is there is left alone
+    /// The file to write; an existing file is not replaced
     #[arg(short, long, value_name = "FILE", default_value = "lockstep.toml")]
     output: PathBuf,
 }
 
-/// Looks and writes.
+/// Inspects the folder and writes the file.
 ///
 /// # Errors
-/// Exit status 2: the file is there, or the folder is no dataset.
+/// Exit status 2: the file exists already, or the folder is no dataset.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let shown = args.output.display();
     let there =
         || wrong(format!("{shown} is there already: give another name with --output, or move it away"));
-    // Looking takes minutes where pictures are many.
+    // The inspection takes minutes for many pictures, so this comes first.
     if args.output.symlink_metadata().is_ok() {
         return Err(there());
     }
@@ -63,17 +63,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ))
 }
 
-/// The file.
+/// The text of the job file.
 ///
 /// # Errors
-/// There is nothing to train on.
+/// The dataset has no pictures for training.
 fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
     let choice = Suggestion::of(info).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let name: String = name.chars().filter(|c| c.is_ascii_graphic()).take(100).collect();
     let name = if name.is_empty() { "pictures".into() } else { name };
     let mut text = String::from(
-        "# A job for Lockstep, made by `lockstep init`. `lockstep help job` explains every key; a key that is not here has its default.\n\n",
+        "# A job for Lockstep, made by `lockstep init`. `lockstep help job` explains every key; keys that are not \
+         listed here have their defaults.\n\n",
     );
     let _ = writeln!(text, "name = {name:?}\n\n[data]");
     let location = toml_text(&path.to_string_lossy());
@@ -81,7 +82,7 @@ fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
     comment(&mut text, &classes(info));
     comment(
         &mut text,
-        "A path, for `lockstep train`; `lockstep submit` registers it under the folder's name, and takes that name here, too.",
+        "A path, for `lockstep train`; `lockstep submit` registers the folder under its name, and accepts that name here, too.",
     );
     let _ = writeln!(text, "dataset = {location}");
     for (comments, lines) in &choice.data {
@@ -101,14 +102,14 @@ fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
     text += "\n[parallel]\n";
     comment(
         &mut text,
-        "One rank a GPU, or a share of the CPU's cores. train.global_batch_size is divided over them, and the result is the same with more; \
-         for the CIFAR family even the bits are, where each rank's part is a multiple of 8.",
+        "Each rank has one GPU, or a share of the CPU's cores. Ranks divide train.global_batch_size, and the result is the same for any number; \
+         for the CIFAR family even the bits are the same if each rank's part is a multiple of 8.",
     );
     text += "ranks = 1\n";
     Ok(text)
 }
 
-/// Classes with their pictures for training.
+/// Names of the classes with their numbers of training pictures.
 fn classes(info: &DatasetInfo) -> String {
     let train = info.splits.iter().find(|split| split.name == "train");
     let count = |index: usize| train.and_then(|split| split.per_class.get(index)).copied().unwrap_or(0);
@@ -120,11 +121,11 @@ fn classes(info: &DatasetInfo) -> String {
     format!("{}: {named}{more}.", plural(info.classes.len() as u64, "class"))
 }
 
-/// Lines of a comment.
+/// Appends text as comment lines.
 fn comment(text: &mut String, words: &str) {
     const WIDTH: usize = 110;
     let mut line = String::from("#");
-    // A path or a class may have characters that would end the line.
+    // A path or a class may have characters that would end the comment line.
     for word in output::one_line(words).split_whitespace() {
         if line.len() > 1 && line.chars().count() + 1 + word.chars().count() > WIDTH {
             let _ = writeln!(text, "{line}");
@@ -136,7 +137,7 @@ fn comment(text: &mut String, words: &str) {
     let _ = writeln!(text, "{line}");
 }
 
-/// Text as TOML has it: escapes of JSON are TOML's.
+/// A TOML string: JSON's escapes are valid in TOML.
 fn toml_text(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

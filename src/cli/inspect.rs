@@ -1,13 +1,13 @@
-//! `lockstep inspect`: handles one request about a model or a dataset, for the agent that starts it.
+//! `lockstep inspect`: handles one request about a model or a dataset for the agent that started it.
 
 /// Handle a request about a model or a dataset (started by agents)
 #[derive(clap::Args)]
 pub(crate) struct Args {}
 
-/// Reads the request from standard input, writes the reply to standard output.
+/// Reads the request from standard input and writes the reply to standard output.
 ///
 /// # Errors
-/// Those pipes.
+/// A pipe is broken.
 pub(crate) fn run(_: Args) -> anyhow::Result<()> {
     Ok(lockstep_worker::inspect::run()?)
 }

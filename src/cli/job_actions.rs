@@ -1,12 +1,12 @@
-//! `lockstep pause`, `resume`, `cancel` and `retry`, each of one job or several.
+//! `lockstep pause`, `resume`, `cancel` and `retry`, for one or several jobs.
 
 use super::{api::ServerArgs, block_on, output, watch};
 use lockstep_protocol::{Job, JobState};
 
-/// The jobs that a command is about.
+/// The jobs that a command acts on.
 #[derive(clap::Args)]
 pub(crate) struct JobSelector {
-    /// Its id, the start of its id, or its name; several may be given
+    /// A job's id, the start of its id, or its name; several may be given
     #[arg(required = true, value_name = "JOB")]
     jobs: Vec<String>,
     #[command(flatten)]
@@ -20,14 +20,14 @@ pub(crate) struct PauseArgs {
     selector: JobSelector,
 }
 
-/// Resume a paused job; it ends with the weights of one that never paused
+/// Resume a paused job; its final weights are the same as without a pause
 #[derive(clap::Args)]
 pub(crate) struct ResumeArgs {
     #[command(flatten)]
     selector: JobSelector,
 }
 
-/// Cancel a job: its ranks end, its checkpoints stay
+/// Cancel a job: its ranks end, but its checkpoints stay
 #[derive(clap::Args)]
 pub(crate) struct CancelArgs {
     #[command(flatten)]
@@ -41,7 +41,7 @@ pub(crate) struct RetryArgs {
     selector: JobSelector,
 }
 
-/// Asks the server, and waits until the job stands still.
+/// Sends the request, and waits until the job is paused.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job or it neither waits nor runs.
@@ -50,7 +50,7 @@ pub(crate) fn pause(args: PauseArgs) -> anyhow::Result<()> {
     ask(&args.selector, "pause", still)
 }
 
-/// Asks the server.
+/// Sends the request.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job or it is not paused.
@@ -58,7 +58,7 @@ pub(crate) fn resume(args: ResumeArgs) -> anyhow::Result<()> {
     ask(&args.selector, "resume", |_| true)
 }
 
-/// Asks the server, and waits until the job's ranks are gone.
+/// Sends the request, and waits until the job's ranks have ended.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job or it is over.
@@ -66,7 +66,7 @@ pub(crate) fn cancel(args: CancelArgs) -> anyhow::Result<()> {
     ask(&args.selector, "cancel", |job| job.state.is_final())
 }
 
-/// Asks the server.
+/// Sends the request.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job or it is not over.
@@ -74,8 +74,8 @@ pub(crate) fn retry(args: RetryArgs) -> anyhow::Result<()> {
     ask(&args.selector, "retry", |_| true)
 }
 
-/// Asks the server to do it to each of the jobs, and waits until `done` is true of each. Where one of the names is no job's, nothing is
-/// asked. A job that the server refuses does not hold up the others.
+/// Sends the request for each job, and waits until `done` is true for each. If a name belongs to no job, nothing is
+/// sent. A job that the server refuses does not stop the others.
 fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyhow::Result<()> {
     let api = selector.server.api()?;
     block_on(async {
@@ -101,7 +101,7 @@ fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyho
                 }
             };
             if !selector.server.json {
-                // That it was cancelled is its state.
+                // The state already says that the job was cancelled.
                 let reason = job.reason.as_ref().filter(|_| job.state != JobState::Cancelled);
                 let reason = reason.map(|r| format!(": {r}")).unwrap_or_default();
                 output::line(format_args!("{} {}{reason}", job.id, job.state))?;
@@ -115,7 +115,7 @@ fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyho
                 _ => output::json(&ended)?,
             }
         }
-        // The last one is printed by who called.
+        // The caller prints the last error.
         let last = errors.pop();
         errors.iter().for_each(|error| output::warn(format_args!("{error:#}")));
         last.map_or(Ok(()), Err)

@@ -1,4 +1,4 @@
-//! A job's TOML file: read, changed by `--set`, checked, and its paths and dataset named as the server knows them.
+//! A job's TOML file: reads it, applies `--set`, checks it, and replaces paths and datasets by names that the server knows.
 
 use super::{
     api::{Api, mistake},
@@ -15,11 +15,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What the server takes as a specification, too.
+/// The largest job file; the server has the same limit for a specification.
 const JOB_FILE_BYTES: u64 = 1 << 20;
 
-/// Puts the name of the dataset that is registered at a path in the place of that path. One that is not is registered under the name
-/// of its folder if it `may` be: the file that `lockstep init` writes is for `train` and for this.
+/// Replaces a dataset's path by its registered name. If `may`, an unregistered path is registered under its folder's
+/// name: the file that `lockstep init` writes works with `train` and with `submit`.
 pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> anyhow::Result<()> {
     let private = document.get("private").and_then(Value::as_bool).unwrap_or(false);
     let Some(given) = document.pointer_mut("/data/dataset") else { return Ok(()) };
@@ -40,7 +40,7 @@ pub(super) async fn name_dataset(api: &Api, document: &mut Value, may: bool) -> 
     Ok(())
 }
 
-/// What a folder is registered as: its name, with what no dataset's name has left out.
+/// The name under which a folder is registered: its own name, with invalid characters replaced.
 fn dataset_name(path: &Path) -> String {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let plain = name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' });
@@ -51,7 +51,7 @@ fn dataset_name(path: &Path) -> String {
 /// Reads a TOML file and applies `sets`.
 ///
 /// # Errors
-/// Exit status 2: the file cannot be read, or a change is none.
+/// Exit status 2: the file cannot be read, or a change is invalid.
 pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     let shown = path.display();
     let text = job_file(path)?;
@@ -63,7 +63,7 @@ pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     Ok(document)
 }
 
-/// Does for the jobs of a sweep, whose values are paths perhaps, what is done for a single one. A dataset that many of them have is asked for once.
+/// Resolves datasets for the jobs of a sweep, whose swept values may be paths. A dataset that many jobs share is looked up once.
 ///
 /// # Errors
 /// As [`name_dataset`].
@@ -82,10 +82,10 @@ pub(super) async fn resolve_all(api: &Api, documents: &mut [Value]) -> anyhow::R
     Ok(())
 }
 
-/// Looks for mistakes.
+/// Checks a job's document.
 ///
 /// # Errors
-/// Exit status 2: all that is wrong in it.
+/// Exit status 2, with every mistake in it.
 pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
     read(document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
@@ -93,10 +93,10 @@ pub(super) fn check(path: &Path, document: &Value) -> anyhow::Result<JobSpec> {
     })
 }
 
-/// A job as its document has it, with strategies that fit its network.
+/// Reads a job's document, and checks that its strategies fit its network.
 ///
 /// # Errors
-/// Every mistake.
+/// Every mistake in it.
 pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     let spec = from_json(document)?;
     let mistaken = |detail| vec![SpecError { pointer: "/parallel".into(), detail }];
@@ -104,7 +104,7 @@ pub(super) fn read(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     Ok(spec)
 }
 
-/// Mistakes in a job's file, each on a line of its own.
+/// The mistakes in a job file, each on a line of its own.
 pub(super) fn mistaken(path: &Path, lines: &[String]) -> String {
     format!("{} has {}:\n  {}", path.display(), count(lines.len(), "mistake"), lines.join("\n  "))
 }
@@ -112,7 +112,7 @@ pub(super) fn mistaken(path: &Path, lines: &[String]) -> String {
 /// The text of a job file, or of a pipe that the shell has connected.
 ///
 /// # Errors
-/// Exit status 2: it is no regular file, too large for a specification, no text, or cannot be read.
+/// Exit status 2: it is not a regular file, is too large for a specification, is not text, or cannot be read.
 pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
     let failed = |detail: &str| wrong(format!("{}: {detail}", path.display()));
     if path.is_dir() {
@@ -120,10 +120,10 @@ pub(crate) fn job_file(path: &Path) -> anyhow::Result<String> {
     }
     let larger = "is larger than 1 MiB; a job's TOML file is not";
     let bytes = file::read(path, JOB_FILE_BYTES, larger).map_err(|detail| failed(&detail))?;
-    String::from_utf8(bytes).map_err(|_| failed("is no text (UTF-8)"))
+    String::from_utf8(bytes).map_err(|_| failed("is not text (UTF-8)"))
 }
 
-/// A path means one relative to here; the server stands somewhere else.
+/// Makes paths absolute: the server's working directory is another one.
 fn make_paths_absolute(document: &mut Value) {
     let mut absolute = |pointer: &str, is_path: fn(&str) -> bool| {
         let Some(value) = document.pointer_mut(pointer) else { return };
@@ -135,7 +135,7 @@ fn make_paths_absolute(document: &mut Value) {
         }
     };
     absolute("/data/dataset", |text| text.contains(std::path::is_separator));
-    // Else a checkpoint's id, or a path on the machine that trains.
+    // Otherwise the value is a checkpoint's id, or a path on the machine that trains.
     absolute("/model/pretrained", |text| Path::new(text).exists());
 }
 

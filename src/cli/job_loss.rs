@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-/// Losses that ranks report, each rank in the order of its steps.
+/// Losses that ranks report; each rank reports in the order of its steps.
 #[derive(Debug, Default)]
 pub(crate) struct JobLoss {
     ranks: usize,
@@ -13,19 +13,19 @@ pub(crate) struct JobLoss {
 }
 
 impl JobLoss {
-    /// Of an attempt on so many ranks.
+    /// For an attempt with this many ranks.
     pub(crate) fn of(ranks: usize) -> Self {
         Self { ranks, ..Self::default() }
     }
 
-    /// Adds a rank's losses. Returns the steps that all ranks have reported now, each with the mean.
+    /// Adds a rank's losses. Returns the steps that all ranks have reported by now, each with the mean.
     pub(crate) fn add(&mut self, losses: impl IntoIterator<Item = (u64, f32)>) -> Vec<(u64, f32)> {
         for (step, loss) in losses {
             self.open.entry(step).or_default().push(loss);
         }
         let complete = self.open.iter().rev().find(|(_, losses)| losses.len() >= self.ranks);
         let Some(last) = complete.map(|(step, _)| *step) else { return Vec::new() };
-        // In an earlier step with fewer losses some ranks had no pictures: they report in order.
+        // Ranks report in order, so an earlier step that still lacks losses had no pictures for some ranks.
         let later = self.open.split_off(&(last + 1));
         let steps = std::mem::replace(&mut self.open, later);
         let mean = |losses: &[f32]| losses.iter().sum::<f32>() / losses.len() as f32;
@@ -45,7 +45,7 @@ mod tests {
         assert_eq!(loss.add([(1, 2.0), (2, 1.0), (3, 1.0)]), []);
         assert_eq!(loss.newest, None, "rank 0's is not the job's");
         assert_eq!(loss.add([(1, 4.0)]), [(1, 3.0)]);
-        // Step 2 has pictures for one rank only.
+        // In step 2, only one rank has pictures.
         assert_eq!(loss.add([(3, 2.0)]), [(2, 1.0), (3, 1.5)]);
         assert_eq!(loss.newest, Some(1.5));
         assert!(loss.add([(4, f32::NAN), (4, 1.0)])[0].1.is_nan());

@@ -1,5 +1,5 @@
-//! `lockstep launch`: starts an agent for one job on each of several machines, by SSH, Open MPI, Slurm or Kubernetes. These place the
-//! agents; the server gives them the job's ranks as it does to any agent.
+//! `lockstep launch`: starts an agent for one job on each of several machines, by SSH, Open MPI, Slurm or Kubernetes.
+//! The launcher places the agents; the server gives them the job's ranks, as it does for any agent.
 
 mod array;
 mod bundle;
@@ -31,74 +31,75 @@ use std::{
 };
 use uploads::UploadStatus;
 
-/// Machines of a launch.
+/// The largest number of machines in a launch.
 pub(crate) const MOST_HOSTS: usize = 256;
-/// Slots of a machine, at most: the server's limit.
+/// The largest number of slots on a machine, as on the server.
 pub(crate) const MOST_SLOTS: u32 = 1024;
-/// `--dir`, from the home directory.
+/// Default of `--dir`, relative to the home directory.
 const DEFAULT_DIR: &str = ".lockstep/launch";
 
 /// Start agents for one job by SSH, mpirun, Slurm or Kubernetes
 ///
-/// Each machine gets an agent that runs this job alone and ends with it. It needs `lockstep` there, and reaches the server at --agent-server.
-/// The agents' tokens go over standard input or in files that only you can read. Making these tokens needs the scope admin. Ctrl-C ends the
-/// display, not the job.
+/// Each machine gets an agent that runs only this job and ends with it. Each machine needs `lockstep`, and must reach
+/// the server at --agent-server. The agents' tokens are sent over standard input or in files that only you can read.
+/// Making these tokens needs the scope admin. Ctrl-C ends the display, not the job.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The job: its id, the start of its id, its name, or a TOML file, which is submitted
+    /// The job: its id, the start of its id, its name, or a TOML file to submit
     #[arg(value_name = "JOB")]
     job: String,
-    /// What starts the agents
+    /// The launcher that starts the agents
     #[arg(long, value_enum)]
     with: LauncherKind,
-    /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated); without a value, as in train.epochs=, the key is left out
+    /// Change a key of the TOML file, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// A job for each of these values of a key of the TOML file; with several keys, for each combination. With Slurm, as an array (may be repeated)
+    /// Submit a job for each of these values of a key of the TOML file, as an array of Slurm (may be repeated: a job for each combination)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...")]
     sweeps: Vec<String>,
-    /// Jobs of a sweep that Slurm runs at the same time [default: as many as there is room for]
+    /// Jobs of a sweep that Slurm may run at the same time [default: as many as fit]
     #[arg(long, value_name = "N", requires = "sweeps", value_parser = clap::value_parser!(u32).range(1..))]
     at_once: Option<u32>,
-    /// The machines, a line each: HOST slots=4 env:NAME=VALUE
+    /// File that lists the machines, one a line: HOST slots=4 env:NAME=VALUE
     #[arg(long, value_name = "FILE")]
     hostfile: Option<PathBuf>,
     /// The machines and their slots, such as node1:4,node2:4
     #[arg(short = 'H', long = "host", value_name = "HOST:N,...", conflicts_with = "hostfile")]
     hosts: Option<String>,
-    /// The machines and devices of a rank table of MindSpore or HCCL (JSON), in its order
+    /// A rank table of MindSpore or HCCL (JSON), whose machines and devices are used in the table's order
     #[arg(long, value_name = "FILE", conflicts_with_all = ["hostfile", "hosts"])]
     rank_table: Option<PathBuf>,
-    /// Machines to ask Slurm for, or pods to ask Kubernetes for [default: 1, or as many as the job's ranks need of the template's GPUs]
+    /// Number of machines to ask Slurm for, or of pods to ask Kubernetes for [default: 1, or as many as the job's ranks need with the template's
+    /// GPUs]
     #[arg(long, value_name = "N", conflicts_with_all = ["hostfile", "hosts", "rank_table"],
         value_parser = clap::value_parser!(u32).range(1..=MOST_HOSTS as i64))]
     nodes: Option<u32>,
-    /// Ranks on each machine that no list gives slots [default: the job's ranks, shared out evenly]
+    /// Ranks on each machine to which no list gives slots [default: the job's ranks, divided evenly]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
     slots: Option<u32>,
-    /// The pods' template (YAML): a Pod, a PodTemplate, or what stands under `template:` of a Job
+    /// The pods' template (YAML): a Pod, a PodTemplate, or the part of a Job under `template:`
     #[arg(long, value_name = "FILE")]
     template: Option<PathBuf>,
-    /// Kubernetes' namespace [default: that of the context]
+    /// Kubernetes' namespace [default: the context's namespace]
     #[arg(long, value_name = "NAME", requires = "template")]
     namespace: Option<String>,
-    /// Which context of the kubeconfig file [default: its current one, or the service account of the pod that this runs in]
+    /// Context of the kubeconfig file [default: its current context, or the service account of the pod in which this command runs]
     #[arg(long, value_name = "NAME", requires = "template")]
     context: Option<String>,
-    /// The server's address as the machines reach it [default: --server]
+    /// The server's address for the machines [default: --server]
     #[arg(long, value_name = "URL")]
     agent_server: Option<String>,
-    /// The program on the machines: a path, or a name on the PATH there
+    /// The lockstep program on the machines: a path, or a name on the PATH there
     #[arg(long, value_name = "PATH", default_value = "lockstep")]
     program: String,
-    /// Folder for the agents' state on the machines, from the home directory there; with Slurm on a file system that all machines share,
-    /// with Kubernetes in the pods [default there: /var/lib/lockstep]
+    /// Folder for the agents' state on the machines, relative to the home directory there; with Slurm on a file system
+    /// that all machines share, with Kubernetes in the pods [default there: /var/lib/lockstep]
     #[arg(long, value_name = "DIR", default_value = DEFAULT_DIR)]
     dir: PathBuf,
-    /// Print what would be run and with which script; submit and start nothing
+    /// Print the commands and scripts that would run; submit and start nothing
     #[arg(long)]
     dry_run: bool,
-    /// Return when the agents are online (with Slurm and Kubernetes: when these have their job), instead of showing the job's progress
+    /// Return when the agents are online (with Slurm and Kubernetes: when the job is handed over), instead of showing the job's progress
     #[arg(long)]
     detach: bool,
     #[command(flatten)]
@@ -108,7 +109,7 @@ pub(crate) struct Args {
     options: Vec<String>,
 }
 
-/// What starts the agents.
+/// The launcher that starts the agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum LauncherKind {
     /// An SSH connection to each machine
@@ -122,7 +123,7 @@ enum LauncherKind {
 }
 
 impl LauncherKind {
-    /// The programs that this machine must have.
+    /// Programs that this machine must have.
     fn programs(self) -> &'static [&'static str] {
         match self {
             LauncherKind::Ssh => &["ssh"],
@@ -143,7 +144,7 @@ struct Launch {
     args: Arc<Args>,
     api: Api,
     job: Job,
-    /// Whether this command has submitted the job, and so may cancel it when nothing can be started.
+    /// Whether this command has submitted the job and may therefore cancel it if nothing can be started.
     is_ours: bool,
     hosts: Vec<Host>,
     bundle: Bundle,
@@ -169,7 +170,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ));
     }
     let mut document = if is_file { Some(job_file::document(path, &args.sets)?) } else { None };
-    // With a sweep the file alone is not checked, because it may lack the swept keys: `array::run` checks each job.
+    // With a sweep, the file itself is not checked, because it may lack the swept keys: `array::run` checks each job.
     let alone = document.as_ref().filter(|_| args.sweeps.is_empty());
     let spec = alone.map(|document| job_file::check(path, document)).transpose()?;
     machines::reachable(&args, &hosts)?;
@@ -230,7 +231,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// The error of a launch that gives up following: the agents continue without this command. Says how to end them.
+/// The error of a launch that stops following its job while the agents continue. The text says how to end them.
 #[derive(Debug)]
 struct LaunchDetached(String);
 
@@ -288,7 +289,7 @@ impl Launch {
             Err(_) => return done,
         };
         let continues = done.as_ref().is_err_and(|error| error.is::<LaunchDetached>());
-        // Where ranks have run, a connection that broke says nothing about the agents at its other end.
+        // If ranks have run, a broken connection says nothing about the agents at its other end.
         let never_started = done.is_err() && !continues && self.never_ran(&job);
         if never_started && self.is_ours {
             let cancelled: anyhow::Result<Value> = self.api.post(&format!("{path}/cancel"), &json!({})).await;
@@ -296,10 +297,10 @@ impl Launch {
                 output::warn(format_args!("job {} is cancelled, as its agents were not started", job.id));
             }
         }
-        // Agents that are not of this launch have taken the job: those that it has started, if any, have nothing to do.
+        // Agents of another launch have taken the job, so this launch's agents, if any, have nothing to do.
         let elsewhere = self.elsewhere(&job).filter(|_| done.is_err() && !continues);
         let has_nothing_to_do = never_started || job.state.is_final() || elsewhere.is_some();
-        // An agent that still uploads a checkpoint, of an earlier launch perhaps, needs its token, which expires by itself.
+        // An agent, perhaps of an earlier launch, that still uploads a checkpoint needs its token. The token expires in any case.
         let is_uploading = has_nothing_to_do
             && job.attempt > 0
             && matches!(self.upload_status().await, Ok(UploadStatus::Uploading) | Err(_));
@@ -308,9 +309,10 @@ impl Launch {
         }
         match (done, elsewhere) {
             (Err(error), Some(agents)) => {
-                let twice = if self.is_ours { "; to repeat this command would train it twice" } else { "" };
+                let twice =
+                    if self.is_ours { "; repeating this command would train the job twice" } else { "" };
                 let text = format!(
-                    "{}\njob {} runs on {agents} all the same, without this launch{twice}; `lockstep watch {1}` shows it",
+                    "{}\njob {} nevertheless runs on {agents}, without this launch{twice}; `lockstep watch {1}` shows it",
                     sentence(&error),
                     job.id
                 );
@@ -320,24 +322,24 @@ impl Launch {
         }
     }
 
-    /// Whether no attempt of the job has begun since this launch did.
+    /// Whether no attempt of the job has begun since the start of this launch.
     fn never_ran(&self, job: &Job) -> bool {
         job.attempt <= self.job.attempt && !job.state.is_active() && !job.state.is_final()
     }
 
-    /// Whether the server gives the job fewer ranks, and as few as these slots.
+    /// Whether the job has lost an attempt and may continue with fewer ranks that fit into these slots.
     fn has_enough(&self, job: &Job, slots: u32) -> bool {
         job.has_lost_attempt() && job.spec.fewer_ranks().last().is_some_and(|least| slots >= *least)
     }
 
-    /// The agents that run the job, if none of them is of this launch.
+    /// The agents that run the job, if none of them belongs to this launch.
     fn elsewhere(&self, job: &Job) -> Option<String> {
         let own = |agent: &String| self.bundle.nodes.iter().any(|node| node.name == *agent);
         let is_elsewhere = job.state.is_active() && !job.agents.is_empty() && !job.agents.iter().any(own);
         is_elsewhere.then(|| job.agents.join(", "))
     }
 
-    /// This launch's folder on this machine: logs, and with Slurm what the agents need.
+    /// This launch's folder on this machine, for logs and, with Slurm, for the files that agents need.
     fn folder(&self) -> anyhow::Result<PathBuf> {
         private_folder(&self.args, self.job.id.as_str())
     }
@@ -350,7 +352,7 @@ fn private_folder(args: &Args, name: &str) -> anyhow::Result<PathBuf> {
     Ok(folder)
 }
 
-/// What `--dry-run` prints: no secret is in it.
+/// What `--dry-run` prints; it contains no secret.
 fn show(
     args: &Args,
     job: &str,
@@ -374,7 +376,7 @@ fn show(
     }
 }
 
-/// A command quoted for a shell.
+/// A command, quoted for a shell.
 fn in_words(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| quoted(&word.to_string_lossy())).collect::<Vec<_>>().join(" ")

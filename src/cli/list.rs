@@ -1,4 +1,4 @@
-//! `lockstep list`: the jobs.
+//! `lockstep list`: lists jobs.
 
 mod groups;
 
@@ -16,13 +16,13 @@ pub(crate) struct Args {
     /// Only jobs in one of these states, such as running,failed
     #[arg(long, value_name = "STATE,...", value_delimiter = ',')]
     state: Vec<JobState>,
-    /// Only jobs whose name contains this
+    /// Only jobs whose name contains this text
     #[arg(long)]
     name: Option<String>,
-    /// Only jobs with this in their name, a tag or their notes
+    /// Only jobs that have this text in their name, a tag or their notes
     #[arg(long, value_name = "TEXT")]
     search: Option<String>,
-    /// Only jobs whose settings are so, such as 'lr > 0.1' (may be repeated: all of them; = != < <= > >=)
+    /// Only jobs whose settings fulfil this condition, such as 'lr > 0.1', with = != < <= > or >= (may be repeated: all conditions hold)
     #[arg(long = "where", value_name = "CONDITION")]
     conditions: Vec<String>,
     /// Only jobs of this person, or of the token with this name
@@ -31,7 +31,7 @@ pub(crate) struct Args {
     /// Only jobs of this project
     #[arg(long)]
     project: Option<String>,
-    /// Only jobs with this tag (may be repeated: with all of them)
+    /// Only jobs with this tag (may be repeated: with all these tags)
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
     /// Only jobs submitted at this time or later, such as 2026-01-31T12:00:00Z
@@ -40,15 +40,15 @@ pub(crate) struct Args {
     /// Only jobs submitted before this time
     #[arg(long, value_name = "TIME")]
     created_before: Option<String>,
-    /// In this order: created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, best or
-    /// another metric (the newest), tag:NAME, or a key such as spec.train.lr; with - before it the largest first [default: -created]
+    /// Sort by: created, started, finished, name, state, project, owner, priority, step, epoch, attempt, ranks, speed, loss, best or the
+    /// newest value of another metric, tag:NAME, or a key such as spec.train.lr; with a leading - in descending order [default: -created]
     #[arg(long, allow_hyphen_values = true)]
     sort: Option<String>,
-    /// Groups in place of jobs, by project, owner, tag, state, name or settings such as train.lr (up to 3), with mean and standard deviation;
-    /// --sort is then group, jobs, newest, best, loss or speed [default: group]
+    /// List groups instead of jobs, by project, owner, tag, state, name or settings such as train.lr (up to 3), with
+    /// mean and standard deviation; --sort is then group, jobs, newest, best, loss or speed [default: group]
     #[arg(long, value_name = "KEY,...")]
     group_by: Option<String>,
-    /// At most so many
+    /// The largest number of lines to print
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
     #[command(flatten)]
@@ -58,7 +58,7 @@ pub(crate) struct Args {
 /// Prints the jobs.
 ///
 /// # Errors
-/// The server is not reachable, or refuses a filter or an order.
+/// The server is not reachable, or refuses a filter or a sort order.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     let states: Vec<_> = args.state.iter().map(ToString::to_string).collect();

@@ -1,7 +1,7 @@
-//! The agent of the server's own machine: a process of its own, started again when it dies.
+//! The agent of the server's own machine: a separate process, which is restarted when it dies.
 //!
-//! It is a child that outlives its parent: when the server is killed, ranks train on, and the next
-//! server's agent takes them over.
+//! The agent is a child that outlives its parent: when the server is killed, ranks train on, and the next server's
+//! agent adopts them.
 
 use super::{sentence, wrong};
 use anyhow::Context;
@@ -21,12 +21,12 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-/// From TERM to KILL: an agent gives its ranks 20 s to write a checkpoint and 5 s to end, and reports to the server for up to
-/// 5 s more.
+/// Time from SIGTERM to SIGKILL. An agent gives its ranks 20 s to write a checkpoint and 5 s to end, and reports to the
+/// server for up to 5 s more.
 const GRACE: Duration = Duration::from_secs(35);
-/// Pauses before a dead agent is started again.
+/// Pauses before a dead agent is restarted.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
-/// An agent that lived this long was fine: the next pause is the first again.
+/// After an agent has lived this long, the next pause is the first again.
 const FINE_AFTER: Duration = Duration::from_secs(30);
 
 /// A running local agent and its task.
@@ -35,17 +35,17 @@ pub(crate) struct LocalAgent {
     task: JoinHandle<()>,
 }
 
-/// The places for ranks that the local agent offers.
+/// The slots that the local agent offers.
 #[derive(Debug, Clone)]
 pub(crate) enum Slots {
-    /// What there is: one a GPU, or one a core.
+    /// All that the machine has: one a GPU, or one a core.
     Found,
     Cpu(u32),
-    /// As `--gpus` takes them.
+    /// A list, as in `--gpus`.
     Gpus(String),
 }
 
-/// What the local agent is started with.
+/// Settings of the local agent.
 #[derive(Debug, Clone)]
 pub(crate) struct Settings {
     /// `http://127.0.0.1:PORT`.
@@ -53,20 +53,20 @@ pub(crate) struct Settings {
     /// The agent's folder.
     pub(crate) dir: PathBuf,
     pub(crate) slots: Slots,
-    /// As `--advertise` takes it: the agent itself sees loopback alone.
+    /// As in `--advertise`; the agent itself sees only loopback.
     pub(crate) advertise: Option<String>,
-    /// Holds its token, unless it needs none. The token itself is in no argument and no variable, which other accounts could read
-    /// and ranks would inherit.
+    /// File with the agent's token; `None` if it needs no token. The token is not passed in an argument or a variable,
+    /// which other accounts could read and ranks would inherit.
     pub(crate) token_file: Option<PathBuf>,
-    /// What it has to say goes into `agent.log` of its folder instead of standard error.
+    /// Write diagnostics to `agent.log` in the agent's folder, instead of standard error.
     pub(crate) quiet: bool,
 }
 
 impl LocalAgent {
-    /// Asks an agent that an earlier server left behind to let go of its ranks, then starts ours.
+    /// Asks an agent that an earlier server left behind to release its ranks, then starts a new agent.
     ///
     /// # Errors
-    /// The old one cannot be ended, or ours not be started.
+    /// The old agent cannot be ended, or the new one cannot be started.
     pub(crate) async fn start(settings: Settings) -> anyhow::Result<Self> {
         relieve(&settings.dir).await?;
         let child = spawn(&settings)?;
@@ -75,9 +75,9 @@ impl LocalAgent {
         Ok(Self { stop, task })
     }
 
-    /// Ends it in order: its ranks end, the server hears of it.
+    /// Ends the agent in order: its ranks end, and the agent reports that to the server.
     pub(crate) async fn stop(self) {
-        // A task that is gone has nothing to end.
+        // If the task is gone, there is nothing to end.
         let _ = self.stop.send(());
         let _ = self.task.await;
     }
@@ -124,7 +124,7 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
         .arg(&settings.dir)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        // Ctrl-C is for the server, which ends its agent in order.
+        // Ctrl-C is for the server, which then ends its agent in order.
         .process_group(0);
     for name in SECRETS {
         command.env_remove(name);
@@ -159,7 +159,7 @@ fn spawn(settings: &Settings) -> anyhow::Result<Child> {
 
 async fn end(mut child: Child) {
     let Some(pid) = child.id().and_then(|id| Pid::from_raw(id.cast_signed())) else { return };
-    // Gone meanwhile: the wait below says so.
+    // An error means that the process is gone; the wait below says so.
     let _ = kill_process(pid, Signal::TERM);
     if timeout(GRACE, child.wait()).await.is_err() {
         tracing::warn!("the local agent does not end; killing it");
@@ -167,13 +167,13 @@ async fn end(mut child: Child) {
     }
 }
 
-/// Ends an agent of an earlier server that was killed, which still holds the folder. SIGUSR1 asks it to end
-/// and leave its ranks running.
+/// Ends the agent of an earlier, killed server, which still holds the folder. SIGUSR1 asks the agent to end and leave
+/// its ranks running.
 async fn relieve(dir: &Path) -> anyhow::Result<()> {
     let Some(pid) = running_agent(dir).and_then(Pid::from_raw) else { return Ok(()) };
     tracing::info!(process = pid.as_raw_nonzero(), "taking over from an earlier server's agent");
     for signal in [Signal::USR1, Signal::KILL] {
-        // Waits for the lock to be free and not for the process to be gone: it is not our child, so another process reaps it.
+        // Waits for the lock and not for the process: the process is not our child, so another process reaps it.
         let gone = || running_agent(dir) != Some(pid.as_raw_nonzero().get());
         if kill_process(pid, signal).is_err() || wait_until(gone).await {
             return Ok(());

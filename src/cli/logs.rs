@@ -1,4 +1,4 @@
-//! `lockstep logs`: what the ranks of a job print.
+//! `lockstep logs`: prints the log of a job's ranks.
 
 use super::{
     api::{Api, Away, PATIENCE, ServerArgs, list},
@@ -34,7 +34,7 @@ pub(crate) struct Args {
     server: ServerArgs,
 }
 
-/// A line with where it is from.
+/// A log line with its source.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Line {
     attempt: u32,
@@ -43,7 +43,7 @@ struct Line {
     line: LogLine,
 }
 
-/// Prints the lines so far, then (with `-f`) those to come.
+/// Prints the lines so far, then (with `-f`) new lines.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job.
@@ -52,7 +52,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let mut printer = Printer { args: &args, shown: HashMap::new() };
-        // Events after this are on the stream; those before it are in the list.
+        // Later events come on the stream; earlier events are in the list.
         let mut since = job.last_seq;
         print_history(&api, &job, &mut printer).await?;
         let mut over = !args.follow || job.state.is_final();
@@ -67,7 +67,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     let (seq, body) = match frame {
                         Frame::Event(Event { seq, body, .. }) => (seq, body),
                         Frame::Hello { last_seq, .. } if last_seq < since => {
-                            // An older database was put back: its events are new ones.
+                            // An older database was restored: its events are numbered anew.
                             since = last_seq;
                             break;
                         }
@@ -95,7 +95,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                         away.answered(say);
                         now.state.is_final() && now.last_seq <= since
                     }
-                    // A server that restarts is back in a moment.
+                    // A restarting server is back in a moment.
                     Err(error)
                         if !error.is::<super::WrongRequest>()
                             && away_since.get_or_insert_with(Instant::now).elapsed() < PATIENCE =>
@@ -144,7 +144,7 @@ impl Printer<'_> {
                 continue;
             }
             *shown = line.line.number.max(*shown);
-            // A line feed in it would begin a line that the rank has not written.
+            // A line feed in the text would begin a line that the rank did not write.
             let text = line.line.text.replace('\n', "\\n");
             if self.args.server.json {
                 output::line(serde_json::to_string(&line)?)?;

@@ -22,7 +22,7 @@ pub(crate) struct Args {
 
 #[derive(clap::Args)]
 struct Named {
-    /// The machine's name or id, as `machine list` shows them
+    /// The machine's name or id, as in `machine list`
     #[arg(value_name = "NAME")]
     machine: String,
     #[command(flatten)]
@@ -31,26 +31,26 @@ struct Named {
 
 #[derive(clap::Subcommand)]
 enum Action {
-    /// List machines with their slots, and what is not as it should be
+    /// List machines with their slots and warnings
     List {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let a machine take no new work: ranks that run there run to their end (admins only)
+    /// Give a machine no new work; ranks that run there continue to their end (admins only)
     Drain(Named),
-    /// Let a machine take work again (admins only)
+    /// Give a machine new work again (admins only)
     Undrain(Named),
-    /// Take a machine that is away off the list, with what it has measured (admins only)
+    /// Remove an offline machine from the list, with its measurements (admins only)
     Remove {
         #[command(flatten)]
         named: Named,
-        /// Do not ask for confirmation; needed where there is no terminal
+        /// Do not ask for confirmation; required without a terminal
         #[arg(long, short)]
         yes: bool,
     },
 }
 
-/// What the commands read of a machine.
+/// The fields of a machine that these commands read.
 #[derive(Deserialize)]
 struct Machine {
     id: String,
@@ -70,14 +70,14 @@ struct Warning {
 #[derive(Deserialize)]
 struct Slot {
     name: String,
-    /// Of the job that holds it.
+    /// The rank of the job that holds the slot.
     rank: Option<u32>,
 }
 
 /// Runs the action.
 ///
 /// # Errors
-/// Exit status 2 when there is no such machine, or several; else the server's refusal.
+/// Exit status 2 when no machine or several machines have the name; otherwise the server's refusal.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.action {
@@ -96,9 +96,7 @@ async fn show_all(server: &ServerArgs) -> anyhow::Result<()> {
     }
     let machines: Vec<Machine> = list(&Value::Array(all), "agents")?;
     if machines.is_empty() {
-        return output::line(
-            "no machines; the page Machines of the server gives the command with which one joins",
-        );
+        return output::line("no machines; the server's page Machines has the command that joins a machine");
     }
     let rows: Vec<_> = machines.iter().map(row).collect();
     output::table_of_names(["NAME", "ID", "STATE", "BUSY", "SLOTS"], &["NAME"], &rows)?;
@@ -144,7 +142,7 @@ impl Machine {
 /// The machine of this name or id.
 ///
 /// # Errors
-/// Exit status 2: none or several are called so.
+/// Exit status 2: no machine or several machines have the name.
 async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
     let all = Value::Array(api.all("/agents", "agents", &[], None).await?);
     chosen(list(&all, "agents")?, asked)
@@ -153,14 +151,12 @@ async fn find(api: &Api, asked: &str) -> anyhow::Result<Machine> {
 fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
     machines.retain(|machine| machine.name == asked || machine.id == asked);
     match machines.len() {
-        0 => {
-            Err(wrong(format!("no machine is called {asked}; `lockstep machine list` shows those there are")))
-        }
+        0 => Err(wrong(format!("no machine is called {asked}; `lockstep machine list` shows all machines"))),
         1 => Ok(machines.swap_remove(0)),
         _ => {
             let all: Vec<_> = machines.iter().map(|m| format!("{} (id {})", m.name, m.id)).collect();
             Err(wrong(output::one_line(&format!(
-                "{} have the name or the id {asked}: {}; give another of theirs, or use the page Machines",
+                "{} have the name or the id {asked}: {}; give another name or id of the machine, or use the page Machines",
                 plural(all.len() as u64, "machine"),
                 all.join(", ")
             ))))
@@ -168,12 +164,12 @@ fn chosen(mut machines: Vec<Machine>, asked: &str) -> anyhow::Result<Machine> {
     }
 }
 
-/// The address of a machine. An agent chooses its id: what is none must not become another address.
+/// The URL path of a machine. An agent chooses its id, so an invalid id must not lead to another path.
 fn path(machine: &Machine) -> anyhow::Result<String> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
     if machine.id.is_empty() || !machine.id.bytes().all(is_plain) {
         return Err(wrong(output::one_line(&format!(
-            "the id of {} is none that an agent of lockstep has: {:?}; use the page Machines",
+            "the id of {} is not valid for an agent of lockstep: {:?}; use the page Machines",
             machine.name, machine.id
         ))));
     }
@@ -188,7 +184,7 @@ async fn drain(named: &Named, draining: bool) -> anyhow::Result<()> {
     if named.server.json {
         return output::json(&json!({ "id": machine.id, "name": machine.name, "draining": draining }));
     }
-    // With what was started there in the meantime.
+    // Reads the machine again, because ranks may have started there in the meantime.
     let machine = find(&api, &machine.id).await?;
     let name = &machine.name;
     let words = match (draining, machine.busy()) {
@@ -206,7 +202,7 @@ async fn remove(named: &Named, yes: bool) -> anyhow::Result<()> {
     let path = path(&machine)?;
     let Machine { id, name, .. } = machine;
     let question = format!(
-        "Remove {name}? It is taken off the list, with what it has measured. An agent that starts there again joins again, unless its \
+        "Remove {name} and its measurements from the list? An agent that is started there again joins again, unless its \
          token or certificate is revoked."
     );
     confirmed(yes, question, format_args!("machine {name}"))?;
@@ -250,7 +246,7 @@ mod tests {
             several.starts_with("2 machines have the name or the id b: b (id 2), b (id 3); "),
             "{several}"
         );
-        // One that calls itself by another's name in its id takes nothing from it.
+        // A machine whose id is another machine's name does not hide that machine.
         let several = found("a").unwrap_err();
         assert!(several.contains("a (id 1), c (id a)"), "{several}");
         assert!(found("d").unwrap_err().starts_with("no machine is called d; "));

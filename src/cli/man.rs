@@ -10,10 +10,10 @@ use std::{
 
 /// Write man pages: lockstep.1, and one for each command
 ///
-/// `lockstep man --out ~/.local/share/man/man1` puts them where man finds them.
+/// `lockstep man --out ~/.local/share/man/man1` puts them where `man` finds them.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The folder that the pages are written to
+    /// The folder for the pages
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
 }
@@ -30,10 +30,10 @@ pub(crate) fn run(args: &Args, mut program: Command) -> anyhow::Result<()> {
     output::line(format_args!("{pages} pages in {}", args.out.display()))
 }
 
-/// Writes the page of a command and those of its commands; how many they are.
+/// Writes the pages of a command and of its subcommands; returns their number.
 fn write(command: &Command, folder: &Path) -> std::io::Result<usize> {
     let mut pages = 1;
-    // Clap adds a `help` to each command that has commands.
+    // Clap adds a `help` command to each command with subcommands.
     let nested = command.get_display_name().is_some_and(|name| name != "lockstep");
     for inner in command.get_subcommands().filter(|c| !(c.is_hide_set() || nested && c.get_name() == "help"))
     {

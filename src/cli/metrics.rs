@@ -1,4 +1,4 @@
-//! `lockstep metrics`: the numbers behind the charts.
+//! `lockstep metrics`: prints the values of a job's metrics.
 
 use super::{api::ServerArgs, block_on, output};
 use futures_util::StreamExt;
@@ -11,17 +11,17 @@ use std::io::Write;
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// Such as loss, val_accuracy, images_per_second [default: every one]
+    /// A metric, such as loss, val_accuracy or images_per_second [default: all metrics]
     #[arg(long)]
     name: Option<String>,
-    /// Every point as CSV: attempt, rank, name, step, value
+    /// Print every point as CSV: attempt, rank, name, step, value
     #[arg(long, conflicts_with = "json")]
     csv: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Prints points as CSV or JSON, else the newest value, minimum and maximum of each series.
+/// Prints points as CSV or JSON, otherwise the newest value, minimum and maximum of each series.
 ///
 /// # Errors
 /// Exit status 2 when there is no such job or metric.

@@ -1,4 +1,4 @@
-//! Commands that there are not, under names that other tools have for ours, and how a command is used where it was called wrongly.
+//! Suggests commands for names that other tools use, and prints the usage line after a wrong call.
 
 use clap::{
     Command, Error,
@@ -7,7 +7,7 @@ use clap::{
 };
 use std::ffi::OsString;
 
-/// What people type and which command does it.
+/// Names from other tools, and the command that does the same.
 const MEANT: [(&str, &str); 11] = [
     ("stop", "cancel"),
     ("kill", "cancel"),
@@ -22,19 +22,19 @@ const MEANT: [(&str, &str); 11] = [
     ("run", "submit"),
 ];
 
-/// The command that does what another tool calls so.
+/// The command that does the same as `typed` in another tool.
 pub(crate) fn meant(typed: &str) -> Option<&'static str> {
     MEANT.iter().find(|(name, _)| *name == typed).map(|(_, command)| *command)
 }
 
-/// clap's error with the command that was meant, if it names none of ours, and with the usage line of the command's help: clap takes
-/// options that are set by environment variables for such that were given, and its own line calls them required.
+/// Adds to clap's error the suggested command, if the given command does not exist, and the usage line of the command's
+/// help. clap's own usage line lists options that environment variables set as required.
 pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsString]) -> Error {
     if error.kind() == ErrorKind::InvalidSubcommand
         && let Some(ContextValue::String(typed)) = error.get(ContextKind::InvalidSubcommand)
         && let Some(command) = meant(typed)
         && program.find_subcommand(typed).is_none()
-        // Of the program itself: a command's own commands, such as those of `dataset`, are called otherwise.
+        // Only for the program itself: subcommands, such as those of `dataset`, have other names.
         && arguments.get(1).is_some_and(|first| first.to_str() == Some(typed))
     {
         let command = ContextValue::Strings(vec![command.to_owned()]);
@@ -48,7 +48,7 @@ pub(crate) fn explain(mut error: Error, mut program: Command, arguments: &[OsStr
     error
 }
 
-/// The usage line of the command that `names` begins with.
+/// The usage line of the command with which `names` begins.
 fn usage(command: &mut Command, names: &[&str]) -> StyledStr {
     if let [name, rest @ ..] = names
         && let Some(below) = command.find_subcommand_mut(name)

@@ -1,4 +1,4 @@
-//! One command a file, each `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and what they share.
+//! One command a file, each with `Args` (clap) and `run(Args) -> anyhow::Result<()>`, and code that the commands share.
 
 pub(crate) mod access;
 mod age;
@@ -57,12 +57,11 @@ pub(crate) mod watch;
 
 use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
 
-/// Shown at the end of `lockstep --help`.
+/// Appended to `lockstep --help`.
 pub(crate) const EXIT_STATUS_HELP: &str =
     "Exit status: 0 done, 1 failed while running, 2 the request was wrong (the message names every mistake).";
 
-/// The request itself was wrong (a mistake in a file or an argument, a name nobody knows): exit
-/// status 2. Any other error exits with 1.
+/// A mistake in the request itself (in a file, an argument or a name): exit status 2. Any other error exits with 1.
 #[derive(Debug)]
 pub(crate) struct WrongRequest(pub(crate) String);
 
@@ -79,7 +78,7 @@ pub(crate) fn wrong(message: impl Into<String>) -> anyhow::Error {
     anyhow::Error::new(WrongRequest(message.into()))
 }
 
-/// The exit status of a command; its error goes to standard error.
+/// The exit status of a command. The error is printed to standard error.
 pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     let Err(error) = result else { return ExitCode::SUCCESS };
     if output::is_closed_pipe(&error) {
@@ -89,7 +88,7 @@ pub(crate) fn exit_code(result: anyhow::Result<()>) -> ExitCode {
     ExitCode::from(if error.is::<WrongRequest>() { 2 } else { 1 })
 }
 
-/// An error and its causes, with colons between. A cause that the error before it already quotes is left out.
+/// An error and its causes, separated by colons. A cause that the error before it already quotes is left out.
 pub(crate) fn sentence(error: &anyhow::Error) -> String {
     let mut sentence = String::new();
     let mut quoted_in = String::new();
@@ -115,13 +114,13 @@ pub(crate) fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyh
 pub(crate) fn init_tracing(default: &str) {
     use tracing_subscriber::EnvFilter;
     let filter = EnvFilter::try_from_env("LOCKSTEP_LOG").unwrap_or_else(|_| EnvFilter::new(default));
-    // A second call (a command that runs another) keeps the first.
+    // A second call, by a command that runs another command, keeps the first subscriber.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .with_target(false)
-        // It would print what it could not print, and panic: a log on a full disk must end nobody.
+        // By default the subscriber would print its own failures and panic: a log on a full disk must not end the process.
         .log_internal_errors(false)
         .try_init();
 }

@@ -1,51 +1,51 @@
-//! Options of `serve` about an OpenID provider that signs people in.
+//! Options of `serve` for an OpenID provider that signs people in.
 
 use super::wrong;
 use lockstep_protocol::people::Role;
 use lockstep_server::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
 use std::{env, fs::File, io::Read, os::unix::fs::MetadataExt, path::PathBuf};
 
-/// Holds the client secret itself. No option does: everybody on a machine sees those.
+/// The client secret itself. No option takes the secret, because other accounts of the machine can see a process's arguments.
 const SECRET_VARIABLE: &str = "LOCKSTEP_OIDC_CLIENT_SECRET";
-/// Of the secret's file, at most.
+/// The largest file with a secret.
 const FILE_BYTES: u64 = 8192;
 
 #[derive(clap::Args)]
 pub(crate) struct OidcArgs {
-    /// Sign people in with this OpenID provider too; its address as the provider itself writes it
+    /// Also sign people in with this OpenID provider; its issuer address exactly as the provider writes it
     #[arg(long, value_name = "URL", requires = "oidc_client_id")]
     oidc_issuer: Option<Issuer>,
-    /// This server's client id at the provider, where <public-url>/login/oidc/callback is registered as redirect URI
+    /// This server's client id at the provider, where <public-url>/login/oidc/callback must be registered as a redirect URI
     #[arg(long, value_name = "ID", requires = "oidc_issuer")]
     oidc_client_id: Option<String>,
-    /// File with the client secret, or the secret itself in LOCKSTEP_OIDC_CLIENT_SECRET; a public client has none
+    /// File with the client secret (or set LOCKSTEP_OIDC_CLIENT_SECRET); a public client needs no secret
     #[arg(long, value_name = "FILE", requires = "oidc_issuer")]
     oidc_client_secret_file: Option<PathBuf>,
-    /// What the button on the page to sign in calls the provider [default: the issuer's host]
+    /// Name of the provider on the sign-in button [default: the issuer's host]
     #[arg(long, value_name = "NAME", requires = "oidc_issuer")]
     oidc_name: Option<String>,
-    /// Add whoever signs in for the first time, as viewer, member or admin [default: only those whom an admin has added come in]
+    /// Add people at their first sign-in, with the role viewer, member or admin [default: only people whom an admin has added may sign in]
     #[arg(long, value_name = "ROLE", requires = "oidc_issuer")]
     oidc_role: Option<Role>,
-    /// What somebody is called who signs in for the first time: preferred_username, or email where it is verified
+    /// Claim that names people at their first sign-in: preferred_username, or email if it is verified
     #[arg(long, value_name = "CLAIM", default_value = "preferred_username")]
     oidc_claim: NameClaim,
-    /// Claim that lists an account's groups, such as groups; they decide about the role at every sign-in
+    /// Claim that lists an account's groups, such as groups; the groups set the role at every sign-in
     #[arg(long, value_name = "CLAIM", requires = "oidc_issuer")]
     oidc_group_claim: Option<String>,
-    /// Who is in this group is an admin
+    /// Group whose people are admins
     #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
     oidc_admin_group: Option<String>,
-    /// Who is in this group is a member. Who is in neither has --oidc-role, or is not let in
+    /// Group whose people are members. People in neither group get --oidc-role, or are refused without it
     #[arg(long, value_name = "GROUP", requires = "oidc_group_claim")]
     oidc_member_group: Option<String>,
-    /// Trust this authority (PEM) too when the provider is asked
+    /// Also trust this CA (PEM) for connections to the provider
     #[arg(long, value_name = "FILE", requires = "oidc_issuer")]
     oidc_ca: Option<PathBuf>,
 }
 
 impl OidcArgs {
-    /// The provider, if one is named.
+    /// The provider's configuration, if a provider is named.
     ///
     /// # Errors
     /// The secret cannot be read.

@@ -31,22 +31,22 @@ pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
     line(serde_json::to_string_pretty(value)?)
 }
 
-/// Prints a line to standard error; nothing can be done when that fails.
+/// Prints a line to standard error. If that fails, nothing can be done.
 pub(crate) fn warn(text: impl fmt::Display) {
     let mut out = io::stderr().lock();
     let text = text.to_string();
     let _ = writeln!(out, "{}", unseen::shown(&text));
 }
 
-/// Whether the reader of our output has gone (`lockstep list | head -1`): not an error.
+/// Whether the reader of standard output has gone (`lockstep list | head -1`), which is not an error.
 pub(crate) fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error
         .chain()
         .any(|cause| cause.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe))
 }
 
-/// A name from a file or a server as part of a line: without line breaks and tabs, and with characters that a terminal obeys
-/// as JSON writes them.
+/// A name from a file or a server, safe as part of a line: without line breaks and tabs, and with control characters as
+/// JSON escapes.
 pub(crate) fn one_line(text: &str) -> String {
     unseen::shown(&text.replace(['\n', '\t'], " ")).into_owned()
 }
@@ -59,7 +59,7 @@ pub(crate) fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> 
     table_of_names(header, &[], rows)
 }
 
-/// As [`table`], with columns of `names` that are cut in the middle where the table is wider than the terminal. A pipe gets them whole.
+/// As [`table`], but if the table is wider than the terminal, cells in the columns `names` are shortened in the middle. A pipe gets whole names.
 ///
 /// # Errors
 /// As [`line`].
@@ -71,7 +71,7 @@ pub(crate) fn table_of_names<const N: usize>(
     Table::new(&header, names, rows, false).print()
 }
 
-/// As [`table_of_names`], where the last column holds sentences. On a terminal without room for it each stands below its row.
+/// As [`table_of_names`], but the last column has sentences. If a terminal has no room for the column, each sentence is below its row.
 ///
 /// # Errors
 /// As [`line`].
@@ -83,11 +83,11 @@ pub(crate) fn table_of_sentences<const N: usize>(
     Table::new(&header, names, rows, true).print()
 }
 
-/// Between two columns.
+/// Spaces between two columns.
 const GAP: usize = 2;
-/// No name is cut to less.
+/// The smallest width to which a column of names is narrowed.
 const NAME: usize = 12;
-/// Of the terminal's width, what a column of sentences has at least: they go on in the next line.
+/// A column of sentences gets at least the terminal's width divided by this number; longer sentences wrap.
 const SENTENCE: usize = 3;
 
 struct Table<'a> {
@@ -95,9 +95,9 @@ struct Table<'a> {
     names: &'a [&'a str],
     rows: Vec<Vec<String>>,
     widths: Vec<usize>,
-    /// The last column holds sentences.
+    /// Whether the last column has sentences.
     sentences: bool,
-    /// What stands below each row: its sentence, or nothing.
+    /// The text below each row: its sentence, or nothing.
     below: Vec<String>,
 }
 
@@ -108,7 +108,7 @@ impl<'a> Table<'a> {
         rows: &[[String; N]],
         sentences: bool,
     ) -> Self {
-        // A row is a line, whatever is in it.
+        // A row must stay on one line, whatever its cells contain.
         let rows: Vec<Vec<String>> =
             rows.iter().map(|row| row.iter().map(|cell| one_line(cell)).collect()).collect();
         let width = |column: usize, title: &str| {
@@ -138,8 +138,8 @@ impl<'a> Table<'a> {
         Ok(())
     }
 
-    /// Makes rows of at most `columns` characters, as far as that goes: without columns that are empty, with sentences below their
-    /// rows, and with names cut.
+    /// Fits rows into `columns` characters as far as possible: removes empty columns, moves sentences below their rows,
+    /// and shortens names.
     fn fit(&mut self, columns: usize) {
         if width(&self.widths) <= columns {
             return;
@@ -174,7 +174,7 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// Takes a column out and answers its cells.
+    /// Removes a column and returns its cells.
     fn remove(&mut self, column: usize) -> Vec<String> {
         self.header.remove(column);
         self.widths.remove(column);
@@ -187,7 +187,7 @@ fn width(widths: &[usize]) -> usize {
     widths.iter().sum::<usize>() + GAP * widths.len().saturating_sub(1)
 }
 
-/// Narrows columns of `names`, the widest first, until a row has at most `columns` characters; false where that is not to be had.
+/// Narrows columns of `names`, the widest first, until a row has at most `columns` characters; false if that is impossible.
 fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize) -> bool {
     while width(widths) > columns {
         let is_name = |column: &usize| names.contains(&header[*column]);
@@ -200,7 +200,7 @@ fn narrow(header: &[&str], names: &[&str], widths: &mut [usize], columns: usize)
     true
 }
 
-/// Of the terminal that standard output is, if it is one that says so.
+/// The width of the terminal on standard output, if there is one and it reports a width.
 fn terminal_columns() -> Option<usize> {
     let out = io::stdout();
     let size = out.is_terminal().then(|| rustix::termios::tcgetwinsize(&out).ok())??;
@@ -228,7 +228,7 @@ mod tests {
         assert_eq!(widths([27, 40, 10, 4, 30], 118), [27, 39, 10, 4, 30], "one more would not");
         assert_eq!(widths([27, 40, 10, 0, 30], 118), [27, 40, 10, 30], "an empty column goes first");
         assert_eq!(widths([27, 200, 30, 0, 30], 120), [27, 29, 28, 30]);
-        // A long sentence goes on in the next line, and ids stay whole.
+        // A long sentence wraps, and ids stay whole.
         assert_eq!(widths([27, 200, 30, 0, 300], 120), [27, 24, 23, 300]);
     }
 

@@ -1,4 +1,4 @@
-//! `lockstep plan`: how a job's network is spread over its ranks and what a step costs, predicted without training.
+//! `lockstep plan`: how a job's network is divided over its ranks and what a step costs, predicted without training.
 
 use super::{init_tracing, job_file, output, wrong};
 use lockstep_data::loader::DataSource;
@@ -27,32 +27,32 @@ use std::{
     time::Duration,
 };
 
-/// Limit for measuring, from the start of the processes: cuDNN's plans may have to be tuned first.
+/// Time limit for measuring from the start of the processes: cuDNN may have to tune plans first.
 const LIMIT: Duration = Duration::from_secs(600);
-/// For ranks to meet, and to answer.
+/// Time limit for ranks to meet and to answer.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Other plans that are shown.
+/// Number of alternative plans that are shown.
 const OTHERS: usize = 5;
 
-/// Print how a job's network is spread over its ranks and what a step costs, without training
+/// Print how a job's network is divided over its ranks and what a step costs, without training
 ///
-/// The plan is the one that the job file asks for, or with parallel.mode = "auto" the fastest whose memory suffices. Figures are
+/// The plan is the job file's, or with parallel.mode = "auto" the fastest plan that fits into memory. Times are
 /// predicted from measured speeds of operators and links.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The job's specification, a TOML file; its data.dataset is a path
+    /// The job's specification, a TOML file in which data.dataset is a path
     #[arg(value_name = "JOB.toml")]
     job: PathBuf,
-    /// Change a key of it, such as parallel.mode=auto (may be repeated)
+    /// Change a key of the specification, such as parallel.mode=auto (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Numbers of ranks to plan for, instead of parallel.ranks: 8,64,1024
+    /// Numbers of ranks to plan for, instead of parallel.ranks, such as 8,64,1024
     #[arg(long, value_name = "N,...", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Vec<u32>,
-    /// Classes, where the dataset is not on this machine; data.image_size has to be given then
+    /// Number of classes, if the dataset is not on this machine; data.image_size is required then
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
     classes: Option<u32>,
-    /// Plan for machines with these figures: what --json has printed on one of them [default: this machine's, measured once]
+    /// Plan for machines with the measurements in this file: the output of --json on such a machine [default: measure this machine, once]
     #[arg(long, value_name = "FILE")]
     machine: Option<PathBuf>,
     /// Measure this machine again
@@ -61,12 +61,12 @@ pub(crate) struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// What a rank of this machine measures
+    /// The measurement that a rank of this machine makes
     #[arg(long, hide = true, value_name = "JSON")]
     sample: Option<String>,
 }
 
-/// What is printed as JSON.
+/// The JSON output.
 #[derive(Serialize)]
 struct Report<'a> {
     machine: &'a Machine,
@@ -90,10 +90,10 @@ struct Considered {
     fits: bool,
 }
 
-/// Plans.
+/// Predicts and prints the plans.
 ///
 /// # Errors
-/// Exit status 2: mistakes in the job or the arguments, or no plan can be run; 1: this machine cannot be measured.
+/// Exit status 2: mistakes in the job or the arguments, or no plan can run; 1: this machine cannot be measured.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     if let Some(member) = Member::of_this_process().map_err(wrong)? {
@@ -148,10 +148,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-/// One plan: its operators, its sums, and others.
+/// Prints one plan: its operators, its sums, and alternatives.
 fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine) -> anyhow::Result<()> {
     let layers = planned.describe(network).layers;
-    // What strategies may name; the rest is one row.
+    // Operators that strategies may name; all others share one row.
     let (own, rest): (Vec<_>, Vec<_>) =
         layers.iter().partition(|layer| layer.kind.starts_with("conv") || layer.kind == "linear");
     let row = |name: String, kind: String, output: String, of: &[&LayerDescription]| {
@@ -219,7 +219,7 @@ fn print(spec: &JobSpec, planned: &Planned, network: &Network, machine: &Machine
     output::table(["STEP", "IMAGES/S", "MEMORY", "OTHER PLAN"], &rows)
 }
 
-/// Time of a step, images a second, memory of a rank.
+/// Time of a step, images per second, memory of a rank.
 fn figures(of: &Candidate, machine: &Machine) -> [String; 3] {
     let cost = &of.cost;
     let lacks = if of.fits(machine) { "" } else { " (too much)" };
@@ -272,7 +272,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
             let dataset = found.into_iter().find_map(|path| lockstep_data::canonical(&path).ok());
             let dataset = dataset.ok_or_else(|| {
                 wrong(format!(
-                    "data.dataset: there is no {} on this machine: give --classes N and data.image_size instead",
+                    "data.dataset: {} does not exist on this machine: give --classes N and data.image_size instead",
                     given.display()
                 ))
             })?;
@@ -287,7 +287,7 @@ fn network(args: &Args, spec: &JobSpec) -> anyhow::Result<Network> {
     planning::network(&spec.model, sides, channels, classes).map_err(wrong)
 }
 
-/// Figures from a file: what `--json` prints, or its `machine` alone.
+/// Measurements from a file: the output of `--json`, or only its `machine`.
 fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     let failed = |detail: String| wrong(format!("--machine {}: {detail}", path.display()));
     let text = fs::read(path).map_err(|e| failed(e.to_string()))?;
@@ -298,7 +298,7 @@ fn read_machine(path: &Path) -> anyhow::Result<Machine> {
     Ok(machine)
 }
 
-/// The figures of this machine, measured with at most `most` ranks if they are not kept.
+/// This machine's measurements: cached, or measured now with at most `most` ranks.
 fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> anyhow::Result<Machine> {
     let asked = spec.parallel.device;
     let offer = registry::offer(Selection { device: asked, ..Selection::default() }).map_err(wrong)?;
@@ -327,7 +327,7 @@ fn this_machine(args: &Args, spec: &JobSpec, network: &Network, most: u32) -> an
     Ok(machine)
 }
 
-/// One of the ranks that measure.
+/// Measures as one of the ranks.
 fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
     let sample: Sample = serde_json::from_str(args.sample.as_deref().unwrap_or_default())?;
     let device = registry::device_of(member.gpu.as_ref(), Device::Auto);

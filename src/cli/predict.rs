@@ -13,13 +13,13 @@ use lockstep_protocol::{
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
-/// Most bytes of the pictures in a request, as on the server.
+/// The largest total size of pictures in a request, as on the server.
 const MOST_BYTES: u64 = 24 << 20;
 
 /// Classify pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The pictures
+    /// Files of the pictures
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
     /// The job's id, the start of its id, or its name; the newest job with a validated checkpoint when absent
@@ -28,20 +28,20 @@ pub(crate) struct Args {
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best", conflicts_with = "model")]
     checkpoint: String,
-    /// Which of the checkpoint's weights
+    /// Which of the checkpoint's weights to use
     #[arg(long, value_enum, default_value_t = Weights::Model, conflicts_with = "model")]
     weights: Weights,
-    /// A model.safetensors or ema.safetensors that Lockstep wrote, or its folder; needs no server
+    /// A model.safetensors or ema.safetensors that Lockstep wrote, or the folder with it; needs no server
     #[arg(long, value_name = "FILE", conflicts_with = "job")]
     model: Option<PathBuf>,
-    /// Most probable classes to print
+    /// Number of classes to print, the most probable first
     #[arg(long, default_value_t = 5, value_name = "N")]
     top: usize,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// A picture's file.
+/// Reads a picture's file.
 fn read(path: &Path) -> Result<Vec<u8>, String> {
     let larger =
         format!("is larger than {} MiB, which is the most that a picture may have", MOST_BYTES >> 20);
@@ -51,7 +51,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 /// Prints each picture's most probable classes.
 ///
 /// # Errors
-/// Exit status 2 for a file that is missing or no picture, and when there is no such job or checkpoint.
+/// Exit status 2 for a file that is missing or not a picture, and when there is no such job or checkpoint.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut pictures = Vec::new();
     for image in &args.images {
@@ -93,8 +93,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if unread.is_empty() { Ok(()) } else { Err(wrong(unread.join("\n"))) }
 }
 
-/// A prediction as one line. Class names are whatever the model's file holds; no character of theirs moves the cursor or
-/// begins another line, whether a terminal or a program reads it.
+/// A prediction as one line. Class names come from the model's file; their control characters must not move the cursor
+/// or begin another line, in a terminal or in a program's input.
 fn line(prediction: &Prediction) -> String {
     let words = |c: &Probability| {
         format!(
@@ -107,19 +107,19 @@ fn line(prediction: &Prediction) -> String {
     format!("{}: {}", output::one_line(&prediction.name), top.join(", "))
 }
 
-/// The model that was used.
+/// The model that made the predictions.
 #[derive(Serialize)]
 struct ModelUsed {
     /// The job's name.
     job: String,
     job_id: JobId,
-    /// Epoch and step.
+    /// Epoch and step of the checkpoint.
     checkpoint: String,
-    /// It is the job's best.
+    /// Whether the checkpoint is the job's best.
     best: bool,
 }
 
-/// A prediction, and whose it is.
+/// A prediction with the model that made it.
 #[derive(Serialize)]
 struct PredictionLine<'a> {
     #[serde(flatten)]
@@ -128,12 +128,12 @@ struct PredictionLine<'a> {
     by: &'a ModelUsed,
 }
 
-/// The newest job with a validated checkpoint, and which of its checkpoints is wanted. What was cancelled or has failed before its first
-/// validation says little about a picture.
+/// The newest job with a validated checkpoint, and the wanted checkpoint of it. Jobs that were cancelled or failed
+/// before their first validation are skipped, because their predictions mean little.
 async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
     let mut newest_unmeasured = None;
     for job in api.jobs().await? {
-        // None of a job that has not taken a step.
+        // A job without a step has no checkpoint.
         if job.step == 0 && job.best.is_none() {
             continue;
         }
@@ -152,7 +152,7 @@ async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
             "no job has a validated checkpoint yet; --job {} takes the newest of {}, which was never measured",
             job.id, job.name
         ),
-        None => "no job has a checkpoint yet; `lockstep list` shows how far they are".into(),
+        None => "no job has a checkpoint yet; `lockstep list` shows the progress of jobs".into(),
     }))
 }
 

@@ -1,4 +1,4 @@
-//! `lockstep queue`: what waits, for what, and what is kept for whom.
+//! `lockstep queue`: the waiting jobs, what they wait for, and slots that are reserved for them.
 
 use super::{
     api::{ServerArgs, given, list},
@@ -7,7 +7,7 @@ use super::{
 use lockstep_protocol::queue::{QueuedJob, Reservation};
 use serde_json::{Value, json};
 
-/// Show the queue: waiting jobs in the order in which they get slots, what each waits for, and which slots are kept for whom
+/// Show waiting jobs in the order in which they get slots, what each job waits for, and which slots are reserved for which job
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Only jobs of this project
@@ -16,7 +16,7 @@ pub(crate) struct Args {
     /// Only jobs of this person, or of the token with this name
     #[arg(long)]
     owner: Option<String>,
-    /// At most so many
+    /// The largest number of lines to print
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
     #[command(flatten)]
@@ -32,7 +32,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let query = given([("project", args.project), ("owner", args.owner)]);
     let (jobs, kept) = block_on(async {
         let jobs = api.all("/queue", "jobs", &query, args.limit.map(|limit| limit as usize)).await?;
-        // The same on every page.
+        // Every page has the same reservations.
         let kept: Value = api.get("/queue?limit=1&fields=place").await?;
         anyhow::Ok((Value::Array(jobs), kept.get("reservations").cloned().unwrap_or_else(|| json!([]))))
     })?;
@@ -68,7 +68,7 @@ fn row(job: &QueuedJob) -> [String; 10] {
     ]
 }
 
-/// `a: slots 0, 1, and what else becomes free, kept for large (j...)`
+/// `a: slots 0, 1, and what else becomes free, kept for large (j...)`.
 fn reserved(kept: &Reservation) -> String {
     let slots = |numbers: &[u32]| {
         let list: Vec<_> = numbers.iter().map(ToString::to_string).collect();

@@ -8,21 +8,21 @@ use std::path::PathBuf;
 pub(crate) struct Args {
     /// Configuration file: `rank.<r>.json` in the attempt's folder
     config: PathBuf,
-    /// Shown in process lists; the configuration file has it as well
+    /// Shown in process lists; the configuration file has the same value
     #[arg(long)]
     job: Option<String>,
-    /// As --job
+    /// Shown in process lists, like --job
     #[arg(long)]
     attempt: Option<u32>,
-    /// As --job
+    /// Shown in process lists, like --job
     #[arg(long)]
     rank: Option<u32>,
 }
 
-/// Trains; ends the process with the rank's own statuses.
+/// Trains, and ends the process with an exit status of ranks.
 ///
 /// # Errors
-/// None: why a rank failed is in its records.
+/// None: the rank's records say why it failed.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     init_tracing("warn");
     let _ = (args.job, args.attempt, args.rank);

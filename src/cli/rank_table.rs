@@ -1,30 +1,30 @@
-//! Rank tables of MindSpore and HCCL: JSON files that say which rank runs on which device of which machine. Both forms are read:
+//! Rank tables of MindSpore and HCCL: JSON files that assign ranks to devices of machines. Both forms are supported:
 //! `server_list`, and the older `group_list`.
 
 use super::{file, wrong};
 use serde_json::Value;
 use std::{collections::HashMap, fmt::Display, path::Path};
 
-/// A table of 4096 devices has about half of this.
+/// The largest file; a table of 4096 devices has about half of this size.
 const TABLE_BYTES: u64 = 1 << 20;
-/// Devices of a table. MindSpore's own tools write tables of 2, 8 and 16.
+/// The largest number of devices in a table. MindSpore's own tools write tables of 2, 8 and 16 devices.
 pub(crate) const MOST_DEVICES: usize = 4096;
-/// Longest name of a machine: that of a DNS name.
+/// The longest name of a machine: the limit of DNS names.
 const MOST_NAME_BYTES: usize = 253;
 
-/// Which ranks run where.
+/// The assignment of ranks to machines and devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RankTable {
-    /// In the table's order.
+    /// The machines, in the table's order.
     pub(crate) machines: Vec<Machine>,
 }
 
 /// A machine of a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Machine {
-    /// `server_id`: its address.
+    /// `server_id`: the machine's address.
     pub(crate) address: String,
-    /// By rank.
+    /// The machine's devices, in the order of ranks.
     pub(crate) devices: Vec<Device>,
 }
 
@@ -32,7 +32,7 @@ pub(crate) struct Machine {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Device {
     pub(crate) rank: u32,
-    /// Its number among the machine's devices.
+    /// The device's number on its machine.
     pub(crate) device: u32,
 }
 
@@ -40,7 +40,7 @@ impl RankTable {
     /// Reads a file.
     ///
     /// # Errors
-    /// Exit status 2: what is wrong in it, with the name of the field.
+    /// Exit status 2: what is wrong in the table, with the name of the field.
     pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
         let larger = "is larger than 1 MiB; a rank table is not";
         let failed = |detail: String| wrong(format!("the rank table {}: {detail}", path.display()));
@@ -49,7 +49,7 @@ impl RankTable {
     }
 
     fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let table: Value = serde_json::from_slice(bytes).map_err(|e| format!("is no JSON: {e}"))?;
+        let table: Value = serde_json::from_slice(bytes).map_err(|e| format!("is not JSON: {e}"))?;
         if let Some(status) = table.get("status").and_then(Value::as_str)
             && status != "completed"
         {
@@ -66,19 +66,19 @@ impl RankTable {
         entries.finish()
     }
 
-    /// Ranks in all.
+    /// The number of ranks in all.
     pub(crate) fn world_size(&self) -> u32 {
         self.machines.iter().map(|machine| machine.devices.len() as u32).sum()
     }
 
-    /// The machine of a rank, and the rank's place among those of this machine.
+    /// The machine of a rank, and the rank's index among the ranks of this machine.
     pub(crate) fn place(&self, rank: u32) -> Option<(&Machine, u32)> {
         let local = |machine: &Machine| machine.devices.iter().position(|device| device.rank == rank);
         self.machines.iter().find_map(|machine| Some((machine, local(machine)? as u32)))
     }
 }
 
-/// What has been read of a table, and where in it each rank and device was.
+/// The entries read so far, and where in the table each rank and device was found.
 #[derive(Default)]
 struct Entries {
     machines: Vec<Machine>,
@@ -178,7 +178,7 @@ fn list<'a>(of: &'a Value, key: &str, at: &str) -> Result<&'a Vec<Value>, String
     }
 }
 
-/// A number, which tables write as text.
+/// A number, which tables write as a text.
 fn number(of: &Value, key: &str, at: &str) -> Result<u32, String> {
     let wrong = |given: &dyn Display| format!("{at}.{key}: is {given} and must be a whole number from 0");
     match of.get(key) {

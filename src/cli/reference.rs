@@ -1,5 +1,5 @@
-//! The reference in `docs/reference/`, made from what the program itself uses: the job file's table of keys, clap's commands, and the
-//! OpenAPI document. `cargo run -- reference --out docs/reference` writes it anew; a test compares it with the tree.
+//! The reference in `docs/reference/`, generated from the program itself: the job file's table of keys, clap's commands, and the
+//! OpenAPI document. `cargo run -- reference --out docs/reference` writes the pages again; a test compares them with the tree.
 
 mod command_line;
 pub(crate) mod job_file;
@@ -15,7 +15,7 @@ use std::{
 /// Write the pages of docs/reference
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The folder that the pages are written to
+    /// The folder for the pages
     #[arg(long, value_name = "DIR", default_value = "docs/reference")]
     out: PathBuf,
 }
@@ -40,12 +40,12 @@ pub(crate) fn run(args: &Args, program: clap::Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Said at the head of each page.
+/// The first lines of each page.
 fn made(by: &str) -> String {
     format!("<!-- Made from {by} by `cargo run -- reference`. Do not edit. -->\n")
 }
 
-/// A table of Markdown; a cell is one line.
+/// A Markdown table; each cell is one line.
 fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     let mut text = format!("| {} |\n|{}\n", header.join(" | "), "---|".repeat(N));
     for row in rows {
@@ -55,11 +55,11 @@ fn table<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> String {
     text
 }
 
-/// Text as Markdown: `<name>` outside of code is no tag.
+/// Text as Markdown: `<name>` outside of code must not become a tag.
 fn prose(text: &str) -> String {
     let parts = text.split('`').enumerate();
     let escaped = parts.map(|(i, part)| {
-        // Every other part is code.
+        // Every second part is code.
         if i % 2 == 1 { part.to_owned() } else { part.replace('<', "&lt;").replace('*', "\\*") }
     });
     escaped.collect::<Vec<_>>().join("`")

@@ -26,106 +26,106 @@ use tokio::{
     sync::oneshot,
 };
 
-/// For what still reads or writes a file when all else has ended.
+/// Time limit, after everything else has ended, for threads that still read or write files.
 pub(crate) const LAST_FILES: Duration = Duration::from_secs(3);
 
 /// Serve the dashboard and the REST interface, and train on this machine
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Address and port to listen on; port 0 takes a free one
+    /// Address and port to listen on; port 0 chooses a free port
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:7070")]
     listen: String,
-    /// Encrypt with this certificate (PEM, the server's first, then those between it and the CA); read again when it changes
+    /// Encrypt with this certificate (PEM: the server's own certificate first, then intermediate certificates); read again when it changes
     #[arg(long, value_name = "FILE", requires = "tls_key", conflicts_with = "tls_own_ca")]
     tls_cert: Option<PathBuf>,
-    /// The certificate's key (PEM), which only this user may read
+    /// The certificate's key (PEM); only this user may be able to read the file
     #[arg(long, value_name = "FILE", requires = "tls_cert")]
     tls_key: Option<PathBuf>,
-    /// Encrypt with a certificate that the server makes and renews itself, signed by the CA in <data-dir>/ca
+    /// Encrypt with a certificate that the server makes and renews, signed by the CA in <data-dir>/ca
     #[arg(long)]
     tls_own_ca: bool,
-    /// Cipher suites of TLS to speak, between commas, as the IANA or OpenSSL name them [default: all that are secure]
+    /// Allowed cipher suites of TLS, separated by commas, by their IANA or OpenSSL names [default: all secure suites]
     #[arg(long, value_name = "LIST")]
     tls_suites: Option<TlsSuites>,
-    /// Lowest version of TLS to speak: 1.2 or 1.3
+    /// Lowest allowed version of TLS: 1.2 or 1.3
     #[arg(long, value_name = "VERSION", default_value = "1.2")]
     tls_min_version: TlsVersion,
-    /// CA of the certificates by which agents show who they are (PEM); read again when it changes [default: with --tls-own-ca the
-    /// server's own]
+    /// CA of the certificates that identify agents (PEM); read again when it changes [default: with --tls-own-ca the
+    /// server's own CA]
     #[arg(long, value_name = "FILE")]
     agent_ca: Option<PathBuf>,
-    /// Revocation list (CRL, PEM or DER) of that CA; read again when it changes
+    /// Revocation list (CRL, PEM or DER) of the CA in --agent-ca; read again when it changes
     #[arg(long, value_name = "FILE", requires = "agent_ca")]
     agent_crl: Option<PathBuf>,
-    /// How agents of other machines show who they are: certificate, token or either [default: either with --tls-own-ca or
-    /// --agent-ca, else token]
+    /// How agents of other machines identify themselves: certificate, token or either [default: either with
+    /// --tls-own-ca or --agent-ca, otherwise token]
     #[arg(long, value_name = "HOW")]
     agent_auth: Option<AgentAuth>,
-    /// The address that people and programs use, where it is another than the one listened on
+    /// The address that people and programs use, if it differs from the address listened on
     #[arg(long, value_name = "URL")]
     public_url: Option<PublicUrl>,
-    /// Proxy that says for whom it speaks (X-Forwarded-For, -Proto, -Host): an address or a network such as 10.0.0.0/8.
-    /// May be given several times
+    /// Proxy whose headers name the client (X-Forwarded-For, -Proto, -Host): an address, or a network such as
+    /// 10.0.0.0/8 (may be repeated)
     #[arg(long, value_name = "NETWORK")]
     trusted_proxy: Vec<Network>,
-    /// Listen without TLS also where other machines can reach it. Tokens and weights can be read on the way
+    /// Listen without TLS even if other machines can reach the address. Others on the network can then read tokens and weights
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_own_ca"])]
     insecure_http: bool,
-    /// Requests that an address of another machine may make a second; at once it may make ten times as many. 0: no limit
+    /// Requests per second that are allowed from an address of another machine, with bursts of ten times as many. 0: no limit
     #[arg(long, value_name = "N", default_value = "200")]
     requests_per_second: u32,
-    /// Requests a second with one token, or of one person who is signed in, from all addresses together, this machine's included;
-    /// at once ten times as many. Agents are not counted. 0: no limit
+    /// Requests per second that are allowed with one token or for one signed-in person, from all addresses including
+    /// this machine, with bursts of ten times as many. Agents are not counted. 0: no limit
     #[arg(long, value_name = "N", default_value = "1000")]
     token_requests_per_second: u32,
-    /// Write a line for each request into this file, or to standard output with -
+    /// Write a line for each request to this file, or to standard output with -
     #[arg(long, value_name = "FILE")]
     access_log: Option<PathBuf>,
-    /// Data directory: database, job folders and checkpoints
+    /// Data directory, for the database, job folders and checkpoints
     #[arg(long, value_name = "DIR", default_value = "lockstep-data")]
     data_dir: PathBuf,
-    /// Keep checkpoints in an object store, too: a directory (of another disk), or s3://BUCKET/PREFIX, with AWS_ENDPOINT_URL,
-    /// AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP as they are read elsewhere
+    /// Also keep checkpoints in an object store: a directory (on another disk), or s3://BUCKET/PREFIX, with the usual
+    /// variables AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ALLOW_HTTP
     #[arg(long, value_name = "URL", env = "LOCKSTEP_ARTIFACTS", hide_env_values = true)]
     artifacts: Option<String>,
-    /// Take over an object store that another server has marked as its own and no longer uses, such as the server whose backup this
-    /// database was restored from
+    /// Take over an object store that another server has marked as its own and no longer uses, such as the server from
+    /// whose backup this database was restored
     #[arg(long, env = "LOCKSTEP_ARTIFACTS_ADOPT")]
     artifacts_adopt: bool,
     /// Database: sqlite://PATH or postgres://USER@HOST/NAME [default: sqlite://<data-dir>/lockstep.db]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_DATABASE", hide_env_values = true)]
     database: Option<String>,
-    /// Who comes first of those whose jobs of one priority wait: owner, project (the one with the fewest slots in use) or off (the
-    /// job that was submitted first)
+    /// Fair share among waiting jobs of the same priority: by owner or by project (whoever has the fewest slots in use
+    /// comes first), or off (the job that was submitted first)
     #[arg(long, value_name = "BY", default_value = "off")]
     fair_share: FairShare,
-    /// Seconds after a job's end until its points leave the event stream; its metrics are kept
+    /// Seconds after a job's end until its points leave the event stream; metrics stay available
     #[arg(long, value_name = "SECS", default_value = "3600")]
     keep_points: u32,
-    /// Seconds of silence after which an agent counts as lost and its jobs continue elsewhere; its ranks end 4 s earlier
+    /// Seconds without a message after which an agent counts as lost and its jobs continue elsewhere; its ranks end 4 s earlier
     #[arg(long, value_name = "SECS", env = "LOCKSTEP_LEASE", default_value = "15",
         value_parser = clap::value_parser!(u32).range(8..=3600))]
     lease: u32,
-    /// Ask nobody for a token: everybody on this machine may do everything. For loopback addresses only
+    /// Require no token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
-    /// Do not open the dashboard in a browser [default: on a terminal with a screen it is opened, signed in]
+    /// Do not open the dashboard in a browser [default: on a terminal with a screen, open it signed in]
     #[arg(long)]
     no_open: bool,
     #[command(flatten)]
     oidc: OidcArgs,
-    /// Folder that datasets and files of weights may come from, with everything below it; may be given several times [default: any, named
-    /// by admins alone]
+    /// Folder from which datasets and files of weights may come, with all its subfolders (may be repeated) [default:
+    /// any folder, but only admins may name it]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
-    /// Address or name by which ranks of other machines reach those of this one, for jobs over several machines [default: the
-    /// address of the interface that NCCL_SOCKET_IFNAME names, or of --listen, where that is one]
+    /// Address or name by which ranks on other machines reach this machine's ranks, for jobs over several machines
+    /// [default: the address of the interface in NCCL_SOCKET_IFNAME, or of --listen if it is a specific address]
     #[arg(long, value_name = "ADDRESS", conflicts_with = "no_local_agent")]
     advertise: Option<String>,
-    /// CPU slots: ranks that run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
+    /// CPU slots: how many ranks may run at once on this machine's cores [default: one per GPU, or one per core without GPUs]
     #[arg(long, value_name = "N", conflicts_with = "no_local_agent",
         value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_CPU_SLOTS)))]
     cpu_slots: Option<u32>,
@@ -140,7 +140,7 @@ pub(crate) struct Args {
 /// Exit status 2 when the address, the folder or the database cannot be used.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     lockstep_server::keep_files_private();
-    // Each request that an object store does not answer would be a line: the server says it once.
+    // The object store's client would log each request that fails; the server logs that once.
     init_tracing("info,object_store=warn");
     let mut config = ServeConfig::new(args.data_dir);
     config.listen = resolve(&args.listen)?;
@@ -180,14 +180,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let local_agent = !args.no_local_agent;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        // Before the address is printed: who reads it may stop the server at once.
+        // Before the address is printed: a reader of the address may stop the server at once.
         let mut signals = StopSignals::listen()?;
         let mut server = Server::start(config).await?;
         output::line(format_args!("dashboard: {}", server.running.url()))?;
         if !args.no_auth {
-            // Once, within ten minutes; `lockstep login-link` prints another. Also where this goes into a log, as notebook servers do it: that is
-            // where people look who start a server with nohup or in a container, and only the server knows the address and the certificate
-            // that a command in its place would need. Somebody else who reads the log and is faster leaves a link that does not work.
+            // The link works once, within ten minutes; `lockstep login-link` prints another. It is printed even into a log, as notebook servers do:
+            // people who start a server with nohup or in a container look there, and a command in its place would need the address and the
+            // certificate, which only the server knows. If somebody else who reads the log uses the link first, it no longer works.
             output::line(format_args!("sign in: {}", server.login_link()?))?;
         }
         let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
@@ -199,18 +199,18 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             () = signals.next() => {}
             ended = &mut server.ended => return server_error(ended),
         }
-        tracing::info!("ending in order; once more to end at once");
+        tracing::info!("ending in order; send the signal once more to end at once");
         tokio::select! {
             stopped = server.stop() => stopped,
             () = signals.next() => Ok(()),
         }
     });
-    // A thread that waits for a file system which does not respond cannot be stopped.
+    // A thread that waits for an unresponsive file system cannot be stopped.
     runtime.shutdown_timeout(LAST_FILES);
     result
 }
 
-/// SIGTERM and Ctrl-C, from when this is made on: one that comes before somebody waits for it is not lost.
+/// SIGTERM and Ctrl-C from now on: a signal that comes before somebody waits for it is not lost.
 pub(crate) struct StopSignals {
     terminate: Signal,
     interrupt: Signal,
@@ -218,12 +218,12 @@ pub(crate) struct StopSignals {
 
 impl StopSignals {
     /// # Errors
-    /// The system does not let us listen to signals.
+    /// The system does not allow signal handlers.
     pub(crate) fn listen() -> io::Result<Self> {
         Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? })
     }
 
-    /// Waits for the next one.
+    /// Waits for the next signal.
     pub(crate) async fn next(&mut self) {
         tokio::select! {
             _ = self.terminate.recv() => {}
@@ -235,19 +235,19 @@ impl StopSignals {
 /// A running server, and the agent of its machine.
 pub(crate) struct Server {
     running: Running,
-    /// Where programs of this machine find it in clear.
+    /// Address in clear for programs of this machine.
     local: SocketAddr,
     data_dir: PathBuf,
     shutdown: Option<oneshot::Sender<()>>,
-    /// When it ends, wanted or not.
+    /// Completes when the server ends, for any reason.
     pub(crate) ended: tokio::task::JoinHandle<Result<(), ServeError>>,
     agent: Option<LocalAgent>,
-    /// How ranks of other machines reach those of this one.
+    /// Address by which ranks of other machines reach this machine's ranks.
     advertise: Option<String>,
 }
 
 impl Server {
-    /// Starts it; returns once it accepts connections.
+    /// Starts the server; returns once it accepts connections.
     ///
     /// # Errors
     /// As [`run`].
@@ -258,13 +258,13 @@ impl Server {
         })
     }
 
-    /// As [`Server::start`], for those that know what to do about an error.
+    /// As [`Server::start`], for callers that can handle an error themselves.
     ///
     /// # Errors
-    /// What keeps the server from starting.
+    /// The reason why the server cannot start.
     pub(crate) async fn start_or(mut config: ServeConfig) -> Result<Self, ServeError> {
         let data_dir = config.data_dir.clone();
-        // The certificate is for the names that others use: this machine's own agent comes by a way of its own.
+        // The certificate is for public names, so this machine's own agent uses a listener of its own.
         let mut local_listener = None;
         if config.tls.is_some() {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(ServeError::Stopped)?;
@@ -276,11 +276,11 @@ impl Server {
         let ended = tokio::spawn(lockstep_server::serve(
             config,
             move |running| {
-                // Nobody waits for it any more: then nobody needs it.
+                // If nobody waits for the value, nobody needs it.
                 let _ = ready.send(running);
             },
             async {
-                // Sent or dropped: both mean shutdown.
+                // Sending and dropping both mean shutdown.
                 let _ = is_shutdown.await;
             },
         ));
@@ -288,7 +288,7 @@ impl Server {
             Ok(running) => {
                 let local = local_listener.unwrap_or_else(|| reachable(running.address()));
                 let ip = running.address().ip();
-                // Where NCCL's variable names an interface, its agent takes that one, as any agent does.
+                // If NCCL's variable names an interface, the agent takes it by itself.
                 let is_free = matches!(lockstep_host::nccl_interface(), Ok(None));
                 let advertise =
                     (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
@@ -316,7 +316,7 @@ impl Server {
         &self.data_dir
     }
 
-    /// The address that signs a browser in, once.
+    /// The link that signs a browser in, once.
     ///
     /// # Errors
     /// The system has no random bits.
@@ -324,10 +324,10 @@ impl Server {
         self.running.login_link()
     }
 
-    /// The token for this machine's programs.
+    /// The token for programs of this machine.
     ///
     /// # Errors
-    /// Its file cannot be read.
+    /// The token's file cannot be read.
     pub(crate) fn token(&self) -> anyhow::Result<String> {
         access::from_file(&self.data_dir.join("token"))
     }
@@ -335,7 +335,7 @@ impl Server {
     /// Starts the agent of this machine.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The agent cannot be started.
     pub(crate) async fn start_agent(&mut self, slots: Slots, quiet: bool) -> anyhow::Result<()> {
         let dir = self.data_dir.join("agent");
         let agent_id = state_dir::agent_id(&dir)?;
@@ -350,7 +350,7 @@ impl Server {
     /// Ends the agent with its ranks, then the server.
     ///
     /// # Errors
-    /// The server failed meanwhile.
+    /// The server failed in the meantime.
     pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
         if let Some(agent) = self.agent.take() {
             agent.stop().await;
@@ -360,7 +360,7 @@ impl Server {
     }
 }
 
-/// Where this machine itself reaches an address that is listened on.
+/// The address by which this machine reaches an address that is listened on.
 fn reachable(mut address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
@@ -383,7 +383,7 @@ fn stopped(why: &str) -> ServeError {
     ServeError::Stopped(std::io::Error::other(why.to_owned()))
 }
 
-/// An address by number or by name (`localhost:7070`).
+/// Resolves an address by number or by name (`localhost:7070`).
 fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
     let problem = |why: String| wrong(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
     let mut found = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;

@@ -1,4 +1,4 @@
-//! `lockstep show`: one job.
+//! `lockstep show`: prints one job.
 
 use super::{
     api::{ServerArgs, list},
@@ -20,7 +20,7 @@ use serde_json::Value;
 /// Show one job
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Its id, the start of its id, or its name
+    /// The job's id, the start of its id, or its name
     job: String,
     #[command(flatten)]
     server: ServerArgs,
@@ -46,7 +46,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         anyhow::Ok((job, answer, checkpoints, plan))
     })?;
     if args.server.json {
-        // As the server sent them, so that fields of a newer server are included.
+        // Printed as the server sent them, so that fields of a newer server are included.
         let attempts = answer.get("attempts").cloned().unwrap_or_else(|| Value::Array(Vec::new()));
         return output::json(&JobWithAttempts { job, attempts });
     }
@@ -59,11 +59,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     output::line(format_args!("\n{}", toml::to_string(&job.spec)?.trim_end()))
 }
 
-/// The fields of an attempt that are shown; a newer server may send a state that this version does not know.
+/// The fields of an attempt that are printed. A newer server may send a state that this version does not know.
 #[derive(Deserialize)]
 struct AttemptRow {
     attempt: u32,
-    /// A word.
+    /// The state's name.
     state: String,
     reason: Option<Reason>,
     checkpoint: Option<String>,
@@ -92,7 +92,7 @@ fn line(attempt: &AttemptRow) -> (String, String) {
     (format!("attempt {}", attempt.attempt), text)
 }
 
-/// What the ranks run, and the predicted time of a step beside the measured one.
+/// The plan that the ranks run, and the predicted time of a step beside the measured time.
 fn planned(plan: &PlanDescription) -> String {
     let measured = plan.measured_step_ms.map(|ms| format!(", measured {ms:.1} ms")).unwrap_or_default();
     format!("{}; predicted {:.1} ms a step{measured}; {}", plan.words, plan.step_ms, plan.why)
@@ -107,7 +107,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
     };
     lines.push(("state", state));
     if let Some(queue) = &job.queue {
-        // Its state may tell how the last attempt ended instead.
+        // The state may tell how the last attempt ended instead.
         let waits =
             queue.reason.as_ref().map(Reason::words).filter(|words| job.reason.as_deref() != Some(*words));
         let waits = waits.map(|words| format!(": {words}")).unwrap_or_default();
@@ -142,7 +142,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
         lines.extend(job.spec.parallel.pipeline_in_words(accumulate).map(|words| ("pipeline", words)));
     }
     if job.spec.parallel.optimizer_sharding && job.ranks > 1 {
-        lines.push(("optimizer state", "divided over the ranks; the log has the bytes of each".into()));
+        lines.push(("optimizer state", "divided over the ranks; the log has the bytes of each rank".into()));
     }
     if job.attempt > 0 {
         lines.push(("attempt", job.attempt.to_string()));

@@ -3,7 +3,7 @@
 /// `500GB`, `1.5 TiB`, `4096`: bytes, also in units of 1000 (kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB).
 ///
 /// # Errors
-/// It is none.
+/// The text is not a size.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -23,7 +23,7 @@ pub(crate) fn size(text: &str) -> Result<u64, String> {
     let whole = number.parse::<u64>().ok().and_then(|number| number.checked_mul(factor));
     let bytes = whole.or_else(|| {
         let bytes = number.parse::<f64>().ok().filter(|_| number.contains('.'))? * factor as f64;
-        // Beyond, not every whole number is a float.
+        // Beyond 2^53, a float cannot represent every whole number.
         (bytes < 2_f64.powi(53)).then_some(bytes as u64)
     });
     bytes.ok_or_else(|| WANTED.into())

@@ -1,4 +1,4 @@
-//! `lockstep submit`: submits a job.
+//! `lockstep submit`: submits a job or a sweep.
 
 use super::{
     api::{Api, ServerArgs, mistake},
@@ -20,39 +20,40 @@ use std::{
 
 /// Submit a job
 ///
-/// On a terminal its progress is shown until it ends; Ctrl-C ends that and not the job. Elsewhere, and with --detach, the job's id and
-/// address are printed. A data.dataset that is a path stands for the dataset that is registered there, and is registered if it is not.
+/// On a terminal, the command shows the job's progress until the job ends; Ctrl-C ends the display, not the job. Without a terminal, and with
+/// --detach, it prints the job's id and address. If data.dataset is a path, it stands for the dataset that is registered at that path; an
+/// unregistered path is registered.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
     #[arg(value_name = "JOB.toml")]
     job: PathBuf,
-    /// Change a key of it, such as train.lr=0.1 (may be repeated); without a value, as in train.epochs=, the key is left out
+    /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Submit a job for each of these values of a key; with several keys, for each combination (may be repeated)
+    /// Submit a job for each of these values of a key (may be repeated: a job for each combination)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...", conflicts_with = "watch")]
     sweeps: Vec<String>,
-    /// The project that it belongs to, in place of the file's
+    /// The job's project, instead of the file's
     #[arg(long)]
     project: Option<String>,
-    /// A tag, besides the file's (may be repeated)
+    /// A tag, in addition to the file's (may be repeated)
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<String>,
-    /// Notes on it, in place of the file's
+    /// Notes on the job, instead of the file's
     #[arg(long)]
     notes: Option<String>,
-    /// Show its progress until it ends, as on a terminal without --detach; exit with status 1 unless it succeeds
+    /// Show the job's progress until it ends, as on a terminal without --detach; exit with status 1 unless it succeeds
     #[arg(long)]
     watch: bool,
-    /// Print its id and address alone, as where there is no terminal
+    /// Print only the job's id and address, as without a terminal
     #[arg(long, conflicts_with = "watch")]
     detach: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Checks the specification here, then there, and submits it.
+/// Checks the specification locally and on the server, and submits it.
 ///
 /// # Errors
 /// Exit status 2 with every mistake in the specification on a line of its own.
@@ -68,7 +69,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         Err(error) if own.is_empty() => return Err(error),
         Err(_) => return check(&args.job, &document).map(drop),
     };
-    // Somebody at a terminal wants to see it; a program reads the id.
+    // A person at a terminal wants to see the progress; a program reads the id.
     let watches = args.watch
         || !args.detach && !args.server.json && io::stdout().is_terminal() && io::stderr().is_terminal();
     block_on(async {
@@ -118,13 +119,13 @@ fn label(document: &mut Value, args: &Args) {
         return;
     }
     let tags = table.entry("tags").or_insert_with(|| Value::Array(Vec::new()));
-    // What is no list is the check's to name.
+    // If `tags` is not a list, the check reports that.
     if let Value::Array(tags) = tags {
         tags.extend(args.tags.iter().map(|tag| Value::String(tag.clone())));
     }
 }
 
-/// A job with mistakes of its own, with those that only the server knows: all can be mended at once.
+/// Adds the mistakes that only the server knows to the local mistakes of a job, so that all can be corrected at once.
 async fn all_mistakes(api: &Api, path: &Path, document: &Value, own: &[SpecError]) -> anyhow::Error {
     let mut lines: Vec<_> = own.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
     for (pointer, detail) in api.mistakes(document, false).await {

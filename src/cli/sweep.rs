@@ -1,4 +1,4 @@
-//! Sweeps: a job file with a job for every combination of the values that some of its keys take.
+//! Sweeps: a job file for each combination of the values of some keys.
 
 use super::{
     WrongRequest,
@@ -13,26 +13,26 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::{collections::BTreeSet, path::Path};
 
-/// Jobs of a sweep. Each agent of a launched one has a token, of which a server keeps a thousand.
+/// The largest number of jobs in a sweep. In a launched sweep each agent has a token, and a server keeps a thousand tokens.
 const MOST_JOBS: usize = 500;
-/// Keys that change in a sweep.
+/// The largest number of keys in a sweep.
 const MOST_KEYS: usize = 16;
 
-/// Keys, and the values that each takes.
+/// Keys with their values.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Sweep {
     keys: Vec<(String, Vec<Value>)>,
 }
 
-/// A sweep's jobs, which the server has.
+/// The submitted jobs of a sweep.
 pub(crate) struct Submitted {
-    /// What all of them are tagged with.
+    /// The tag of all these jobs.
     pub(crate) tag: String,
     pub(crate) jobs: Vec<Job>,
 }
 
 impl Submitted {
-    /// Prints the jobs, a line each, and where all of them are listed.
+    /// Prints the jobs, one a line, and the address of their list.
     ///
     /// # Errors
     /// Standard output is closed.
@@ -40,7 +40,7 @@ impl Submitted {
         if as_json {
             return output::json(&json!({"tag": self.tag, "jobs": self.jobs}));
         }
-        // What is said of all jobs is said once.
+        // A warning that several jobs share is printed once.
         let warnings: BTreeSet<_> = self.jobs.iter().flat_map(|job| &job.warnings).collect();
         warnings.into_iter().for_each(|warning| output::warn(format_args!("warning: {warning}")));
         for job in &self.jobs {
@@ -52,10 +52,10 @@ impl Submitted {
 }
 
 impl Sweep {
-    /// Reads `train.lr=0.1,0.05` for each key. Values are as in a job file, or texts without quotes.
+    /// Parses `train.lr=0.1,0.05` for each key. Values are as in a job file, or texts without quotes.
     ///
     /// # Errors
-    /// Exit status 2: an argument that is no sweep, a key that comes twice, more jobs than a sweep may have.
+    /// Exit status 2: an argument is not a sweep, a key comes twice, or a sweep has too many jobs.
     pub(crate) fn parse(arguments: &[String]) -> anyhow::Result<Self> {
         let refused = |argument: &str, why: &str| wrong(format!("--sweep {}: {why}", shortened(argument)));
         if arguments.len() > MOST_KEYS {
@@ -88,10 +88,10 @@ impl Sweep {
         }
     }
 
-    /// A job file for each combination, the last key's values changing first. Each has the combination in its name, and the tag.
+    /// A job file for each combination; the values of the last key change fastest. Each name contains the combination, and each job has the tag.
     ///
     /// # Errors
-    /// Exit status 2: a path that names no key.
+    /// Exit status 2: a path names no key.
     pub(crate) fn documents(&self, document: &Value, tag: &str) -> anyhow::Result<Vec<Value>> {
         let mut all = vec![(document.clone(), String::new())];
         for (path, values) in &self.keys {
@@ -113,7 +113,7 @@ impl Sweep {
             if let Some(name) = name {
                 table.insert("name".into(), name.into());
             }
-            // What is no list is the check's to name.
+            // If `tags` is not a list, the check reports that.
             if let Value::Array(tags) = table.entry("tags").or_insert_with(|| json!([])) {
                 tags.push(tag.into());
             }
@@ -121,7 +121,7 @@ impl Sweep {
         Ok(all.into_iter().map(|(document, _)| document).collect())
     }
 
-    /// The last part of a key's path, or all of it where two end alike.
+    /// The last part of a key's path, or the whole path if two last parts are equal.
     fn short<'a>(&self, path: &'a str) -> &'a str {
         let last = |path: &'a str| path.rsplit('.').next().unwrap_or(path);
         let alike = self.keys.iter().filter(|(other, _)| other.rsplit('.').next() == Some(last(path)));
@@ -129,8 +129,8 @@ impl Sweep {
     }
 }
 
-/// `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`; what is not TOML is taken as texts between commas, and of a key that is a number or a switch as
-/// what each of them is by itself.
+/// Parses `0.1,0.05`, `"a","b"` or `[[0, 32], [5, 64]],[[0, 64]]`. Text that is not TOML is split at commas; for a key
+/// with numbers or switches, each part is parsed on its own.
 fn values(path: &str, text: &str) -> Vec<Value> {
     let listed = |text: &str| {
         let mut document = toml_document(&format!("value = [{text}]")).ok()?;
@@ -158,11 +158,11 @@ pub(crate) fn new_tag() -> String {
     format!("sweep-{}", &uuid::Uuid::new_v4().simple().to_string()[..8])
 }
 
-/// Job files for all combinations, checked here and by the server (`launched`: their agents are about to be started); a dataset that is a path, in
-/// the file or among the values, gets its registered name.
+/// Job files for all combinations, checked here and by the server (`launched`: agents for the jobs are about to be
+/// started). A path of a dataset, in the file or among the values, is replaced by its registered name.
 ///
 /// # Errors
-/// Exit status 2 with every mistake on a line, one that many jobs have once; the server cannot be reached.
+/// Exit status 2 with every mistake on a line, and mistakes that jobs share only once; or the server cannot be reached.
 pub(crate) async fn prepare(
     api: &Api,
     path: &Path,
@@ -172,14 +172,14 @@ pub(crate) async fn prepare(
     launched: bool,
 ) -> anyhow::Result<Vec<Value>> {
     let mut documents = sweep.documents(document, tag)?;
-    // Nothing is registered for jobs that cannot be.
+    // The check comes first, so that nothing is registered for jobs that cannot be submitted.
     check(None, launched, path, &documents).await?;
     job_file::resolve_all(api, &mut documents).await?;
     check(Some(api), launched, path, &documents).await?;
     Ok(documents)
 }
 
-/// Finds the mistakes of all jobs, with `api` also those that only the server knows.
+/// Checks all jobs; with `api` also on the server.
 ///
 /// # Errors
 /// As [`prepare`].
@@ -205,10 +205,10 @@ pub(crate) async fn check(
     Err(wrong(job_file::mistaken(path, &lines.into_iter().collect::<Vec<_>>())))
 }
 
-/// Submits all jobs or none: those before one that is refused are cancelled. One whose answer is lost is asked for again.
+/// Submits all jobs or none: if the server refuses a job, the jobs before it are cancelled. If an answer is lost, the request is repeated.
 ///
 /// # Errors
-/// Exit status 2 for a job that the server refuses; it cannot be reached.
+/// Exit status 2 if the server refuses a job; or the server cannot be reached.
 pub(crate) async fn submit(
     api: &Api,
     route: &str,
@@ -222,7 +222,7 @@ pub(crate) async fn submit(
             Err(error) => {
                 let done = take_back(api, &tag, &jobs).await;
                 return Err(match (jobs.len(), error.is::<WrongRequest>()) {
-                    // None was there to be cancelled.
+                    // There was no job to cancel.
                     (0, true) => error,
                     (there, _) => error
                         .context(format!("{there} of {} jobs were submitted and {done}", documents.len())),
@@ -233,7 +233,7 @@ pub(crate) async fn submit(
     Ok(Submitted { tag, jobs })
 }
 
-/// Cancels the sweep's jobs, including one whose submission was never acknowledged. Returns a sentence with the outcome.
+/// Cancels the sweep's jobs, including a job whose submission was never acknowledged. Returns a sentence with the outcome.
 async fn take_back(api: &Api, tag: &str, jobs: &[Job]) -> String {
     let tagged = api.all("/jobs", "jobs", &[("tag", tag.to_owned())], None).await;
     let text = |job: &Value| job.get("id").and_then(Value::as_str).map(str::to_owned);
@@ -305,7 +305,7 @@ mod tests {
     fn one_value_that_is_none_leaves_the_others_what_they_are() {
         assert_eq!(values("train.seed", "1,2,x"), [json!(1), json!(2), json!("x")]);
         assert_eq!(values("train.deterministic", "true,maybe"), [json!(true), json!("maybe")]);
-        // Texts, of which one is a number by chance.
+        // Texts, one of which happens to be a number.
         assert_eq!(values("data.dataset", "mnist,2024"), [json!("mnist"), json!("2024")]);
         assert_eq!(values("name", "run,2"), [json!("run"), json!("2")]);
     }
@@ -323,7 +323,7 @@ mod tests {
         let numbers = |n: usize| (0..n).map(|i| i.to_string()).collect::<Vec<_>>().join(",");
         assert!(sweep(&[&format!("train.seed={}", numbers(MOST_JOBS))]).is_ok());
         assert!(refusal(&[&format!("train.seed={}", numbers(MOST_JOBS + 1))]).contains("at most 500 jobs"));
-        // A product that no number holds.
+        // The product overflows every integer.
         let many: Vec<_> = (0..MOST_KEYS).map(|i| format!("k{i}={}", numbers(100))).collect();
         assert!(refusal(&many.iter().map(String::as_str).collect::<Vec<_>>()).contains("at most 500 jobs"));
         let keys: Vec<_> = (0..=MOST_KEYS).map(|i| format!("k{i}=1")).collect();

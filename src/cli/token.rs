@@ -1,4 +1,4 @@
-//! `lockstep token`: who may use the server. `lockstep login-link`: a browser without a token.
+//! `lockstep token`: access tokens. `lockstep login-link`: signs a browser in without a token.
 
 use super::{
     api::{self, Api, ServerArgs},
@@ -23,21 +23,21 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Make a token; it is printed this once, or written to a file
+    /// Make a token; it is printed only once, or written to a file
     Create {
-        /// What it may do: read, submit (includes read), admin (includes both), or agent (join as one agent)
+        /// What the token may do: read, submit (includes read), admin (includes both), or agent (join as one agent)
         #[arg(long, value_name = "SCOPE", default_value = "submit")]
         scope: Scope,
-        /// What to call it in lists and in the audit log [default: its scope, or its agent]
+        /// Name in lists and in the audit log [default: the scope, or the agent]
         #[arg(long)]
         name: Option<String>,
-        /// How long it is valid, such as 12h, 30d or 1y [default: until it is revoked]
+        /// How long the token is valid, such as 12h, 30d or 1y [default: until it is revoked]
         #[arg(long, value_name = "TIME", value_parser = seconds)]
         expires: Option<u64>,
-        /// The agent that it is for: the name that it joins under, or its id; for the scope agent
+        /// The agent that may use the token (scope agent): the name under which it joins, or its id
         #[arg(long, value_name = "NAME")]
         agent: Option<String>,
-        /// Write it to this new file, which only your account can read, and print nothing
+        /// Write the token to this new file, which only your account can read, and do not print it
         #[arg(long, value_name = "FILE")]
         out: Option<PathBuf>,
         #[command(flatten)]
@@ -48,23 +48,23 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Revoke a token: what it was used for ends at once
+    /// Revoke a token; connections that use it end at once
     Revoke {
-        /// Its id, or its name when only one valid token has it
+        /// The token's id, or its name if only one valid token has it
         token: String,
         #[command(flatten)]
         server: ServerArgs,
     },
 }
 
-/// Print a link that signs a browser in, once, within ten minutes
+/// Print a link that signs a browser in; it works once, within ten minutes
 #[derive(clap::Args)]
 pub(crate) struct LinkArgs {
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// `90s`, `15m`, `12h`, `30d`, `8w`, `1y` in seconds.
+/// Parses `90s`, `15m`, `12h`, `30d`, `8w`, `1y` as seconds.
 fn seconds(text: &str) -> Result<u64, String> {
     let units = [("s", 1), ("m", 60), ("h", 3600), ("d", 86_400), ("w", 604_800), ("y", 31_536_000)];
     let found = units.iter().find_map(|(unit, secs)| Some((text.strip_suffix(unit)?, secs)));
@@ -91,7 +91,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 if server.json {
                     return output::json(&made);
                 }
-                // Alone on standard output, so that it can go into a file.
+                // Standard output has only the token, so that it can be redirected to a file.
                 output::warn(format_args!(
                     "this token is shown once; keep it where only its user can read it"
                 ));
@@ -118,7 +118,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                     (None, [found]) => found.id.clone(),
                     (None, []) => {
                         return Err(wrong(format!(
-                            "no token is called {token}; `lockstep token list` shows them"
+                            "no token is called {token}; `lockstep token list` shows all tokens"
                         )));
                     }
                     (None, several) => {
@@ -138,19 +138,19 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
 /// Makes a token and writes it to a new file.
 async fn write_new(api: &Api, body: &Value, path: &Path, as_json: bool) -> anyhow::Result<()> {
     let failed = |error: io::Error| wrong(format!("{}: {error}", path.display()));
-    // Before the token is made: nobody would have it.
+    // The file comes first: without it nobody would have the new token.
     let mut file = File::options().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
     let made = api.post::<Value>("/tokens", body).await.inspect_err(|_| drop(fs::remove_file(path)));
     let mut made = made?;
     let text = |key: &str| made.get(key).and_then(Value::as_str).unwrap_or_default();
     if let Err(error) = writeln!(file, "{}", text("secret")).and_then(|()| file.sync_all()) {
         let _ = fs::remove_file(path);
-        // Nobody has it.
+        // The token could not be written, so nobody has it.
         api.request(Method::DELETE, &format!("/tokens/{}", text("id")), None::<&()>).await?;
         return Err(failed(error));
     }
     if as_json {
-        // The file has it.
+        // The secret is in the file, so it is not printed.
         made.as_object_mut().and_then(|fields| fields.remove("secret"));
         return output::json(&made);
     }

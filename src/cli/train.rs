@@ -1,4 +1,4 @@
-//! `lockstep train`: training without a server, in the same rank processes and the same folders.
+//! `lockstep train`: training without a server, with the same rank processes and folders as under an agent.
 
 mod launcher;
 mod local;
@@ -44,31 +44,31 @@ use std::{
 /// Train without a server
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The job's specification, a TOML file; its data.dataset is a path
+    /// The job's specification, a TOML file in which data.dataset is a path
     #[arg(value_name = "JOB.toml")]
     job: PathBuf,
-    /// Ranks on this machine, instead of parallel.ranks
+    /// Number of ranks on this machine, instead of parallel.ranks
     #[arg(long, value_name = "N")]
     ranks: Option<u32>,
-    /// Where logs and checkpoints go [default: runs/<name of the TOML file>]
+    /// Folder for logs and checkpoints [default: runs/<name of the TOML file>]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Continue from the newest complete checkpoint of DIR (latest), or from this one
+    /// Continue from a checkpoint: the newest complete one in DIR (latest), or the one at PATH
     #[arg(long, value_name = "latest|PATH")]
     resume: Option<String>,
-    /// Change a key of the specification, such as train.lr=0.1 (may be repeated); without a value, as in train.epochs=, the key is left out
+    /// Change a key of the specification, such as train.lr=0.1 (may be repeated); an empty value, as in train.epochs=, removes the key
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// A rank table of MindSpore or HCCL (JSON), which says which rank runs on which device of which machine. This process is the
-    /// rank RANK_ID of it, or starts the ranks of the machine --node [default: the file that RANK_TABLE_FILE names]
+    /// A rank table of MindSpore or HCCL (JSON), which assigns ranks to devices of machines. This process is the rank
+    /// RANK_ID, or starts all ranks of the machine --node [default: the file in RANK_TABLE_FILE]
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     rank_table: Option<PathBuf>,
-    /// Which machine of --rank-table this one is, counted from 0 in the table's order
+    /// This machine's index in --rank-table, counted from 0
     #[arg(long, value_name = "N")]
     node: Option<usize>,
 }
 
-/// Trains to the end. Under torchrun, Open MPI, Slurm or MindSpore's launcher this process is one rank; else it starts all.
+/// Trains to the end. Under torchrun, Open MPI, Slurm or MindSpore's launcher this process is one rank; otherwise it starts all ranks.
 ///
 /// # Errors
 /// Exit status 2 for mistakes in the specification or the arguments, 1 when training failed or was stopped.
@@ -82,7 +82,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     }
     let part = Part::find(&args)?;
     if let Part::Rank(place) = &part {
-        // Before the job file is read: a pipe is read once.
+        // Comes before the job file is read, because a pipe can be read only once.
         libraries::reexec_if_needed(Library::needed(place.world_size));
     }
     let (mut spec, validation_given) = read(&args, part.world())?;
@@ -96,7 +96,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         .unwrap_or_else(|| Path::new("runs").join(args.job.file_stem().unwrap_or("job".as_ref())));
     fs::create_dir_all(&out).map_err(|e| wrong(format!("--out {}: {e}", out.display())))?;
     let out = out.canonicalize()?;
-    // The ranks of a launcher share the folder: rank 0 locks it for all.
+    // The ranks of a launcher share the folder, and rank 0 locks it for all of them.
     let _lock = if part.has_rank_0() { Some(OutLock::take(&out)?) } else { None };
     let resume = match part.has_rank_0() {
         true => resume_from(&out, args.resume.as_deref())?,
@@ -135,7 +135,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
     let ranks = start.world_size;
     if !devices.is_empty() && devices.len() < ranks as usize {
         return Err(wrong(format!(
-            "parallel.ranks = {ranks}, but there {} here: use at most as many ranks, or parallel.device = \"cpu\"",
+            "parallel.ranks = {ranks}, but there {} on this machine: lower parallel.ranks, or set parallel.device = \"cpu\"",
             if devices.len() == 1 { "is 1 GPU".to_owned() } else { format!("are {} GPUs", devices.len()) }
         )));
     }
@@ -145,7 +145,7 @@ fn in_processes(mut start: StartAttempt, out: &Path) -> anyhow::Result<Ended> {
     local::run(&configs)
 }
 
-/// The ranks that a rank table has on this machine.
+/// The ranks that a rank table assigns to this machine.
 fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow::Result<Ended> {
     start.master_addr.clone_from(&ranks.addr);
     start.master_port = ranks.port;
@@ -177,7 +177,7 @@ fn of_this_machine(mut start: StartAttempt, ranks: &Ranks, out: &Path) -> anyhow
     }
 }
 
-/// The first attempt of which there are no records of a rank. Machines may share the folder.
+/// The first attempt without records of `rank`. Machines may share the folder.
 fn next_attempt(out: &Path, rank: u32) -> u32 {
     let events = |n: u32| {
         let dir = out.join("attempts").join(n.to_string());
@@ -210,7 +210,7 @@ fn in_this_process(mut start: StartAttempt, place: &LaunchedRank, out: &Path) ->
     local::run_here(&config)
 }
 
-/// The devices of this machine for a job's ranks, in their order; none: ranks are to compute on CPU cores.
+/// The devices of this machine for a job's ranks, in their order; empty if ranks compute on CPU cores.
 fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     let device = spec.parallel.device;
     let offer = registry::offer(Selection { device, ..Selection::default() }).map_err(wrong)?;
@@ -228,8 +228,8 @@ fn devices(spec: &JobSpec) -> anyhow::Result<Vec<String>> {
     }
 }
 
-/// The device of a rank that a launcher has started: by its number on this machine, unless it sees its own
-/// alone.
+/// The device of a rank that a launcher started: by the rank's index on this machine, unless the rank sees only its own
+/// device.
 fn device_of(spec: &JobSpec, place: &LaunchedRank) -> anyhow::Result<Option<RankGpu>> {
     let visible = devices(spec)?;
     if visible.is_empty() {
@@ -285,10 +285,10 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
     }
 }
 
-/// As a server does for jobs that do not say which split measures them.
+/// Chooses a split as a server does if a job does not name its validation split.
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(usual) = &spec.data.validation else { return };
-    // A folder of pictures need not be read for this; ranks report what is wrong with a dataset.
+    // A folder of pictures need not be read for this; ranks report problems of a dataset.
     if usual == "none" || dataset.join(usual).is_dir() {
         return;
     }
@@ -311,7 +311,7 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     }
 }
 
-/// Reads the specification, and whether it gives `data.validation`; the ranks are those of a launcher, or of `--ranks`.
+/// Reads the specification, and whether it gives `data.validation`. A launcher or `--ranks` sets the number of ranks.
 fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, bool)> {
     let shown = args.job.display();
     let text = super::job_file::job_file(&args.job)?;
@@ -336,14 +336,14 @@ fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, boo
     Ok((spec, given))
 }
 
-/// A dataset is a path from here, or from where the job's file is.
+/// The dataset's path, relative to the working directory or to the job file's folder.
 fn dataset_path(spec: &JobSpec, job: &Path) -> anyhow::Result<PathBuf> {
     let given = Path::new(&spec.data.dataset);
     let from_job_file = job.parent().map(|dir| dir.join(given));
     let there = |path: PathBuf| lockstep_data::canonical(&path).ok();
     [Some(given.to_path_buf()), from_job_file].into_iter().flatten().find_map(there).ok_or_else(|| {
         wrong(format!(
-            "data.dataset: there is no {}; without a server a dataset is named by its path",
+            "data.dataset: {} does not exist; without a server a dataset is given by its path",
             given.display()
         ))
     })

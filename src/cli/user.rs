@@ -13,7 +13,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use std::io::{self, BufRead, IsTerminal};
 
-/// Bytes of standard input that may be a password's line, at most.
+/// The longest line on standard input that is read as a password, in bytes.
 const LINE_BYTES: u64 = 8192;
 
 /// Add, list, change and remove people who sign in with a name and a password
@@ -33,41 +33,41 @@ struct Named {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Add a person. The password is asked for, or read from standard input's first line; with --subject there is none
+    /// Add a person. The command asks for the password, or reads the first line of standard input; with --subject there is no password
     Add {
         /// Name to sign in with: a to z, digits, '.', '-', '_' and '@'
         name: String,
-        /// What the person may do: viewer (looks), member (also submits, and changes what is its own) or admin (everything)
+        /// Role: viewer (looks), member (also submits jobs and changes their own) or admin (everything)
         #[arg(long, value_name = "ROLE", default_value = "member")]
         role: Role,
-        /// The account at the OpenID provider that signs in as the person: its claim `sub`, which the page to sign in tells
+        /// The account at the OpenID provider that signs in as the person: its claim `sub`, which the sign-in page shows
         #[arg(long, value_name = "SUB")]
         subject: Option<String>,
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let an account at the OpenID provider sign in as a person, in place of the one that did; its sessions end
+    /// Let another account at the OpenID provider sign in as a person; the person's sessions end
     Link {
         /// The person's name
         name: String,
-        /// The account's claim `sub`, which the page to sign in tells
+        /// The account's claim `sub`, which the sign-in page shows
         #[arg(long, value_name = "SUB")]
         subject: String,
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let no account at the OpenID provider sign in as a person; its sessions end
+    /// Let no account at the OpenID provider sign in as a person; the person's sessions end
     Unlink(Named),
     /// List people
     List {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a person: its sessions end and its tokens are revoked; its jobs keep its name
+    /// Remove a person: the person's sessions end and tokens are revoked; jobs keep the name
     Remove(Named),
-    /// Give a person another password, asked for or read from standard input's first line; its sessions end
+    /// Set a person's password, asked for or read from the first line of standard input; the person's sessions end
     Password(Named),
-    /// Give a person another role; its sessions end
+    /// Change a person's role; the person's sessions end
     Role {
         /// The person's name
         name: String,
@@ -76,7 +76,7 @@ enum Command {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Let a person sign in no more; its sessions end and its tokens are refused
+    /// Forbid a person to sign in; the person's sessions end and tokens are refused
     Disable(Named),
     /// Let a person sign in again
     Enable(Named),
@@ -85,7 +85,7 @@ enum Command {
 /// Runs a command about people.
 ///
 /// # Errors
-/// The server's refusal, or a password that is none.
+/// The server's refusal, or an invalid password.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     block_on(async {
         match args.command {
@@ -140,7 +140,7 @@ async fn change(server: &ServerArgs, name: &str, body: &Value) -> anyhow::Result
     show(server, &changed)
 }
 
-/// The address of a person. What cannot be a name must not become another address.
+/// The URL path of a person. An invalid name must not lead to another path.
 fn path(name: &str) -> anyhow::Result<String> {
     match lockstep_protocol::people::name_mistake(name) {
         None => Ok(format!("/people/{name}")),
@@ -168,8 +168,8 @@ fn line(person: &Person) -> String {
     words
 }
 
-/// A password, asked for twice where there is a terminal, else the first line of standard input. Never an argument: everybody on
-/// a machine sees those.
+/// A password: asked for twice on a terminal, otherwise the first line of standard input. Never an argument, because
+/// other accounts can see a process's arguments.
 fn password() -> anyhow::Result<String> {
     let password = if io::stdin().is_terminal() {
         let first = rpassword::prompt_password("password: ")?;
@@ -198,7 +198,7 @@ fn first_line(from: impl BufRead) -> anyhow::Result<String> {
         )));
     }
     let line =
-        String::from_utf8(line).map_err(|_| wrong("the password on standard input is no text (UTF-8)"))?;
+        String::from_utf8(line).map_err(|_| wrong("the password on standard input is not text (UTF-8)"))?;
     let line = line.strip_suffix('\n').unwrap_or(&line);
     Ok(line.strip_suffix('\r').unwrap_or(line).to_owned())
 }
@@ -219,7 +219,7 @@ mod tests {
         let refused = |line: &[u8]| first_line(line).unwrap_err().to_string();
         let why = refused(format!("{longest}x").as_bytes());
         assert!(why.contains("more than 8192 bytes; a password has 10 to 1024 characters"), "{why}");
-        assert!(refused(b"\xff\n").contains("no text (UTF-8)"));
+        assert!(refused(b"\xff\n").contains("not text (UTF-8)"));
     }
 
     #[test]

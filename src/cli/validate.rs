@@ -14,18 +14,18 @@ use std::path::{Path, PathBuf};
 
 /// Check a job file without submitting it
 ///
-/// With a server, everything that a submission checks (the dataset, pretrained weights, slots), and nothing is stored.
-/// Without one, the file alone, and the output says so. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server
-/// given by --server does not respond.
+/// With a server, runs all checks of a submission (dataset, pretrained weights, slots) and stores nothing. Without a
+/// server, checks only the file, and says so. Exit status 0: no mistake; 2: mistakes, all listed; 1: the server given
+/// by --server does not respond.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The job's specification, a TOML file
     #[arg(value_name = "JOB.toml")]
     job: PathBuf,
-    /// Change a key of it, such as train.lr=0.1 (may be repeated)
+    /// Change a key of the specification, such as train.lr=0.1 (may be repeated)
     #[arg(long = "set", value_name = "KEY.PATH=VALUE")]
     sets: Vec<String>,
-    /// Address of the server, which must respond [default: the one on this machine, if it runs]
+    /// Address of the server, which must respond [default: the server on this machine, if it runs]
     #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
     server: Option<String>,
     /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
@@ -38,7 +38,7 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// What a server makes of a specification.
+/// The fields that this command reads of a server's answer.
 #[derive(Deserialize)]
 struct Plan {
     samples: u64,
@@ -49,10 +49,10 @@ struct Plan {
     warnings: Vec<String>,
 }
 
-/// Checks here what can be, then there.
+/// Checks as much as possible locally, then on the server.
 ///
 /// # Errors
-/// Exit status 2 with every mistake on a line of its own; 1 when the server that is named does not answer.
+/// Exit status 2 with every mistake on a line of its own; 1 when the server given by --server does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
     let server = args.server.as_deref().unwrap_or(DEFAULT_SERVER);
@@ -88,7 +88,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         output::warn(format_args!("warning: {why}"));
         return output::line(format_args!("{} has no mistake", args.job.display()));
     }
-    // It says the same of the document, and more.
+    // The server reports the same mistakes of the document, and more.
     let answer: Value = block_on(api.post("/jobs/validate", &document))?;
     own?;
     let plan: Plan = serde_json::from_value(answer.clone())?;
@@ -106,14 +106,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ))
 }
 
-/// Files that lie on this machine.
+/// Checks files that are on this machine.
 fn here(job: &Path, spec: &JobSpec) -> anyhow::Result<()> {
     let mut mistakes = Vec::new();
     let dataset = &spec.data.dataset;
     if dataset.contains(std::path::is_separator) && lockstep_data::canonical(Path::new(dataset)).is_err() {
-        mistakes.push(format!("data.dataset: there is no {dataset}"));
+        mistakes.push(format!("data.dataset: {dataset} does not exist"));
     }
-    // Else a checkpoint's id, or a path on the machine that trains.
+    // Otherwise the value is a checkpoint's id, or a path on the machine that trains.
     if let Some(given) = spec.model.pretrained.as_deref().map(Path::new).filter(|path| path.exists()) {
         let files = checkpoint::model_files(given).map_err(|e| e.to_string());
         let read =

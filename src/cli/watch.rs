@@ -1,4 +1,4 @@
-//! `lockstep watch`: a job's progress, live.
+//! `lockstep watch`: shows a job's progress, live.
 
 mod progress;
 
@@ -22,13 +22,13 @@ use std::time::{Duration, Instant};
 /// Show a job's progress until it ends
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Its id, the start of its id, or its name
+    /// The job's id, the start of its id, or its name
     job: String,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// How often a waiting job's place in the queue is asked for: it depends on other jobs, so no event of this one tells it.
+/// Interval of requests for a waiting job's place in the queue. The place depends on other jobs, so no event of this job reports it.
 const ASK_EVERY: Duration = Duration::from_secs(2);
 /// Pauses before connecting again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
@@ -36,7 +36,7 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_s
 /// Watches a job.
 ///
 /// # Errors
-/// Exit status 1 when the job ends in another way than `succeeded`.
+/// Exit status 1 when the job ends in a state other than `succeeded`.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
@@ -46,7 +46,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Says what Ctrl-C does and what it does not.
+/// Explains what Ctrl-C does and does not do.
 pub(crate) fn announce(job: &Job) {
     if !job.state.is_final() {
         output::warn(format_args!(
@@ -56,11 +56,11 @@ pub(crate) fn announce(job: &Job) {
     }
 }
 
-/// Shows a job's progress until it is over, then how it ended. With `json`, every frame of its stream
-/// from now on is a line.
+/// Shows a job's progress until the job is over, then how it ended. With `json`, prints every frame of the job's stream
+/// from now on as a line.
 ///
 /// # Errors
-/// The job did not succeed, or the server went away.
+/// The job did not succeed, or the connection to the server was lost.
 pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Result<()> {
     let mut progress = Progress::new(&job, json);
     progress.show_place(&job)?;
@@ -69,7 +69,7 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     if json {
         output::json(&job)?;
     } else {
-        // If the server no longer answers, the summary names no checkpoint.
+        // If the server no longer answers, the summary does not name a checkpoint.
         let checkpoints = api.all(&format!("/jobs/{}/checkpoints", job.id), "checkpoints", &[], None).await;
         let checkpoints: Vec<CheckpointInfo> =
             list(&Value::Array(checkpoints.unwrap_or_default()), "checkpoints")?;
@@ -77,15 +77,15 @@ pub(crate) async fn to_the_end(api: &Api, job: Job, json: bool) -> anyhow::Resul
     }
     match job.state {
         JobState::Succeeded => Ok(()),
-        // The line above has said why.
+        // The line above has already said why.
         _ => Err(NotSucceeded(job.state).into()),
     }
 }
 
-/// Waits until `done` says yes of a job; prints nothing.
+/// Waits until `done` is true for the job; prints nothing.
 ///
 /// # Errors
-/// The server went away.
+/// The connection to the server was lost.
 pub(crate) async fn until(api: &Api, mut job: Job, done: impl Fn(&Job) -> bool) -> anyhow::Result<Job> {
     let began = Instant::now();
     while !done(&job) {
@@ -108,7 +108,7 @@ pub(crate) async fn until(api: &Api, mut job: Job, done: impl Fn(&Job) -> bool) 
     Ok(job)
 }
 
-/// A job that ended otherwise; `watch` exits with 1.
+/// The error for a job that did not succeed; `watch` exits with 1.
 #[derive(Debug)]
 pub(crate) struct NotSucceeded(JobState);
 
@@ -120,8 +120,8 @@ impl std::fmt::Display for NotSucceeded {
 
 impl std::error::Error for NotSucceeded {}
 
-/// Hands every frame of a job's stream to `progress`, each event once, however often the connection breaks, and says where the
-/// job stands while it waits; returns the job when it is over.
+/// Passes every frame of a job's stream to `progress`, each event once even if the connection breaks, and prints the
+/// place in the queue while the job waits. Returns the job when it is over.
 async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<Job> {
     let mut since = job.last_seq;
     let mut over = job.state.is_final();
@@ -155,7 +155,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                         if let Frame::Hello { last_seq, .. } = &frame
                             && *last_seq < since
                         {
-                            // An older database was put back: its events are new ones.
+                            // An older database was restored: its events are numbered anew.
                             since = *last_seq;
                             break None;
                         }
@@ -179,7 +179,7 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
                 let why = lost.map_or_else(|| "the stream was closed".to_owned(), |e| sentence(&e));
                 anyhow::bail!("lost the server: {why}; `lockstep watch {}` continues from here", job.id);
             }
-            // The job may be over, or gone, without a stream that says so.
+            // The job may have ended or been deleted without a stream that says so.
             match api.get::<Job>(&format!("/jobs/{}", job.id)).await {
                 Ok(now) => over = now.state.is_final() && now.last_seq <= since,
                 Err(error) if error.is::<super::WrongRequest>() => {
@@ -193,8 +193,8 @@ async fn follow(api: &Api, job: Job, progress: &mut Progress) -> anyhow::Result<
     api.get(&format!("/jobs/{}", job.id)).await
 }
 
-/// How a job ended: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % in epoch 3; best checkpoint 4-216 with
-/// 85.1 %)`, `failed after 0 s: <reason>`. Only a checkpoint in `checkpoints` is named.
+/// A sentence that says how a job ended: `succeeded after 41 s: validation accuracy 84.2 % ± 2.6 of 200 pictures (best 86.0 % in
+/// epoch 3; best checkpoint 4-216 with 85.1 %)`, `failed after 0 s: <reason>`. Names only a checkpoint in `checkpoints`.
 pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
     let after = job.ran_secs.map(|secs| format!(" after {secs:.0} s")).unwrap_or_default();
     let how = match &job.reason {

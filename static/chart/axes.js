@@ -1,4 +1,4 @@
-// The frame around the data: grid, tick labels and the marks where an attempt starts.
+// The frame around the data: grid, tick labels, and marks at the start of attempts.
 
 import { clockTicks, linearTicks } from "./scale.js";
 
@@ -29,7 +29,7 @@ export function drawAxes(ctx, plot, { x, y, xTicks, yTicks, xLabel, yLabel, colo
   }
 }
 
-/** The labels of the axis at the right; the grid is the left one's. */
+/** Draws the labels of the right axis; the grid belongs to the left axis. */
 export function drawRight(ctx, plot, { y, ticks, label, colours }) {
   ctx.font = colours.font;
   ctx.fillStyle = colours.muted;
@@ -38,7 +38,7 @@ export function drawRight(ctx, plot, { y, ticks, label, colours }) {
   for (const t of ticks) ctx.fillText(label(t), plot.right + 8, y.to(t));
 }
 
-/** A thin mark with its number, and why, at the first step of every attempt but the first. */
+/** Draws a thin mark, with its number and reason, at the first step of every attempt except the first. */
 export function drawAttempts(ctx, plot, x, starts, colours) {
   ctx.font = colours.font;
   const marks = starts.map((start) => ({ ...start, p: Math.round(x.to(start.at)) + 0.5 })).filter(({ p }) => p >= plot.left && p <= plot.right).sort((a, b) => a.p - b.p);
@@ -54,7 +54,7 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
     ctx.globalAlpha = 1;
     ctx.fillStyle = colour;
     ctx.textBaseline = "top";
-    // On the side with more room, up to the next mark.
+    // The label goes to the side with more space, up to the next mark.
     const left = p - (marks[i - 1]?.p ?? plot.left), right = (marks[i + 1]?.p ?? plot.right) - p, toLeft = i === marks.length - 1 && right < 120 && left > right;
     const room = (toLeft ? left : right) - 10, words = fitting(ctx, label, why, room);
     ctx.textAlign = toLeft ? "right" : "left";
@@ -62,7 +62,7 @@ export function drawAttempts(ctx, plot, x, starts, colours) {
   });
 }
 
-/** As much of `label (after why)` as `room` pixels hold; at least the label's number. */
+/** As much of `label (after why)` as fits into `room` pixels; at least the label itself. */
 function fitting(ctx, label, why, room) {
   const fits = (text) => ctx.measureText(text).width <= room;
   let cut = why ? `${label} (after ${why})` : label;
@@ -73,13 +73,13 @@ function fitting(ctx, label, why, room) {
   return fits(number) ? number : "";
 }
 
-/** Pixels that the widest of `labels` needs, at least `least`. */
+/** The width of the widest of `labels` in pixels, at least `least`. */
 export function labelWidth(ctx, labels, colours, least) {
   ctx.font = colours.font;
   return Math.ceil(Math.max(least, ...labels.map((l) => ctx.measureText(l).width)));
 }
 
-/** What `draw` draws, but only from `left` to `right`. */
+/** Runs `draw`, clipped to the range from `left` to `right`. */
 export function within(ctx, left, right, draw) {
   ctx.save();
   ctx.beginPath();
@@ -107,7 +107,7 @@ export function xAxis(view, low, high, wanted) {
   return { xTicks: linearTicks(low, high, wanted).filter((v) => Number.isInteger(v)), xLabel: grouped };
 }
 
-/** Where each attempt but the first starts. */
+/** Starts of all attempts except the first. */
 function attemptStarts(parts) {
   const starts = new Map();
   for (const { segment, xs } of parts) {
@@ -118,7 +118,7 @@ function attemptStarts(parts) {
   return sorted.slice(1);
 }
 
-/** Where attempts start: of the job, with what is said of them in `marks`, or of each job with its name where layers are jobs. */
+/** Starts of attempts: of the job, with the texts in `marks`; or, if layers are jobs, of each job with its name. */
 export function startsOf(gathered, marks, colours) {
   if (!gathered.some(({ layer }) => layer.marks)) return attemptStarts(gathered.flatMap((g) => g.parts)).map((start) => ({ ...start, why: marks.get(start.attempt) }));
   return gathered.flatMap(({ layer, parts }) => attemptStarts(parts).map(({ attempt, at }) => ({ attempt, at, label: `${layer.marks}: attempt ${attempt}`, colour: colours[layer.colour] ?? layer.colour })));

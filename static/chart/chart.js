@@ -1,12 +1,12 @@
 // A chart: layers of series on a canvas, with a crosshair, a zoom and a keyboard.
 //
-// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha }` (`labelAt(k)`: what it is called at a point, if that differs): every attempt of one series as a
-// line. `dash`: `dashed` or `dotted`. `band`: shade from the lowest to the highest also where every bucket is one step. `rings`: a
-// ring at every value, for what is measured now and then. `smoothing` overrides the chart's. `side`: 1 for the axis at
-// the right.
+// A layer is `{ label, labelAt, colour, dash, series, band, rings, smoothing, alpha }` and draws every attempt of one
+// series as a line. `labelAt(k)`: the label at a point, if it varies. `dash`: `dashed` or `dotted`. `band`: shades from
+// the lowest to the highest value even if every bucket is one step. `rings`: a ring at every value, for metrics that
+// are measured rarely. `smoothing` overrides the chart's. `side`: 1 for the right axis.
 //
-// What the reader does is drawn at once. New data is drawn ten times a second at most, and one chart a frame, the
-// one that waits longest: all in one frame would hold up what the reader sees move, ten times a second.
+// The reader's actions are drawn at once. New data is drawn at most ten times a second, one chart per frame (the one
+// that has waited longest), because drawing all in one frame would delay visible movements.
 
 import { drawAttempts, drawAxes, drawRight, labelWidth, startsOf, within, xAxis } from "./axes.js";
 import { Gestures } from "./gestures.js";
@@ -38,20 +38,21 @@ export class Chart {
   drawnAt = 0;
   scale = "linear";
   smoothing = 0;
-  /** Fixed ends of the vertical axis, null for those that follow from the data; and whether outliers may go beyond it. */
+  /** Fixed ends of the vertical axis, null for ends that follow from the data; and whether outliers may exceed the axis. */
   ends = [null, null];
   robust = false;
-  /** By attempt, what is said at the mark where it starts, next to its number. */
+  /** By attempt, the text at the mark of its start, after its number. */
   marks = new Map();
-  /** Finer series of the zoomed part, by the series they stand in for; used while `detail.zoom` is the zoom. */
+  /** Finer series of the zoomed part, by the series that they replace; used while `detail.zoom` is the zoom. */
   detail = null;
   #gestures;
   #gone = new AbortController();
 
   /**
-   * `label`: for people who do not see it. `layers()`: what to draw now. `format(v)`: a value with its unit.
-   * `tick(v)`: an axis label. `describe(x)`: the tip's first line. `onNote(text)`: called with what is shown.
-   * `empty()`: what is said instead of a drawing while there is no point. `xName()`, `yName()`: of the axes, with units, for saved pictures. `column()`: what a segment's steps are called in CSV. `zero`: the axis starts at 0. `limits`: what the axis never goes beyond. `second`: the axis at the right, as `{ format, tick, zero, limits }`. `held`: nothing is drawn until `release()`.
+   * `label`: name for screen readers. `layers()`: the layers to draw. `format(v)`: a value with its unit. `tick(v)`: an axis label. `describe(x)`:
+   * the tip's first line. `onNote(text)`: called with a note on the resolution. `empty()`: the text instead of a drawing without points. `xName()`,
+   * `yName()`: names of the axes with units, for saved pictures. `column()`: name of the steps in CSV. `zero`: the axis starts at 0. `limits`: range
+   * that the axis never exceeds. `second`: options of the right axis. `held`: nothing is drawn until `release`.
    */
   constructor(root, view, { label, layers, format, tick = format, describe, onNote, empty = () => "No point yet.", xName = () => "step", yName = () => label, column = () => "step", zero = false, limits, second = null, held = false }) {
     Object.assign(this, { root, view, label, layers, format, tick, describe, onNote, empty, xName, yName, column, zero, limits, held });
@@ -80,16 +81,16 @@ export class Chart {
     schedule();
   }
 
-  /** From now on it is drawn. */
+  /** Allows drawing from now on. */
   release() {
     this.held = false;
     this.invalidate(true);
   }
 
-  /** It is not drawn any more: its place on the page goes away. */
+  /** Stops drawing: the chart is removed from the page. */
   remove() { this.#gone.abort(); }
 
-  /** Aborted when it is removed: what listens for it ends then. */
+  /** Aborted when the chart is removed, which ends event listeners. */
   get gone() { return this.#gone.signal; }
 
   invalidate(urgent = false) {
@@ -98,14 +99,14 @@ export class Chart {
     schedule();
   }
 
-  /** The series to draw for `series`: a finer one of the zoomed part if it is here. */
+  /** The series to draw for `series`: a finer series of the zoomed part, if it is loaded. */
   source(series) {
     const finer = this.detail && this.view.zoom && this.detail.zoom === this.view.zoom && this.detail.series.get(series.base ?? series);
     return finer ? series.over?.(finer) ?? finer : series;
   }
 
   /**
-   * What is drawn, for tests and consoles: per line its label, attempt, number of buckets, newest step and
+   * The drawn content, for tests and consoles: for each line its label, attempt, number of buckets, newest step and
    * value. `lockstep.charts.loss.snapshot()`
    */
   snapshot() {
@@ -116,7 +117,7 @@ export class Chart {
     })));
   }
 
-  /** Segments with their places on the axis, per layer. */
+  /** Segments with their positions on the axis, by layer. */
   #gather() {
     return this.layers().map((layer) => ({
       layer,
@@ -141,7 +142,7 @@ export class Chart {
     this.#drawOver();
   }
 
-  /** Pixels that data is drawn across: as many buckets as the server is asked for. */
+  /** The width of the data in pixels, which is the number of buckets requested from the server. */
   get pixels() {
     const css = this.plot ? this.plot.right - this.plot.left : this.root.clientWidth - 60;
     return Math.min(10000, Math.round(Math.max(100, css) * Math.min(2, devicePixelRatio || 1)));
@@ -190,11 +191,11 @@ export class Chart {
     delete this.root.dataset.empty;
     this.canvas.setAttribute("aria-label", this.label);
     if (shown && !this.firstDrawnAt) { this.firstDrawnAt = performance.now(); performance.mark(`drawn ${this.label}`); }
-    // The picture is on the screen with the next frame: how long a zoom took is known now.
+    // The picture appears with the next frame, which ends the time of a zoom.
     this.paintedAt = performance.now();
   }
 
-  /** Words instead of axes from 0 to 1 that nothing is measured by. */
+  /** Draws a text instead of axes from 0 to 1 that would measure nothing. */
   #nothing(ctx, width, height, colours) {
     Object.assign(this, { plot: null, gathered: [] });
     ctx.font = colours.font;
@@ -219,7 +220,7 @@ export class Chart {
     for (const { segment, xs } of parts) {
       const smoothing = layer.smoothing ?? this.smoothing;
       const style = { colour, smoothing, alpha: layer.alpha ?? 1, band: layer.band, dash: layer.dash };
-      // What a later attempt did again is faint: it is no part of the run that counts.
+      // Steps that a later attempt repeated are drawn faintly, because they do not count.
       const again = Math.min(...parts.filter((p) => p.segment.attempt > segment.attempt).map((p) => x.to(p.xs[0])));
       if (x.to(xs[segment.length - 1]) <= again) drawSegment(ctx, segment, xs, x, y, plot, style);
       else {
@@ -275,7 +276,7 @@ export class Chart {
     else this.tip.hidden = true;
   }
 
-  /** The value of each layer nearest to `at`, of the newest attempt that has one near. */
+  /** The value of each layer nearest to `at`, of the newest attempt with a value near it. */
   #values(at) {
     const reach = (this.x.high - this.x.low) / 40;
     const rows = [];
@@ -334,7 +335,7 @@ export class Chart {
   }
 
   #zoomTo(low, high) {
-    // Closer than a few steps there is nothing to see.
+    // A range of fewer steps would show nothing.
     const least = this.view.axis === "time" ? 0.05 : 4;
     if (high - low >= least) this.view.setZoom([low, high]);
   }

@@ -1,15 +1,15 @@
-// A chart as a file: PNG and SVG as it stands on the page, CSV of what is drawn.
+// A chart as a file: PNG and SVG as on the page, CSV of the drawn data.
 
 import { drawKey } from "./lines.js";
 import { palette } from "./palette.js";
 import { SvgContext } from "./svg.js";
 
-/** Pixels above and below the chart: title, legend and the vertical axis' name; the horizontal axis' name. */
+/** Heights in pixels: title, a row of the legend with the vertical axis's name, the horizontal axis's name; and the margin. */
 const TITLE = 30, ROW = 18, FOOT = 22, EDGE = 12;
-/** Lines that a legend names at most. */
+/** The largest number of lines in a legend. */
 const NAMED = 24;
 
-/** What is written around the chart: where each name of the legend stands, and how high all of it is. */
+/** Draws the texts around the chart, and returns the position of each name in the legend and the total height. */
 function around(chart, ctx, width) {
   ctx.font = palette().font;
   const lines = (chart.lines ?? []).slice(0, NAMED), more = (chart.lines?.length ?? 0) - lines.length;
@@ -72,7 +72,7 @@ function svg(chart, title) {
   return new Blob([outer.toString().replace("</svg>", `${body.trim()}</svg>`)], { type: "image/svg+xml" });
 }
 
-/** What is drawn: a bucket a row. */
+/** The drawn data, with a row for each bucket. */
 function csv(chart) {
   const cell = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
   const lines = [`line,attempt,${chart.column()},points,min,max,mean`];
@@ -90,7 +90,7 @@ function csv(chart) {
 
 const KINDS = { PNG: [png, "png"], SVG: [svg, "svg"], CSV: [(chart) => chart.csv?.() ?? csv(chart), "csv"] };
 
-/** Saves a chart as `kind` (PNG, SVG, CSV) under a name of the job and the metric. */
+/** Saves a chart as `kind` (PNG, SVG, CSV), in a file named after the job and the metric. */
 export async function save(chart, kind, name, title) {
   const [make, extension] = KINDS[kind];
   const blob = await make(chart, title);
@@ -101,13 +101,13 @@ export async function save(chart, kind, name, title) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** Where a chart's menus belong: among its controls, where it has any. */
+/** The place for a chart's menus: among its controls, if it has any. */
 export function headOf(root) {
   const head = root.closest(".step-time, .card").querySelector(".card-head");
   return head.querySelector(".controls") ?? head;
 }
 
-/** A chart's menus, which stay together. */
+/** Groups a chart's menus. */
 export function tools(...menus) {
   const box = document.createElement("div");
   box.className = "tools";
@@ -115,7 +115,7 @@ export function tools(...menus) {
   return box;
 }
 
-/** A small menu in a chart's head: every way to save it. `every`: address of the file of all points. */
+/** A small menu in a chart's head with all formats. `every`: address of the file with all points. */
 export function saveMenu(chart, name, title, every) {
   const menu = document.createElement("details");
   menu.className = "menu";

@@ -1,20 +1,21 @@
-// What pointers do on a chart. A mouse drags a brush, and so does a finger that has rested a moment; a finger that moves at once
-// takes the crosshair along. Two fingers zoom, and move what lies between them.
+// Pointer gestures on a chart. A mouse drags a brush, and so does a finger after a short rest; a finger that moves at
+// once moves the crosshair. Two fingers zoom and pan.
 
 import { onHold } from "./hold.js";
 
-/** Pixels that a brush is wide at least, and that two fingers are apart. */
+/** The smallest width of a brush, and the smallest distance of two fingers, in pixels. */
 const LEAST = 4, APART = 24;
 
 export class Gestures {
-  /** The brush, `{ from, to }` in pixels; `to` comes with the first move. */
+  /** The brush, `{ from, to }` in pixels; `to` is set by the first move. */
   brush = null;
-  /** A pointer is on the chart. */
+  /** Whether a pointer is on the chart. */
   over = false;
   #fingers = new Map();
   #pinch = null;
 
-  /** `chart`: with its `root`, `view`, `plot` and `x`. `brushed(from, to)`, `ends()`: from where to where there is data; `changed()`: the brush has another shape. */
+  /** `chart`: has `root`, `view`, `plot` and `x`. `brushed(from, to)`: called at the end of a brush; `ends()`: the range of the data; `changed()`:
+   * called when the brush changes. */
   constructor(chart, { brushed, ends, changed }) {
     Object.assign(this, { chart, brushed, ends, changed });
     const { root, view } = chart;
@@ -27,7 +28,7 @@ export class Gestures {
     onHold(root, (event) => {
       if (!chart.plot || this.#pinch) return;
       const from = this.#place(event);
-      // Wide enough to be seen under a finger: it says that the hold was noticed.
+      // Wide enough to be visible under a finger, which shows that the hold was noticed.
       this.brush = { from, held: true };
       this.changed();
     });
@@ -60,7 +61,7 @@ export class Gestures {
     if (before === view.cursor && brush) this.changed();
   }
 
-  /** What lay under two fingers when they came down lies under them now. */
+  /** Zooms so that the data under two fingers stays under them. */
   #zoom() {
     const { view, plot } = this.chart, [a, b] = this.#pinch.map(({ id, at }) => ({ p: this.#fingers.get(id), at })).sort((m, n) => m.p - n.p);
     if (b.p - a.p < APART || b.at <= a.at) return;

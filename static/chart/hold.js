@@ -1,14 +1,14 @@
-// A finger that rests on a place before it moves: what a mouse does by dragging. A finger that moves at once scrolls the page.
+// Hold gesture: a finger that rests before it moves does what a mouse does by dragging. A finger that moves at once scrolls the page.
 
-/** How long it rests, and how far it may stray meanwhile. */
+/** How long a finger must rest, and how far it may move meanwhile. */
 const REST_MS = 350, STRAY = 8;
 
-/** Calls `begin(event)` with the event of a finger that has rested on `root`. From then on its moves are `root`'s alone. */
+/** Calls `begin(event)` when a finger has rested on `root`. After that, only `root` receives its moves. */
 export function onHold(root, begin) {
   let timer = 0, from = null, held = false;
   const forget = () => { clearTimeout(timer); from = null; held = false; };
   root.addEventListener("pointerdown", (event) => {
-    // A second finger means something else.
+    // A second finger starts another gesture.
     if (from || event.pointerType === "mouse") return forget();
     from = event;
     timer = setTimeout(() => { held = true; begin(from); }, REST_MS);
@@ -17,7 +17,7 @@ export function onHold(root, begin) {
     if (from && !held && Math.hypot(event.clientX - from.clientX, event.clientY - from.clientY) > STRAY) clearTimeout(timer);
   });
   for (const type of ["pointerup", "pointercancel"]) root.addEventListener(type, forget);
-  // Else the browser would take the move for one of the page.
+  // Otherwise the browser would scroll the page.
   root.addEventListener("touchmove", (event) => { if (held && event.cancelable) event.preventDefault(); }, { passive: false });
   root.addEventListener("contextmenu", (event) => { if (held) event.preventDefault(); });
 }

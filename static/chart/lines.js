@@ -1,7 +1,7 @@
-// Draws series into a plot: every point where they fit, else the lowest to the highest and the mean of
-// each pixel column. A value that was not finite is a gap.
+// Draws series into a plot: every point if they fit, otherwise lowest, highest and mean of each column of pixels. A
+// value that was not finite is a gap.
 
-/** More buckets a pixel than this are drawn as columns. */
+/** With more buckets per pixel than this, columns are drawn. */
 export const POINTS_A_PIXEL = 2;
 
 /** The buckets of a segment that a view from `low` to `high` touches, with one neighbour on each side. */
@@ -9,7 +9,7 @@ export function visible(segment, xs, low, high) {
   return [Math.max(0, segment.find(low, xs) - 1), Math.min(segment.length, segment.find(high, xs) + 1)];
 }
 
-/** One segment as columns of pixels: lowest, highest and mean of what falls on each. */
+/** A segment as columns of pixels: lowest, highest and mean of the values in each. */
 export class Columns {
   constructor(width) {
     const size = Math.max(1, Math.ceil(width) + 2);
@@ -34,12 +34,12 @@ export class Columns {
     }
   }
 
-  /** Band and mean line. */
+  /** Draws the band and the mean line. */
   draw(ctx, y, left, { colour, alpha, width, band, dash }) {
     if (band) {
       ctx.fillStyle = colour;
       ctx.globalAlpha = alpha * band;
-      // Rectangle by rectangle: as one path it takes a browser without a GPU ten times as long.
+      // Drawn as rectangles: as one path it takes a browser without a GPU ten times as long.
       for (let c = 0, at = Math.round(left); c < this.sum.length; c++) {
         if (!this.weight[c]) continue;
         const top = y.to(this.max[c]), bottom = y.to(this.min[c]);
@@ -55,13 +55,13 @@ export class Columns {
   }
 }
 
-/** Pixels that a line goes up and down for each pixel that it goes along, above which it is drawn as bars. */
+/** Vertical pixels per horizontal pixel above which a line is drawn as bars. */
 const STEEP = 4;
 
-/** Pixels with and without colour along a line. */
+/** Lengths of dashes and gaps, in pixels. */
 const DASHES = { dashed: [7, 4], dotted: [2, 3] };
 
-/** A line through [x0, y0, x1, y1, ...]; NaN breaks it, and a point alone between breaks is a dot. */
+/** A line through [x0, y0, x1, y1, ...]. NaN breaks it, and a single point between breaks is a dot. */
 function stroke(ctx, points, { colour, alpha, width, dash }) {
   const length = points.length;
   let travel = 0;
@@ -90,8 +90,8 @@ function stroke(ctx, points, { colour, alpha, width, dash }) {
 }
 
 /**
- * The same line as what it covers of each column of pixels. Where a line is noise, that is what one sees of it anyway, and
- * a path costs a browser without a GPU its length: eight ranks of noise took a second to draw.
+ * The same line, drawn as the range that it covers in each column of pixels. A noisy line looks the same, and the cost
+ * of a path grows with its length: eight noisy ranks took a browser without a GPU a second.
  */
 function bars(ctx, points, { colour, alpha, width, dash }) {
   const first = Math.round(points.find(Number.isFinite)), columns = Math.max(1, Math.ceil(points[points.length - 2] - first) + 2);
@@ -106,7 +106,7 @@ function bars(ctx, points, { colour, alpha, width, dash }) {
     cover(c1, y1);
     const x0 = points[i - 2] - first, y0 = points[i - 1], c0 = Math.max(0, Math.floor(x0));
     if (i < 2 || !Number.isFinite(y0)) continue;
-    // Where it crosses from one column to the next it belongs to both.
+    // A line that crosses from one column to the next belongs to both.
     for (let c = c0; c < c1; c++) {
       const y = y0 + (y1 - y0) * (c + 1 - x0) / (x1 - x0);
       cover(c, y);
@@ -126,7 +126,7 @@ export function dot(ctx, x, y, radius) {
   ctx.fill();
 }
 
-/** A point as a disc, a ring or a square; `inside`: the colour within a ring. */
+/** Draws a point as a disc, a ring or a square; `inside`: the colour within a ring. */
 export function mark(ctx, x, y, radius, shape, inside) {
   if (shape === "square") return ctx.fillRect(x - radius, y - radius, 2 * radius, 2 * radius);
   dot(ctx, x, y, radius);
@@ -135,7 +135,7 @@ export function mark(ctx, x, y, radius, shape, inside) {
   dot(ctx, x, y, radius - 2);
 }
 
-/** What stands for a line, or for points, in a legend. */
+/** Draws the symbol of a line, or of points, in a legend. */
 export function drawKey(ctx, x, y, { colour, dash, shape }, inside) {
   ctx.fillStyle = colour;
   if (shape) return mark(ctx, x + 4.5, y, 4.5, shape, inside);
@@ -143,7 +143,7 @@ export function drawKey(ctx, x, y, { colour, dash, shape }, inside) {
   for (const at of parts) ctx.fillRect(x + at, y - 4.5, width, 9);
 }
 
-/** One segment of one rank. */
+/** Draws one segment of one rank. */
 export function drawSegment(ctx, segment, xs, x, y, plot, { colour, smoothing, alpha, band, dash }) {
   const range = visible(segment, xs, x.low, x.high);
   const crowded = (range[1] - range[0]) / (plot.right - plot.left) > POINTS_A_PIXEL;

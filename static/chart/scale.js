@@ -13,7 +13,7 @@ export function linearTicks(low, high, wanted) {
   return ticks;
 }
 
-/** Powers of ten, and their doubles and fives where they fit; within one decade, round numbers. */
+/** Powers of ten, with their doubles and fives if they fit; within one decade, round numbers. */
 export function logTicks(low, high, wanted) {
   const decades = Math.log10(high / low);
   if (decades < 1) return linearTicks(low, high, wanted).filter((v) => v > 0);
@@ -48,7 +48,7 @@ export function linear([low, high], [start, end]) {
   return { kind: "linear", low, high, to: (v) => start + (v - low) * k, from: (p) => low + (p - start) / k };
 }
 
-/** A logarithmic scale; values at or below zero have no place on it (NaN). */
+/** A logarithmic scale; values at or below zero have no position on it (NaN). */
 export function log([low, high], [start, end]) {
   const base = Math.log(low);
   const k = (end - start) / (Math.log(high) - base || 1);
@@ -59,7 +59,7 @@ export function log([low, high], [start, end]) {
   };
 }
 
-/** Widens [low, high] to round numbers, so that the axis does not twitch with every new point. */
+/** Widens [low, high] to round numbers, so that the axis does not change with every new point. */
 export function niceDomain(low, high, kind, wanted = 5) {
   if (!(low <= high)) return kind === "log" ? [0.1, 1] : [0, 1];
   if (kind === "log") {

@@ -1,9 +1,9 @@
-// The points of one metric of one rank, as attempts: segments of one curve, each in typed arrays.
+// The points of one metric of one rank, by attempt: segments of one curve, each in typed arrays.
 //
-// A point is a bucket of `count` steps, named by the first of them, with their lowest, highest and mean
-// value; a raw point is a bucket of one. When a segment outgrows its capacity, neighbours are merged in
-// pairs and new points gather in buckets of the same width, so memory and drawing time stay bounded
-// however long a page is open, the whole run is equally fine, and no peak is ever lost.
+// A point is a bucket of `count` steps, named by its first step, with the lowest, the highest and the mean value; a raw
+// point is a bucket of one step. When a segment exceeds its capacity, neighbouring buckets are merged in pairs, and new
+// points are gathered in buckets of the same width. So memory and drawing time stay bounded, the whole run has the same
+// resolution, and no peak is lost.
 
 export class Segment {
   constructor(attempt, capacity) {
@@ -12,7 +12,7 @@ export class Segment {
     this.length = 0;
     /** Whether every bucket is one raw point. */
     this.exact = true;
-    /** Steps that a bucket gathers before the next one begins. */
+    /** Steps in a full bucket. */
     this.width = 1;
     this.lastStep = -1;
     /** The newest raw value; NaN while only buckets are known. */
@@ -30,7 +30,7 @@ export class Segment {
     this.smoothed = null;
   }
 
-  /** Appends a bucket. One that does not come after the last step is a repetition and is ignored. */
+  /** Appends a bucket. A bucket that does not come after the last step is a repetition and is ignored. */
   push(step, min, max, mean, count = 1) {
     if (step <= this.lastStep) return false;
     this.lastStep = step;
@@ -49,7 +49,7 @@ export class Segment {
     return true;
   }
 
-  /** A gap (NaN) is joined only with a gap, so it stays one. */
+  /** A gap (NaN) is merged only with a gap, so it stays a gap. */
   #alike(a, b) { return Number.isNaN(a) === Number.isNaN(b); }
 
   #set(i, step, min, max, mean, count) {
@@ -80,7 +80,7 @@ export class Segment {
         i++;
       }
     }
-    // Gaps on every second point leave nothing to merge: then the oldest half is let go.
+    // If every second point is a gap, nothing can be merged: then the oldest half is dropped.
     if (to >= this.capacity) {
       for (const column of [this.steps, this.min, this.max, this.mean, this.counts]) column.copyWithin(0, to >> 1, to);
       to -= to >> 1;
@@ -91,7 +91,7 @@ export class Segment {
     this.smoothed = null;
   }
 
-  /** Index of the first bucket at or after `x`, where `xs` are this segment's places on the axis. */
+  /** Index of the first bucket at or after `x`; `xs` are this segment's positions on the axis. */
   find(x, xs = this.steps) {
     let low = 0, high = this.length;
     while (low < high) {
@@ -101,7 +101,7 @@ export class Segment {
     return low;
   }
 
-  /** The mean, exponentially smoothed without the bias of its start; a gap leaves the average as it was. */
+  /** The mean, exponentially smoothed with bias correction; a gap does not change the average. */
   smooth(factor) {
     let s = this.smoothed;
     if (s?.factor !== factor) s = this.smoothed = { factor, values: new Float32Array(0), done: 0, sum: 0, weight: 0 };
@@ -140,7 +140,7 @@ export class Series {
     return segment;
   }
 
-  /** Raw points as the stream brings them: a value that was not finite is null there and a gap here. */
+  /** Appends raw points from the stream: null stands for a value that was not finite, and becomes a gap. */
   append(attempt, steps, values) {
     const segment = this.segment(attempt);
     let added = 0;
@@ -151,14 +151,14 @@ export class Series {
     return added;
   }
 
-  /** Buckets as `GET /metrics` brings them, each named by its first step; `exact` when each is one point. */
+  /** Loads buckets from `GET /metrics`, each named by its first step; `exact` if each is one point. */
   load(attempt, { steps, min, max, mean }, exact, width = 0) {
     const segment = this.segment(attempt);
-    // Live points gather in buckets of the same width.
+    // Live points are gathered in buckets of the same width.
     if (!exact && width) segment.width = Math.max(segment.width, width);
     for (let i = 0, count = 1; i < steps.length; i++) {
       const value = mean[i] ?? NaN;
-      // The last one is taken to be as wide as the one before it.
+      // The last bucket is assumed to be as wide as the one before it.
       if (!exact && i + 1 < steps.length) count = Math.min(width || Infinity, steps[i + 1] - steps[i]);
       segment.push(steps[i], min?.[i] ?? value, max?.[i] ?? value, value, count);
     }
@@ -183,17 +183,17 @@ export class Series {
   }
 }
 
-/** The mean over ranks of one metric: a step counts once every rank of its attempt has reported its value. */
+/** The mean over ranks of one metric: a step counts once every rank of its attempt has reported a value. */
 export class MeanSeries extends Series {
   #waiting = new Map();
 
-  /** `ranksIn(attempt)`: how many ranks an attempt has, which may be fewer than the job's. */
+  /** `ranksIn(attempt)`: the number of ranks of an attempt, which may be fewer than the job's. */
   constructor(name, ranksIn, capacity) {
     super(name, null, capacity);
     this.ranksIn = ranksIn;
   }
 
-  /** As `append`, for one rank's points. */
+  /** The same as `append`, for one rank's points. */
   appendRank(attempt, steps, values) {
     const all = this.ranksIn(attempt);
     for (let i = 0; i < steps.length; i++) {
@@ -207,11 +207,11 @@ export class MeanSeries extends Series {
       this.#waiting.delete(key);
       this.segment(attempt).push(steps[i], sum.min, sum.max, sum.total / sum.n);
     }
-    // Steps that a dead rank never reported.
+    // Drops steps that a dead rank never reported.
     if (this.#waiting.size > 20_000) this.#waiting.clear();
   }
 
-  /** As `load`, for the buckets of all ranks of an attempt; those of the same step are joined. */
+  /** The same as `load`, for the buckets of all ranks of an attempt; buckets of the same step are joined. */
   loadRanks(attempt, ranks, exact, width = 0) {
     const [{ steps: same }] = ranks, known = this.ranksIn(attempt);
     if (ranks.length === known && ranks.every(({ steps }) => steps.length === same.length && steps.every((s, i) => s === same[i]))) {

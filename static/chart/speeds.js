@@ -1,20 +1,20 @@
-// Step times as speeds. A bucket's speed is its pictures over its time, as the job's own is (protocol/src/throughput.rs): a mean
-// of the speeds of its steps would be another, higher number.
+// Step times as speeds. A bucket's speed is its pictures divided by its time, like the job's own speed
+// (protocol/src/throughput.rs). The mean of the speeds of its steps would be higher.
 
 function speeds(segment, until) {
   const { length, steps, counts } = segment;
-  // Pictures of a step, by bucket: the last step of an epoch may have fewer than the others.
+  // Pictures per step, by bucket: the last step of an epoch may have fewer pictures.
   const apiece = Float64Array.from({ length }, (_, i) => (until(steps[i] + counts[i] - 1) - until(steps[i] - 1)) / counts[i]);
   const column = (name) => segment[name].subarray(0, length).map((ms, i) => apiece[i] * 1000 / ms);
   return Object.assign(Object.create(segment), {
     of: segment,
     mean: column("mean"), min: column("max"), max: column("min"), lastValue: (until(segment.lastStep) - until(segment.lastStep - 1)) * 1000 / segment.lastValue,
-    // Pictures are smoothed as their times are, so that an epoch's last step is no slower than it was.
+    // Pictures are smoothed like their times, so that an epoch's last step does not look slower than it was.
     smooth: (factor) => { const per = smoothed(apiece, segment, factor); return segment.smooth(factor).subarray(0, length).map((ms, i) => per[i] * 1000 / ms); },
   });
 }
 
-/** As `Segment.smooth`, of other values of the same buckets; where these have gaps. */
+/** The same as `Segment.smooth`, for other values of the same buckets, with the same gaps. */
 function smoothed(values, { mean, counts }, factor) {
   let sum = 0, weight = 0;
   return values.map((v, i) => {
@@ -30,6 +30,6 @@ export class Speeds {
 
   get segments() { return this.base.segments.map((segment) => speeds(segment, this.until)); }
 
-  /** The same of another part of the run. */
+  /** The same for another part of the run. */
   over(base) { return new Speeds(base, this.until); }
 }

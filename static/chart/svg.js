@@ -1,4 +1,4 @@
-// A drawing context that writes SVG: as much of a canvas's as the charts use.
+// A drawing context that writes SVG, with the part of a canvas's methods that charts use.
 
 const escape = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 const n = (v) => Number(v.toFixed(2));

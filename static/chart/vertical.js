@@ -1,18 +1,18 @@
-// What the axes of a chart span, and the ticks of the vertical ones. A chart has one at the left, and a second one at the right for
+// The ranges of a chart's axes, and the ticks of its vertical axes. A chart has a left axis, and a right axis for
 // layers of another quantity.
 
 import { visible } from "./lines.js";
 import { withoutOutliers } from "./range.js";
 import { linear, linearTicks, log, logTicks, niceDomain } from "./scale.js";
 
-/** From the first place to the last that anything has. */
+/** The range of positions that have data. */
 export function span(parts) {
   let low = Infinity, high = -Infinity;
   for (const { segment, xs } of parts) { low = Math.min(low, xs[0]); high = Math.max(high, xs[segment.length - 1]); }
   return high > -Infinity ? [low, high] : [0, 1];
 }
 
-/** How much is shown between `low` and `high`: points and buckets of the layer with most of them, and whether all are exact. */
+/** The amount of data between `low` and `high`: points and buckets of the layer with most of them, and whether all are exact. */
 export function amount(gathered, low, high) {
   let shown = 0, buckets = 0, exact = true;
   for (const { parts } of gathered) {
@@ -30,8 +30,8 @@ export function amount(gathered, low, high) {
 }
 
 /**
- * An axis of `kind` (linear, log) for these layers. `side`: `ends` that are fixed, `robust` where outliers do not count, `zero` where it
- * starts there, `limits` beyond which it never goes, `tick(v)` for its labels.
+ * An axis of `kind` (linear, log) for these layers. `side`: fixed `ends`; `robust` to ignore outliers; `zero` to start
+ * at 0; `limits` that the axis never exceeds; `tick(v)` for labels.
  */
 export function vertical(side, kind, gathered, low, high, rows) {
   let bottom = Infinity, top = -Infinity;
@@ -54,7 +54,7 @@ export function vertical(side, kind, gathered, low, high, rows) {
   return { ticks, label: side.tick, labels: ticks.map(side.tick), scale: (plot) => (kind === "log" ? log : linear)([y0, y1], [plot.bottom, plot.top]) };
 }
 
-/** Where nearly all that is shown lies; null for too few to say. */
+/** The range of nearly all visible values; null for too few values. */
 function usual(gathered, kind, low, high) {
   const values = [];
   for (const { segment, xs } of gathered.flatMap((g) => g.parts)) {

@@ -1,7 +1,7 @@
-// What the charts of a page share: the horizontal axis (step, epoch or training time), the part of it
-// that is zoomed to, and where the crosshair stands. Charts redraw when it changes.
+// State that the charts of a page share: the horizontal axis (step, epoch or training time), the zoomed part, and the
+// crosshair's position. Charts redraw when it changes.
 
-/** The horizontal axis in words, with its unit. */
+/** The name of the horizontal axis, with its unit. */
 export const axisName = (axis) => ({ epoch: "epoch", time: "training time (hours:minutes:seconds)" }[axis] ?? "optimizer step");
 
 export class View extends EventTarget {
@@ -9,11 +9,11 @@ export class View extends EventTarget {
   axis = "step";
   /** The zoomed part [from, to] in the axis's unit (steps for `step` and `epoch`, seconds for `time`), or null. */
   zoom = null;
-  /** Where the crosshair stands, in the same unit, or null. */
+  /** The crosshair's position in the same unit, or null. */
   cursor = null;
   stepsPerEpoch = 0;
 
-  /** `clock()`: the series of `step_ms` of rank 0, from which training time is summed. */
+  /** `clock()`: rank 0's series of `step_ms`, whose sum is the training time. */
   constructor(clock) {
     super();
     this.clock = clock;
@@ -37,12 +37,12 @@ export class View extends EventTarget {
     this.dispatchEvent(new Event("cursor"));
   }
 
-  /** Places of a segment's buckets on the axis. */
+  /** Positions of a segment's buckets on the axis. */
   places(segment) {
     return this.axis === "time" ? times(segment, this.clock()) : segment.steps;
   }
 
-  /** The step at a place on the axis, as near as the clock knows. */
+  /** The step at a position on the axis, as exactly as the clock allows. */
   stepAt(x) {
     if (this.axis !== "time") return x;
     let at = 0, step = 0;
@@ -59,7 +59,7 @@ export class View extends EventTarget {
   }
 }
 
-/** Seconds of training before each bucket's end: `step_ms` summed, over earlier attempts too. `clock`: the series of `step_ms` of rank 0. */
+/** Seconds of training up to the end of each bucket: the sum of `step_ms`, including earlier attempts. `clock`: rank 0's series of `step_ms`. */
 export function times(segment, clock) {
   const out = new Float64Array(segment.length);
   let start = 0;

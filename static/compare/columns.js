@@ -1,5 +1,5 @@
-// What jobs can be told apart by: settings with one value and results, each as a number or in words, and where a job is between the
-// lowest and the highest.
+// Columns that distinguish jobs: settings with a single value, and results. Each value is a number or a text, with a
+// position between the lowest and the highest.
 
 import { clock, count, percent, rate, value } from "../numbers.js";
 import { serverNow } from "../page.js";
@@ -7,35 +7,35 @@ import { written } from "../settings.js";
 import { settings } from "./names.js";
 
 const plain = (v) => String(Number(v.toPrecision(6)));
-/** Without pauses and waiting in the queue: of the attempts that have ended, and of a first one so far. */
+/** Time without pauses and waiting in the queue: of attempts that have ended, and of a running first attempt. */
 const ran = (j) => j.ran_secs ?? (j.attempt === 1 && j.started_at ? (serverNow() - Date.parse(j.started_at)) / 1000 : NaN);
-/** Key in the address, name, value of a job, how it is written. */
+/** Key in the address, name, value of a job, and format. */
 export const RESULTS = [
   ["loss", "loss", (j) => j.last.loss, value], ["val_loss", "val. loss", (j) => j.last.val_loss, value], ["accuracy", "accuracy", (j) => j.last.accuracy, percent],
   ["val_accuracy", "val. accuracy", (j) => j.last.val_accuracy, percent], ["best", "best accuracy", (j) => j.best?.value, percent],
   ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "ran for", ran, clock],
 ];
 
-/** A column of numbers. `at(v)`: from 0, the lowest, to 1. */
+/** A column of numbers. `at(v)`: position from 0 (lowest) to 1. */
 function numeric(key, name, values, words) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
-  // Learning rates and the like differ by powers of ten.
+  // Learning rates and similar settings differ by powers of ten.
   const log = low > 0 && high / low > 20, of = (v) => (log ? Math.log(v) : v), span = of(high) - of(low);
   const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? (of(v) - of(low)) / span : 0.5);
   const from = (share) => { const v = of(low) + share * span; return log ? Math.exp(v) : v; };
   return { key, name, values, log, low, high, at, from, ends: finite.length ? [words(low), words(high)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
 }
 
-/** A column of words, in their order. */
+/** A column of texts, in their order. */
 function worded(key, name, values) {
   const kinds = [...new Set(values)].sort(), at = (v) => (kinds.length < 2 ? 0.5 : kinds.indexOf(v) / (kinds.length - 1));
   return { key, name, values, kinds, at, ends: [kinds[0] ?? "", kinds.at(-1) ?? ""], words: (v) => v };
 }
 
-/** Whether a column tells jobs apart by itself: two of them have values, and these are not the same. */
+/** Whether a column distinguishes jobs: at least two have different values. */
 export const varies = (column) => (column.kinds ? column.kinds.length > 1 : column.high > column.low);
 
-/** Every column of these jobs: settings that differ, results, and the other settings. */
+/** Every column of these jobs: settings that differ, results, and other settings. */
 export function columns(jobs) {
   const all = settings(jobs).map(({ key, values, different }) => {
     const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(written));

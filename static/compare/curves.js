@@ -1,4 +1,4 @@
-// A chart for each chosen metric, with a line a job (the mean over its ranks) or a line and a band a group of jobs.
+// A chart for each chosen metric, with a line for each job (the mean over its ranks), or a line and a band for each group.
 
 import { colour, dash, swatch } from "./colours.js";
 import { titleOf } from "./names.js";
@@ -15,41 +15,41 @@ import { isActive, pictures, ranksNow, tellsRanks } from "../job/facts.js";
 import { ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
 import { groups, mean } from "./grouped.js";
 
-/** These come from every rank; those of machines are read from the first. */
+/** Whether every rank reports the metric; metrics of machines are read from the first rank. */
 const isOfEachRank = (metric) => ALL[metric]?.[2] && !(metric in MACHINE);
-/** A ring at every value: measured now and then. */
+/** Metrics that are measured rarely have a ring at every value. */
 const RINGS = /^val_/;
-/** What times are told by: rank 0's `step_ms`, as on a job's own page. */
+/** Key of the clock series: rank 0's `step_ms`, as on a job's own page. */
 const CLOCK = "clock";
-/** The columns of files with places along an axis. */
+/** Names of columns in files, for positions along an axis. */
 const COLUMNS = { step: "step", epoch: "epoch", time: "time_secs" };
 
 export class Curves {
   metrics = [];
   axis = "step";
-  /** What jobs are grouped by, and the band around the mean of a group. */
+  /** The key by which jobs are grouped, and the band around a group's mean. */
   groupBy = "";
   band = "std";
   #known = new Map();
   #charts = new Map();
   #means = new Map();
-  /** By job, how often there was more than had been read. */
+  /** For each job, how many times there were newer points than had been read. */
   #news = new Map();
   #asked = 0;
   #scale = "linear";
   #smoothing = 0;
 
-  /** `jobs()`: those compared. `chosen()`: ids of the selected ones. */
+  /** `jobs()`: the compared jobs. `chosen()`: ids of the selected jobs. */
   constructor(jobs, chosen) {
     Object.assign(this, { jobs, chosen });
     this.view = new View(() => ({ segments: [] }));
     this.view.places = (segment) => this.#places(segment);
   }
 
-  /** The chart that was chosen last. */
+  /** The chart that was added last. */
   get chart() { return this.#charts.get(this.metrics.at(-1)); }
 
-  /** Charts by their metrics. */
+  /** Charts by metric. */
   get charts() { return Object.fromEntries(this.#charts); }
 
   #make(metric) {
@@ -63,9 +63,9 @@ export class Curves {
     const chart = new Chart(place, this.view, {
       label: `${label} of the jobs`, describe, format, tick, limits,
       layers: () => this.#layers(metric), xName: () => axisName(this.axis), yName: () => label,
-      // Means of groups are along the axis. Jobs have their own steps.
+      // Means of groups have positions on the axis; jobs have their own steps.
       column: () => (this.groupBy ? COLUMNS[this.axis] : "step"),
-      empty: () => "None of these jobs has a point of it yet.",
+      empty: () => "None of these jobs has a value of this metric yet.",
       onNote: (words) => text(note, words && this.groupBy ? "means of groups" : words),
     });
     chart.scale = this.#scale;
@@ -88,7 +88,7 @@ export class Curves {
 
   #series(job, metric) { return this.#known.get(`${job.id}:${metric}`)?.series ?? new Series(metric, null, 16); }
 
-  /** The mean of a group, computed anew when what it is of has changed. */
+  /** The mean of a group, computed again when one of its curves has changed. */
   #mean(id, metric, jobs) {
     const parts = jobs.map((job) => this.#series(job, metric)), key = `${id}:${metric}`, known = this.#means.get(key);
     const now = `${this.axis}:${this.band}:${jobs.map((job) => [metric, CLOCK].map((name) => this.#known.get(`${job.id}:${name}`)?.read ?? 0))}`;
@@ -98,16 +98,16 @@ export class Curves {
     return series;
   }
 
-  /** There are newer points of a job than those that were read. */
+  /** A job has newer points than those that were read. */
   changed(id) { this.#news.set(id, (this.#news.get(id) ?? 0) + 1); }
 
   #places(segment) {
     if (this.axis === "step") return segment.steps;
-    // Means of groups are on the axis already: they are of no job.
+    // Means of groups, which belong to no job, already have positions on the axis.
     const known = [...this.#known.values()].find(({ series }) => (series.base ?? series).segments.includes(segment.of ?? segment)), job = known && this.jobs().find((j) => j.id === known.job);
     if (!job) return segment.steps;
     if (this.axis === "epoch") return segment.steps.map((s) => s / (job.steps_per_epoch || 1));
-    // Of its own attempts: neither pauses nor the steps of a fork's parent took it any time.
+    // Only the job's own attempts count: pauses, and the steps of a fork's parent, take no time.
     return times(segment, this.#series(job, CLOCK));
   }
 
@@ -135,14 +135,14 @@ export class Curves {
 
   async #read(job, metric) {
     const key = `${job.id}:${metric}`, known = this.#known.get(key), chart = metric === CLOCK ? this.chart : this.#charts.get(metric);
-    // What comes while it is read may not be in the answer.
+    // The answer may lack points that come while it is being read.
     const news = this.#news.get(job.id) ?? 0;
     if (known?.news === news || !chart) return;
     const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
     const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : metric}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
     if (!answer || this.#known.get(key)?.news > news) return;
     const attempts = Map.groupBy(answer.series, (s) => s.attempt);
-    // An attempt that is over has the ranks that have points.
+    // In an attempt that has ended, the ranks with points count.
     const ranksIn = (attempt) => (isActive(job.state) && tellsRanks(job) && attempt === job.attempt ? ranksNow(job) : attempts.get(attempt).length);
     const each = isOfEachRank(metric), series = each ? new MeanSeries(metric, ranksIn, 8192) : new Series(metric, 0, 8192);
     for (const [attempt, ranks] of [...attempts].sort((a, b) => a[0] - b[0])) {

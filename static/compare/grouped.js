@@ -1,15 +1,15 @@
-// Jobs of the same tag or setting as one line: the mean of their curves, and around it a band.
+// Jobs with the same tag or setting as one line: the mean of their curves, with a band.
 
 import { Series } from "../chart/series.js";
 import { setting, written } from "../settings.js";
 import { settings } from "./names.js";
 
-/** Places along the axis that a mean is computed at, at most. */
+/** The largest number of places along the axis at which a mean is computed. */
 const PLACES = 1000;
-/** Besides settings. */
+/** Keys besides settings. */
 const OWN = { tag: "tag", name: "name", owner: "owner", project: "project" };
 
-/** What these jobs can be grouped by: those of them that make more than one group, and fewer than there are jobs. */
+/** Keys by which these jobs can be grouped: keys with more than one group, and fewer groups than jobs. */
 export function choices(jobs) {
   const differing = settings(jobs).filter((row) => row.different).map((row) => row.key);
   return [...Object.keys(OWN).filter((key) => key === "tag" ? jobs.some((job) => job.tags.length) : new Set(jobs.map((job) => valuesOf(job, key)[0])).size > 1 || key === "name"), ...differing.filter((key) => !(key in OWN))];
@@ -21,14 +21,14 @@ function valuesOf(job, key) {
   return [`${key} ${written(setting(job.spec, key))}`];
 }
 
-/** The groups of these jobs, each with an id that its colour is kept under. */
+/** The groups of these jobs, each with an id that keeps its colour. */
 export function groups(jobs, key) {
   const found = new Map();
   for (const job of jobs) for (const label of valuesOf(job, key)) found.set(label, [...(found.get(label) ?? []), job]);
   return [...found].map(([label, members]) => ({ id: `group:${key}:${label}`, label, jobs: members })).sort((a, b) => a.label.localeCompare(b.label, undefined, { numeric: true }));
 }
 
-/** A job's curve over all its attempts: what a later one did again counts. `xs`: places of a segment on the axis. */
+/** A job's curve over all its attempts; if a later attempt repeats steps, its values count. `xs`: positions of a segment on the axis. */
 function curve(series, xs) {
   let at = [], values = [];
   for (const segment of series.segments.filter((g) => g.length)) {
@@ -39,7 +39,7 @@ function curve(series, xs) {
   return { at, values };
 }
 
-/** The value between two points; NaN outside of the curve. */
+/** The interpolated value between two points; NaN outside the curve. */
 function between({ at, values }, x, from) {
   let i = from.i;
   while (i < at.length && at[i] < x) i++;
@@ -51,8 +51,8 @@ function between({ at, values }, x, from) {
 }
 
 /**
- * Mean and band of several curves, along the axis: at each place over those that have come so far, and `counts` says how many these are.
- * `band`: `std` or `range`.
+ * Mean and band of several curves along the axis. At each place only curves that reach it count, and `counts` has their
+ * number. `band`: `std` or `range`.
  */
 export function mean(all, xs, band) {
   const curves = all.map((series) => curve(series, (segment) => xs(segment))).filter(({ at }) => at.length), places = [...new Set(curves.flatMap(({ at }) => at))].sort((a, b) => a - b);

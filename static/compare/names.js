@@ -1,18 +1,18 @@
-// What jobs are called next to each other: those of one name by the settings that they differ in.
+// Titles of jobs for comparison: jobs of the same name are distinguished by the settings in which they differ.
 
 import { flat, written } from "../settings.js";
 
-/** Settings in a title, and characters of a value. */
+/** Settings in a title, and the length of a value. */
 const MOST = 2, CHARS = 12;
 let last = { key: "", titles: new Map() };
 
-/** Settings by key, each with its value for every job; names do not count. */
+/** Settings by key, each with its value for every job; names are left out. */
 export function settings(jobs) {
   const specs = jobs.map((j) => new Map(flat(j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
   return keys.map((key) => ({ key, values: specs.map((s) => s.get(key)) })).map((row) => ({ ...row, different: new Set(row.values.map(written)).size > 1 }));
 }
 
-/** By id: the name, and where another of these jobs has it too, what tells them apart. */
+/** By id: the name, and for jobs of the same name the settings that distinguish them. */
 function titles(jobs) {
   const key = jobs.map((job) => `${job.id} ${job.name}`).join("\n");
   if (last.key === key) return last.titles;
@@ -20,7 +20,7 @@ function titles(jobs) {
   for (const [name, alike] of byName) {
     const differing = alike.length > 1 ? settings(alike).filter((row) => row.different && !/^(tags|notes|project|priority|private)\b/.test(row.key)).slice(0, MOST) : [];
     const words = alike.map((_, i) => differing.map(({ key, values }) => `${key.split(".").at(-1)} ${written(values[i]).slice(0, CHARS)}`).join(", "));
-    // The settings may be the same: then the end of the id, which is random, is not.
+    // If the settings are equal, the random end of the id distinguishes the jobs.
     alike.forEach((job, i) => titles.set(job.id, alike.length < 2 ? name : `${name} · ${words.filter((w) => w === words[i]).length > 1 || !words[i] ? [words[i], job.id.slice(-5)].filter(Boolean).join(", ") : words[i]}`));
   }
   last = { key, titles };

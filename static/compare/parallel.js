@@ -1,5 +1,5 @@
-// Parallel coordinates: an axis for every setting that differs and for what came of it, a line a job. Dragging along an axis
-// selects the jobs that cross it there.
+// Parallel coordinates: an axis for every setting that differs and for the results, and a line for each job. Dragging
+// along an axis selects the jobs whose lines cross it there.
 
 import { text } from "../page.js";
 import { colour, dash } from "./colours.js";
@@ -7,9 +7,9 @@ import { titleOf } from "./names.js";
 import { columns, varies } from "./columns.js";
 
 const HEIGHT = 330, TOP = 34, BOTTOM = 26, WIDE = 112, SETTINGS = 10, SVG = "http://www.w3.org/2000/svg";
-/** Results that have an axis. */
+/** Results with an axis. */
 const RESULTS = ["result:loss", "result:val_loss", "result:best"];
-/** Pixels that a pointer moves at least for a brush. */
+/** The smallest movement of a pointer that makes a brush, in pixels. */
 const LEAST = 4, STEP = 0.05, DOT = 4;
 
 const make = (tag, attributes, words) => {
@@ -52,19 +52,19 @@ export class Parallel {
     if (!drag || (!drag.moved && Math.abs(event.clientY - drag.y) < LEAST)) return;
     drag.moved = true;
     const to = this.#place(event), column = this.axes.find(({ key }) => key === drag.axis);
-    // A point that the brush touches is in it.
+    // A point that the brush touches is selected.
     const touch = DOT / (HEIGHT - TOP - BOTTOM);
     if (column) this.selection.set([[column, [Math.max(0, Math.min(drag.from, to) - touch), Math.min(1, Math.max(drag.from, to) + touch)]]]);
   }
 
-  /** A click that drags nothing takes the axis' brush away. */
+  /** A click without dragging removes the axis's brush. */
   #end(event) {
     const drag = this.#drag, column = drag && this.axes.find(({ key }) => key === drag.axis);
     this.#drag = null;
     if (column && !drag.moved && event.type === "pointerup") this.selection.set([[column, null]]);
   }
 
-  /** Up and Down move the lower end of a brush, with Shift the upper one; Escape takes it away. */
+  /** Up and Down move the lower end of a brush, with Shift the upper end; Escape removes the brush. */
   #key(event) {
     const key = event.target.closest?.("[data-axis]")?.dataset.axis, column = this.axes?.find((c) => c.key === key);
     if (!column || !["ArrowUp", "ArrowDown", "Escape"].includes(event.key)) return;
@@ -99,7 +99,7 @@ export class Parallel {
       }));
     });
     this.root.replaceChildren(svg);
-    // On a phone a scroll bar is not shown until it is used.
+    // On a phone, a scroll bar is visible only while it is used.
     const more = width > this.root.clientWidth + 1;
     this.root.parentElement.classList.toggle("more-beside", more);
     text(this.note, `one line a job; drag along an axis to select jobs${more ? `; scroll sideways for all ${axes.length} axes` : ""}`);

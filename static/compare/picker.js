@@ -1,4 +1,4 @@
-// Which jobs: a search over all of them, chosen ones marked and first.
+// The choice of jobs: a search over all jobs, with the chosen jobs marked and first.
 
 import { ask, byId } from "../page.js";
 import { cut, SIDE } from "../cut.js";
@@ -11,7 +11,7 @@ export class Picker {
   #jobs = [];
   #timer = 0;
 
-  /** `compared()`: the jobs on the page; `chosen()`: ids of those that are to be. */
+  /** `compared()`: the jobs on the page; `chosen()`: ids of the jobs that should be on the page. */
   constructor(toggle, compared, chosen) {
     Object.assign(this, { toggle, compared, chosen, input: byId("search"), list: byId("picker") });
     this.input.addEventListener("input", () => { clearTimeout(this.#timer); this.#timer = setTimeout(() => this.load(), 150); });
@@ -28,7 +28,7 @@ export class Picker {
 
   draw() {
     const chosen = this.chosen(), focused = document.activeElement?.value;
-    // Those that are too old to be listed otherwise.
+    // Compared jobs that are too old to be in the list.
     if (!this.input.value.trim()) this.#jobs.unshift(...this.compared().filter(({ id }) => !this.#jobs.some((job) => job.id === id)));
     byId("no-jobs").hidden = this.#jobs.length > 0 || this.input.value.trim() !== "";
     this.list.replaceChildren(...this.#jobs.map((job) => {

@@ -1,4 +1,4 @@
-// A point a job in the plane of any two columns: settings or results. Dragging a rectangle selects the jobs in it.
+// A scatter plot with a point for each job, for any two columns: settings or results. Dragging a rectangle selects the jobs in it.
 
 import { colour, dash } from "./colours.js";
 import { titleOf } from "./names.js";
@@ -13,10 +13,10 @@ import { linear, linearTicks, log, logTicks } from "../chart/scale.js";
 import { plural } from "../numbers.js";
 import { columns, varies } from "./columns.js";
 
-/** Pixels around a point in which a pointer means it, and that it moves at least for a brush. */
+/** The distance in pixels within which a pointer hits a point, and the smallest movement that makes a brush. */
 const NEAR = 14, LEAST = 4, RADIUS = 5;
 const KEYS = { ArrowRight: 1, ArrowLeft: -1 };
-/** What a point is where its job's lines are dashed or dotted. */
+/** Shapes of points for jobs with dashed and dotted lines. */
 const SHAPES = { dashed: "ring", dotted: "square" };
 const short = (words) => (words.length > 16 ? `${words.slice(0, 7)}…${words.slice(-8)}` : words);
 
@@ -29,7 +29,7 @@ export class Scatter {
   constructor(root, jobs, selection) {
     Object.assign(this, { root, jobs, selection, canvas: document.createElement("canvas"), tip: document.createElement("div"), status: document.createElement("p") });
     this.canvas.setAttribute("role", "img");
-    // Until it is drawn.
+    // Labels until the first drawing.
     this.canvas.setAttribute("aria-label", "Points of the jobs");
     this.tip.className = "tip";
     this.tip.hidden = true;
@@ -50,19 +50,18 @@ export class Scatter {
   xName() { return this.x?.name ?? ""; }
   yName() { return this.y?.name ?? ""; }
 
-  /** Names and colours of what is drawn, for saved pictures. */
+  /** Names and colours of the drawn jobs, for saved pictures. */
   get lines() { const colours = palette(); return this.jobs().map((job) => ({ label: titleOf(job, this.jobs()), colour: colours[colour(job.id)], shape: SHAPES[dash(job.id)] ?? "disc" })); }
 
-  /** A row a job. */
   csv() {
     const cell = (v) => (/[",\n]/.test(v) ? `"${v.replaceAll('"', '""')}"` : v);
     const rows = this.jobs().map((job, i) => [job.id, job.name, this.x.values[i], this.y.values[i]].map((v) => cell(String(v))).join(","));
     return new Blob([`${[["id", "name", this.xName(), this.yName()].map(cell).join(","), ...rows].join("\n")}\n`], { type: "text/csv" });
   }
 
-  /** Reads the jobs again. */
+  /** Reads the jobs again, and draws. */
   draw() {
-    // Of settings that differ, one that most of the jobs have.
+    // The default is a setting that differs and that most of the jobs have.
     const known = (column) => column.values.filter((v) => column.kinds || Number.isFinite(v)).length;
     const { all } = columns(this.jobs()), usual = { x: all.filter((c) => c.different && !c.result && varies(c)).toSorted((a, b) => known(b) - known(a))[0] ?? all.find((c) => c.key === "result:step"), y: ["result:best", "result:loss"].map((key) => all.find((c) => c.key === key)).find((c) => c.values.some(Number.isFinite)) ?? all.find((c) => c.key === "result:loss") };
     for (const which of ["x", "y"]) {
@@ -92,9 +91,9 @@ export class Scatter {
     this.#tell();
   }
 
-  /** The scale of a column between two pixels, and its ticks. */
+  /** The scale of a column between two pixels, with its ticks. */
   #scale(column, start, end, wanted) {
-    // Room on either side, so that no point lies on the edge.
+    // Space on either side, so that no point lies on the edge.
     const pad = (end - start) * 0.05, ends = [start + pad, end - pad];
     if (column.kinds) {
       const place = linear([0, 1], ends);
@@ -104,7 +103,7 @@ export class Scatter {
     return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
   }
 
-  /** Draws onto any context that has a canvas's methods; `live`: also the brush and where the reader is. */
+  /** Draws onto any context with a canvas's methods; `live`: also draws the brush and the reader's position. */
   paint(ctx, width, height, live = false) {
     const colours = palette(), jobs = this.jobs(), chosen = this.selection.ids(), { x: across, y: up } = this;
     const rows = Math.max(2, Math.floor(height / 52)), crisp = (p) => Math.round(p) + 0.5;
@@ -138,7 +137,7 @@ export class Scatter {
       this.#points = points.toSorted((a, b) => a.x - b.x || a.y - b.y);
       this.#brush(ctx, colours);
     }
-    // What is selected lies above the rest.
+    // Selected points are drawn above the others.
     for (const point of [...points.filter((p) => p.out), ...points.filter((p) => !p.out)]) {
       ctx.fillStyle = colours[colour(point.job.id)];
       ctx.globalAlpha = point.out ? 0.2 : 0.9;
@@ -148,10 +147,10 @@ export class Scatter {
     if (!points.length) {
       ctx.fillStyle = colours.muted;
       ctx.textBaseline = "middle";
-      ctx.fillText("No job has a value of both.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
+      ctx.fillText("No job has values for both axes.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
     }
     const missing = jobs.length - points.length;
-    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without a value of both` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : "drag a rectangle to select jobs");
+    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : "drag a rectangle to select jobs");
     this.canvas.setAttribute("aria-label", `${plural(points.length, "job")}: ${up.name} by ${across.name}`);
     this.root.dataset.points = String(points.length);
   }
@@ -163,7 +162,7 @@ export class Scatter {
     else {
       const across = this.selection.range(this.x), up = this.selection.range(this.y);
       if (!across && !up) return;
-      // Around the points at its ends.
+      // The brush surrounds the points at its ends.
       const ends = (scale, range) => { const place = linear([scale.from(0), scale.from(1)], [0, 1]); return range.map((v) => place.to(v)).sort((a, b) => a - b); };
       if (across) { const [a, b] = ends(sx, across); x0 = Math.max(plot.left, a - RADIUS - 2); x1 = Math.min(plot.right, b + RADIUS + 2); }
       if (up) { const [a, b] = ends(sy, up); y0 = Math.max(plot.top, a - RADIUS - 2); y1 = Math.min(plot.bottom, b + RADIUS + 2); }
@@ -201,7 +200,7 @@ export class Scatter {
     });
     onHold(root, (event) => {
       if (!this.plot) return;
-      // A rectangle as large as a fingertip, which says that the hold was noticed.
+      // A rectangle of the size of a fingertip shows that the hold was noticed.
       const from = place(event);
       this.#drag = { from, to: { x: from.x + NEAR, y: from.y + NEAR }, held: true };
       this.invalidate();
@@ -232,7 +231,7 @@ export class Scatter {
     });
   }
 
-  /** The jobs in a rectangle. */
+  /** Selects the jobs in a rectangle. */
   #select(a, b) {
     const range = (scale, p, q) => [scale.from(p), scale.from(q)].map((v) => Math.min(1, Math.max(0, v))).sort((m, n) => m - n);
     this.selection.set([[this.x, range(this.sx, a.x, b.x)], [this.y, range(this.sy, a.y, b.y)]]);

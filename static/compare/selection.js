@@ -1,15 +1,15 @@
-// Jobs selected by brushes: on an axis of the parallel coordinates, or on the two axes of the scatter plot. Both brush the same
-// columns, and a job is selected that lies in all brushes.
+// Jobs selected by brushes on an axis of the parallel coordinates, or on the two axes of the scatter plot. Both brush
+// the same columns, and a job is selected if it lies in all brushes.
 
 import { columns } from "./columns.js";
 
 export class Selection extends EventTarget {
-  /** By a column's key, from where to where it is brushed: numbers, or words in their order. */
+  /** The brushed range of each column, by key: numbers, or words in their order. */
   brushes = new Map();
 
   constructor(jobs) { super(); this.jobs = jobs; }
 
-  /** Brushes a column between two places from 0 to 1; without them it is not brushed. */
+  /** Brushes a column between two places from 0 to 1, or removes its brush. */
   set(changes) {
     for (const [column, range] of changes) {
       if (!range) { this.brushes.delete(column.key); continue; }
@@ -21,7 +21,7 @@ export class Selection extends EventTarget {
 
   clear() { this.brushes.clear(); this.dispatchEvent(new Event("change")); }
 
-  /** Where a column is brushed, from 0 to 1; null where it is not. */
+  /** The brushed range of a column, from 0 to 1; null without a brush. */
   range(column) {
     const brush = this.brushes.get(column.key);
     if (!brush) return null;
@@ -32,14 +32,14 @@ export class Selection extends EventTarget {
 
   get any() { return this.brushes.size > 0; }
 
-  /** Ids of the selected jobs; all of them where nothing is brushed. */
+  /** Ids of the selected jobs; all jobs without a brush. */
   ids() {
     const jobs = this.jobs(), chosen = new Set(jobs.map((j) => j.id));
     if (!this.any) return chosen;
     for (const { key, values } of columns(jobs).all) {
       const brush = this.brushes.get(key);
       if (!brush) continue;
-      // The ends of a brush are where somebody let go of it: a value that is written the same is in it.
+      // A brush ends where the pointer was released. A value that rounds to the end belongs to the brush.
       const slack = brush.words ? 0 : Math.abs(brush.to - brush.from) * 1e-9 + Number.EPSILON * Math.abs(brush.to);
       jobs.forEach((job, i) => {
         const v = values[i], inside = brush.words ? brush.words.includes(v) : v >= brush.from - slack && v <= brush.to + slack;

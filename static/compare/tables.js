@@ -1,4 +1,4 @@
-// Results to sort by, and settings side by side.
+// The table of results, which can be sorted, and the table of settings.
 
 import { swatch } from "./colours.js";
 import { settings, titleOf } from "./names.js";
@@ -8,9 +8,9 @@ import { cut } from "../cut.js";
 import { read, write } from "../address.js";
 import { written } from "../settings.js";
 
-/** Name, number to sort by, how it is written. */
+/** Name, sort value and format. */
 const COLUMNS = [["job", (j) => j.name, (v) => v], ["state", (j) => j.state, (v) => v], ...RESULTS.map(([, name, of, words]) => [name, (j) => of(j) ?? NaN, words])];
-/** What is newest is not final yet. */
+/** Columns with newest values, which are not final yet. */
 const NEWEST = ["loss", "val. loss", "accuracy", "val. accuracy"];
 
 export class Tables {

@@ -1,4 +1,4 @@
-// The form that registers a dataset: its folder is inspected while the path is typed.
+// The form that registers a dataset. Its folder is inspected while the path is typed.
 
 import { ask, byId, Problem, sentence, text } from "../page.js";
 import { count, plural } from "../numbers.js";
@@ -6,7 +6,7 @@ import { count, plural } from "../numbers.js";
 const INSPECT_AFTER_MS = 600;
 const FIELDS = ["name", "path"];
 
-/** What is under way, and how far: a screen reader hears the first alone, and not every count. */
+/** Shows the current activity and its progress; a screen reader hears only the activity, and not every count. */
 function tell(words, far = "") {
   text(byId("add-status"), words);
   text(byId("add-count"), far);
@@ -27,7 +27,7 @@ function refused(error) {
   if (error instanceof Problem && error.errors.length) show(error.errors); else tell(sentence(error));
 }
 
-/** What a folder holds, in a sentence. */
+/** A sentence about the content of a folder. */
 function found({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
   const splits = info.splits.map((s) => plural(s.samples, `${s.name} picture`)).join(", ");
@@ -36,7 +36,7 @@ function found({ info }) {
   return `Found ${info.format.replace("_", " ")}: ${splits}, ${size}, ${plural(info.classes.length, "class")} (${info.classes.slice(0, 6).join(", ")}${info.classes.length > 6 ? " …" : ""})${broken}${left}.`;
 }
 
-/** Polls until the inspection of the files is done, and shows its progress: the first one of a million pictures takes minutes. */
+/** Polls until the inspection of the files is done, and shows its progress: the first inspection of a million pictures takes minutes. */
 export async function inspected(path, body, signal, tell) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
@@ -45,7 +45,7 @@ export async function inspected(path, body, signal, tell) {
   }
 }
 
-/** Inspects what is typed, and registers without leaving the page. */
+/** Inspects the typed path, and registers the dataset without leaving the page. */
 export function offerForm(form) {
   let timer = 0, inspecting = null;
   form.path.addEventListener("input", () => {

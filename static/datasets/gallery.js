@@ -1,4 +1,4 @@
-// The pictures of a dataset: by split and class, and as a job's augmentation makes them.
+// The pictures of a dataset: by split and class, and with a job's augmentation.
 
 import { ask, sentence, text } from "../page.js";
 import { count } from "../numbers.js";
@@ -6,7 +6,7 @@ import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
 
 const PART = 48;
-/** Pictures whose augmented versions are shown at a time, and versions of each. */
+/** The number of pictures whose augmented versions are shown at a time, and of versions of each. */
 const AUGMENTED = 8, VERSIONS = 5;
 
 /** A job's augmentation in a few words. */
@@ -20,10 +20,10 @@ function augmentation(data) {
 
 export class Gallery {
   #asked = 0;
-  /** Pictures that are shown, and the cursor of the next ones. */
+  /** Number of visible pictures, and the cursor of the next ones. */
   #offset = 0;
   #cursor = null;
-  /** Of the mixed order. Mixed at first: stored, pictures are often sorted by class. */
+  /** Seed of the mixed order, which is the default because stored pictures are often sorted by class. */
   #seed = 1;
 
   constructor(card, name) {
@@ -42,7 +42,7 @@ export class Gallery {
     if (read("pictures") === name) at("open").open = true;
   }
 
-  /** Jobs whose augmentation can be shown. */
+  /** Offers jobs whose augmentation can be shown. */
   async #jobs() {
     const { jobs } = await ask("/api/v1/jobs?limit=200").catch(() => ({ jobs: [] }));
     for (const job of jobs.filter((j) => j.spec.data.dataset === this.name).slice(0, 50)) {
@@ -71,7 +71,7 @@ export class Gallery {
       grid.classList.toggle("by-five", job !== "");
       this.#offset += job ? AUGMENTED : PART;
       this.#cursor = next_cursor;
-      text(at("note"), job ? `what each of the first ${VERSIONS} epochs makes of a picture: seeded, the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
+      text(at("note"), job ? `each picture as augmented in the first ${VERSIONS} epochs: seeded, so the same in every run` : `${count(Math.min(this.#offset, total))} of ${count(total)}`);
       at("more").hidden = next_cursor === null;
     } catch (error) { if (mine === this.#asked) text(at("note"), sentence(error)); }
   }

@@ -1,9 +1,9 @@
-// What a person does to a job: pause, resume, cancel, retry, fork, delete, and annotate it.
+// Actions on a job: pause, resume, cancel, retry, fork, delete, and annotate.
 
 import { ask, byId, confirmThen, sentence, sentences, text } from "../page.js";
 import { bytes, count, plural } from "../numbers.js";
 
-/** In which states a button is there. */
+/** The states in which a button is visible. */
 const WHEN = {
   pause: ["queued", "running"], resume: ["paused"], retry: ["failed", "cancelled"],
   cancel: ["queued", "starting", "running", "pausing", "paused", "restarting", "lost"],
@@ -11,13 +11,14 @@ const WHEN = {
 };
 
 export class Actions {
-  /** Fields of the panel of notes in which somebody writes. */
+  /** Fields of the panel Notes in which the reader is writing. */
   #touched = new Set();
   /** The button that was pressed last. */
   #pressed = null;
   #opened = false;
 
-  /** `page`: `job()`, `setJob(job)`, `checkpoints`, `refused(why)` says why something was not done, `quiet()` before the job is deleted and `loud()` should that fail. */
+  /** `page`: `job()`, `setJob(job)`, `checkpoints`; `refused(why)` shows why an action was refused; `quiet()` is called before the job is deleted, and
+   * `loud()` if that fails. */
   constructor(page) {
     this.page = page;
     for (const what of ["pause", "resume", "retry"]) byId(what).addEventListener("click", (event) => this.#do(what, event.currentTarget));
@@ -35,7 +36,7 @@ export class Actions {
     this.#keepFocus();
   }
 
-  /** The button that had the focus has gone away with the state it was for: the focus goes to the one that is there now. */
+  /** The focused button was hidden with its state, so the focus moves to a visible button. */
   #keepFocus() {
     const { activeElement } = document;
     if (!this.#pressed?.hidden || (activeElement !== this.#pressed && activeElement !== document.body)) return;
@@ -68,7 +69,7 @@ export class Actions {
       title: `Delete ${job.name}?`, yes: "Delete the job",
       detail: `Its metrics, log and ${plural(checkpoints.size, "checkpoint")} (${bytes(size_bytes)}) are deleted for good.`,
       act: async () => {
-        // The page should not announce that the job is gone when it deleted the job itself.
+        // The page must not report the deletion that it requested itself.
         this.page.quiet();
         try { await ask(`/api/v1/jobs/${job.id}`, { method: "DELETE" }); } catch (error) { this.page.loud(); throw error; }
         location.href = "/jobs";
@@ -76,14 +77,14 @@ export class Actions {
     });
   }
 
-  /** Asks for settings to change, then starts another job from a checkpoint of this one. */
+  /** Asks for settings to change, then starts a new job from a checkpoint of this job. */
   fork(checkpoint) {
     const job = this.page.job(), all = this.page.checkpoints.sorted, dialog = byId("fork-dialog"), error = byId("fork-error");
     const choice = byId("fork-checkpoint");
     choice.replaceChildren(...all.map((c) => new Option(`${c.epoch}-${c.step}${c.best ? ", best" : ""}`, c.id, false, c.id === checkpoint)));
     text(byId("fork-title"), `Fork ${job.name}`);
     text(error, "");
-    /** What the fields ask for; throws what is wrong with a line. */
+    /** The request that the fields describe; throws what is wrong with a line. */
     const request = () => {
       const set = {};
       for (const line of byId("fork-set").value.split("\n").map((l) => l.trim()).filter(Boolean)) {
@@ -100,7 +101,7 @@ export class Actions {
       try { asked = request(); } catch (e) { return text(error, e.message); }
       try { location.href = `/jobs/${(await this.#post("fork", asked)).id}`; } catch (e) { text(error, sentences(e)); }
     };
-    // What it would come to, before it is made; mistakes are named when it is to be made.
+    // Shows warnings before the fork is made; mistakes are shown only when it is made.
     const check = async () => {
       const mine = this.checking = Symbol("check");
       let warnings = [];
@@ -113,7 +114,7 @@ export class Actions {
     dialog.showModal();
   }
 
-  /** The panel with a job's notes, tags, project and priority. */
+  /** The panel with the job's notes, tags, project and priority. */
   async annotations() {
     const { id } = this.page.job(), status = byId("note-status");
     const fields = ["note", "tags", "project", "priority"].map(byId), [note, tags, project, priority] = fields;
@@ -121,7 +122,7 @@ export class Actions {
       try {
         await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body });
         text(status, "Saved");
-        // What is typed meanwhile is not saved yet.
+        // Text that was typed meanwhile is not saved yet.
         if (document.activeElement !== field) this.#touched.delete(field);
       } catch (error) { text(status, sentences(error)); }
     };
@@ -129,7 +130,7 @@ export class Actions {
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));
     project.addEventListener("change", () => save(project, { project: project.value.trim() || "default" }));
     priority.addEventListener("change", () => save(priority, { priority: Number(priority.value) }));
-    // What is typed before an answer comes stays.
+    // Text that is typed before an answer comes must stay.
     for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
     if (document.querySelector(".title .actions").dataset.others !== undefined) {
       for (const field of fields) field.readOnly = true;
@@ -139,7 +140,7 @@ export class Actions {
     await this.annotated();
   }
 
-  /** Reads what people wrote on the job again, once its panel has been opened. */
+  /** Reads the job's annotations again, once the panel has been opened. */
   async annotated() {
     if (!this.#opened) return;
     const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);

@@ -1,4 +1,4 @@
-// The charts of a job: what they draw, how finely, and the controls whose choices stand in the address.
+// The charts of a job: their content and resolution, and the controls whose choices are in the address.
 
 import { byId, note, press } from "../page.js";
 import { clock, count, percent, plural, rate, value } from "../numbers.js";
@@ -13,19 +13,19 @@ import { pictures } from "./facts.js";
 import { ALL, axisOf, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
-/** Between two questions while the reader turns a wheel; the first is asked at once. */
+/** Pause between requests while the reader turns a wheel; the first request is sent at once. */
 const SETTLE_MS = 80;
 
 export class Charts {
   other = OTHERS[read("metric")] ? read("metric") : "lr";
 
-  /** `job()`: the job as it now is. */
+  /** `job()`: the job's present state. */
   constructor(job, metrics, ranks) {
     Object.assign(this, { job, metrics, ranks, released: false, panelled: () => [], panelPixels: () => 0 });
     const view = this.view = new View(() => metrics.of("step_ms"));
     view.stepsPerEpoch = job().steps_per_epoch;
     const describe = (x) => this.#describe(x);
-    // Nothing is drawn twice: drawing waits until their history is here.
+    // Drawing waits for the history, so that nothing is drawn twice.
     const xName = () => axisName(view.axis), empty = () => this.#empty();
     this.draw = (root, options) => new Chart(root, view, { tick: short, describe, xName, empty, held: !this.released, ...options });
     const make = (id, options) => this.draw(byId(`${id}-chart`), options);
@@ -55,28 +55,28 @@ export class Charts {
     view.addEventListener("zoom", () => this.#zoomed());
   }
 
-  /** Whether the mean over ranks is what the first chart shows. */
+  /** Whether the first chart shows the mean over ranks. */
   get meanFirst() { return this.lines === "mean" || this.metrics.ranks > RANK_COLOURS; }
 
-  /** How the attempt before each one ended, for the marks where attempts start. */
+  /** Marks where attempts start, with the reason why the previous attempt ended. */
   marks(reasons) {
     for (const chart of Object.values(this.all)) chart.marks = reasons;
     this.redraw(true);
   }
 
-  /** History is here: draws all. */
+  /** Draws all charts, once their history is here. */
   release() {
     this.released = true;
     for (const chart of Object.values(this.all)) chart.release();
   }
 
-  /** Charts of what few jobs have; their cards are there once there is a point. */
+  /** Charts of metrics that few jobs have; a card appears with its first point. */
   get extra() {
     const { train, parallel } = this.job().spec;
     return ["auto", "fp16"].includes(train.precision) && parallel.device !== "cpu" ? ["loss_scale", "skipped_steps"] : [];
   }
 
-  /** Metrics to read at the start, besides those of every page. */
+  /** Metrics to read at the start, besides those that every page reads. */
   get wanted() { return [this.other, ...this.extra, ...this.panelled()]; }
 
   redraw(urgent = false) {
@@ -85,20 +85,20 @@ export class Charts {
     for (const chart of Object.values(this.all)) chart.invalidate(urgent);
   }
 
-  /** Buckets to ask for, of a metric. */
+  /** The number of buckets to request for a metric. */
   points(name) { return Math.max((this.all[name] ?? this.all.lr).pixels, this.panelPixels(name)); }
 
-  /** Metrics that are shown, the first one first. */
+  /** Visible metrics, in the order of importance. */
   get shown() { return [...new Set(["loss", "accuracy", "step_ms", ...this.wanted])]; }
 
-  /** Whether a metric is one that this job can have: float16's and a GPU's are not every job's. */
+  /** Whether this job can have a metric: only some jobs have metrics of float16 and of GPUs. */
   offers(name) {
     if (["loss_scale", "skipped_steps"].includes(name)) return this.extra.includes(name) || name === this.other;
     if (!name.startsWith("gpu_") || name === this.other) return true;
     return this.job().spec.parallel.device === "cuda" || this.metrics.of("gpu_utilization").segments.length > 0;
   }
 
-  /** Takes groups of the list out that have nothing of this job. */
+  /** Removes groups from the list whose metrics this job does not have. */
   #offer() {
     for (const group of byId("other-metric").querySelectorAll("optgroup")) {
       const hidden = ![...group.children].some((option) => this.offers(option.value));
@@ -106,12 +106,12 @@ export class Charts {
     }
   }
 
-  /** What stands in a chart without a point. */
+  /** The text in a chart without a point. */
   #empty() {
     const { state, started_at } = this.job();
     if (state === "queued" && !started_at) return "Nothing yet: the job waits for slots.";
     if (["failed", "cancelled"].includes(state)) return `No point: the job ${state === "failed" ? "failed" : "was cancelled"} before the first one.`;
-    return state === "succeeded" ? "This job has no point of it." : "No point yet.";
+    return state === "succeeded" ? "This job has no value of this metric." : "No point yet.";
   }
 
   #describe(x) {
@@ -132,15 +132,15 @@ export class Charts {
     return all.sort((a, b) => front.has(a) - front.has(b)).map((r) => ({ ...line(r), alpha: !front.size || front.has(r) ? 1 : 0.18 }));
   }
 
-  /** A line a machine, by the rank that reports it. */
+  /** A line for each machine, from the rank that reports it. */
   #perMachine(name) {
     const { metrics } = this, { agents } = this.job(), reporting = metrics.ranksOf(name);
-    // Machines are told in the order of their ranks. Of attempts on other machines, only the rank is known.
+    // Machines are named in the order of their ranks. For attempts on other machines, only the rank is known.
     const machine = (i, rank) => (agents.length === reporting.length ? agents[i] : reporting.length > 1 ? `machine of rank ${rank}` : "machine");
     return reporting.map((rank, i) => ({ label: machine(i, rank), colour: colourOf(rank), series: metrics.of(name, rank) }));
   }
 
-  /** What a panel draws. `lines`: `mean` or `ranks`. */
+  /** The layers of a panel. `lines`: `mean` or `ranks`. */
   panelLayers({ metrics: names, lines }) {
     const { metrics } = this, many = names.length > 1, sides = [...new Set(names.map(quantity))];
     return names.flatMap((name, i) => {
@@ -215,7 +215,7 @@ export class Charts {
     else { this.#askedAt = now; this.detail(); }
   }
 
-  /** Reads the zoomed part as finely as the screen shows it; each chart is drawn as soon as its part is here. */
+  /** Reads the zoomed part in the resolution of the screen; each chart is drawn when its part arrives. */
   async detail() {
     const { view, metrics } = this, zoom = view.zoom;
     if (!zoom) return;

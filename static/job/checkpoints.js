@@ -1,29 +1,29 @@
-// The checkpoints, newest first, each with what can be done with it.
+// The checkpoints, newest first, with their actions.
 
 import { ask, byId, text } from "../page.js";
 import { accuracyOf, bytes, count, percent } from "../numbers.js";
 
-/** Links of a row; `average` is there in jobs that keep one, and of sharded checkpoints only `state`. */
+/** Links of a row. Only some jobs have `average`, and sharded checkpoints have only `state`. */
 const FILES = { weights: "model.safetensors", average: "ema.safetensors", optimizer: "optimizer.safetensors", state: "state.json" };
 
-/** The best of all evaluations and its epoch, and the best checkpoint's accuracy where that is another number. As `best_words` in protocol/src/best.rs. */
+/** The best evaluation with its epoch, and the best checkpoint's accuracy if it differs. The same as `best_words` in protocol/src/best.rs. */
 export function bestWords(best, checkpoint) {
   const shown = percent(best.value), kept = checkpoint?.val_accuracy == null ? shown : percent(checkpoint.val_accuracy);
   return `best ${shown} at ${best.epoch}${kept === shown ? "" : `, best checkpoint ${kept}`}`;
 }
-/** How often the server is asked while checkpoints are on their way into its object store. */
+/** Interval of requests while checkpoints are being copied to the object store. */
 const ASK_EVERY_MS = 3000;
 
 export class Checkpoints {
   #all = new Map();
-  /** Called when there is another one, or one less. */
+  /** Callbacks for when a checkpoint is added or removed. */
   changed = new Set();
 
-  /** The job, where the server brings checkpoints into an object store: events do not tell how far that is. */
+  /** The job, if the server copies checkpoints to an object store: events do not report these copies. */
   #uploadsOf;
   #asking = 0;
 
-  /** `act(what, checkpoint)`: `evaluate`, `classify` or `fork`. */
+  /** `act(what, checkpoint)`: performs `evaluate`, `classify` or `fork`. */
   constructor(initial, act, uploadsOf) {
     this.#uploadsOf = uploadsOf;
     for (const c of initial) this.#all.set(c.id, c);
@@ -36,20 +36,20 @@ export class Checkpoints {
 
   get size() { return this.#all.size; }
   get newest() { return this.sorted[0]; }
-  /** The one that commands call `best`. */
+  /** The checkpoint that commands call `best`. */
   get best() { return this.sorted.find((c) => c.best); }
   has(step) { return [...this.#all.values()].some((c) => c.step === step); }
   get bytes() { return [...this.#all.values()].reduce((sum, c) => sum + c.size_bytes, 0); }
   get sorted() { return [...this.#all.values()].sort((a, b) => b.step - a.step || b.attempt - a.attempt); }
 
   apply(event) {
-    // `best` is best so far: a newer best takes the mark.
+    // `best` means best so far: a newer best checkpoint takes the mark.
     if (event.best) for (const c of this.#all.values()) c.best = false;
     this.#all.set(event.id, { ...event, stored: this.#uploadsOf && "uploading" });
     this.draw();
   }
 
-  /** All there are, newest or not: after a time in which events were missed. */
+  /** Replaces all checkpoints, after a time in which events were missed. */
   replace(all) {
     this.#all = new Map(all.map((c) => [c.id, c]));
     this.draw();
@@ -94,7 +94,8 @@ export class Checkpoints {
   }
 }
 
-/** One download after the other: a browser asks once whether it may. The server says which files there are: a sharded checkpoint has parts. */
+/** Starts one download after the other: a browser asks only once for permission. The server lists the files, because a sharded checkpoint has parts.
+ * */
 async function everything(id, menu) {
   menu.open = false;
   const at = `/api/v1/checkpoints/${encodeURIComponent(id)}`, { files } = await ask(at).catch(() => ({ files: {} }));

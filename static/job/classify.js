@@ -1,4 +1,4 @@
-// Pictures that somebody drops on the page, and what a checkpoint says of them.
+// Predictions of a checkpoint for pictures that the reader drops on the page.
 
 import { byId, Problem, sentence, text } from "../page.js";
 import { percent, plural } from "../numbers.js";
@@ -67,7 +67,7 @@ async function card(prediction, file, checkpoint) {
   return item;
 }
 
-/** Drawn onto a canvas: nothing that the policy of this page forbids. */
+/** A thumbnail, drawn onto a canvas, which the page's content security policy allows. */
 async function thumbnail(file) {
   const bitmap = await createImageBitmap(file).catch(() => null);
   if (!bitmap) return null;

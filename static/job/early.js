@@ -1,4 +1,4 @@
-// Asks for the first chart's history while the page's other scripts are still on their way.
+// Requests the first chart's history while the page's other scripts are still loading.
 {
   const wide = innerWidth > 1100 ? Math.min(innerWidth, 1800) * 8 / 12 - 130 : innerWidth - 120;
   const points = Math.round(Math.max(100, wide) * Math.min(2, devicePixelRatio || 1));

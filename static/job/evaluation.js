@@ -1,19 +1,19 @@
-// A checkpoint on the validation pictures: scores by class, who is taken for whom, and the pictures behind it.
+// Evaluation of a checkpoint on the validation pictures: scores by class, the confusion matrix, and the pictures behind a cell.
 
 import { ask, byId, Problem, sentence, text } from "../page.js";
 import { accuracyOf, count, percent, value } from "../numbers.js";
 import { read, write } from "../address.js";
 import { predicted } from "./pictures.js";
 
-/** Pictures shown at first; more on request. */
+/** Number of pictures shown at first; a button shows more. */
 const SHOWN = 24;
 const ASK_AGAIN_MS = 1500;
-/** More classes than this and the matrix shows the most confused ones. */
+/** With more classes than this, the matrix shows only the most confused ones. */
 const MATRIX = 25;
 
 const make = (tag, words, className) => Object.assign(document.createElement(tag), { textContent: words ?? "", className: className ?? "" });
 
-/** What is under way, and for how long: a screen reader hears the first alone, and not every second. */
+/** Shows the current activity and its duration; a screen reader hears only the activity, and not every second. */
 function tell(doing, secs = "") {
   text(byId("evaluation-status"), doing);
   text(byId("evaluation-secs"), secs);
@@ -81,7 +81,7 @@ export class Evaluation {
       const wrong = (i) => confusion[i].reduce((sum, n, j) => sum + (i === j ? 0 : n + confusion[j][i]), 0);
       chosen = chosen.toSorted((a, b) => wrong(b) - wrong(a)).slice(0, MATRIX).sort((a, b) => a - b);
     }
-    text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: what it is, columns: what it was taken for");
+    text(byId("matrix-note"), chosen.length < names.length ? `the ${MATRIX} most confused of ${count(names.length)} classes` : "rows: true class, columns: predicted class");
     const table = byId("matrix"), head = make("tr");
     head.append(make("td"), ...chosen.map((j) => Object.assign(make("th", names[j]), { scope: "col", title: names[j] })));
     const rows = chosen.map((i) => {
@@ -96,7 +96,7 @@ export class Evaluation {
           button.addEventListener("click", () => this.#cell(i, j, names));
           cell.append(button);
         }
-        // Eight steps of colour from the style sheet: nothing is styled inline.
+        // Eight shades from the style sheet, because inline styles are not allowed.
         cell.dataset.share = n ? String(Math.max(1, Math.ceil(share * 8))) : "0";
         cell.className = i === j ? "right" : "wrong";
         row.append(cell);

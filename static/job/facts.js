@@ -1,4 +1,4 @@
-// The row of numbers, the title's line and the banner: what one glance has to answer.
+// The row of numbers, the line under the title, and the banner.
 
 import { byId, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
@@ -7,39 +7,39 @@ import { waits } from "../jobs/queue.js";
 import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
 
 const FINAL = ["succeeded", "failed", "cancelled"], ACTIVE = ["starting", "running", "pausing"];
-/** A running job with no new step for this long (or 20 usual steps, if that is longer) is worth a sentence. */
+/** A running job without a new step for this long (or 20 usual steps, if longer) is reported in the banner. */
 const QUIET_MS = 15_000;
-/** How long it stays that something asked for was not done. */
+/** How long a refused action stays in the banner. */
 const REFUSED_MS = 10_000;
 
 export const isFinal = (state) => FINAL.includes(state);
 
-/** Holds slots. */
+/** Whether a job in this state has slots. */
 export const isActive = (state) => ACTIVE.includes(state);
 
-/** As `Job::ranks_now` in protocol/src/job.rs. */
+/** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
-/** Whether the reason of a live job tells how many ranks it has: it does until it is about something else. */
+/** Whether the reason of a live job tells how many ranks it has, which only a reason about ranks does. */
 export const tellsRanks = (job) => !job.cause || job.cause.code === "fewer_ranks";
 
-/** Pictures of the steps 1 to `n`, over all ranks, as a function: `pictures_until` of protocol/src/throughput.rs. */
+/** A function that returns the pictures of the steps 1 to `n`, over all ranks: `pictures_until` of protocol/src/throughput.rs. */
 export function pictures({ batch, spec: { train, parallel } }) {
   const whole = batch?.global_batch_size ?? (train.batch_size == null && train.global_batch_size != null ? train.global_batch_size : ((train.batch_size ?? 32) * train.accumulate * parallel.ranks) / ((parallel.height ?? 1) * (parallel.pipeline ?? 1)));
   const epoch = batch?.epoch_samples;
   if (!epoch || !whole) return (n) => n * whole;
-  // The last step of an epoch has what is left over.
+  // The last step of an epoch has the remaining pictures.
   const steps = Math.ceil(epoch / whole);
   return (n) => Math.floor(n / steps) * epoch + (n % steps) * whole;
 }
 
 export class Facts {
-  /** When the newest step was seen; null until one is. */
+  /** Time at which the newest step was seen. */
   #movedAt = Date.now();
   #step = 0;
   /** `{ place, reason }` while the job waits. */
   queue = null;
-  /** Why the last thing asked for was not done, and the job's state then; null once that has been there for long enough. */
+  /** Why the last action was refused, and the job's state then; null after a while. */
   #refusal = null;
   #refusalTimer = 0;
 
@@ -53,8 +53,8 @@ export class Facts {
     const { job, metrics } = this, total = job.total_steps;
     const loss = metrics.mean("loss").last;
     const newest = metrics.of("loss").last;
-    // A new attempt goes back to its checkpoint: its steps are the job's. Points that came as buckets
-    // are named by their first step, so the server's own count may be ahead.
+    // A new attempt goes back to its checkpoint, so the job's own step counts. Points in buckets are named by their
+    // first step, so the server's count may be ahead.
     const reported = newest && newest.attempt >= job.attempt ? newest.lastStep : job.step;
     const step = newest?.exact ? reported : Math.max(reported, job.step);
     if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
@@ -69,7 +69,7 @@ export class Facts {
     bar.value = Math.min(step, total);
     bar.dataset.state = job.state;
 
-    // Without pauses, and without waiting in the queue.
+    // Without pauses and waiting in the queue.
     if (done && job.ran_secs != null) {
       label("left", "Ran for");
       fact("left", clock(job.ran_secs), "");
@@ -86,7 +86,7 @@ export class Facts {
 
     const [measured, best] = this.#accuracy();
     fact("accuracy", measured == null ? "–" : percent(measured) + standardError(measured, job.last.val_pictures), best ? bestWords(best, this.checkpoints.best) : "");
-    // Once there are checkpoints: whoever takes the best one should know that it is not the best epoch's.
+    // If there are checkpoints, readers should know that the best checkpoint is not from the best epoch.
     const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !lost;
     text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
@@ -110,7 +110,7 @@ export class Facts {
         if (!best || segment.max[i] > best.value) best = { value: segment.max[i], step: segment.steps[i], epoch: Math.ceil(segment.steps[i] / (job.steps_per_epoch || segment.steps[i])) };
       }
     }
-    // Among equal values, keep the evaluation that the server chose.
+    // With equal values, keep the evaluation that the server chose.
     return [last ?? job.last.val_accuracy, job.best && !(best?.value > job.best.value) ? job.best : best];
   }
 
@@ -133,7 +133,7 @@ export class Facts {
     }
   }
 
-  /** Says that something asked for was not done, and why; with null, that no longer. */
+  /** Shows that an action was refused, and why; null removes the message. */
   refused(why) {
     clearTimeout(this.#refusalTimer);
     if (why === null && !this.#refusal) return;
@@ -142,7 +142,7 @@ export class Facts {
     this.draw();
   }
 
-  /** Ranks that it has now; a reason about something else does not tell them. */
+  /** The job's present number of ranks; a reason about something else does not tell it. */
   get #ranksNow() {
     const { job } = this;
     return (isActive(job.state) && this.metrics.ranksIn(job.attempt)) || ranksNow(job);
@@ -167,7 +167,8 @@ export class Facts {
     text(a, link[1]);
   }
 
-  /** Its place, and what it waits for now: its own reason may say how its last attempt ended. As `waiting` in web/src/job.rs. */
+  /** The job's place in the queue, and what it waits for now. The job's own reason may tell how its last attempt ended. The same as `waiting` in
+   * web/src/job.rs. */
   #waiting(reason) {
     const { queue, job } = this, now = queue?.reason?.words, again = job.state === "restarting";
     if (!queue && !reason && !again) return null;
@@ -184,7 +185,7 @@ export class Facts {
       case "queued":
       case "restarting": return this.#waiting(reason);
       case "running": break;
-      case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "Its checkpoint is kept; Resume continues from there.", link: ["#cp-title", "Checkpoints"] };
+      case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "The checkpoint is kept; Resume continues from it.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
@@ -195,17 +196,17 @@ export class Facts {
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const one = reports.some((r) => r.step > behind.step);
       return { tone: "warn", what: `${one ? `Rank ${behind.rank} has not moved` : "No rank has moved"} for ${clock(quiet / 1000)}.`,
-        why: `${one ? "The others wait for it in all-reduce; its" : "Its"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
+        why: `${one ? "The others wait for it in all-reduce; its" : "The"} last step is ${count(behind.step)}. After ${plural(job.spec.recovery.stall_timeout_secs, "second")} without progress the job starts again.`, link: ["#ranks-title", "Ranks"] };
     }
     const slow = ranks.slow();
     return slow && { tone: "warn", what: `Rank ${slow.rank} is ${percent(slow.share, 0)} slower since step ${count(slow.since)}.`, why: slow.cause, link: ["#ranks-title", "Ranks"] };
   }
 }
 
-/** As `unreadable` in web/src/job.rs. */
+/** The same as `unreadable` in web/src/job.rs. */
 function unreadable({ unreadable: flaw, state, finished_at }, reason) {
-  const shown = `Another version of lockstep stored it, and this one does not understand: ${flaw}. It is shown as far as it can be read, with defaults for the rest.`;
-  // A state of another version is given as failed, without an end.
+  const shown = `Another version of lockstep stored this job, and this version does not understand: ${flaw}. The page shows what it can read, with defaults for the rest.`;
+  // The state of another version counts as failed, but has no end.
   if (waits({ state }) || state === "paused" || (state === "failed" && !finished_at)) {
     return `${shown} This version does not start it: run the one that stored it, or submit the job anew and delete this one.`;
   }

@@ -1,4 +1,4 @@
-// How weights and gradients are distributed: one layer over the steps as a picture, and every layer at one step as a table.
+// Distributions of weights and gradients: one layer over the steps as a heat map, and every layer at one step as a table.
 
 import { ask, byId, press, say, sentence, text } from "../page.js";
 import { count, plural } from "../numbers.js";
@@ -6,9 +6,9 @@ import { read, write } from "../address.js";
 import { Heat } from "../chart/heat.js";
 import { short } from "./names.js";
 
-/** Between two readings while the job trains. */
+/** Pause between requests while the job trains. */
 const AGAIN_MS = 3000;
-/** Steps that the server keeps; as in protocol/src/limits.rs. */
+/** Steps that the server keeps; the same as in protocol/src/limits.rs. */
 const KEPT = 200;
 /** Rows of the table that are drawn at once. */
 const ROWS = 100;
@@ -16,7 +16,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const number = (v) => short(Number(v.toPrecision(3)));
 
-/** The value below which a share of the values lies, as near as the bins tell. */
+/** The value below which this fraction of the values lies, as exactly as the bins allow. */
 export function quantile({ min, max, counts }, share) {
   const all = counts.reduce((a, b) => a + b, 0), width = (max - min) / counts.length;
   let below = 0;
@@ -32,9 +32,9 @@ export class Histograms {
   #timer = 0;
   #asked = 0;
   #step = null;
-  /** Something came while the panel was not shown. */
+  /** Whether new steps came while the panel was hidden. */
   #behind = false;
-  /** The newest step is what the reader looks at. */
+  /** Whether the reader looks at the newest step. */
   follows = true;
   kind = read("values", "weight") === "gradient" ? "gradient" : "weight";
   layer = read("layer");
@@ -58,14 +58,14 @@ export class Histograms {
     this.#load();
   }
 
-  /** The server has another step. */
+  /** The server has a new step. */
   more() {
     if (!this.#opened) return;
     if (byId("histograms-panel").hidden) { this.#behind = true; return; }
     this.#timer ||= setTimeout(() => { this.#timer = 0; this.#load(); }, AGAIN_MS);
   }
 
-  /** The panel is looked at again: it has what came while it was not. */
+  /** The panel is visible again: shows the steps that came while it was hidden. */
   again() {
     if (!this.#behind) return;
     this.#behind = false;
@@ -88,7 +88,7 @@ export class Histograms {
       const names = layers.map((layer) => layer.name);
       if (!names.includes(this.layer)) this.layer = names[0] ?? "";
       byId("histogram-layer").replaceChildren(...names.map((name) => new Option(name, name, false, name === this.layer)));
-      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", as many as are kept, spread evenly over the run"}` : steps.length ? `There are none of ${this.kind}s.` : "None yet: a job has them when its log.histograms is set.");
+      this.#tell(names.length ? `${plural(names.length, "layer")} at ${plural(steps.length, "step")}${steps.length < KEPT ? "" : ", the largest number that is kept, spread evenly over the run"}` : steps.length ? `There are no histograms of ${this.kind}s.` : "None yet: a job has histograms if log.histograms is set.");
       const { histograms } = this.layer ? await this.#get(`&layer=${encodeURIComponent(this.layer)}`) : { histograms: [] };
       if (mine !== this.#asked) return;
       this.heat.show(`${this.kind === "weight" ? "Weights" : "Gradients"} of ${this.layer}`, histograms);
@@ -97,18 +97,18 @@ export class Histograms {
     } catch (error) { this.#tell(sentence(error)); }
   }
 
-  /** A screen reader does not hear of every step that comes. */
+  /** Sets the status without announcing every new step to a screen reader. */
   #tell(words) {
     text(byId("histogram-status"), words);
     say(byId("histogram-said"), words);
   }
 
-  /** The reader has come to a step of the picture. */
+  /** The reader has moved to a step in the heat map. */
   #at(histogram) {
     if (!histogram) return text(byId("histogram-at"), "Move over the picture, or use the arrow keys in it, to read a step and to have it in the table below.");
     const { step, attempt, min, max, counts } = histogram, all = counts.reduce((a, b) => a + b, 0);
     text(byId("histogram-at"), `step ${count(step)}, attempt ${attempt}: ${plural(all, "value")} from ${number(min)} to ${number(max)}, median ${number(quantile(histogram, 0.5))}, nine of ten from ${number(quantile(histogram, 0.05))} to ${number(quantile(histogram, 0.95))}`);
-    // Whoever is elsewhere has not asked for the newest.
+    // Readers whose focus is elsewhere do not hear the newest step.
     if (this.heat.root === document.activeElement) text(byId("histogram-at-said"), byId("histogram-at").textContent);
     this.#step = step;
     this.follows = histogram === this.heat.newest;
@@ -142,7 +142,7 @@ export class Histograms {
   }
 }
 
-/** A cell with the shape of a histogram; the numbers beside it say where it lies. */
+/** A cell with the shape of a histogram; the numbers beside it tell its range. */
 function profile(counts) {
   const cell = document.createElement("td"), svg = document.createElementNS(SVG, "svg"), area = document.createElementNS(SVG, "polygon"), most = Math.max(1, ...counts);
   svg.setAttribute("viewBox", `0 0 ${counts.length} 20`);

@@ -1,14 +1,14 @@
-// The history of a job: every attempt, what people asked for, where it comes from and what was forked from it.
+// The history of a job: attempts, requests of people, the job's parent and its forks.
 
 import { ask, byId, text } from "../page.js";
 import { clock, count, plural, timeOfDay } from "../numbers.js";
 
 const make = (tag, props = {}, ...children) => { const node = Object.assign(document.createElement(tag), props); node.append(...children); return node; };
-/** `1-38` of a checkpoint's id. */
+/** `1-38` from a checkpoint's id. */
 const short = (id) => id.slice(id.indexOf("-") + 1);
 const from = (id) => (id ? `from checkpoint ${short(id)}` : "from the start");
 
-/** Title and further words of an entry. */
+/** Title and description of an entry. */
 function described(entry) {
   switch (entry.what) {
     case "submitted": return ["Submitted"];
@@ -35,15 +35,15 @@ function ended({ reason, rank, step, state, next_checkpoint }) {
 export class History {
   #asked = 0;
   #seen = false;
-  /** By attempt, how the one before it ended: what charts say at the mark where it starts. */
+  /** For each attempt, how the previous attempt ended: charts show it at the start of the attempt. */
   reasons = new Map();
   /** `{ place, reason }` while the job waits. */
   queue = null;
 
-  /** `changed()`: after each answer. */
+  /** `changed()`: called after each answer. */
   constructor(job, changed) { Object.assign(this, { job, changed }); }
 
-  /** After a change of the job's state. */
+  /** Reads the history again after a change of the job's state. */
   async load() {
     const mine = ++this.#asked, history = await ask(`/api/v1/jobs/${this.job}/history`);
     for (let next = history.next_cursor; next && mine === this.#asked;) {

@@ -1,16 +1,16 @@
-// The log: a window of lines onto a file that may have millions. It follows the newest line until the reader
-// scrolls up, reads older and newer ones as the reader comes to them, and searches on the server.
+// The log: a window onto a file that may have millions of lines. It follows the newest line until the reader scrolls
+// up, reads older and newer lines as the reader reaches them, and searches on the server.
 
 import { ask, byId, text } from "../page.js";
 import { read, write } from "../address.js";
 import { count, plural, timeOfDay } from "../numbers.js";
 import { colourOf } from "./ranks.js";
 
-/** Lines on the page at most; the others are a scroll away. */
+/** The largest number of lines on the page; others are read when the reader scrolls. */
 const KEEP = 1000;
-/** Events read at a time. */
+/** Events per request. */
 const PART = 400;
-/** Found lines that fill the panel. */
+/** Number of found lines that fill the panel. */
 const SCREEN = 25;
 const LOUD = /\b(warn(ing)?|retry|slow|skipped|stalled)\b/i;
 const BAD = /\b(error|failed|panicked|killed|fatal)\b/i;
@@ -22,14 +22,14 @@ export class Log {
   #unread = 0;
   #total = 0;
   #asked = 0;
-  /** More before or behind what is shown, and whether it is being read. */
+  /** Whether there are older and newer lines than shown, and whether they are being read. */
   #older = false;
   #newer = false;
   #reading = false;
   #lastTop = 0;
-  /** The newest event of which lines are not shown, as the reader held still. */
+  /** The newest event whose lines are not shown, because the reader has scrolled up. */
   #heldSeq = 0;
-  /** While searching: the cursor of the older lines, which are not searched yet. */
+  /** While searching: the cursor of older lines that have not been searched yet. */
   #from = null;
 
   constructor(job) {
@@ -42,7 +42,7 @@ export class Log {
     this.newest = byId("log-newest");
     this.search.value = read("q").slice(0, this.search.maxLength);
     this.box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
-    // Another width or height of the page is not the reader's scrolling.
+    // A change of the page's size is not the reader's scrolling.
     new ResizeObserver(() => { if (this.follow.checked) this.#toEnd(); }).observe(this.box);
     this.follow.addEventListener("change", () => { if (this.follow.checked) this.toNewest(); });
     this.newest.addEventListener("click", () => { this.follow.checked = true; this.toNewest(); });
@@ -55,7 +55,7 @@ export class Log {
     });
   }
 
-  /** The choices of the filters. */
+  /** Fills the filters with ranks and attempts. */
   ranks(n, attempts = 1) {
     for (let r = this.rank.options.length - 1; r < n; r++) this.rank.add(new Option(`rank ${r}`, r));
     for (let a = this.attempt.options.length; a <= attempts; a++) this.attempt.add(new Option(a, a));
@@ -86,7 +86,7 @@ export class Log {
     } finally { if (mine === this.#asked) this.#reading = false; }
   }
 
-  /** Shows the line that the address names, or the newest ones. */
+  /** Shows the line that the address names, or the newest lines. */
   async load() {
     const line = read("line").match(/^(\d+)\.(\d+)\.(\d+)\.(\d+)$/)?.slice(1).map(Number);
     if (!line) return this.toNewest();
@@ -100,9 +100,9 @@ export class Log {
     found?.scrollIntoView({ block: "center" });
   }
 
-  /** Lines were missed: the newest are shown to who follows; the others come as they are scrolled to. */
+  /** Lines were missed: shows the newest lines if the log follows; others are read when the reader scrolls. */
   async again() {
-    // An older database may have been put back: its lines come anew, under the same numbers.
+    // An older database may have been restored: its lines are sent again with the same numbers.
     this.#seen.clear();
     this.#heldSeq = 0;
     if (this.follow.checked) return this.toNewest();
@@ -120,7 +120,7 @@ export class Log {
     if (this.#searching) await this.#searchOn();
   }
 
-  /** The server searches a second at a time: continues until there is a screen full or the log's beginning is reached. */
+  /** The server searches for about a second per request: continues until the panel is full or the log's beginning is reached. */
   async #searchOn() {
     while (this.#searching && this.#older && this.box.querySelectorAll("[data-at]").length < SCREEN) {
       if (await this.#before(true)) continue;
@@ -148,7 +148,7 @@ export class Log {
     if (number > (this.#seen.get(key) ?? 0)) this.#seen.set(key, number);
   }
 
-  /** A `log` event. Lines already shown (the history and the stream overlap) are left out. */
+  /** Handles a `log` event. Lines that are already shown (history and stream overlap) are skipped. */
   apply({ seq, attempt, rank, lines }) {
     if (this.rank.value !== "" && Number(this.rank.value) !== rank) return;
     if (this.attempt.value !== "" && Number(this.attempt.value) !== attempt) return;
@@ -158,7 +158,7 @@ export class Log {
       this.#note1({ attempt, rank, number: line.number });
       if (!q || line.text.toLowerCase().includes(q)) this.#pending.push({ seq, attempt, rank, ...line });
     }
-    // A hidden page draws nothing; the newest lines are enough when it is seen again.
+    // A hidden page draws nothing; only the newest lines are kept until it is visible again.
     if (this.#pending.length > 4 * KEEP) this.#drop();
     this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#flush(); });
   }
@@ -169,7 +169,7 @@ export class Log {
     const lines = this.#pending.splice(0);
     if (!lines.length) return this.#note();
     this.#total += lines.length;
-    // Held still, the lines below are read when the reader comes to them.
+    // While the reader has scrolled up, newer lines are read when the reader reaches them.
     if (!this.follow.checked) {
       this.#unread += lines.length;
       this.#newer = true;
@@ -211,7 +211,7 @@ export class Log {
     this.#note();
   }
 
-  /** Reads older lines. `held`: the reader has not moved, so the place stays at the end. */
+  /** Reads older lines. `held`: the reader has not moved, so the position stays at the end. */
   async #before(held = false) {
     if (this.#reading) return false;
     const first = this.box.querySelector("p[data-at]"), seq = Number(first?.dataset.at.split(".")[0]);
@@ -241,7 +241,7 @@ export class Log {
     if (!seq) return;
     const answer = await this.#ask({ after: seq, limit: PART }).catch(() => null);
     if (!answer) return;
-    // What came meanwhile is held as well. The answer may lack it.
+    // Lines that came meanwhile are held, too, because the answer may lack them.
     this.#flush();
     this.#newer = answer.next_cursor !== null || this.#heldSeq > (answer.lines.at(-1)?.seq ?? seq);
     if (!this.#newer) this.#unread = 0;
@@ -254,7 +254,7 @@ export class Log {
     if (this.#newer && answer.next_cursor === null && answer.lines.length && this.#below < 400) await this.#behind();
   }
 
-  /** The address names this line. */
+  /** Writes this line into the address. */
   #mark(line) {
     for (const other of this.box.querySelectorAll(".marked")) other.classList.remove("marked");
     line.classList.add("marked");
@@ -267,15 +267,15 @@ export class Log {
       this.box.append(Object.assign(document.createElement("p"), { className: "none" }));
     }
     const none = this.box.querySelector(".none");
-    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line has this.");
+    if (none) text(none, !this.#searching ? "No line yet. Ranks write here as soon as they start." : this.#older ? "Searching older lines …" : "No line matches.");
     text(byId("log-note"), this.#unread ? `held still, ${plural(this.#unread, "new line")}`
-      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older ones not searched yet" : ""}`
-      : this.#older ? `${plural(this.box.childElementCount, "line")}, older ones above` : this.#total ? plural(this.#total, "line") : "");
+      : this.#searching ? `${plural(this.box.querySelectorAll("[data-at]").length, "line")} found${this.#older ? ", older lines not searched yet" : ""}`
+      : this.#older ? `${plural(this.box.childElementCount, "line")}, older lines above` : this.#total ? plural(this.#total, "line") : "");
     this.box.dataset.lines = this.#total;
   }
 }
 
-/** The newest lines that fit on the page begin here: with the first line of an event, as older ones are read by events. */
+/** The first of the newest lines that fit on the page. It begins an event, because older lines are read by events. */
 function firstShown(lines) {
   let from = Math.max(0, lines.length - KEEP);
   while (from > 0 && from + 1 < lines.length && lines[from].seq === lines[from - 1].seq) from++;

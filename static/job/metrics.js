@@ -1,30 +1,30 @@
-// The metrics of a job: history over REST, then what the stream adds. Every point is here once.
+// The metrics of a job: history over REST, then points from the stream. No point is duplicated.
 
 import { ask } from "../page.js";
 import { MeanSeries, Series } from "../chart/series.js";
 import { isActive, ranksNow, tellsRanks } from "./facts.js";
 
-/** What the page always needs, the first chart's first; `MEANS` are also kept as the mean over ranks. */
+/** Metrics that the page always needs, the first chart's first; for `MEANS` the mean over ranks is kept, too. */
 const NAMES = ["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", "val_accuracy"];
 const GPU = ["gpu_utilization", "gpu_memory_bytes", "gpu_power_watts", "gpu_temperature_celsius"];
 const MEANS = new Set(["loss", "accuracy", "step_ms", "data_ms", "all_reduce_ms", ...GPU]);
-/** Buckets kept on the page, all ranks of a metric together. */
+/** Buckets kept on the page for a metric, all ranks together. */
 const CAPACITY = 65_536;
 
 export class Metrics {
   #series = new Map();
   #means = new Map();
   #asOf = new Map();
-  /** By metric that is being read, what came meanwhile (`events`) and the end of the reading (`done`). */
+  /** For each metric that is being read: events that came meanwhile (`events`) and the end of the reading (`done`). */
   #reading = new Map();
-  /** By attempt that was live on this page, how many ranks it has: fewer than the job where machines were lost. */
+  /** The number of ranks of each attempt that was live on this page: fewer than the job's if machines were lost. */
   #ranksIn = new Map();
-  /** The newest attempt that has a point. */
+  /** The newest attempt with a point. */
   attempt = 0;
-  /** Events since a request for a zoomed part went out: the answer may lack them. */
+  /** Events since the request for a zoomed part was sent: the answer may lack them. */
   #since = null;
 
-  /** `points(name)`: buckets to ask for. */
+  /** `points(name)`: the number of buckets to request. */
   constructor(job, ranks, points) {
     Object.assign(this, { job, ranks, points, detail: null });
   }
@@ -38,21 +38,21 @@ export class Metrics {
     return series;
   }
 
-  /** Ranks that have a point of a metric, in any attempt or in one. */
+  /** Ranks with a point of a metric, in any attempt or in a given one. */
   ranksOf(name, attempt = null) {
     const has = (s) => s.name === name && s.segments.some((g) => attempt === null || g.attempt === attempt);
     return [...this.#series.values()].filter(has).map((s) => s.rank).sort((a, b) => a - b);
   }
 
-  /** Notes how many ranks the attempt has that is live. Its reason may be another one by now, which does not tell. */
+  /** Notes the number of ranks of the live attempt. Later, the job's reason may be another one that does not tell it. */
   follow(job) {
     if (isActive(job.state) && tellsRanks(job)) this.#ranksIn.set(job.attempt, Math.min(this.#ranksIn.get(job.attempt) ?? Infinity, ranksNow(job)));
   }
 
-  /** How many ranks an attempt has that was live on this page, else undefined. */
+  /** The number of ranks of an attempt that was live on this page, otherwise undefined. */
   ranksIn(attempt) { return this.#ranksIn.get(attempt); }
 
-  /** The same for a mean: an attempt that was over before has the ranks that have points. */
+  /** The same for a mean: for an attempt that had ended before, the ranks with points count. */
   #meanOf(name, capacity) { return new MeanSeries(name, (attempt) => this.ranksIn(attempt) ?? this.ranksOf(name, attempt).length, capacity); }
 
   mean(name) {
@@ -65,7 +65,7 @@ export class Metrics {
     return ask(`/api/v1/jobs/${this.job}/metrics?name=${name}&points=${this.points(name)}${range}`);
   }
 
-  /** Reads one metric's history, unless it is here; `first()` is awaited before the mean over ranks is made. */
+  /** Reads a metric's history unless it is here. Waits for `first()` before the mean over ranks is made. */
   async need(name, first) {
     if (this.#asOf.has(name)) return;
     let reading = this.#reading.get(name);
@@ -77,7 +77,7 @@ export class Metrics {
     await reading.done;
   }
 
-  /** `isStill()`: all history has not been asked for anew meanwhile. */
+  /** `isStill()`: whether no newer request for all history was made in the meantime. */
   async #read(name, first, isStill, events) {
     const early = name === NAMES[0] ? window.early : null;
     window.early = null;
@@ -94,8 +94,8 @@ export class Metrics {
   }
 
   /**
-   * Reads all history afresh. The first chart's comes first, with the mean over ranks if `meanFirst`, and then
-   * `first()` is awaited before anything else is asked for. Answers the sequence number from which the stream continues.
+   * Reads all history again. The first chart's history comes first, with the mean over ranks if `meanFirst`; everything
+   * else is requested after `first()` has resolved. Returns the sequence number from which the stream continues.
    */
   async load(others, meanFirst, first) {
     const names = new Set([...NAMES, ...others, ...GPU]);
@@ -111,10 +111,10 @@ export class Metrics {
     return Math.min(...this.#asOf.values());
   }
 
-  /** A `metrics` event. */
+  /** Handles a `metrics` event. */
   apply(event) {
     const { seq, attempt, rank, name, steps, values } = event;
-    // A metric that is not shown is read when it is. While it is, the answer may lack the event.
+    // A metric that is not shown is read when it is shown. While it is being read, the answer may lack the event.
     if (!this.#asOf.has(name)) return void this.#reading.get(name)?.events.push(event);
     if (seq <= this.#asOf.get(name)) return;
     this.attempt = Math.max(this.attempt, attempt);
@@ -124,7 +124,7 @@ export class Metrics {
     if (this.detail) this.#applyDetail(this.detail, { attempt, rank, name, steps, values });
   }
 
-  /** An `evaluation` event: the same value as `val_accuracy`, whichever comes first. */
+  /** Handles an `evaluation` event, which has the same value as `val_accuracy`; either may come first. */
   evaluated({ attempt, step, accuracy }) { this.of("val_accuracy").append(attempt, [step], [accuracy]); }
 
   #applyDetail(detail, { attempt, rank, name, steps, values }) {
@@ -135,10 +135,10 @@ export class Metrics {
     if (MEANS.has(name)) detail.series.get(this.mean(name))?.appendRank(attempt, s, v);
   }
 
-  /** Whether the charts lack points that the server has. */
+  /** Whether the server has points that the charts lack. */
   get coarse() { return [...this.#series.values()].some((s) => !s.exact); }
 
-  /** Reads steps `from` to `to` of `names` as finely as the screen can show; `arrived(detail)` with each of them. */
+  /** Reads steps `from` to `to` of `names` in the resolution of the screen; calls `arrived(detail)` for each metric. */
   async zoom(names, from, to, zoom, arrived) {
     const since = this.#since = [];
     const detail = { zoom, from, to, series: new Map(), names: new Set() };

@@ -1,4 +1,4 @@
-// What metrics are called, how their values are written, and which of them can share an axis.
+// Names of metrics, formats of their values, and which metrics can share an axis.
 
 import { bytes, millis, percent, rate, value } from "../numbers.js";
 
@@ -11,14 +11,14 @@ export const short = (v) => {
 };
 export const shortPercent = (v) => `${short(Number((v * 100).toFixed(3)))} %`;
 
-/** Of the machine; one rank of each reports them. */
+/** Metrics of the machine, which one rank of each machine reports. */
 export const MACHINE = {
   cpu_utilization: ["CPU utilisation", (v) => percent(v, 0), true], memory_used_bytes: ["Memory in use", bytes, true],
   disk_used_bytes: ["Disk in use", bytes, true],
   disk_read_bytes_per_second: ["Read from disk", perSecond, true], disk_written_bytes_per_second: ["Written to disk", perSecond, true],
   network_received_bytes_per_second: ["Network received", perSecond, true], network_sent_bytes_per_second: ["Network sent", perSecond, true],
 };
-/** What the last chart can show: label, how a value is written, and whether every rank has its own. */
+/** Metrics of the last chart: label, format, and whether every rank has its own values. */
 export const OTHERS = {
   lr: ["Learning rate", value, false], grad_norm: ["Gradient norm", value, false], val_loss: ["Validation loss", value, false],
   val_ema_accuracy: ["Validation accuracy of averaged weights", percent, false], val_ema_loss: ["Validation loss of averaged weights", value, false],
@@ -28,15 +28,15 @@ export const OTHERS = {
   gpu_power_watts: ["GPU power", (v) => `${v.toFixed(0)} W`, true], gpu_temperature_celsius: ["GPU temperature", (v) => `${v.toFixed(0)} °C`, true],
   ...MACHINE,
 };
-/** What panels can show besides. */
+/** All metrics that panels can show. */
 export const ALL = {
   loss: ["Loss", value, true], accuracy: ["Accuracy", percent, true], val_accuracy: ["Validation accuracy", percent, false],
   images_per_second: ["Images/s", rate, false], ...OTHERS,
 };
-/** Where the metrics of the list begin that are of devices. */
+/** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
 
-/** As `quantity` in protocol/src/metric.rs: metrics of the same one share an axis. */
+/** The same as `quantity` in protocol/src/metric.rs: metrics of the same quantity share an axis. */
 export function quantity(name) {
   const known = {
     lr: "learning rate", grad_norm: "gradient norm", loss_scale: "loss scale", skipped_steps: "steps", images_per_second: "images/s",
@@ -55,13 +55,13 @@ const UNITS = {
 };
 const withUnit = (words, of) => (UNITS[of] && UNITS[of] !== words ? `${words} (${UNITS[of]})` : words);
 
-/** A metric as the name of an axis, with its unit: `step time (ms)`. */
+/** A metric's name with its unit, as the name of an axis: `step time (ms)`. */
 export function named(name) {
   const [label] = ALL[name], words = /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
   return withUnit(words, quantity(name));
 }
 
-/** The axes of a chart of several metrics, each by its metric, or by what all of its metrics measure. */
+/** Names of the axes of a chart with several metrics: the metric's name, or the quantity of all its metrics. */
 export function axesNamed(names) {
   const sides = [...new Set(names.map(quantity))];
   return sides.map((side, i) => {
@@ -70,10 +70,10 @@ export function axesNamed(names) {
   }).join(" · ");
 }
 
-/** What one of the numbers that people write is on the axis of a metric: accuracies and utilisations are written in percent. */
+/** The axis value of a number that people write as 1: accuracies and utilisations are written in percent. */
 export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(name)) ? 0.01 : 1);
 
-/** The axis of a quantity, by one of its metrics. */
+/** The axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
   const format = ALL[name][1], of = quantity(name);
   const tick = of === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;

@@ -1,9 +1,9 @@
-// The picture of a job's network: its stages as blocks, and its layers as a table.
+// A job's network: its stages as blocks, and its layers as a table.
 
 import { ask, byId, sentence, text } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
 
-/** With more of the layers in one stage, stages are told apart by one more part of the names. */
+/** If one stage has more than this fraction of the layers, stages are distinguished by one more part of the names. */
 const TOO_MUCH = 0.7;
 const DEEPEST = 3;
 
@@ -16,7 +16,7 @@ const make = (name, content = "", attributes = {}) => {
   return node;
 };
 
-/** Layers that follow each other and begin with the same part of a name, or are in no part: `{ name, layers }`. */
+/** Consecutive layers whose names have the same first part, or no parts: `{ name, layers }`. */
 export function stages(layers) {
   for (let depth = 1; ; depth++) {
     const found = [];
@@ -32,11 +32,11 @@ export function stages(layers) {
 
 const sum = (layers, key) => layers.reduce((all, layer) => all + (layer[key] ?? 0), 0);
 
-/** A plan, with the measured time of a step beside the predicted one. */
+/** A plan, with the measured time of a step beside the predicted time. */
 const planWords = (plan) => `${plan.words}: ${plan.measured_step_ms === undefined ? "" : `${millis(plan.measured_step_ms)} a step, `}predicted were ${millis(plan.step_ms)}, ${rate(plan.images_per_second)} images/s and ${bytes(plan.memory_bytes)} a rank · limited by ${plan.limited_by} · ${plan.why}`;
 
 export class Network {
-  /** `onPlan` is given the plan of a job that has one. */
+  /** `onPlan` receives the plan of a job that has one. */
   constructor(job, onPlan) { Object.assign(this, { job, onPlan }); }
 
   async load() {
@@ -52,7 +52,7 @@ export class Network {
     if (plan) text(byId("network-plan"), planWords(plan));
     for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !plan;
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
-    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} a step` : ""}` : "Nothing is known of it yet.");
+    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} a step` : ""}` : "The network is not known yet.");
     byId("network-time").hidden = !timed;
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us"), item = make("li");

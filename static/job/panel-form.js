@@ -1,4 +1,4 @@
-// The form of a panel.
+// The form that edits a panel.
 
 import { byId, Problem, sentence, text } from "../page.js";
 import { ALL, GROUPS, unitOf } from "./names.js";
@@ -27,7 +27,7 @@ export class PanelForm {
 
   get #boxes() { return [...field("metrics").querySelectorAll("input")]; }
 
-  /** Asks for a panel; `put(panel)` stores it, null removes it, and what it answers gets the focus. */
+  /** Opens the form. `put(panel)` stores the panel, or removes it for null, and returns the element to focus. */
   open(panel, put) {
     const dialog = byId("panel-dialog"), now = panel ?? { title: "", metrics: [], lines: "mean", columns: 1, rows: 1, smoothing: 0, robust: false, log: false };
     text(byId("panel-form-title"), panel ? `Edit ${panel.title}` : "Add a panel");
@@ -41,7 +41,7 @@ export class PanelForm {
     for (const group of field("metrics").querySelectorAll("fieldset")) group.hidden = ![...group.querySelectorAll("label")].some((line) => !line.hidden);
     field("lines").value = now.lines;
     field("scale").value = now.log ? "log" : "lin";
-    // Stored as a float of 32 bits.
+    // The server stores a 32-bit float.
     field("smoothing").value = String(Number(now.smoothing.toPrecision(6)));
     this.#tellSmoothing();
     field("robust").checked = now.robust;
@@ -63,7 +63,7 @@ export class PanelForm {
 
   #read(before) {
     const chosen = this.#boxes.filter((box) => box.checked).map((box) => box.value);
-    // Those that were there keep their order, and with it their axis and colour.
+    // Metrics that were chosen before keep their order, and with it their axis and colour.
     const metrics = [...before.metrics.filter((name) => chosen.includes(name)), ...chosen.filter((name) => !before.metrics.includes(name))];
     if (!metrics.length) throw new Mistake("Choose at least one metric.");
     const end = (name, label) => {
@@ -83,11 +83,11 @@ export class PanelForm {
   }
 }
 
-/** What is wrong, with the field of the panel that it is about. */
+/** The error's text, with the name of the panel's field. */
 export function said(error) {
   if (!(error instanceof Problem) || !error.errors.length) return sentence(error);
   return error.errors.map(({ pointer, detail }) => `${pointer.split("/").at(-1)} ${detail}`).join(". ");
 }
 
-/** Something in the form that the server need not be asked about. */
+/** A mistake that the form finds without the server. */
 class Mistake extends Error {}

@@ -1,30 +1,30 @@
-// The corner by which a panel is sized: dragged with a mouse, a pen or a finger, or moved with arrow keys. Sizes are cells of the
-// page's grid: one to three columns, and three heights.
+// The corner that changes a panel's size: dragged with a mouse, a pen or a finger, or moved with arrow keys. Sizes are
+// cells of the page's grid: one to three columns, and three heights.
 
 const MOST = 3;
-/** Heights of a panel's chart, by rows; as in styles/job.css. */
+/** Heights of a panel's chart, by rows; the same as in styles/job.css. */
 const HEIGHTS = [160, 330, 500];
-/** Pixels that a panel at the right edge is pulled beyond it to get another column. */
+/** A panel at the right edge gets another column when its corner is dragged this many pixels beyond the edge. */
 const BEYOND = 6;
 const WIDE = ["a third", "two thirds", "all"], HIGH = ["low", "medium", "high"];
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-/** Below this width panels stand below each other, and only their height can be seen. */
+/** Below this page width, panels have the full width, and only their height changes. */
 const stacked = matchMedia("(max-width: 720px)");
 const within = (cells) => Math.min(MOST, Math.max(1, cells));
 const nearest = (pixels) => HEIGHTS.reduce((best, height, i) => (Math.abs(height - pixels) < Math.abs(HEIGHTS[best] - pixels) ? i : best), 0) + 1;
 
-/** `two thirds of the page wide, low`; the height alone where panels stand below each other. */
+/** `two thirds of the page wide, low`; only the height if panels have the full width. */
 export const sizeOf = ({ columns, rows }) => (stacked.matches ? HIGH[rows - 1] : `${WIDE[columns - 1]} of the page wide, ${HIGH[rows - 1]}`);
 
-/** Writes a panel's size where styles and screen readers find it. */
+/** Writes a panel's size for styles and screen readers. */
 export function showSize(card, panel) {
   card.dataset.columns = panel.columns;
   card.dataset.rows = panel.rows;
   card.querySelector(".grip")?.setAttribute("aria-label", `Size of ${panel.title}: ${sizeOf(panel)}. Arrow keys change it.`);
 }
 
-/** Adds the corner to a panel's card. `keep(before)`: the panel has another size than `before`, and is to be kept. */
+/** Adds the corner to a panel's card. `keep(before)`: stores the panel's new size, which was `before`. */
 export function sizable(card, panel, keep) {
   const grip = Object.assign(document.createElement("button"), { type: "button", className: "quiet grip", title: "Drag it, or press an arrow key" });
   let drag = null;
@@ -36,11 +36,11 @@ export function sizable(card, panel, keep) {
     Object.assign(panel, { columns, rows });
     showSize(card, panel);
   };
-  /** The cells that are nearest to the size as it was and what the pointer has moved since. */
+  /** The number of cells nearest to the old size plus the pointer's movement. */
   const reached = ({ clientX, pageY }) => {
     const { left, right } = card.parentElement.getBoundingClientRect(), third = (right - left) / MOST, { before } = drag;
     const columns = within(Math.round(before.columns + (clientX - drag.x) / third));
-    // One at the right edge has nowhere to grow to but beyond it.
+    // A panel at the right edge can only grow by a movement beyond the edge.
     const more = columns === before.columns && clientX > right + BEYOND ? 1 : 0;
     return [stacked.matches ? before.columns : within(columns + more), nearest(HEIGHTS[before.rows - 1] + pageY - drag.y)];
   };

@@ -1,4 +1,4 @@
-// Panels: charts of a job's page that people put together. They are kept with the job on the server; a job without any of its own
+// Panels: charts of a job's page that people configure. The server stores them with the job; a job without own panels
 // shows its project's.
 
 import { ask, byId, confirmThen, note, text } from "../page.js";
@@ -7,22 +7,22 @@ import { PanelForm, said as problem } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
 import { ALL, axesNamed, axisOf, quantity } from "./names.js";
 
-/** As in protocol/src/limits.rs. */
+/** The same as in protocol/src/limits.rs. */
 const MOST = 24;
 
-/** The metric that a line is made of: speeds are made of step times. */
+/** The metric behind a line: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
 
 export class Panels {
-  /** What is on the page: `{ panel, card, chart, key }`, in order. */
+  /** The panels on the page: `{ panel, card, chart, key }`, in order. */
   #shown = [];
   #made = 0;
   #saving = Promise.resolve();
-  /** How often panels were saved: the answer to the newest alone is shown. */
+  /** Number of save requests: only the answer to the newest is shown. */
   #saves = 0;
   #drag = null;
 
-  /** `start`: `{ from, panels }` as the server has them. `mayChange`: whether the reader may. */
+  /** `start`: `{ from, panels }` from the server. `mayChange`: whether the reader may change panels. */
   constructor(job, charts, metrics, start, mayChange) {
     Object.assign(this, { job, charts, metrics, from: start.from, mayChange });
     charts.panelled = () => [...new Set(this.list.flatMap((panel) => panel.metrics.map(source)))];
@@ -37,7 +37,7 @@ export class Panels {
 
   get list() { return this.#shown.map((entry) => entry.panel); }
 
-  /** Shows panels; those that stay the same keep their chart. */
+  /** Shows panels; unchanged panels keep their chart. */
   #show(panels) {
     const before = this.#shown;
     this.#shown = panels.map((panel) => {
@@ -59,7 +59,7 @@ export class Panels {
     if (!byId("custom-note").dataset.said) this.#say("");
   }
 
-  /** Words next to the title; without any, whose panels these are. */
+  /** A message next to the title; without one, whose panels these are. */
   #say(words) {
     const whose = this.#shown.length ? (this.from === "project" ? `of the project ${this.job().project}` : "") : this.mayChange ? "Charts of the metrics of your choice: none yet." : "none";
     byId("custom-note").dataset.said = words;
@@ -115,7 +115,7 @@ export class Panels {
 
   // --- changes -----------------------------------------------------------------------------------
 
-  /** The form, for a panel or for a new one. */
+  /** Opens the form, for a panel or for a new one. */
   #edit(entry) {
     const put = async (panel) => {
       const list = this.list;
@@ -131,19 +131,19 @@ export class Panels {
     this.form.open(entry?.panel ?? null, put);
   }
 
-  /** Stores panels as the job's own, after what is being stored, and shows them as they are stored. */
+  /** Stores panels as the job's own, after earlier requests, and shows them as stored. */
   #save(list) {
     const save = ++this.#saves;
     return (this.#saving = this.#saving.catch(() => {}).then(async () => {
       await ask(`/api/v1/jobs/${this.job().id}/panels`, { method: "PUT", body: { panels: list } });
       this.from = "job";
       this.#say("");
-      // Whoever moves panels quickly has moved them again meanwhile.
+      // The reader may have moved panels again in the meantime.
       if (save === this.#saves) this.#show(list);
     }));
   }
 
-  /** Shows panels in another order at once; it goes back should the server not take it. */
+  /** Shows panels in another order at once, and reverts the order if the server refuses it. */
   async #order(list, entry) {
     const before = this.list;
     this.#show(list);
@@ -158,7 +158,7 @@ export class Panels {
     }
   }
 
-  /** A panel has another size already; it is stored, and goes back should the server not take it. */
+  /** Stores a panel's new size, and reverts the size if the server refuses it. */
   async #resized({ panel, card }, before) {
     try {
       await this.#save(this.list);
@@ -184,7 +184,7 @@ export class Panels {
     this.#order(list, entry);
   }
 
-  /** The panel goes where it is let go: before the one under the pointer, or after it from its middle on. */
+  /** The panel is dropped before the panel under the pointer, or after it in that panel's second half. */
   #draggable(handle, entry) {
     const target = (event) => {
       const card = document.elementFromPoint(event.clientX, event.clientY)?.closest(".panel"), over = this.#shown.find((e) => e.card === card);
@@ -221,7 +221,7 @@ export class Panels {
     const { project } = this.job();
     try {
       await ask(`/api/v1/projects/${encodeURIComponent(project)}/panels`, { method: "PUT", body: { panels: this.list } });
-      this.#say(`Jobs of ${project} without panels of their own show these now.`);
+      this.#say(`Jobs of ${project} without panels of their own now show these panels.`);
     } catch (error) { this.#say(problem(error)); }
   }
 
@@ -236,6 +236,6 @@ export class Panels {
       await Promise.all(this.charts.panelled().map((name) => this.metrics.need(name))).catch(() => {});
       this.charts.redraw(true);
     };
-    confirmThen({ title: "Take this job's own panels away?", detail: `It shows those of the project ${project} then.`, yes: "Take them away", act });
+    confirmThen({ title: "Remove this job's own panels?", detail: `The job then shows the panels of the project ${project}.`, yes: "Remove them", act });
   }
 }

@@ -1,9 +1,9 @@
-// Small pictures with what a model says of them.
+// Small pictures with a model's predictions.
 
 import { ask } from "../page.js";
 import { percent } from "../numbers.js";
 
-/** A picture's image element; small ones are enlarged without smoothing. */
+/** A picture's image element; small pictures are enlarged without smoothing. */
 export function image(png, alt) {
   const img = document.createElement("img");
   img.src = `data:image/png;base64,${png}`;
@@ -13,7 +13,7 @@ export function image(png, alt) {
   return img;
 }
 
-/** A figure with its words below. */
+/** A figure with its caption. */
 export function figure(png, alt, lines) {
   const figure = document.createElement("figure"), caption = document.createElement("figcaption");
   for (const [words, className] of lines) caption.append(Object.assign(document.createElement("span"), { textContent: words, className: className ?? "" }));

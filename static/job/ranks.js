@@ -1,5 +1,5 @@
-// The ranks: a lane each, with how its steps divide into computing, waiting and data, and what the
-// agents last said of it. Pressing a rank's name brings its line forward in the loss chart.
+// The ranks: a lane for each, with how its steps divide into computing, waiting and data, and its agent's last report.
+// A click on a rank's name emphasises its line in the loss chart.
 
 import { read, write } from "../address.js";
 import { byId, text } from "../page.js";
@@ -8,12 +8,12 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { isFinal } from "./facts.js";
 
 const WINDOW = 50;
-/** A rank this much slower than the median of the others is worth a sentence. */
+/** A rank that is slower than the median of the others by this factor is reported in the banner. */
 const SLOW = 1.2;
-/** With this share of a step spent waiting for pictures, a faster network would not train faster. */
+/** If this fraction of a step is spent waiting for pictures, a faster network would not train faster. */
 const STARVED = 0.05;
 
-/** The bucket of a segment that has a step: the last one that begins no later. */
+/** The bucket of a segment that contains a step: the last bucket that does not begin later. */
 function place({ steps, length }, step) {
   let low = 0, high = length - 1;
   while (low < high) {
@@ -26,8 +26,8 @@ function place({ steps, length }, step) {
 
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
 
-/** Where a rank is in the mesh of ranks that share a network or pictures, and what of them it has, in words; none where each has all.
-    Ranks are numbered with `model` fastest: worker/engine/src/plan/mesh.rs. */
+/** A rank's place in the mesh of ranks that share a network or pictures, and its part of these, in words; empty if each
+    rank has everything. Ranks are numbered with `model` fastest: worker/engine/src/plan/mesh.rs. */
 export function inMesh(rank, { height = 1, model = 1, shard = [] }) {
   if (height * model === 1) return [];
   const row = Math.floor(rank / model) % height, words = [`data ${Math.floor(rank / (model * height))}`];
@@ -41,11 +41,11 @@ export class Ranks {
   #reports = new Map();
   #seats = new Map();
   #slowSince = new Map();
-  /** The plan that ranks have chosen; null: that of the job's settings. */
+  /** The plan that the ranks have chosen; null: the plan of the job's settings. */
   plan = null;
-  /** Ranks whose lines are brought forward; empty: all alike. */
+  /** Ranks whose lines are emphasised; empty: none. */
   chosen = new Set(read("ranks").split(",").filter(Boolean).map(Number));
-  /** When each rank began to write a checkpoint, and how long it wrote lately. */
+  /** Time at which each rank began to write a checkpoint, and how long it wrote recently. */
   #writing = new Map();
 
   constructor(metrics, onChoose) {
@@ -67,7 +67,7 @@ export class Ranks {
     this.#writing.set(event.rank, known);
   }
 
-  /** Milliseconds that a rank wrote checkpoints in the last `window` of them. */
+  /** Milliseconds of the last `window` in which a rank wrote checkpoints. */
   #checkpointing(rank, window) {
     const known = this.#writing.get(rank), last = Date.parse(this.#reports.get(rank)?.at);
     if (!known || !Number.isFinite(last)) return 0;
@@ -77,20 +77,20 @@ export class Ranks {
 
   reportOf(rank) { return this.#reports.get(rank); }
 
-  /** A new attempt: what was said of the old one's ranks, and where they were, no longer holds. */
+  /** A new attempt: reports and machines of the old attempt's ranks no longer apply. */
   forget() { this.#reports.clear(); this.#slowSince.clear(); this.#seats.clear(); }
 
-  /** The mean of the newest `n` values in the newest attempt; NaN for a rank that has none there, as one of an older attempt alone. */
+  /** The mean of the newest `n` values in the newest attempt; NaN for a rank without values in it, such as a rank of only older attempts. */
   #recent(name, rank, n = WINDOW) {
     const series = this.metrics.of(name, rank);
     return series.last?.attempt === this.metrics.attempt ? series.recent(n) : NaN;
   }
 
-  /** Whether a rank takes part in this attempt, which may have fewer ranks than the job. */
+  /** Whether a rank belongs to this attempt, which may have fewer ranks than the job. */
   #takesPart(rank, attempt) {
     const ranks = this.metrics.ranksIn(attempt);
     if (ranks !== undefined) return rank < ranks;
-    // Of an attempt that was over before, by what there is of the rank.
+    // For an attempt that had ended before, the rank's points decide.
     const last = this.metrics.of("step_ms", rank).last;
     return !last || last.attempt === this.metrics.attempt || Boolean(this.#reports.get(rank) || this.#seats.get(rank));
   }
@@ -104,7 +104,7 @@ export class Ranks {
     return { step, wait, data, checkpoint, compute: Math.max(0, step - wait - data) };
   }
 
-  /** Share of a step that goes into waiting for other ranks, or NaN. */
+  /** The fraction of a step that is spent waiting for other ranks, or NaN. */
   waitShare() {
     let step = 0, wait = 0;
     for (let r = 0; r < this.metrics.ranks; r++) {
@@ -114,13 +114,13 @@ export class Ranks {
     return step ? wait / step : NaN;
   }
 
-  /** What the job's speed depends on, in words, or "" while there are too few steps to know. */
+  /** What limits the job's speed, in words; "" while there are too few steps to know. */
   #limit(splits) {
     const known = splits.map((s, rank) => ({ rank, ...s })).filter((s) => s.step > 0 && this.metrics.of("step_ms", s.rank).last?.lastStep >= WINDOW);
     if (!known.length) return "";
-    // All wait for the rank whose pictures come last.
+    // All ranks wait for the rank whose pictures come last.
     const pictures = Math.max(...known.map((s) => s.data / s.step));
-    // A rank's wait is for slower ranks and for the gradients' way. Whoever comes last waits for the latter alone.
+    // A rank waits for slower ranks and for the transfer of gradients. The slowest rank waits only for the transfer.
     const last = known.reduce((a, b) => (b.wait / b.step < a.wait / a.step ? b : a)), all_reduce = last.wait / last.step;
     if (last.wait > last.compute && all_reduce > pictures) return ` · limited by communication (all-reduce takes ${percent(all_reduce, 0)} of a step)`;
     if (pictures > STARVED) return ` · limited by pictures (${percent(pictures, 0)} of a step waits for them)`;
@@ -128,7 +128,7 @@ export class Ranks {
     return " · limited by computing";
   }
 
-  /** The rank that holds the others up: `{ rank, share, since, cause }`, or null. */
+  /** The rank that delays the others: `{ rank, share, since, cause }`, or null. */
   slow() {
     const splits = Array.from({ length: this.metrics.ranks }, (_, r) => ({ rank: r, ...this.split(r) }))
       .filter((s) => Number.isFinite(s.step));
@@ -140,7 +140,7 @@ export class Ranks {
       const own = s.compute + s.data, usual = median(others.map((o) => o.compute + o.data));
       const slow = segment.lastStep >= WINDOW && own > usual * SLOW && own - usual > 1;
       if (!slow) { this.#slowSince.delete(s.rank); continue; }
-      // Earlier points may come after the newest ones.
+      // Earlier points may come after newer ones.
       this.#slowSince.set(s.rank, Math.min(this.#slowSince.get(s.rank) ?? Infinity, this.#since(s.rank, others.map((o) => o.rank))));
       const share = own / usual - 1;
       if (worst && worst.share > share) continue;
@@ -153,8 +153,8 @@ export class Ranks {
     return worst;
   }
 
-  /** The step since when a rank has been slower than the others, as far back as the page's points go. Metrics have points for the width
-      of their own charts, so that one's are not the other's steps. */
+  /** The step since when a rank has been slower than the others, as far back as the page's points go. Each metric has
+      points for its own chart, so their steps may differ. */
   #since(rank, others) {
     const at = (name, r, step) => { const segment = this.metrics.of(name, r).last; return segment ? segment.mean[place(segment, step)] : NaN; };
     const own = (r, step) => at("step_ms", r, step) - (at("all_reduce_ms", r, step) || 0);
@@ -171,7 +171,7 @@ export class Ranks {
     return since;
   }
 
-  /** What a rank does, or how it ended: of those that `cause` names or that it took with it, not all know themselves. */
+  /** A rank's status, or how it ended. `cause` may name the rank that failed first; ranks that ended with it do not all report why. */
   #status(rank, said, live, cause) {
     if (live) return said;
     if (cause?.rank === rank) return "ended first";
@@ -198,7 +198,7 @@ export class Ranks {
       if (report) {
         const step = Math.max(report.step, this.metrics.of("loss", r).last?.lastStep ?? 0);
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
-      } else about.push(live ? "not heard of yet" : "no report kept");
+      } else about.push(live ? "no report yet" : "no report kept");
       if (this.#seats.get(r)) about.push(this.#seats.get(r));
       if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel));
       about.push(...this.#gpu(r));
@@ -211,7 +211,7 @@ export class Ranks {
     }
   }
 
-  /** Utilisation, memory, temperature and power, where its device reports them. */
+  /** Utilisation, memory, temperature and power, if the rank's device reports them. */
   #gpu(rank) {
     const newest = (name) => this.#recent(name, rank, 1);
     const reported = [["gpu_utilization", (v) => percent(v > 1 ? v / 100 : v, 0)], ["gpu_memory_bytes", bytes],

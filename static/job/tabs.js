@@ -1,4 +1,4 @@
-// The panels below the charts, one at a time; which one stands in the address.
+// The panels below the charts, one at a time; the address names the open one.
 
 import { byId } from "../page.js";
 import { read, write } from "../address.js";
@@ -6,7 +6,7 @@ import { read, write } from "../address.js";
 export class Tabs {
   #opened = new Set();
 
-  /** `opened`: by panel's name, what is to be done when it is first opened; `again`: each time after that. */
+  /** `opened`: for each panel's name, what to do when it is first opened; `again`: what to do each later time. */
   constructor(opened, again = {}) {
     Object.assign(this, { opened, again });
     this.tabs = [...document.querySelectorAll("#panels [role=tab]")];
@@ -23,17 +23,17 @@ export class Tabs {
     }
     const wanted = read("tab", "log"), linked = this.tabs.some((t) => t.dataset.tab === wanted && !t.hidden);
     this.show(linked ? wanted : "log");
-    // Who reloads a page has chosen where it stands.
+    // On a reload, the browser restores the reader's scroll position.
     if (linked && wanted !== "log" && performance.getEntriesByType("navigation")[0]?.type !== "reload") requestAnimationFrame(() => this.inView());
   }
 
-  /** Brings the panel to where it can be read. */
+  /** Scrolls the panel into view. */
   inView() {
     const panels = byId("panels"), { top } = panels.getBoundingClientRect();
     if (top < 0 || top > innerHeight / 2) panels.scrollIntoView({ block: "start" });
   }
 
-  /** A panel that not every job has is there from now on. */
+  /** Shows the tab of a panel that not every job has. */
   reveal(name) { for (const tab of this.tabs) if (tab.dataset.tab === name) tab.hidden = false; }
 
   /** Whether a panel has been opened. */

@@ -1,4 +1,4 @@
-// Several jobs at once: chosen in the list, then paused, cancelled, tagged, compared or deleted together.
+// Actions on several jobs: they are selected in the list, then paused, cancelled, tagged, compared or deleted together.
 
 import { ask, byId, confirmThen, Problem, sentence, text } from "../page.js";
 import { bytes, plural } from "../numbers.js";
@@ -11,17 +11,17 @@ const FITS = {
 
 export class Bulk {
   #chosen = new Set();
-  /** Those that were chosen when something was said of them. */
+  /** The jobs that were selected when a message was shown. */
   #saidOf = "";
 
-  /** `find(id)`: a job that is listed. `listed()`: how many are. */
+  /** `find(id)`: a job of the list. `listed()`: the number of jobs in the list. */
   constructor(rows, { find, listed }) {
     Object.assign(this, { rows, find, listed });
     rows.addEventListener("change", (event) => {
       const id = event.target.closest("tr")?.dataset.id;
       if (!event.target.matches("[data-f=choose]") || !id) return;
       if (event.target.checked) this.#chosen.add(id); else this.#chosen.delete(id);
-      // A job of several tags is in several groups.
+      // When grouped by tag, a job may have several rows.
       for (const box of rows.querySelectorAll(`tr[data-id="${id}"] [data-f=choose]`)) box.checked = event.target.checked;
       this.draw();
     });
@@ -39,13 +39,13 @@ export class Bulk {
 
   forget(id) { if (this.#chosen.delete(id)) this.draw(); }
 
-  /** Forgets those that have no row any more: nothing is done to a job that is not shown as chosen. */
+  /** Forgets selected jobs without a row: no action may change a job that is not visibly selected. */
   forgetUnshown() {
     for (const id of this.#chosen) if (!this.rows.querySelector(`tr[data-id="${id}"] [data-f=choose]:checked`)) this.#chosen.delete(id);
     this.draw();
   }
 
-  /** What went wrong with those that are chosen: it stands until others are. */
+  /** Shows what went wrong for the selected jobs, until the selection changes. */
   #say(words) {
     this.#saidOf = [...this.#chosen].join();
     text(byId("bulk-status"), words);
@@ -66,7 +66,7 @@ export class Bulk {
     const all = byId("choose-all"), listed = this.listed();
     all.checked = n > 0 && n >= listed;
     all.indeterminate = n > 0 && n < listed;
-    // A group's box says whether all of its jobs are chosen, or some.
+    // A group's box tells whether all of its jobs are selected, or some.
     for (const box of this.rows.querySelectorAll(".group-head input")) {
       const has = (which) => box.closest(".group").querySelector(`[data-f=choose]${which}`) !== null, some = has(":checked"), others = has(":not(:checked)");
       box.checked = some && !others;
@@ -97,7 +97,7 @@ export class Bulk {
     try { await each((j) => ask(`/api/v1/jobs/${j.id}/${what}`, { method: "POST" })); } catch (error) { this.#say(sentence(error)); }
   }
 
-  /** All of them, and then what went wrong with any. Those that are done leave `jobs` and the choice, so another press repeats the others alone. */
+  /** Does the work for all jobs, then reports all failures. Finished jobs leave `jobs` and the selection, so another press repeats only the others. */
   async #each(jobs, work) {
     const all = [...jobs], results = await Promise.allSettled(all.map(work)), wrong = [];
     jobs.length = 0;

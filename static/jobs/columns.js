@@ -1,5 +1,5 @@
-// The columns of the list: its own, and any setting, metric or tag. What is chosen stands in the address and is kept for the
-// next visit.
+// The columns of the list: its own, and any setting, metric or tag. The address has the choice, and the browser keeps
+// it for the next visit.
 
 import { cut, NARROW } from "../cut.js";
 import { count, rate } from "../numbers.js";
@@ -9,23 +9,23 @@ import { ALL } from "../job/names.js";
 import { readMetrics } from "./query.js";
 import { read, write } from "../address.js";
 
-/** Name in the address, label. */
+/** Name in the address, and label. */
 const OWN = [["progress", "Progress"], ["loss", "Loss"], ["best", "Best accuracy"], ["speed", "Images/s"], ["age", "Submitted"]];
-/** Every metric that a job reports, the newest value, and what else a job has. */
+/** Every metric that a job reports, with its newest value, and other fields of a job. */
 const METRICS = {
   ...Object.fromEntries(Object.entries(ALL).map(([name, [words, format]]) => [name, [words, (j) => j.last[name], format]])),
   accuracy: ["Training accuracy", (j) => j.last.accuracy, ALL.accuracy[1]], lr: ["Learning rate now", (j) => j.last.lr, ALL.lr[1]],
   images_per_second: ["Images/s", (j) => j.images_per_second, rate], step: ["Step", (j) => j.step, count], epoch: ["Epoch", (j) => j.epoch, count], attempt: ["Attempt", (j) => j.attempt, count], ranks: ["Ranks", (j) => j.ranks, count],
   owner: ["Owner", (j) => j.owner, String], project: ["Project", (j) => j.project, String],
 };
-/** In every answer. */
+/** Metrics in every answer. */
 const ALWAYS = ["loss", "accuracy", "lr", "val_loss", "val_accuracy", "images_per_second"];
-/** More would be a page of its own. */
+/** The largest number of added columns. */
 const MOST = 12;
 const KEPT = "columns";
-/** In the address and in what is kept: every own column is shown. */
+/** The default: every own column. */
 const USUAL = OWN.map(([name]) => name).join(",");
-/** The same where no column is shown. */
+/** The value in the address if no column is chosen. */
 const NONE = "none";
 
 const kept = () => { try { return localStorage.getItem(KEPT); } catch { return null; } };
@@ -33,10 +33,10 @@ const keep = (words) => { try { if (words === USUAL) localStorage.removeItem(KEP
 
 export class Columns {
   #extra = [];
-  /** Metrics that jobs were read with. */
+  /** Metrics that the present jobs were read with. */
   #read = [];
 
-  /** `refill()`: writes every row again. `known()`: jobs and tags that there are, for what is offered. */
+  /** `refill()`: writes every row again. `known()`: present jobs and tags, from which keys are offered. */
   constructor({ refill, known }) {
     Object.assign(this, { refill, known, menu: byId("columns") });
     this.menu.hidden = false;
@@ -62,7 +62,7 @@ export class Columns {
       if (wrong) return text(this.error, wrong);
       if (this.#extra.includes(key)) return;
       this.#extra.push(key);
-      // The next one may be there already.
+      // The reader may already have typed the next key.
       if (add.value === typed) add.value = "";
       this.#choose();
     });
@@ -72,7 +72,7 @@ export class Columns {
     this.fromAddress();
   }
 
-  /** What the address says, or what was chosen last. */
+  /** Reads the columns from the address, otherwise the columns that were chosen last. */
   fromAddress() {
     const words = read("columns") || kept() || USUAL, chosen = words.split(",").filter((name) => name && name !== NONE);
     for (const box of byId("own-columns").querySelectorAll("input")) box.checked = chosen.includes(box.value);
@@ -80,13 +80,13 @@ export class Columns {
     this.#draw();
   }
 
-  /** Those shown, as in the address. */
+  /** The visible columns, as in the address. */
   words() { return [...[...byId("own-columns").querySelectorAll("input:checked")].map((box) => box.value), ...this.#extra].join(",") || NONE; }
 
-  /** Keys of those that were added. */
+  /** Keys of the added columns. */
   get extra() { return this.#extra; }
 
-  /** Keys of settings that jobs here have, with one value. */
+  /** Keys of settings with a single value, of the jobs on the page. */
   settings() {
     const keys = new Set();
     for (const job of this.known().jobs.slice(0, 50)) for (const [key, v] of flat(job.spec)) if (!Array.isArray(v)) keys.add(key);
@@ -125,7 +125,7 @@ export class Columns {
     this.drawn = true;
   }
 
-  /** The cells of a row that are not the list's own. */
+  /** Fills the added cells of a row. */
   fill(row, job) {
     if (!this.#extra.length && !row.dataset.extra) return;
     row.dataset.extra = this.#extra.join(",");
@@ -154,7 +154,7 @@ export class Columns {
   }
 }
 
-/** What is wrong with the key of a column: the server knows every setting. */
+/** What is wrong with a column's key: the server knows every setting. */
 async function mistake(key) {
   if (key in METRICS || key.startsWith("tag:")) return "";
   try { await ask(`/api/v1/jobs?limit=1&fields=id&sort=${encodeURIComponent(`spec.${key}`)}`); return ""; } catch (error) {

@@ -1,18 +1,18 @@
-// What the list is grouped by: a menu, and the address. The same words as `by` of GET /jobs/groups.
+// The keys by which the list is grouped: a menu, and the address. The same names as `by` of GET /jobs/groups.
 
 import { text } from "../page.js";
 import { read } from "../address.js";
 import { setting } from "../settings.js";
 import { field, menu } from "./narrow.js";
 
-/** As in server/src/handlers/jobs/group_keys.rs. */
+/** The same as in server/src/handlers/jobs/group_keys.rs. */
 const MOST = 3;
 const OWN = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
 
-/** What the address says. */
+/** The keys in the address. */
 export const groupedBy = () => read("group_by").split(",").map((key) => key.trim()).filter(Boolean);
 
-/** Whether a job is in the group with these values, as far as the job says. */
+/** Whether a job belongs to the group with these values, as far as the job's fields tell. */
 export function isIn(job, values) {
   return groupedBy().every((key, i) => {
     const own = OWN[key] ? OWN[key](job) : setting(job.spec, key.replace(/^spec\./, "")), value = values[i];
@@ -21,7 +21,7 @@ export function isIn(job, values) {
   });
 }
 
-/** A group in words: `resnet20 · 0.1`; with the keys of settings, whose values alone say little. */
+/** A group in words: `resnet20 · 0.1`. Values of settings are named with their keys, because the values say little by themselves. */
 export function inWords(values) {
   const none = { owner: "nobody’s", tag: "no tag" };
   return groupedBy().map((key, i) => {
@@ -32,7 +32,7 @@ export function inWords(values) {
 }
 
 export class Grouping {
-  /** `change(values)`: writes values into the address and reads the list again. `keys()`: settings that are offered. */
+  /** `change(values)`: writes values into the address and reads the list again. `keys()`: settings to offer. */
   constructor(change, keys) {
     this.change = change;
     const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
@@ -61,7 +61,7 @@ export class Grouping {
     const now = groupedBy();
     if (!key) return text(this.error, "Write a setting, such as train.lr.");
     if (now.includes(key)) return;
-    if (now.length >= MOST) return text(this.error, `Groups are by ${MOST} things at most; remove one first.`);
+    if (now.length >= MOST) return text(this.error, `At most ${MOST} keys can group the list; remove one first.`);
     this.input.value = "";
     this.change({ group_by: [...now, key].join(","), open: "" });
   }

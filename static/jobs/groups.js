@@ -1,5 +1,5 @@
-// The list by groups: a row for each with the mean and the spread of every column over all its jobs, which the server knows; its
-// jobs stand below it once it is opened. What is open stands in the address.
+// The list by groups. Each group has a row with the mean and the spread of every column over all its jobs, which the
+// server computes. Its jobs follow when it is open. The address has the open groups.
 
 import { ask, Problem, serverNow, text } from "../page.js";
 import { ALL } from "../job/names.js";
@@ -11,28 +11,28 @@ import { groupedBy, inWords, isIn } from "./grouping.js";
 import { blank } from "./row.js";
 import { order } from "./sort.js";
 
-/** Groups and jobs read at a time; groups that may be open; how often they are read again while jobs change. */
+/** Groups and jobs per request; the largest number of groups, and of open groups; pauses between requests while jobs change. */
 const GROUPS = 100, JOBS = 25, MOST = 1000, OPEN = 20, AGAIN_MS = 3000, LONGEST_AGAIN_MS = 30_000;
-/** Columns of the list, and how a mean of theirs is written. */
+/** Columns of the list, with the format of a mean. */
 const WRITTEN = { ...Object.fromEntries(Object.entries(ALL).map(([name, [, format]]) => [name, format])), best: percent, speed: rate };
 const OWN = { loss: "loss", best: "best", speed: "speed" };
 const NUMBERS = [...Object.keys(ALL), "step", "epoch", "attempt", "ranks"];
-/** Orders of the list that groups have no mean for. */
+/** Sort orders of the list for which groups have no mean. */
 const NO_MEAN = { created: "newest", started: "newest", finished: "newest", name: "group", state: "group", project: "group", owner: "group" };
 
 const plain = (v) => String(Number(v.toPrecision(4)));
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
 
-/** A row with a button below the names. A cell over more columns than there are would add columns, and the table gives each of them room of the column Job's. */
+/** A row with a button below the names. A cell that spans more columns than the table has would add columns of full width. */
 const below = (button) => make("tr", { className: "group-rest" }, make("td"), make("td"), make("td", { className: "c-name" }, button));
 
-/** What stands in the address as open: values of groups. */
+/** The open groups in the address, by their values. */
 function opened() {
   try { const all = JSON.parse(read("open", "[]")); return new Set(Array.isArray(all) ? all.slice(0, OPEN).map((v) => JSON.stringify(v)) : []); } catch { return new Set(); }
 }
 
 export class Groups {
-  /** Jobs shown, by id. */
+  /** Visible jobs, by id. */
   jobs = new Map();
   none = false;
   #shown = new Map();
@@ -41,11 +41,11 @@ export class Groups {
   #again = 0;
   #pause = AGAIN_MS;
   #hidden = false;
-  /** Added columns that no mean can be had of. */
+  /** Added columns that have no mean. */
   #texts = new Set();
 
-  /** `fill(row, job)`: writes a job's row. `extra()`: keys of the columns that were added. `changed()`: after rows came or went. `ended(job)`: of a
-   *  job that is shown, whenever it is read. */
+  /** `fill(row, job)`: writes a job's row. `extra()`: keys of added columns. `changed()`: after rows came or went.
+   * `ended(job)`: whenever a visible job is read. */
   constructor(table, { fill, extra, changed, ended }) {
     Object.assign(this, { table, fill, extra, changed, ended });
     this.more = make("tbody", { className: "group-more", hidden: true }, below(make("button", { type: "button", className: "quiet", textContent: "More groups" })));
@@ -55,7 +55,7 @@ export class Groups {
 
   get on() { return groupedBy().length > 0; }
 
-  /** Rows of jobs that can be chosen. */
+  /** The number of job rows that can be selected. */
   get listed() { let n = 0; for (const { rows } of this.#shown.values()) n += rows.length; return n; }
 
   clear() {
@@ -67,7 +67,7 @@ export class Groups {
     this.#next = null;
   }
 
-  /** Reads them again, and the jobs of those that are open. */
+  /** Reads all groups again, and the jobs of open groups. */
   load() { return this.#read(null); }
 
   #sort(metrics) {
@@ -75,7 +75,7 @@ export class Groups {
     return sign + (NO_MEAN[by] || metrics.includes(mean) ? mean : "group");
   }
 
-  /** Names of metrics by the column that shows them. */
+  /** Names of metrics, by column. */
   #metrics() {
     const extra = this.extra().filter((key) => !key.startsWith("tag:") && !["owner", "project"].includes(key) && !this.#texts.has(key));
     return new Map([...Object.entries(OWN), ...extra.map((key) => [key, NUMBERS.includes(key) ? key : `spec.${key.replace(/^spec\./, "")}`])]);
@@ -89,7 +89,7 @@ export class Groups {
       const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["metrics", [...names].join(",")], ["sort", this.#sort([...names])], ["limit", known]]);
       if (cursor) given.set("cursor", cursor);
       try { return await ask(`/api/v1/jobs/groups?${given}`); } catch (error) {
-        // A column that holds words has no mean: the others have.
+        // A column of texts has no mean, but the other columns have one.
         const said = error instanceof Problem && error.status === 400 ? error.message : "";
         const words = [...metrics.keys()].filter((key) => !(key in OWN)).sort((a, b) => metrics.get(b).length - metrics.get(a).length).find((key) => said.includes(metrics.get(key))) ?? (names.has(by) && said.includes(by) ? by : null);
         if (!words) throw error;
@@ -100,7 +100,7 @@ export class Groups {
 
   async #read(cursor) {
     const mine = ++this.#loads, began = performance.now(), answer = await this.#ask(cursor);
-    // A server that takes long for them is asked less often.
+    // A slow server is asked less often.
     this.#pause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began)));
     if (mine !== this.#loads || !this.on) return;
     const open = opened(), seen = new Set();
@@ -113,7 +113,7 @@ export class Groups {
       this.#fill(one);
     }
     if (!cursor) for (const [key, one] of this.#shown) if (!seen.has(key)) { one.body.remove(); this.#shown.delete(key); }
-    // In the order of the answer; those that stand right already stay, with the focus that somebody may have in them.
+    // Groups in the order of the answer. Groups that are already in place do not move, and keep the focus.
     const start = this.#start, wanted = cursor ? [] : answer.groups.map((group) => this.#shown.get(JSON.stringify(group.values)).body);
     wanted.forEach((body, i) => { const before = i ? wanted[i - 1] : start; if (before.nextElementSibling !== body) before.after(body); });
     if (cursor) for (const group of answer.groups) this.more.before(this.#shown.get(JSON.stringify(group.values)).body);
@@ -124,7 +124,7 @@ export class Groups {
     await Promise.all([...this.#shown].filter(([key]) => open.has(key)).map(([, one]) => this.#openJobs(one, false)));
   }
 
-  /** What stands before the first group. */
+  /** The element before the first group. */
   get #start() { let at = this.more.previousElementSibling; while (at?.classList.contains("group")) at = at.previousElementSibling; return at; }
 
   #make(group, key) {
@@ -150,7 +150,7 @@ export class Groups {
     return one;
   }
 
-  /** `0.412 ± 0.003`, and over how many jobs where that is not all of them. */
+  /** `0.412 ± 0.003`, with the number of jobs if not all have a value. */
   #spread(cell, spread, write, jobs) {
     cell.replaceChildren();
     cell.title = "";
@@ -208,7 +208,7 @@ export class Groups {
     this.#forgetUnshown();
   }
 
-  /** The jobs of a group: its first ones again, or those behind them. */
+  /** Reads the jobs of a group: the first ones again, or further ones. */
   async #openJobs(one, further) {
     const limit = further ? JOBS : Math.min(MOST, Math.max(JOBS, one.rows.length));
     const given = new URLSearchParams([...parameters(filter()), ["by", groupedBy().join(",")], ["group", one.key], ["sort", order()], ["limit", limit], ...alsoRead()]);
@@ -247,7 +247,7 @@ export class Groups {
     for (const id of this.jobs.keys()) if (!shown.has(id)) this.jobs.delete(id);
   }
 
-  /** A job of the stream: its rows change at once, the groups soon. */
+  /** A job from the stream: its rows change at once, and groups are read soon. */
   hear(job) {
     const known = this.jobs.get(job.id);
     if (known && known.last_seq <= job.last_seq) {
@@ -268,7 +268,7 @@ export class Groups {
   readSoon() {
     this.#again ||= setTimeout(() => {
       this.#again = 0;
-      // Nobody sees a hidden page: it is read once it is shown.
+      // A hidden page is read again when it becomes visible.
       if (document.hidden) {
         if (!this.#hidden) document.addEventListener("visibilitychange", () => { this.#hidden = false; this.readSoon(); }, { once: true });
         this.#hidden = true;

@@ -1,14 +1,14 @@
-// What narrows the list in addition to states and the search: conditions on settings, project, tags, owner, days, and what a link brought.
-// Each is shown as a chip that takes it away.
+// Filters in addition to states and the search: conditions on settings, project, tags, owner, days, and filters from a
+// link. Each is shown as a chip, which removes the filter.
 
 import { ask, byId, text } from "../page.js";
 import { read } from "../address.js";
 import { count } from "../numbers.js";
 import { condition, filter } from "./query.js";
 
-/** As in server/src/handlers/jobs/conditions.rs. */
+/** The same as in server/src/handlers/jobs/conditions.rs. */
 const MOST = 10;
-/** As many as a job may have: protocol/src/labels.rs. */
+/** The same as for a job: protocol/src/labels.rs. */
 const MOST_TAGS = 20;
 
 const make = (tag, properties = {}, ...children) => { const node = Object.assign(document.createElement(tag), properties); node.append(...children); return node; };
@@ -28,12 +28,12 @@ const day = (at) => {
   const date = new Date(at), two = (n) => String(n).padStart(2, "0");
   return Number.isNaN(date.getTime()) ? "" : `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())}`;
 };
-/** The beginning of a day here, `later` days after it, as a time of the address. */
+/** The beginning of a day in the reader's time zone, `later` days after it, as a time for the address. */
 const begins = (words, later) => {
   const [year, month, date] = words.split("-").map(Number), at = new Date(year, month - 1, date + later);
   return words && !Number.isNaN(at.getTime()) ? at.toISOString() : "";
 };
-/** The last day of those before a time. */
+/** The last day before a time. */
 const until = (at) => day(Date.parse(at) - 1);
 
 export class Narrow {
@@ -65,14 +65,14 @@ export class Narrow {
     };
     this.owner = select("owner", (owner) => change({ owner }));
     this.project = select("project", (project) => change({ project }));
-    // A tag is one more: those that are chosen are chips.
+    // A chosen tag is added to the others, which are chips.
     this.tag = select("tag", (tag) => { if (tag) this.addTag(tag); this.#offer("tag", []); });
     for (const by of ["owner", "project", "tag"]) this.#offer(by, []);
     this.menu = menu("Filter", "narrow", form, list, error, field("Project", this.project), field("Tag", this.tag), field("Owner", this.owner), field("Submitted from", this.from), field("Submitted until", this.to));
     this.menu.addEventListener("toggle", () => {
       if (!this.menu.open) return;
       list.replaceChildren(...keys().map((value) => make("option", { value })));
-      // What jobs there are to see, those with the most first.
+      // The jobs that the reader may see, the most frequent values first.
       for (const by of ["owner", "project", "tag"]) ask(`/api/v1/jobs/groups?by=${by}&sort=-jobs&limit=1000`).then(({ groups }) => { this.known[by] = groups; this.#offer(by, groups); }, () => {});
     });
     this.chips = make("div", { className: "chips", id: "chips", hidden: true });
@@ -85,7 +85,7 @@ export class Narrow {
 
   known = { owner: [], project: [], tag: [] };
 
-  /** What can be chosen, each with how many jobs it has. */
+  /** Offers values, each with its number of jobs. */
   #offer(by, groups) {
     const now = filter(), chosen = by === "tag" ? "" : now[by], any = { owner: "anybody", project: "any", tag: now.tags.length ? "one more" : "any" }[by];
     const known = groups.filter(({ values: [name] }) => name !== null && !(by === "tag" && now.tags.includes(name))).map(({ values: [name], jobs }) => new Option(`${name} (${count(jobs)})`, name));
@@ -94,7 +94,7 @@ export class Narrow {
     this[by].value = chosen;
   }
 
-  /** Jobs with this tag, too. */
+  /** Adds a tag to the filter. */
   addTag(tag) {
     const { tags } = filter();
     if (tags.includes(tag)) return;
@@ -129,6 +129,6 @@ export class Narrow {
     this.to.value = before ? until(before) : "";
   }
 
-  /** What the server says against the filter or the order; nothing when all is well. */
+  /** Shows the server's error about the filter or the order; empty without an error. */
   refused(words) { text(this.problem, words); }
 }

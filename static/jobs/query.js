@@ -1,4 +1,4 @@
-// What the list asks the server for: jobs by states, project, owner, tags, settings and time, and a text in their names, tags or
+// The list's requests: jobs by states, project, owner, tags, settings and time, and by a text in their names, tags or
 // notes, in the order of the address.
 
 import { ask } from "../page.js";
@@ -9,7 +9,7 @@ const COMPARE = {
   "=": (a, b) => a === b, "!=": (a, b) => a !== b, "<": (a, b) => a < b, "<=": (a, b) => a <= b, ">": (a, b) => a > b, ">=": (a, b) => a >= b,
 };
 
-/** `train.lr > 0.1` as key, sign and value; none when it is no condition. */
+/** Parses `train.lr > 0.1` into key, sign and value; undefined if it is not a condition. */
 export function condition(words) {
   const found = /^\s*([^=!<>]+?)\s*(!=|<=|>=|==|=|<|>)\s*(.*?)\s*$/.exec(words);
   return found && { key: found[1].replace(/^spec\./, ""), sign: found[2].replace("==", "="), value: found[3] };
@@ -17,13 +17,13 @@ export function condition(words) {
 
 function fulfils(job, words) {
   const { key, sign, value } = condition(words) ?? {}, own = (key === "project" ? job.project : setting(job.spec, key ?? "")) ?? (/^(true|false)$/.test(value) ? false : null);
-  // A part that is none is the server's to refuse.
+  // An invalid condition is left to the server, which refuses it.
   if (!sign) return true;
   if (own === null) return sign === "!=";
   return typeof own === "number" ? COMPARE[sign](own, Number(value)) : COMPARE[sign](String(own), value);
 }
 
-/** The filter that the address says. */
+/** The filter in the address. */
 export function filter() {
   const at = new URL(location.href).searchParams;
   const list = (key) => (at.get(key) ?? "").split(",").map((word) => word.trim()).filter(Boolean);
@@ -33,7 +33,7 @@ export function filter() {
   };
 }
 
-/** Whether a job belongs into the list, but for the text. */
+/** Whether a job belongs into the list, apart from the search text. */
 export function fits(job, { states, owner, tags, project, conditions, after, before }) {
   const at = Date.parse(job.created_at);
   return (!states.length || states.includes(job.state)) && (!owner || job.owner === owner) && (!project || job.project === project)
@@ -41,23 +41,23 @@ export function fits(job, { states, owner, tags, project, conditions, after, bef
     && !(at < Date.parse(after)) && !(at >= Date.parse(before));
 }
 
-/** Whether the text is in its name or a tag; jobs of a stream come without their notes, which the server searches as well. */
+/** Whether the text is in the job's name or a tag. Jobs from a stream have no notes, which only the server searches. */
 export function mentions(job, text) {
   const has = (words) => words.toLowerCase().includes(text.toLowerCase());
   return !text || has(job.name) || job.tags.some(has);
 }
 
-/** The parameters of a filter, as in the address and in requests. */
+/** The parameters of a filter, for the address and for requests. */
 export const parameters = ({ states, text, owner, tags, project, conditions, after, before }) => Object.entries({
   state: states.join(","), q: text, owner, project, tag: tags.join(","), where: conditions.join(","), created_after: after, created_before: before,
 }).filter(([, v]) => v);
 
 let metrics = "";
-/** Metrics that are asked for, besides those that every answer has: of the columns that are shown. */
+/** Metrics to request for the visible columns, besides those that every answer has. */
 export const readMetrics = (names) => { metrics = names.join(","); };
 export const alsoRead = () => (metrics ? [["metrics", metrics]] : []);
 
-/** One part of what matches, after `cursor` (`next_cursor` of the part before). */
+/** One page of matching jobs, after `cursor` (`next_cursor` of the previous page). */
 export async function part(filter, cursor, limit) {
   const given = new URLSearchParams([...parameters(filter), ["sort", order()], ["limit", limit], ...alsoRead()]);
   if (cursor) given.set("cursor", cursor);

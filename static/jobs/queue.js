@@ -1,5 +1,5 @@
-// Where waiting jobs stand and what they wait for just now. No stream tells: how many slots are free is no event of a job, so it is
-// asked again while one that waits is on the page.
+// The places of waiting jobs in the queue, and what they wait for now. No stream reports these, because the number of
+// free slots is not an event of a job. So the page asks again while it shows a waiting job.
 
 import { ask } from "../page.js";
 
@@ -7,13 +7,13 @@ const EVERY_MS = 5000, MOST = 1000;
 export const waits = (job) => ["queued", "restarting"].includes(job.state);
 
 export class Queue {
-  /** `jobs()`: those on the page. `changed(job)`: one stands elsewhere now, or waits for something else. */
+  /** `jobs()`: jobs on the page. `changed(job)`: a job's place or reason has changed. */
   constructor(jobs, changed) {
     Object.assign(this, { jobs, changed });
     setInterval(() => this.#ask().catch(() => {}), EVERY_MS);
   }
 
-  /** What is known of a job goes over to what the stream says of it. */
+  /** Keeps the known place when the stream reports the job. */
   keep(known, job) { if (waits(job) && !job.queue && known?.queue) job.queue = known.queue; }
 
   async #ask() {
@@ -22,7 +22,7 @@ export class Queue {
     const { jobs } = await ask(`/api/v1/jobs?state=queued,restarting&sort=-priority&fields=id,state,reason,queue&limit=${MOST}`);
     for (const { id, state, reason, queue } of jobs) {
       const job = here.get(id);
-      // The stream may have told of another state meanwhile.
+      // The stream may have reported another state in the meantime.
       if (!job || job.state !== state || (job.reason === reason && job.queue?.place === queue?.place)) continue;
       Object.assign(job, { reason, queue });
       this.changed(job);

@@ -1,13 +1,13 @@
-// A row of the list: filled as the server fills it (web/src/jobs.rs), and again whenever its job changes.
+// A row of the list, filled as by the server (web/src/jobs.rs), and again when its job changes.
 
 import { byId, serverNow, text } from "../page.js";
 import { cut, sentenceOf } from "../cut.js";
 import { waits } from "./queue.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
-/** Tags that a row shows, besides how many more there are; letters of one that is never cut. */
+/** The number of tags in a row (the rest is only counted), and the length up to which a tag is never shortened. */
 const TAGS = 4, SHORT = 8;
-/** Letters of a path in a reason. */
+/** The longest path in a reason, in characters. */
 const PATH = 24;
 export const FINAL = ["succeeded", "failed", "cancelled"];
 
@@ -43,14 +43,14 @@ export function fill(row, job) {
   text(at("speed"), job.images_per_second ? rate(job.images_per_second) : "");
   text(at("age"), age(Date.parse(job.created_at), serverNow()));
   at("age").title = job.created_at;
-  // As `JobRow::class` in web/src/jobs.rs.
+  // The same as `JobRow::class` in web/src/jobs.rs.
   row.classList.toggle("has-reason", at("reason").textContent !== "");
   row.classList.toggle("no-numbers", ["progress", "loss", "best", "speed"].every((name) => at(name).textContent === ""));
   row.classList.toggle("no-curve", points === "");
   const { tags } = job, box = at("tags"), key = tags.join("\n");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
-  // As many as a row has room for; the others are on the job's page.
+  // The other tags are on the job's page.
   const more = tags.slice(TAGS);
   box.replaceChildren(
     ...tags.slice(0, TAGS).map((tag) => Object.assign(document.createElement("a"), { className: tag.length > SHORT ? "tag" : "tag short", textContent: tag, title: tag, href: `/jobs?tag=${encodeURIComponent(tag)}` })),
@@ -58,7 +58,7 @@ export function fill(row, job) {
   );
 }
 
-/** What the job is, and its project, which is cut by itself and first. */
+/** Describes the job, with its project, which is shortened first. */
 function about(node, words, project) {
   if (node.dataset.whole === words + project) return;
   node.dataset.whole = node.title = words + project;
@@ -78,7 +78,7 @@ function progress(job) {
   return job.eta_secs != null && job.state === "running" ? `${epoch} · ${clock(job.eta_secs)} left` : epoch;
 }
 
-/** As `sparkline` in web/src/jobs.rs. */
+/** The same as `sparkline` in web/src/jobs.rs. */
 function sparkline(values) {
   const finite = values.filter(Number.isFinite);
   if (finite.length < 2) return "";

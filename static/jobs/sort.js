@@ -1,4 +1,4 @@
-// The order of the list: a click on a column's head sorts by it, another one turns it round. It stands in the address.
+// The order of the list: a click on a column's heading sorts by it, another click reverses the order. The address has the order.
 
 import { read } from "../address.js";
 import { cut, NARROW } from "../cut.js";
@@ -6,14 +6,14 @@ import { ALL } from "../job/names.js";
 import { text } from "../page.js";
 import { setting } from "../settings.js";
 
-/** The order without one in the address. */
+/** The default order. */
 export const USUAL = "-created";
-/** Class of a head: what the server sorts by, and whether the largest come first at the first click. As in web/src/jobs.rs. */
+/** Class of a heading: sort key of the server, and whether the first click sorts in descending order. The same as in web/src/jobs.rs. */
 const OWN = {
   "c-state": ["state", false], "c-name": ["name", false], "c-progress": ["step", true], "c-loss": ["loss", false],
   "c-best": ["best", true], "c-speed": ["speed", true], "c-age": ["created", true],
 };
-/** Columns that people add and that are sorted by their own name; settings are by `spec.` and theirs. */
+/** Added columns that are sorted by their own name; settings are sorted by `spec.` and their name. */
 const METRICS = {
   ...Object.fromEntries(Object.keys(ALL).map((name) => [name, !/(^|_)loss$/.test(name)])), step: true, epoch: true, attempt: true, ranks: true, owner: false, project: false,
 };
@@ -24,7 +24,7 @@ const VALUES = {
   speed: (j) => j.images_per_second, images_per_second: (j) => j.images_per_second, priority: (j) => j.spec.priority,
 };
 
-/** What a job is sorted by: whether it has changed, and the job with it may have another place. */
+/** A job's sort value. When it changes, the job may have another place. */
 export function key(job) {
   const by = order().replace(/^-/, "");
   if (by.startsWith("tag:")) return job.tags.includes(by.slice(4));
@@ -32,7 +32,8 @@ export function key(job) {
   return Array.isArray(value) ? value.join() : value ?? null;
 }
 
-/** What a head sorts by and whether the largest come first: of a tag those that have it, of settings with several values their text. */
+/** A heading's sort key, and whether the first click sorts in descending order. A tag sorts jobs that have it first; a setting with several values is
+ * sorted as text. */
 function sortOf(th) {
   const own = Object.keys(OWN).find((name) => th.classList.contains(name)), extra = th.dataset.key;
   if (own) return OWN[own];
@@ -41,7 +42,7 @@ function sortOf(th) {
   return extra in METRICS ? [extra, METRICS[extra]] : [`spec.${extra}`, false];
 }
 
-/** Makes a button of every head that jobs can be sorted by. `choose(sort)` is called with the new order. */
+/** Makes a button of every heading that jobs can be sorted by. `choose(sort)` receives the new order. */
 export function drawHeads(row, choose) {
   const now = order();
   for (const th of row.cells) {
@@ -61,7 +62,7 @@ export function drawHeads(row, choose) {
   }
 }
 
-/** Which of these numbers stay, so that as few as can be have to move for the others to stand in order. */
+/** The numbers that stay in place, so that as few as possible have to move for an ascending order. */
 function staying(numbers) {
   const ends = [], before = new Array(numbers.length).fill(-1), kept = new Set();
   numbers.forEach((n, i) => {
@@ -74,13 +75,13 @@ function staying(numbers) {
   return kept;
 }
 
-/** Puts `first` before the other rows, in this order. What is in its place already stays there. */
+/** Puts `first` before the other rows, in this order. Rows that are already in place do not move. */
 export function arrange(rows, first) {
   const all = [...rows.children], at = new Map(all.map((row, i) => [row, i])), front = new Set(first);
   const wanted = [...first, ...all.filter((row) => !front.has(row))], stay = staying(wanted.map((row) => at.get(row)));
   for (let i = wanted.length - 1, after = null; i >= 0; after = wanted[i--]) {
     if (stay.has(i)) continue;
-    // A row that somebody is in with the keyboard keeps the focus.
+    // A row with keyboard focus must keep it.
     if (rows.moveBefore) rows.moveBefore(wanted[i], after); else rows.insertBefore(wanted[i], after);
   }
 }

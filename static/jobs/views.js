@@ -1,5 +1,5 @@
-// Views of the list by name. A view is an address: filters, order and columns. Names are kept in this browser; the address
-// alone can be sent to somebody.
+// Named views of the list. A view is an address: filters, order and columns. The browser keeps the names; to share a
+// view, send its address.
 
 import { text } from "../page.js";
 import { field, menu } from "./narrow.js";
@@ -14,7 +14,7 @@ function kept() {
 }
 
 export class Views {
-  /** `columns()`: those shown, as in the address. */
+  /** `columns()`: the visible columns, as in the address. */
   constructor(columns) {
     this.columns = columns;
     this.list = Object.assign(document.createElement("ul"), { className: "views" });
@@ -28,7 +28,7 @@ export class Views {
     this.menu.addEventListener("toggle", () => { if (this.menu.open) this.#draw(); });
   }
 
-  /** Where the address is as of now, with the columns whatever the reader has kept. */
+  /** The present address, always with the columns, so that it does not depend on the reader's own choice. */
   #query() {
     const at = new URL(location.href).searchParams;
     at.delete("cursor");
@@ -37,7 +37,7 @@ export class Views {
   }
 
   #keep(views) {
-    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser keeps nothing: the address is the view."); return false; }
+    try { localStorage.setItem(KEPT, JSON.stringify(views)); text(this.error, ""); return true; } catch { text(this.error, "This browser stores nothing: bookmark the address instead."); return false; }
   }
 
   #save(name) {

@@ -1,22 +1,22 @@
-// Rows far from what is on the screen are not laid out: a list of ten thousand then scrolls as one of a hundred. A table's rows
-// cannot be left to `content-visibility`, so the far ones are hidden, and an empty row of their height stands for them. Only rows
-// that enter or leave are touched.
+// Only rows near the visible part are laid out, so a list of ten thousand rows scrolls like a list of a hundred.
+// `content-visibility` does not work for table rows. So the other rows are hidden, and an empty row has their height.
+// Only rows that enter or leave are changed.
 
-/** Fewer are all laid out; rows beyond the screen that are laid out on either side, and how few of them may be left there: cards differ in
- *  height, and a row more or less must not move the others to and fro. */
+/** Below `FEW` rows all are laid out. `BEYOND`: rows laid out on either side of the visible part; `LEAST`: the smallest
+ * number of these. Cards differ in height, and a row more or less must not move the others to and fro. */
 const FEW = 200, BEYOND = 24, LEAST = 8;
 
 export class Window {
   /** Rows that are laid out. */
   shown = new Set();
-  /** Height of a row with the space below it: of cards, which differ, a mean. */
+  /** Height of a row with the space below it; for cards, which differ, a mean. */
   #height = 0;
   #whole = true;
-  /** Places of the first row that is laid out and of the one behind the last; none once rows have come or gone. */
+  /** Indices of the first row that is laid out and of the first row after those; null once rows have come or gone. */
   #range = null;
   #frame = 0;
 
-  /** `enter(row)`: a row that was hidden is about to be seen. */
+  /** `enter(row)`: a hidden row is about to become visible. */
   constructor(rows, enter) {
     Object.assign(this, { rows, enter });
     const pad = () => {
@@ -31,7 +31,7 @@ export class Window {
     rows.before(this.above);
     rows.after(this.below);
     for (const row of rows.children) if (!row.hidden) this.shown.add(row);
-    // A row that moves is taken away and added.
+    // A row that moves is removed and added.
     new MutationObserver((changes) => {
       this.#range = null;
       for (const { removedNodes, addedNodes } of changes) {
@@ -43,7 +43,7 @@ export class Window {
     addEventListener("resize", () => { this.#height = 0; this.#range = null; this.draw(); }, { passive: true });
   }
 
-  /** After the next frame's rows or place are known. */
+  /** Lays out rows in the next frame, when their number and position are known. */
   draw() { this.#frame ||= requestAnimationFrame(() => { this.#frame = 0; this.#lay(); }); }
 
   #lay() {
@@ -77,7 +77,7 @@ export class Window {
     this.shown.add(row);
   }
 
-  /** From rows that are laid out and stand one behind the other. */
+  /** Measures the height from rows that are laid out one after another. */
   #measure() {
     const laid = [...this.rows.children].filter((row) => !row.hidden), first = laid[0]?.getBoundingClientRect(), last = laid.at(-1)?.getBoundingClientRect();
     return (laid.length > 1 ? (last.top - first.top) / (laid.length - 1) : first?.height) || 58;

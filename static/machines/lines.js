@@ -1,11 +1,11 @@
-// The lines of the last hours: a machine's history, read again each minute, drawn next to the numbers.
+// The lines of the last hours: a machine's history, read again every minute and drawn beside the values.
 
 import { ask, serverNow } from "../page.js";
 
-/** Minutes, and in how many stretches: none shorter than what the server keeps of that time. */
+/** Minutes, and the number of intervals, which are not shorter than the server's. */
 export const RANGES = { "10m": [10, 60], "1h": [60, 60], "6h": [360, 90], "24h": [1440, 96] };
 const EVERY_MS = 60_000;
-/** The box of a line in web/templates/machines.html. */
+/** The size of a line in web/templates/machines.html. */
 const WIDTH = 120, HEIGHT = 28;
 
 export class Lines {
@@ -14,14 +14,14 @@ export class Lines {
 
   constructor(root) { this.root = root; }
 
-  /** Another stretch of time: all is read again. */
+  /** Changes the range of time: all lines are read again. */
   async show(range) {
     this.#range = RANGES[range];
     this.#history.clear();
     await this.refresh();
   }
 
-  /** Reads what is older than a minute, one machine after the other, and draws. */
+  /** Reads histories older than a minute, one machine after the other, and draws them. */
   async refresh() {
     for (const section of this.root.querySelectorAll("[data-agent]")) {
       const id = section.dataset.agent, known = this.#history.get(id);
@@ -34,7 +34,7 @@ export class Lines {
     }
   }
 
-  /** Draws all again: machines and slots may have come. */
+  /** Draws all lines again: machines and slots may have been added. */
   draw() { for (const section of this.root.querySelectorAll("[data-agent]")) this.#draw(section); }
 
   #draw(section) {
@@ -53,7 +53,7 @@ export class Lines {
   }
 }
 
-/** A path from 0 at the bottom to `most` at the top; nothing is drawn where nothing was measured. */
+/** A path from 0 at the bottom to `most` at the top, with gaps where nothing was measured. */
 function line(values, most) {
   const dx = (WIDTH - 2) / Math.max(1, values.length - 1), parts = [];
   values.forEach((value, i) => {

@@ -1,7 +1,7 @@
-// Makes a part of the page what the server now writes, changing only what differs: focus, a selection and what a screen reader is
-// reading stay where they are.
+// Updates a part of the page to the server's new version, changing only what differs. Focus, a selection and the
+// position of a screen reader stay.
 
-/** What scripts have filled is left as it is: lines, and the error of a button. */
+/** Elements that scripts fill are not changed: lines, and the error of a button. */
 const KEPT = ".spark, .error";
 
 const keyOf = (node) => node.dataset?.agent ?? node.dataset?.slot ?? node.dataset?.id ?? "";
@@ -20,7 +20,7 @@ export function morph(here, fresh) {
   else old.forEach((node, i) => morph(node, wanted[i]));
 }
 
-/** Children have come or gone: those that there are stay. */
+/** Children were added or removed: all others stay. */
 function arrange(here, old, wanted) {
   const focused = document.activeElement;
   const children = wanted.map((node) => {

@@ -56,7 +56,7 @@ describe("charts", () => {
     await page.reload();
     await drawn(page);
     assert.deepEqual(await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric)), ["loss", "val_loss", "grad_norm"]);
-    assert.equal(await page.locator(".curve[data-metric=grad_norm] .chart").getAttribute("data-empty"), "None of these jobs has a point of it yet.");
+    assert.equal(await page.locator(".curve[data-metric=grad_norm] .chart").getAttribute("data-empty"), "None of these jobs has a value of this metric yet.");
     const points = (metric) => page.evaluate((metric) => window.lockstep.charts[metric].snapshot().map((s) => s.points).join(), metric);
     await until("validation loss is there", async () => (await points("val_loss")) === "1,1,1");
     await train(made[2].of, 5, 51, 60);

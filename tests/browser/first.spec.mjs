@@ -132,14 +132,14 @@ describe("keys and words", () => {
   test("single keys can be switched off", async () => {
     const page = await browser.page(server, "/machines");
     await page.keyboard.press("?");
-    await page.getByLabel("single keys do this").uncheck();
+    await page.getByLabel("single-key shortcuts").uncheck();
     await page.getByRole("button", { name: "Close" }).click();
     await page.keyboard.press("n");
     await page.keyboard.press("?");
     await new Promise((done) => setTimeout(done, 300));
     assert.ok(page.url().endsWith("/machines") && !(await page.locator("#help").isVisible()));
     await page.locator("#keys").click();
-    await page.getByLabel("single keys do this").check();
+    await page.getByLabel("single-key shortcuts").check();
     await page.getByRole("button", { name: "Close" }).click();
     await page.keyboard.press("n");
     await page.waitForURL(/\/jobs\/new$/);

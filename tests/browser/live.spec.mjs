@@ -248,7 +248,7 @@ describe("a page that stays open", () => {
   test("says why there are no notifications, and what would change that", async () => {
     const hindered = [
       ["the browser was told not to", () => { window.Notification = class { static permission = "denied"; static async requestPermission() { return "denied"; } }; }, /has been told not to.*Allow them in its settings/],
-      ["the page came over plain HTTP from elsewhere", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine alone.*--tls-own-ca/],
+      ["the page came over plain HTTP from elsewhere", () => Object.defineProperty(window, "isSecureContext", { value: false }), /over HTTPS or from this machine\..*--tls-own-ca/],
     ];
     for (const [why, make, words] of hindered) {
       const page = await browser.page(server, "/machines");

@@ -177,7 +177,7 @@ describe("panels", () => {
     await keep([panel("for all", ["accuracy"], { columns: 3 })]);
     const page = await open();
     await page.getByRole("button", { name: "Save for the project" }).click();
-    await until("it is said", async () => /without panels of their own show these now/.test(await page.locator("#custom-note").textContent()));
+    await until("it is said", async () => /without panels of their own now show these panels/.test(await page.locator("#custom-note").textContent()));
     const beside = await open(`/jobs/${other.id}`);
     assert.deepEqual(await titles(beside), ["for all"]);
     assert.equal(await beside.locator("#custom-note").textContent(), "of the project default");
@@ -189,7 +189,7 @@ describe("panels", () => {
     await until("it has its own", async () => (await titles(beside)).join() === "mine");
     assert.deepEqual(await stored(), ["for all"], "those of the other job stay");
     await beside.getByRole("button", { name: "Use the project's" }).click();
-    await beside.getByRole("button", { name: "Take them away" }).click();
+    await beside.getByRole("button", { name: "Remove them" }).click();
     await until("and goes back", async () => (await titles(beside)).join() === "for all");
     await beside.end();
     await keep([], "/projects/default/panels");

@@ -150,7 +150,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
     let logs = fs::read_dir(server.folder().path()).expect("a folder").flatten();
     let logs = logs.filter(|entry| entry.file_name().to_string_lossy().starts_with("serve."));
     let log: String = logs.map(|entry| fs::read_to_string(entry.path()).expect("a log")).collect();
-    for words in ["an attempt has succeeded after step 12", "an attempt was stopped as the server said"] {
+    for words in ["an attempt has succeeded after step 12", "an attempt was stopped on the server's order"] {
         assert!(log.lines().any(|line| line.contains("INFO") && line.contains(words)), "{words:?} in {log}");
     }
     let structure =

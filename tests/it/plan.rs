@@ -122,7 +122,7 @@ fn what_cannot_be_planned_says_why() {
     assert_eq!(said.matches("layer1.0.conv1").count(), 1, "{said}");
     assert!(said.contains("and 44 more (lockstep plan lists them)"), "{said}");
     job(folder, AUTO);
-    assert!(told(&[]).contains("there is no faces on this machine: give --classes N and data.image_size"));
+    assert!(told(&[]).contains("faces does not exist on this machine: give --classes N and data.image_size"));
     let said = told(&["--classes", "9", "--set", "data.image_size="]);
     assert!(said.contains("--set data.image_size=224"), "{said}");
     let mut alone = machine();

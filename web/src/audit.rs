@@ -1,4 +1,4 @@
-//! The audit log: who did what.
+//! The audit log of requests.
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
@@ -7,19 +7,18 @@ use jiff::Timestamp;
 /// A line of the log.
 #[derive(Debug, Clone)]
 pub struct AuditLine {
-    /// When.
     pub at: Timestamp,
-    /// Name of the token; empty for nobody.
+    /// Name of the token or person; empty without one.
     pub who: String,
-    /// Where the request came from.
+    /// Network address of the client.
     pub address: String,
     /// Method and route, or `sign in`.
     pub action: String,
-    /// The address that was asked for; behind `: ` what was created or concerned, where the address does not say it.
+    /// The URL that was requested. If it does not name the object that was created or changed, that follows after `: `.
     pub object: String,
     /// HTTP status of the answer.
     pub status: u16,
-    /// As in the server's log.
+    /// The request's id, as in the server's log.
     pub request_id: String,
 }
 
@@ -29,9 +28,9 @@ pub struct AuditLine {
 pub struct AuditPage {
     /// Newest first.
     pub lines: Vec<AuditLine>,
-    /// Where older ones are.
+    /// The cursor of the next page with older lines.
     pub next: Option<String>,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -39,7 +38,7 @@ impl AuditPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }

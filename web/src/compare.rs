@@ -1,4 +1,4 @@
-//! Jobs side by side. Which ones stands in the address, and the script reads them: the page itself is empty.
+//! Comparison of jobs. The address names the jobs, and the script reads them: the page itself has no data.
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
@@ -7,7 +7,7 @@ use askama::Template;
 #[derive(Debug, Clone, Copy, Template)]
 #[template(path = "compare.html")]
 pub struct ComparePage {
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -15,7 +15,7 @@ impl ComparePage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }

@@ -9,12 +9,10 @@ use jiff::Timestamp;
 use lockstep_protocol::dataset::Dataset;
 use std::collections::HashSet;
 
-/// What was typed into the form, and what was wrong with it.
+/// The form's content and its mistakes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct DatasetForm {
-    /// As typed.
     pub name: String,
-    /// As typed.
     pub path: String,
     /// What is wrong with the name.
     pub name_error: Option<String>,
@@ -22,22 +20,22 @@ pub struct DatasetForm {
     pub path_error: Option<String>,
 }
 
-/// `GET /datasets`; also the answer to a `POST /datasets` with mistakes in it.
+/// `GET /datasets`, and the answer to a `POST /datasets` with mistakes.
 #[derive(Debug, Clone)]
 pub struct DatasetsPage {
-    /// By name.
+    /// All datasets, sorted by name.
     pub datasets: Vec<Dataset>,
-    /// Names of those that the viewer may remove.
+    /// Names of datasets that the viewer may remove.
     pub changeable: HashSet<String>,
     /// Whether the viewer may register folders.
     pub may_add: bool,
-    /// Empty unless a mistake is being shown.
+    /// Empty unless a mistake is shown.
     pub form: DatasetForm,
-    /// This server's address as the browser sees it, for commands to copy.
+    /// This server's address in the browser, for commands to copy.
     pub server_url: String,
-    /// What ages are counted from.
+    /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -45,7 +43,7 @@ impl DatasetsPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         DatasetsTemplate {
             cards: self.datasets.iter().map(|d| DatasetCard::new(d, self.now)).collect(),
@@ -75,14 +73,14 @@ struct DatasetCard<'a> {
     class_count: String,
     normalisation: String,
     age: String,
-    /// Class name, then its samples in each split.
+    /// Names of classes, with their numbers of samples in each split.
     classes: Vec<(&'a str, Vec<String>)>,
     more_classes: usize,
     broken: String,
 }
 
 impl<'a> DatasetCard<'a> {
-    /// Classes past these are counted, not named: ImageNet has a thousand.
+    /// The largest number of classes that are listed (ImageNet has a thousand); further classes are only counted.
     const CLASSES_SHOWN: usize = 100;
 
     fn new(dataset: &'a Dataset, now: Timestamp) -> Self {

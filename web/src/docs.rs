@@ -1,4 +1,4 @@
-//! The documentation: Markdown of the source tree as pages.
+//! The documentation: Markdown from the source tree, as pages.
 
 mod markdown;
 
@@ -10,7 +10,7 @@ use askama::Template;
 /// An entry of the list of pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DocsEntry {
-    /// Below `/docs/`, without `.md`: `reference/job-file`.
+    /// Path below `/docs/`, without `.md`: `reference/job-file`.
     pub path: String,
     /// The page's first heading.
     pub title: String,
@@ -28,14 +28,14 @@ pub struct DocsPage {
 }
 
 impl DocsPage {
-    /// The page `path` of this Markdown, among all pages. Links to files that are no pages become plain text.
+    /// The page at `path` with this Markdown. `pages` are all pages; links to other files become plain text.
     pub fn new(path: &str, source: &str, pages: &[DocsEntry], viewer: Viewer) -> Self {
         let is_page = |path: &str| pages.iter().any(|entry| entry.path == path);
         let html = markdown::html(source, path, &is_page);
         Self { title: title(source), path: path.into(), folders: folders(pages), html, viewer }
     }
 
-    /// The list of all pages, in words.
+    /// A page with the list of all pages.
     pub fn index(pages: &[DocsEntry], viewer: Viewer) -> Self {
         let mut source = String::from("# Documentation\n");
         for (folder, pages) in folders(pages) {
@@ -48,7 +48,7 @@ impl DocsPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }
@@ -58,7 +58,7 @@ impl DocsPage {
     }
 }
 
-/// Pages by the folder that they are in, those of the top first.
+/// Pages by folder, with the pages of the top folder first.
 fn folders(pages: &[DocsEntry]) -> Vec<(String, Vec<DocsEntry>)> {
     let (inner, top): (Vec<_>, Vec<_>) = pages.iter().cloned().partition(|page| page.path.contains('/'));
     let named = [("Guides", top), ("Reference", inner)];

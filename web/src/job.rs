@@ -1,4 +1,4 @@
-//! One job: how far, how fast, how good, and whether anything is wrong.
+//! One job: progress, speed, accuracy, and problems.
 
 mod own_settings;
 
@@ -18,67 +18,67 @@ use lockstep_protocol::{
 };
 use serde::Serialize;
 
-/// A checkpoint with the id that its download link needs.
+/// A checkpoint, with its id for the download link.
 #[derive(Debug, Clone, Serialize)]
 pub struct Checkpoint {
     /// The id in `/api/v1/checkpoints/{id}`.
     pub id: String,
-    /// That wrote it.
+    /// The attempt that wrote it.
     pub attempt: u32,
     #[serde(flatten)]
-    /// What is known of it.
+    /// The checkpoint's description.
     pub info: CheckpointInfo,
-    /// Whether the object store has it (`uploading` or `stored`), where there is one.
+    /// Its state in the object store (`uploading` or `stored`); `None` without a store.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stored: Option<&'static str>,
 }
 
-/// Where a rank runs, and its newest report if it has made one.
+/// The agent of a rank, and the rank's newest report, if any.
 #[derive(Debug, Clone, Serialize)]
 pub struct RankSeat {
-    /// From 0.
+    /// The rank's number, from 0.
     pub rank: u32,
-    /// Name of the agent that holds its slot; empty when unknown.
+    /// Name of the rank's agent; empty if unknown.
     pub agent: String,
-    /// Its newest report.
+    /// The rank's newest report.
     pub report: Option<RankReport>,
 }
 
 /// The panels that a job's page shows.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Panels {
-    /// Whose they are: `job`, `project` or `none`.
+    /// Where the panels come from: `job`, `project` or `none`.
     pub from: &'static str,
-    /// As they follow each other.
+    /// The panels, in order.
     pub panels: Vec<Panel>,
 }
 
 /// `GET /jobs/{id}`.
 #[derive(Debug, Clone)]
 pub struct JobPage {
-    /// As it now stands.
+    /// The job's present state.
     pub job: Job,
-    /// In rank order, of the newest attempt; may be empty: the script then shows what the stream says.
+    /// Ranks of the newest attempt, in order. If empty, the script shows ranks from the stream.
     pub ranks: Vec<RankSeat>,
     /// Newest first.
     pub checkpoints: Vec<Checkpoint>,
-    /// In order.
+    /// Attempts in order.
     pub attempts: Vec<Attempt>,
     /// Bytes that deleting the job frees (checkpoints, logs, metrics), if known.
     pub size_bytes: Option<u64>,
-    /// This server's address as the browser sees it, for commands to copy.
+    /// This server's address in the browser, for commands to copy.
     pub server_url: String,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
-    /// Whether who looks may change it.
+    /// Whether the viewer may change the job.
     pub may_change: bool,
-    /// Charts that people put together.
+    /// Panels that people have configured.
     pub panels: Panels,
-    /// Whether there are histograms of its layers.
+    /// Whether the job has histograms of its layers.
     pub has_histograms: bool,
-    /// Whether its network is described.
+    /// Whether the job has a description of its network.
     pub has_network: bool,
-    /// Whether the server keeps checkpoints in an object store, too.
+    /// Whether the server also keeps checkpoints in an object store.
     pub has_artifact_store: bool,
 }
 
@@ -86,7 +86,7 @@ impl JobPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         #[derive(Serialize)]
         struct Data<'a> {
@@ -123,7 +123,7 @@ impl JobTemplate<'_> {
         Nav::Jobs.seen_by(self.page.viewer)
     }
 
-    /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds when it started, in the reader's time.
+    /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds the start time in the reader's time zone.
     fn about(&self) -> String {
         let job = self.job;
         let mut parts = Vec::new();
@@ -145,21 +145,21 @@ impl JobTemplate<'_> {
 
     /// The specification as TOML, complete with its defaults.
     fn spec(&self) -> String {
-        // Every field of a specification has a TOML form; should one not, JSON shows as much.
+        // Every field of a specification has a TOML form; JSON is a fallback.
         toml::to_string(&self.job.spec)
             .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
             .unwrap_or_default()
     }
 
-    /// Those that differ from the defaults, and those that have none, by their keys in a job file.
+    /// Settings that differ from the defaults or have no default, by their keys in a job file.
     fn own_settings(&self) -> Vec<(String, String)> {
         own_settings::of(&self.job.spec)
     }
 
-    /// The banner's first words and its sentence, when something is wrong.
+    /// The banner's title and its sentence, if something is wrong.
     fn banner(&self) -> Option<(String, Shown)> {
         let reason = self.job.reason.clone().unwrap_or_default();
-        // Before the state, which another version may have called something else.
+        // Checked before the state, which another version may have named differently.
         if let Some(flaw) = &self.job.unreadable {
             return Some((
                 "Not all of this job can be read.".to_owned(),
@@ -172,7 +172,7 @@ impl JobTemplate<'_> {
             JobState::Restarting | JobState::Queued => waiting(self.job)?,
             _ => return None,
         };
-        // The sentence goes on.
+        // A sentence in lower case continues the title.
         if why.starts_with(|c: char| c.is_ascii_lowercase()) && what.ends_with('.') {
             what.pop();
             what.push(':');
@@ -180,7 +180,7 @@ impl JobTemplate<'_> {
         Some((what, Shown::sentence(&why)))
     }
 
-    /// `bad`, `warn`: how the banner is coloured.
+    /// The banner's colour: `bad` or `warn`.
     fn tone(&self) -> &'static str {
         if self.job.state == JobState::Failed && self.job.unreadable.is_none() { "bad" } else { "warn" }
     }
@@ -221,7 +221,7 @@ impl JobTemplate<'_> {
     }
 }
 
-/// Its place in the queue, and what it waits for now. As `#waiting` in `static/job/facts.js`.
+/// The job's place in the queue, and what it waits for now. The same as `#waiting` in `static/job/facts.js`.
 fn waiting(job: &Job) -> Option<(String, String)> {
     let again = job.state == JobState::Restarting;
     let why = waits_for(job);
@@ -233,13 +233,13 @@ fn waiting(job: &Job) -> Option<(String, String)> {
     Some((format!("{what}{}.", place.unwrap_or_default()), why.unwrap_or_default()))
 }
 
-/// As `unreadable` in `static/job/facts.js`.
+/// The same as `unreadable` in `static/job/facts.js`.
 fn unreadable(flaw: &str, job: &Job, reason: &str) -> String {
     let shown = format!(
-        "Another version of lockstep stored it, and this one does not understand: {flaw}. It is shown as far as it can be \
+        "Another version of lockstep stored this job, and this version does not understand: {flaw}. The page shows what it can \
          read, with defaults for the rest."
     );
-    // A state of another version is given as failed, without an end.
+    // The state of another version counts as failed, but has no end.
     let waits = matches!(job.state, JobState::Queued | JobState::Restarting | JobState::Paused)
         || (job.state == JobState::Failed && job.finished_at.is_none());
     match job.state {
@@ -256,21 +256,21 @@ struct CheckpointRow {
     id: String,
     label: String,
     best: bool,
-    /// The object store does not have it yet.
+    /// Whether the object store does not have the checkpoint yet.
     is_uploading: bool,
     accuracy: String,
-    /// Its job's ranks write parts with names of their own.
+    /// Whether the job's ranks write parts with names of their own.
     sharded: bool,
-    /// Its job keeps a running average of the weights.
+    /// Whether the job keeps a moving average of the weights.
     averaged: bool,
-    /// Checkpoints of earlier steps have no average.
+    /// The first step with an average: earlier checkpoints have none.
     averaged_from: u64,
     step: u64,
     size: String,
     size_bytes: u64,
 }
 
-/// The row of numbers under the title: each value with the small words next to it.
+/// The row of numbers under the title: each value, with a small text beside it.
 #[derive(Debug, Clone)]
 struct Facts {
     step: u64,

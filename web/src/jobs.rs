@@ -11,12 +11,12 @@ use lockstep_protocol::{
     labels::DEFAULT_PROJECT,
 };
 
-/// The filter of the list; part of its address.
+/// The filter of the list, which is part of the page's address.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JobFilter {
-    /// `?state=running,failed`: jobs in one of them; empty for all.
+    /// `?state=running,failed`: jobs in one of these states; empty for all.
     pub states: Vec<JobState>,
-    /// `?q=cifar`: jobs with it in their name, tags or notes; empty for all.
+    /// `?q=cifar`: jobs with this text in their name, tags or notes; empty for all.
     pub text: String,
     /// `?project=vision`: jobs of this project; empty for all.
     pub project: String,
@@ -26,26 +26,26 @@ pub struct JobFilter {
     pub owner: String,
     /// `?sort=-loss`; empty for the newest first.
     pub sort: String,
-    /// Further keys of the address, of conditions and times.
+    /// Further keys of the address: conditions and times.
     pub kept: Vec<(&'static str, String)>,
 }
 
 /// `GET /jobs`.
 #[derive(Debug, Clone)]
 pub struct JobsPage {
-    /// Those that match `filter`, newest first.
+    /// Jobs that match `filter`, newest first.
     pub jobs: Vec<Job>,
-    /// As in the address.
+    /// The filter in the page's address.
     pub filter: JobFilter,
-    /// Whether any job exists at all, matching or not: an empty list then says something else.
+    /// Whether any job exists, matching or not: an empty list then has a different text.
     pub any: bool,
     /// The cursor of the next page of older jobs, if there are more.
     pub next: Option<String>,
-    /// This server's address as the browser sees it, for commands to copy: `http://127.0.0.1:7070`.
+    /// This server's address in the browser, for commands to copy: `http://127.0.0.1:7070`.
     pub server_url: String,
-    /// What ages are counted from.
+    /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -53,7 +53,7 @@ impl JobsPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         JobsTemplate { rows: self.jobs.iter().map(|job| JobRow::new(job, self.now)).collect(), page: self }
             .render()
@@ -76,7 +76,7 @@ impl JobsTemplate<'_> {
         use JobState::{Cancelled, Failed, Paused, Queued, Restarting, Running, Succeeded};
         let chosen = &self.page.filter.states;
         let mut shown = vec![Running, Queued, Restarting, Paused, Succeeded, Failed, Cancelled];
-        // States that pass within seconds are reached through the address, and shown while they are chosen.
+        // States that pass within seconds have no link, and are shown only if the address names them.
         shown.extend(chosen.iter().copied().filter(|state| !shown.contains(state)).collect::<Vec<_>>());
         let all = StateLink { label: "all", state: "", leads_to: String::new(), on: chosen.is_empty() };
         let link = |state: JobState| {
@@ -88,12 +88,12 @@ impl JobsTemplate<'_> {
         std::iter::once(all).chain(shown.into_iter().map(link)).collect()
     }
 
-    /// The chosen states as in the address.
+    /// The chosen states, as in the address.
     fn chosen(&self) -> String {
         joined(self.page.filter.states.iter().copied())
     }
 
-    /// The filters but for the states, for the end of an address.
+    /// All filters except states, for the end of an address.
     fn filters(&self) -> String {
         let JobFilter { states: _, text, project, tag, owner, sort: _, kept } = &self.page.filter;
         let given = [("q", text), ("project", project), ("tag", tag), ("owner", owner)].into_iter();
@@ -102,7 +102,7 @@ impl JobsTemplate<'_> {
         given.map(|(key, value)| format!("&{key}={}", encoded(value))).collect()
     }
 
-    /// All but the states, for the end of an address.
+    /// All keys except states, for the end of an address.
     fn others(&self) -> String {
         let order = match self.page.filter.sort.as_str() {
             "" => String::new(),
@@ -111,7 +111,7 @@ impl JobsTemplate<'_> {
         self.filters() + &order
     }
 
-    /// The heads of the columns, with what each of them leads to.
+    /// The headings of the columns, with their links.
     fn heads(&self) -> Vec<Head> {
         let now = match self.page.filter.sort.as_str() {
             "" => "-created",
@@ -140,7 +140,7 @@ impl JobsTemplate<'_> {
     }
 }
 
-/// Class, label, what jobs are sorted by, and whether the largest come first at the first click. The script has the same.
+/// Class, label, sort key, and whether the first click sorts in descending order. The script has the same table.
 const HEADS: [(&str, &str, &str, bool); 7] = [
     ("c-state", "State", "state", false),
     ("c-name", "Job", "name", false),
@@ -151,11 +151,11 @@ const HEADS: [(&str, &str, &str, bool); 7] = [
     ("num c-age", "Submitted", "created", true),
 ];
 
-/// The head of a column: a link that sorts by it, or turns the order round.
+/// The heading of a column: a link that sorts by the column, or reverses the order.
 struct Head {
     class: &'static str,
     label: &'static str,
-    /// As in `aria-sort`; empty where the list is in another order.
+    /// Value of `aria-sort`; empty if the list is sorted by another column.
     order: &'static str,
     href: String,
 }
@@ -165,7 +165,7 @@ struct StateLink {
     label: &'static str,
     /// Empty for all.
     state: &'static str,
-    /// The states that are chosen once somebody follows it: it is added to the others, or taken away.
+    /// The chosen states after a click: the click adds this state or removes it.
     leads_to: String,
     on: bool,
 }
@@ -174,7 +174,7 @@ fn joined(states: impl Iterator<Item = JobState>) -> String {
     states.map(JobState::as_str).collect::<Vec<_>>().join(",")
 }
 
-/// As a value in an address.
+/// Percent-encodes a value for an address.
 pub(crate) fn encoded(text: &str) -> String {
     let is_plain = |b: &u8| b.is_ascii_alphanumeric() || b"-_.~".contains(b);
     text.bytes().fold(String::new(), |mut out, byte| {
@@ -238,7 +238,7 @@ impl JobRow {
         }
     }
 
-    /// What it has or lacks that its layout depends on. In classes, as selectors with `:has()` made every page slower to draw.
+    /// Classes for properties that the layout depends on. Selectors with `:has()` would make every page slower to draw.
     fn class(&self) -> Option<String> {
         let numbers = [&self.progress, &self.loss, &self.best, &self.speed];
         let classes = [
@@ -252,19 +252,19 @@ impl JobRow {
     }
 }
 
-/// Why it is in its state, with its place in the queue while it waits: `place 2 in the queue · needs 4 slots`.
+/// Why a job is in its state, with its place in the queue while it waits: `place 2 in the queue · needs 4 slots`.
 fn waiting(job: &Job) -> String {
     let place = job.queue.as_ref().map(|queue| format!("place {} in the queue", queue.place));
     [place, job.reason.clone()].into_iter().flatten().collect::<Vec<_>>().join(" · ")
 }
 
-/// How far a job is, in words: `epoch 3 of 10 · 0:12 left`.
+/// The job's progress in words: `epoch 3 of 10 · 0:12 left`.
 fn progress(job: &Job) -> String {
     if job.state.is_final() {
         return match (job.started_at, job.ran_secs) {
             (None, _) => "never started".into(),
             (_, Some(secs)) => format!("ran for {}", clock(secs)),
-            // An earlier version did not count.
+            // An earlier version did not store the time.
             (_, None) => String::new(),
         };
     }
@@ -343,7 +343,7 @@ mod tests {
             assert!(html.contains(&link), "{link}: {html}");
         }
         assert_eq!(html.matches("aria-current=\"true\"").count(), 2, "two states are chosen");
-        // The column that the list is sorted by turns round; others are sorted as one mostly wants them.
+        // The heading of the sort column reverses the order; other headings sort in their usual direction.
         for (order, sort) in [(" aria-sort=\"ascending\"", "-loss"), ("", "-best"), ("", "name")] {
             let head = format!("{order}><a href=\"/jobs?state=lost,failed&#38;{others}&#38;sort={sort}\"");
             assert!(html.contains(&head), "{head}: {html}");

@@ -1,5 +1,4 @@
-//! What every page shares: the navigation, the data block for its script, and the page for an
-//! error.
+//! Parts that every page shares: the navigation, the data block for the page's script, and the error page.
 
 use askama::Template;
 use serde::Serialize;
@@ -7,8 +6,8 @@ use std::sync::OnceLock;
 
 static ASSETS: OnceLock<String> = OnceLock::new();
 
-/// Says where styles and scripts are served: a path that changes with their content, so that browsers may keep
-/// them for good. `/static` until it is said; the first call counts.
+/// Sets the path of styles and scripts, once. The path changes with their content, so that browsers may cache them for
+/// good. Default: `/static`.
 pub fn set_assets(path: String) {
     let _ = ASSETS.set(path);
 }
@@ -17,12 +16,12 @@ pub(crate) fn assets() -> &'static str {
     ASSETS.get().map_or("/static", String::as_str)
 }
 
-/// The server's clock, by which pages count ages: that of a reader's machine may be off.
+/// The server's time, from which pages compute ages: a reader's clock may be wrong.
 pub(crate) fn now() -> jiff::Timestamp {
     jiff::Timestamp::now()
 }
 
-/// The entry of the navigation that a page belongs to.
+/// The navigation entry to which a page belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nav {
     /// The list, the form and each job.
@@ -37,29 +36,29 @@ pub enum Nav {
     Machines,
     /// `/people`, for admins.
     People,
-    /// `/audit`, for those who may see it.
+    /// `/audit`, for admins.
     Audit,
-    /// A page of its own, such as an error.
+    /// A page without an entry, such as an error.
     Elsewhere,
-    /// The form to sign in: every other page would lead back to it.
+    /// The sign-in form, without navigation: every other page would lead back to it.
     SignIn,
 }
 
-/// What the bar at the top depends on: who looks.
+/// Who looks at a page, as far as the bar at the top depends on it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Viewer {
-    /// There is a session to end.
+    /// Whether there is a session to end.
     pub signed_in: bool,
-    /// Sees the audit log, and people.
+    /// Whether the viewer sees the audit log and the page People.
     pub is_admin: bool,
-    /// Has a page of its own: a person, not a program's token.
+    /// Whether the viewer is a person, who has an account page, and not a token.
     pub is_person: bool,
-    /// May look and change nothing.
+    /// Whether the viewer may change nothing.
     pub reads_only: bool,
 }
 
 impl Viewer {
-    /// Who has not signed in, or need not.
+    /// A viewer who has not signed in, or need not sign in.
     pub const NOBODY: Viewer =
         Viewer { signed_in: false, is_admin: false, is_person: false, reads_only: false };
 }
@@ -72,14 +71,14 @@ pub struct Bar {
 }
 
 impl Nav {
-    /// The bar of a page of this entry.
+    /// The bar of a page with this entry, for this viewer.
     pub fn seen_by(self, viewer: Viewer) -> Bar {
         Bar { nav: self, viewer }
     }
 }
 
 impl Bar {
-    /// Address, label and whether it is the current page, in the order shown. None before somebody has signed in.
+    /// Address, label and whether it is the current page, in order. Empty before sign-in.
     pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
         if self.nav == Nav::SignIn {
             return Vec::new();
@@ -98,12 +97,12 @@ impl Bar {
         shown.map(|(address, label, nav)| (address, label, nav == self.nav)).collect()
     }
 
-    /// Whether a person looks, who has a page of its own.
+    /// Whether the viewer is a person with an account page.
     pub fn is_person(self) -> bool {
         self.viewer.is_person
     }
 
-    /// Whether who looks may change nothing: what would be refused is not offered.
+    /// Whether the viewer may change nothing: pages then do not offer changes.
     pub fn reads_only(self) -> bool {
         self.viewer.reads_only
     }
@@ -114,8 +113,8 @@ impl Bar {
     }
 }
 
-/// JSON for a `<script type="application/json">` block: `<`, `>` and `&` are written as escapes, so no
-/// text in it can end the block.
+/// JSON for a `<script type="application/json">` block. `<`, `>` and `&` are escaped, so no text in it can end the
+/// block.
 ///
 /// # Errors
 /// A value that has no JSON form, such as a map whose keys are not strings.
@@ -124,17 +123,17 @@ pub(crate) fn data_block<T: Serialize>(value: &T) -> Result<String, askama::Erro
     Ok(json.replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026"))
 }
 
-/// A page that says what went wrong and what to do about it.
+/// A page that says what went wrong and what to do.
 #[derive(Debug, Clone, Template)]
 #[template(path = "message.html")]
 pub struct MessagePage {
-    /// HTTP status, shown small.
+    /// HTTP status, in small print.
     pub status: u16,
     /// `No job has this id`.
     pub title: String,
     /// What to do next, in a sentence.
     pub detail: String,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -142,7 +141,7 @@ impl MessagePage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }

@@ -1,5 +1,5 @@
-//! The dashboard's pages: plain data in, HTML out. No input or output happens here; the server's
-//! page handlers fill these structs and call `render`.
+//! The dashboard's pages: plain data in, HTML out, without input or output. The server's page handlers fill these
+//! structs and call `render`.
 //!
 //! | URL | page | live through |
 //! |---|---|---|

@@ -1,4 +1,4 @@
-//! The form to sign in.
+//! The sign-in form.
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
@@ -7,26 +7,25 @@ use askama::Template;
 #[derive(Debug, Clone, Template)]
 #[template(path = "login.html")]
 pub struct LoginPage {
-    /// The page to go to then.
+    /// The page to open after sign-in.
     pub next: String,
     /// Why the last attempt failed; empty for none.
     pub error: String,
-    /// The name that stands in the form.
     pub name: String,
-    /// There are people, who sign in by name and password.
+    /// Whether there are people, who sign in with name and password.
     pub has_people: bool,
-    /// An admin's token looks and there is nobody yet: the form is for the first person.
+    /// Whether the form makes the first person: an admin's token looks, and no person exists.
     pub setup: bool,
-    /// The OpenID provider, where there is one.
+    /// The OpenID provider, if any.
     pub provider: Option<ProviderButton>,
 }
 
-/// The way to an OpenID provider.
+/// The button for an OpenID provider.
 #[derive(Debug, Clone)]
 pub struct ProviderButton {
-    /// What people call it.
+    /// The provider's name for people.
     pub name: String,
-    /// Where the way begins, without the page to go to then.
+    /// Address at which the sign-in begins, without the page to open afterwards.
     pub href: String,
     /// Why the last attempt failed; empty for none.
     pub error: String,
@@ -36,13 +35,13 @@ impl LoginPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }
 
     fn nav(&self) -> Bar {
-        // Who sets up the first admin is signed in, by a token.
+        // A viewer who makes the first admin is already signed in, by a token.
         let nav = if self.setup { Nav::Elsewhere } else { Nav::SignIn };
         nav.seen_by(Viewer::NOBODY)
     }

@@ -1,4 +1,4 @@
-//! The machines: one card an agent, one cell a slot and whose job holds it.
+//! The machines: a card for each agent, with a cell for each slot and the job that has it.
 
 mod gauges;
 mod join;
@@ -19,69 +19,67 @@ use lockstep_protocol::agent::{Machine, MachineSample, MachineWarning, Slot};
 pub struct Holder {
     /// The job's id, for the link to its page.
     pub job_id: String,
-    /// As shown.
+    /// The job's name, as shown.
     pub job_name: String,
-    /// Which of its ranks.
+    /// The rank that runs in the slot.
     pub rank: u32,
 }
 
 /// The waiting job that a slot is kept for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeptFor {
-    /// The job's id; empty for one that the viewer does not see.
+    /// The job's id; empty if the viewer may not see the job.
     pub job_id: String,
-    /// As shown.
+    /// The job's name, as shown.
     pub job_name: String,
 }
 
-/// A slot and whose it is.
+/// A slot with the jobs that have it and get it next.
 #[derive(Debug, Clone)]
 pub struct SlotCell {
-    /// The slot.
     pub slot: Slot,
-    /// Who holds it.
+    /// The rank that has the slot.
     pub holder: Option<Holder>,
-    /// Who gets it next, where that is certain.
+    /// The job that gets the slot next, if that is certain.
     pub kept_for: Option<KeptFor>,
 }
 
 /// An agent as the server knows it.
 #[derive(Debug, Clone)]
 pub struct AgentCard {
-    /// Kept by the agent over restarts.
+    /// The agent's id, which it keeps over restarts.
     pub id: String,
-    /// Two agents may have the same name: one whose state was made anew has another id.
+    /// The agent's name. Two agents may have the same name, for example after an agent's state was lost.
     pub name: String,
-    /// Its socket is open.
+    /// Whether the agent's websocket is open.
     pub online: bool,
-    /// It is to take no new work.
+    /// Whether the agent gets no new work.
     pub draining: bool,
-    /// Its newest heartbeat.
+    /// Time of the newest heartbeat.
     pub last_seen_at: Timestamp,
-    /// When its connection began.
     pub connected_at: Option<Timestamp>,
-    /// Seconds until its lease runs out and its attempts end; `None`: it has no attempt.
+    /// Seconds until the lease expires and the attempts end; `None` without an attempt.
     pub lease_secs_left: Option<f64>,
-    /// As it introduced itself.
+    /// The agent's description of its machine.
     pub machine: Machine,
-    /// What it measures now.
+    /// The newest measurements.
     pub sample: Option<MachineSample>,
-    /// What is not as it should be, the worst first.
+    /// Warnings, the worst first.
     pub warnings: Vec<MachineWarning>,
-    /// In index order.
+    /// Slots, in the order of their numbers.
     pub slots: Vec<SlotCell>,
 }
 
 /// `GET /machines`.
 #[derive(Debug, Clone)]
 pub struct MachinesPage {
-    /// Online ones first, then by name.
+    /// Online agents first, then by name.
     pub agents: Vec<AgentCard>,
-    /// What joins another machine.
+    /// The commands that join another machine.
     pub join: Join,
-    /// What ages are counted from.
+    /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -89,7 +87,7 @@ impl MachinesPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         MachinesTemplate { page: self }.render()
     }
@@ -111,7 +109,7 @@ impl MachinesTemplate<'_> {
         self.page.agents.iter().filter(|other| other.name == card.name).count() > 1
     }
 
-    /// One that is away and holds nothing, by those who may.
+    /// Whether the viewer may remove the machine: it must be offline and have no slot in use.
     fn may_remove(&self, card: &AgentCard) -> bool {
         self.page.viewer.is_admin && !card.online
     }
@@ -142,13 +140,13 @@ impl KeptFor {
 }
 
 impl AgentCard {
-    /// The beginning of its id, which tells it from another one of the same name.
+    /// The beginning of the agent's id, which distinguishes machines of the same name.
     fn short_id(&self) -> &str {
         const CHARS: usize = 8;
         &self.id[..self.id.char_indices().nth(CHARS).map_or(self.id.len(), |(end, _)| end)]
     }
 
-    /// Hardware, version, and how the connection and its leases are.
+    /// Hardware, version, and the state of the connection and its leases.
     fn about(&self, now: Timestamp) -> String {
         let m = &self.machine;
         let connected = self.connected_at.map_or(String::new(), |since| match age(since, now).as_str() {
@@ -181,7 +179,7 @@ impl AgentCard {
     fn slot_gauges(&self, slot: &Slot) -> Vec<Gauge> {
         let sample = self.sample.iter().flat_map(|sample| &sample.gpus).find(|seen| seen.slot == slot.index);
         let all = gauges::of_slot(sample, slot.memory_bytes);
-        // A share of CPU cores has no temperature of its own.
+        // A share of CPU cores has no temperature.
         let shown = if slot.uuid.is_some() { all.len() } else { 2 };
         all.into_iter().take(shown).collect()
     }

@@ -1,10 +1,10 @@
-//! Numbers written for people. `static/numbers.js` writes the same ones the same way, so that a value
-//! does not change when the page goes live.
+//! Numbers for people. `static/numbers.js` formats them in the same way, so a value does not change when the page goes
+//! live.
 
 use jiff::Timestamp;
 use lockstep_protocol::cut;
 
-/// `2736` as `2,736`.
+/// Formats `2736` as `2,736`.
 pub fn count(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::with_capacity(digits.len() + digits.len() / 3);
@@ -20,12 +20,12 @@ pub fn count(n: u64) -> String {
 use lockstep_protocol::numbers::nouns;
 pub use lockstep_protocol::numbers::percent;
 
-/// Words as a page has room for them.
+/// A text, shortened to the space that a page has for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Shown {
-    /// Long names and paths are cut in the middle.
+    /// The text; long names and paths are shortened in the middle.
     pub text: String,
-    /// The whole, for the tooltip; empty where nothing was cut.
+    /// The whole text, for the tooltip; empty if nothing was shortened.
     pub title: String,
 }
 
@@ -35,18 +35,18 @@ impl Shown {
         Self { text, title }
     }
 
-    /// A name or a path.
+    /// Shortens a name or a path.
     pub fn name(name: &str) -> Self {
         Self::of(name, cut::middle(name, cut::WORD))
     }
 
-    /// A sentence, whose names and paths may be long.
+    /// Shortens long names and paths in a sentence.
     pub fn sentence(words: &str) -> Self {
         Self::of(words, cut::long_words(words))
     }
 }
 
-/// A loss or a learning rate: four decimals, or the same number of digits in powers of ten when small.
+/// A loss or a learning rate: four decimals; a small value with the same number of digits and a power of ten.
 pub fn value(v: f64) -> String {
     let size = v.abs();
     if !v.is_finite() {
@@ -60,12 +60,12 @@ pub fn value(v: f64) -> String {
     }
 }
 
-/// Speeds: `38940.2` as `38,940`, `9.73` as `9.7`.
+/// Speeds: formats `38940.2` as `38,940`, `9.73` as `9.7`.
 pub fn rate(v: f64) -> String {
     if v >= 99.95 { count(v.round() as u64) } else { lockstep_protocol::numbers::rate(v) }
 }
 
-/// `188743680` as `189 MB` (powers of ten, as disks and networks count).
+/// Formats `188743680` as `189 MB` (powers of ten, as for disks and networks).
 pub fn bytes(n: u64) -> String {
     const UNITS: [&str; 5] = ["kB", "MB", "GB", "TB", "PB"];
     if n < 1000 {
@@ -80,7 +80,7 @@ pub fn bytes(n: u64) -> String {
     if size < 9.95 { format!("{size:.1} {}", UNITS[unit]) } else { format!("{size:.0} {}", UNITS[unit]) }
 }
 
-/// A duration as a clock shows it: `0:12`, `14:02`, `3:14:02`, `2 d 3 h`.
+/// A duration in seconds, in the form of a clock: `0:12`, `14:02`, `3:14:02`, `2 d 3 h`.
 pub fn clock(secs: f64) -> String {
     let s = secs.max(0.0).round() as u64;
     if s >= 48 * 3600 {
@@ -92,7 +92,7 @@ pub fn clock(secs: f64) -> String {
     }
 }
 
-/// How long ago, coarsely: `just now`, `40 s`, `12 min`, `3 h`, `5 d`.
+/// The time from `then` to `now`, rounded down: `just now`, `40 s ago`, `12 min ago`, `3 h ago`, `5 d ago`.
 pub fn age(then: Timestamp, now: Timestamp) -> String {
     match now.as_second() - then.as_second() {
         ..5 => "just now".into(),

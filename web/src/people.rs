@@ -1,4 +1,4 @@
-//! People, for admins; and the own account.
+//! The page People, for admins, and the page of one's own account.
 
 use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
@@ -11,15 +11,15 @@ use lockstep_protocol::{
 #[derive(Debug, Clone, Template)]
 #[template(path = "people.html")]
 pub struct PeoplePage {
-    /// By name.
+    /// All people, sorted by name.
     pub people: Vec<Person>,
-    /// What stands in the form.
+    /// The name in the form.
     pub name: String,
     /// Why the last change was not made; empty for none.
     pub error: String,
     /// The person who looks; empty for a token.
     pub me: String,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -27,7 +27,7 @@ impl PeoplePage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }
@@ -36,7 +36,7 @@ impl PeoplePage {
         Nav::People.seen_by(self.viewer)
     }
 
-    /// Each role, the highest first where it is the first person's.
+    /// Each role. For the first person, the highest role comes first.
     fn roles(&self) -> Vec<Role> {
         let mut roles = vec![Role::Member, Role::Viewer, Role::Admin];
         if self.people.is_empty() {
@@ -50,23 +50,23 @@ impl PeoplePage {
 #[derive(Debug, Clone, Template)]
 #[template(path = "account.html")]
 pub struct AccountPage {
-    /// Who looks; `None` for a token that no person owns.
+    /// The person who looks; `None` for a token without an owner.
     pub person: Option<Person>,
-    /// The person has a password, and not an account at an OpenID provider alone.
+    /// Whether the person has a password, and not only an account at an OpenID provider.
     pub has_password: bool,
-    /// The name of the token, otherwise.
+    /// The token's name, if no person looks.
     pub token: String,
     /// The person's valid tokens.
     pub tokens: Vec<Token>,
-    /// What a token of the person may be for.
+    /// Scopes that a token of the person may have.
     pub scopes: Vec<Scope>,
-    /// A token that was made just now, shown this once; empty for none.
+    /// The secret of a token that was just made, shown only once; empty for none.
     pub secret: String,
-    /// The last change was made.
+    /// Whether the last change was made.
     pub done: bool,
-    /// Why it was not; empty for none.
+    /// Why the last change was not made; empty if it was.
     pub error: String,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -74,7 +74,7 @@ impl AccountPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }

@@ -1,4 +1,4 @@
-//! The queue: what waits, in which order, for what, and which slots are kept for whom.
+//! The queue: waiting jobs in order, what they wait for, and reserved slots.
 
 use crate::{
     jobs::encoded,
@@ -16,23 +16,22 @@ use lockstep_protocol::{
 #[derive(Debug, Clone, Template)]
 #[template(path = "queue.html")]
 pub struct QueuePage {
-    /// In the order of their places.
+    /// Jobs in the order of their places.
     pub jobs: Vec<QueuedJob>,
-    /// How many there are on all pages.
+    /// The number of jobs on all pages.
     pub total: u64,
-    /// What is kept for whom.
+    /// Slots that are kept for jobs.
     pub reservations: Vec<Reservation>,
     /// `?project=vision`: jobs of this project; empty for all.
     pub project: String,
     /// `?owner=ada`: jobs of a person or a token; empty for all.
     pub owner: String,
-    /// No page comes before this one.
     pub is_first: bool,
     /// The cursor of the next page.
     pub next: Option<String>,
-    /// What ages are counted from.
+    /// The time from which ages are computed.
     pub now: Timestamp,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
@@ -40,7 +39,7 @@ impl QueuePage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         Template::render(self)
     }
@@ -62,7 +61,7 @@ impl QueuePage {
         format!("{} {waits}{kept}", plural(self.total, "job"))
     }
 
-    /// The address with this filter taken out, or with a cursor.
+    /// The address without one of the filters, or with a cursor.
     fn address(&self, project: bool, owner: bool, cursor: &str) -> String {
         let given = [
             ("project", if project { self.project.as_str() } else { "" }),
@@ -100,7 +99,7 @@ impl QueuePage {
         Shown::sentence(&job.reason.as_ref().map_or_else(unknown, ToString::to_string))
     }
 
-    /// Of the job that something is kept for.
+    /// The name of the job for which slots are kept.
     fn name(&self, reservation: &Reservation) -> Shown {
         Shown::name(reservation.name.as_deref().unwrap_or_default())
     }
@@ -111,7 +110,7 @@ impl QueuePage {
         slots.map(|slots| format!("{} kept", plural(slots.into(), "slot"))).unwrap_or_default()
     }
 
-    /// What is kept, in words that follow `kept for NAME`: `: slots 0 and 1, and what else becomes free here`.
+    /// What is kept, as a text after `kept for NAME`: `: slots 0 and 1, and what else becomes free here`.
     fn what(&self, of: &Reservation) -> String {
         let mut parts = Vec::new();
         if !of.free.is_empty() {

@@ -1,7 +1,7 @@
-//! The form for a new job. It works without a script as a plain form; `static/submit.js` adds checking
-//! while typing and the same specification as TOML.
+//! The form for a new job. It works without a script; `static/submit.js` adds checks while typing, and the same
+//! specification as TOML.
 //!
-//! A field is named by its path in the specification (`train.lr`), so a mistake at `/train/lr` finds it.
+//! A field's name is its path in the specification (`train.lr`), so a mistake at `/train/lr` finds its field.
 
 use crate::{
     layout::{Bar, Nav, Viewer},
@@ -24,27 +24,26 @@ mod presets;
 
 pub use form::Form;
 
-/// `GET /jobs/new`; also the answer to a `POST /jobs/new` with mistakes in it.
+/// `GET /jobs/new`, and the answer to a `POST /jobs/new` with mistakes.
 #[derive(Debug, Clone)]
 pub struct SubmitPage {
-    /// What stands in the fields.
+    /// The content of the fields.
     pub form: Form,
-    /// What is wrong with `form`, each mistake next to its field.
+    /// Mistakes in `form`, each shown next to its field.
     pub mistakes: Vec<SpecError>,
-    /// To choose from.
     pub datasets: Vec<Dataset>,
-    /// Slots of the machines that are online, busy or not.
+    /// Slots of all online machines, busy or not.
     pub slots: u32,
-    /// This server's address as the browser sees it, for commands to copy.
+    /// This server's address in the browser, for commands to copy.
     pub server_url: String,
-    /// Who looks.
+    /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
 
 impl SubmitPage {
-    /// An unsent form: of the preset named (`?preset=cifar10`), or else of the first one whose dataset
-    /// is registered; on `dataset` if one is named (`?dataset=flowers`). To submit a job again
-    /// (`?from={id}`), build the page with [`Form::from_spec`] instead.
+    /// A new form: of the named preset (`?preset=cifar10`), otherwise of the first preset whose dataset is registered;
+    /// with `dataset` if one is named (`?dataset=flowers`). To submit a job again (`?from={id}`), build the page with
+    /// [`Form::from_spec`] instead.
     pub fn fresh(
         preset: Option<&str>,
         dataset: Option<&str>,
@@ -82,7 +81,7 @@ impl SubmitPage {
     /// The page as HTML.
     ///
     /// # Errors
-    /// As [`askama::Template::render`]; none that data can cause.
+    /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
         let view = |f: &'static Field| FieldView {
             field: f,
@@ -105,13 +104,13 @@ impl SubmitPage {
     }
 }
 
-/// The form of what `lockstep init` suggests for the dataset's pictures.
+/// A form with the values that `lockstep init` suggests for the dataset's pictures.
 fn suggested(dataset: Option<&Dataset>) -> Option<Form> {
     let Dataset { name, info, .. } = dataset?;
     Suggestion::of(info).ok()?.spec(name).map(|spec| Form::from_spec(&spec))
 }
 
-/// Whether a mistake is shown at a field: it is at the field's path, or inside its list.
+/// Whether a mistake belongs to a field: it is at the field's path, or inside its list.
 fn belongs(mistake: &SpecError, field: &Field) -> bool {
     let path = mistake.pointer.trim_start_matches('/').replace('/', ".");
     path == field.key || path.strip_prefix(field.key).is_some_and(|rest| rest.starts_with('.'))
@@ -135,7 +134,7 @@ struct FieldView {
 }
 
 impl FieldView {
-    /// Each choice and whether it is made.
+    /// Each choice, and whether it is selected.
     fn options(&self) -> Vec<(&'static str, bool)> {
         let options: &[&str] = if let Kind::Choice(options) = self.field.kind { options } else { &[] };
         options.iter().map(|o| (*o, *o == self.value)).collect()
@@ -171,7 +170,7 @@ impl SubmitTemplate<'_> {
         Nav::Jobs.seen_by(self.page.viewer)
     }
 
-    /// Every mistake, with the id and the label of its field where it belongs to one.
+    /// Every mistake, with the id and the label of its field, if it belongs to a field.
     fn listed(&self) -> Vec<(Option<(&str, &str)>, &str)> {
         let views = || self.groups.iter().chain(&self.more).flat_map(|(_, views)| views);
         let of = |m: &SpecError| views().find(|view| belongs(m, view.field));
@@ -179,32 +178,31 @@ impl SubmitTemplate<'_> {
         self.page.mistakes.iter().map(listed).collect()
     }
 
-    /// Whether something behind "More settings" is to be seen: a mistake, or how long the job trains.
+    /// Whether "More settings" must be open: it has a mistake, or the key that sets the job's length.
     fn more_is_needed(&self) -> bool {
         let has_steps = self.page.form.values.get("train.steps").is_some_and(|steps| !steps.is_empty());
         has_steps || self.more.iter().any(|(_, fields)| fields.iter().any(|f| !f.errors.is_empty()))
     }
 
-    /// Whether nobody has registered the pictures that come with the server, under their own name.
+    /// Whether the pictures that come with the server are not registered under their own name.
     fn lacks_bundled(&self) -> bool {
         self.page.datasets.iter().all(|dataset| dataset.name != "fashion-mnist")
     }
 
-    /// Key, title, words about it, and the fields it sets as JSON for the script.
+    /// Key, title, description, and the preset's values as JSON for the script.
     fn presets(&self) -> Vec<(&'static str, &'static str, &'static str, String)> {
         let form = |p| preset_form(p, self.page.slots, &self.page.datasets);
         let values = |p| serde_json::to_string(&form(p).values).unwrap_or_default();
         PRESETS.iter().map(|p| (p.key, p.title, p.about, values(p))).collect()
     }
 
-    /// What each recipe puts into fields, as JSON for the script.
+    /// The values with which each recipe fills fields, as JSON for the script.
     fn recipes(&self) -> String {
         let all: BTreeMap<_, _> = Recipe::NAMES.into_iter().map(|name| (name, recipe_values(name))).collect();
         serde_json::to_string(&all).unwrap_or_default()
     }
 
-    /// Name, what it holds and whether it is chosen, of each dataset; also the one that stands in the
-    /// form, known or not.
+    /// Name, description and whether it is selected, of each dataset; also of an unregistered dataset in the form.
     fn datasets(&self) -> Vec<(String, String, bool)> {
         let chosen = self.page.form.text("data.dataset");
         let mut options: Vec<_> = self
@@ -295,7 +293,7 @@ mod tests {
 
     #[test]
     fn the_form_has_a_field_for_every_key_of_a_specification() {
-        // With every optional key present.
+        // A specification with every optional key.
         let mut spec = JobSpec::default();
         spec.train.recipe = Some(Recipe::Imagenet);
         spec.model.pretrained = Some("x".into());
@@ -363,7 +361,7 @@ mod tests {
         assert_eq!((spec.train.epochs, spec.train.gamma), (Some(90), 0.2));
         assert_eq!((spec.train.lr, spec.data.random_resized_crop), (0.1 * 32.0 / 256.0, true));
 
-        // To another one: what the first put into the fields goes with it.
+        // Another recipe is chosen: the values of the first go away with it.
         let mut form = Form::from_spec(&spec);
         form.set("train.lr", "");
         form.set("model.pretrained", "x.safetensors");
@@ -372,13 +370,13 @@ mod tests {
         assert_eq!((other.train.epochs, other.train.schedule), (Some(10), ScheduleKind::Cosine));
         assert_eq!((other.train.gamma, other.train.lr), (0.2, 0.01 * 32.0 / 256.0));
 
-        // And where the fields show the recipe, what they show is what is sent.
+        // If the fields show the recipe's values, these values are sent.
         let mut form = Form::from_spec(&spec);
         form.set("train.weight_decay", "0");
         let again = from_json(&form.document()).expect("a specification");
         assert_eq!((again.train.weight_decay, again.train.recipe), (0.0, Some(Recipe::Imagenet)));
 
-        // But for what is in proportion to the epochs, unless somebody has changed it.
+        // Except settings that scale with the epochs, unless the user has changed them.
         form.set("train.epochs", "30");
         let shorter = from_json(&form.document()).expect("a specification");
         assert_eq!((shorter.train.epochs, &shorter.train.milestones[..]), (Some(30), &[10, 20][..]));

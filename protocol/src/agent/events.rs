@@ -1,4 +1,4 @@
-//! The events of an attempt, which ranks and their agent record and the server stores.
+//! The events of an attempt: ranks and their agent record them, and the server stores them.
 
 use crate::{
     dataset::ValidationSet,
@@ -12,16 +12,16 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use utoipa::ToSchema;
 
-/// What happened in an attempt.
+/// An event of an attempt.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AttemptEvent {
-    /// All ranks have met, the dataset is read, the first step is next.
+    /// All ranks have met and read the dataset; the first step is next.
     Running {
         total_steps: u64,
         steps_per_epoch: u64,
         start_step: u64,
-        /// Pictures of the training split; 0 where an earlier version does not say.
+        /// Pictures of the training split; 0 from an earlier version.
         #[serde(default)]
         train_samples: u64,
     },
@@ -38,17 +38,17 @@ pub enum AttemptEvent {
         report: RankReport,
     },
     Checkpoint(CheckpointInfo),
-    /// A checkpoint's files were deleted, as `keep` says.
+    /// A checkpoint's files were deleted, because of `keep`.
     CheckpointRemoved {
         epoch: u32,
         step: u64,
     },
     Evaluation(Evaluation),
-    /// The distribution of weights and gradients, every `log.histograms` steps. From rank 0.
+    /// Histograms of weights and gradients, every `log.histograms` steps. From rank 0.
     Histograms(LayerHistograms),
-    /// The network's layers, once an attempt or again when more is known (their times). From rank 0.
+    /// The network's layers, once per attempt, and again when their times are known. From rank 0.
     Network(NetworkDescription),
-    /// float16 could not hold `what`: after `step` training continues in bfloat16. From rank 0.
+    /// float16 could not represent `what`: after `step`, training continues in bfloat16. From rank 0.
     PrecisionFallback {
         step: u64,
         what: String,
@@ -56,22 +56,22 @@ pub enum AttemptEvent {
     /// The last message of a rank that cannot continue, before its process ends.
     RankFailed {
         rank: u32,
-        /// Optimizer steps it had done.
+        /// Optimizer steps that the rank had done.
         step: u64,
-        /// For a person: what went wrong and, where known, what to do.
+        /// For a person: what went wrong and, if known, what to do.
         reason: String,
-        /// What kind of failure it was, where the rank knows.
+        /// The kind of failure, if the rank knows it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         code: Option<ReasonCode>,
         /// Whether another attempt may succeed.
         retriable: bool,
-        /// It only lost contact to another rank, whose own reason comes first.
+        /// Whether the rank only lost its connection to another rank, whose own reason comes first.
         secondary: bool,
-        /// Neighbours of this rank whose machines do not answer: they are off, or cut off. A machine that is only slow answers.
+        /// Neighbours of this rank whose machines do not answer: they are off, or cut off. A slow machine still answers.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         unreachable: Vec<u32>,
     },
-    /// Every rank of this agent is gone: its last event of the attempt. An attempt on several agents has one from each.
+    /// All ranks of this agent have ended: its last event of the attempt. In an attempt on several agents, each sends one.
     Ended(Ending),
     /// An event of a newer version: acknowledged and skipped.
     #[serde(other)]
@@ -81,7 +81,7 @@ pub enum AttemptEvent {
 /// One line of a rank's log (`rank.<r>.log`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LogLine {
-    /// From 1, within the attempt and rank.
+    /// Number of the line, from 1, within the attempt and rank.
     pub number: u64,
     #[schema(value_type = String)]
     pub at: jiff::Timestamp,
@@ -89,7 +89,7 @@ pub struct LogLine {
     pub text: String,
 }
 
-/// Where a rank is and how its time goes: averages since the last report, at most one a second.
+/// State of a rank, and how it spends its time: averages since the last report, at most one report a second.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RankReport {
     /// `starting`, `training`, `evaluating`, `checkpointing`, `finished`, `stopped`, `failed`.
@@ -97,11 +97,11 @@ pub struct RankReport {
     pub step: u64,
     pub epoch: u32,
     pub step_ms: f64,
-    /// Waiting for other ranks' gradients, of `step_ms`.
+    /// The part of `step_ms` spent waiting for other ranks' gradients.
     pub all_reduce_ms: f64,
-    /// Waiting for data, of `step_ms`.
+    /// The part of `step_ms` spent waiting for data.
     pub data_ms: f64,
-    /// Pictures of this rank over the time of its steps, since the last report. Those of a job are `images_per_second` of the job.
+    /// Pictures of this rank per second of its steps, since the last report. The job's `images_per_second` covers all ranks.
     pub images_per_second: f64,
     pub pid: u32,
     /// `CPU, 1 thread`, `GPU 0`.
@@ -115,17 +115,17 @@ pub struct CheckpointInfo {
     pub step: u64,
     pub val_accuracy: Option<f64>,
     pub val_loss: Option<f64>,
-    /// The pictures that it was validated on; absent without validation.
+    /// The pictures on which the checkpoint was validated; absent without validation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationSet>,
-    /// Best by `keep_best` so far.
+    /// Whether the checkpoint is the best by `keep_best` so far.
     pub best: bool,
-    /// The size of all its files.
+    /// The total size of the checkpoint's files.
     pub size_bytes: u64,
 }
 
 impl CheckpointInfo {
-    /// Its accuracy, and of how many pictures it is where that is known.
+    /// The checkpoint's accuracy, with its number of pictures if known.
     pub fn accuracy_in_words(&self) -> Option<String> {
         let accuracy = self.val_accuracy?;
         let words = |set: &ValidationSet| accuracy_of(accuracy, set.pictures);
@@ -159,25 +159,25 @@ pub enum Ending {
     Succeeded {
         step: u64,
     },
-    /// Stopped because the server said so.
+    /// Stopped on the server's order.
     Stopped,
     Failed {
         reason: Reason,
-        /// Whether another attempt may succeed (after a killed process it may; with a missing file it will not).
+        /// Whether another attempt may succeed (true after a killed process, false for a missing file).
         retriable: bool,
     },
-    /// Ranks here only lost those of other machines, whose agents know more. Of attempts over several machines alone.
+    /// Ranks here only lost ranks of other machines, whose agents know more. Only for attempts on several machines.
     Secondary {
         reason: Reason,
     },
 }
 
 impl fmt::Display for Ending {
-    /// A line of a log.
+    /// Formats a line of a log.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Ending::Succeeded { step } => write!(f, "an attempt has succeeded after step {step}"),
-            Ending::Stopped => f.write_str("an attempt was stopped as the server said"),
+            Ending::Stopped => f.write_str("an attempt was stopped on the server's order"),
             Ending::Secondary { reason } => {
                 write!(f, "an attempt has ended here: {}; another machine's agent knows why", reason.words())
             }

@@ -1,4 +1,4 @@
-//! Fencing tokens: which attempt may write.
+//! Fencing tokens decide which attempt may write.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -9,15 +9,15 @@ use std::fmt;
 pub struct FencingToken {
     /// Grows with every attempt of any job.
     pub number: u64,
-    /// Random: only the agent that was given the attempt knows it.
+    /// Random; only the agent that received the attempt knows it.
     pub secret: u128,
 }
 
 impl FencingToken {
-    /// Of ranks that no server has started.
+    /// The token of ranks that no server started.
     pub const NONE: Self = Self { number: 0, secret: 0 };
 
-    /// As the server stores it.
+    /// The secret in its stored form.
     pub fn secret_text(self) -> String {
         format!("{:032x}", self.secret)
     }
@@ -30,14 +30,14 @@ impl FencingToken {
     }
 }
 
-/// Shows the number alone, so the secret is in no log.
+/// Shows only the number, so the secret is in no log.
 impl fmt::Debug for FencingToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "FencingToken({})", self.number)
     }
 }
 
-/// A number alone, whose secret no server takes: for tests.
+/// A token with a secret that no server accepts, for tests.
 impl From<u64> for FencingToken {
     fn from(number: u64) -> Self {
         Self { number, secret: 0 }
@@ -50,7 +50,7 @@ impl From<FencingToken> for String {
     }
 }
 
-/// In files of protocol 4 a token is its number. What such a file reports is read, and its reports are refused.
+/// In files of protocol 4 a token is its number. Such files are read, but their reports are refused.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Written {

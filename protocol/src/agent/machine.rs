@@ -1,10 +1,10 @@
-//! A machine: how it introduces itself, what its agent measures there every few seconds, and what `doctor` found.
+//! A machine: its description, its agent's measurements every few seconds, and `doctor`'s findings.
 
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// A machine as it introduces itself.
+/// A machine's description of itself.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Machine {
     pub hostname: String,
@@ -13,26 +13,26 @@ pub struct Machine {
     pub memory_bytes: u64,
     pub disk_free_bytes: u64,
     pub version: String,
-    /// Where ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions report none, and share
-    /// no job with others.
+    /// Address by which ranks on other machines reach the ranks here: an IP address or a name. Agents of older versions
+    /// report none, and share no job with other machines.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub address: Option<String>,
-    /// The network interface that has this address, where it is known.
+    /// The network interface with this address, if known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
-    /// Speed of this interface in Mbit/s; absent where the system does not say.
+    /// Speed of this interface in Mbit/s; absent if the system does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface_mbits: Option<u32>,
     /// The machine's boot and network namespace: agents that report the same reach each other at loopback.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_id: Option<String>,
-    /// Slots whose GPUs are all joined to each other by NVLink, group by group. None where there are no such GPUs, or NVML does not say.
+    /// Groups of slots whose GPUs are all connected to each other by NVLink. Empty without such GPUs, or if NVML does not report links.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub nvlink_groups: Vec<Vec<u32>>,
 }
 
 impl Machine {
-    /// How its ranks reach others, in words: `network 100 Gbit/s · NVLink joins slots 0 1 2 3`; none where nothing is known.
+    /// The machine's links in words: `network 100 Gbit/s · NVLink joins slots 0 1 2 3`; `None` if nothing is known.
     pub fn links_in_words(&self) -> Option<String> {
         let network = self.interface_mbits.map(|mbits| match mbits {
             0..1000 => format!("network {mbits} Mbit/s"),
@@ -50,58 +50,58 @@ impl Machine {
     }
 }
 
-/// What an agent has measured of its machine. What the system does not say is absent. A container with limits of its own
-/// (control groups) is a machine of that size.
+/// Measurements of a machine by its agent. A value that the system does not report is absent. A container with limits
+/// of its own (control groups) counts as a machine of that size.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MachineSample {
-    /// By the machine's own clock.
+    /// Time, by the machine's own clock.
     #[schema(value_type = String)]
     pub at: Timestamp,
-    /// CPUs that the agent's processes may use; a container's limit may be a part of one.
+    /// CPUs that the agent's processes may use; with a container's limit, possibly a fraction.
     pub cpus: f32,
     /// All CPUs of the machine.
     pub host_cpus: u32,
-    /// Busy part of `cpus` since the sample before, 0 to 1.
+    /// Busy fraction of `cpus` since the previous sample, 0 to 1.
     pub cpu_utilization: Option<f32>,
-    /// Processes that ran or waited for a CPU, a mean of the last minute, of the whole machine.
+    /// Processes of the whole machine that ran or waited for a CPU, averaged over the last minute.
     pub load: Option<f32>,
     pub memory_used_bytes: u64,
-    /// What processes here may have together.
+    /// Memory that the agent's processes may use together.
     pub memory_bytes: u64,
     /// All memory of the machine.
     pub host_memory_bytes: u64,
-    /// Of the file system of the agent's folder.
+    /// Used bytes of the file system with the agent's folder.
     pub disk_used_bytes: u64,
-    /// What is used and what this account may still use.
+    /// Used bytes plus the bytes that this account may still use.
     pub disk_bytes: u64,
-    /// Of all disks.
+    /// Bytes per second read from all disks.
     pub disk_read_bytes_per_second: Option<u64>,
     pub disk_written_bytes_per_second: Option<u64>,
-    /// Of all interfaces but loopback. InfiniBand's own traffic does not pass through them.
+    /// Bytes per second of all interfaces except loopback. InfiniBand's own traffic does not pass through them.
     pub network_received_bytes_per_second: Option<u64>,
     pub network_sent_bytes_per_second: Option<u64>,
-    /// Of slots: those that are GPUs, and shares of CPU cores on which a rank runs.
+    /// Measurements of slots: GPUs, and shares of CPU cores on which a rank runs.
     pub gpus: Vec<GpuSample>,
 }
 
-/// What NVML said of a slot's GPU; of a share of CPU cores, what the rank's process takes of it.
+/// NVML's measurements of a slot's GPU; for a share of CPU cores, the usage of the rank's process.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct GpuSample {
     pub slot: u32,
-    /// Part of the last moment in which something ran on it, 0 to 1; of CPU cores, their busy part.
+    /// Fraction of the last moment in which the GPU was in use, 0 to 1; for CPU cores, their busy fraction.
     pub utilization: Option<f32>,
-    /// Taken by anybody; of CPU cores, by the rank.
+    /// Memory used by all processes; for CPU cores, by the rank.
     pub memory_used_bytes: u64,
     pub temperature_celsius: Option<f32>,
     pub power_watts: Option<f32>,
 }
 
-/// Something about a machine that is not as it should be.
+/// A problem of a machine, or a note about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MachineWarning {
-    /// Training will fail or crawl; otherwise it works, but.
+    /// Whether training will fail or be very slow.
     pub problem: bool,
-    /// Sentences for people: what there is, and what to do about it.
+    /// Sentences for people: what was found, and what to do.
     pub text: String,
 }
 

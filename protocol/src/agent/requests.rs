@@ -12,21 +12,21 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AgentRequest {
-    /// Whether these files or folders exist. Replied to at once, whatever else the agent is doing.
+    /// Whether these files or folders exist. Answered at once, even if the agent is busy.
     HasFiles {
         paths: Vec<String>,
     },
     InspectDataset {
         path: String,
-        /// Where the path may lead; anywhere without it.
+        /// Folders to which the path may lead; any folder if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
-    /// How far an `InspectDataset` of this path is. Replied to at once, whatever else the agent is doing.
+    /// Progress of an `InspectDataset` of this path. Answered at once, even if the agent is busy.
     InspectProgress {
         path: String,
     },
-    /// Which pictures the dataset at `path` holds. Only an agent sends this, to a process of its own.
+    /// The fingerprint of the pictures in the dataset at `path`. Only an agent sends this, to a child process.
     Fingerprint {
         path: String,
         /// The job has started before: only folders are examined, and files only in folders that have changed.
@@ -37,19 +37,19 @@ pub enum AgentRequest {
     Samples {
         path: String,
         pick: Pick,
-        /// Where the path may lead, if it has links by now; anywhere without it.
+        /// Folders to which the path may lead if it has links; any folder if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
     Evaluate(EvaluateModel),
-    /// The pictures that measure a job with `data` on the dataset at `path`, as they are now.
+    /// The pictures in the dataset at `path` that would measure a job with `data` now.
     ValidationSet {
         path: String,
         data: Box<DataSpec>,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         allowed: Option<AllowedFolders>,
     },
-    /// Whether training can start from these weights. Older agents do not reply.
+    /// Whether training can start from these weights. Older agents do not answer.
     FitWeights(FitWeights),
     /// `model`: a checkpoint's folder, or a safetensors file.
     Predict {
@@ -59,7 +59,7 @@ pub enum AgentRequest {
 }
 
 impl AgentRequest {
-    /// The files and folders that the agent needs for it.
+    /// The files and folders that the agent needs for the request.
     pub fn paths(&self) -> Vec<String> {
         match self {
             AgentRequest::HasFiles { paths } => paths.clone(),
@@ -76,7 +76,7 @@ impl AgentRequest {
         }
     }
 
-    /// The queue that it waits in.
+    /// The queue in which the request waits.
     pub fn queue(&self) -> RequestQueue {
         match self {
             AgentRequest::Evaluate(_) => RequestQueue::Long,
@@ -86,14 +86,14 @@ impl AgentRequest {
     }
 }
 
-/// Requests wait for those of their own queue alone.
+/// Requests wait only for other requests of their own queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RequestQueue {
-    /// They take moments.
+    /// Requests that take moments.
     Short,
-    /// They take as long as what somebody sends: pictures up to a limit.
+    /// Requests whose time depends on the pictures that somebody sends, up to a limit.
     Predictions,
-    /// They may take minutes.
+    /// Requests that may take minutes.
     Long,
 }
 
@@ -101,11 +101,11 @@ pub enum RequestQueue {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AgentReply {
-    /// In the order of the request's paths.
+    /// Results in the order of the request's paths.
     Files {
         there: Vec<bool>,
     },
-    /// Why training cannot start from the weights, as a sentence; absent where it can.
+    /// Why training cannot start from the weights, as a sentence; absent if it can.
     Weights {
         mistake: Option<String>,
     },
@@ -113,15 +113,15 @@ pub enum AgentReply {
         path: String,
         info: DatasetInfo,
     },
-    /// Pictures (or shards) inspected so far and in all; none when no inspection of that path is running.
+    /// Pictures (or shards) inspected so far and in all; `None` if no inspection of that path is running.
     Progress {
         inspected: Option<(u64, u64)>,
     },
-    /// None of a format whose files are few: those are compared themselves.
+    /// `None` for a format with few files, which are compared themselves.
     Fingerprint {
         found: Option<PicturesFingerprint>,
     },
-    /// Absent where no picture measures the job.
+    /// Absent if no picture measures the job.
     ValidationSet {
         found: Option<ValidationSet>,
     },

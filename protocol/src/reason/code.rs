@@ -3,17 +3,17 @@
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 
-/// The longest code that is kept, in bytes.
+/// The longest code, in bytes.
 pub(super) const CODE_BYTES: usize = 64;
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $name:ident = $text:literal,)*) => {
-        /// What kind of reason it is. New ones are added; a program that does not know one shows the words.
+        /// The kind of a reason. New codes may be added; a program that does not know a code shows the words.
         #[derive(Debug, Clone, PartialEq, Eq, Hash)]
         #[non_exhaustive]
         pub enum ReasonCode {
             $($(#[$doc])* $name,)*
-            /// One that a newer version wrote.
+            /// A code that a newer version wrote.
             Other(String),
         }
 
@@ -21,7 +21,7 @@ macro_rules! codes {
             /// Every code that this version knows.
             pub const KNOWN: &[ReasonCode] = &[$(ReasonCode::$name,)*];
 
-            /// As in JSON: snake_case.
+            /// The code in JSON: snake_case.
             pub fn as_str(&self) -> &str {
                 match self {
                     $(ReasonCode::$name => $text,)*
@@ -42,28 +42,28 @@ macro_rules! codes {
 }
 
 codes! {
-    // What a rank or its agent says.
-    /// A rank said itself what went wrong.
+    // Reported by a rank or its agent.
+    /// A rank reported what went wrong.
     RankFailed = "rank_failed",
     /// A rank's process ended with a status of its own.
     RankExited = "rank_exited",
     /// A rank was killed by a signal.
     RankKilled = "rank_killed",
-    /// A rank was asked to stop, and not by its agent.
+    /// Somebody other than its agent asked a rank to stop.
     RankStopped = "rank_stopped",
-    /// A rank ended while nobody watched it.
+    /// A rank ended while no agent watched it.
     RankVanished = "rank_vanished",
     /// A rank did no step for longer than `recovery.stall_timeout_secs`.
     Stalled = "stalled",
-    /// Loss or weights are no numbers any more.
+    /// The loss or weights are not finite any more.
     Diverged = "diverged",
-    /// float16 did not hold the numbers of training, which continues in bfloat16.
+    /// float16 could not represent the numbers of training, which continues in bfloat16.
     PrecisionFallback = "precision_fallback",
-    /// float16 did not hold the numbers of training, and the job asks for float16.
+    /// float16 could not represent the numbers of training, and the job requires float16.
     PrecisionTooNarrow = "precision_too_narrow",
     /// A machine or a GPU had no memory left.
     OutOfMemory = "out_of_memory",
-    /// The dataset's files cannot be read, or are not those that the job began with.
+    /// The dataset's files cannot be read, or have changed since the job began.
     DatasetUnusable = "dataset_unusable",
     /// No disk space for checkpoints.
     DiskFull = "disk_full",
@@ -71,29 +71,29 @@ codes! {
     SharedMemoryTooSmall = "shared_memory_too_small",
     /// The ranks could not be started.
     NotStarted = "not_started",
-    /// Ranks do not end, not even by SIGKILL.
+    /// Ranks do not end, even after SIGKILL.
     Unkillable = "unkillable",
-    /// The agent has not heard of its server for longer than the lease.
+    /// The agent has received nothing from its server for longer than the lease.
     ServerSilent = "server_silent",
     /// Too many records wait for the server on the agent's disk.
     SpoolFull = "spool_full",
-    /// An agent ended, not in order, before it had started the ranks: while it copied their dataset, or made its checks.
+    /// An agent was killed before it had started the ranks, while it copied their dataset or made its checks.
     AgentRestarted = "agent_restarted",
-    /// The ranks ended and none said why.
+    /// The ranks ended, and no rank reported why.
     Unexplained = "unexplained",
 
-    // What the server knows.
+    // Reported by the server.
     /// Cancelled on request.
     CancelledByUser = "cancelled_by_user",
-    /// Its ranks are being stopped, as somebody cancelled it.
+    /// The job's ranks are being stopped, because somebody cancelled the job.
     Cancelling = "cancelling",
     /// Paused on request.
     PausedByUser = "paused_by_user",
-    /// Its ranks are writing a checkpoint and stopping, as somebody paused it.
+    /// The job's ranks write a checkpoint and stop, because somebody paused the job.
     Pausing = "pausing",
-    /// Its ranks are writing a checkpoint and stopping, as a job of higher priority takes their slots.
+    /// The job's ranks write a checkpoint and stop, because a job of higher priority takes their slots.
     Preempting = "preempting",
-    /// A job of higher priority took its slots.
+    /// A job of higher priority took the job's slots.
     Preempted = "preempted",
     /// Resumed on request.
     ResumedByUser = "resumed_by_user",
@@ -103,39 +103,39 @@ codes! {
     Forked = "forked",
     /// An agent was silent for longer than its lease.
     AgentLost = "agent_lost",
-    /// An agent is there, without the attempt's ranks.
+    /// An agent is online, but without the attempt's ranks.
     AgentWithoutRanks = "agent_without_ranks",
-    /// An agent is there, and the order to start the attempt's ranks has never reached it.
+    /// An agent is online, but the order to start the attempt's ranks never reached it.
     StartLost = "start_lost",
     /// An agent was stopped in order.
     AgentStopped = "agent_stopped",
-    /// An agent went away between the claim of its slots and the start.
+    /// An agent went offline between the claim of its slots and the start.
     AgentLeft = "agent_left",
-    /// An agent is there and did not start the attempt: its folder cannot be written, or it is shutting down.
+    /// An agent is online but did not start the attempt: its folder cannot be written, or it is shutting down.
     AgentDeclined = "agent_declined",
     /// The dataset is no longer registered.
     DatasetMissing = "dataset_missing",
-    /// A checkpoint to begin from is no longer there.
+    /// The checkpoint to begin from no longer exists.
     CheckpointMissing = "checkpoint_missing",
-    /// A path leads where jobs may read nothing (`serve --dataset-root`), by a link that was made after the job was submitted.
+    /// A path leads to a folder that jobs may not read (`serve --dataset-root`), by a link that is newer than the job.
     PathNotAllowed = "path_not_allowed",
-    /// The stored specification is of another version of this program.
+    /// Another version of this program stored the specification.
     UnreadableSpec = "unreadable_spec",
     /// Waits: no agent is online.
     NoAgentOnline = "no_agent_online",
-    /// Waits: the agents that are online take other jobs only.
+    /// Waits: all online agents take only other jobs.
     NoAgentAccepts = "no_agent_accepts",
-    /// Waits: no machine has a slot of the kind, or none has as many.
+    /// Waits: no machine has enough slots of the kind.
     TooFewSlots = "too_few_slots",
-    /// Waits: machines have enough slots together, but not those that reach each other.
+    /// Waits: machines have enough slots together, but some cannot reach each other.
     MachinesApart = "machines_apart",
     /// Waits for a checkpoint that another machine uploads.
     WaitingForCheckpoint = "waiting_for_checkpoint",
     /// Waits until slots are free.
     WaitingForSlots = "waiting_for_slots",
-    /// The attempt has fewer ranks than the job, as there was no place for all of them.
+    /// The attempt has fewer ranks than the job, because not all ranks found a slot.
     FewerRanks = "fewer_ranks",
-    /// Given in words alone.
+    /// Only words, without a code.
     Unspecified = "unspecified",
 }
 

@@ -1,9 +1,9 @@
-//! The English sentences of reasons; the only place where they are made.
+//! Makes the English sentences of all reasons.
 
 use super::{Facts, ReasonCode};
 use crate::spec::DeviceKind;
 
-/// English, of a code and its facts.
+/// The sentence for a code and its facts.
 pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
     use ReasonCode::*;
     let Facts { rank, step, attempt, signal, exit_status, secs, .. } = facts;
@@ -12,7 +12,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
     let detail = facts.detail.as_deref().unwrap_or_default();
     let more = |between: &str| facts.detail.as_ref().map_or(String::new(), |d| format!("{between}{d}"));
     let agent = format!("agent {:?}", facts.agent.as_deref().unwrap_or_default());
-    // As far as the server had heard.
+    // The step that the server has last heard of.
     let at_step = facts.step.filter(|s| *s > 0).map_or(String::new(), |step| format!(" at step {step}"));
     match code {
         RankKilled => format!("rank {rank} was killed by signal {} at step {step}", signal.unwrap_or(0)),
@@ -162,7 +162,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             facts.slots_needed.unwrap_or(0),
             more(" after the last attempt: ")
         ),
-        // Whatever a rank says of itself, in its own words.
+        // A rank's own words.
         _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),
         _ if facts.detail.is_some() => detail.to_owned(),
         other => other.as_str().replace('_', " "),
@@ -174,12 +174,12 @@ impl Facts {
         let priority = self.priority.unwrap_or(0);
         match &self.job {
             Some(job) => format!("job {job} of priority {priority}"),
-            // It is private.
+            // The other job is private.
             None => format!("a job of priority {priority}"),
         }
     }
 
-    /// Who the free slots are kept for.
+    /// The jobs for which free slots are kept, in words.
     fn kept(&self) -> String {
         let name = |name: &String| match name.as_str() {
             "" => "another job".to_owned(),

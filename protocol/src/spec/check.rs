@@ -18,8 +18,8 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::fmt::Write as _;
 
-/// Reads a specification from JSON; with a [`Recipe`], resolved: every key that the document does not give has the
-/// recipe's value. What comes out reads back the same.
+/// Reads a specification from JSON. A [`Recipe`] is resolved: every key that the document does not give has the
+/// recipe's value. The resolved specification reads back the same.
 ///
 /// # Errors
 /// Every mistake in it, in the order of [`KEYS`]: unknown keys (with the nearest right name), wrong
@@ -31,8 +31,8 @@ pub fn from_json(document: &Value) -> Result<JobSpec, Vec<SpecError>> {
     }
 }
 
-/// As [`from_json`], and what a document with mistakes comes to without them: each key that has one has its default, or the recipe's
-/// value. Others can look for what is wrong with the rest.
+/// As [`from_json`], but returns a specification for a document with mistakes, too. In it, keys with a mistake have
+/// their default or the recipe's value, so callers can check the rest.
 pub fn read(document: &Value) -> (Option<JobSpec>, Vec<SpecError>) {
     let mut errors = Vec::new();
     let mut document = document.clone();
@@ -70,8 +70,8 @@ pub fn from_toml(text: &str) -> Result<JobSpec, Vec<SpecError>> {
     from_json(&toml_document(text).map_err(|e| vec![e])?)
 }
 
-/// Reads what another version of this program has stored: every key that can be, with defaults in the place of those
-/// that cannot; those are named. Not for what people submit.
+/// Reads a specification that another version of this program stored. Keys that cannot be read have their default, and
+/// the errors name them. Not for specifications that people submit.
 pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
     let mut errors = Vec::new();
     let mut document = document.clone();
@@ -85,12 +85,12 @@ pub fn read_leniently(document: &Value) -> (JobSpec, Vec<SpecError>) {
     }
 }
 
-/// The recipe's learning rate for the job's batch size, unless that is out of the range of `train.lr`.
+/// The recipe's learning rate for the job's batch size; a mistake if it exceeds the maximum of `train.lr`.
 fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32 {
     let lr = recipe.lr(spec) as f32;
     if f64::from(lr) > MAX_LR && !errors.iter().any(|e| e.pointer == "/train/lr") {
         let detail = format!(
-            "recipe {:?} scales the learning rate with the pictures a step, to {lr} for {}; give lr, at most {MAX_LR}",
+            "recipe {:?} scales the learning rate with the pictures of a step: {lr} for {} is too high; give lr, at most {MAX_LR}",
             recipe.name(),
             spec.global_batch_size()
         );
@@ -99,7 +99,7 @@ fn scaled_lr(recipe: Recipe, spec: &JobSpec, errors: &mut Vec<SpecError>) -> f32
     lr
 }
 
-/// Takes every key with a mistake out of `document`.
+/// Removes every key with a mistake from `document`.
 fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     let Value::Object(top) = document else {
         return errors.push(SpecError {
@@ -125,16 +125,16 @@ fn check_shape(document: &mut Value, errors: &mut Vec<SpecError>) {
     }
 }
 
-/// Refuses texts with characters that nobody sees. Stored specifications of earlier versions are not checked for that until they
-/// are forked. Control characters were checked with the key's kind.
+/// Refuses invisible characters in texts. Stored specifications of earlier versions are checked only when they are
+/// forked. Control characters are checked with the key's kind.
 fn check_texts(document: &Value, errors: &mut Vec<SpecError>) {
     let mut check_text = |pointer: String, value: &Value| {
         if let Some(unseen) = value.as_str().and_then(first_unseen) {
-            let detail = format!("must not hold characters that nobody sees, has {unseen:?}");
+            let detail = format!("must not have invisible characters, has {unseen:?}");
             errors.push(SpecError { pointer, detail });
         }
     };
-    // Notes may have lines, and nothing is found by them.
+    // Notes may have line breaks, and nothing is looked up by them.
     for (key, value) in document.as_object().into_iter().flatten().filter(|(key, _)| *key != "notes") {
         check_text(format!("/{key}"), value);
         for (inner, value) in value.as_object().into_iter().flatten() {
@@ -170,7 +170,7 @@ fn check_section(
     table.retain(|key, _| {
         let known = names.contains(&key.as_str());
         if !known && errors.len() < MISTAKES {
-            // A pointer is as long as its key; the detail has the beginning of a very long one.
+            // A pointer is as long as its key, so a very long key gets the section's pointer and is shortened in the detail.
             let pointer = if key.len() > KEY_BYTES { pointer("") } else { pointer(key) };
             errors.push(SpecError { pointer, detail: unknown_key(key, section.name, names) });
         } else if !known {
@@ -226,7 +226,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if spec.model.freeze_norm && spec.model.pretrained.is_none() {
         mistake(
             "/model/freeze_norm",
-            "keeps batch norm as trained weights have it, and without model.pretrained there are none: give it, or set \
+            "keeps the batch norm of trained weights, but without model.pretrained there are none: set model.pretrained, or \
              freeze_norm = false"
                 .into(),
         );
@@ -264,7 +264,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         mistake(
             "/log/histograms",
             format!(
-                "{} steps are too few: each time all weights and gradients are looked at; give {HISTOGRAMS_EVERY} or more, or \
+                "{} steps are too few: each histogram reads all weights and gradients; give {HISTOGRAMS_EVERY} or more, or \
                  0 for none",
                 spec.log.histograms
             ),
@@ -303,7 +303,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     if let Some(detail) = fewer_ranks::mistake(spec) {
         mistake("/recovery/min_ranks", detail);
     }
-    // The default keeps the best by val_accuracy, which is harmless without validation.
+    // By default the best checkpoint by val_accuracy is kept, which is harmless without validation.
     if no_validation && spec.checkpoint.keep_best == "val_loss" {
         mistake(
             "/checkpoint/keep_best",
@@ -322,7 +322,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
         mistake(
             "/data/image_size",
             format!(
-                "{size} is too small for {}: its last stage would have nothing left; give 16 or more",
+                "{size} is too small for {}: its last stage would have no pixels left; give 16 or more",
                 spec.model.arch.name()
             ),
         );
@@ -342,10 +342,13 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     {
         mistake(
             "/data/validation_size",
-            format!("{validation} pixels are less than training ends with; give {} or more", last.size),
+            format!(
+                "{validation} pixels are less than the size that training ends with; give {} or more",
+                last.size
+            ),
         );
     }
-    // The first convolution of large pictures reads two pixels as one on GPUs.
+    // On GPUs the first convolution for large pictures reads two pixels as one.
     let all = sizes.iter().map(|from| from.size).chain(*validation_size);
     let first = all.clone().next();
     if all.clone().any(|size| Some(size) != first)
@@ -362,7 +365,7 @@ fn check_sizes(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
         mistake(
             "/data/resize_size",
             format!(
-                "{resize_size} pixels are less than the crop of {key} = {size} that is taken then; give {} or more",
+                "{resize_size} pixels are less than the crop that follows, {key} = {size}; give {} or more",
                 size.saturating_mul(256) / 224
             ),
         );

@@ -10,56 +10,56 @@ use utoipa::ToSchema;
 pub struct DataSpec {
     /// A registered dataset's name, or (from the command line) a path.
     pub dataset: String,
-    /// Where validation pictures come from. When absent: `test` (with some recipes `val`), and of a dataset that has no
-    /// such split the first of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation` that it has.
+    /// Where validation pictures come from. When absent: the split `test` (with some recipes `val`), or, if the dataset has no
+    /// such split, the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`.
     pub validation: Validation,
-    /// With a fraction in `validation`: chooses the pictures that are held out. Each is chosen by itself, from this seed and
-    /// its class and file name (in a folder of pictures) or its content (in other formats), so adding or removing others moves
-    /// none, and the fraction is the expected share of each class. `train.seed` has no influence on it.
+    /// Seed that chooses the held-out pictures if `validation` is a fraction. Each picture is chosen independently, from this
+    /// seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding or removing pictures
+    /// therefore moves no other picture, and the fraction is the expected share of each class. `train.seed` has no influence.
     pub validation_seed: u64,
-    /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, sizes with the epochs that
-    /// they begin in; the dataset's own when absent.
+    /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, in which each size begins in
+    /// its epoch; the dataset's own size when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub image_size: Option<ImageSize>,
-    /// Height and width of the input where the network is measured and asked; `image_size`, of several the last, when
-    /// absent. Never less than that.
+    /// Height and width of the input in validation and in predictions; when absent, `image_size` or the last size of
+    /// its list. Never smaller than the last training size.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_size: Option<u32>,
-    /// Zero padding in pixels around a picture before a random crop of its own size; 0 for no crop.
+    /// Zero padding, in pixels, around a picture before a random crop of the picture's size; 0: no crop.
     pub crop_padding: u32,
-    /// Instead of the padded crop: a random part of the whole picture, resized (torchvision's `RandomResizedCrop`).
+    /// Instead of the padded crop, use a random part of the whole picture, resized (torchvision's `RandomResizedCrop`).
     pub random_resized_crop: bool,
-    /// `random_resized_crop`: the smallest and the largest area, as a share of the picture's.
+    /// `random_resized_crop`: the smallest and the largest area of the crop, as a fraction of the picture's area.
     pub crop_scale: [f32; 2],
-    /// `random_resized_crop`: the smallest and the largest width over height.
+    /// `random_resized_crop`: the smallest and the largest aspect ratio (width / height) of the crop.
     pub crop_ratio: [f32; 2],
-    /// Validation: resize the short side to so many pixels, then crop `validation_size` at the centre (torchvision's
-    /// `Resize` and `CenterCrop`). When absent: `validation_size` * 256 / 224 with `random_resized_crop`; without, the
-    /// largest centred square is scaled.
+    /// Validation: resize the short side to this many pixels, then crop `validation_size` at the centre (torchvision's
+    /// `Resize` and `CenterCrop`). When absent: `validation_size` * 256 / 224 with `random_resized_crop`; otherwise the
+    /// largest centred square is scaled to `validation_size`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resize_size: Option<u32>,
-    /// Mirror half of the training pictures left to right.
+    /// Mirror a random half of the training pictures left to right.
     pub horizontal_flip: bool,
-    /// Turn half of the training pictures upside down, by mirroring them.
+    /// Mirror a random half of the training pictures top to bottom.
     pub vertical_flip: bool,
     /// How far brightness, contrast, saturation and hue may change (torchvision's `ColorJitter`).
     pub color_jitter: [f32; 4],
-    /// A policy that chooses operations on a training picture: `trivial` is one of any strength (torchvision's
-    /// `TrivialAugmentWide()`), `rand` two of strength 9 (`RandAugment(2, 9)`).
+    /// Policy that chooses random operations for each training picture: `trivial` applies one of any strength
+    /// (torchvision's `TrivialAugmentWide()`), `rand` applies two of strength 9 (`RandAugment(2, 9)`).
     pub augment: Augment,
-    /// The probability that a random rectangle is 0 after normalisation (torchvision's `RandomErasing`).
+    /// The probability that a random rectangle of a picture is set to 0 after normalisation (torchvision's `RandomErasing`).
     pub random_erasing: f32,
-    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent. Grey pictures take the average of three.
+    /// Mean of each channel, of pixels scaled to 0..1; the dataset's own when absent. For grey pictures, three values are averaged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mean: Option<Vec<f32>>,
-    /// Per channel, of pixels scaled to 0..1; the dataset's own when absent. Grey pictures take the average of three.
+    /// Standard deviation of each channel, of pixels scaled to 0..1; the dataset's own when absent. For grey pictures, three values are averaged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub std: Option<Vec<f32>>,
-    /// Leave out the last, smaller batch of an epoch. With `false`, one that has fewer pictures than there are ranks times
-    /// `train.accumulate` is filled up with the epoch's first pictures, so the result depends on the number of ranks; the log
-    /// says so.
+    /// Leave out the last batch of an epoch if it is smaller than the others. With `false`, a last batch with fewer
+    /// pictures than ranks times `train.accumulate` is filled up with the epoch's first pictures. The result then
+    /// depends on the number of ranks, and the log says so.
     pub drop_remainder: bool,
-    /// What a broken file does: end the job, or be left out (named in the log, and counted).
+    /// What happens if a file cannot be decoded: `fail` ends the job, `skip` leaves the file out (named in the log, and counted).
     pub broken_files: BrokenFiles,
 }
 
@@ -82,7 +82,7 @@ impl Division {
     }
 }
 
-/// Policies that choose operations on a picture by themselves, as torchvision has them.
+/// Augmentation policies, as in torchvision.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Augment {
@@ -97,13 +97,13 @@ pub enum Augment {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum Validation {
-    /// Held out of the training split at random (see `validation_seed`): above 0, below 1.
+    /// Fraction of the training split to hold out at random (see `validation_seed`): above 0, below 1.
     Fraction(f64),
     /// A split of the dataset, such as `test`; `none` for no validation.
     Split(String),
 }
 
-/// What a file that cannot be decoded does.
+/// What happens if a file cannot be decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum BrokenFiles {
@@ -138,7 +138,7 @@ impl Default for DataSpec {
 }
 
 impl DataSpec {
-    /// Height and width of the input where the network is measured and asked; `None`: the dataset's own.
+    /// Height and width of the input in validation and in predictions; `None`: the dataset's own size.
     pub fn evaluation_size(&self) -> Option<u32> {
         self.validation_size.or(self.image_size.as_ref().map(ImageSize::last))
     }

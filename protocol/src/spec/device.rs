@@ -1,4 +1,4 @@
-//! The kinds of devices that ranks compute on: what everything except their backends knows of them.
+//! The kinds of devices that ranks compute on, as far as code outside their engines needs to know them.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -12,24 +12,24 @@ pub enum Device {
     Cpu,
 }
 
-/// A kind of devices.
+/// A kind of device.
 #[derive(Debug, PartialEq, Eq)]
 pub struct DeviceKind {
     pub device: Device,
-    /// As job files and slots have it.
+    /// Name in job files and in slots.
     pub name: &'static str,
-    /// As people call it.
+    /// Name in sentences.
     pub display_name: &'static str,
-    /// What one slot of it is called.
+    /// Name of one slot of this kind.
     pub slot_name: &'static str,
-    /// The machine counts its slots: each is a device. Otherwise slots are shares of the machine's cores, as many as are asked for,
-    /// and a machine that offers devices has them, too.
+    /// Whether each slot is a device, so that the machine determines their number. Otherwise slots are shares of the
+    /// machine's cores, in any requested number; a machine that offers devices has such slots, too.
     pub is_counted: bool,
-    /// Whether it computes in bf16 and fp16.
+    /// Whether the device computes in bf16 and fp16.
     pub has_half_precision: bool,
 }
 
-/// All kinds; `auto` takes the first that a machine has slots of.
+/// All kinds. `auto` takes the first kind that a machine has slots of.
 pub const DEVICE_KINDS: &[DeviceKind] = &[
     DeviceKind {
         device: Device::Cuda,
@@ -49,7 +49,7 @@ pub const DEVICE_KINDS: &[DeviceKind] = &[
     },
 ];
 
-/// What `parallel.device` may be: `auto`, and all kinds.
+/// Values of `parallel.device`: `auto` and all kinds.
 pub const DEVICE_NAMES: [&str; DEVICE_KINDS.len() + 1] = {
     let mut names = [AUTO; DEVICE_KINDS.len() + 1];
     let mut n = 0;
@@ -63,7 +63,7 @@ pub const DEVICE_NAMES: [&str; DEVICE_KINDS.len() + 1] = {
 const AUTO: &str = "auto";
 
 impl DeviceKind {
-    /// The kind of a slot's `device`; none for one of another version.
+    /// The kind with this name, as a slot's `device` has it; `None` for a kind of another version.
     pub fn named(name: &str) -> Option<&'static Self> {
         DEVICE_KINDS.iter().find(|kind| kind.name == name)
     }
@@ -75,30 +75,30 @@ impl Device {
         DEVICE_KINDS.iter().find(|kind| kind.device == self)
     }
 
-    /// As in a job file.
+    /// Name in a job file.
     pub fn name(self) -> &'static str {
         self.kind().map_or(AUTO, |kind| kind.name)
     }
 
-    /// What a job file calls so.
+    /// The device with this name in a job file.
     pub fn named(name: &str) -> Option<Self> {
         if name == AUTO { Some(Self::Auto) } else { DeviceKind::named(name).map(|kind| kind.device) }
     }
 
-    /// Its slots are devices that a machine has; not so of `auto`.
+    /// Whether slots of this kind are devices of a machine; false for `auto`.
     pub fn is_counted(self) -> bool {
         self.kind().is_some_and(|kind| kind.is_counted)
     }
 
-    /// Its slots are shares of a machine's cores; not so of `auto`.
+    /// Whether slots of this kind are shares of a machine's cores; false for `auto`.
     pub fn is_cores(self) -> bool {
         self.kind().is_some_and(|kind| !kind.is_counted)
     }
 
-    /// Kinds whose slots a rank may take, the first of which a machine has slots of.
+    /// Kinds of slots that a rank may take, in order: the rank takes the first kind that the machine has.
     pub fn slot_kinds(self) -> Vec<&'static DeviceKind> {
         let own = self.kind();
-        // A machine that offers devices has cores, too: a rank on cores takes a device's place, not the device.
+        // A machine that offers devices has cores, too: a rank on cores takes a device's slot but does not use the device.
         let others = DEVICE_KINDS.iter().filter(|kind| !self.is_counted() && Some(*kind) != own);
         own.into_iter().chain(others).collect()
     }

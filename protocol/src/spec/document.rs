@@ -1,12 +1,12 @@
-//! A specification before it is checked: TOML as JSON, and single keys set from a command line or a fork. Depth is
-//! limited before anything is built, as what is nested is also copied, compared and dropped by recursion.
+//! A specification before it is checked: TOML as JSON, and single keys set from a command line or a fork. Nesting is
+//! limited before values are built, because nested values are also copied, compared and dropped by recursion.
 
 use super::mistake::{SpecError, shortened};
 use crate::limits::{KEY_BYTES, KEY_PARTS, TOML_NESTING};
 use serde_json::{Map, Value};
 use toml_parser::{Source, lexer::TokenKind};
 
-/// A TOML document as JSON, not checked any further.
+/// Converts a TOML document to JSON without further checks.
 ///
 /// # Errors
 /// A syntax error, or nesting beyond the limits, with its line and column.
@@ -26,7 +26,7 @@ pub fn toml_document(text: &str) -> Result<Value, SpecError> {
     Ok(json_of(toml::Value::Table(table)))
 }
 
-/// Checks how deep a document is nested, token by token. The error has its position in bytes.
+/// Checks the nesting depth of a document, token by token. An error has its byte offset.
 fn measure(text: &str) -> Result<(), (usize, String)> {
     let (mut nesting, mut parts) = (0, 1);
     for token in Source::new(text).lex() {
@@ -55,7 +55,7 @@ fn measure(text: &str) -> Result<(), (usize, String)> {
     Ok(())
 }
 
-/// JSON has no NaN, infinity or dates: they stay text, which no number's check accepts.
+/// JSON has no NaN, infinity or dates: they become text, which no check of a number accepts.
 fn json_of(value: toml::Value) -> Value {
     match value {
         toml::Value::Table(table) => Value::Object(table.into_iter().map(|(k, v)| (k, json_of(v))).collect()),
@@ -70,11 +70,11 @@ fn json_of(value: toml::Value) -> Value {
     }
 }
 
-/// Applies `key.path=value` to a document. The value is TOML, or else plain text. `key.path=` removes the key, so that it has its
-/// default.
+/// Applies `key.path=value` to a document. The value is TOML, or plain text if it is not valid TOML. `key.path=`
+/// removes the key, so the default applies.
 ///
 /// # Errors
-/// A sentence that says what the argument lacks.
+/// A sentence that says what is wrong with the argument.
 pub fn apply_set(document: &mut Value, argument: &str) -> Result<(), String> {
     let (path, text) = argument
         .split_once('=')
@@ -97,7 +97,7 @@ pub fn apply_set(document: &mut Value, argument: &str) -> Result<(), String> {
 /// A sentence: the path names no key, is too long or has too many parts.
 pub fn key_parts(path: &str) -> Result<Vec<&str>, String> {
     let shown = shortened(path);
-    // Counted before they are collected.
+    // The parts are counted before they are collected.
     if path.len() > KEY_BYTES || path.split('.').count() > KEY_PARTS {
         return Err(format!(
             "{shown:?} names no key: a path has at most {KEY_PARTS} parts and {KEY_BYTES} bytes"
@@ -109,10 +109,10 @@ pub fn key_parts(path: &str) -> Result<Vec<&str>, String> {
     Ok(path.split('.').collect())
 }
 
-/// Puts a value at a path such as `train.lr`, with the tables on the way to it.
+/// Sets the value at a path such as `train.lr`, and adds missing tables on the way.
 ///
 /// # Errors
-/// As [`key_parts`], or the path leads through what is no table.
+/// As [`key_parts`], or a part of the path before the last is not a table.
 pub fn set_key(document: &mut Value, path: &str, value: Value) -> Result<(), String> {
     let shown = shortened(path);
     let parts = key_parts(path)?;
@@ -120,7 +120,7 @@ pub fn set_key(document: &mut Value, path: &str, value: Value) -> Result<(), Str
     let mut table = document;
     for name in parents {
         let Value::Object(entries) = table else {
-            return Err(format!("{shown:?}: the part before {name:?} is no table"));
+            return Err(format!("{shown:?}: the part before {name:?} is not a table"));
         };
         table = entries.entry(*name).or_insert(Value::Null);
         if table.is_null() {
@@ -128,7 +128,7 @@ pub fn set_key(document: &mut Value, path: &str, value: Value) -> Result<(), Str
         }
     }
     let Value::Object(table) = table else {
-        return Err(format!("{shown:?}: the part before {last:?} is no table"));
+        return Err(format!("{shown:?}: the part before {last:?} is not a table"));
     };
     table.insert((*last).to_owned(), value);
     Ok(())

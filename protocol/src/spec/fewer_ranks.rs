@@ -1,10 +1,10 @@
-//! The same training with fewer ranks: the same pictures in each step and each micro-batch, divided over those that are there.
+//! The same training on fewer ranks: each step and each micro-batch has the same pictures, divided over fewer ranks.
 
 use super::JobSpec;
 
 impl JobSpec {
-    /// Pictures of a rank in a micro-batch when `ranks` ranks divide what all ranks of the job have in one; `None` if they cannot be
-    /// divided evenly.
+    /// Pictures of a rank in a micro-batch when `ranks` ranks share the pictures of all ranks in a micro-batch; `None`
+    /// if they cannot be divided evenly.
     fn batch_size_on(&self, ranks: u32) -> Option<u32> {
         let of_all = u64::from(self.micro_batch_size()) * u64::from(self.parallel.ranks);
         let comes_out_even = ranks > 0 && of_all.is_multiple_of(ranks.into());
@@ -20,7 +20,7 @@ impl JobSpec {
     /// The same job on `ranks` ranks, one of [`JobSpec::fewer_ranks`], with the same global batch and the same micro-batches.
     pub fn on_ranks(mut self, ranks: u32) -> Self {
         let batch_size = self.batch_size_on(ranks);
-        // A global batch is divided over however many there are.
+        // `global_batch_size` needs no change: it is divided over any number of ranks.
         if self.train.global_batch_size.is_none() && batch_size.is_some() {
             self.train.batch_size = batch_size;
         }
@@ -29,7 +29,7 @@ impl JobSpec {
     }
 }
 
-/// Why `recovery.min_ranks` cannot be kept, if so.
+/// Why `recovery.min_ranks` is impossible for this job; `None` if it is possible.
 pub(super) fn mistake(spec: &JobSpec) -> Option<String> {
     let (least, ranks) = (spec.recovery.min_ranks?, spec.parallel.ranks);
     if least > ranks {
@@ -40,7 +40,7 @@ pub(super) fn mistake(spec: &JobSpec) -> Option<String> {
     {
         if !is_on {
             return Some(format!(
-                "with parallel.{key} = false losses depend on the number of ranks, and fewer of them would train something else: \
+                "with parallel.{key} = false losses depend on the number of ranks, so fewer ranks would train something else: \
                  set parallel.{key} = true, or leave min_ranks out"
             ));
         }

@@ -9,21 +9,21 @@ use utoipa::{
     openapi::{ArrayBuilder, RefOr, Schema},
 };
 
-/// Sizes of one run: an engine keeps memory and plans for each.
+/// The largest number of sizes in a run: an engine keeps memory and plans for each size.
 pub const MAX_SIZES: usize = 8;
 
-/// Pixels of a side.
+/// Valid sizes: pixels of a side.
 pub(super) const SIDES: RangeInclusive<u32> = 8..=4096;
-/// Epochs of a run.
+/// Valid epochs.
 const EPOCHS: RangeInclusive<u32> = 1..=100_000;
 
-/// Height and width of training's pictures.
+/// Height and width of the training pictures.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(untagged)]
 pub enum ImageSize {
-    /// The same in every epoch.
+    /// One size in every epoch.
     Fixed(u32),
-    /// Each from its epoch on: the first from epoch 1, both epochs and sizes ascending, at most [`MAX_SIZES`].
+    /// Each size begins in its epoch: the first in epoch 1, epochs and sizes ascending, at most [`MAX_SIZES`].
     Schedule(Vec<SizeFrom>),
 }
 
@@ -46,7 +46,7 @@ impl From<(u32, u32)> for SizeFrom {
 impl PartialSchema for SizeFrom {
     fn schema() -> RefOr<Schema> {
         let pair = ArrayBuilder::new().items(u32::schema()).min_items(Some(2)).max_items(Some(2));
-        pair.description(Some("An epoch, from 1, and the pixels of the size that begins in it.")).into()
+        pair.description(Some("An epoch, counted from 1, and the size in pixels that begins in it.")).into()
     }
 }
 
@@ -65,7 +65,7 @@ impl From<u32> for ImageSize {
 }
 
 impl ImageSize {
-    /// Every size with the epoch, from 1, that it begins in.
+    /// Every size with the epoch, counted from 1, in which it begins.
     pub fn sizes(&self) -> Vec<SizeFrom> {
         match self {
             ImageSize::Fixed(size) => vec![SizeFrom { epoch: 1, size: *size }],
@@ -73,7 +73,7 @@ impl ImageSize {
         }
     }
 
-    /// That of the last epoch.
+    /// The size of the last epoch.
     pub fn last(&self) -> u32 {
         match self {
             ImageSize::Fixed(size) => *size,
@@ -82,12 +82,12 @@ impl ImageSize {
     }
 }
 
-/// Whether `value` is a size or a list of sizes.
+/// Checks that `value` is a size or a list of sizes.
 ///
 /// # Errors
 /// What is wrong, and what would be right.
 pub(super) fn check(value: &Value) -> Result<(), String> {
-    let form = "must be a whole number from 8 to 4,096, or a list of [epoch, pixels], sizes with the epochs that they begin in, \
+    let form = "must be a whole number from 8 to 4,096, or a list of [epoch, pixels] in which each size begins in its epoch, \
                 such as [[1, 128], [14, 192]]";
     let within = |value: &Value, range: RangeInclusive<u32>| {
         value.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|n| range.contains(n))

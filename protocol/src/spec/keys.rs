@@ -1,4 +1,4 @@
-//! The table of keys: the values that each may have, and the error for a value that does not fit.
+//! The table of keys: the values that each key accepts, and the error for any other value.
 
 use super::{
     Arch, DEVICE_NAMES, OptimizerKind, Recipe, Stem, image_size,
@@ -9,10 +9,10 @@ use super::{
 use crate::labels;
 use serde_json::Value;
 
-/// What a key may hold.
+/// Values that a key accepts.
 #[derive(Debug, Clone, Copy)]
 pub enum Kind {
-    /// Text of so many characters.
+    /// Text of `min` to `max` characters.
     Text {
         min: usize,
         max: usize,
@@ -21,37 +21,37 @@ pub enum Kind {
     Project,
     /// A list of tags.
     Tags,
-    /// Free text, also over several lines.
+    /// Free text that may have several lines.
     Notes,
     /// One of these words.
     Word(&'static [&'static str]),
     Bool,
-    /// A whole number, both ends included.
+    /// A whole number from `min` to `max`, both included.
     Whole {
         min: i64,
         max: i64,
     },
-    /// Any whole number from 0 that 64 bits hold.
+    /// A whole number from 0 to 2^64 - 1.
     Seed,
-    /// A number; the first end is left out when `above`, the last one when `below`.
+    /// A number from `min` to `max`; `above` excludes `min`, `below` excludes `max`.
     Number {
         min: f64,
         max: f64,
         above: bool,
         below: bool,
     },
-    /// One to three numbers, one a channel.
+    /// One or three numbers, one a channel.
     Channels {
         positive: bool,
     },
-    /// The smallest and the largest of a range: two numbers, both within these.
+    /// The two limits of a range: ascending numbers from `min` to `max`.
     Range {
         min: f64,
         max: f64,
     },
     /// Strengths of brightness, contrast, saturation and hue.
     ColorJitter,
-    /// A whole number of pixels, or several with the epochs that they begin in.
+    /// A whole number of pixels, or a list of sizes with the epochs in which they begin.
     ImageSize,
     /// Ascending epochs.
     Epochs,
@@ -59,7 +59,7 @@ pub enum Kind {
     Validation,
     /// `dynamic`, or a positive number.
     LossScale,
-    /// Tables with a pattern and how the operators that it matches are split.
+    /// Tables with a pattern of operator names and the way in which the matching operators are split.
     Shards,
 }
 
@@ -75,13 +75,13 @@ const FINITE: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
 /// The highest learning rate.
 pub(super) const MAX_LR: f64 = 1e4;
-/// Brightness, contrast and saturation may become so many times more.
+/// The largest strength of brightness, contrast and saturation.
 pub(super) const JITTER: f64 = 10.0;
-/// mixup and cutmix: beyond it lambda is a half.
+/// The largest alpha of mixup and cutmix: beyond it, lambda is practically 1/2.
 const MAX_ALPHA: f64 = 100.0;
 /// The highest loss scale.
 pub(super) const MAX_LOSS_SCALE: f64 = 1e9;
-/// Epochs that a list may name.
+/// The largest length of a list of epochs.
 pub(super) const EPOCHS_LISTED: usize = 1000;
 
 const fn whole(min: i64, max: i64) -> Kind {
@@ -92,7 +92,7 @@ const fn number(min: f64, max: f64) -> Kind {
     Kind::Number { min, max, above: false, below: false }
 }
 
-/// Every key with what it may hold, in the order of the documentation.
+/// Every key with the values that it accepts, in the order of the documentation.
 pub const KEYS: &[Section] = &[
     Section {
         name: "",
@@ -155,7 +155,7 @@ pub const KEYS: &[Section] = &[
             ("decay_norm_and_bias", Kind::Bool),
             ("beta1", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
             ("beta2", Kind::Number { min: 0.0, max: 1.0, above: false, below: true }),
-            // At 0 a weight without a gradient would be 0 / 0; far below this a GPU's float32 has none.
+            // With 0, a weight without a gradient would become 0 / 0; much smaller values do not exist in a GPU's float32.
             ("epsilon", number(1e-16, 1.0)),
             ("schedule", Kind::Word(&["constant", "step", "cosine", "one_cycle"])),
             ("warmup_epochs", number(0.0, 100_000.0)),
@@ -217,7 +217,7 @@ pub const KEYS: &[Section] = &[
     },
 ];
 
-/// SGD has another name here, which is not like it.
+/// Hint for "sgd": [`nearest`] does not find the name that SGD has here.
 const SGD: &str = "; \"momentum\" is SGD with momentum, and plain SGD with train.momentum = 0";
 
 impl Kind {
@@ -309,7 +309,7 @@ impl Kind {
             Kind::Range { min, max } => match numbers(value).as_deref() {
                 Some(&[low, high]) if min <= low && low <= high && high <= max => Ok(()),
                 _ => Err(format!(
-                    "must be the smallest and the largest, two numbers from {min} to {max}, is {}; write them as a list, such as {}",
+                    "must be two numbers from {min} to {max}, the smallest and the largest, is {}; write them as a list, such as {}",
                     numbers_shown(value),
                     if max > 1.0 { "[0.75, 1.3333]" } else { "[0.08, 1.0]" }
                 )),
@@ -367,7 +367,7 @@ fn numbers(value: &Value) -> Option<Vec<f64>> {
     value.as_array()?.iter().map(Value::as_f64).collect()
 }
 
-/// A list of numbers as it stands there, so that its writer sees which of them does not fit; else as [`shown`].
+/// A list of numbers in full, so that its writer sees which number is wrong; any other value as [`shown`].
 fn numbers_shown(value: &Value) -> String {
     match numbers(value) {
         Some(list) if list.len() <= 6 => shortened(&value.to_string()),
@@ -382,7 +382,7 @@ fn one_of(words: &[&str]) -> String {
     }
 }
 
-/// `1,000,000`.
+/// With separators of thousands: `1,000,000`.
 pub(super) fn grouped(n: i64) -> String {
     let digits = n.unsigned_abs().to_string();
     let mut out = String::from(if n < 0 { "-" } else { "" });

@@ -13,7 +13,7 @@ pub struct SpecError {
     pub detail: String,
 }
 
-/// What people wrote, short enough for a message.
+/// User input, shortened for a message.
 pub fn shortened(text: &str) -> String {
     const SHOWN: usize = 60;
     match text.char_indices().nth(SHOWN) {
@@ -22,7 +22,7 @@ pub fn shortened(text: &str) -> String {
     }
 }
 
-/// A value in a message: short, and of what is nested only its type.
+/// A value, shortened for a message; of lists and tables only the type.
 pub(super) fn shown(value: &Value) -> String {
     let text = value.to_string();
     match value {

@@ -8,25 +8,25 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelSpec {
-    /// The network: torchvision's under its name there (`resnet18` to `wide_resnet101_2`), or one of the CIFAR family of He et al.
-    /// 2015 (`resnet20` to `resnet110`), which is for pictures of about 32 pixels.
+    /// The network, by its name in torchvision (`resnet18` to `wide_resnet101_2`) or by its name in the CIFAR family of
+    /// He et al. 2015 (`resnet20` to `resnet110`), which is for pictures of about 32 pixels.
     pub arch: Arch,
-    /// The first layers: `imagenet` is a 7x7 convolution of stride 2 and max pooling, `cifar` a 3x3 convolution of stride 1. `auto` is
-    /// `cifar` for the CIFAR family and for inputs below 96 pixels.
+    /// The first layers. `imagenet`: a 7x7 convolution of stride 2 and max pooling. `cifar`: a 3x3 convolution of
+    /// stride 1. `auto`: `cifar` for the CIFAR family and for inputs below 96 pixels, otherwise `imagenet`.
     pub stem: Stem,
     /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
     pub zero_init_residual: bool,
-    /// Path of a safetensors file with torchvision's names, which are timm's too, or a checkpoint's id. All names may have one
-    /// prefix, such as `module.`. The last layer (`fc`) is initialised anew where the file has none of the same shape. For grey
-    /// pictures, a first convolution for RGB is summed over its channels. The log says what was not taken as it is.
+    /// Path of a safetensors file with torchvision's tensor names (timm has the same), or a checkpoint's id. All names may share a prefix,
+    /// such as `module.`. The last layer (`fc`) is initialised randomly if the file has no such layer of the same shape. For grey pictures,
+    /// a first convolution for RGB is summed over its channels. The log lists everything that was not loaded unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,
-    /// Batch norms stay as the `pretrained` file has them, as with torchvision's `FrozenBatchNorm2d`: training normalises with their
-    /// running statistics, and neither these nor their weights and biases change. For fine-tuning with small batches.
+    /// Keep batch norms as they are in the `pretrained` file, like torchvision's `FrozenBatchNorm2d`: training normalises with their
+    /// running statistics and changes neither these statistics nor their weights and biases. For fine-tuning with small batches.
     pub freeze_norm: bool,
 }
 
-/// From this image size on, `auto` is the imagenet stem.
+/// From this image size on, `auto` means the imagenet stem.
 const IMAGENET_STEM_FROM: usize = 96;
 
 impl ModelSpec {
@@ -87,7 +87,7 @@ named!(Arch:
 );
 
 impl Arch {
-    /// Whether it is of the CIFAR family (three stages of 16, 32 and 64 channels).
+    /// Whether the network belongs to the CIFAR family (three stages of 16, 32 and 64 channels).
     pub fn is_cifar_family(self) -> bool {
         matches!(self, Arch::ResNet20 | Arch::ResNet32 | Arch::ResNet44 | Arch::ResNet56 | Arch::ResNet110)
     }

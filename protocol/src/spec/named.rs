@@ -1,17 +1,17 @@
 //! Enums whose values are words of a specification.
 
-/// Gives an enum the constants `ALL` and `NAMES` and the method `name`. Serde's names must be the same; a test of each enum
-/// compares them.
+/// Gives an enum the constants `ALL` and `NAMES` and the method `name`. The names must equal serde's; a test of each
+/// enum compares them.
 macro_rules! named {
     ($kind:ident: $($variant:ident = $name:literal),+ $(,)?) => {
         impl $kind {
             /// Every value with its name in a specification.
             pub const ALL: [($kind, &'static str); [$($name),+].len()] = [$(($kind::$variant, $name)),+];
 
-            /// The names alone, in the same order.
+            /// Only the names, in the same order.
             pub const NAMES: [&'static str; [$($name),+].len()] = [$($name),+];
 
-            /// Its name in a specification.
+            /// Name in a specification.
             pub fn name(self) -> &'static str {
                 match self {
                     $($kind::$variant => $name),+

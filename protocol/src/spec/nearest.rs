@@ -1,15 +1,15 @@
-//! The name that somebody meant who typed another one.
+//! Suggests the name that somebody meant who typed an unknown one.
 
 use crate::limits::KEY_BYTES;
 use std::cmp::Reverse;
 
-/// Names that are less alike than this were not meant.
+/// Names whose similarity is at most this are not suggested.
 const ALIKE: f64 = 0.8;
 
-/// The name that a person who typed `word` most likely meant: one that it is the beginning of, else the one that the fewest edits make
-/// of it. Of several the one whose number is the nearest (`resnet21` is `resnet20` rather than `resnet24`), then the most alike.
+/// The name that a person who typed `word` most likely meant: a name that begins with `word`, otherwise the name with the smallest edit
+/// distance. Ties go to the nearest number (`resnet21` is `resnet20` rather than `resnet24`), then to the highest similarity.
 pub fn nearest<'a>(word: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    // Comparing takes time with the length of both, and nobody meant one of our names with more.
+    // The comparison's time grows with both lengths, and no name is longer than this.
     let word = Some(word.to_lowercase()).filter(|word| word.len() <= KEY_BYTES)?;
     let rank = |name: &str| {
         let name = name.to_lowercase();

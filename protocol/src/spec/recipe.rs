@@ -1,6 +1,5 @@
-//! Recipes: settings that belong together, under a name. A recipe stands in for the defaults of some keys, and a job
-//! overrides it key by key. What is stored and shown is the resolved job, so that a later change of a recipe changes no
-//! job that was submitted before.
+//! Recipes: named groups of settings. A recipe replaces the defaults of some keys, and a job can override each key. The
+//! resolved job is stored and shown, so a later change of a recipe does not change jobs that were submitted before.
 
 use super::JobSpec;
 use super::named::named;
@@ -8,41 +7,41 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
-/// Settings known by name. None of them says which network, dataset, batch size or number of ranks.
+/// Named settings. No recipe sets the network, dataset, batch size or number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Recipe {
-    /// torchvision's first recipe for ImageNet (`references/classification`, its defaults): 90 epochs, the learning rate of
-    /// 0.1 for 256 pictures falling to a tenth after each 30. Batch norm and biases are not decayed, as later recipes have it.
+    /// torchvision's first recipe for ImageNet (the defaults of `references/classification`): 90 epochs; the learning rate is 0.1 for 256
+    /// pictures and falls to a tenth after every 30 epochs. As in later recipes, weight decay excludes batch norm and biases.
     Imagenet,
-    /// torchvision's second ("How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives", 2021): 600
-    /// epochs of strong augmentation, trained at 176 pixels and measured at 224. Without its repeated augmentation; the
-    /// average's decay is that of 1,024 pictures a step.
+    /// torchvision's second recipe ("How to Train State-Of-The-Art Models Using TorchVision's Latest Primitives",
+    /// 2021): 600 epochs of strong augmentation, trained at 176 pixels and evaluated at 224. Not included: repeated
+    /// augmentation. The decay of the weights' moving average is for 1,024 pictures a step.
     #[serde(rename = "imagenet-2021")]
     Imagenet2021,
-    /// FFCV's ResNet-50 of 16 epochs (`ffcv-imagenet`, `rn50_16_epochs.yaml`): 160 pixels for three quarters of the run,
-    /// then 192, measured at 256. Without its blurred convolutions, and without its mirrored pictures when measuring.
+    /// FFCV's ResNet-50 of 16 epochs (`ffcv-imagenet`, `rn50_16_epochs.yaml`): 160 pixels for three quarters of the run, then
+    /// 192, evaluated at 256. Not included: blurred convolutions (BlurPool) and test-time augmentation (horizontal flip).
     Fast,
-    /// The CIFAR networks of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
+    /// The CIFAR-10 recipe of He et al. 2015, section 4.2: 64,000 steps of 128 pictures, which are 164 epochs.
     Cifar,
-    /// Continues from trained weights (`model.pretrained`) on pictures of one's own: a small learning rate, a few epochs.
+    /// Fine-tunes trained weights (`model.pretrained`) on your own pictures: a small learning rate, a few epochs.
     Finetune,
 }
 
-/// What a recipe holds.
+/// The settings of a recipe.
 struct Settings {
-    /// The learning rate for so many pictures a step; that of a job is in proportion to its own.
+    /// The learning rate, and the pictures of a step that it is for. A job's learning rate is scaled in proportion.
     lr: (f64, f64),
     /// All other keys.
     keys: Value,
 }
 
-/// The mean of ImageNet's pictures, as in torchvision and timm; weights from there expect it.
+/// Mean of ImageNet's pictures. Trained weights of torchvision and timm expect it.
 const MEAN: [f64; 3] = [0.485, 0.456, 0.406];
-/// As [`MEAN`].
+/// Standard deviation of ImageNet's pictures, like [`MEAN`].
 const STD: [f64; 3] = [0.229, 0.224, 0.225];
 
-/// Groups of keys that belong together: if a job gives the first, the recipe's values of the others are left out.
+/// Groups of keys that belong together: if a job gives the first key, the recipe's values of the others are left out.
 const TOGETHER: [(&str, &str, &[&str]); 4] = [
     ("train", "steps", &["epochs"]),
     ("data", "image_size", &["validation_size", "resize_size"]),
@@ -86,25 +85,25 @@ impl Recipe {
                         "epochs": 600, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 2e-5,
                         "decay_norm_and_bias": false, "schedule": "cosine", "warmup_epochs": 5, "label_smoothing": 0.1,
                         "mixup": 0.2, "cutmix": 1.0,
-                        // Its 0.99998, adjusted as its script does: 1 - 2e-5 x 1024 pictures x 32 steps / 600 epochs.
+                        // torchvision's 0.99998, adjusted as in its script: 1 - 2e-5 x 1024 pictures x 32 steps / 600 epochs.
                         "ema_decay": 0.9989, "ema_steps": 32,
                     },
                 }),
             },
             Recipe::Fast => Settings {
-                // 512 on each of 8 GPUs.
+                // 512 pictures on each of 8 GPUs.
                 lr: (1.7, 4096.0),
                 keys: json!({
                     "data": {
                         "validation": "val",
                         "image_size": [[1, 160], [13, 192]],
-                        // 224 / 256 of the short side are seen.
+                        // The crop is 224 / 256 of the short side.
                         "validation_size": 256, "resize_size": 292, "random_resized_crop": true, "horizontal_flip": true,
                         "mean": MEAN, "std": STD,
                     },
                     "train": {
                         "epochs": 16, "optimizer": "momentum", "momentum": 0.9, "weight_decay": 1e-4,
-                        // Up for 2 of 16 epochs, then down to nothing.
+                        // The learning rate rises for 2 of 16 epochs, then falls to 0.
                         "decay_norm_and_bias": false, "schedule": "one_cycle", "pct_start": 0.125, "final_lr_fraction": 0,
                         "label_smoothing": 0.1,
                     },
@@ -136,11 +135,11 @@ impl Recipe {
         }
     }
 
-    /// Puts the recipe's value at every key that `document`, whose keys have the right types, does not give; all but
-    /// the learning rate, which follows from the job's batch size ([`Recipe::lr`]).
+    /// Sets each key that `document` does not give to the recipe's value. The document's keys must have the right
+    /// types. The learning rate is left out, because it follows from the job's batch size ([`Recipe::lr`]).
     ///
-    /// Epochs at which something happens keep their share of the run where the job gives another number of epochs; a warm-up
-    /// is never longer than the recipe's.
+    /// If the job gives another number of epochs, settings that are epochs keep their share of the run; a warm-up is
+    /// never longer than the recipe's.
     pub(super) fn fill(self, document: &mut Map<String, Value>) {
         let mut keys = self.keys();
         let given = |section: &str, key: &str| document.get(section).is_some_and(|s| s.get(key).is_some());
@@ -177,24 +176,24 @@ impl Recipe {
         }
     }
 
-    /// Every key that it sets with its value, nested as in a specification; all but the learning rate.
+    /// Every key that the recipe sets except the learning rate, nested as in a specification.
     pub fn keys(self) -> Value {
         self.settings().keys
     }
 
-    /// The learning rate, and the pictures a step that it is for.
+    /// The learning rate, and the number of pictures in a step that it is for.
     pub fn lr_for(self) -> (f64, f64) {
         self.settings().lr
     }
 
-    /// The learning rate for the job's pictures a step.
+    /// The learning rate for the number of pictures in a step of the job.
     pub fn lr(self, spec: &JobSpec) -> f64 {
         let (lr, pictures) = self.settings().lr;
         lr * spec.global_batch_size() as f64 / pictures
     }
 }
 
-/// Epochs of a run of `own` epochs in one of `epochs`: no two the same, none before the first.
+/// Scales epochs of a run of `own` epochs to a run of `epochs` epochs: at least 1, without duplicates.
 fn in_proportion(milestones: &[Value], epochs: u64, own: u64) -> Vec<u64> {
     let scaled =
         milestones.iter().filter_map(Value::as_u64).map(|epoch| (epoch * epochs / own.max(1)).max(1));
@@ -203,8 +202,8 @@ fn in_proportion(milestones: &[Value], epochs: u64, own: u64) -> Vec<u64> {
     scaled
 }
 
-/// As [`in_proportion`] of a schedule of sizes: the first begins the run, and of two that would begin in the same epoch the
-/// later one does.
+/// As [`in_proportion`], for a schedule of sizes. The first size begins in epoch 1. If two sizes would begin in the
+/// same epoch, the later size does.
 fn sizes_in_proportion(sizes: &[Value], epochs: u64, own: u64) -> Value {
     let mut scaled: Vec<Value> = Vec::new();
     for (number, entry) in sizes.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! The reference of the job file, made from what reads it: names and limits are those of [`KEYS`], defaults those of
-//! [`JobSpec::default`], and the meaning of a key is the doc comment of its field, as the OpenAPI document has it.
+//! The reference of the job file, generated from the code that reads it: names and limits from [`KEYS`], defaults from
+//! [`JobSpec::default`], and meanings from the doc comments of the fields, through the OpenAPI schema.
 
 use super::{
     CheckpointSpec, DataSpec, EvaluateSpec, JobSpec, KEYS, Kind, LogSpec, MAX_SIZES, ModelSpec, ParallelSpec,
@@ -27,9 +27,9 @@ pub struct KeyReference {
     pub name: &'static str,
     /// Type and limits, in words.
     pub values: String,
-    /// As it is written in TOML; `None` where a job without the key has no value for it.
+    /// The default in TOML; `None` if a job without the key has no value for it.
     pub default: Option<String>,
-    /// A paragraph.
+    /// One paragraph.
     pub meaning: String,
 }
 
@@ -37,9 +37,9 @@ pub struct KeyReference {
 #[derive(Debug, Clone)]
 pub struct RecipeReference {
     pub name: &'static str,
-    /// `train.lr` for so many pictures a step.
+    /// `train.lr`, and the number of pictures in a step that it is for.
     pub lr: (f64, f64),
-    /// Paths such as `train.epochs` with their values in TOML.
+    /// Paths such as `train.epochs`, with their values in TOML.
     pub keys: Vec<(String, String)>,
 }
 
@@ -52,7 +52,7 @@ pub fn reference() -> Vec<SectionReference> {
         let keys = section.keys.iter().map(|(name, kind)| KeyReference {
             name,
             values: kind.in_words(),
-            // `dataset` alone has to be given.
+            // Only `dataset` has no default.
             default: table.get(*name).filter(|default| *default != "").map(toml_value),
             meaning: description(&schema["properties"][*name]),
         });
@@ -75,13 +75,13 @@ pub fn recipes() -> Vec<RecipeReference> {
     Recipe::ALL.into_iter().map(of_recipe).collect()
 }
 
-/// The default job as text has it: `0.01`, where a value of float32 would become 0.009999999776.
+/// The default job, read from text: `0.01`, where a float32 value would become 0.009999999776.
 fn defaults() -> Value {
     let text = serde_json::to_string(&JobSpec::default()).unwrap_or_default();
     serde_json::from_str(&text).unwrap_or_default()
 }
 
-/// What utoipa knows of a section's type.
+/// The OpenAPI schema of a section's type.
 fn schema(section: &str) -> Value {
     let schema = match section {
         "" => JobSpec::schema(),
@@ -98,7 +98,7 @@ fn schema(section: &str) -> Value {
     serde_json::to_value(schema).unwrap_or_default()
 }
 
-/// The first description in a schema: an optional field has it one level deeper. One paragraph, whatever its lines were.
+/// The first description in a schema, as one paragraph. An optional field has its description one level deeper.
 fn description(schema: &Value) -> String {
     let own = schema.get("description").and_then(Value::as_str);
     let deeper = || {
@@ -108,7 +108,7 @@ fn description(schema: &Value) -> String {
     own.or_else(deeper).unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// A value as TOML writes it, which is as JSON does for what a job file holds.
+/// A value in TOML. For all values that a job file has, TOML and JSON look the same.
 fn toml_value(value: &Value) -> String {
     match value {
         Value::Array(list) => format!("[{}]", list.iter().map(toml_value).collect::<Vec<_>>().join(", ")),
@@ -116,7 +116,7 @@ fn toml_value(value: &Value) -> String {
     }
 }
 
-/// A number as people write it, without a fraction that is 0.
+/// A number as people write it: without a fraction of 0.
 fn plain(n: f64) -> String {
     if n.fract() == 0.0 && n.abs() < 1e15 { grouped(n as i64) } else { format!("{n:?}") }
 }
@@ -127,7 +127,7 @@ impl Kind {
         match self {
             Kind::Text { min, max } => format!("text of {min} to {} characters", grouped(max as i64)),
             Kind::Project => {
-                format!("text of 1 to {PROJECT_CHARS} letters, digits, -, _ and ., the first no dot")
+                format!("text of 1 to {PROJECT_CHARS} letters, digits, -, _ and ., the first not a dot")
             }
             Kind::Tags => format!("list of at most {TAGS} texts of {TAG_CHARS} characters, without commas"),
             Kind::Notes => {
@@ -184,7 +184,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// A key that a type has and the table lacks could be set by nobody, and one that only the table has would be refused.
+    /// A key that only the type has could never be set; a key that only the table has would always be refused.
     #[test]
     fn the_table_has_every_key_of_the_types_and_no_other() {
         for section in reference() {
@@ -215,7 +215,7 @@ mod tests {
         }
     }
 
-    /// The default that is shown is the one that is used.
+    /// The default in the reference is the default that is used.
     #[test]
     fn a_job_of_nothing_but_shown_defaults_is_the_default_job() {
         let mut text = String::new();
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(spec, default);
     }
 
-    /// Whole numbers and numbers are taken at the limits that are shown, and refused one past them.
+    /// Numbers at the limits in the reference are accepted, and numbers beyond them are refused.
     #[test]
     fn limits_are_those_of_the_check() {
         for section in KEYS {

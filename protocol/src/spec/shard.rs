@@ -6,24 +6,24 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-/// What `parallel.mode` may be.
+/// Values of `parallel.mode`.
 pub(super) const MODES: [&str; 3] = ["data", "hybrid", "auto"];
-/// Strategies that a job may have.
+/// The largest number of strategies in a job.
 pub const MOST_SHARDS: usize = 64;
-/// Characters of a pattern.
+/// The largest number of characters in a pattern.
 const MATCH_CHARS: usize = 100;
 
 /// A strategy: how the operators that a pattern matches are split over the ranks that share a copy of the network.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ShardSpec {
-    /// Names of convolutions and linear layers as torchvision has them; `*` stands for any text: `fc`, `layer4.*.conv1`.
+    /// Pattern of names of convolutions and linear layers, as in torchvision; `*` stands for any text: `fc`, `layer4.*.conv1`.
     #[serde(rename = "match")]
     pub pattern: String,
     pub split: Split,
 }
 
-/// What of an operator is split.
+/// The dimension along which an operator is split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Split {
@@ -38,7 +38,7 @@ pub enum Split {
 named!(Split: Out = "out", In = "in", Groups = "groups");
 
 impl ShardSpec {
-    /// Whether the pattern is one that a job may have.
+    /// Whether the pattern is valid.
     pub fn is_pattern(&self) -> bool {
         is_pattern(&self.pattern)
     }
@@ -68,19 +68,20 @@ impl ParallelSpec {
         self.mode == MODES[2]
     }
 
-    /// The same with a plan in the place of what it says of that.
+    /// The same settings with the mesh and the strategies of a plan.
     #[must_use]
     pub fn with_mesh(&self, [pipeline, height, model]: [u32; 3], shard: Vec<ShardSpec>) -> Self {
         let mode = MODES[usize::from(pipeline * height * model > 1)].into();
         Self { mode, pipeline, height, model, shard, ..self.clone() }
     }
 
-    /// Whether ranks share copies of the network, or may.
+    /// Whether the mode is `hybrid`: ranks share, or may share, copies of the network.
     pub fn is_hybrid(&self) -> bool {
         self.mode == MODES[1]
     }
 
-    /// `4 ranks`, `2 sets of 2 ranks that share rows` or `2 sets of 2 ranks with the same pictures`: what has pictures of its own in a step.
+    /// The units that have pictures of their own in a step, in words: `4 ranks`, `2 sets of 2 ranks that share rows` or `2 sets of 2 ranks with the
+    /// same pictures`.
     pub fn sets_in_words(&self) -> String {
         let sets = plural(self.data_ranks().into(), "set");
         match (self.height.max(1), self.pipeline.max(1)) {
@@ -90,24 +91,24 @@ impl ParallelSpec {
         }
     }
 
-    /// Ranks that see different pictures of a step.
+    /// Number of different sets of pictures in a step.
     pub fn data_ranks(&self) -> u32 {
         self.ranks_of_stage() / self.height.max(1)
     }
 
-    /// Which of them `rank` is. Ranks are numbered with `model` fastest, then `height`, then copies of the network, then stages.
+    /// Which set of pictures `rank` has, from 0. Ranks are numbered with `model` fastest, then `height`, then copies of the network, then stages.
     pub fn data_rank(&self, rank: u32) -> u32 {
         let (height, model, rank) =
             (self.height.max(1), self.model.max(1), rank % self.ranks_of_stage().max(1));
         rank / (height * model) * model + rank % model
     }
 
-    /// Ranks that have the same stage of the network.
+    /// Number of ranks that have the same stage of the network.
     pub fn ranks_of_stage(&self) -> u32 {
         self.ranks / self.pipeline.max(1)
     }
 
-    /// How a pipeline's step of `micro_batches` goes, as the schedule 1F1B has it; `None`: there is one stage.
+    /// Describes a pipeline's step of `micro_batches` under the schedule 1F1B; `None` if there is one stage.
     pub fn pipeline_in_words(&self, micro_batches: u32) -> Option<String> {
         let (stages, micro_batches) = (self.pipeline, micro_batches.max(1));
         let bubble =
@@ -115,7 +116,7 @@ impl ParallelSpec {
         let kept = plural(stages.min(micro_batches).into(), "micro-batch");
         (stages > 1).then(|| {
             format!(
-                "{stages} stages x {}: each stage waits for {bubble:.0} % of a step (the bubble), and the first one keeps the activations of \
+                "{stages} stages x {}: each stage waits for {bubble:.0} % of a step (the bubble), and the first stage keeps the activations of \
                  {kept}",
                 plural(micro_batches.into(), "micro-batch")
             )
@@ -128,7 +129,7 @@ impl ParallelSpec {
     }
 }
 
-/// What is wrong with the value of `parallel.shard`, if anything is: every mistake.
+/// Checks the value of `parallel.shard`. The error lists every mistake.
 pub(super) fn check(value: &Value) -> Result<(), String> {
     let Some(list) = value.as_array().filter(|list| list.len() <= MOST_SHARDS) else {
         return Err(format!(
@@ -188,7 +189,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         }
         return;
     }
-    // On a machine with GPUs, "auto" would be those.
+    // On a machine with GPUs, `auto` would choose the GPUs.
     for (key, ranks, what) in [
         ("height", height, "share the rows of pictures"),
         ("pipeline", pipeline, "have stages of the network"),
@@ -226,7 +227,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             ),
         );
     }
-    // A search takes what of the rest it can.
+    // A search decides itself about the settings below.
     if parallel.is_auto() {
         return;
     }
@@ -239,7 +240,7 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     if !parallel.shard.is_empty() && !parallel.sync_batch_norm && !spec.model.freeze_norm {
         mistake(
             "/parallel/sync_batch_norm",
-            "strategies (parallel.shard) need true: a rank that has some of a layer's channels has the pictures of its whole group"
+            "parallel.shard needs true: a rank with some of a layer's channels computes them for the pictures of its whole group"
                 .into(),
         );
     }

@@ -171,7 +171,7 @@ fn a_size_is_one_or_several_with_their_epochs() {
     one_mistake(
         &sizes("validation_size = 174"),
         "/data/validation_size",
-        &["less than training", "give 176"],
+        &["less than the size that training ends with", "give 176"],
     );
     one_mistake(&sizes("validation_size = 225"), "/data/validation_size", &["225 is odd"]);
     one_mistake(&sizes("validation_size = 7"), "/data/validation_size", &["from 8 to 4,096"]);
@@ -351,7 +351,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             "parallel",
             "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 2\nranks = 2\nsync_batch_norm = false\nshard = [{match = \"layer1.*\", split = \"out\"}]",
             "sync_batch_norm",
-            &["need true"],
+            &["needs true"],
         ),
         (
             "train",
@@ -389,7 +389,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("name = \"a\"\n[data]\ndataset = \"d\\ufeff\"", "/data/dataset"),
         ("name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w\\u202e\"", "/model/pretrained"),
     ] {
-        one_mistake(document, pointer, &["characters that nobody sees, has '\\u{"]);
+        one_mistake(document, pointer, &["invisible characters, has '\\u{"]);
     }
     // A file's content decides what it is, not its name.
     let weights = "name = \"a\"\n[data]\ndataset = \"d\"\n[model]\npretrained = \"/w/resnet18.pth\"";
@@ -452,7 +452,7 @@ fn settings_from_the_command_line_overrule_the_file() {
     let train = from_json(&document).expect("batch_size was taken back").train;
     assert_eq!((train.batch_size, train.global_batch_size), (None, Some(64)));
     assert!(apply_set(&mut document, "train.lr").is_err_and(|e| e.contains("no '='")));
-    assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("no table")));
+    assert!(apply_set(&mut document, "name.x=1").is_err_and(|e| e.contains("not a table")));
 }
 
 #[test]

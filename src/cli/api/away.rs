@@ -1,6 +1,6 @@
-//! A server that does not answer for a while, of which somebody who waits is told.
+//! Reports once that the server does not answer, and once that it answers again.
 
-/// Whether it is away: says so once, and once when it is back.
+/// Whether the server is away.
 #[derive(Debug, Default)]
 pub(crate) struct Away(bool);
 

@@ -1,12 +1,12 @@
-//! Jobs that people name by the start of an id or by a name, also those that this version cannot read.
+//! Jobs that users name by the start of an id or by a name, including jobs that this version cannot read.
 
 use super::super::{age::age, output::one_line};
 use serde_json::Value;
 use std::fmt::Write as _;
 
-/// The shortest prefix of an id that is accepted: ids made at about the same time begin alike.
+/// The shortest accepted prefix of an id: ids made at about the same time begin alike.
 const SHORTEST_START: usize = 4;
-/// Jobs that a message names where a name fits several.
+/// The largest number of jobs that a message lists if a name fits several.
 const MOST: usize = 10;
 
 pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
@@ -18,7 +18,7 @@ pub(super) fn fits(job: &Value, name: &str) -> bool {
     text(job, "name") == name || name.len() >= SHORTEST_START && text(job, "id").starts_with(name)
 }
 
-/// What is said where `name` fits several jobs, which are the newest first: enough of each to choose one.
+/// The message if `name` fits several jobs (newest first), with enough of each job to choose one.
 pub(super) fn ambiguous(jobs: &[Value], name: &str) -> String {
     let count = jobs.len();
     let mut said = match jobs.iter().filter(|job| text(job, "name") == name).count() {

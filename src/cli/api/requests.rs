@@ -1,5 +1,5 @@
-//! Requests whose answer decides about something irreversible. Submissions are idempotent, so a retry creates nothing twice, and "it does
-//! not exist" is distinguished from "it could not be read".
+//! Requests whose answer decides about something irreversible. Submissions are idempotent, so a retry creates nothing
+//! twice. "Does not exist" is distinguished from "could not be read".
 
 use super::{Api, PATIENCE, problem};
 use crate::cli::{WrongRequest, output};
@@ -11,11 +11,11 @@ use std::time::{Duration, Instant};
 
 /// Pauses before a request is sent again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(5));
-/// For an answer to a request that can be sent again.
+/// Time limit for the answer to a request that can be repeated.
 const ANSWER: Duration = Duration::from_secs(30);
 
 impl Api {
-    /// What lies at a path, or none where the server says that nothing does. A proxy's 404, while there is no server behind it, is an error.
+    /// The object at a path; `None` if the server says that it does not exist. A proxy's 404 without a server behind it is an error.
     ///
     /// # Errors
     /// As [`Api::get`].
@@ -33,10 +33,10 @@ impl Api {
         }
     }
 
-    /// Sends a value until there is an answer, for a minute at most. The server knows the request again by its `Idempotency-Key`.
+    /// Sends a value until there is an answer, for at most a minute. The server recognises repeated requests by their `Idempotency-Key`.
     ///
     /// # Errors
-    /// The server refuses it, or does not answer for a minute: whether it has done what was asked is then not known.
+    /// The server refuses the request, or does not answer for a minute; then it is unknown whether the request was carried out.
     pub(crate) async fn post_once<T: DeserializeOwned>(
         &self,
         path: &str,

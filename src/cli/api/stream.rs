@@ -1,4 +1,4 @@
-//! A job's stream, as the commands that follow a job read it.
+//! A job's stream, for the commands that follow a job.
 
 use super::{Api, problem};
 use anyhow::bail;
@@ -17,25 +17,25 @@ use tokio_tungstenite::{
     tungstenite::{Message, handshake::client::generate_key, protocol::Role},
 };
 
-/// A stream that is silent for longer is dead, also when nobody has said so: two heartbeats are missing.
+/// A stream that is silent for longer is dead, even without an error: two heartbeats are missing.
 const SILENT: Duration = Duration::from_secs(2 * HEARTBEAT_SECS + 5);
 
 /// A job's stream.
 pub(crate) struct Stream(WebSocketStream<Upgraded>);
 
 impl Stream {
-    /// The next frame that is no heartbeat; none when the server has closed the stream.
+    /// The next frame except heartbeats; `None` when the server has closed the stream.
     ///
     /// # Errors
-    /// The connection broke, or not even heartbeats come.
+    /// The connection broke, or even heartbeats are missing.
     pub(crate) async fn next(&mut self) -> anyhow::Result<Option<Frame>> {
         loop {
             let message = tokio::time::timeout(SILENT, self.0.next()).await;
-            match message.map_err(|_| anyhow::anyhow!("nothing was heard of the server for {SILENT:?}"))? {
+            match message.map_err(|_| anyhow::anyhow!("the server sent nothing for {SILENT:?}"))? {
                 None | Some(Ok(Message::Close(_))) => return Ok(None),
                 Some(Err(error)) => return Err(error.into()),
                 Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {
-                    // A frame of a type that this version does not know is passed over.
+                    // A frame of a type that this version does not know is skipped.
                     Ok(Frame::Heartbeat { .. }) | Err(_) => {}
                     Ok(frame) => return Ok(Some(frame)),
                 },
@@ -46,7 +46,7 @@ impl Stream {
 }
 
 impl Api {
-    /// Opens a job's stream after event `since`, by the client of all requests: it knows the proxy.
+    /// Opens a job's stream after event `since`. The client of other requests is used, because it knows the proxy.
     ///
     /// # Errors
     /// The server is not reachable.

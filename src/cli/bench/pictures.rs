@@ -1,4 +1,4 @@
-//! `lockstep bench --pictures`: how fast a dataset's pictures are prepared for training.
+//! `lockstep bench --pictures`: measures how fast a dataset's pictures are prepared for training.
 
 use crate::cli::wrong;
 use lockstep_data::loader::{BatchFormat, DataSource, EpochPlan};
@@ -9,16 +9,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Pictures that the threads work on at a time are two batches.
+/// Pictures in a batch; the threads work on two batches at a time.
 const BATCH: usize = 128;
-/// Batches before the clock starts: buffers grow, files come into the machine's memory.
+/// Batches before the clock starts: buffers grow, and the page cache fills.
 const WARM_UP: usize = 2;
 const MEASURED: Duration = Duration::from_secs(10);
 
-/// Reads, decodes, crops at random as torchvision's `RandomResizedCrop` does, and flips; normalising is left to the device.
+/// Reads, decodes, crops at random like torchvision's `RandomResizedCrop`, and flips. Normalisation is left to the device.
 ///
 /// # Errors
-/// A dataset that cannot be read, or is too small to measure.
+/// The dataset cannot be read, or is too small to measure.
 pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Result<Value> {
     let spec = DataSpec {
         image_size: Some(image_size.into()),
@@ -27,7 +27,7 @@ pub(super) fn run(path: &Path, image_size: u32, threads: usize) -> anyhow::Resul
         crop_padding: 0,
         validation: Validation::Split("none".into()),
         broken_files: BrokenFiles::Skip,
-        // ImageNet's; without them the dataset would be measured first.
+        // ImageNet's mean and standard deviation; otherwise the dataset's own would have to be computed first.
         mean: Some(vec![0.485, 0.456, 0.406]),
         std: Some(vec![0.229, 0.224, 0.225]),
         ..DataSpec::default()

@@ -1,4 +1,4 @@
-//! A file over HTTP: continued where an earlier attempt broke off, checked, and in its place only when it is whole.
+//! Downloads a file over HTTP: continues after a broken connection, checks the file, and gives it its name only when it is whole.
 
 use super::known::Remote;
 use futures_util::StreamExt as _;
@@ -15,19 +15,19 @@ use std::{
     time::Duration,
 };
 
-/// Connections in a row that bring nothing new before it is given up.
+/// Number of successive connections without new bytes after which a download is given up.
 const ATTEMPTS: u32 = 4;
-/// The first pause between two; each is twice as long as the one before.
+/// The first pause between two connections; each later pause is twice as long.
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// Why a file is not there.
+/// Why a download failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Failure {
-    /// Nobody answers, or connections break. What has come stays for the next attempt.
+    /// The server does not answer, or connections break. Received bytes are kept for the next attempt.
     Unreachable(String),
-    /// The address has no such file, or another one.
+    /// The address has no such file, or a different file.
     Refused(String),
-    /// This machine: a full disk, a folder that cannot be written.
+    /// A failure on this machine: a full disk, or a folder that cannot be written.
     Local(String),
 }
 
@@ -37,17 +37,17 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Where the bytes of `path` are until it is whole.
+/// The temporary path of `path` until the file is whole.
 pub(super) fn partial(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".part");
     name.into()
 }
 
-/// Downloads `url`, which must be `remote`, to `path`. `progress` is given the bytes that are there.
+/// Downloads `url`, whose content must match `remote`, to `path`. `progress` receives the number of bytes so far.
 ///
 /// # Errors
-/// See [`Failure`]. Bytes that turn out to be wrong are deleted.
+/// See [`Failure`]. Bytes with a wrong checksum are deleted.
 pub(super) async fn download(
     client: &Client,
     url: &str,
@@ -64,7 +64,7 @@ pub(super) async fn download(
     if file.try_lock().is_err() {
         return Err(Failure::Local(format!("{} is being written by another download", part.display())));
     }
-    // Bytes of an earlier run may be of another file; those of this one are not downloaded twice.
+    // Bytes of an earlier run may belong to another file and are then downloaded again; bytes of this run are not.
     let mut from_before = file.metadata()?.len() > 0;
     loop {
         receive(client, url, remote, &mut file, progress).await?;
@@ -86,7 +86,7 @@ pub(super) async fn download(
     }
 }
 
-/// Whether the file is there, all of it and nothing else.
+/// Whether the file is complete and has the right checksum.
 pub(super) fn is_whole(path: &Path, remote: &Remote) -> Result<bool, Failure> {
     match File::open(path) {
         Ok(mut file) => Ok(file.metadata()?.len() == remote.bytes && sha256(&mut file)? == remote.sha256),
@@ -95,7 +95,7 @@ pub(super) fn is_whole(path: &Path, remote: &Remote) -> Result<bool, Failure> {
     }
 }
 
-/// Fills `file` to the length of `remote`, over as many connections as it takes.
+/// Fills `file` up to the length of `remote`, over as many connections as necessary.
 async fn receive(
     client: &Client,
     url: &str,
@@ -124,7 +124,7 @@ async fn receive(
         if now == remote.bytes {
             continue;
         }
-        // A server without ranges begins anew each time: only what is more than ever counts.
+        // A server without ranges begins anew each time, so only bytes beyond the maximum so far count as progress.
         in_vain = if now > most { 0 } else { in_vain + 1 };
         most = most.max(now);
         if in_vain >= ATTEMPTS {
@@ -134,7 +134,7 @@ async fn receive(
     }
 }
 
-/// One connection: what is missing after `have` bytes, or everything where the server has no ranges.
+/// One connection: receives the bytes after `have`, or the whole file if the server has no ranges.
 async fn once(
     client: &Client,
     url: &str,
@@ -151,7 +151,7 @@ async fn once(
     let answer = request.send().await.map_err(lost)?;
     let mut at = match answer.status() {
         StatusCode::PARTIAL_CONTENT if begins_at(&answer, have, remote.bytes) => have,
-        // Of another length, or from another place: from the start.
+        // The length or the place is wrong: begin from the start.
         StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE if have > 0 => {
             file.set_len(0)?;
             return Err(Failure::Unreachable(format!("{url} does not continue where it was")));
@@ -186,7 +186,7 @@ async fn once(
     Ok(())
 }
 
-/// Whether a partial answer is what follows `have` bytes of a file of `bytes`.
+/// Whether a partial answer continues after `have` bytes of a file of `bytes`.
 fn begins_at(answer: &Response, have: u64, bytes: u64) -> bool {
     let range = answer.headers().get(CONTENT_RANGE).and_then(|value| value.to_str().ok());
     let range = range.and_then(|range| range.strip_prefix("bytes "));
@@ -210,7 +210,7 @@ fn sha256(file: &mut File) -> io::Result<String> {
     Ok(hex::encode(hash.finalize()))
 }
 
-/// An error with its causes: the outermost only says that sending failed.
+/// An error with its causes: the outermost error only says that sending failed.
 fn chain(error: &reqwest::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);

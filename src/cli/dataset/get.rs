@@ -18,36 +18,36 @@ use std::{
     time::Duration,
 };
 
-/// An unpacked file is not larger; CIFAR-100's training pictures are the largest, 154 MB.
+/// The largest unpacked file. The largest real one, CIFAR-100's training pictures, has 154 MB.
 const MEMBER_BYTES: u64 = 1 << 30;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// Which dataset
+    /// The dataset to download
     #[arg(value_name = "NAME", value_parser = KNOWN.map(|known| known.name))]
     name: String,
-    /// The folder that it is put into [default: datasets/NAME]
+    /// The folder for the files [default: datasets/NAME]
     #[arg(long, value_name = "DIR")]
     to: Option<PathBuf>,
-    /// Address of a mirror: the folder that has the publisher's files under their names
+    /// Address of a mirror: a folder with the publisher's files under their own names
     #[arg(long, value_name = "URL")]
     from: Option<String>,
-    /// Do not register it with a server
+    /// Do not register the dataset with a server
     #[arg(long)]
     no_register: bool,
     #[command(flatten)]
     server: ServerArgs,
 }
 
-/// Fetches it unless it is there, and registers it under its name where a server runs.
+/// Downloads the dataset unless it exists already, and registers it under its name if a server runs.
 ///
 /// # Errors
-/// Exit status 1 where nobody can be reached, 2 where the address has something else.
+/// Exit status 1 if the address cannot be reached, 2 if its files are wrong.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let known = KNOWN.into_iter().find(|known| known.name == args.name);
     let known = known.ok_or_else(|| wrong(format!("no dataset {} is known", args.name)))?;
     let to = args.to.clone().unwrap_or_else(|| Path::new("datasets").join(known.name));
-    // Without a slash at its end.
+    // Removes a slash at the end.
     let to: std::path::PathBuf = to.components().collect();
     let base = args.from.as_deref().unwrap_or(known.base);
     fetch(&known, base, &to)?;
@@ -73,7 +73,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     output::line(format_args!("{}: {}", dataset.name, sentence(&dataset.info)))
 }
 
-/// Puts the dataset's files into `to`, all or none of them. What has been downloaded stays next to it until then.
+/// Puts the dataset's files into `to`, all or none of them. Until then, downloaded files are kept next to `to`.
 fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     if to.exists() {
         let missing: Vec<_> = known.parts().filter(|part| !to.join(part).is_file()).collect();
@@ -81,7 +81,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
             return Ok(());
         }
         return Err(wrong(format!(
-            "{} is there and has no {}: move it away, or give another folder with --to",
+            "{} exists already but has no {}: move it away, or give another folder with --to",
             to.display(),
             missing.join(", ")
         )));
@@ -91,7 +91,10 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(&work).map_err(|e| failed(&work, e))?;
     let base = if base.ends_with('/') { base.to_owned() } else { format!("{base}/") };
     if reqwest::Url::parse(&base).is_err() {
-        return Err(wrong(format!("--from {base} is no address; write one such as {}", known.base)));
+        return Err(wrong(format!(
+            "--from {base} is not an address; write an address such as {}",
+            known.base
+        )));
     }
     let client = client()?;
     let bar = bar(known.files.iter().map(|file| file.bytes).sum());
@@ -107,7 +110,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     }
     bar.finish_and_clear();
     let whole = work.join("whole");
-    // From a run that ended while it unpacked.
+    // An earlier run may have ended while it unpacked.
     if whole.exists() {
         fs::remove_dir_all(&whole).map_err(|e| failed(&whole, e))?;
     }
@@ -124,7 +127,7 @@ fn fetch(known: &Known, base: &str, to: &Path) -> anyhow::Result<()> {
     fs::remove_dir_all(&work).map_err(|e| failed(&work, e))
 }
 
-/// Puts a checked file, or what it has in it, into `folder`.
+/// Puts a checked file, or the members of an archive, into `folder`.
 fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
     if file.members.is_empty() {
         return fs::hard_link(from, folder.join(file.name))
@@ -136,11 +139,11 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
         let entry = entry?;
         let path = entry.path()?.into_owned();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        // Names of our own alone: nothing in an archive decides where a file goes.
+        // Only names of our own are used: nothing in an archive decides where a file goes.
         let Some(at) = missing.iter().position(|member| *member == name) else { continue };
         let name = missing.remove(at);
         if !entry.header().entry_type().is_file() || entry.size() > MEMBER_BYTES {
-            return Err(io::Error::other(format!("{name} in {} is no file of that kind", file.name)));
+            return Err(io::Error::other(format!("{name} in {} is not a regular file", file.name)));
         }
         let mut out = File::create_new(folder.join(name))?;
         io::copy(&mut entry.take(MEMBER_BYTES), &mut out)?;
@@ -152,7 +155,7 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
     Err(io::Error::other(format!("{} has no {}", file.name, missing.join(", "))))
 }
 
-/// Proxies of the environment are used (`https_proxy`): the files are not on this machine.
+/// Proxies from the environment are used (`https_proxy`), because the files are on the internet.
 fn client() -> anyhow::Result<Client> {
     let tls = tls::client_config(None).map_err(wrong)?;
     Ok(Client::builder()
@@ -162,14 +165,14 @@ fn client() -> anyhow::Result<Client> {
         .build()?)
 }
 
-/// Hidden where standard error is no terminal.
+/// A progress bar, hidden if standard error is not a terminal.
 fn bar(bytes: u64) -> ProgressBar {
     let style =
         ProgressStyle::with_template("{bytes} of {total_bytes} [{bar:30}] {bytes_per_sec}, {eta} left");
     ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// A failure and what to do about it.
+/// A failure and advice.
 fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path) -> anyhow::Error {
     let addresses: Vec<_> = known.files.iter().map(|file| format!("  {base}{}", file.name)).collect();
     let manually = format!(
@@ -180,7 +183,7 @@ fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path
     );
     match failure {
         Failure::Unreachable(why) => anyhow!(
-            "{why}\nWhat has come so far is kept in {}; the same command continues.\n{manually}",
+            "{why}\nThe bytes so far are kept in {}; the same command continues.\n{manually}",
             work.display()
         ),
         Failure::Refused(why) => wrong(format!("{why}\nNothing was put into {}.\n{manually}", to.display())),

@@ -1,14 +1,14 @@
-//! Public datasets that `lockstep dataset get` fetches: where they lie, and what each file must be.
+//! Public datasets that `lockstep dataset get` downloads: their addresses, and the checksum of each file.
 
 /// A dataset and its files.
 #[derive(Debug, Clone)]
 pub(super) struct Known {
-    /// What jobs call it.
+    /// The dataset's name in job files.
     pub(super) name: &'static str,
-    /// The address that a file's name is appended to.
+    /// The address to which a file's name is appended.
     pub(super) base: &'static str,
     pub(super) files: &'static [Remote],
-    /// Names of the classes, where the files do not have them.
+    /// Names of the classes, if the files do not contain them.
     pub(super) classes: &'static [&'static str],
 }
 
@@ -19,7 +19,7 @@ pub(super) struct Remote {
     pub(super) bytes: u64,
     /// Hexadecimal.
     pub(super) sha256: &'static str,
-    /// Files that are unpacked from it, a gzipped tar archive, without the folder that they lie in there. None: it is kept as it is.
+    /// Files to unpack from a gzipped tar archive, without their folder in the archive. Empty: the file is kept as it is.
     pub(super) members: &'static [&'static str],
 }
 
@@ -27,7 +27,7 @@ const fn plain(name: &'static str, bytes: u64, sha256: &'static str) -> Remote {
     Remote { name, bytes, sha256, members: &[] }
 }
 
-/// Their publishers' addresses. The publishers give MD5 sums; these are the SHA-256 sums of the same files.
+/// Addresses of the publishers. The publishers give MD5 sums; these are SHA-256 sums of the same files.
 pub(super) const KNOWN: [Known; 3] = [
     Known {
         name: "cifar10",
@@ -88,7 +88,7 @@ pub(super) const KNOWN: [Known; 3] = [
     },
 ];
 
-/// By label, as the publisher's page has them.
+/// Names in the order of labels, from the publisher's page.
 const FASHION: [&str; 10] = [
     "T-shirt/top",
     "Trouser",
@@ -103,7 +103,7 @@ const FASHION: [&str; 10] = [
 ];
 
 impl Known {
-    /// The files that make it a dataset.
+    /// Names of the files that the dataset consists of.
     pub(super) fn parts(&self) -> impl Iterator<Item = &'static str> {
         self.files.iter().flat_map(|file| {
             let own: &[&str] =

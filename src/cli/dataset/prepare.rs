@@ -1,5 +1,5 @@
-//! A copy of a dataset as shards of small pictures: `lockstep dataset prepare`, and `dataset add --prepare` before it
-//! registers.
+//! Copies a dataset as shards of small pictures: `lockstep dataset prepare`, and `dataset add --prepare` before it
+//! registers the copy.
 
 use super::{SHOW_EVERY, unnamed};
 use crate::cli::{output, wrong};
@@ -9,30 +9,30 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::BrokenFiles;
 use std::path::{Path, PathBuf};
 
-/// Broken files that are named; all are in `prepared.json`, but those that were broken when they were first read.
+/// The largest number of broken files to print. `prepared.json` lists all, except files that were broken when first read.
 const NAMED: usize = 100;
 
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// A dataset of pictures in files or shards, as for `dataset add`
+    /// A dataset of pictures in files or shards, in the forms of `dataset add`
     path: PathBuf,
-    /// The folder that the copy is written to. An interrupted copy continues
+    /// The folder for the copy. An interrupted copy continues
     #[arg(long, value_name = "DIR")]
     to: PathBuf,
-    /// Pictures with a longer short side are resized to it, in pixels
+    /// Pictures with a longer short side are resized to this many pixels
     #[arg(long, default_value_t = 256, value_parser = side())]
     short_side: u32,
     #[command(flatten)]
     pictures: Pictures,
 }
 
-/// How pictures of a copy are written, and which are left out.
+/// How pictures are written to a copy, and what happens to broken files.
 #[derive(Clone, Copy, clap::Args)]
 pub(super) struct Pictures {
     /// JPEG quality of the copy
     #[arg(long, default_value_t = 90, value_parser = clap::value_parser!(u8).range(i64::from(*QUALITIES.start())..=i64::from(*QUALITIES.end())))]
     quality: u8,
-    /// When a picture cannot be decoded: fail, or skip it and name it
+    /// What to do if a picture cannot be decoded: fail, or skip the picture and report it
     #[arg(long, default_value = "fail")]
     broken_files: Policy,
 }
@@ -47,7 +47,7 @@ impl Pictures {
     }
 }
 
-/// Reads the pixels of a short side.
+/// Parses the length of a short side, in pixels.
 pub(super) fn side() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(i64::from(*SHORT_SIDES.start())..=i64::from(*SHORT_SIDES.end()))
 }
@@ -58,10 +58,10 @@ enum Policy {
     Skip,
 }
 
-/// Writes the copy and says what it holds.
+/// Writes the copy and prints what it contains.
 ///
 /// # Errors
-/// Exit status 2 when the files are no dataset or cannot be copied there, with what is wrong.
+/// Exit status 2 when the files are no dataset or cannot be copied, with the reason.
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let path =
         lockstep_data::canonical(&args.path).map_err(|e| wrong(format!("{}: {e}", args.path.display())))?;
@@ -69,8 +69,8 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     report(&args.to, &made)
 }
 
-/// Where `dataset add --prepare` writes the copy of a folder by default: `/data/imagenet-256` next to `/data/imagenet`.
-/// None of what is no folder, such as a pattern of shards.
+/// The default folder for a copy in `dataset add --prepare`: `/data/imagenet-256` next to `/data/imagenet`. `None` if
+/// the path is not a folder, such as a pattern of shards.
 pub(super) fn default_target(path: &Path, short_side: u32) -> Option<PathBuf> {
     let name = path.file_name().filter(|_| path.is_dir())?;
     let mut copy = name.to_owned();
@@ -101,7 +101,7 @@ pub(super) fn report(to: &Path, made: &Prepared) -> anyhow::Result<()> {
         made.splits.iter().map(|(name, pictures)| format!("{pictures} {}", output::one_line(name))).collect();
     let kept = match made.kept_shards {
         0 => String::new(),
-        kept => format!(", {kept} of them were there"),
+        kept => format!(", {kept} of them from an earlier run"),
     };
     let (folder, mb) = (to.display(), made.bytes.div_ceil(1_000_000));
     let shards = plural(made.shards, "shard");

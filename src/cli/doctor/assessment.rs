@@ -1,21 +1,21 @@
-//! What measurements between machines mean for a job over them, and what to do.
+//! What measurements between machines mean for a job on them, and advice.
 
 use super::examined::{ExaminedMachine, Pair};
 use lockstep_worker::doctor::{Finding, Grade, LinkMeasurement};
 use std::time::Duration;
 
-/// Bytes a second below which all-reduces take longer than most steps, and below which a job over machines is useless. A gigabit a second
-/// is 125 million bytes, of which TCP leaves about 117.
+/// Bytes per second below which all-reduces take longer than most steps, so that a job over several machines is
+/// useless. TCP leaves about 117 million bytes per second of a gigabit.
 const SLOW: f64 = 110e6;
 const USELESS: f64 = 11e6;
 /// A link is suspicious if another one is this many times faster.
 const FASTER: f64 = 2.5;
 /// Bytes of ResNet-50's gradients in float32, to illustrate a speed.
 const RESNET_50: f64 = 102e6;
-/// Milliseconds that a round trip takes at most between machines of one room.
+/// The longest round trip, in milliseconds, between machines in one room.
 const FAR: f64 = 1.0;
-/// Milliseconds by which clocks may differ before a warning and before a failure: the order of log lines is right to about a second, and
-/// certificates may be rejected from about a minute.
+/// Differences between clocks, in milliseconds, that lead to a note and to a problem: log lines are in order to about a
+/// second, and certificates may be rejected from about a minute.
 const CLOCKS_NOTE: f64 = 1_000.0;
 const CLOCKS_PROBLEM: f64 = 60_000.0;
 
@@ -23,7 +23,7 @@ fn finding(what: &str, grade: Grade, found: String, advice: String) -> Finding {
     Finding { what: what.into(), grade, found, advice: Some(advice) }
 }
 
-/// Compares what must be the same on two machines.
+/// Compares versions that must be equal on two machines.
 pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding> {
     let mut findings = Vec::new();
     let (one, other) = (&a.name, &b.name);
@@ -43,7 +43,7 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
             "machine",
             Grade::Note,
             format!("{one} and {other} are the same machine"),
-            "Name it once, with more slots.".into(),
+            "Name the machine once, with more slots.".into(),
         ));
     }
     if of_a.gpus.is_empty() != of_b.gpus.is_empty() {
@@ -51,8 +51,8 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
         findings.push(finding(
             "GPUs",
             Grade::Note,
-            format!("{has} has GPUs, {not} has none that a rank can use"),
-            format!("A job has GPUs on all its machines or on none: `lockstep doctor` on {not} says what is missing there."),
+            format!("{has} has GPUs, but {not} has no GPU that a rank can use"),
+            format!("A job has GPUs on all its machines or on none: `lockstep doctor` on {not} says what is missing."),
         ));
     }
     if of_a.gpus.is_empty() || of_b.gpus.is_empty() {
@@ -76,14 +76,14 @@ pub(super) fn versions(a: &ExaminedMachine, b: &ExaminedMachine) -> Vec<Finding>
             "GPU driver",
             grade,
             format!("{} on {one}, {} on {other}", shown(&of_a.driver), shown(&of_b.driver)),
-            "Install the same driver on both: kernels are chosen and compiled for what each finds, and may differ in speed and rounding."
+            "Install the same driver on both: each driver chooses and compiles kernels, which may differ in speed and rounding."
                 .into(),
         ));
     }
     findings
 }
 
-/// How far the clock of `b` is ahead of that of `a`, and the uncertainty, in milliseconds: from the direction with the smaller uncertainty.
+/// How many milliseconds the clock of `b` is ahead of that of `a`, with the uncertainty, from the direction with the smaller uncertainty.
 pub(super) fn clocks(pair: &Pair) -> Option<(f64, f64)> {
     let there = pair.to_b.as_ref().ok().map(|link| (link.clock_ahead_ms, link.clock_within_ms));
     let back = pair.to_a.as_ref().ok().map(|link| (-link.clock_ahead_ms, link.clock_within_ms));
@@ -111,7 +111,7 @@ fn clock(pair: &Pair) -> Option<Finding> {
     ))
 }
 
-/// A span of milliseconds, with the unit that suits it.
+/// A time in milliseconds, printed with a suitable unit.
 pub(super) fn duration(ms: f64) -> String {
     match ms {
         ms if ms < 1.0 => format!("{:.0} us", ms * 1e3),
@@ -221,7 +221,7 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
                 speed(least),
                 speed(fastest)
             ),
-            "Look whether both use the interface that the others use, and at its speed (ethtool INTERFACE)."
+            "Check that both use the same interface as the others, and check its speed (ethtool INTERFACE)."
                 .into(),
         ));
     } else if least < SLOW {
@@ -237,7 +237,7 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
         findings.push(finding(
             "round trip",
             Grade::Note,
-            format!("{}: a step waits for it twice for each machine in the ring", duration(far)),
+            format!("{}: a step waits for two round trips for each machine in the ring", duration(far)),
             "Machines of one room have 0.1 ms. Larger batches or train.accumulate make the waits fewer; parallel.sync_batch_norm = false \
              saves most of them."
                 .into(),
@@ -246,12 +246,12 @@ fn pace(pair: &Pair, there: &LinkMeasurement, back: &LinkMeasurement, fastest: f
     findings
 }
 
-/// Whether a second measurement of a link may be better, so that a finding would be wrong.
+/// Whether the link should be measured again, because a finding may be due to a bad measurement.
 pub(super) fn is_suspicious(link: &LinkMeasurement) -> bool {
     link.bytes_per_second < SLOW || link.round_trip_ms > FAR
 }
 
-/// The worst of the findings.
+/// The worst grade among the findings.
 pub(super) fn worst(findings: &[Finding]) -> Grade {
     let has = |grade| findings.iter().any(|finding| finding.grade == grade);
     if has(Grade::Problem) {
@@ -263,7 +263,7 @@ pub(super) fn worst(findings: &[Finding]) -> Grade {
     }
 }
 
-/// About how long it takes to measure all pairs of `hosts` machines; disjoint pairs are measured at the same time.
+/// The expected time to measure all pairs of `hosts` machines; disjoint pairs are measured at the same time.
 pub(super) fn expected(hosts: usize) -> Duration {
     let rounds = if hosts.is_multiple_of(2) { hosts.saturating_sub(1) } else { hosts };
     Duration::from_secs(3) * u32::try_from(rounds).unwrap_or(u32::MAX)

@@ -1,4 +1,4 @@
-//! What `lockstep doctor --hosts` has found: machines, and pairs of them.
+//! Results of `lockstep doctor --hosts`: machines, and pairs of machines.
 
 use lockstep_worker::doctor::{Facts, Finding, Gathered, Grade, LinkMeasurement};
 use serde::{Serialize, Serializer};
@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 #[derive(Debug, Serialize)]
 pub(super) struct ExaminedMachine {
     pub(super) name: String,
-    /// The version there.
+    /// The version of Lockstep on the machine.
     pub(super) lockstep: Option<String>,
     #[serde(flatten)]
     pub(super) facts: Option<Facts>,
@@ -20,15 +20,15 @@ pub(super) struct Pair {
     pub(super) a: String,
     pub(super) b: String,
     pub(super) grade: Grade,
-    /// `a` has called `b`; the data came from `b`.
+    /// The link when `a` connects to `b`; the data comes from `b`.
     #[serde(serialize_with = "or_error")]
     pub(super) to_b: Result<LinkMeasurement, String>,
     #[serde(serialize_with = "or_error")]
     pub(super) to_a: Result<LinkMeasurement, String>,
-    /// The clock of `b` is ahead of that of `a` by so much, give or take.
+    /// How many milliseconds the clock of `b` is ahead of that of `a`, with an uncertainty.
     pub(super) clock_ahead_ms: Option<f64>,
     pub(super) clock_within_ms: Option<f64>,
-    /// Of the first GPU of each, where both have one.
+    /// NCCL between the first GPU of each machine, if both have one.
     #[serde(serialize_with = "perhaps_or_error")]
     pub(super) nccl: Option<Result<Gathered, String>>,
     pub(super) findings: Vec<Finding>,

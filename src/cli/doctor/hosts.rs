@@ -1,5 +1,5 @@
-//! `lockstep doctor --hosts`: what several machines have and how each reaches each other one. On each, SSH starts
-//! `lockstep doctor --peer`; this process tells them whom to call.
+//! `lockstep doctor --hosts`: examines several machines and the links between them. SSH starts `lockstep doctor --peer`
+//! on each machine; this process tells each machine which others to connect to.
 
 use super::{
     super::{
@@ -21,9 +21,9 @@ use std::{
     time::Duration,
 };
 
-/// Limit for a probe, which has shorter limits for connecting and for each byte.
+/// Time limit of a probe, which has shorter limits for connecting and for each byte.
 const PROBE: Duration = Duration::from_secs(30);
-/// Measurements of a link that seems bad, at most.
+/// The largest number of measurements of a link that seems bad.
 const MEASUREMENTS: u32 = 3;
 /// With more machines than this, the expected time is printed first.
 const MANY: usize = 8;
@@ -50,20 +50,20 @@ impl Connected {
     }
 }
 
-/// Which machines, and how they are reached.
+/// The machines, and how to reach them.
 pub(super) struct Request<'a> {
     pub(super) list: Option<&'a str>,
     pub(super) hostfile: Option<&'a Path>,
     pub(super) program: &'a str,
-    /// For ssh.
+    /// Options for ssh.
     pub(super) options: &'a [String],
     pub(super) json: bool,
 }
 
-/// Examines them and says what to do.
+/// Examines the machines and prints findings with advice.
 ///
 /// # Errors
-/// Exit status 2 for mistakes in the lists, 1 when something would keep a job from training over these machines.
+/// Exit status 2 for mistakes in the lists, 1 when a finding would keep a job from training on these machines.
 pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     let hosts = match (request.hostfile, request.list) {
         (Some(path), _) => read_hostfile(path)?,
@@ -99,7 +99,7 @@ pub(super) fn run(request: &Request<'_>) -> anyhow::Result<()> {
     }
 }
 
-/// Connects to all at once.
+/// Connects to all machines at once.
 fn connect(
     hosts: &[Host],
     request: &Request<'_>,
@@ -130,7 +130,7 @@ fn connect(
     hosts.iter().zip(started).map(examine).unzip()
 }
 
-/// Measures each pair of machines that answer, those without a machine in common at the same time.
+/// Measures each pair of machines that answer. Pairs without a common machine are measured at the same time.
 fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec<Pair> {
     let there: Vec<_> = machines
         .iter()
@@ -150,12 +150,12 @@ fn measure(machines: &[ExaminedMachine], connected: &[Option<Connected>]) -> Vec
     measured.into_iter().map(|(_, _, pair)| pair).collect()
 }
 
-/// Rounds in which each of `n` meets one other, until all have met (Lucas 1883): one stays, the others go round a table.
+/// Rounds in which each of `n` machines meets one other, until all have met (circle method, Lucas 1883).
 fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
     if n < 2 {
         return Vec::new();
     }
-    // With an odd number one of them sits out.
+    // With an odd number, one machine pauses in each round.
     let seats = n.next_multiple_of(2) - 1;
     let round = |r: usize| {
         let others = (1..=seats / 2).map(|i| ((r + i) % seats, (r + seats - i) % seats));
@@ -166,7 +166,7 @@ fn rounds(n: usize) -> Vec<Vec<(usize, usize)>> {
 }
 
 fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
-    // In one round nobody else wants either.
+    // In one round no other pair uses these machines.
     let (mut by_a, mut by_b) = (at_a.hold(), at_b.hold());
     let to_b = measure_link(&mut by_a, at_b.listens_at());
     let to_a = measure_link(&mut by_b, at_a.listens_at());
@@ -188,14 +188,14 @@ fn pair((a, at_a): (&str, &Connected), (b, at_b): (&str, &Connected)) -> Pair {
     }
 }
 
-/// Runs all-reduces between two machines as ranks of a group; the first is rank 0, which the other connects to.
+/// Runs all-reduces between two machines as ranks of a group. The first is rank 0, to which the other connects.
 fn meet(
     (a, by_a): (&str, &mut Remote),
     (b, by_b): (&str, &mut Remote),
     (addr, port): (String, u16),
 ) -> Result<Gathered, String> {
     by_a.order(&Order::Meet { rank: 0, addr: addr.clone(), port })?;
-    // Rank 0 still waits for rank 1. Its late answer would be taken for that to the next order, so its connection is closed.
+    // Rank 0 still waits for rank 1. A late answer would be taken for the answer to the next order, so its connection is closed.
     by_b.order(&Order::Meet { rank: 1, addr, port }).inspect_err(|_| by_a.close())?;
     let patience = MEETING + Duration::from_secs(20);
     let said = [by_a.answer(patience), by_b.answer(patience)];
@@ -207,17 +207,17 @@ fn meet(
             Ok(other) => return Err(format!("{name} answers {other:?}")),
         }
     }
-    found.ok_or_else(|| "rank 0 has measured nothing".to_owned())
+    found.ok_or_else(|| "rank 0 reported no measurement".to_owned())
 }
 
-/// Measures a link, again while it seems bad: a machine may be busy at the moment, which is no fault of the link.
+/// Measures a link, repeatedly if it seems bad: a machine may be busy for a moment.
 fn measure_link(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     let mut best = call(by, to)?;
     for _ in 1..MEASUREMENTS {
         if !assessment::is_suspicious(&best) {
             break;
         }
-        // An error now does not discard the earlier measurement.
+        // An error in a repetition does not discard the earlier measurement.
         let Ok(again) = call(by, to) else { break };
         best = best.best(again);
     }
@@ -228,11 +228,11 @@ fn call(by: &mut Remote, to: SocketAddr) -> Result<LinkMeasurement, String> {
     by.order(&Order::Probe { to })?;
     match by.answer(PROBE)? {
         PeerMessage::Link(link) => link,
-        other => Err(format!("it answers {other:?}")),
+        other => Err(format!("the machine gave an unexpected answer: {other:?}")),
     }
 }
 
-/// Adds what the measurements mean.
+/// Adds the findings that follow from the measurements.
 fn assess(machines: &[ExaminedMachine], pairs: &mut [Pair]) {
     let links = pairs.iter().flat_map(|pair| [&pair.to_a, &pair.to_b]);
     let fastest = links.filter_map(|link| Some(link.as_ref().ok()?.bytes_per_second)).fold(0.0, f64::max);
@@ -349,14 +349,14 @@ mod tests {
 
     #[test]
     fn a_machine_whose_rank_1_was_not_told_is_not_asked_again() {
-        // It answers whatever it is told; the other one's connection is over.
+        // This machine answers every order; the other machine's connection has ended.
         let mut a = Remote::run(Command::new("cat")).expect("cat");
         let mut b = Remote::run(Command::new("cat")).expect("cat");
         b.close();
         let at = ("10.0.0.1".to_owned(), 4);
         let why = meet(("a", &mut a), ("b", &mut b), at).expect_err("nobody is rank 1");
         assert!(why.contains("the connection is over"), "{why}");
-        // What is left of the first order is no answer to this one.
+        // A rest of the answer to the first order must not count as the answer to this order.
         let to = ([10, 0, 0, 2], 5).into();
         assert!(call(&mut a, to).expect_err("it is closed").contains("the connection is over"));
     }

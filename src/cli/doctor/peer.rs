@@ -1,5 +1,5 @@
-//! `lockstep doctor --peer`: what `doctor --hosts` starts on each machine, over SSH. It reports what the machine has, listens for
-//! the others, and connects to them on request. Messages are lines of JSON over standard input and output.
+//! `lockstep doctor --peer`, which `doctor --hosts` starts on each machine over SSH. It reports what the machine has,
+//! listens for the others, and connects to them on request. Messages are lines of JSON over standard input and output.
 
 use super::super::wrong;
 use lockstep_host::{gpu::devices, nccl_variable, own_program};
@@ -18,51 +18,51 @@ use std::{
     time::Duration,
 };
 
-/// The variable with the secret of this examination. Not an argument, because other accounts can read those.
+/// The variable with the secret of this examination. Not an argument, because other accounts can read arguments.
 const SECRET: &str = "LOCKSTEP_DOCTOR_SECRET";
-/// A line of either side at most.
+/// The largest line in either direction.
 pub(super) const LINE_BYTES: u64 = 64 << 10;
-/// For the all-reduces of a pair: NCCL's first start takes a while.
+/// Time limit of a pair's all-reduces: NCCL's first start takes a while.
 pub(super) const MEETING: Duration = Duration::from_secs(90);
 
-/// The first line that a machine gets.
+/// The first line that a machine receives.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Start {
     pub(super) secret: String,
-    /// The hostfile's variables for it.
+    /// The hostfile's variables for this machine.
     pub(super) env: BTreeMap<String, String>,
 }
 
-/// The lines after it.
+/// All later lines.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Order {
-    /// Measure the link to the machine that listens there.
+    /// Measure the link to the machine that listens at `to`.
     Probe { to: SocketAddr },
     /// Form a group of two ranks with another machine, on the first GPU of each.
     Meet { rank: u32, addr: String, port: u16 },
 }
 
-/// What a machine says: first about itself, then an answer to each order.
+/// A message of a machine: first about itself, then an answer to each order.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum PeerMessage {
     Hello {
         facts: Facts,
-        /// Where it listens for probes, and a port that was free for a rendezvous.
+        /// The port for probes, and a free port for a rendezvous.
         port: u16,
         meeting_port: u16,
     },
     Link(Result<LinkMeasurement, String>),
     Met(Result<Option<Gathered>, String>),
-    /// It cannot take orders; why.
+    /// Why the machine cannot take orders.
     Failed(String),
 }
 
 /// Runs until standard input ends.
 ///
 /// # Errors
-/// Standard input says something else, or output is closed.
+/// Standard input has an invalid line, or output is closed.
 pub(super) fn run() -> anyhow::Result<()> {
     let Ok(secret) = std::env::var(SECRET) else { return Err(start_with_environment()) };
     let (facts, port) = match begin(&secret) {
@@ -89,14 +89,14 @@ pub(super) fn run() -> anyhow::Result<()> {
 fn begin(secret: &str) -> Result<(Facts, u16), String> {
     let facts = Facts::find()?;
     let port = listen(facts.address, secret.into())
-        .map_err(|e| format!("{} cannot be listened at: {e}", facts.address))?;
+        .map_err(|e| format!("cannot listen at {}: {e}", facts.address))?;
     Ok((facts, port))
 }
 
-/// Reads the first line and starts this program anew with what it says: libraries are found, and an interface is chosen, by variables.
+/// Reads the first line and starts this program again with its variables, which decide where libraries are found and which interface is used.
 fn start_with_environment() -> anyhow::Error {
     let read = || -> anyhow::Result<Start> {
-        // Reads not a byte more than the line: the rest is for the program that replaces this one (exec).
+        // Reads exactly the line: the rest is for the program that replaces this one (exec).
         let mut input = File::from(io::stdin().as_fd().try_clone_to_owned()?);
         let (mut line, mut byte) = (Vec::new(), [0]);
         while line.len() < LINE_BYTES as usize && input.read(&mut byte)? == 1 && byte[0] != b'\n' {
@@ -124,7 +124,7 @@ fn say(said: &PeerMessage) -> anyhow::Result<()> {
     Ok(out.flush()?)
 }
 
-/// In a process of its own, which a hang of NCCL ends with. What rank 0 has found.
+/// Runs the all-reduces in a process of its own, so that a hang of NCCL ends with it. Returns what rank 0 found.
 fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Result<Option<Gathered>, String> {
     let gpus = devices::usable(None)?.gpus;
     let gpu =
@@ -133,9 +133,9 @@ fn meet(facts: &Facts, secret: &str, rank: u32, addr: String, port: u16) -> Resu
     let member = Member { rank, world_size: 2, addr, port, secret: secret.into(), gpu, interface };
     let printed = local_group::run(&["doctor".into()], &[member], MEETING)?;
     match rank {
-        0 => {
-            serde_json::from_slice(&printed).map(Some).map_err(|e| format!("rank 0 said something else: {e}"))
-        }
+        0 => serde_json::from_slice(&printed)
+            .map(Some)
+            .map_err(|e| format!("rank 0 printed an unexpected result: {e}")),
         _ => Ok(None),
     }
 }

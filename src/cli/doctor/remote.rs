@@ -1,4 +1,4 @@
-//! A machine that `lockstep doctor --peer` runs on, at the other end of an SSH connection.
+//! A machine with `lockstep doctor --peer`, at the other end of an SSH connection.
 
 use super::{
     super::launch::{Host, ssh},
@@ -13,12 +13,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// For ssh to connect, for keys and a login shell; and for the machine to look at its GPUs.
+/// Time limit for ssh to connect, with keys and a login shell, and for the machine to examine its GPUs.
 const CONNECTING: Duration = Duration::from_secs(40);
 const LOOKING: Duration = Duration::from_secs(60);
-/// For processes to end by themselves.
+/// Time for processes to end by themselves.
 const FAREWELL: Duration = Duration::from_secs(3);
-/// What ssh has to say is kept up to so many bytes.
+/// The largest part of ssh's standard error that is kept.
 const WORDS_BYTES: u64 = 64 << 10;
 
 pub(super) struct Remote {
@@ -28,14 +28,14 @@ pub(super) struct Remote {
     words: Option<JoinHandle<String>>,
 }
 
-/// What a machine has said about itself.
+/// A machine's report about itself.
 pub(super) struct Greeting {
     pub(super) facts: Facts,
     pub(super) port: u16,
     pub(super) meeting_port: u16,
 }
 
-/// Why there is no greeting, and the version there if that was read.
+/// Why there is no report, and the version of Lockstep on the machine if it is known.
 pub(super) struct NoGreeting {
     pub(super) lockstep: Option<String>,
     pub(super) why: String,
@@ -43,7 +43,7 @@ pub(super) struct NoGreeting {
 }
 
 impl Remote {
-    /// Connects, and gives the version of Lockstep there with what the machine says.
+    /// Connects, and returns the version of Lockstep on the machine with the machine's report.
     pub(super) fn start(
         host: &Host,
         program: &str,
@@ -56,7 +56,7 @@ impl Remote {
             silent(format!("ssh cannot be started: {e}"), "Install OpenSSH's client (openssh-client).")
         })?;
         let start = Start { secret: secret.into(), env: host.env.clone() };
-        // If it cannot be read, the program's exit says why.
+        // If the program cannot read this, its exit says why.
         let _ = remote.write(&start);
         let version = match remote.line(CONNECTING) {
             Ok(line) => line.trim().trim_start_matches("lockstep ").to_owned(),
@@ -76,7 +76,8 @@ impl Remote {
                 Err(silent(why, advice))
             }
             Ok(_) | Err(_) => {
-                let why = format!("Lockstep {version} there does not examine: {}", remote.last_words());
+                let why =
+                    format!("Lockstep {version} there cannot examine the machine: {}", remote.last_words());
                 Err(silent(why, format!("Install Lockstep {} there.", env!("CARGO_PKG_VERSION"))))
             }
         }
@@ -84,12 +85,12 @@ impl Remote {
 
     fn spawn(host: &Host, program: &str, options: &[String]) -> std::io::Result<Self> {
         let program = super::super::launch::quoted(program);
-        // Any version says which one it is.
+        // Every version of the program can print its version.
         let there = format!("{program} --version && exec {program} doctor --peer");
         Self::run(ssh::to(options, &host.name, &there))
     }
 
-    /// Talks to a command over its standard input and output.
+    /// Starts a command, and talks to it over its standard input and output.
     pub(super) fn run(mut command: Command) -> std::io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn()?;
@@ -116,7 +117,7 @@ impl Remote {
                 let mut bytes = Vec::new();
                 let mut stderr = stderr;
                 let _ = (&mut stderr).take(WORDS_BYTES).read_to_end(&mut bytes);
-                // A pipe that nobody reads would hold it up.
+                // The pipe must be read to its end, or the program would block.
                 let _ = std::io::copy(&mut stderr, &mut std::io::sink());
                 String::from_utf8_lossy(&bytes).into_owned()
             })
@@ -128,21 +129,19 @@ impl Remote {
         let mut line = serde_json::to_vec(what).map_err(|e| e.to_string())?;
         line.push(b'\n');
         let to = self.to.as_mut().ok_or("the connection is over")?;
-        to.write_all(&line)
-            .and_then(|()| to.flush())
-            .map_err(|e| format!("the connection by ssh is lost: {e}"))
+        to.write_all(&line).and_then(|()| to.flush()).map_err(|e| format!("the ssh connection is lost: {e}"))
     }
 
     fn line(&self, patience: Duration) -> Result<String, String> {
         self.from.recv_timeout(patience).map_err(|e| match e {
             RecvTimeoutError::Timeout => format!("no answer in {} s", patience.as_secs()),
-            RecvTimeoutError::Disconnected => "the connection by ssh is lost".into(),
+            RecvTimeoutError::Disconnected => "the ssh connection is lost".into(),
         })
     }
 
     fn said(&self, patience: Duration) -> Result<PeerMessage, String> {
         let line = self.line(patience)?;
-        serde_json::from_str(&line).map_err(|e| format!("it says something else ({e})"))
+        serde_json::from_str(&line).map_err(|e| format!("unexpected output ({e})"))
     }
 
     /// Sends an order; [`Self::answer`] waits for its answer.
@@ -153,18 +152,18 @@ impl Remote {
     pub(super) fn answer(&mut self, patience: Duration) -> Result<PeerMessage, String> {
         let said = self.said(patience);
         if said.is_err() {
-            // A late answer would be taken for that to the next order.
+            // A late answer would be taken for the answer to the next order.
             self.close();
         }
         said
     }
 
-    /// Takes no more orders.
+    /// Closes the input: no more orders.
     pub(super) fn close(&mut self) {
         self.to = None;
     }
 
-    /// Why nothing came, by the end of ssh.
+    /// Why there was no answer, from the way in which ssh ended.
     fn explain(&mut self, name: &str, why: &str) -> (String, String) {
         let status = self.end(FAREWELL);
         let last = self.last_words();
@@ -177,14 +176,14 @@ impl Remote {
         }
     }
 
-    /// The last line of what ssh and the program there wrote to standard error.
+    /// The last line that ssh or the program on the machine wrote to standard error.
     fn last_words(&mut self) -> String {
         self.end(FAREWELL);
         let words = self.words.take().and_then(|thread| thread.join().ok()).unwrap_or_default();
         words.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default().to_owned()
     }
 
-    /// Has it end, by force where it must be.
+    /// Waits for the process to end, and kills it if it does not.
     fn end(&mut self, within: Duration) -> Option<std::process::ExitStatus> {
         self.to = None;
         let until = Instant::now() + within;

@@ -1,4 +1,4 @@
-//! A sweep as an array of batch jobs of Slurm: each task of the array runs the agents of one of the sweep's jobs.
+//! A sweep as a job array of Slurm: each task of the array runs the agents of one of the sweep's jobs.
 
 use super::{
     super::{
@@ -25,7 +25,7 @@ use std::{
     time::Instant,
 };
 
-/// Agents of a sweep at most: each has a token, and a server keeps 5000.
+/// The largest number of agents in a sweep: each has a token, and a server keeps 5000 tokens.
 const MOST_AGENTS: usize = 500;
 
 /// Submits the sweep's jobs and the array, and follows them.
@@ -62,7 +62,7 @@ pub(super) async fn run(
         Err(error) => {
             for (task, launch) in array.launches.iter().enumerate() {
                 array.remove_bundle(task);
-                // Cancels it, and says so.
+                // Cancels the job and prints that.
                 let _ = launch.finish(Err(anyhow::anyhow!("not started"))).await;
             }
             return Err(error);
@@ -75,7 +75,7 @@ pub(super) async fn run(
     if args.detach { Ok(()) } else { array.follow(args, api, &id).await }
 }
 
-/// Slots on the machines for the largest of the jobs, and whether any trains on CPU cores.
+/// Slots on the machines for the largest of the jobs, and whether any job trains on CPU cores.
 fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Result<(Vec<Host>, Device)> {
     if documents.len() * hosts.len() > MOST_AGENTS {
         return Err(wrong(format!(
@@ -84,7 +84,7 @@ fn room(args: &Args, mut hosts: Vec<Host>, documents: &[Value]) -> anyhow::Resul
             hosts.len()
         )));
     }
-    // All were checked.
+    // All documents were checked before.
     let specs: Vec<_> = documents.iter().filter_map(|document| read(document).0).collect();
     if let Some(largest) = specs.iter().max_by_key(|spec| spec.parallel.ranks) {
         machines::share_out(&mut hosts, args.slots, largest)?;
@@ -106,7 +106,7 @@ fn show(args: &Args, tag: &str, hosts: Vec<Host>, documents: &[Value]) -> anyhow
     output::line(batch.script(args, &hosts, device, &folder)?)
 }
 
-/// Jobs, and the array whose tasks run their agents, in the same order.
+/// The jobs, and the array whose tasks run their agents, in the same order.
 struct Array {
     launches: Vec<Launch>,
     tag: String,
@@ -115,7 +115,7 @@ struct Array {
 }
 
 impl Array {
-    /// Makes the agents' tokens and hands the array to Slurm; its number.
+    /// Makes the agents' tokens and submits the array to Slurm; returns the array's number.
     async fn start(&mut self, args: &Args, device: Device) -> anyhow::Result<String> {
         self.folder = private_folder(args, &self.tag)?;
         for (task, launch) in self.launches.iter_mut().enumerate() {
@@ -135,18 +135,18 @@ impl Array {
         output::warn("Ctrl-C ends this display and not the jobs");
         let mut left: BTreeMap<usize, &Launch> = self.launches.iter().enumerate().collect();
         let (mut said, mut alone) = (HashMap::new(), HashSet::new());
-        // Since when jobs are over, and since when the checkpoints of these are known to be on the server.
+        // Times since which jobs are over, and since which their checkpoints are known to be on the server.
         let (mut over, mut complete) = (HashMap::new(), HashMap::new());
         let mut succeeded = 0;
         while !left.is_empty() {
             tokio::time::sleep(slurm::POLL).await;
-            // Tasks are listed before jobs: a job whose task ends in between is then not taken for one without agents.
+            // Tasks are listed before jobs, so that a job whose task ends in between does not look like a job without agents.
             let (Some(tasks), Some(jobs)) = (slurm::tasks(id), self.jobs(api).await) else { continue };
             for (task, launch) in left.clone() {
                 let in_slurm = format!("{id}_{task}");
                 let job = match jobs.get(launch.job.id.as_str()) {
                     Some(job) => job.clone(),
-                    // Somebody may have changed its tags.
+                    // Somebody may have changed the job's tags.
                     None => match api.find::<Job>(&format!("/jobs/{}", launch.job.id)).await {
                         Ok(Some(job)) => job,
                         Ok(None) => {
@@ -161,7 +161,7 @@ impl Array {
                     },
                 };
                 if !job.state.is_final() {
-                    // It may have been over before, and was retried.
+                    // The job may have been over and been retried.
                     over.remove(&task);
                     complete.remove(&task);
                 }
@@ -170,7 +170,7 @@ impl Array {
                     succeeded += usize::from(job.state == JobState::Succeeded);
                 }
                 match tasks.get(&task) {
-                    // Agents end with their job, once its checkpoints are on the server. A task that still waits or runs after that is cancelled.
+                    // Agents end with their job, once its checkpoints are on the server. A task that waits or runs longer is cancelled.
                     Some(state) if job.state.is_final() => {
                         let over = *over.entry(task).or_insert_with(Instant::now);
                         match launch.upload_status().await {
@@ -196,7 +196,7 @@ impl Array {
                         launch.finish(Ok(())).await?;
                         left.remove(&task);
                     }
-                    // The last report of the task's agent may still be in flight.
+                    // The last report of the task's agent may still be on its way.
                     None if alone.insert(task) => {}
                     None => {
                         let how = slurm::how_it_ended(&in_slurm);
@@ -214,7 +214,7 @@ impl Array {
         if succeeded == all { Ok(()) } else { Err(anyhow::anyhow!("{succeeded} of {all} jobs succeeded")) }
     }
 
-    /// The sweep's jobs by their ids; none while the server does not answer.
+    /// The sweep's jobs by id; `None` while the server does not answer.
     async fn jobs(&self, api: &Api) -> Option<HashMap<String, Job>> {
         let found = api.all("/jobs", "jobs", &[("tag", self.tag.clone())], None).await.ok()?;
         let job = |value| serde_json::from_value::<Job>(value).ok().map(|job| (job.id.to_string(), job));

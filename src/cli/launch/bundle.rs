@@ -1,35 +1,34 @@
-//! What a launch hands to its agents: the server's address and authority, and each its identity and token. It goes over standard
-//! input, in an environment or in a file (0600), never on a command line.
+//! The bundle that a launch passes to its agents: the server's address and CA, and each agent's identity and token. It
+//! is sent over standard input, in an environment or in a file (0600), never on a command line.
 
 use super::super::wrong;
 use lockstep_protocol::{JobId, numbers::plural, spec::Device};
 use serde::{Deserialize, Serialize};
 use std::{collections::BTreeMap, path::PathBuf};
 
-/// 256 nodes with an environment of some hundred bytes each, and a CA file.
+/// The largest bundle: 256 nodes with an environment of a few hundred bytes each, and a CA file.
 pub(super) const BUNDLE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Bundle {
     pub(super) server: String,
-    /// Certificates (PEM).
+    /// CA certificates (PEM).
     #[serde(default)]
     pub(super) ca: Option<String>,
     pub(super) job: JobId,
-    /// For the agents' state, from the home directory.
+    /// Folder for the agents' state, relative to the home directory.
     pub(super) dir: PathBuf,
     /// The agents, in the order in which the launcher numbers its processes.
     pub(super) nodes: Vec<Node>,
-    /// The agents run in pods of a Job of Kubernetes, which starts another pod for each that ends without success.
+    /// Whether the agents run in pods of a Job of Kubernetes, which replaces each pod that ends without success.
     #[serde(default)]
     pub(super) in_pod: bool,
 }
 
 impl Bundle {
-    /// As JSON, to be handed over in a way that takes `most` bytes: `way` says which, and what else may help.
-    ///
+    /// The bundle as JSON, for a way of passing it that allows `most` bytes. `way` describes the way and what may help.
     /// # Errors
-    /// Exit status 2: it is longer.
+    /// Exit status 2: the text is longer.
     pub(super) fn text(&self, most: u64, way: &str) -> anyhow::Result<String> {
         let text = serde_json::to_string(self)?;
         if text.len() as u64 <= most {
@@ -42,18 +41,18 @@ impl Bundle {
     }
 }
 
-/// What one agent gets.
+/// An agent's part of the bundle.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Node {
     pub(super) name: String,
-    /// The machine's name in the list; empty where the launcher chooses.
+    /// The machine's name in the list; empty if the launcher chooses the machine.
     #[serde(default)]
     pub(super) host: String,
     pub(super) agent_id: String,
     pub(super) token: String,
     pub(super) slots: u32,
     pub(super) device: Device,
-    /// Numbers of its GPUs; none: the first ones.
+    /// Numbers of the agent's GPUs; empty: the first GPUs.
     #[serde(default)]
     pub(super) gpus: Vec<u32>,
     #[serde(default)]
@@ -64,7 +63,7 @@ pub(super) struct Node {
 pub(super) mod tests {
     use super::*;
 
-    /// Checks that a launcher hands over `most` bytes, and of one more says with these words what to change.
+    /// Checks that a launcher passes `most` bytes, and that one byte more is an error with these words.
     pub(in crate::cli::launch) fn takes_up_to(
         most: usize,
         text: fn(&Bundle) -> anyhow::Result<String>,

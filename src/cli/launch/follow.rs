@@ -19,15 +19,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// For agents to end after their job: they learn of it with a heartbeat.
+/// Time for agents to end after their job: they learn of its end with a heartbeat.
 const FAREWELL: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_millis(200);
-/// Bytes of a log that are searched for its last line.
+/// Bytes at the end of a log in which the last line is looked for.
 const TAIL_BYTES: u64 = 4096;
 
-/// A process that agents depend on. It is in a process group of its own and writes into a file, so Ctrl-C ends this command alone.
+/// A process that agents depend on. It has its own process group and writes into a file, so Ctrl-C ends only this command.
 pub(super) struct Launched {
-    /// The machine, or the program.
+    /// Name of the machine or the program.
     label: String,
     child: Child,
     log: PathBuf,
@@ -38,20 +38,20 @@ impl Launched {
     /// Starts a process and writes `input` to it.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The process cannot be started.
     pub(super) fn start(label: &str, mut command: Command, input: &[u8], log: &Path) -> io::Result<Self> {
         use std::os::unix::process::CommandExt as _;
         let output = File::options().create(true).append(true).open(log)?;
         command.stdin(Stdio::piped()).stdout(output.try_clone()?).stderr(output).process_group(0);
         let mut child = command.spawn()?;
         if let Some(mut to) = child.stdin.take() {
-            // A process that has ended reads nothing. Its exit status says more than the broken pipe.
+            // A process that has ended reads nothing, and its exit status says more than the broken pipe.
             let _ = to.write_all(input);
         }
         Ok(Self { label: label.to_owned(), child, log: log.to_owned(), status: None })
     }
 
-    /// How it ended, once: later calls return `None`.
+    /// The exit status, once: later calls return `None`.
     fn ended(&mut self) -> Option<ExitStatus> {
         if self.status.is_some() {
             return None;
@@ -60,7 +60,7 @@ impl Launched {
         self.status
     }
 
-    /// The last line that it wrote.
+    /// The last line of the process's log.
     fn last_line(&self) -> String {
         let bytes = files::end_of(&self.log, TAIL_BYTES);
         let text = String::from_utf8_lossy(&bytes);
@@ -99,7 +99,7 @@ pub(super) async fn follow(
     } else if let Err(error) = &done
         && launched.iter_mut().any(|one| one.ended().is_none() && one.status.is_none())
     {
-        // The server was away for too long; the agents look for it.
+        // The server was away too long for this command; the agents keep trying to reach it.
         return Err(LaunchDetached(format!("{error:#}")).into());
     }
     let until = Instant::now() + FAREWELL;
@@ -119,20 +119,18 @@ pub(super) async fn follow(
     done
 }
 
-/// Returns when the job cannot be run by what was launched.
+/// Returns when the launched processes can no longer run the job.
 async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Error {
     loop {
         for at in 0..launched.len() {
             let Some(status) = launched[at].ended() else { continue };
-            // It says so once. Where a network has failed, this request may fail in the same moment.
+            // Each end is reported once. If a network has failed, this request may fail at the same moment.
             let job = match job_once_read(launch).await {
                 Ok(job) => job,
                 Err(error) => {
                     let what = explain(&launched[at].label, status, &launched[at].last_line());
-                    return LaunchDetached(format!(
-                        "{what}; what has become of the job is not known: {error}"
-                    ))
-                    .into();
+                    return LaunchDetached(format!("{what}; the state of the job is not known: {error}"))
+                        .into();
                 }
             };
             if job.state.is_final() {
@@ -145,7 +143,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
                 return anyhow::anyhow!(what);
             }
             if is_last && launch.elsewhere(&job).is_some() {
-                // What has become of the job is said at the end.
+                // The job's state is reported at the end.
                 return anyhow::anyhow!(what);
             }
             if is_last {
@@ -161,7 +159,7 @@ async fn first_failure(launch: &Launch, launched: &mut [Launched], explain: Expl
     }
 }
 
-/// Waits until all agents are online, or the job has left the queue. A server that does not answer for a moment, as one that is restarted,
+/// Waits until all agents are online, or the job has left the queue. A short failure of the server, such as a restart,
 /// says nothing about the agents.
 async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Explain) -> anyhow::Result<()> {
     let (mut away, mut answered) = (Away::default(), Instant::now());
@@ -186,10 +184,10 @@ async fn until_online(launch: &Launch, launched: &mut [Launched], explain: Expla
     }
 }
 
-/// How the wait for the agents has ended; none where it goes on.
+/// The outcome of the wait for the agents; `None` while it continues.
 ///
 /// # Errors
-/// The server does not answer, or refuses.
+/// The server does not answer, or refuses the request.
 async fn online(
     launch: &Launch,
     launched: &mut [Launched],
@@ -218,19 +216,19 @@ async fn online(
     Ok(nodes.all(|(at, node)| has_ended(at) || is_online(&node.name)).then_some(Ok(())))
 }
 
-/// Whether each agent has a process here, in the same order: with SSH.
+/// Whether each agent has a process here, in the same order, as with SSH.
 fn is_each(launch: &Launch, launched: &[Launched]) -> bool {
     launched.len() == launch.bundle.nodes.len()
 }
 
-/// Slots of the agents whose processes have not ended; none where one process stands for several agents.
+/// Slots of the agents whose processes still run; `None` if one process stands for several agents.
 fn slots_left(launch: &Launch, launched: &[Launched]) -> u32 {
     let alive = launched.iter().zip(&launch.bundle.nodes).filter(|(one, _)| one.status.is_none());
     if is_each(launch, launched) { alive.map(|(_, node)| node.slots).sum() } else { 0 }
 }
 
-/// Shows a job whose agents another system runs, until the job is over or `ended` returns because that system has ended them. Also
-/// returns whether the job is known to be over. A server that is unreachable for long is no reason to end training.
+/// Shows a job whose agents another system runs, until the job is over, or until `ended` returns because that system has ended
+/// them. Also returns whether the job is known to be over. A long failure of the server does not end training.
 pub(super) async fn until_over(
     launch: &Launch,
     ended: impl Future<Output = anyhow::Error>,
@@ -251,10 +249,10 @@ async fn job(api: &Api, launch: &Launch) -> anyhow::Result<Job> {
     found.ok_or_else(|| wrong(format!("there is no job {id} any more")))
 }
 
-/// The job, once the server answers.
+/// Reads the job, and retries until the server answers.
 ///
 /// # Errors
-/// It refuses, or does not answer for a minute.
+/// The server refuses, or does not answer for a minute.
 async fn job_once_read(launch: &Launch) -> anyhow::Result<Job> {
     let began = Instant::now();
     loop {

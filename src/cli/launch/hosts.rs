@@ -7,32 +7,32 @@ use super::{
 use std::{collections::BTreeMap, path::Path};
 
 const HOSTFILE_BYTES: u64 = 1 << 20;
-/// Variables of a machine at most, and their total bytes: the variables of 256 machines fit into one environment.
+/// Limits of a machine's variables, in number and total bytes: the variables of 256 machines fit into one environment.
 const MOST_VARIABLES: usize = 32;
 const MOST_VARIABLE_BYTES: usize = 2048;
 const MOST_NAME_BYTES: usize = 253;
 
-/// A machine that is to have an agent.
+/// A machine on which an agent is started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Host {
-    /// A name or address, with `user@` before it where SSH needs one. Empty: Slurm chooses.
+    /// A name or address, with `user@` before it if SSH needs a user. Empty: Slurm chooses the machine.
     pub(crate) name: String,
     pub(crate) slots: Option<u32>,
-    /// Numbers of the GPUs that it is to use; none: the first ones.
+    /// Numbers of the GPUs to use; empty: the first GPUs.
     pub(crate) devices: Vec<u32>,
-    /// For the agent there and its ranks.
+    /// Environment variables of the agent and its ranks.
     pub(crate) env: BTreeMap<String, String>,
 }
 
 /// Reads a hostfile.
 ///
 /// # Errors
-/// Exit status 2: what is wrong, with the number of the line.
+/// Exit status 2: what is wrong, with the line number.
 pub(crate) fn read(path: &Path) -> anyhow::Result<Vec<Host>> {
     let failed = |detail: String| wrong(format!("--hostfile {}: {detail}", path.display()));
     let bytes =
         file::read(path, HOSTFILE_BYTES, "is larger than 1 MiB; a hostfile is not").map_err(failed)?;
-    let text = String::from_utf8(bytes).map_err(|_| failed("is no text (UTF-8)".into()))?;
+    let text = String::from_utf8(bytes).map_err(|_| failed("is not text (UTF-8)".into()))?;
     parse(&text).map_err(failed)
 }
 
@@ -60,7 +60,7 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
                     || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
                     || !word.contains('=')
                 {
-                    return Err(format!("{word:?} is no variable: write env:NAME=VALUE"));
+                    return Err(format!("{word:?} is not a variable: write env:NAME=VALUE"));
                 }
                 host.env.insert(name.into(), value.into());
             }
@@ -86,7 +86,7 @@ fn of_line(name: &str, words: &[String]) -> Result<Host, String> {
     Ok(host)
 }
 
-/// A machine, and behind a colon its slots: `node1:4`. An IPv6 address is in brackets where it has slots.
+/// Splits a machine and its slots after a colon: `node1:4`. An IPv6 address with slots is in brackets.
 fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
     let is_bare_ipv6 = !entry.contains('[') && entry.matches(':').count() > 1;
     match entry.rsplit_once(':') {
@@ -95,10 +95,10 @@ fn name_and_slots(entry: &str) -> Result<(&str, Option<u32>), String> {
     }
 }
 
-/// `node1:4,node2:4`.
+/// Parses `node1:4,node2:4`.
 ///
 /// # Errors
-/// What is wrong with it.
+/// What is wrong with the list.
 pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     for entry in list.split(',').map(str::trim) {
@@ -108,10 +108,10 @@ pub(crate) fn of_list(list: &str) -> Result<Vec<Host>, String> {
     Ok(hosts)
 }
 
-/// The machines of a rank table, that of rank 0 first, with their devices in the order of their ranks.
+/// The machines of a rank table, rank 0's machine first, with their devices in the order of ranks.
 ///
 /// # Errors
-/// There are too many, or the ranks of a machine do not follow each other: the server numbers them machine by machine.
+/// There are too many machines, or the ranks of a machine are not consecutive: the server numbers ranks machine by machine.
 pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
     let mut hosts = Vec::new();
     let mut machines: Vec<_> = table.machines.iter().collect();
@@ -120,8 +120,8 @@ pub(super) fn of_table(table: &RankTable) -> Result<Vec<Host>, String> {
     for machine in machines {
         if let Some(device) = machine.devices.iter().find(|device| next.next() != Some(device.rank)) {
             return Err(format!(
-                "rank {} is on {} and its neighbours are elsewhere: a launch numbers ranks machine by machine; renumber the table, or start \
-                 `lockstep train --rank-table` on each machine",
+                "rank {} is on {}, but the ranks before and after it are on other machines: a launch numbers ranks machine by \
+                 machine; renumber the table, or start `lockstep train --rank-table` on each machine",
                 device.rank, machine.address
             ));
         }
@@ -151,18 +151,20 @@ fn slots(text: &str) -> Result<u32, String> {
     slots.ok_or_else(|| format!("slots={text}: must be 1 to {MOST_SLOTS}"))
 }
 
-/// Checks a name: no program takes it for an option, and it needs no quotes in a shell.
+/// Checks that a name cannot be an option of a program and needs no quotes in a shell.
 fn checked(name: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_.@:[]%".contains(c);
     let is_name = !name.is_empty() && name.len() <= MOST_NAME_BYTES && name.chars().all(plain);
     if is_name && !name.starts_with('-') && !name.contains("@-") {
         Ok(name.to_owned())
     } else {
-        Err(format!("{name:?} is no machine's name or address (at most {MOST_NAME_BYTES} plain characters)"))
+        Err(format!(
+            "{name:?} is not a machine's name or address (at most {MOST_NAME_BYTES} plain characters)"
+        ))
     }
 }
 
-/// Words between spaces; double quotes keep spaces in a word, and # begins a comment.
+/// Splits a line at spaces. Double quotes keep spaces in a word, and # begins a comment.
 fn words(line: &str) -> Result<Vec<String>, String> {
     let mut words = Vec::new();
     let (mut word, mut is_word, mut is_quoted) = (String::new(), false, false);
@@ -221,9 +223,9 @@ mod tests {
             ("a env:1X=2", "write env:NAME=VALUE"),
             ("a env:X", "write env:NAME=VALUE"),
             ("a env:X=\"b", "not closed"),
-            ("-oProxyCommand=x", "no machine's name"),
-            ("me@-x", "no machine's name"),
-            ("a;b", "no machine's name"),
+            ("-oProxyCommand=x", "not a machine's name"),
+            ("me@-x", "not a machine's name"),
+            ("a;b", "not a machine's name"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(said), "{text}: {error}");
@@ -253,7 +255,7 @@ mod tests {
 
     #[test]
     fn a_rank_table_s_machines_and_devices_are_in_the_order_of_its_ranks() {
-        // So many machines, the last of which has the first ranks, with the devices of each counted backwards.
+        // The machines in reverse order of ranks, with each machine's devices in reverse order, too.
         let table = |machines: u32, devices: u32| {
             let machine = |m: u32| Machine {
                 address: format!("host-{}", m + 1),
@@ -287,7 +289,7 @@ mod tests {
             ("[fd00::1]:2,[fd00::2]", ["[fd00::1] Some(2)", "[fd00::2] None"]),
             ("me@node_1:1,fe80::1%eth0", ["me@node_1 Some(1)", "fe80::1%eth0 None"]),
         ] {
-            // A line of a hostfile is the same.
+            // The same as a line of a hostfile.
             for hosts in [of_list(list), parse(&list.replace(',', "\n"))] {
                 let hosts = hosts.unwrap().into_iter().map(|host| format!("{} {:?}", host.name, host.slots));
                 assert_eq!(hosts.collect::<Vec<_>>(), expected, "{list}");

@@ -1,4 +1,4 @@
-//! How long Slurm waits between asking the processes of a job to end and killing them: `KillWait` of its configuration.
+//! Reads how long Slurm waits between SIGTERM and SIGKILL for the processes of a job: `KillWait` in its configuration.
 
 use std::{
     io::Read as _,
@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Limit for asking Slurm. If the controller does not answer in time, the agent uses the default.
+/// Time limit for asking Slurm. Without an answer, the agent uses its default.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// KillWait in seconds; `None` outside Slurm, or if Slurm does not answer.
@@ -17,7 +17,7 @@ pub(super) fn of_slurm() -> Option<u32> {
     asked.args(["show", "config"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = asked.spawn().ok()?;
     let mut said = child.stdout.take()?;
-    // The output has some hundred lines, more than a pipe holds: read it while the program runs.
+    // The output has hundreds of lines, more than a pipe holds, so it is read while the program runs.
     let reading = thread::spawn(move || {
         let mut text = String::new();
         said.read_to_string(&mut text).map(|_| text)

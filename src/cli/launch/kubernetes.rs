@@ -1,4 +1,4 @@
-//! Agents in the pods of an Indexed Job of Kubernetes, which places the pods and replaces lost ones. `Job` is Kubernetes', `job` is ours.
+//! Agents in the pods of an Indexed Job of Kubernetes, which places pods and replaces lost ones. `Job` is Kubernetes', `job` is Lockstep's.
 
 mod cluster;
 mod farewell;
@@ -20,7 +20,7 @@ pub(super) use template::{Template, template};
 
 const POLL: Duration = Duration::from_secs(1);
 
-/// What `--dry-run` prints: the objects, the Secret without what is in it.
+/// Prints for `--dry-run` the objects, without the Secret's content.
 pub(super) fn show(
     args: &Args,
     id: &str,
@@ -36,24 +36,24 @@ pub(super) fn show(
     output::json(&json!({"apiVersion": "v1", "kind": "List", "items": items}))
 }
 
-/// Has Kubernetes start the agents, and follows them.
+/// Lets Kubernetes start the agents, and follows them.
 ///
 /// # Errors
-/// Kubernetes refuses, its Job ends before ours does, or ours does not succeed.
+/// Kubernetes refuses, its Job ends before the job does, or the job does not succeed.
 pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::Result<()> {
     let cluster = Cluster::connect(&launch.args).await?;
     let name = objects::name_of(&launch.job);
     if is_here(&launch.bundle.server) {
         output::warn(format_args!(
-            "the server's address is {}, which is another machine in each pod: give its address there with --agent-server",
+            "the server's address is {}, which means the pod itself in each pod: give the server's address for pods with --agent-server",
             launch.bundle.server
         ));
     }
     if let Some(job) = earlier(&cluster, &name, launch).await? {
         output::warn(format_args!(
-            "Kubernetes' Job {name} of an earlier launch is there; its pods run the job"
+            "Kubernetes' Job {name} of an earlier launch exists; its pods run the job"
         ));
-        // Revoked when the job is over.
+        // These tokens are revoked when the job is over.
         launch.tokens = tokens_of(launch, &job).await;
     } else {
         let made = match launch.introduce().await {
@@ -61,7 +61,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
             not => not,
         };
         if let Err(error) = made {
-            // No agent has them.
+            // No agent has these tokens.
             launch.revoke().await;
             return Err(error);
         }
@@ -88,7 +88,7 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
     }
     match farewell::farewell(&cluster, launch, &name).await {
         Ok(Farewell::Ended) => {
-            // Also if a checkpoint did not reach the server: no agent is left that could upload it.
+            // Even if a checkpoint did not reach the server: no agent is left that could upload it.
             launch.revoke().await;
             done
         }
@@ -98,13 +98,13 @@ pub(super) async fn start(launch: &mut Launch, template: &Template) -> anyhow::R
         ))
         .into()),
         Err(error) => {
-            output::warn(format_args!("Kubernetes' Job {name} is left there: {error}"));
+            output::warn(format_args!("Kubernetes' Job {name} was not deleted: {error}"));
             done
         }
     }
 }
 
-/// Whether an address is loopback: in a pod it means the pod itself.
+/// Whether an address is loopback, which in a pod means the pod itself.
 fn is_here(server: &str) -> bool {
     let host = reqwest::Url::parse(server).ok().and_then(|url| url.host_str().map(ToOwned::to_owned));
     host.is_some_and(|host| {
@@ -113,12 +113,12 @@ fn is_here(server: &str) -> bool {
     })
 }
 
-/// Whether an object was made for this job of ours.
+/// Whether an object belongs to this job.
 fn is_ours(object: &Value, job: &Job) -> bool {
     object["metadata"]["labels"][JOB_LABEL] == job.id.as_str()
 }
 
-/// The Job of an earlier launch, if its pods can run the job. A Job that is over or incomplete is removed.
+/// The Job of an earlier launch, if its pods can run the job. A Job that is over or incomplete is deleted.
 async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Result<Option<Value>> {
     let job = &launch.job;
     let Some(found) = cluster.get(Kind::Job, name).await? else { return Ok(None) };
@@ -129,7 +129,7 @@ async fn earlier(cluster: &Cluster, name: &str, launch: &Launch) -> anyhow::Resu
         return Ok(Some(found));
     }
     output::warn(format_args!("Kubernetes' Job {name} of an earlier launch is removed first"));
-    // Only the Job's annotation names its tokens, so they are revoked with it. Until then its pods may need them to upload a checkpoint.
+    // Only the Job's annotation lists its tokens, so they are revoked with it. Until then its pods may need them to upload a checkpoint.
     let tokens = tokens_of(launch, &found).await;
     cluster.remove(Kind::Job, &found).await?;
     tokens::revoke(&launch.api, &tokens).await;
@@ -142,7 +142,7 @@ fn refuse_foreign(cluster: &Cluster, kind: Kind, found: &Value, job: &Job) -> an
     }
     let name = found["metadata"]["name"].as_str().unwrap_or_default();
     Err(super::wrong(format!(
-        "namespace {} has a {kind:?} called {name} that is not of this job: delete it, or choose another --namespace",
+        "namespace {} has a {kind:?} called {name} that does not belong to this job: delete it, or choose another --namespace",
         cluster.namespace
     )))
 }
@@ -173,7 +173,7 @@ async fn create(
     let is_this = |found: &Value| found["metadata"]["annotations"][LAUNCH] == plan.launch.as_str();
     let job = match cluster.create(Kind::Job, &plan.job()).await? {
         Created::Now(job) => job,
-        // This launch has created it: only the response was lost.
+        // This launch created the Job, but the response was lost.
         Created::Exists(found) if is_this(&found) => found,
         Created::Exists(found) => {
             refuse_foreign(cluster, Kind::Job, &found, &launch.job)?;
@@ -190,7 +190,7 @@ async fn create(
                 match cluster.create(kind, &object).await? {
                     Created::Now(_) => break,
                     Created::Exists(found) if is_this(&found) => break,
-                    // It belongs to a Job that is gone, and is about to be removed.
+                    // The object belongs to a deleted Job and is about to be deleted.
                     Created::Exists(found) => {
                         refuse_foreign(cluster, kind, &found, &launch.job)?;
                         cluster.remove(kind, &found).await?;
@@ -209,7 +209,7 @@ async fn create(
     if done.is_err()
         && let Err(error) = cluster.delete(Kind::Job, &job).await
     {
-        output::warn(format_args!("Kubernetes' Job {name} is left there: {error}"));
+        output::warn(format_args!("Kubernetes' Job {name} was not deleted: {error}"));
     }
     done
 }

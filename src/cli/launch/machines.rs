@@ -1,4 +1,4 @@
-//! Which machines a launch is for, how many slots each has, and whether it can start at all.
+//! The machines of a launch with their slots, and checks before it starts.
 
 use super::{
     super::{file, output, rank_table::RankTable, wrong},
@@ -10,7 +10,7 @@ use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
 use std::net::IpAddr;
 
-/// The machines that the arguments name; those that Slurm or Kubernetes is to choose have no name.
+/// The machines that the arguments name. Machines that Slurm or Kubernetes chooses have no name.
 pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     let lists = args.hostfile.is_some() || args.hosts.is_some() || args.rank_table.is_some();
     if args.with == LauncherKind::Kubernetes && lists {
@@ -47,7 +47,7 @@ pub(super) fn machines(args: &Args) -> anyhow::Result<Vec<Host>> {
     Ok(hosts)
 }
 
-/// Sets the slots of machines for which the lists give none.
+/// Sets the slots of machines without slots in the lists.
 pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -> anyhow::Result<()> {
     let ranks = spec.parallel.ranks;
     let given: u32 = hosts.iter().filter_map(|host| host.slots).sum();
@@ -67,7 +67,7 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
     Ok(())
 }
 
-/// Checks that other machines can reach the server at the address that the launch gives them.
+/// Checks that other machines can reach the server at the address that they get.
 pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
     let server = args.agent_server.as_ref().unwrap_or(&args.server.server);
     let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
@@ -77,10 +77,10 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
         let name = name.rsplit_once('@').map_or(name, |(_, host)| host).trim_matches(['[', ']']);
         name == "localhost" || name.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
     };
-    // A machine without a name is chosen by Slurm or Kubernetes: only they know whether it is this one.
+    // Slurm or Kubernetes chooses a machine without a name: only they know whether it is this machine.
     if hosts.iter().any(|host| host.name.is_empty()) && own(url.host_str().unwrap_or_default()) {
         output::warn(format_args!(
-            "warning: only this machine reaches the server at {server}: give its address on others with --agent-server"
+            "warning: only this machine reaches the server at {server}: give its address for other machines with --agent-server"
         ));
     }
     let elsewhere = hosts.iter().find(|host| !host.name.is_empty() && !own(&host.name));
@@ -88,7 +88,7 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
         && own(url.host_str().unwrap_or_default())
     {
         return Err(wrong(format!(
-            "{} cannot reach the server at {server}: give its address there with --agent-server",
+            "{} cannot reach the server at {server}: give its address for these machines with --agent-server",
             host.name
         )));
     }
@@ -99,9 +99,10 @@ pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
 pub(super) fn ca(args: &Args) -> anyhow::Result<Option<String>> {
     let Some(path) = &args.server.ca_file else { return Ok(None) };
     let failed = |detail: &str| wrong(format!("--ca-file {}: {detail}", path.display()));
-    let larger = "is larger than 1 MiB, and agents take less: give a file of the server's authority alone";
+    let larger =
+        "is larger than 1 MiB, which is too large for agents: give a file with only the server's authority";
     let bytes = file::read(path, BUNDLE_BYTES, larger).map_err(|detail| failed(&detail))?;
-    String::from_utf8(bytes).map(Some).map_err(|_| failed("is no text (UTF-8)"))
+    String::from_utf8(bytes).map(Some).map_err(|_| failed("is not text (UTF-8)"))
 }
 
 /// Checks that a program is on the PATH.
@@ -140,6 +141,9 @@ mod tests {
         assert_eq!(ca(&args).unwrap().map(|text| text.len()), Some(1 << 20));
         fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
         let why = ca(&args).unwrap_err().to_string();
-        assert!(why.contains("ca.crt: is larger than 1 MiB") && why.contains("authority alone"), "{why}");
+        assert!(
+            why.contains("ca.crt: is larger than 1 MiB") && why.contains("only the server's authority"),
+            "{why}"
+        );
     }
 }

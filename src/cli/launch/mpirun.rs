@@ -1,5 +1,5 @@
-//! Agents by Open MPI's mpirun: one process on each machine. The bundle is in an environment variable, which mpirun passes on through its
-//! own daemons.
+//! Agents by Open MPI's mpirun: one process on each machine. The bundle is in an environment variable, which mpirun's
+//! own daemons pass on.
 
 use super::{
     Args, Bundle, Launch,
@@ -9,10 +9,10 @@ use super::{
 };
 use std::process::{Command, ExitStatus};
 
-/// Bytes of the bundle at most: the kernel allows 128 KiB for one variable.
+/// The largest bundle: the kernel allows 128 KiB for one variable.
 const MOST_BYTES: u64 = 120 << 10;
 
-/// The command, without the variable that holds the bundle.
+/// The command, without the variable that has the bundle.
 pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     let names: Vec<_> = hosts.iter().map(|host| format!("{}:1", host.name)).collect();
     let mut command = Command::new("mpirun");
@@ -31,21 +31,21 @@ pub(super) fn command(args: &Args, hosts: &[Host]) -> Command {
     command
 }
 
-/// The bundle for the environment.
+/// The bundle as text for the environment.
 ///
 /// # Errors
-/// Exit status 2: it is too long.
+/// Exit status 2: the text is too long.
 pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
     bundle.text(
         MOST_BYTES,
-        "mpirun hands over 120 KiB at most: start fewer machines, give a smaller --ca-file, or use --with ssh",
+        "mpirun can pass at most 120 KiB to agents: start fewer machines, give a smaller --ca-file, or use --with ssh",
     )
 }
 
 /// Starts the agents and follows them.
 ///
 /// # Errors
-/// The description is too long, or see [`follow`].
+/// The bundle is too long, or see [`follow`].
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let text = text(&launch.bundle)?;
     let mut command = command(&launch.args, &launch.hosts);
@@ -65,6 +65,6 @@ mod tests {
 
     #[test]
     fn an_environment_takes_120_kib() {
-        takes_up_to(120 << 10, super::text, &["mpirun hands over 120 KiB at most", "or use --with ssh"]);
+        takes_up_to(120 << 10, super::text, &["mpirun can pass at most 120 KiB", "or use --with ssh"]);
     }
 }

@@ -1,4 +1,4 @@
-//! `lockstep launched`: what a launcher starts on each machine. It becomes the agent.
+//! `lockstep launched`, which a launcher starts on each machine and which becomes the agent.
 
 use super::{
     super::{file, wrong},
@@ -17,21 +17,21 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// The variable with the bundle where a launcher hands over environments (mpirun).
+/// The variable with the bundle, for a launcher that passes environments (mpirun).
 pub(super) const VARIABLE: &str = "LOCKSTEP_LAUNCH";
-/// Which of the launcher's processes this is, the first that is set.
+/// Variables with the index of this process; the first that is set counts.
 const NUMBERS: [&str; 5] =
     ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX"];
 /// Slurm's name of this machine.
 const SLURM_NODE: &str = "SLURMD_NODENAME";
-/// Variables that are removed from the agent's environment: it takes server, CA and token from its files alone.
+/// Variables that are removed from the agent's environment: the agent takes server, CA and token only from its files.
 const NOT_FOR_AGENTS: [&str; 5] =
     [VARIABLE, "LOCKSTEP_SERVER", "LOCKSTEP_CA_FILE", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"];
 
-/// Become the agent that `lockstep launch` has described (started by it)
+/// Become the agent that `lockstep launch` described (started by launchers)
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where the description is: - (standard input), env (LOCKSTEP_LAUNCH) or a file
+    /// Source of the description: - (standard input), env (LOCKSTEP_LAUNCH) or a file
     source: String,
 }
 
@@ -44,7 +44,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let text = read(&args.source)?;
     let bundle: Bundle = serde_json::from_slice(&text).map_err(|e| {
         wrong(format!(
-            "what `lockstep launch` has sent cannot be read ({e}): run the same version on both machines"
+            "the description from `lockstep launch` cannot be read ({e}): run the same version on both machines"
         ))
     })?;
     let index = index(&bundle, |name| std::env::var(name).ok()).map_err(wrong)?;
@@ -60,13 +60,15 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         .context(format!("{} cannot be started", own_program()?.display())))
 }
 
-/// The bundle, as agents read it.
+/// The bundle as text for agents.
 ///
 /// # Errors
-/// Exit status 2: it is larger than they take.
+/// Exit status 2: the text is larger than agents accept.
 pub(super) fn text(bundle: &Bundle) -> anyhow::Result<String> {
-    bundle
-        .text(BUNDLE_BYTES, "an agent takes 1 MiB at most: start fewer machines, or give a smaller --ca-file")
+    bundle.text(
+        BUNDLE_BYTES,
+        "an agent accepts at most 1 MiB: start fewer machines, or give a smaller --ca-file",
+    )
 }
 
 fn read(source: &str) -> anyhow::Result<Vec<u8>> {
@@ -87,13 +89,13 @@ fn read(source: &str) -> anyhow::Result<Vec<u8>> {
     if text.len() as u64 > BUNDLE_BYTES { Err(wrong(format!("{source}: {larger}"))) } else { Ok(text) }
 }
 
-/// Which of the nodes this process is.
+/// The index of this process's node.
 fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<usize, String> {
     let nodes = bundle.nodes.len();
     if nodes == 1 {
         return Ok(0);
     }
-    // Slurm numbers machines in an order of its own, and not in that of the list.
+    // Slurm numbers machines in its own order, not in the order of the list.
     if let Some(host) = variable(SLURM_NODE)
         && let Some(index) = bundle.nodes.iter().position(|node| node.host == host)
     {
@@ -102,7 +104,7 @@ fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<u
     let found = NUMBERS.iter().find_map(|name| Some((*name, variable(name)?)));
     let Some((name, value)) = found else {
         return Err(format!(
-            "one of {nodes} agents is to start here, and none of {} says which",
+            "the launch has {nodes} agents, and none of {} says which one to start here",
             NUMBERS.join(", ")
         ));
     };
@@ -110,7 +112,7 @@ fn index(bundle: &Bundle, variable: impl Fn(&str) -> Option<String>) -> Result<u
     index.ok_or_else(|| format!("{name}={value:?}, and the launch has {nodes} agents"))
 }
 
-/// Writes the agent's files and makes its command.
+/// Writes the agent's files and returns its command.
 fn agent(bundle: &Bundle, node: &Node, folder: &Path, has_gpus: bool) -> io::Result<Command> {
     make_private_dir(folder)?;
     let (token, ca) = (folder.join("token"), folder.join("ca.crt"));
@@ -151,23 +153,23 @@ pub(super) fn home() -> PathBuf {
     std::env::var_os("HOME").filter(|home| !home.is_empty()).map_or_else(|| PathBuf::from("/"), PathBuf::from)
 }
 
-/// Creates a folder with mode 0700. One that exists must belong to this account and not be writable for others.
+/// Creates a folder with mode 0700. An existing folder must belong to this account, and others must not be able to write to it.
 ///
 /// # Errors
-/// It cannot be made.
+/// The folder cannot be made or used.
 pub(super) fn make_private_dir(path: &Path) -> io::Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }
     match DirBuilder::new().mode(0o700).create(path) {
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-            // Otherwise another account could replace what is written there.
+            // Otherwise another account could replace files in it.
             let found = fs::symlink_metadata(path)?;
             let is_own = found.is_dir() && found.uid() == rustix::process::getuid().as_raw();
             let is_private = found.mode() & 0o022 == 0;
             (is_own && is_private).then_some(()).ok_or_else(|| {
                 io::Error::other(
-                    "others may write there, or it is theirs: remove it, or name another with --dir",
+                    "another account owns it or may write to it: remove it, or name another folder with --dir",
                 )
             })
         }
@@ -210,7 +212,7 @@ mod tests {
         assert_eq!(with("OMPI_COMM_WORLD_RANK", "2"), Ok(2));
         assert_eq!(with("SLURM_PROCID", "0"), Ok(0));
         assert_eq!(with("JOB_COMPLETION_INDEX", "1"), Ok(1));
-        // By the machine's name, also where Slurm has sorted the list.
+        // Found by the machine's name, even if Slurm has sorted the list.
         assert_eq!(with("SLURMD_NODENAME", "host-2"), Ok(2));
         assert!(with("SLURMD_NODENAME", "host-9").unwrap_err().contains("none of"));
         assert!(with("SLURM_PROCID", "3").unwrap_err().contains("3 agents"));
@@ -235,7 +237,7 @@ mod tests {
         let environment: Vec<_> = command.get_envs().collect();
         assert!(environment.contains(&(VARIABLE.as_ref(), None)));
         assert!(environment.contains(&("NCCL_SOCKET_IFNAME".as_ref(), Some("eth1".as_ref()))));
-        // GPUs where the machine has some: the first ones, or those of the rank table.
+        // GPUs if the machine has any: the first GPUs, or the GPUs of the rank table.
         let gpus = |gpus: &[u32]| {
             let node = Node { gpus: gpus.to_vec(), ..bundle.nodes[0].clone() };
             let command = agent(&bundle, &node, &path, true).unwrap();
@@ -246,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_description_has_a_limit() {
-        takes_up_to(1 << 20, super::text, &["an agent takes 1 MiB at most", "fewer machines"]);
+        takes_up_to(1 << 20, super::text, &["an agent accepts at most 1 MiB", "fewer machines"]);
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("bundle.json");
         let text = path.to_str().unwrap();

@@ -1,4 +1,4 @@
-//! Agents in a batch job of Slurm: `srun` starts one on each of its machines. Slurm's time limit becomes a checkpoint and a requeue.
+//! Agents in a batch job of Slurm, where `srun` starts one on each machine. At Slurm's time limit the job writes a checkpoint and is requeued.
 
 use super::{
     super::{output, wrong},
@@ -21,7 +21,7 @@ use std::{
 };
 
 pub(super) const POLL: Duration = Duration::from_secs(2);
-/// For Slurm to end its job once ours is over.
+/// Time for Slurm to end its job once Lockstep's job is over.
 pub(super) const FAREWELL: Duration = Duration::from_secs(60);
 
 /// `sbatch`, which reads the script from standard input.
@@ -31,11 +31,11 @@ pub(super) fn command(args: &Args) -> Command {
     command
 }
 
-/// A batch job, or an array of them.
+/// A batch job, or an array of batch jobs.
 pub(super) struct Batch {
-    /// Its name in Slurm, after `lockstep-`.
+    /// Name in Slurm, after `lockstep-`.
     name: String,
-    /// Tasks of an array, and how many of them run at once.
+    /// Number of tasks in the array, and how many of them run at once.
     array: Option<(usize, Option<u32>)>,
 }
 
@@ -48,15 +48,15 @@ impl Batch {
         Self { name: tag.to_owned(), array: Some((jobs, at_once)) }
     }
 
-    /// The file with the agents' bundle; of an array, that of the task.
+    /// The file with the agents' bundle; in an array, the bundle of the task.
     pub(super) fn bundle(&self, folder: &Path, task: usize) -> PathBuf {
         folder.join(if self.array.is_some() { format!("bundle-{task}.json") } else { "bundle.json".into() })
     }
 
-    /// The script. Options on sbatch's command line win over those in it.
+    /// The batch script. Options on sbatch's command line have precedence over options in the script.
     ///
     /// # Errors
-    /// A folder whose name no line of a script can have.
+    /// The folder's name cannot be written in a line of a script.
     pub(super) fn script(
         &self,
         args: &Args,
@@ -90,7 +90,7 @@ impl Batch {
         if !names.is_empty() {
             option(format!("--nodelist={}", names.join(",")));
         }
-        // Two minutes before the time limit, for a checkpoint.
+        // Sent two minutes before the time limit, to leave time for a checkpoint.
         option("--signal=B:USR1@120".into());
         option("--requeue".into());
         option("--open-mode=append".into());
@@ -134,7 +134,7 @@ exit "$status"
 /// Submits the batch job and follows it.
 ///
 /// # Errors
-/// Slurm refuses it, it ends before the job does, or the job does not succeed.
+/// Slurm refuses the batch job, the batch job ends before the job does, or the job does not succeed.
 pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     let folder = launch.folder()?;
     let batch = Batch::of_job(launch.job.id.as_str());
@@ -145,7 +145,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         Ok(id) => id,
         Err(error) => {
             let _ = fs::remove_file(&bundle);
-            // No agent has them.
+            // No agent has these tokens.
             launch.revoke().await;
             return Err(error);
         }
@@ -171,7 +171,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
         ))
         .into());
     }
-    // Agents end with their job; a batch job that still waits for machines, or was requeued, has nothing more to do.
+    // Agents end with their job. A batch job that still waits for machines, or was requeued, has nothing more to do.
     let until = tokio::time::Instant::now() + FAREWELL;
     loop {
         match state(&id) {
@@ -187,7 +187,7 @@ pub(super) async fn start(launch: &Launch) -> anyhow::Result<()> {
     done
 }
 
-/// Writes the agents' bundles, readable by this account alone (0600).
+/// Writes the agents' bundles, which only this account can read (0600).
 ///
 /// # Errors
 /// Exit status 2: the file cannot be written.
@@ -199,10 +199,10 @@ pub(super) fn write_bundle(path: &Path, bundle: &Bundle) -> anyhow::Result<()> {
 /// Submits a script to Slurm; returns the number of its job.
 ///
 /// # Errors
-/// Slurm refuses it.
+/// Slurm refuses the script.
 pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let mut command = command(args);
-    // The batch job gets this environment, which must not hold this user's token.
+    // The batch job inherits this environment, which must not have this user's token.
     command.env_remove("LOCKSTEP_TOKEN").stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn()?;
     if let Some(mut to) = child.stdin.take() {
@@ -211,35 +211,35 @@ pub(super) fn submit(args: &Args, script: &str) -> anyhow::Result<String> {
     let said = child.wait_with_output()?;
     if !said.status.success() {
         let why = String::from_utf8_lossy(&said.stderr).trim().to_owned();
-        return Err(wrong(format!("Slurm does not take the job: {why} ({})", in_words(&command))));
+        return Err(wrong(format!("Slurm refuses the job: {why} ({})", in_words(&command))));
     }
-    // `12`, or `12;cluster`.
+    // The output is `12` or `12;cluster`.
     let text = String::from_utf8_lossy(&said.stdout).into_owned();
     let id = text.trim().split(';').next().unwrap_or_default().to_owned();
     if id.is_empty() || !id.bytes().all(|b| b.is_ascii_digit()) {
-        anyhow::bail!("sbatch said {text:?}, which is no job's number");
+        anyhow::bail!("sbatch printed {text:?} instead of a job's number");
     }
     Ok(id)
 }
 
-/// Ends Slurm's job, or a task of an array. Slurm may have ended it meanwhile.
+/// Ends Slurm's job, or a task of an array. Slurm may already have ended it.
 pub(super) fn cancel(id: &str) {
     let _ = Command::new("scancel").arg(id).status();
 }
 
-/// State and reason of Slurm's job, as `squeue` has them; none: it is gone.
+/// State and reason of Slurm's job, from `squeue`; `None` if the job is gone.
 fn state(id: &str) -> Option<String> {
     let said = Command::new("squeue").args(["-h", "-t", "all", "-o", "%T (%r)", "-j", id]).output().ok()?;
     if !said.status.success() {
         let why = String::from_utf8_lossy(&said.stderr).into_owned();
-        // A controller that does not answer has not lost the job.
+        // If the controller does not answer, the job is not gone.
         return if why.contains("Invalid job id") { None } else { Some("UNKNOWN".into()) };
     }
     let text = String::from_utf8_lossy(&said.stdout).trim().to_owned();
     if text.is_empty() || is_over(&text) { None } else { Some(text) }
 }
 
-/// Whether a job in this state of `squeue`'s has ended for good.
+/// Whether a job in this state of `squeue` has ended for good.
 fn is_over(state: &str) -> bool {
     let over = [
         "COMPLETED",
@@ -257,7 +257,7 @@ fn is_over(state: &str) -> bool {
     over.contains(&state.split(' ').next().unwrap_or_default())
 }
 
-/// States and reasons of an array's tasks that are not over, by their numbers; none: the controller does not answer.
+/// States and reasons of an array's unfinished tasks, by number; `None` if the controller does not answer.
 pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
     let said =
         Command::new("squeue").args(["-h", "-r", "-t", "all", "-o", "%K %T (%r)", "-j", id]).output().ok()?;
@@ -273,7 +273,7 @@ pub(super) fn tasks(id: &str) -> Option<BTreeMap<usize, String>> {
     Some(text.lines().filter_map(task).filter(|(_, state)| !is_over(state)).collect())
 }
 
-/// Shows the states of Slurm's job, and returns when it is gone and ours is not over.
+/// Prints the states of Slurm's job. Returns when Slurm's job is gone and Lockstep's job is not over.
 async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
     let mut last = String::new();
     loop {
@@ -285,7 +285,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
             last.clone_from(now);
         }
         if now.is_none() {
-            // Whoever watches our job sees its end in a moment.
+            // The display of Lockstep's job shows its end in a moment.
             tokio::time::sleep(POLL).await;
             let job: anyhow::Result<Job> = launch.api.get(&format!("/jobs/{}", launch.job.id)).await;
             if let Ok(job) = job
@@ -303,7 +303,7 @@ async fn until_gone(launch: &Launch, id: &str) -> anyhow::Error {
     }
 }
 
-/// What Slurm's accounting says, or its controller where there is none.
+/// How Slurm's job ended, from Slurm's accounting, or from its controller without accounting.
 pub(super) fn how_it_ended(id: &str) -> String {
     let sacct = Command::new("sacct").args(["-n", "-X", "-P", "-o", "State,ExitCode", "-j", id]).output();
     if let Ok(said) = sacct
@@ -317,6 +317,6 @@ pub(super) fn how_it_ended(id: &str) -> String {
     let field = |name: &str| text.split_whitespace().find_map(|word| word.strip_prefix(name));
     match (field("JobState="), field("Reason=")) {
         (Some(state), Some(reason)) => format!("{state}, {reason}"),
-        _ => "Slurm has forgotten how".into(),
+        _ => "Slurm no longer knows how it ended".into(),
     }
 }

@@ -13,7 +13,7 @@ use lockstep_protocol::{
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// Tokens expire after this time if the launch does not see the job's end and revoke them.
+/// Tokens expire after this time, in case the launch does not see the job's end and revoke them.
 const TOKEN_SECS: u64 = 30 * 24 * 3600;
 /// Hexadecimal digits of a token's id.
 const ID_CHARS: usize = 32;
@@ -32,7 +32,7 @@ impl Launch {
                 .api
                 .post("/tokens", &body)
                 .await
-                .context("no token for an agent (which takes the scope admin)")?;
+                .context("cannot make a token for an agent, which needs the scope admin")?;
             let text = |pointer| made.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
             self.tokens.push(text("/id"));
             self.bundle.nodes.push(Node {
@@ -55,15 +55,15 @@ impl Launch {
     }
 }
 
-/// Revokes tokens. If that fails, they expire by themselves.
+/// Revokes tokens. If that fails, the tokens expire.
 pub(super) async fn revoke(api: &Api, ids: &[String]) {
     for id in ids.iter().filter(|id| is_id(id)) {
         let _ = api.request(reqwest::Method::DELETE, &format!("/tokens/{id}"), None::<&()>).await;
     }
 }
 
-/// Of the tokens with these comma-separated ids, those that a launch of this job has created. The ids come from an annotation that others
-/// may write, so they are only hints: the server's list says which tokens belong to this job's agents.
+/// Filters these comma-separated token ids for tokens that a launch of this job made. The ids come from an annotation
+/// that others may write, so they are only hints: the server's list decides which tokens belong to this job's agents.
 pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<String> {
     let ids: BTreeSet<_> = ids.split(',').map(str::trim).filter(|id| is_id(id)).take(MOST_HOSTS).collect();
     if ids.is_empty() {
@@ -76,13 +76,15 @@ pub(super) async fn of_earlier_launch(api: &Api, job: &Job, ids: &str) -> Vec<St
             own.map(|token| token.id).collect()
         }
         Err(error) => {
-            output::warn(format_args!("the earlier launch's tokens are not revoked, and expire: {error}"));
+            output::warn(format_args!(
+                "the earlier launch's tokens could not be revoked, but they expire: {error}"
+            ));
             Vec::new()
         }
     }
 }
 
-/// Whether it has the form of a server's ids.
+/// Whether the text has the form of a server's id.
 fn is_id(id: &str) -> bool {
     id.len() == ID_CHARS && id.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
@@ -91,12 +93,12 @@ fn is_of_launch(token: &Token, job: &Job) -> bool {
     token.scope == Scope::Agent && token.name.starts_with(&name_start(job.id.as_str()))
 }
 
-/// `launch-6f2c1a-`, with the end of the job's id.
+/// `launch-6f2c1a-`, which ends with the end of the job's id.
 fn name_start(id: &str) -> String {
     format!("launch-{}-", &id[id.len().saturating_sub(6)..])
 }
 
-/// `launch-6f2c1a-0-node1-93be07`: with the start of its id, as an agent of an earlier launch of the job keeps its name.
+/// `launch-6f2c1a-0-node1-93be07`, with the start of the agent's id: an agent of an earlier launch of the job keeps its own name.
 fn agent_name(job: &Job, index: usize, host: &Host, agent_id: &str) -> String {
     let start = name_start(job.id.as_str());
     let host: String = host.name.chars().take(60).collect();

@@ -1,4 +1,4 @@
-//! Whether a job's checkpoints are on the server. The launch's agents upload them, so they are ended only after that.
+//! Whether a job's checkpoints are on the server. The launch's agents upload them, so agents are ended only after the uploads.
 
 use super::{
     super::{WrongRequest, output},
@@ -9,24 +9,24 @@ use lockstep_protocol::Job;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
-/// Longest wait for the last checkpoint of a job that is over.
+/// The longest wait for the last checkpoint of a job that is over.
 pub(super) const LAST_UPLOAD: Duration = Duration::from_secs(3600);
 const POLL: Duration = Duration::from_secs(1);
-/// For a response of the server.
+/// Time limit for a response of the server.
 const ANSWER: Duration = Duration::from_secs(30);
 
 /// Whether all checkpoints of a job have been uploaded, so that its agents may be ended.
 pub(super) enum UploadStatus {
     /// The server no longer has the job.
     Deleted,
-    /// A checkpoint is still on its way to the server.
+    /// A checkpoint is still being uploaded.
     Uploading,
-    /// All are uploaded. The job as it was read after that: it may have been resumed meanwhile.
+    /// All are uploaded. Has the job as read after that, because it may have been resumed in the meantime.
     Complete(Box<Job>),
 }
 
 impl Launch {
-    /// Reads the list of checkpoints first, and then the job.
+    /// Reads the list of checkpoints first, then the job.
     ///
     /// # Errors
     /// The server does not answer, or refuses: nothing is known.
@@ -47,8 +47,8 @@ impl Launch {
         Ok(job().await?.map_or(UploadStatus::Deleted, |job| UploadStatus::Complete(Box::new(job))))
     }
 
-    /// Waits until the checkpoints of a job that is over are on the server, also while the server does not answer. Returns whether they are
-    /// and the job is still over: it may have been queued again.
+    /// Waits until the checkpoints of a finished job are on the server, even while the server does not answer. Returns
+    /// whether they are, and the job is still over: it may have been queued again.
     pub(super) async fn uploaded(&self) -> bool {
         let mut said = false;
         let began = Instant::now();
@@ -66,8 +66,8 @@ impl Launch {
     }
 }
 
-/// Whether one of these checkpoints is still to be uploaded. Checkpoints of attempts before the newest one with uploaded checkpoints do not
-/// count: their agents may be gone, and no attempt continues from them.
+/// Whether one of these checkpoints is still to be uploaded. Checkpoints of attempts before the newest attempt with
+/// uploaded checkpoints do not count: their agents may be gone, and no attempt continues from them.
 fn is_awaited(checkpoints: &[Value]) -> bool {
     let attempt = |one: &Value| one.get("attempt").and_then(Value::as_u64).unwrap_or(0);
     let is_coming = |one: &Value| one.get("uploading_from").is_some_and(Value::is_string);

@@ -1,4 +1,4 @@
-//! `lockstep list --group-by`: how many jobs have something in common, and how well they did together.
+//! `lockstep list --group-by`: groups of jobs with a property in common, and their mean results.
 
 use crate::cli::{
     api::{Api, list},
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// What a group has a mean of.
+/// Metrics whose mean is printed for each group.
 const METRICS: [&str; 3] = ["best", "loss", "speed"];
 
 #[derive(Deserialize)]
@@ -28,7 +28,7 @@ struct MetricSummary {
 /// Prints the groups.
 ///
 /// # Errors
-/// The server is not reachable, or refuses what to group by, a filter or an order.
+/// The server is not reachable, or refuses the properties to group by, a filter or a sort order.
 pub(super) fn run(
     api: &Api,
     by: &str,
@@ -38,7 +38,7 @@ pub(super) fn run(
 ) -> anyhow::Result<()> {
     query.push(("by", by.to_owned()));
     let mut metrics = METRICS.to_vec();
-    // What groups are sorted by is asked for, too.
+    // The server must also return the value by which groups are sorted.
     let sort = query.iter().find(|(key, _)| *key == "sort").map(|(_, sort)| sort.clone()).unwrap_or_default();
     let by_metric = sort.trim_start_matches('-');
     if !["", "group", "jobs", "newest"].contains(&by_metric) && !metrics.contains(&by_metric) {
@@ -55,9 +55,7 @@ pub(super) fn run(
     }
     let rows: Vec<_> = groups.iter().map(row).collect();
     output::table(["GROUP", "JOBS", "BEST", "LOSS", "IMAGES/S"], &rows)?;
-    output::line(
-        "mean ± standard deviation over the jobs that have a value (n of them, where that is not all)",
-    )
+    output::line("mean ± standard deviation over the jobs that have a value (n jobs, if some have none)")
 }
 
 fn row(group: &Group) -> [String; 5] {
@@ -78,7 +76,7 @@ fn row(group: &Group) -> [String; 5] {
         let n = if spread.n == group.jobs { String::new() } else { format!(" (n = {})", spread.n) };
         format!("{:.digits$}{std}{unit}{n}", mean * scale)
     };
-    // As many digits as the speed of a job has.
+    // As many digits as for the speed of a job.
     let is_slow = |of: &MetricSummary| of.mean.is_some_and(|mean| mean < 99.95);
     let digits = usize::from(group.metrics.get("speed").is_some_and(is_slow));
     [

@@ -99,7 +99,7 @@ fn mistakes_are_named_by_their_field() {
     assert!(parse(&two).unwrap_err().contains("group_list[0].instance_list[1].devices: has 0 devices"));
     two["group_list"][0]["instance_count"] = json!("8");
     assert!(parse(&two).unwrap_err().contains("group_list[0].instance_count: says 8"));
-    assert!(RankTable::parse(b"{").unwrap_err().contains("no JSON"));
+    assert!(RankTable::parse(b"{").unwrap_err().contains("not JSON"));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Every command with its arguments, as clap has them.
+//! Every command with its arguments, from clap's definitions.
 
 use super::{made, prose, table};
 use clap::{Arg, Command};
@@ -10,7 +10,7 @@ pub(super) fn markdown(mut program: Command) -> String {
     let mut text = made("the definitions of the commands");
     text += "# Commands\n\n";
     let _ = writeln!(text, "{}\n", prose(&about(&program)));
-    text += "`lockstep help COMMAND` prints how one is used. `lockstep completions bash|zsh|fish` prints completions for a shell, and \
+    text += "`lockstep help COMMAND` prints the usage of a command. `lockstep completions bash|zsh|fish` prints completions for a shell, and \
              `lockstep man --out DIR` writes man pages.\n\n";
     let _ = writeln!(text, "{}\n", program.get_after_help().map(ToString::to_string).unwrap_or_default());
     let rows: Vec<_> = shown(&program)
@@ -26,7 +26,7 @@ pub(super) fn markdown(mut program: Command) -> String {
     text
 }
 
-/// Commands for people; those that the program starts itself are hidden. Clap's own `help` within a command is none of ours.
+/// Commands for people, without hidden commands, which the program starts itself, and without clap's own `help` in subcommands.
 fn shown(command: &Command) -> impl Iterator<Item = &Command> {
     let nested = command.get_name() != "lockstep";
     command.get_subcommands().filter(move |c| !(c.is_hide_set() || nested && c.get_name() == "help"))
@@ -90,7 +90,7 @@ fn row(arg: &Arg) -> [String; 3] {
     [format!("`{name}`"), default, meaning.collect::<Vec<_>>().join(". ")]
 }
 
-/// The first sentence.
+/// The first sentence of a command's description.
 fn summary(command: &Command) -> String {
     command.get_about().map(ToString::to_string).unwrap_or_default()
 }
@@ -98,7 +98,7 @@ fn summary(command: &Command) -> String {
 fn about(command: &Command) -> String {
     let text = command.get_long_about().or(command.get_about()).map(ToString::to_string).unwrap_or_default();
     let mut paragraphs = text.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
-    // Clap takes the full stop of a summary away.
+    // Clap removes the full stop of a one-sentence description.
     let first = paragraphs.next().unwrap_or_default();
     let first = if first.ends_with(['.', ':', ')']) { first } else { format!("{first}.") };
     std::iter::once(first).chain(paragraphs).collect::<Vec<_>>().join("\n\n")

@@ -6,14 +6,14 @@ use std::fmt::Write as _;
 
 /// Columns of the text for a terminal.
 const WIDTH: usize = 100;
-/// Columns before the meaning of a key.
+/// Columns by which the meaning of a key is indented.
 const INDENT: usize = 6;
 
 /// The page.
 pub(super) fn markdown() -> String {
     let mut text = made("the specification's types and limits");
     text += "# Keys of a job file\n\n\
-        A job is a TOML file, or JSON of the same shape. Every key has a default but `data.dataset`. Unknown keys and values out of range \
+        A job is a TOML file, or JSON of the same shape. Every key except `data.dataset` has a default. Unknown keys and values out of range \
         are refused, all at once, with the nearest right name. `lockstep help job` prints this page, and `lockstep help job train.lr` one \
         key; `--set train.lr=0.1` changes a key on the command line.\n";
     for section in reference() {
@@ -27,8 +27,8 @@ pub(super) fn markdown() -> String {
         text += &table(["key", "values", "default", "meaning"], &rows);
     }
     text += "\n## Recipes\n\n\
-        `train.recipe` stands in for the defaults of these keys; a key that the job gives wins. The learning rate is in proportion to the \
-        pictures of a step, and epochs at which something happens to `train.epochs`, unless the job gives them.\n";
+        `train.recipe` replaces the defaults of these keys; a key that the job gives has precedence. The learning rate is scaled with the \
+        pictures of a step, and settings that are epochs are scaled with `train.epochs`, unless the job gives them.\n";
     for recipe in recipes() {
         let (lr, pictures) = recipe.lr;
         let _ = write!(text, "\n### {}\n\n`train.lr`: {lr} for {pictures} pictures a step.\n\n", recipe.name);
@@ -43,10 +43,10 @@ fn title(section: &SectionReference) -> String {
     if section.name.is_empty() { "Top of the file".into() } else { format!("\\[{}\\]", section.name) }
 }
 
-/// The reference for a terminal: all of it, a section (`train`), or a key (`train.lr`, or `lr` wherever it is).
+/// The reference for a terminal: the whole reference, a section (`train`), or a key (`train.lr`, or `lr` in any section).
 ///
 /// # Errors
-/// What was asked for is neither, with the nearest name.
+/// `wanted` is neither a section nor a key; suggests the nearest name.
 pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     let sections = reference();
     let path = |section: &SectionReference, key: &KeyReference| match section.name {
@@ -92,7 +92,7 @@ pub(crate) fn text(wanted: Option<&str>) -> Result<String, String> {
     Err(format!("a job file has no section or key {wanted:?}; {near}"))
 }
 
-/// Lines of at most [`WIDTH`] columns, all `indent` to the right; those after the first of a key's own line are further in.
+/// Lines of at most [`WIDTH`] columns, indented by `indent`. Further lines of a key's own line are indented more.
 fn wrapped(text: &str, indent: usize) -> String {
     let mut lines = String::new();
     let mut line = " ".repeat(indent);

@@ -1,4 +1,4 @@
-//! Every call of the REST interface, as the OpenAPI document has it.
+//! Every call of the REST interface, from the OpenAPI document.
 
 use super::{made, prose, table};
 use serde_json::Value;
@@ -12,7 +12,7 @@ pub(super) fn markdown(document: &Value) -> String {
     let mut text = made("the OpenAPI document");
     text += "# REST interface\n\n";
     let _ = writeln!(text, "{}\n", prose(one_line(&document["info"]["description"]).as_str()));
-    text += "The server has this as `GET /api/v1/openapi.json`, too, for programs that make clients. Requests carry a token \
+    text += "`GET /api/v1/openapi.json` returns the OpenAPI document, for programs that generate clients. Requests carry a token \
              (`Authorization: Bearer TOKEN`) with at least the scope that the call names; `admin` includes `submit`, which includes \
              `read`. Times are RFC 3339 in UTC, ids are opaque.\n";
     let mut tags: BTreeMap<String, Vec<(String, String, &Value)>> = BTreeMap::new();
@@ -25,7 +25,7 @@ pub(super) fn markdown(document: &Value) -> String {
         }
     }
     let shared = shared(tags.values().flatten().map(|(_, _, call)| *call));
-    text += "\n## Answers that many calls share\n\nCalls list what is their own.\n\n";
+    text += "\n## Answers that many calls share\n\nEach call lists only its other answers.\n\n";
     let rows: Vec<_> = shared.iter().map(|(status, words)| [format!("`{status}`"), prose(words)]).collect();
     text += &table(["status", "meaning"], &rows);
     for (tag, calls) in &tags {
@@ -43,10 +43,10 @@ pub(super) fn markdown(document: &Value) -> String {
 
 const METHODS: [&str; 5] = ["get", "put", "post", "patch", "delete"];
 
-/// Calls that give the same answer before it is listed once for all.
+/// An answer that this many calls share is listed once for all calls.
 const MANY: usize = 5;
 
-/// Statuses of refusals and their meanings that many calls have.
+/// Error statuses, with their meanings, that many calls share.
 fn shared<'a>(calls: impl Iterator<Item = &'a Value>) -> BTreeSet<(String, String)> {
     let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
     for call in calls {
@@ -142,7 +142,7 @@ fn of_type(text: &mut String, name: &str, schema: &Value) {
     }
 }
 
-/// A field's own words: an optional one has them one level deeper.
+/// A field's description; an optional field has it one level deeper.
 fn described(schema: &Value) -> String {
     let own = one_line(&schema["description"]);
     if !own.is_empty() {
@@ -152,7 +152,7 @@ fn described(schema: &Value) -> String {
     choices.map(|choice| one_line(&choice["description"])).find(|text| !text.is_empty()).unwrap_or_default()
 }
 
-/// A schema in words, with links to types that have a name.
+/// A schema in words, with links to named types.
 fn type_of(schema: &Value) -> String {
     if let Some(name) = schema["$ref"].as_str().and_then(|path| path.rsplit('/').next()) {
         return format!("[{name}](#{})", name.to_lowercase());
@@ -196,7 +196,7 @@ fn type_of(schema: &Value) -> String {
     }
 }
 
-/// A text of the document without line breaks; empty when there is none.
+/// A text of the document without line breaks; empty if it is absent.
 fn one_line(text: &Value) -> String {
     text.as_str().unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
 }

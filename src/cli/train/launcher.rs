@@ -1,4 +1,4 @@
-//! Which rank this process is, when torchrun, Open MPI, Slurm or MindSpore's launcher has started it, or a rank table says so.
+//! The rank of this process when torchrun, Open MPI, Slurm or MindSpore's launcher started it, or a rank table assigns it.
 
 mod mindspore;
 mod nodelist;
@@ -10,35 +10,35 @@ pub(super) use table::{RANK_TABLE, Ranks, of_machine, of_rank, rank_id};
 use nodelist::{first_node, tasks_of};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// A rank that a launcher has started as this process.
+/// The rank that a launcher started as this process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct LaunchedRank {
-    /// The program that started it.
+    /// The launcher that started it.
     pub(super) by: &'static str,
     pub(super) rank: u32,
     pub(super) world_size: u32,
     pub(super) local_rank: u32,
     pub(super) local_ranks: u32,
-    /// The number of its GPU among those of the machine, where the launcher gives one that need not be `local_rank`.
+    /// The index of the rank's GPU on the machine, if the launcher gives an index that may differ from `local_rank`.
     pub(super) device: Option<u32>,
-    /// Where rank 0 listens.
+    /// The address at which rank 0 listens.
     pub(super) addr: String,
     pub(super) port: u16,
     pub(super) secret: String,
 }
 
-/// Reads the launcher's variables; `None` when there are none.
+/// Reads the launcher's variables; `None` without any.
 ///
-/// The ranks recognise each other by `LOCKSTEP_SECRET`. Without it they use what the launcher calls
-/// the job, which others on the network might guess.
+/// The ranks recognise each other by `LOCKSTEP_SECRET`. Without it they use the launcher's name of the job, which
+/// others on the network might guess.
 ///
 /// # Errors
-/// Some variables are there and others are missing or no numbers; a sentence.
+/// Some variables are missing or not numbers; the error is a sentence.
 pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchedRank>, String> {
     let number = |name: &str| number(&variable, name);
     // `job` is the launcher's name of the job, and `port_shift` is added to `MASTER_PORT`.
     let (by, rank, world_size, local_rank, local_ranks, job, port_shift);
-    // Slurm's name of the machine that has rank 0.
+    // Slurm's name of rank 0's machine.
     let mut first = None;
     if let (Some(r), Some(w)) = (number("RANK")?, number("WORLD_SIZE")?) {
         by = "torchrun";
@@ -59,7 +59,7 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     } else if let (Some(r), Some(w), Some(step)) =
         (number("SLURM_PROCID")?, number("SLURM_NTASKS")?, variable("SLURM_STEP_ID"))
     {
-        // Without a step this is the batch script itself, not srun.
+        // Without a step, this process is the batch script itself and not started by srun.
         by = "srun";
         (rank, world_size) = (r, w);
         local_rank = number("SLURM_LOCALID")?;
@@ -93,9 +93,9 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
     };
     let job = job.unwrap_or_default();
     let port = match port(&variable)? {
-        Some(port) => {
-            port.checked_add(port_shift).ok_or_else(|| format!("MASTER_PORT={port} is no port for {by}"))?
-        }
+        Some(port) => port
+            .checked_add(port_shift)
+            .ok_or_else(|| format!("MASTER_PORT={port} is not a port for {by}"))?,
         None => port_for(&job),
     };
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{by}/{job}/{addr}/{port}"));
@@ -104,16 +104,16 @@ pub(super) fn detect(variable: impl Fn(&str) -> Option<String>) -> Result<Option
 }
 
 fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<Option<u32>, String> {
-    variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is no number"))).transpose()
+    variable(name).map(|v| v.trim().parse().map_err(|_| format!("{name}={v:?} is not a number"))).transpose()
 }
 
-/// `MASTER_PORT`.
+/// Reads `MASTER_PORT`.
 fn port(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u16>, String> {
     let given = number(variable, "MASTER_PORT")?;
-    given.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is no port"))).transpose()
+    given.map(|port| u16::try_from(port).map_err(|_| format!("MASTER_PORT={port} is not a port"))).transpose()
 }
 
-/// Without `MASTER_PORT`: the same for all ranks of the job, another for other jobs, below the ephemeral ports.
+/// The port without `MASTER_PORT`: the same for all ranks of the job, different for other jobs, and below the ephemeral ports.
 fn port_for(job: &str) -> u16 {
     let mut hash = DefaultHasher::new();
     job.hash(&mut hash);
@@ -178,7 +178,7 @@ mod tests {
         more.extend([("MASTER_ADDR", "node1"), ("MASTER_PORT", "4000"), ("LOCKSTEP_SECRET", "s")]);
         let place = with(&more).unwrap().unwrap();
         assert_eq!((place.rank, place.local_ranks, place.secret.as_str()), (3, 2, "s"));
-        // Machines of which some have fewer ranks.
+        // Some machines have fewer ranks than others.
         let of_node = |node: &str| {
             let mut more = more.clone();
             more[4].1 = "2(x2),1";
@@ -186,13 +186,13 @@ mod tests {
             with(&more).unwrap().unwrap().local_ranks
         };
         assert_eq!([of_node("0"), of_node("1"), of_node("2")], [2, 2, 1]);
-        // Without MASTER_ADDR rank 0 is on the first machine of the step.
+        // Without MASTER_ADDR, rank 0 is on the first machine of the step.
         let mut listed = step.to_vec();
         listed.push(("SLURM_STEP_NODELIST", "gpu[007-008],gpu10"));
         listed.push(("SLURM_JOB_ID", "12"));
         let place = with(&listed).unwrap().unwrap();
         assert_eq!((place.addr.as_str(), place.secret.contains("12.0")), ("gpu007", true));
-        // A batch script is no step.
+        // A batch script is not a step.
         assert_eq!(with(&step[..3]).unwrap(), None);
     }
 

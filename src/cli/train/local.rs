@@ -1,4 +1,4 @@
-//! The ranks of this machine, without an agent: started, watched, ended.
+//! Starts, watches and ends the ranks of this machine without an agent.
 
 use super::{
     super::{block_on, output},
@@ -16,16 +16,16 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
-/// When one rank has failed the others notice by themselves; a rank that does not within this time is asked to end. Ranks that
-/// stop in order, because one of them was asked to, have the time that a rank gives itself for its checkpoint.
+/// When a rank has failed, the others notice; a rank that does not end within this time is asked to end. Ranks that
+/// stop in order have the time that a rank allows itself for its checkpoint.
 const END_DELAYS: EndDelays = {
     let within = Duration::from_secs(2);
     EndDelays { certain: within, provisional: within, stopping: Duration::from_secs(20) }
 };
-/// From TERM to KILL, of ranks whose peer has failed.
+/// Time from SIGTERM to SIGKILL for ranks whose peer has failed.
 const GRACE: Duration = Duration::from_secs(6);
-/// From TERM to KILL, of ranks that should write a checkpoint: longer than they give themselves. A second Ctrl-C ends them at
-/// once.
+/// Time from SIGTERM to SIGKILL for ranks that write a checkpoint: longer than ranks allow themselves. A second Ctrl-C
+/// ends them at once.
 const STOP: Duration = Duration::from_secs(25);
 
 /// Time for this process to exit after its rank has failed.
@@ -33,20 +33,20 @@ const EXIT_WITHIN: Duration = Duration::from_secs(5);
 
 /// How training ended.
 pub(super) enum Ended {
-    /// With the last validation's accuracy, 0 to 1, and of how many pictures it is, and words about the best checkpoint.
+    /// The last validation's accuracy, 0 to 1, with its number of pictures, the last step, and a text about the best checkpoint.
     Succeeded { accuracy: Option<(f64, u64)>, step: u64, best: Option<String> },
-    /// This rank is done; rank 0, in another process, says the rest.
+    /// This rank has ended; rank 0, in another process, prints the result.
     Elsewhere,
-    /// Somebody pressed Ctrl-C, or sent a signal. Whether there is a checkpoint of the step shows on disk.
+    /// Stopped by Ctrl-C or a signal. The folder shows whether there is a checkpoint of the step.
     Stopped { step: u64 },
-    /// Why, for a person.
+    /// The reason, as a sentence.
     Failed(String),
 }
 
-/// Starts a process per rank and shows their progress until all have ended.
+/// Starts a process for each rank and shows progress until all have ended.
 ///
 /// # Errors
-/// A process cannot be started, or what a rank records cannot be read.
+/// A process cannot be started, or a rank's records cannot be read.
 pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
     let Some(RankConfig { start, .. }) = configs.first() else {
         anyhow::bail!("there are no ranks to start")
@@ -59,7 +59,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
             interrupted: false,
             show: Show::new(&start.spec, &configs.iter().map(|config| config.rank).collect::<Vec<_>>()),
         };
-        // Ranks also end when this command ends by an error or a closed pipe. After SIGKILL they train on.
+        // Ranks also end when this command ends by an error or a closed pipe. After SIGKILL of this command they train on.
         let mut ranks = RankGroup::new(Orphans::Terminate);
         let program = own_program()?;
         for config in configs {
@@ -75,7 +75,7 @@ pub(super) fn run(configs: &[RankConfig]) -> anyhow::Result<Ended> {
     })
 }
 
-/// This command, while its ranks train.
+/// The state of this command while its ranks train.
 struct Command {
     interrupt: Signal,
     terminate: Signal,
@@ -85,7 +85,7 @@ struct Command {
     show: Show,
 }
 
-/// Whether SIGHUP was ignored when this process was started, as nohup(1) does it (proc_pid_status(5)).
+/// Whether this process was started with SIGHUP ignored, as under nohup(1) (proc_pid_status(5)).
 fn ignores_hangup() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -101,7 +101,7 @@ async fn received(signal: Option<&mut Signal>) {
     }
 }
 
-/// Somebody pressed Ctrl-C, sent SIGTERM, or closed the terminal.
+/// The user pressed Ctrl-C, sent SIGTERM, or closed the terminal.
 struct Interrupt;
 
 impl Policy for Command {
@@ -119,7 +119,7 @@ impl Policy for Command {
         }
     }
 
-    /// The first order makes them write a checkpoint; a second one kills them.
+    /// The first interrupt makes ranks write a checkpoint; the second kills them.
     fn obey(&mut self, _order: Interrupt, ranks: &mut RankGroup<Vec<AttemptEvent>>) {
         self.interrupted = true;
         ranks.stop(if ranks.is_stopping() { Stop::Kill } else { Stop::Terminate });
@@ -145,12 +145,12 @@ impl Policy for Command {
     }
 }
 
-/// The first cause among the ranks' reports and exit statuses.
+/// The end of the run, from the first cause among the ranks' reports and exit statuses.
 fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -> Ended {
     if ranks.ends().all(RankEnd::is_success) {
         return Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() };
     }
-    // A rank that stopped in order is no cause if another has reported one.
+    // A rank that stopped in order is not the cause if another rank has reported one.
     let cause = ranks.failure_cause().map(|cause| cause.rank).filter(|end| !end.is_stopping());
     let cause = cause.or_else(|| ranks.ends().find(|end| end.failure.is_some()));
     let has_own_reason = cause.is_some_and(RankEnd::has_own_reason);
@@ -168,16 +168,16 @@ fn ended(ranks: &RankGroup<Vec<AttemptEvent>>, show: &Show, interrupted: bool) -
             format!("rank {rank} was killed by signal {signal} at step {step}")
         }
         (None, _) => {
-            let last = last_stderr_line.as_deref().unwrap_or("it left no word");
+            let last = last_stderr_line.as_deref().unwrap_or("it printed nothing");
             format!("rank {rank} ended at step {step}: {last}")
         }
     })
 }
 
-/// Runs one rank in this process and shows its progress when it is rank 0.
+/// Runs one rank in this process, and shows progress if it is rank 0.
 ///
 /// # Errors
-/// No thread can be had, or the rank's records cannot be read.
+/// No thread can be started, or the rank's records cannot be read.
 pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let mut tail = Tail::open(&events_path(&config.attempt_dir(), config.rank), 0);
     let mut show = Show::new(&config.start.spec, &[config.rank]);
@@ -185,7 +185,7 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     let rank = config.clone();
     let training = std::thread::Builder::new().name("rank".into()).spawn(move || run_config(&rank))?;
     loop {
-        // Checked before the last read, so that nothing is missed.
+        // Checked before the last read, so that no record is missed.
         let over = training.is_finished();
         loop {
             let events = tail.poll()?;
@@ -207,21 +207,21 @@ pub(super) fn run_here(config: &RankConfig) -> anyhow::Result<Ended> {
     show.finish();
     let status = training.join().unwrap_or(-1);
     if status == EXIT_STOPPED && !registry::may_run_exit_handlers(Duration::ZERO) {
-        // It has kept the last step, and its GPU still waits for ranks that are gone.
+        // The rank has kept the last step, but its GPU still waits for ranks that are gone.
         end_by_force_within(EXIT_WITHIN);
     }
     Ok(match status {
         EXIT_FINISHED if config.rank > 0 => Ended::Elsewhere,
         EXIT_FINISHED => Ended::Succeeded { accuracy: show.accuracy, step: show.step, best: show.best() },
-        // Checkpoints are where rank 0 is.
+        // Only rank 0 has checkpoints.
         EXIT_STOPPED if config.rank > 0 => Ended::Failed(format!("stopped after step {}", show.step)),
         EXIT_STOPPED => Ended::Stopped { step: show.step },
         _ => {
-            // The reason is printed in a moment. CUDA's exit handlers may wait for ranks that are gone.
+            // The reason is printed soon. CUDA's exit handlers may wait for ranks that are gone.
             end_by_force_within(EXIT_WITHIN);
-            // Exit handlers free what aborts use.
+            // Exit handlers free resources that aborts use.
             let are_over = registry::may_run_exit_handlers(EXIT_WITHIN / 2);
-            let reason = reason.unwrap_or_else(|| "it left no word".into());
+            let reason = reason.unwrap_or_else(|| "it printed nothing".into());
             let said = format!("rank {} failed at step {}: {reason}", config.rank, show.step);
             if !are_over {
                 output::warn(&said);

@@ -7,20 +7,20 @@ use std::{fs::File, path::Path, time::Duration};
 
 /// The file in the folder that is locked.
 const LOCK: &str = "train.lock";
-/// For the threads of a run that was just killed: they may hold the lock a moment longer than `ps` shows it.
+/// Time for the threads of a run that was just killed: they may hold the lock after the process has gone from `ps`.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A locked folder, until this is dropped and every process that inherited it has ended.
+/// A locked folder, until this value is dropped and every process that inherited the lock has ended.
 pub(super) struct OutLock {
     _file: File,
 }
 
 impl OutLock {
-    /// Locks `out`. Processes that this one starts inherit the lock: ranks train on when this process is killed, and the
-    /// folder stays locked until they have ended.
+    /// Locks `out`. Child processes inherit the lock: ranks train on if this process is killed, and the folder stays
+    /// locked until they have ended.
     ///
     /// # Errors
-    /// Another run is using the folder, or it cannot be written.
+    /// Another run uses the folder, or the folder cannot be written.
     pub(super) fn take(out: &Path) -> anyhow::Result<Self> {
         let path = out.join(LOCK);
         let unusable = |e: &dyn std::fmt::Display| wrong(format!("--out: {}: {e}", path.display()));
@@ -29,7 +29,7 @@ impl OutLock {
             Ok(true) => {}
             Ok(false) => {
                 return Err(wrong(format!(
-                    "--out: another `lockstep train`, or ranks that one has left, are using {}: they hold {}. Wait \
+                    "--out: another `lockstep train`, or ranks that it left behind, use {}: they hold {}. Wait \
                      until they end, or give another --out",
                     out.display(),
                     path.display()

@@ -1,4 +1,4 @@
-//! Which ranks of a run this process starts.
+//! Decides which ranks of a run this process starts.
 
 use super::{
     super::{rank_table::RankTable, wrong},
@@ -7,10 +7,10 @@ use super::{
 };
 use std::path::Path;
 
-/// The variable that stands in for `--rank-table`.
+/// The variable that replaces `--rank-table`.
 const TABLE_FILE: &str = "RANK_TABLE_FILE";
 
-/// What this process is to start.
+/// The ranks that this process starts.
 pub(super) enum Part {
     /// All ranks, each in a process of its own.
     All,
@@ -21,7 +21,7 @@ pub(super) enum Part {
 }
 
 impl Part {
-    /// Who decides how many ranks there are, and how many.
+    /// Who decides the number of ranks, and the number.
     pub(super) fn world(&self) -> Option<(&'static str, u32)> {
         match self {
             Part::All => None,
@@ -30,7 +30,7 @@ impl Part {
         }
     }
 
-    /// Whether rank 0 runs here: the one that locks the folder and reads and writes checkpoints.
+    /// Whether rank 0 runs here. Rank 0 locks the folder, and reads and writes checkpoints.
     pub(super) fn has_rank_0(&self) -> bool {
         match self {
             Part::All => true,
@@ -39,21 +39,21 @@ impl Part {
         }
     }
 
-    /// Finds it in a rank table, or in the launcher's variables.
+    /// Reads the part from a rank table, or from the launcher's variables.
     ///
     /// # Errors
-    /// Exit status 2: what is missing or wrong in them.
+    /// Exit status 2: what is missing or wrong in these.
     pub(super) fn find(args: &Args) -> anyhow::Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         let rank = || launcher::rank_id(&variable).map_err(wrong);
         let table = match (&args.rank_table, variable(TABLE_FILE).filter(|path| !path.trim().is_empty())) {
             (Some(path), _) => RankTable::read(path)?,
             (None, given) => match (launcher::detect(variable).map_err(wrong)?, given) {
-                // A worker of MindSpore has read the table already.
+                // A worker of MindSpore has already read the table.
                 (Some(place), Some(_)) if variable("MS_ROLE").is_none() => {
                     let by = place.by;
                     return Err(wrong(format!(
-                        "{TABLE_FILE} is set and {by} has started this process: both say which rank it is; unset {TABLE_FILE}, or \
+                        "{TABLE_FILE} is set and {by} has started this process: both decide which rank it is; unset {TABLE_FILE}, or \
                          start without {by}"
                     )));
                 }
@@ -70,7 +70,7 @@ impl Part {
                 }
                 (None, None) if rank()?.is_some() => {
                     return Err(wrong(format!(
-                        "RANK_ID is set and nothing says how many ranks there are: give --rank-table or {TABLE_FILE}, or unset RANK_ID"
+                        "RANK_ID is set, but the number of ranks is unknown: give --rank-table or {TABLE_FILE}, or unset RANK_ID"
                     )));
                 }
                 (None, None) => return Ok(Part::All),

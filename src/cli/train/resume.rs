@@ -1,4 +1,4 @@
-//! The checkpoint that a run continues from.
+//! Finds the checkpoint from which a run continues.
 
 use super::super::{output, wrong};
 use lockstep_protocol::pickle;
@@ -12,7 +12,7 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
     match resume {
         None if checkpoint::list(&directory)?.is_empty() => Ok(None),
         None => Err(wrong(format!(
-            "{} holds a run already: give --resume latest to continue it, or another --out",
+            "{} has a run already: give --resume latest to continue it, or another --out",
             out.display()
         ))),
         Some("latest") => {
@@ -33,13 +33,13 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
             let manifest = checkpoint::validate(&folder).map_err(|e| problem(e.to_string()))?;
             let name = checkpoint::folder_name(manifest.epoch, manifest.step);
             let here = directory.join(&name);
-            // The run would take its steps for those that are there, and keep neither.
+            // The run would later mistake these checkpoints for its own steps and keep neither.
             let later =
                 checkpoint::list(&directory)?.into_iter().rev().find(|(_, step)| *step > manifest.step);
             if let Some((epoch, step)) = later {
                 let later = checkpoint::folder_name(epoch, step);
                 return Err(problem(format!(
-                    "{} has a later checkpoint, {later}, of another course of this run: give another --out, or --resume latest",
+                    "{} has a later checkpoint, {later}, from another continuation of this run: give another --out, or --resume latest",
                     out.display()
                 )));
             }
@@ -51,7 +51,7 @@ pub(super) fn resume_from(out: &Path, resume: Option<&str>) -> anyhow::Result<Op
                 )));
             }
             if !here.exists() {
-                // Into a temporary place first: a checkpoint is there whole or not at all.
+                // Copied to a temporary place first, so that a checkpoint exists completely or not at all.
                 let temporary = directory.join(format!(".tmp-{name}"));
                 fs::create_dir_all(&temporary)?;
                 for file in manifest.files.keys().map(String::as_str).chain([checkpoint::MANIFEST]) {

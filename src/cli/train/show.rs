@@ -1,4 +1,4 @@
-//! What `lockstep train` shows: a progress bar on a terminal, rank 0's log lines otherwise, with the mean loss of all ranks.
+//! The display of `lockstep train`: a progress bar on a terminal, otherwise rank 0's log lines, with the mean loss of all ranks.
 
 use super::super::{job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -14,28 +14,28 @@ use std::{
     io::IsTerminal,
 };
 
-/// What ranks have reported so far.
+/// The state of the display, from the ranks' reports so far.
 pub(super) struct Show {
     spec: JobSpec,
     bar: Option<ProgressBar>,
     steps_per_epoch: u64,
-    /// Of the ranks whose records are read here.
+    /// The loss of the ranks whose records are read here.
     loss: JobLoss,
-    /// Whose loss that is, where it is not all ranks'.
+    /// Text that names these ranks, if they are not all ranks.
     whose: String,
-    /// Rank 0's lines that were not printed yet: those of steps wait for the loss of the other ranks.
+    /// Rank 0's lines that are not yet printed: lines of steps wait for the loss of the other ranks.
     lines: VecDeque<String>,
-    /// Whether rank 0's lines come here.
+    /// Whether rank 0's lines are read here.
     has_lines: bool,
-    /// Losses of steps whose lines were not printed yet.
+    /// Losses of steps whose lines are not yet printed.
     losses: BTreeMap<u64, f32>,
-    /// The checkpoints that this run has written and not removed.
+    /// The checkpoints that this run has written and not removed again.
     checkpoints: Vec<CheckpointInfo>,
     /// Throughput, computed as on the server.
     speed: Throughput,
-    /// The accuracy of the newest validation, 0 to 1, and of how many pictures it is.
+    /// The accuracy of the newest validation, 0 to 1, and its number of pictures.
     pub(super) accuracy: Option<(f64, u64)>,
-    /// Optimizer steps done, by the rank that is furthest.
+    /// Optimizer steps done, of the rank that is furthest.
     pub(super) step: u64,
 }
 
@@ -44,11 +44,11 @@ fn style(template: &str) -> ProgressStyle {
 }
 
 impl Show {
-    /// For a run of which these ranks' records are read here.
+    /// A display for a run in which the records of `ranks` are read here.
     pub(super) fn new(spec: &JobSpec, ranks: &[u32]) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-            // Nothing to show before the run's length is known.
+            // Nothing is shown until the run's length is known.
             bar.set_style(style(""));
             bar
         });
@@ -72,7 +72,7 @@ impl Show {
         }
     }
 
-    /// Shows what a rank has recorded.
+    /// Shows new records of a rank.
     pub(super) fn see(&mut self, events: Vec<AttemptEvent>) {
         for event in events {
             match event {
@@ -121,7 +121,7 @@ impl Show {
         self.print(false);
     }
 
-    /// Prints rank 0's lines in their order, up to that of a step whose loss is not known; `all`: no more losses come.
+    /// Prints rank 0's lines in order, up to a step whose loss is unknown. `all`: no more losses come.
     fn print(&mut self, all: bool) {
         while let Some(line) = self.lines.front() {
             let text = match of_step(line) {
@@ -131,16 +131,16 @@ impl Show {
                     if loss.is_none() && !all {
                         break;
                     }
-                    // What is before it has been printed.
+                    // Losses of earlier steps have been printed.
                     self.losses = self.losses.split_off(&(step + 1));
                     let with = |loss| format!("{start}, loss is {loss}{}", self.whose);
-                    // The bar shows the loss already.
+                    // The bar already shows the loss.
                     self.bar.is_none().then(|| loss.map_or_else(|| line.clone(), with))
                 }
             };
             self.lines.pop_front();
             let Some(text) = text else { continue };
-            // A reader that has gone is no reason to stop training.
+            // Training continues even if nobody reads the output any more.
             let _ = match &self.bar {
                 Some(bar) => bar.suspend(|| output::line(&text)),
                 None => output::line(&text),
@@ -148,7 +148,7 @@ impl Show {
         }
     }
 
-    /// `; the best is 2-24 with 88.6 %`, of the checkpoints that this run has written.
+    /// `; the best is 2-24 with 88.6 %`, among the checkpoints that this run has written.
     pub(super) fn best(&self) -> Option<String> {
         let (best, accuracy) = best_checkpoint(&self.checkpoints)?;
         Some(format!("; the best is {}-{} with {}", best.epoch, best.step, percent(accuracy)))
@@ -157,7 +157,7 @@ impl Show {
     fn draw(&self) {
         let Some(bar) = &self.bar else { return };
         bar.set_position(self.step);
-        // Nobody knows the time left before a step.
+        // Before the first step, the time left is unknown.
         let Some(loss) = self.loss.newest.filter(|_| self.steps_per_epoch > 0) else { return };
         let epoch = self.step.saturating_sub(1) / self.steps_per_epoch + 1;
         let accuracy = self.accuracy.map(|(a, _)| format!(", accuracy {}", percent(a))).unwrap_or_default();
@@ -175,7 +175,7 @@ impl Show {
     }
 }
 
-/// What a line says before the loss of a step, and which step: `epoch: 1 step: 7, loss is 2.3`.
+/// The part of a line before the loss of a step, and the step: `epoch: 1 step: 7, loss is 2.3`.
 fn of_step(line: &str) -> Option<(&str, u64)> {
     let (start, _) = line.split_once(", loss is ")?;
     Some((start, start.split_once(" step: ")?.1.parse().ok()?))

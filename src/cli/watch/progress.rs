@@ -1,4 +1,4 @@
-//! What `lockstep watch` shows while a job waits and trains.
+//! The display of `lockstep watch` while a job waits and trains.
 
 use crate::cli::{age::span, job_loss::JobLoss, output};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -14,26 +14,26 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Without a terminal a line of progress is printed this often.
+/// Without a terminal, interval of progress lines.
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
-/// What is shown while a job runs: a bar on a terminal, else lines; or every frame as JSON.
+/// The display of a job: a bar on a terminal, otherwise lines; or every frame as JSON.
 pub(super) struct Progress {
     json: bool,
-    /// Of a terminal, once it is known how long the run is.
+    /// The bar, on a terminal, once the run's length is known.
     bar: Option<ProgressBar>,
     state: JobState,
-    /// What was said last of where the job stands.
+    /// The text about the job's place that was printed last.
     said: String,
     steps_per_epoch: u64,
     total_steps: u64,
     step: u64,
-    /// Ranks of the job, and the attempt that [`Progress::loss`] is of.
+    /// The number of ranks, and the attempt whose loss is in [`Progress::loss`].
     ranks: u32,
     attempt: u32,
     loss: JobLoss,
     images_per_second: Option<f64>,
-    /// As the server computes it; a bar's own estimate would start anew with each connection and count validations as slow steps.
+    /// The server's estimate of the time left. A bar's own estimate would start again with each connection and count validations as slow steps.
     eta_secs: Option<f64>,
     last_line: Option<Instant>,
 }
@@ -72,7 +72,7 @@ impl Progress {
         self.name_state();
     }
 
-    /// At the beginning of the bar.
+    /// Sets the text at the beginning of the bar.
     fn name_state(&self) {
         let Some(bar) = &self.bar else { return };
         if let Ok(style) = ProgressStyle::with_template("{prefix:.bold} {wide_bar} {pos}/{len} {msg}") {
@@ -82,7 +82,7 @@ impl Progress {
         bar.set_message(self.words());
     }
 
-    /// The loss, the speed and the time left, as far as they are known; only what trains comes to its end.
+    /// The loss, the speed and the time left, as far as known. Only a job that trains has a time left.
     fn words(&self) -> String {
         let loss = self.loss.newest.map(|loss| format!("loss {loss:.4}"));
         let speed = self.images_per_second.map(|v| format!("{} images/s", rate(v)));
@@ -91,14 +91,14 @@ impl Progress {
         [loss, speed, left].into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 
-    /// Whether its place in the queue is to be asked for.
+    /// Whether to ask the server for the job's place in the queue.
     pub(super) fn waits(&self) -> bool {
         self.state.is_waiting() && !self.json
     }
 
-    /// Says what a job does that does not train, where it stands in the queue and why; once, until that changes.
+    /// Prints the state of a job that does not train, its place in the queue and the reason, once until one of them changes.
     pub(super) fn show_place(&mut self, job: &Job) -> anyhow::Result<()> {
-        // The stream may be behind, and tells the rest in its order.
+        // The stream may be behind, and reports all other changes in order.
         let was_shown = job.state == self.state && job.state != JobState::Running && !job.state.is_final();
         let is_known = job.reason.is_some() || job.queue.is_some() || !job.state.is_waiting();
         if self.json || !was_shown || !is_known {
@@ -144,10 +144,10 @@ impl Progress {
                     self.attempt = *attempt;
                     self.loss = JobLoss::of(fewer.unwrap_or(self.ranks) as usize);
                 }
-                // Why it waits for something else now is said with its place, by `show_place`.
+                // `show_place` prints the place with the reason why the job waits now.
                 let still_waits = self.state == *state && state.is_waiting();
                 if self.state != *state {
-                    // The server tells it anew of what trains.
+                    // The server sends a new estimate when the job trains.
                     self.eta_secs = None;
                 }
                 self.state = *state;
@@ -180,7 +180,7 @@ impl Progress {
         Ok(())
     }
 
-    /// A line that stays.
+    /// Prints a line that stays above the bar.
     fn say(&mut self, text: String) -> anyhow::Result<()> {
         match &self.bar {
             Some(bar) => {
@@ -191,7 +191,7 @@ impl Progress {
         Ok(())
     }
 
-    /// A line on standard error.
+    /// Prints a line to standard error.
     pub(super) fn aside(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| output::warn(text)),

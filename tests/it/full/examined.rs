@@ -175,14 +175,14 @@ async fn a_host_that_does_not_answer_leaves_the_others_measured() {
     fs::set_permissions(&old, fs::Permissions::from_mode(0o755)).expect("its mode");
     let done = room.doctor(&[&one], old.to_str().expect("a path"));
     assert!(
-        done.stdout.contains("Lockstep 0.0.1 there does not examine: error: unexpected argument"),
+        done.stdout.contains("Lockstep 0.0.1 there cannot examine the machine: error: unexpected argument"),
         "{}",
         done.stdout
     );
 
     for (args, said) in [
         (&["--hosts", "a,a"][..], "a is named twice"),
-        (&["--hosts", ""], "no machine's name"),
+        (&["--hosts", ""], "not a machine's name"),
         (&["--hosts", "a", "--ranks", "2"], "cannot be used with"),
         (&["--quick", "--", "-v"], "give --hosts"),
     ] {

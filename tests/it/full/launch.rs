@@ -369,8 +369,8 @@ async fn a_launch_that_fails_names_the_agent_that_runs_the_job_all_the_same() {
         1,
         &[
             "127.0.0.1 cannot be reached by ssh",
-            &format!("job {id} runs on local all the same"),
-            "to repeat this command would train it twice",
+            &format!("job {id} nevertheless runs on local"),
+            "repeating this command would train the job twice",
         ],
     );
     assert!(!done.stderr.contains("starts agents for it again"), "{}", done.stderr);

@@ -132,7 +132,7 @@ async fn variables_of_a_rank_table_are_obeyed_or_refused() {
             "RANK_TABLE_FILE: the rank table /none.json",
         ),
         (&[&torchrun[..], &[table]].concat(), &[], "RANK_TABLE_FILE is set and torchrun has started"),
-        (&[("RANK_ID", "0")], &[], "RANK_ID is set and nothing says how many ranks"),
+        (&[("RANK_ID", "0")], &[], "RANK_ID is set, but the number of ranks is unknown"),
         (&[], &["--node", "0"], "--node: needs --rank-table, or RANK_TABLE_FILE"),
         (&torchrun, &["--node", "0"], "--node: a launcher says"),
     ] {

@@ -1,12 +1,12 @@
-//! The settings that make a job what it is: those that are not the defaults.
+//! The settings of a job that differ from the defaults.
 
 use lockstep_protocol::spec::JobSpec;
 use serde_json::Value;
 
-/// What the page shows elsewhere, and may have changed since the job was submitted.
+/// Keys that the page shows elsewhere, and that may have changed since the job was submitted.
 const ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
 
-/// By their keys, such as `train.lr`.
+/// The settings, by keys such as `train.lr`.
 pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
     let (own, usual) = (flat(spec), flat(&JobSpec::default()));
     let differs = |(key, value): &(String, Value)| {
@@ -17,7 +17,7 @@ pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
 
 fn flat(spec: &JobSpec) -> Vec<(String, Value)> {
     let mut all = Vec::new();
-    // Every specification has a JSON form. As text it has its numbers as people write them, also those of 32 bits.
+    // Every specification has a JSON form. Its text has numbers in their short form, even 32-bit floats.
     let text = serde_json::to_string(spec).unwrap_or_default();
     let Ok(Value::Object(tables)) = serde_json::from_str(&text) else { return all };
     for (name, value) in tables {

@@ -1,19 +1,19 @@
-//! A machine's numbers as they are shown: a name, the value, what it is a part of, and which lines are drawn next to it.
+//! The measurements on a machine's card: name, value, total, and the lines beside them.
 
 use crate::numbers::{bytes, plural};
 use lockstep_protocol::agent::{GpuSample, MachineSample};
 
-/// A number with its line.
+/// A measurement with its line.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Gauge {
     pub(super) name: &'static str,
-    /// `37 %`; a dash where it is not known.
+    /// `37 %`; a dash if unknown.
     pub(super) value: String,
     /// `of 64 GB`.
     pub(super) about: String,
     /// Metrics of `GET /api/v1/agents/{id}/metrics`.
     pub(super) lines: &'static [&'static str],
-    /// The value at the top of the lines; 0: their largest.
+    /// The value at the top of the lines; 0: the lines' maximum.
     pub(super) most: f64,
 }
 
@@ -31,12 +31,12 @@ fn rate(bytes_per_second: Option<u64>) -> String {
     bytes_per_second.map_or(UNKNOWN.into(), |rate| format!("{}/s", bytes(rate)))
 }
 
-/// CPUs as people count them: `2`, `1.5`.
+/// A number of CPUs: `2`, `1.5`.
 fn cpus(count: f32) -> String {
     if count.fract() == 0.0 { plural(count as u64, "CPU") } else { format!("{count:.1} CPUs") }
 }
 
-/// Of a machine; without a sample the same gauges without numbers, so that nothing moves when one comes.
+/// Gauges of a machine. Without a sample they have no values, so that nothing moves when a sample arrives.
 pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
     let shown = |text: fn(&MachineSample) -> String| sample.map_or(UNKNOWN.into(), text);
     let more = |text: fn(&MachineSample) -> String| sample.map_or(String::new(), text);
@@ -96,7 +96,7 @@ pub(super) fn of_machine(sample: Option<&MachineSample>) -> [Gauge; 5] {
     ]
 }
 
-/// Of a GPU with so much memory; of the rank's process where a slot is a share of CPU cores (0: as much as it needs).
+/// Gauges of a GPU with this much memory. For a share of CPU cores: of the rank's process (0: no memory limit).
 pub(super) fn of_slot(sample: Option<&GpuSample>, memory_bytes: u64) -> [Gauge; 4] {
     let shown = |text: fn(&GpuSample) -> Option<String>| sample.and_then(text).unwrap_or(UNKNOWN.into());
     [

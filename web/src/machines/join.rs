@@ -1,27 +1,27 @@
-//! The commands that join another machine, as they are to be typed.
+//! The commands that join another machine, ready to be typed.
 
-/// What a machine needs to join this server.
+/// The facts that decide how a machine joins this server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Join {
-    /// The server's address as another machine reaches it; none: it listens on its own machine alone.
+    /// The server's address for other machines; `None` if it listens only on loopback.
     pub server_url: Option<String>,
     /// The server's address on its own machine, where commands find its token.
     pub own_url: String,
-    /// The port that it listens on.
+    /// The port on which the server listens.
     pub port: u16,
-    /// A name that no machine has yet, to be replaced by the machine's.
+    /// An unused name, to be replaced by the machine's name.
     pub name: String,
-    /// Agents need a token.
+    /// Whether agents need a token.
     pub with_token: bool,
-    /// The server's certificate is of its own authority, which others do not know yet.
+    /// Whether the server's certificate is signed by its own authority, which other machines do not trust yet.
     pub with_ca: bool,
-    /// The server's data directory, for those who may know it.
+    /// The server's data directory, if the viewer may know it.
     pub data_dir: Option<String>,
 }
 
 const CA: &str = "lockstep-ca.crt";
 
-/// A word as a shell reads it back.
+/// A word, quoted for a shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "/_.-:".contains(c);
     if !word.is_empty() && word.chars().all(plain) {
@@ -31,7 +31,7 @@ fn quoted(word: &str) -> String {
 }
 
 impl Join {
-    /// To be typed on the server's machine.
+    /// Commands for the server's machine.
     pub(super) fn here(&self) -> Vec<String> {
         let data_dir =
             || self.data_dir.iter().map(|dir| format!(" --data-dir {}", quoted(dir))).collect::<String>();
@@ -50,7 +50,7 @@ impl Join {
         commands
     }
 
-    /// Files that the commands there need.
+    /// Files that the commands on the other machine need.
     pub(super) fn files(&self) -> String {
         let token = format!("{}.token", self.name);
         let files = [(self.with_ca, CA), (self.with_token, token.as_str())];
@@ -58,13 +58,13 @@ impl Join {
         files.join(" and ")
     }
 
-    /// To be typed on the other machine.
+    /// The command for the other machine.
     pub(super) fn there(&self) -> String {
         let mut command = match &self.server_url {
             Some(url) => format!("lockstep agent --server {url}"),
             None => format!("lockstep agent --server {}", self.own_url),
         };
-        // A server that others reach in clear was configured so; an agent has to be, too.
+        // If the server accepts other machines without TLS, the agent must allow that, too.
         if self.server_url.as_ref().is_some_and(|url| url.starts_with("http://")) {
             command.push_str(" --insecure-http");
         }
@@ -75,14 +75,14 @@ impl Join {
             command.push_str(&format!(" --token-file {}.token", self.name));
         }
         command.push_str(&format!(" --name {}", self.name));
-        // The usual folder is that of the server's own agent.
+        // The default folder belongs to the server's own agent.
         if self.server_url.is_none() {
             command.push_str(&format!(" --data-dir {}", self.name));
         }
         command
     }
 
-    /// Starts the server so that others reach it.
+    /// The command that starts the server for other machines, too.
     pub(super) fn open(&self) -> String {
         format!("lockstep serve --listen 0.0.0.0:{} --tls-own-ca", self.port)
     }

@@ -1,9 +1,9 @@
-//! The fields of the form: every key of a specification, grouped as shown.
+//! The fields of the form: every key of a specification, in groups.
 
 use lockstep_protocol::spec::{Arch, DEVICE_NAMES, OptimizerKind, Recipe};
 use serde_json::{Value, json};
 
-/// What a field holds, and so how its text becomes JSON.
+/// The type of a field, which decides how its text becomes JSON.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Kind {
     Text,
@@ -12,11 +12,11 @@ pub(super) enum Kind {
     /// A whole number.
     Integer,
     Number,
-    /// A number, or else a word: `0.1` or `test`.
+    /// A number, otherwise a word: `0.1` or `test`.
     NumberOrText,
-    /// Numbers with commas between them.
+    /// Numbers separated by commas.
     Numbers,
-    /// Words with commas between them.
+    /// Words separated by commas.
     Words,
     /// A number, or epochs with the sizes that begin in them: `1: 128, 14: 192`.
     Sizes,
@@ -26,13 +26,13 @@ pub(super) enum Kind {
 }
 
 pub(super) struct Field {
-    /// Its path in the specification.
+    /// The field's path in the specification.
     pub(super) key: &'static str,
     pub(super) label: &'static str,
     pub(super) kind: Kind,
-    /// Unit or meaning, a few words.
+    /// Unit or meaning, in a few words.
     pub(super) hint: &'static str,
-    /// Behind `More settings`.
+    /// Whether the field is under `More settings`.
     pub(super) more: bool,
 }
 
@@ -44,7 +44,7 @@ const fn more(key: &'static str, label: &'static str, kind: Kind, hint: &'static
     Field { key, label, kind, hint, more: true }
 }
 
-/// No recipe, and every one there is.
+/// The empty choice, and every recipe.
 const RECIPES: [&str; Recipe::NAMES.len() + 1] = {
     let mut names = [""; Recipe::NAMES.len() + 1];
     let mut i = 0;
@@ -55,24 +55,24 @@ const RECIPES: [&str; Recipe::NAMES.len() + 1] = {
     names
 };
 
-/// Every key of a specification, grouped as shown.
+/// Every key of a specification, in groups.
 pub(super) const GROUPS: [(&str, &[Field]); 4] = [
     (
         "Job",
         &[
             field("name", "Name", Kind::Text, ""),
             field("project", "Project", Kind::Text, "what the job belongs to; empty: default"),
-            more("tags", "Tags", Kind::Words, "with commas between"),
+            more("tags", "Tags", Kind::Words, "separated by commas"),
             more("notes", "Notes", Kind::Lines, "for people: what this run is about"),
             more("priority", "Priority", Kind::Integer, "higher starts first, -1000 to 1000"),
             more(
                 "preemptible",
                 "Preemptible",
                 Kind::Switch,
-                "jobs of higher priority may take its slots for a time",
+                "jobs of higher priority may take the slots for a time",
             ),
             more("private", "Private", Kind::Switch, "only you and admins see the job"),
-            field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in what belongs together"),
+            field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in settings that belong together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
             field(
@@ -111,10 +111,10 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "data.validation_seed",
                 "Validation seed",
                 Kind::Integer,
-                "chooses what a fraction holds out",
+                "chooses the pictures of a fraction",
             ),
-            more("data.mean", "Mean", Kind::Numbers, "a channel; empty: the dataset's"),
-            more("data.std", "Deviation", Kind::Numbers, "a channel; empty: the dataset's"),
+            more("data.mean", "Mean", Kind::Numbers, "one a channel; empty: the dataset's"),
+            more("data.std", "Deviation", Kind::Numbers, "one a channel; empty: the dataset's"),
             more("data.broken_files", "Broken files", Kind::Choice(&["fail", "skip"]), ""),
             more("data.horizontal_flip", "Random horizontal flip", Kind::Switch, ""),
             more("data.vertical_flip", "Random vertical flip", Kind::Switch, ""),
@@ -138,7 +138,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "train.global_batch_size",
                 "Global batch size",
                 Kind::Integer,
-                "pictures of all ranks, instead",
+                "pictures of all ranks, instead of a rank's",
             ),
             field("train.lr", "Learning rate", Kind::Number, "peak of the schedule"),
             field(
@@ -164,7 +164,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
             more("train.mixup", "Mixup", Kind::Number, "alpha, such as 0.2; 0: off"),
             more("train.cutmix", "Cutmix", Kind::Number, "alpha, such as 1; 0: off"),
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),
-            more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which it falls"),
+            more("train.milestones", "Milestones", Kind::Numbers, "step: epochs at which the rate falls"),
             more("train.gamma", "Gamma", Kind::Number, "step: factor at a milestone"),
             more("train.pct_start", "Rising fraction", Kind::Number, "one_cycle: of all steps"),
             more(
@@ -194,7 +194,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "hybrid: ranks share a network; auto: if that is faster",
             ),
             more("parallel.model", "Ranks of a network", Kind::Integer, "hybrid: ranks that share one copy"),
-            more("parallel.height", "Ranks of a picture", Kind::Integer, "hybrid: ranks that share its rows"),
+            more("parallel.height", "Ranks of a picture", Kind::Integer, "hybrid: ranks that share the rows"),
             more(
                 "parallel.pipeline",
                 "Stages",
@@ -254,15 +254,15 @@ pub(super) fn fields() -> impl Iterator<Item = &'static Field> {
 impl Kind {
     pub(super) fn json(self, text: &str) -> Value {
         let or_text = |parsed: Option<Value>| parsed.unwrap_or_else(|| text.into());
-        // A float that holds a whole number is written as one: 1e3 is 1000 to a person.
+        // A float without a fraction becomes an integer: for a person, 1e3 is 1000.
         let number = |text: &str| text.parse::<f64>().ok().filter(|v| v.is_finite()).map(Value::from);
         let integer =
             |text: &str| text.parse::<i64>().map(Value::from).or(text.parse::<u64>().map(Value::from)).ok();
-        // As in TOML, JSON and the words of a mistake.
+        // Also accepts the notation of TOML, JSON and error messages.
         let list = || serde_json::from_str::<Vec<Value>>(text).ok().map(Value::from);
         match self {
             Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
-            // As a browser sends it.
+            // Browsers send line breaks as CR LF.
             Kind::Lines => text.replace("\r\n", "\n").into(),
             Kind::Sizes | Kind::Numbers | Kind::Words if text.starts_with('[') => or_text(list()),
             Kind::Words => text.split(',').map(str::trim).filter(|word| !word.is_empty()).collect(),
@@ -286,7 +286,7 @@ impl Kind {
         }
     }
 
-    /// How `static/submit.js` reads the field.
+    /// The type's name for `static/submit.js`.
     pub(super) fn word(self) -> &'static str {
         match self {
             Kind::Text | Kind::Lines | Kind::Choice(_) | Kind::Dataset => "text",

@@ -1,28 +1,28 @@
-//! What stands in the form, to a specification and back.
+//! Converts the form's texts to a specification and back.
 
 use super::fields::{Kind, fields};
 use lockstep_protocol::{JobSpec, spec::Recipe};
 use serde_json::{Map, Value};
 use std::{collections::BTreeMap, sync::LazyLock};
 
-/// The default of every key, as the form writes it.
+/// The default of every key, as the form's text.
 pub(super) static DEFAULTS: LazyLock<Form> =
     LazyLock::new(|| Form::from_spec(&JobSpec { name: String::new(), ..JobSpec::default() }));
 
-/// What stands in the form: the text of each field by its path in the specification.
+/// The form's content: the text of each field, by its path in the specification.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Form {
     pub(super) values: BTreeMap<String, String>,
-    /// The recipe that the fields were filled from, empty for none. Where another one is chosen without a script, the
-    /// fields still hold this one's values.
+    /// The recipe from which the fields were filled; empty for none. If another recipe is chosen without a script, the
+    /// fields still have this recipe's values.
     pub(super) filled: String,
 }
 
-/// The hidden field that holds [`Form::filled`].
+/// The hidden field with [`Form::filled`].
 const FILLED: &str = "filled";
 
 impl Form {
-    /// The fields of a posted form. Names that are no field are left out.
+    /// The fields of a posted form. Unknown names are left out.
     pub fn from_pairs(pairs: impl IntoIterator<Item = (String, String)>) -> Self {
         let mut values: BTreeMap<_, _> =
             fields().filter(|f| f.kind == Kind::Switch).map(|f| (f.key.to_owned(), "false".into())).collect();
@@ -37,9 +37,9 @@ impl Form {
         Self { values, filled }
     }
 
-    /// The form that would make `spec`: to submit a job again with changes.
+    /// The form that describes `spec`, for submitting a job again with changes.
     pub fn from_spec(spec: &JobSpec) -> Self {
-        // Through text, so that an f32 of 0.1 reads 0.1 and not its nearest f64.
+        // Converted through text, so that an f32 of 0.1 reads 0.1 and not its nearest f64.
         let document = serde_json::to_string(spec).ok().and_then(|text| serde_json::from_str(&text).ok());
         let mut form = Self::default();
         form.flatten("", &document.unwrap_or(Value::Null));
@@ -47,8 +47,8 @@ impl Form {
         form
     }
 
-    /// What the fields hold that a person who chose `recipe` (a name, or empty) has not touched: the learning rate follows
-    /// from the batch size, so its field is empty.
+    /// The untouched fields after `recipe` (a name, or empty) was chosen. The field of the learning rate is empty,
+    /// because it follows from the batch size.
     fn untouched(recipe: &str) -> Self {
         let mut form = DEFAULTS.clone();
         for (key, value) in recipe_values(recipe) {
@@ -67,7 +67,7 @@ impl Form {
         }
         let text = match value {
             Value::String(text) => text.clone(),
-            // Tables stand there as they are.
+            // Tables are shown as JSON.
             Value::Array(items) if items.iter().any(Value::is_object) => value.to_string(),
             Value::Array(items) => items.iter().map(item).collect::<Vec<_>>().join(", "),
             Value::Null => String::new(),
@@ -76,8 +76,8 @@ impl Form {
         self.values.insert(at.to_owned(), text);
     }
 
-    /// The specification as JSON, for `spec::from_json`. Empty fields are left out; text that is not
-    /// what its field asks for stays text, so that the check names it.
+    /// The specification as JSON, for `spec::from_json`. Empty fields are left out. Text of the wrong type stays text,
+    /// so that the check reports it.
     pub fn document(&self) -> Value {
         let mut document = Map::new();
         let mut put = |path: &str, value: Value| match path.split_once('.') {
@@ -121,14 +121,14 @@ impl Form {
     }
 }
 
-/// Keys that a recipe puts in proportion to the job's epochs: not sent unless somebody has changed them.
+/// Keys that a recipe scales with the job's epochs: sent only if the user has changed them.
 const IN_PROPORTION: [&str; 3] = ["train.milestones", "train.warmup_epochs", "data.image_size"];
 
-/// Keys whose default follows from the dataset: not sent unless somebody has changed them. As `LEFT_TO_SERVER` in
+/// Keys whose default follows from the dataset: sent only if the user has changed them. The same as `LEFT_TO_SERVER` in
 /// `static/submit.js`.
 const LEFT_TO_SERVER: [&str; 1] = ["data.validation"];
 
-/// One of a list: a number, or an epoch and the size that begins in it.
+/// One entry of a list: a number, or an epoch and the size that begins in it.
 fn item(value: &Value) -> String {
     match (value.as_array().map(Vec::as_slice), value.as_str()) {
         (Some([epoch, size]), _) => format!("{epoch}: {size}"),
@@ -137,7 +137,7 @@ fn item(value: &Value) -> String {
     }
 }
 
-/// What `recipe`, a name, puts into fields.
+/// The values with which the recipe of this name fills fields.
 pub(super) fn recipe_values(recipe: &str) -> BTreeMap<String, String> {
     let Some((recipe, _)) = Recipe::ALL.into_iter().find(|(_, name)| *name == recipe) else {
         return BTreeMap::new();

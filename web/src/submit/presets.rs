@@ -8,11 +8,11 @@ pub(super) struct Preset {
     pub(super) key: &'static str,
     pub(super) title: &'static str,
     pub(super) about: &'static str,
-    /// Side, channels and number of classes of the pictures that it is made for, by which they are found under another name.
+    /// Side, channels and number of classes of the preset's pictures, which identify a dataset with another name.
     pub(super) pictures: (u32, u32, usize),
-    /// Ranks at most; fewer when there are fewer slots.
+    /// The largest number of ranks; fewer if there are fewer slots.
     pub(super) ranks: u32,
-    /// What differs from the defaults.
+    /// Values that differ from the defaults.
     pub(super) values: &'static [(&'static str, &'static str)],
 }
 
@@ -75,7 +75,7 @@ pub(super) const PRESETS: [Preset; 3] = [
 ];
 
 impl Preset {
-    /// The registered dataset that it trains on: by its name, else the first one with such pictures.
+    /// The registered dataset for the preset: by name, otherwise the first dataset with such pictures.
     pub(super) fn dataset<'a>(&self, datasets: &'a [Dataset]) -> Option<&'a str> {
         let called = |d: &&Dataset| self.values.contains(&("data.dataset", d.name.as_str()));
         let fits = |d: &&Dataset| {

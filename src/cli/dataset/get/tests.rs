@@ -13,17 +13,17 @@ use tempfile::TempDir;
 /// How a server answers.
 #[derive(Clone)]
 struct Manners {
-    /// Understands `Range`.
+    /// Whether the server understands `Range`.
     ranges: bool,
-    /// Bytes of a body after which each of the first connections is cut.
+    /// Numbers of body bytes after which the first connections are cut.
     cuts: Vec<usize>,
-    /// A status in place of 200.
+    /// A status instead of 200.
     status: Option<&'static str>,
-    /// What it serves under each name.
+    /// The file for each name.
     files: Vec<(&'static str, Vec<u8>)>,
 }
 
-/// A server on a free port, and the requests that it was sent: path, and where its range begins.
+/// A server on a free port, and its requests: path, and the start of the range.
 struct Mirror {
     base: String,
     seen: Arc<Mutex<Vec<(String, Option<usize>)>>>,
@@ -124,7 +124,7 @@ fn a_connection_that_breaks_is_continued_where_it_was() {
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
     assert_eq!(mirror.ranges(), [None, Some(100_000), Some(150_000), Some(150_000)]);
-    // Nothing is left next to it, and the second time there is nothing to do.
+    // No temporary file is left, and the second time there is nothing to do.
     assert_eq!(fs::read_dir(to.parent().unwrap()).unwrap().count(), 1);
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(mirror.ranges().len(), 4);
@@ -139,7 +139,7 @@ fn a_server_without_ranges_begins_anew() {
     let mirror = Mirror::start(Manners { ranges: false, cuts: vec![200_000, 100], ..good(files) });
     fetch(&set, &mirror.base, &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
-    // What came before does not count as the beginning of the new answer. The second was cut earlier than the first.
+    // Earlier bytes do not count as the beginning of the new answer. The second connection was cut earlier than the first.
     assert_eq!(mirror.ranges(), [None, Some(200_000), Some(100)]);
 }
 
@@ -176,7 +176,7 @@ fn other_bytes_are_not_kept() {
         assert!(error.is::<crate::cli::WrongRequest>() && !to.exists(), "{said}");
         assert!(fs::metadata(&part).map_or(0, |part| part.len()) == 0, "{said}");
     }
-    // What an earlier run left may be of another file: then all of it is downloaded again.
+    // An earlier run may have left bytes of another file: then the whole file is downloaded again.
     fs::write(&part, bytes(1000, 9)).unwrap();
     let mirror = Mirror::start(good(vec![("a.bin", content.clone())]));
     fetch(&set, &mirror.base, &to).unwrap();
@@ -200,7 +200,7 @@ fn who_cannot_be_reached_is_named_with_what_to_do() {
         assert!(said.contains(words), "{words:?} in {said}");
     }
     assert!(!error.is::<crate::cli::WrongRequest>(), "another time it may be there");
-    // As the message says: the file is put there by hand.
+    // As the message advises, the file is put there by hand.
     fs::write(work.join("a.bin"), &content).unwrap();
     fetch(&set, &format!("http://{gone}/data"), &to).unwrap();
     assert_eq!(fs::read(to.join("a.bin")).unwrap(), content);
@@ -241,7 +241,7 @@ fn an_archive_is_unpacked_whole_or_not_at_all() {
     assert_eq!(fs::read(to.join("train.bin")).unwrap(), b"train");
     assert!(!partial(&to).exists());
 
-    // A folder that holds something else is not touched.
+    // A folder with other content is not touched.
     fs::remove_file(to.join("test.bin")).unwrap();
     let said = fetch(&set, &mirror.base, &to).unwrap_err().to_string();
     assert!(said.contains("has no test.bin") && said.contains("--to"), "{said}");

@@ -25,7 +25,7 @@ fn pair(to_b: Result<LinkMeasurement, String>, to_a: Result<LinkMeasurement, Str
     }
 }
 
-/// What is found, each with its grade.
+/// The findings, each with its grade.
 fn found(pair: &Pair, fastest_gigabits: f64) -> Vec<(String, Grade, String)> {
     let findings = of_pair(pair, fastest_gigabits * 125e6);
     assert!(findings.iter().all(|f| f.advice.as_ref().is_some_and(|a| a.len() > 20)), "{findings:?}");
@@ -91,7 +91,7 @@ fn clocks_may_be_a_second_apart_and_a_minute_is_a_problem() {
     assert!(with(1_001.0, 0.0).unwrap().1.contains("that of b is 1.0 s ahead of that of a"));
     assert!(with(-59_000.0, 0.0).unwrap() == (Grade::Note, "that of a is 59.0 s ahead of that of b".into()));
     assert_eq!(with(60_001.0, 0.0).unwrap().0, Grade::Problem);
-    // The other direction knows it more exactly.
+    // The other direction has a smaller uncertainty.
     let mut uneven = pair(Ok(link(1.0, 4.0)), Ok(LinkMeasurement { clock_ahead_ms: 7.0, ..link(1.0, 0.2) }));
     assert_eq!(clocks(&uneven), Some((-7.0, 0.1)));
     uneven.to_a = Err("no".into());

@@ -1,4 +1,4 @@
-//! Against a server that does not answer the first requests, as one that is restarted.
+//! Tests against a server that does not answer the first requests, like a restarting server.
 
 use super::*;
 use crate::cli::launch::{Args, Launch, bundle::Node};
@@ -14,7 +14,7 @@ use std::{
     },
 };
 
-/// Longer than a request is waited for here, and shorter than [`PATIENCE`].
+/// Longer than any request in these tests, and shorter than [`PATIENCE`].
 const DEADLINE: Duration = Duration::from_secs(30);
 
 #[derive(Parser)]
@@ -23,7 +23,7 @@ struct Cli {
     args: Args,
 }
 
-/// Breaks off the first `broken` connections, and answers as a server does that has this job and an agent `node`. Also counts connections.
+/// Breaks off the first `broken` connections, then answers like a server with this job and an agent `node`. Also counts connections.
 fn server(broken: usize, job: &Value) -> (String, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -64,7 +64,7 @@ fn launch_at(url: &str, job: &Value) -> Launch {
     Launch::new(&Arc::new(args), &api, job, true, Vec::new(), None)
 }
 
-/// As ssh ends whose connection broke.
+/// A process that ends like ssh after a broken connection.
 fn broken_ssh(dir: &Path) -> Launched {
     let mut command = Command::new("sh");
     command.args(["-c", "echo the connection broke >&2; exit 255"]);
@@ -89,7 +89,7 @@ async fn the_end_of_the_last_agent_is_said_also_where_the_server_does_not_answer
     assert!(count.load(Ordering::SeqCst) > 3, "after those that failed");
 }
 
-/// The other agent would wait, with nobody to share the job with.
+/// Without this agent, the other agent would wait for ranks that never come.
 #[tokio::test]
 async fn an_agent_that_does_not_start_ends_the_launch_until_an_attempt_has_begun_since() {
     let dir = tempfile::tempdir().unwrap();

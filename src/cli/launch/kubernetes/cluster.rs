@@ -17,11 +17,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Pauses before a request is tried again.
+/// Pauses before a request is retried.
 pub(super) const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(10));
-/// How often a change is retried after a conflict with another writer.
+/// The largest number of retries of a change after conflicts with another writer.
 const MOST_CONFLICTS: u32 = 20;
-/// For an object that is being deleted: its pods end first.
+/// Time for an object that is being deleted, whose pods end first.
 const DELETED_WITHIN: Duration = Duration::from_secs(180);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl Kind {
 /// Timeouts of requests to a cluster.
 #[derive(Debug, Clone, Copy)]
 struct Timeouts {
-    /// For the response to a request other than a watch. The connection to a machine that has lost power stays open.
+    /// Time limit for the response to a request other than a watch. The connection to a machine that has lost power stays open.
     answer: Duration,
     /// How long to retry while the API server is unreachable.
     away: Duration,
@@ -60,22 +60,22 @@ pub(super) struct Cluster {
     client: Client,
     waits: Timeouts,
     pub(super) namespace: String,
-    /// Whether the message that the API server is unreachable was printed.
+    /// Whether the message about an unreachable API server has been printed.
     is_away: AtomicBool,
 }
 
 /// The result of creating an object.
 pub(super) enum Created {
     Now(Value),
-    /// An object of that name exists.
+    /// An object with this name exists already.
     Exists(Value),
 }
 
 impl Cluster {
-    /// By a kubeconfig file (`KUBECONFIG`, `~/.kube/config`), or the service account of the pod that this runs in.
+    /// Connects with a kubeconfig file (`KUBECONFIG`, `~/.kube/config`), or with the service account of the pod in which this runs.
     ///
     /// # Errors
-    /// There is neither, or it cannot be used.
+    /// Neither exists, or it cannot be used.
     pub(super) async fn connect(args: &Args) -> anyhow::Result<Self> {
         let unusable = |e: &dyn std::error::Error| wrong(format!("Kubernetes: {}", chain(e)));
         let config = match &args.context {
@@ -102,7 +102,7 @@ impl Cluster {
         Api::namespaced_with(self.client.clone(), &self.namespace, &kind.resource())
     }
 
-    /// Prints that the API server does not answer: once, until it has answered again.
+    /// Prints that the API server does not answer, once until it has answered again.
     pub(super) fn note_away(&self, error: &Error) {
         if !self.is_away.swap(true, Ordering::Relaxed) {
             output::warn(format_args!(
@@ -118,14 +118,14 @@ impl Cluster {
         }
     }
 
-    /// Waits for a response, and treats one that takes too long as an unreachable server.
+    /// Waits for a response. A late response counts as an unreachable server.
     pub(super) async fn answer<T>(&self, asked: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         let within = self.waits.answer;
         let late = |_| Err(Error::Service(format!("no answer within {within:?}").into()));
         tokio::time::timeout(within, asked).await.unwrap_or_else(late)
     }
 
-    /// Tries for a minute while the API server is away.
+    /// Retries for a minute while the API server is unreachable.
     async fn patiently<T>(&self, ask: impl AsyncFn() -> Result<T, Error>) -> Result<T, Error> {
         let began = Instant::now();
         let mut backoff = RETRY;
@@ -141,16 +141,16 @@ impl Cluster {
         }
     }
 
-    /// An error in words, with what to do.
+    /// An error as a sentence with advice.
     pub(super) fn explain(&self, doing: &str, error: &Error) -> anyhow::Error {
         let namespace = &self.namespace;
         match error {
             Error::Api(status) if status.code == 401 => wrong(format!(
-                "{doing}: Kubernetes does not know you ({}); sign in as for kubectl",
+                "{doing}: Kubernetes does not know your account ({}); sign in as for kubectl",
                 status.message
             )),
             Error::Api(status) if status.code == 403 => wrong(format!(
-                "{doing}: Kubernetes does not let you ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
+                "{doing}: Kubernetes does not let you do this ({}); deploy/kubernetes/launch-role.yaml has the role that a launch needs in namespace {namespace}",
                 status.message
             )),
             Error::Api(status) => anyhow::anyhow!("{doing}: Kubernetes refuses: {}", status.message),
@@ -159,7 +159,7 @@ impl Cluster {
     }
 
     /// # Errors
-    /// It cannot be read.
+    /// The object cannot be read.
     pub(super) async fn get(&self, kind: Kind, name: &str) -> anyhow::Result<Option<Value>> {
         let api = self.api(kind);
         let found = self.patiently(async || api.get_opt(name).await).await;
@@ -167,7 +167,7 @@ impl Cluster {
     }
 
     /// # Errors
-    /// Kubernetes refuses it.
+    /// Kubernetes refuses the object.
     pub(super) async fn create(&self, kind: Kind, object: &Value) -> anyhow::Result<Created> {
         let api = self.api(kind);
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
@@ -178,7 +178,7 @@ impl Cluster {
                 Ok(made) => return Ok(Created::Now(plain(made))),
                 Err(Error::Api(status)) if status.code == 409 => match self.get(kind, name).await? {
                     Some(found) => return Ok(Created::Exists(found)),
-                    // It is gone meanwhile.
+                    // The object has been deleted in the meantime.
                     None => tokio::time::sleep(RETRY.first).await,
                 },
                 Err(error) => return Err(self.explain(&doing, &error)),
@@ -186,17 +186,17 @@ impl Cluster {
         }
     }
 
-    /// Changes a Job, and reads it again after a conflict with another writer. `change` edits it and returns whether there is something to
-    /// do.
+    /// Changes a Job, and retries after a conflict with another writer. `change` edits the Job and returns whether
+    /// anything changes.
     ///
     /// # Errors
-    /// Kubernetes refuses it, or the Job is gone.
+    /// Kubernetes refuses the change, or the Job does not exist.
     pub(super) async fn change(&self, name: &str, change: impl Fn(&mut Value) -> bool) -> anyhow::Result<()> {
         let api = self.api(Kind::Job);
         let doing = format!("changing Job {name}");
         for _ in 0..MOST_CONFLICTS {
             let Some(mut job) = self.get(Kind::Job, name).await? else {
-                anyhow::bail!("{doing}: it is gone");
+                anyhow::bail!("{doing}: it does not exist any more");
             };
             if !change(&mut job) {
                 return Ok(());
@@ -208,13 +208,13 @@ impl Cluster {
                 Err(error) => return Err(self.explain(&doing, &error)),
             }
         }
-        anyhow::bail!("{doing}: others change it all the time")
+        anyhow::bail!("{doing}: others change it repeatedly at the same time; try again")
     }
 
-    /// Deletes the object with this UID, and what belongs to it first (foreground).
+    /// Deletes the object with this UID after its dependents (foreground deletion).
     ///
     /// # Errors
-    /// Kubernetes refuses it.
+    /// Kubernetes refuses the deletion.
     pub(super) async fn delete(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
         let api = self.api(kind);
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
@@ -224,7 +224,7 @@ impl Cluster {
             ..DeleteParams::foreground()
         };
         match self.patiently(async || api.delete(name, &params).await).await {
-            // 409: another one has its name now.
+            // 409: another object has the name now.
             Err(Error::Api(status)) if ![404, 409].contains(&status.code) => {
                 Err(self.explain(&format!("deleting {kind:?} {name}"), &Error::Api(status)))
             }
@@ -235,10 +235,10 @@ impl Cluster {
         }
     }
 
-    /// Deletes an object and waits until it is gone.
+    /// Deletes an object and waits until it does not exist.
     ///
     /// # Errors
-    /// It is still there after three minutes, or see [`Cluster::delete`].
+    /// It still exists after three minutes, or see [`Cluster::delete`].
     pub(super) async fn remove(&self, kind: Kind, object: &Value) -> anyhow::Result<()> {
         self.delete(kind, object).await?;
         let name = object["metadata"]["name"].as_str().unwrap_or_default();
@@ -249,7 +249,7 @@ impl Cluster {
             }
             if Instant::now() > until {
                 anyhow::bail!(
-                    "{kind:?} {name} is being deleted and does not end; `kubectl describe` says what holds it"
+                    "{kind:?} {name} is being deleted, but still exists; `kubectl describe` shows why"
                 );
             }
             tokio::time::sleep(RETRY.first).await;
@@ -258,7 +258,7 @@ impl Cluster {
     }
 }
 
-/// Whether a retry of the same request may succeed.
+/// Whether a repetition of the same request may succeed.
 pub(super) fn is_away(error: &Error) -> bool {
     match error {
         Error::Api(status) => is_passing(status),
@@ -267,7 +267,7 @@ pub(super) fn is_away(error: &Error) -> bool {
     }
 }
 
-/// Whether an error status is that of a server that is starting, stopping or overloaded.
+/// Whether the error comes from a server that is starting, stopping or overloaded.
 fn is_passing(status: &Status) -> bool {
     status.code == 429 || status.code >= 500
 }
@@ -276,7 +276,7 @@ pub(super) fn plain(object: DynamicObject) -> Value {
     serde_json::to_value(object).unwrap_or_default()
 }
 
-/// An error and its causes; a cause that the one before quotes is left out.
+/// An error and its causes; a cause that the error before it quotes is left out.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();

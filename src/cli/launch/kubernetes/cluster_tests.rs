@@ -1,4 +1,4 @@
-//! An API server that takes connections and says nothing.
+//! Tests against an API server that accepts connections and does not answer.
 
 use super::*;
 use std::sync::{Arc, atomic::AtomicUsize};
@@ -9,7 +9,7 @@ use tokio::{
 
 const JOB: &str = r#"{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a-job"}}"#;
 
-/// A cluster whose first requests, so many, get no answer; and how many there were.
+/// A cluster whose first `silent` requests get no answer, and the number of requests.
 async fn cluster(silent: usize, waits: Timeouts) -> (Cluster, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();

@@ -1,4 +1,4 @@
-//! The end of Kubernetes' Job when ours is over.
+//! Ends Kubernetes' Job when Lockstep's job is over.
 
 use super::{
     super::{
@@ -13,21 +13,21 @@ use lockstep_protocol::JobState;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Time for the pods to end once our job is over: their agents learn of it with a heartbeat.
+/// Time for the pods to end once the job is over: their agents learn of its end with a heartbeat.
 const FAREWELL: Duration = Duration::from_secs(90);
 
 pub(super) enum Farewell {
-    /// No pod is left, or the last ones are terminating.
+    /// No pod is left, or the last pods are terminating.
     Ended,
-    /// Our job was retried meanwhile, and its pods are needed.
+    /// The job was retried in the meantime, and its pods are needed.
     QueuedAgain,
 }
 
-/// Waits for the pods to end once our job is over. Pods of a cancelled job, pods that do not end, and pods that still wait for a node are
-/// deleted, but none before the server has its checkpoints.
+/// Waits for the pods to end once the job is over. Pods of a cancelled job, pods that do not end, and pods that still
+/// wait for a node are deleted, but only after the server has their checkpoints.
 ///
 /// # Errors
-/// Kubernetes refuses, or the server has no checkpoint for very long.
+/// Kubernetes refuses, or the server does not get the checkpoints within the time limit.
 pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> anyhow::Result<Farewell> {
     let began = Instant::now();
     let (mut complete_since, mut said) = (None, false);
@@ -41,7 +41,7 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
             Ok(UploadStatus::Complete(ours)) if !ours.state.is_final() && !is_over => {
                 return Ok(Farewell::QueuedAgain);
             }
-            // There is no pod that could upload a checkpoint.
+            // No pod exists that could upload a checkpoint.
             Ok(_) if words::is_suspended(&job) && !has_pods => true,
             Ok(UploadStatus::Deleted) => true,
             Ok(UploadStatus::Complete(ours)) => {
@@ -52,11 +52,11 @@ pub(super) async fn farewell(cluster: &Cluster, launch: &Launch, name: &str) -> 
                 say_once(&mut said);
                 false
             }
-            // Nothing is known.
+            // An error says nothing about the uploads.
             Err(_) => false,
         };
         if may_end {
-            // One that is over stays for a while, for its pods' logs.
+            // A Job that is over stays for a while, for its pods' logs.
             if !is_over {
                 cluster.delete(Kind::Job, &job).await?;
             }

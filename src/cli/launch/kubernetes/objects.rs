@@ -1,4 +1,4 @@
-//! The objects of a launch: an Indexed Job, and a Service and a Secret that belong to it and go with it.
+//! The objects of a launch: an Indexed Job, and a Service and a Secret that the Job owns.
 
 use super::{
     super::{Bundle, hosts::Host},
@@ -8,22 +8,22 @@ use crate::cli::agent::{IN_POD_JOB_FAILED, IN_POD_SIGNALLED};
 use lockstep_protocol::{Job, JobSpec};
 use serde_json::{Map, Value, json};
 
-/// The id of our job.
+/// Label with the id of Lockstep's job.
 pub(super) const JOB_LABEL: &str = "lockstep/job";
-/// A random word that names the launch, so that an object is recognised after the response to its creation was lost.
+/// Annotation with a random word for the launch, which identifies an object after the response to its creation was lost.
 pub(super) const LAUNCH: &str = "lockstep/launch";
-/// Ids of the agents' tokens, to be revoked when the job is over.
+/// Annotation with the ids of the agents' tokens, which are revoked when the job is over.
 pub(super) const TOKENS: &str = "lockstep/tokens";
-/// Suspended because our job is paused, and by nobody else.
+/// Annotation of a Job that this program suspended because Lockstep's job is paused.
 pub(super) const PAUSED: &str = "lockstep/paused";
-/// Seconds that the Job stays after its end, so that its pods' logs can be read.
+/// Seconds for which the Job stays after its end, so that its pods' logs can be read.
 const TTL_SECS: u32 = 3600;
-/// Pods are called `NAME-INDEX`, which has 63 characters at most.
+/// The longest name: pods are called `NAME-INDEX`, which has at most 63 characters.
 const NAME_CHARS: usize = 30;
-/// Bytes that Kubernetes accepts in a Secret.
+/// The largest Secret that Kubernetes accepts, in bytes.
 const SECRET_BYTES: u64 = 1 << 20;
 
-/// The name of the objects: `lockstep-`, that of the job as far as it may be in one, and the end of its id.
+/// The name of the objects: `lockstep-`, the valid characters of the job's name, and the end of its id.
 pub(super) fn name(id: &str, name: &str) -> String {
     let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
     let words: String = name.chars().map(plain).collect();
@@ -37,10 +37,10 @@ pub(super) fn name(id: &str, name: &str) -> String {
     }
 }
 
-/// What the objects are made from.
+/// The inputs for the objects.
 pub(super) struct Plan<'a> {
     pub(super) name: String,
-    /// The id of our job.
+    /// The id of Lockstep's job.
     pub(super) job: &'a str,
     /// See [`LAUNCH`].
     pub(super) launch: String,
@@ -61,7 +61,8 @@ impl Plan<'_> {
         json!({"name": self.name, "labels": self.labels(), "annotations": {LAUNCH: self.launch}})
     }
 
-    /// The Job. It is created suspended: its pods need the Secret, and the Secret needs the Job's UID to be owned by it. In a queue of Kueue,
+    /// The Job. It is created suspended, because its pods need the Secret, and the Secret needs the UID of the Job as its owner. In a queue of Kueue,
+    /// Kueue starts the Job.
     /// Kueue starts it.
     pub(super) fn job(&self) -> Value {
         let pods = self.hosts.len();
@@ -88,16 +89,16 @@ impl Plan<'_> {
                 "completions": pods,
                 "parallelism": pods,
                 "suspend": true,
-                // For lost machines. Ranks that fail do not end a pod: the server counts them (`max_restarts`).
+                // For lost machines. Failed ranks do not end a pod: the server counts them (`max_restarts`).
                 "backoffLimit": (3 * pods).max(6),
-                // The only one that Kubernetes takes with a podFailurePolicy. Two pods of an index would be the same agent, and the first
-                // one still uploads its checkpoint when it is asked to end.
+                // The only policy that Kubernetes accepts with a podFailurePolicy. Two pods of an index would be the
+                // same agent, and a pod still uploads its checkpoint after it is asked to end.
                 "podReplacementPolicy": "Failed",
                 "podFailurePolicy": {"rules": [
-                    // Preempted, evicted, its node drained: the next pod continues.
+                    // Preempted, evicted, or the node drained: the next pod continues.
                     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                     exit("Ignore", &[IN_POD_SIGNALLED]),
-                    // The job has failed, or the agent's bundle cannot be used.
+                    // The job has failed, or the agent cannot use its bundle.
                     exit("FailJob", &[2, IN_POD_JOB_FAILED]),
                 ]},
                 "ttlSecondsAfterFinished": TTL_SECS,
@@ -106,7 +107,7 @@ impl Plan<'_> {
         })
     }
 
-    /// The headless Service that gives the pods names, also before they are ready.
+    /// The headless Service that gives pods DNS names even before they are ready.
     pub(super) fn service(&self, owner: Option<&Value>) -> Value {
         let mut metadata = self.metadata();
         own(&mut metadata, owner);
@@ -118,10 +119,10 @@ impl Plan<'_> {
         })
     }
 
-    /// The agents' bundles; without `bundle` only what may be printed.
+    /// The agents' bundles; without `bundle`, only the parts that may be printed.
     ///
     /// # Errors
-    /// It is larger than Kubernetes takes.
+    /// The bundle is larger than Kubernetes allows.
     pub(super) fn secret(&self, owner: Option<&Value>, bundle: Option<&Bundle>) -> anyhow::Result<Value> {
         let mut metadata = self.metadata();
         own(&mut metadata, owner);
@@ -135,14 +136,14 @@ impl Plan<'_> {
     }
 }
 
-/// The agents' bundle, as it is in the Secret.
+/// The agents' bundle, as text for the Secret.
 ///
 /// # Errors
-/// Exit status 2: it is larger than Kubernetes takes.
+/// Exit status 2: the text is larger than Kubernetes allows.
 fn secret_text(bundle: &Bundle) -> anyhow::Result<String> {
     bundle.text(
         SECRET_BYTES,
-        "a Secret of Kubernetes holds 1 MiB at most: start fewer pods, or give a smaller --ca-file",
+        "a Secret of Kubernetes may have at most 1 MiB: start fewer pods, or give a smaller --ca-file",
     )
 }
 
@@ -155,7 +156,7 @@ fn own(metadata: &mut Value, owner: Option<&Value>) {
     }
 }
 
-/// A new launch of a job.
+/// A new random word for a launch.
 pub(super) fn launch_word() -> String {
     uuid::Uuid::new_v4().simple().to_string()
 }
@@ -172,7 +173,7 @@ mod tests {
 
     #[test]
     fn a_secret_takes_a_mebibyte() {
-        takes_up_to(1 << 20, secret_text, &["a Secret of Kubernetes holds 1 MiB at most", "fewer pods"]);
+        takes_up_to(1 << 20, secret_text, &["a Secret of Kubernetes may have at most 1 MiB", "fewer pods"]);
     }
 
     #[test]
@@ -184,7 +185,7 @@ mod tests {
         let cut = name(id, &"x".repeat(200));
         assert_eq!(cut.len(), 9 + 30 + 1 + 12);
         assert!(format!("{cut}-255").len() <= 63, "{cut}");
-        // Not at a hyphen.
+        // The name must not end with a hyphen.
         let cut = name(id, &format!("{} tail", "x".repeat(29)));
         assert_eq!(cut, format!("lockstep-{}-b302099a8057", "x".repeat(29)));
     }

@@ -1,4 +1,4 @@
-//! Lists objects, and watches their changes from the list's version on.
+//! Lists objects, and then watches changes from the list's version on.
 
 use super::cluster::{Cluster, Kind, RETRY, is_away, plain};
 use futures_util::StreamExt as _;
@@ -22,27 +22,27 @@ const AT_ONCE: Duration = Duration::from_secs(1);
 /// The API server's status when it no longer has the version to continue from (Gone).
 const GONE: u16 = 410;
 
-/// What was seen.
+/// A report about the observed objects.
 #[derive(Debug)]
 pub(super) enum Seen {
-    /// All that there are.
+    /// All objects.
     All(Vec<Value>),
     Changed(Value),
     Gone(Value),
 }
 
-/// Why a watch has ended.
+/// Why a watch ended.
 enum Ended {
-    /// It can be continued from the last version.
+    /// The watch can continue from the last version.
     Cut,
-    /// The changes since the last version are lost: list again.
+    /// Changes since the last version are lost: list again.
     Lost,
 }
 
 /// Sends the objects and then their changes, until the receiver is dropped.
 ///
 /// # Errors
-/// Kubernetes refuses to show it.
+/// Kubernetes refuses access to the objects.
 pub(super) async fn observe(
     cluster: &Cluster,
     kind: Kind,
@@ -85,8 +85,8 @@ pub(super) async fn observe(
                         return Ok(());
                     }
                     if before == version && began.elapsed() < AT_ONCE {
-                        // Pause only before a server that ends each watch at once. A watch without changes ends after its time limit, and
-                        // is continued at once.
+                        // Pause only for a server that ends each watch at once. A watch without changes ends after its
+                        // time limit and continues without a pause.
                         sleep(backoff.pause()).await;
                     } else {
                         backoff = RETRY;
@@ -94,7 +94,7 @@ pub(super) async fn observe(
                     ended
                 }
                 Err(Error::Api(status)) if status.code == GONE => {
-                    // The API server has lost the version that it listed just now, which happens under load: pause.
+                    // The API server has already lost the version that it just listed, which happens under load.
                     sleep(backoff.pause()).await;
                     Ended::Lost
                 }
@@ -118,7 +118,7 @@ fn seen_version(version: &mut String, object: &DynamicObject) {
     }
 }
 
-/// Passes on the events of one watch.
+/// Passes on the events of one watch until it ends.
 async fn until_cut(
     kind: Kind,
     events: impl futures_util::Stream<Item = Result<WatchEvent<DynamicObject>, Error>>,
@@ -144,7 +144,7 @@ async fn until_cut(
                 seen_version(version, &object);
                 Seen::Gone(plain(object))
             }
-            // Mostly 410. A new list is right after other errors, too.
+            // Mostly 410. Listing again is right after other errors, too.
             Ok(Some(Ok(WatchEvent::Error(_)))) => return Ended::Lost,
             Ok(Some(Err(Error::Api(status)))) if status.code == GONE => return Ended::Lost,
             Ok(Some(Err(_)) | None) | Err(_) => return Ended::Cut,

@@ -1,4 +1,4 @@
-//! Follows Kubernetes' Job and its pods, says what happens to them, and suspends the Job while ours is paused.
+//! Follows Kubernetes' Job and its pods, prints their changes, and suspends the Job while Lockstep's job is paused.
 
 use super::{
     super::{
@@ -18,12 +18,12 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use tokio::{sync::mpsc, time::Instant};
 
-/// How many changes may wait.
+/// The largest number of waiting changes.
 const BACKLOG: usize = 64;
-/// How many printed messages are remembered, so that each is printed once.
+/// The number of printed messages that are remembered, so that each is printed once.
 const MOST_SAID: usize = 4096;
 
-/// Returns when Kubernetes' Job is over, or gone, and ours is not.
+/// Returns when Kubernetes' Job is over or deleted, and Lockstep's job is not over.
 pub(super) async fn until_over(
     cluster: &Cluster,
     launch: &Launch,
@@ -82,15 +82,15 @@ struct Steering<'a> {
     launch: &'a Launch,
     name: &'a str,
     queue: Option<&'a str>,
-    /// The Job as it was last seen.
+    /// The Job, as last seen.
     job: Option<Value>,
-    /// How it ended, and when that was seen. It is printed once, also while our server is away.
+    /// How the Job ended, and when that was seen. It is printed once, even while the server is unreachable.
     over: Option<(String, Instant)>,
-    /// The line about it that was printed last.
+    /// The line about the Job that was printed last.
     line: String,
-    /// The messages about pods that were printed.
+    /// Messages about pods that have been printed.
     said: BTreeSet<String>,
-    /// Whether the message was printed that this waits for a checkpoint.
+    /// Whether the message about waiting for a checkpoint has been printed.
     said_upload: bool,
 }
 
@@ -116,7 +116,7 @@ impl Steering<'_> {
         }
         match words::end_of_job(&job) {
             Some(end) => self.see_end(format!("is over ({end})")),
-            // Perhaps it was created again.
+            // The Job may have been created again.
             None => self.over = None,
         }
         self.job = Some(job);
@@ -141,10 +141,10 @@ impl Steering<'_> {
         job.context("the job is deleted")
     }
 
-    /// Checks our job, and suspends or resumes the Job accordingly.
+    /// Checks Lockstep's job, and suspends or resumes the Job accordingly.
     ///
     /// # Errors
-    /// Kubernetes' Job is over or gone, and ours is not; or Kubernetes refuses a change.
+    /// Kubernetes' Job is over or deleted and Lockstep's job is not over, or Kubernetes refuses a change.
     async fn poll(&mut self) -> anyhow::Result<()> {
         match &self.over {
             Some((how, since)) => self.compare(how, *since).await,
@@ -152,10 +152,10 @@ impl Steering<'_> {
         }
     }
 
-    /// Returns an error if Kubernetes' Job has ended and our job has not. If both have, the display shows the job's end in a moment. While our
-    /// server does not answer, this asks again.
+    /// Returns an error if Kubernetes' Job has ended and Lockstep's job has not. If both have, the display shows the
+    /// job's end in a moment. Asks again while the server does not answer.
     async fn compare(&self, how: &str, since: Instant) -> anyhow::Result<()> {
-        // Agents end with the job: their last report may not be stored yet.
+        // Agents end with the job, but their last report may not be stored yet.
         if since.elapsed() < 2 * POLL {
             return Ok(());
         }
@@ -170,15 +170,15 @@ impl Steering<'_> {
         }
     }
 
-    /// Suspends the Job while our job is paused. A Job that somebody else has suspended stays suspended.
+    /// Suspends the Job while Lockstep's job is paused. A Job that somebody else suspended stays suspended.
     async fn follow_ours(&mut self) -> anyhow::Result<()> {
         let (None, Some(seen)) = (self.queue, &self.job) else { return Ok(()) };
         let is_by_us = seen["metadata"]["annotations"][PAUSED].is_string();
         let Ok(ours) = self.ours().await else { return Ok(()) };
         let is_paused = ours.state == JobState::Paused;
         if is_paused && !is_by_us && !words::is_suspended(seen) {
-            // The last checkpoint is on the pods' disks, which are deleted with them. So they stay until the checkpoint is known to be on the
-            // server and the job is seen to be paused after that.
+            // The last checkpoint is on the pods' disks, which are deleted with the pods. So the pods stay until the
+            // checkpoint is known to be on the server and, after that, the job is still paused.
             match self.launch.upload_status().await {
                 Ok(UploadStatus::Complete(ours)) if ours.state == JobState::Paused => {}
                 Ok(UploadStatus::Uploading) => {

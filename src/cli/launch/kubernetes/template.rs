@@ -1,4 +1,4 @@
-//! The user's template for pods (YAML): what is read from it, what is refused, and what the launch adds.
+//! The user's template for pods (YAML): which parts are used or refused, and what the launch adds.
 
 use super::super::{
     super::{file, wrong},
@@ -13,40 +13,40 @@ use std::{
 };
 
 const TEMPLATE_BYTES: u64 = 256 << 10;
-/// Containers of a pod at most, including init containers.
+/// The largest number of containers in a pod, including init containers.
 const MOST_CONTAINERS: usize = 32;
-/// The container in which the agent starts, if a pod has several.
+/// The container with the agent, if a pod has several.
 const CONTAINER: &str = "lockstep";
-/// For the agents' state, where `--dir` names no other folder.
+/// Folder for the agents' state, unless `--dir` names another.
 const STATE_DIR: &str = "/var/lib/lockstep";
-/// Where the Secret with the agents' bundles is mounted.
+/// Path at which the Secret with the agents' bundles is mounted.
 pub(super) const BUNDLE_DIR: &str = "/run/lockstep/launch";
 pub(super) const BUNDLE_FILE: &str = "bundle.json";
 const GPU: &str = "nvidia.com/gpu";
-/// Kueue's labels are for the Job.
+/// Prefix of Kueue's labels, which belong to the Job.
 const KUEUE: &str = "kueue.x-k8s.io/";
-/// Ranks write a checkpoint (20 s), and agents upload it (30 s).
+/// Grace period of pods: ranks write a checkpoint (20 s), and agents upload it (30 s).
 const GRACE_SECS: u64 = 60;
 
-/// A template that has been checked.
+/// A checked template.
 #[derive(Debug, Clone)]
 pub(in super::super) struct Template {
     /// Folder for the agents' state in the pods.
     pub(in super::super) dir: PathBuf,
     metadata: Map<String, Value>,
     spec: Map<String, Value>,
-    /// Which of the containers is the agent's.
+    /// Index of the agent's container.
     container: usize,
-    /// GPUs of that container.
+    /// Number of GPUs in that container.
     gpus: Option<u32>,
-    /// Labels for the Job: Kueue's.
+    /// Labels of the Job, for Kueue.
     pub(super) job_labels: BTreeMap<String, String>,
 }
 
-/// The template that the arguments name, where Kubernetes is to start the agents.
+/// The template that the arguments name; `None` if another launcher than Kubernetes starts the agents.
 ///
 /// # Errors
-/// Exit status 2: what is wrong with it, and where.
+/// Exit status 2: what is wrong with the template, and where.
 pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>> {
     let path = match (&args.template, args.with) {
         (Some(path), LauncherKind::Kubernetes) => path,
@@ -57,12 +57,12 @@ pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>
         (None, _) => return Ok(None),
     };
     if !args.options.is_empty() {
-        return Err(wrong("Kubernetes takes no options after --: they belong into the template"));
+        return Err(wrong("with Kubernetes there are no options after --: write them into the template"));
     }
     let failed = |detail: String| wrong(format!("--template {}: {detail}", path.display()));
     let bytes = file::read(path, TEMPLATE_BYTES, "is larger than 256 KiB").map_err(failed)?;
     let mut template = parse(&bytes).map_err(failed)?;
-    // The default is a folder in a home directory, which a pod seldom has.
+    // The default is a folder in a home directory, which few pods have.
     if args.dir.is_absolute() {
         template.dir.clone_from(&args.dir);
     } else if args.dir != Path::new(super::super::DEFAULT_DIR) {
@@ -72,21 +72,23 @@ pub(in super::super) fn template(args: &Args) -> anyhow::Result<Option<Template>
 }
 
 fn parse(bytes: &[u8]) -> Result<Template, String> {
-    // As Kubernetes reads YAML: 0440 is octal.
+    // Kubernetes reads YAML's 0440 as octal.
     let options = serde_saphyr::options! { legacy_octal_numbers: true };
     let value: Value = serde_saphyr::from_slice_with_options(bytes, options)
-        .map_err(|e| format!("is no YAML: {}", e.to_string().lines().next().unwrap_or_default()))?;
+        .map_err(|e| format!("is not YAML: {}", e.to_string().lines().next().unwrap_or_default()))?;
     let template = match value.get("kind").and_then(Value::as_str) {
         Some("Pod") | None => value,
         Some("PodTemplate") => value.get("template").cloned().unwrap_or_default(),
         Some(kind) => {
-            return Err(format!("is a {kind}; give a Pod, a PodTemplate, or what stands under `template:`"));
+            return Err(format!(
+                "is a {kind}; give a Pod, a PodTemplate, or the part of a Job under `template:`"
+            ));
         }
     };
     let object = |name: &str| match template.get(name) {
         None => Ok(Map::new()),
         Some(Value::Object(map)) => Ok(map.clone()),
-        Some(_) => Err(format!("{name} is no mapping")),
+        Some(_) => Err(format!("{name} is not a mapping")),
     };
     let (mut metadata, mut spec) = (object("metadata")?, object("spec")?);
     let count = |name: &str| spec.get(name).and_then(Value::as_array).map_or(0, Vec::len);
@@ -102,7 +104,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
         None | Some("Never") => {}
         Some(other) => {
             return Err(format!(
-                "spec.restartPolicy is {other}: leave it away, or say Never; the Job starts another pod for one that fails"
+                "spec.restartPolicy is {other}: leave it out, or set Never; the Job starts another pod for one that fails"
             ));
         }
     }
@@ -111,12 +113,12 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     let agent = &mut spec["containers"][container];
     extensible_parts(agent, &format!("spec.containers[{container}]"))?;
     let gpus = gpus(agent)?;
-    // A name would be the same for all pods, and the Job decides the namespace.
+    // All pods would have the same name, and the Job decides the namespace.
     metadata.retain(|key, _| key == "labels" || key == "annotations");
     let mut job_labels = BTreeMap::new();
     if let Some(labels) = metadata.get_mut("labels").and_then(Value::as_object_mut) {
         for (key, value) in labels.iter().filter(|(key, _)| key.starts_with(KUEUE)) {
-            let value = value.as_str().ok_or_else(|| format!("metadata.labels.{key} is no text"))?;
+            let value = value.as_str().ok_or_else(|| format!("metadata.labels.{key} is not text"))?;
             job_labels.insert(key.clone(), value.to_owned());
         }
         labels.retain(|key, _| !key.starts_with(KUEUE));
@@ -124,7 +126,7 @@ fn parse(bytes: &[u8]) -> Result<Template, String> {
     Ok(Template { dir: STATE_DIR.into(), metadata, spec, container, gpus, job_labels })
 }
 
-/// The only container, or the one that is called `lockstep`.
+/// The only container, or the container called `lockstep`.
 fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     let containers = spec["containers"].as_array().map_or(&[][..], Vec::as_slice);
     let named = containers.iter().position(|one| one["name"] == CONTAINER);
@@ -141,16 +143,16 @@ fn agent_container(spec: &Map<String, Value>) -> Result<usize, String> {
     for key in ["command", "args"] {
         if one.get(key).is_some_and(|value| !value.is_null()) {
             return Err(format!(
-                "spec.containers[{at}].{key} is set: leave it away, as the launch starts `lockstep` there (--program names it)"
+                "spec.containers[{at}].{key} is set: leave it out, as the launch starts `lockstep` there (--program names it)"
             ));
         }
     }
     Ok(at)
 }
 
-/// Checks the parts of the agent's container that the launch adds to.
+/// Checks the parts of the agent's container to which the launch adds.
 fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
-    let Some(container) = container.as_object_mut() else { return Err(format!("{path} is no mapping")) };
+    let Some(container) = container.as_object_mut() else { return Err(format!("{path} is not a mapping")) };
     extensible(path, container, "volumeMounts", Value::is_array)?;
     extensible(path, container, "resources", Value::is_object)?;
     if let Some(resources) = container.get_mut("resources").and_then(Value::as_object_mut) {
@@ -161,7 +163,7 @@ fn extensible_parts(container: &mut Value, path: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// A part that the launch adds to: it must be a mapping or a list. A key without a value counts as absent.
+/// Checks a part to which the launch adds: it must be a mapping or a list. A key without a value counts as absent.
 fn extensible(
     path: &str,
     of: &mut Map<String, Value>,
@@ -178,7 +180,7 @@ fn extensible(
                 _ => ("mapping", "team: vision"),
             };
             return Err(format!(
-                "{path}.{key} is no {wanted}: write it as `{example}` below `{key}:`, or leave it away"
+                "{path}.{key} is not a {wanted}: write it as `{example}` below `{key}:`, or leave it out"
             ));
         }
         _ => {}
@@ -186,17 +188,17 @@ fn extensible(
     Ok(())
 }
 
-/// GPUs that a container asks for.
+/// Number of GPUs that a container requests.
 fn gpus(container: &Value) -> Result<Option<u32>, String> {
     let find = |under: &str| container["resources"][under].get(GPU).cloned();
     let Some(value) = find("limits").or_else(|| find("requests")) else { return Ok(None) };
     let number = value.as_u64().or_else(|| value.as_str()?.parse().ok());
     let found = number.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MOST_SLOTS).contains(n));
-    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is no number from 1 to {MOST_SLOTS}"))
+    found.map(Some).ok_or_else(|| format!("{GPU}: {value} is not a number from 1 to {MOST_SLOTS}"))
 }
 
 impl Template {
-    /// Whether Kueue decides when the Job starts; its queue.
+    /// The queue of Kueue that decides when the Job starts; `None` without Kueue.
     pub(super) fn queue(&self) -> Option<&str> {
         self.job_labels.get("kueue.x-k8s.io/queue-name").map(String::as_str)
     }
@@ -205,10 +207,10 @@ impl Template {
         self.spec["containers"][self.container]["name"].as_str().unwrap_or_default()
     }
 
-    /// A pod has as many slots as its container has GPUs, where the job uses them; and without `--nodes` there are as many pods as it takes.
+    /// If the job uses GPUs, each pod has as many slots as its container has GPUs. Without `--nodes` there are as many pods as the job needs.
     ///
     /// # Errors
-    /// `--slots` says something else, or too many pods are needed.
+    /// `--slots` contradicts the template, or too many pods are needed.
     pub(in super::super) fn give_slots(
         &self,
         hosts: &mut Vec<Host>,
@@ -218,7 +220,7 @@ impl Template {
         let Some(gpus) = self.gpus.filter(|_| !spec.parallel.device.is_cores()) else { return Ok(()) };
         if let Some(slots) = args.slots.filter(|slots| *slots != gpus) {
             return Err(wrong(format!(
-                "--slots {slots}, and the template's container has {gpus} GPUs, a slot each: leave --slots away, or change {GPU}"
+                "--slots {slots}, and the template's container has {gpus} GPUs, a slot each: leave --slots out, or change {GPU}"
             )));
         }
         let pods = args.nodes.unwrap_or_else(|| spec.parallel.ranks.div_ceil(gpus)).max(1) as usize;
@@ -232,8 +234,8 @@ impl Template {
         Ok(())
     }
 
-    /// The pods of a launch, as a Job has them under `template`. They find the description of the agents in the Secret called `name`, and each
-    /// other under the Service of that name.
+    /// The pods of a launch, for the Job's `template`. They find their agents' bundles in the Secret `name`, and each
+    /// other through the Service of the same name.
     pub(super) fn pods(
         &self,
         name: &str,
@@ -254,14 +256,14 @@ impl Template {
         spec.insert("subdomain".into(), json!(name));
         or(&mut spec, "terminationGracePeriodSeconds", json!(GRACE_SECS));
         or(&mut spec, "automountServiceAccountToken", json!(false));
-        // Readable for the container's user: by its group where there is one for volumes.
+        // The container's user can read the file: through its group if volumes have a group.
         let has_group = spec.get("securityContext").is_some_and(|of_pod| of_pod.get("fsGroup").is_some());
         let mode = if has_group { 0o440 } else { 0o444 };
         let secret = json!({"name": "lockstep-launch", "secret": {"secretName": name, "defaultMode": mode}});
         let mut volumes = vec![(secret, BUNDLE_DIR.to_owned(), true)];
         let state = self.dir.to_string_lossy().into_owned();
         volumes.push((json!({"name": "lockstep-state", "emptyDir": {}}), state, false));
-        // Ranks of one pod exchange gradients through shared memory; Kubernetes gives 64 MiB of it otherwise.
+        // Ranks of one pod exchange gradients through shared memory, of which Kubernetes otherwise allows 64 MiB.
         let shm = json!({"name": "lockstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}});
         volumes.push((shm, "/dev/shm".into(), false));
         let container = &mut spec["containers"][self.container];
@@ -280,7 +282,7 @@ impl Template {
         }
         if let Some(mounts) = container["volumeMounts"].as_array_mut() {
             for (volume, path, read_only) in volumes {
-                // The template's own mount is used, for example a persistent volume.
+                // The template's own mount is used, such as a persistent volume.
                 if mounts.iter().any(|mount| mount["mountPath"] == path.as_str()) {
                     continue;
                 }

@@ -1,4 +1,4 @@
-//! What a template may be, at its limits and past them.
+//! Templates at their limits and beyond.
 
 use super::*;
 
@@ -50,7 +50,7 @@ fn gpus_are_slots_and_what_the_template_mounts_stays() {
     assert_eq!(made["spec"]["terminationGracePeriodSeconds"], 300);
     assert_eq!(made["spec"]["volumes"][1]["secret"]["defaultMode"], 0o440);
     assert_eq!(made["spec"]["securityContext"]["fsGroup"], 0o440, "as Kubernetes reads YAML");
-    // A job that must run on GPUs, and a container that names none.
+    // A job that must run on GPUs, and a container that requests none.
     let made = pods(POD, 8, Device::Cuda);
     assert_eq!(made["spec"]["containers"][0]["resources"]["limits"], json!({"nvidia.com/gpu": 8}));
     let quoted = POD.replace("latest'", "latest', resources: {limits: {nvidia.com/gpu: '2'}}");
@@ -76,23 +76,26 @@ fn mistakes_are_named() {
     for (text, said) in [
         ("kind: Deployment\nspec: {}\n".to_owned(), "is a Deployment"),
         ("spec: {}\n".to_owned(), "no spec.containers"),
-        ("spec: [1]\n".to_owned(), "spec is no mapping"),
-        ("a: [".to_owned(), "is no YAML"),
-        ("a: 1\na: 2\n".to_owned(), "is no YAML"),
+        ("spec: [1]\n".to_owned(), "spec is not a mapping"),
+        ("a: [".to_owned(), "is not YAML"),
+        ("a: 1\na: 2\n".to_owned(), "is not YAML"),
         (POD.replace("image: ", "picture: "), "spec.containers[0].image is missing"),
         (with("command: [sh]"), "spec.containers[0].command is set"),
         (with("args: [x]"), "spec.containers[0].args is set"),
-        (with("resources: {limits: {nvidia.com/gpu: 0}}"), "nvidia.com/gpu: 0 is no number"),
-        (with("resources: {limits: {nvidia.com/gpu: 1025}}"), "nvidia.com/gpu: 1025 is no number"),
+        (with("resources: {limits: {nvidia.com/gpu: 0}}"), "nvidia.com/gpu: 0 is not a number"),
+        (with("resources: {limits: {nvidia.com/gpu: 1025}}"), "nvidia.com/gpu: 1025 is not a number"),
         (format!("{POD}  restartPolicy: Always\n"), "spec.restartPolicy is Always"),
         (format!("{POD}  - {{name: other, image: y}}\n"), "call the one with lockstep `lockstep`"),
-        (with("resources: x"), "spec.containers[0].resources is no mapping: write it as `limits: {cpu: 4}`"),
-        (with("resources: {limits: []}"), "spec.containers[0].resources.limits is no mapping"),
-        (with("resources: {requests: 4}"), "spec.containers[0].resources.requests is no mapping"),
-        (with("volumeMounts: {a: b}"), "spec.containers[0].volumeMounts is no list"),
-        (format!("{POD}  volumes: {{a: b}}\n"), "spec.volumes is no list"),
-        (POD.replace("{team: vision}", "vision"), "metadata.labels is no mapping"),
-        (POD.replace("team: vision", "kueue.x-k8s.io/queue-name: 3"), "is no text"),
+        (
+            with("resources: x"),
+            "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`",
+        ),
+        (with("resources: {limits: []}"), "spec.containers[0].resources.limits is not a mapping"),
+        (with("resources: {requests: 4}"), "spec.containers[0].resources.requests is not a mapping"),
+        (with("volumeMounts: {a: b}"), "spec.containers[0].volumeMounts is not a list"),
+        (format!("{POD}  volumes: {{a: b}}\n"), "spec.volumes is not a list"),
+        (POD.replace("{team: vision}", "vision"), "metadata.labels is not a mapping"),
+        (POD.replace("team: vision", "kueue.x-k8s.io/queue-name: 3"), "is not text"),
     ] {
         assert!(refused(&text).contains(said), "{text}: {}", refused(&text));
     }

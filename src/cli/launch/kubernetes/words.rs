@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// Waiting reasons of a container that do not resolve by themselves.
+/// Reasons of a waiting container that do not resolve by themselves.
 const STUCK: [&str; 8] = [
     "ErrImagePull",
     "ImagePullBackOff",
@@ -13,7 +13,7 @@ const STUCK: [&str; 8] = [
     "RunContainerError",
     "CrashLoopBackOff",
 ];
-/// Messages of Kubernetes can be long.
+/// Messages of Kubernetes are shortened to this length.
 const MOST_CHARS: usize = 500;
 
 fn text<'a>(value: &'a Value, key: &str) -> &'a str {
@@ -24,7 +24,7 @@ fn items<'a>(value: &'a Value, key: &str) -> &'a [Value] {
     value.get(key).and_then(Value::as_array).map_or(&[], Vec::as_slice)
 }
 
-/// A condition of an object that is true.
+/// A condition of an object that has this status.
 fn condition<'a>(object: &'a Value, kind: &str, status: &str) -> Option<&'a Value> {
     items(&object["status"], "conditions").iter().find(|one| one["type"] == kind && one["status"] == status)
 }
@@ -40,26 +40,26 @@ fn reason(of: &Value) -> String {
     said.chars().take(MOST_CHARS).collect()
 }
 
-/// When another pod is started for one that has to leave its node. A node that is lost ends no pod, and Kubernetes waits for that.
+/// When another pod replaces a pod that has to leave its node. On a lost node the pod never ends, and Kubernetes waits for its end.
 fn successor(pod: &Value, why: &Value) -> String {
     let node = text(&pod["spec"], "nodeName");
     if why["reason"] != "DeletionByTaintManager" || node.is_empty() {
-        return "another one is started".into();
+        return "another pod is started".into();
     }
     format!(
-        "another one is started when it has ended, which it never does on a node that is lost: if {node} is, \
-         `kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute` says so to Kubernetes"
+        "another pod is started when it has ended, which never happens on a lost node: if {node} is lost, \
+         `kubectl taint nodes {node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute` tells Kubernetes"
     )
 }
 
-/// What is wrong with a pod and what to do about it; `None` if nothing is.
+/// What is wrong with a pod, and advice; `None` if nothing is wrong.
 pub(super) fn of_pod(pod: &Value) -> Option<String> {
     let name = text(&pod["metadata"], "name");
     let status = &pod["status"];
-    // The reason for its end comes first: exit codes only follow from it.
+    // The reason for a pod's end comes first, because exit codes only follow from it.
     if status["reason"] == "Evicted" {
         return Some(format!(
-            "pod {name} was evicted from its node: {}; another one is started",
+            "pod {name} was evicted from its node: {}; another pod is started",
             text(status, "message")
         ));
     }
@@ -98,7 +98,7 @@ pub(super) fn of_pod(pod: &Value) -> Option<String> {
     None
 }
 
-/// How the Job stands, on a line.
+/// The state of the Job, in one line.
 pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
     if let Some(failed) = condition(job, "Failed", "True") {
         return format!("failed ({})", reason(failed));
@@ -124,7 +124,7 @@ pub(super) fn of_job(job: &Value, queue: Option<&str>) -> String {
     format!("{} of {} pods are running{failed}", number("ready"), job["spec"]["completions"])
 }
 
-/// How it ended, if it has.
+/// How the Job ended, if it has.
 pub(super) fn end_of_job(job: &Value) -> Option<String> {
     let is_over = condition(job, "Failed", "True").or_else(|| condition(job, "Complete", "True")).is_some();
     is_over.then(|| of_job(job, None))
@@ -134,7 +134,7 @@ pub(super) fn is_suspended(job: &Value) -> bool {
     job["spec"]["suspend"] == true
 }
 
-/// Whether it has pods, including those that are terminating.
+/// Whether the Job has pods, including terminating pods.
 pub(super) fn has_pods(job: &Value) -> bool {
     ["active", "terminating"].iter().any(|key| job["status"][key].as_u64().is_some_and(|pods| pods > 0))
 }
@@ -165,7 +165,7 @@ mod tests {
         assert_eq!(said(with("PodScheduled", "True")), "");
         assert!(
             said(with("DisruptionTarget", "True"))
-                .ends_with("has to leave its node (Why: because); another one is started")
+                .ends_with("has to leave its node (Why: because); another pod is started")
         );
         let evicted =
             json!({"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"});
@@ -178,7 +178,7 @@ mod tests {
         let why = json!({"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"});
         let pod = |node: &str| json!({"metadata": {"name": "p-0"}, "spec": {"nodeName": node}, "status": {"conditions": [why]}});
         let said = of_pod(&pod("gpu-7")).unwrap();
-        assert!(said.contains("never does on a node that is lost: if gpu-7 is"), "{said}");
+        assert!(said.contains("never happens on a lost node: if gpu-7 is"), "{said}");
         assert!(said.contains("kubectl taint nodes gpu-7 node.kubernetes.io/out-of-service"), "{said}");
     }
 

@@ -1,4 +1,4 @@
-//! The variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers, of which each is a rank.
+//! Reads the variables of MindSpore's dynamic cluster, which `msrun` sets: a scheduler process and workers, each of which is a rank.
 
 use super::{LaunchedRank, number, port, table::of_rank};
 use crate::cli::rank_table::RankTable;
@@ -6,16 +6,16 @@ use std::{net::IpAddr, path::Path};
 
 const BY: &str = "MindSpore";
 
-/// Whether this is the process by which MindSpore's workers find each other. Lockstep's rank 0 does that itself.
+/// Whether this is the process through which MindSpore's workers find each other. In Lockstep, rank 0 does that.
 pub(in super::super) fn is_scheduler(variable: impl Fn(&str) -> Option<String>) -> bool {
     variable("MS_ROLE").is_some_and(|role| role.trim() == "MS_SCHED")
 }
 
-/// The rank of a worker. Its number is `MS_NODE_ID`, or `RANK_ID` where node ids are names. Its GPU is `DEVICE_ID`, or the one that the
-/// rank table `RANK_TABLE_FILE` gives it.
+/// The rank of a worker: its number is `MS_NODE_ID`, or `RANK_ID` if node ids are names. Its GPU is `DEVICE_ID`, or
+/// comes from the rank table `RANK_TABLE_FILE`.
 ///
 /// # Errors
-/// A variable is missing or no number.
+/// A variable is missing or not a number.
 pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<LaunchedRank, String> {
     let role = variable("MS_ROLE").unwrap_or_default();
     if role.trim() != "MS_WORKER" {
@@ -34,10 +34,12 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
     let addr = variable("MASTER_ADDR").or_else(|| variable("MS_SCHED_HOST"));
     let addr = addr.map(|addr| addr.trim().to_owned()).filter(|addr| !addr.is_empty());
     let addr = addr.ok_or_else(|| missing("MS_SCHED_HOST"))?;
-    // The scheduler has nothing to do here and ends, so that rank 0 can have its port.
+    // The scheduler ends at once, so rank 0 can use its port.
     let port = match (port(variable)?, number(variable, "MS_SCHED_PORT")?) {
         (Some(port), _) => port,
-        (None, Some(port)) => u16::try_from(port).map_err(|_| format!("MS_SCHED_PORT={port} is no port"))?,
+        (None, Some(port)) => {
+            u16::try_from(port).map_err(|_| format!("MS_SCHED_PORT={port} is not a port"))?
+        }
         (None, None) => return Err(missing("MS_SCHED_PORT")),
     };
     let secret = variable("LOCKSTEP_SECRET").unwrap_or_else(|| format!("{BY}/{addr}/{port}/{world_size}"));
@@ -51,7 +53,7 @@ pub(super) fn detect(variable: &impl Fn(&str) -> Option<String>) -> Result<Launc
         return Ok(LaunchedRank { by: BY, addr, port, secret, ..place });
     }
     let device = number(variable, "DEVICE_ID")?;
-    // All workers are on one machine where the scheduler is at its loopback address. Elsewhere nothing says how many there are on each.
+    // If the scheduler is at a loopback address, all workers are on one machine. Otherwise the number of workers on each machine is unknown.
     let is_one_machine = addr == "localhost" || addr.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback());
     let here = number(variable, "LOCAL_WORLD_SIZE")?;
     let local_ranks = here.unwrap_or(if is_one_machine { world_size } else { 1 }).clamp(1, world_size);
@@ -73,7 +75,7 @@ mod tests {
 
     fn with(more: &[(&str, &str)]) -> Result<LaunchedRank, String> {
         let all = [more, &WORKER].concat();
-        // Of variables with the same name the first counts; an empty value unsets it.
+        // If a variable occurs twice, the first counts; an empty value unsets it.
         detect(&|name: &str| {
             let found = all.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
             found.filter(|value| !value.is_empty())
@@ -99,10 +101,10 @@ mod tests {
             ("MS_WORKER_NUM", "", "MS_WORKER_NUM is not set"),
             ("MS_SCHED_HOST", "", "MS_SCHED_HOST is not set"),
             ("MS_SCHED_PORT", "", "MS_SCHED_PORT is not set"),
-            ("MS_SCHED_PORT", "70000", "MS_SCHED_PORT=70000 is no port"),
+            ("MS_SCHED_PORT", "70000", "MS_SCHED_PORT=70000 is not a port"),
             ("MS_NODE_ID", "host-a", "RANK_ID"),
             ("MS_NODE_ID", "8", "rank 8 of 8"),
-            ("MS_WORKER_NUM", "many", "MS_WORKER_NUM=\"many\" is no number"),
+            ("MS_WORKER_NUM", "many", "MS_WORKER_NUM=\"many\" is not a number"),
             ("MS_ROLE", "MS_PSERVER", "no parameter servers"),
             ("RANK_TABLE_FILE", "/none.json", "RANK_TABLE_FILE"),
         ] {

@@ -1,6 +1,6 @@
-//! Slurm's lists of machines and of the tasks on each.
+//! Parses Slurm's lists of machines and of the tasks on each machine.
 
-/// Ranks of a machine, by its number, from Slurm's list of all of them: `4`, or `4(x2),3` where they differ.
+/// Number of ranks on a machine, by its index, from Slurm's list for all machines: `4`, or `4(x2),3` if they differ.
 pub(super) fn tasks_of(list: &str, machine: u32) -> Option<u32> {
     let mut left = machine;
     for entry in list.split(',') {

@@ -1,16 +1,16 @@
-//! Ranks by a rank table.
+//! Ranks from a rank table.
 
 use super::{LaunchedRank, number, port, port_for};
 use crate::cli::rank_table::{Machine, RankTable};
 use std::fmt::Write as _;
 
-/// Who decides, in messages.
+/// Name of the source, in messages.
 pub(in super::super) const RANK_TABLE: &str = "the rank table";
 
-/// The ranks of one machine, of which this process starts all.
+/// The ranks of one machine, all of which this process starts.
 pub(in super::super) struct Ranks {
     pub(in super::super) world_size: u32,
-    /// Each rank and the number of its device.
+    /// Each rank with the number of its device.
     pub(in super::super) local: Vec<(u32, u32)>,
     pub(in super::super) addr: String,
     pub(in super::super) port: u16,
@@ -36,7 +36,7 @@ pub(in super::super) fn of_rank(
     Ok(LaunchedRank { by: RANK_TABLE, rank, world_size, local_rank, local_ranks, device, addr, port, secret })
 }
 
-/// The ranks of the machine `node`, counted from 0 in the table's order.
+/// The ranks of the machine `node`, an index from 0 in the table's order.
 ///
 /// # Errors
 /// The table has no such machine, or a variable is wrong.
@@ -63,7 +63,7 @@ fn rendezvous_address(
     table: &RankTable,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<RendezvousAddress, String> {
-    // The whole table as text, which is the same on each machine.
+    // The whole table as text, which is the same on every machine.
     let mut text = String::new();
     for machine in &table.machines {
         let _ = write!(text, "{}{:?};", machine.address, machine.devices);
@@ -80,7 +80,7 @@ fn rendezvous_address(
     Ok(RendezvousAddress { addr, port, secret })
 }
 
-/// `RANK_ID`, by which MindSpore's scripts give a process its rank in the table.
+/// Reads `RANK_ID`, the rank in the table that MindSpore's scripts give a process.
 pub(in super::super) fn rank_id(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<u32>, String> {
     number(variable, "RANK_ID")
 }

@@ -201,7 +201,7 @@ async fn a_second_launch_takes_over_what_the_first_has_started() {
     let first = cluster.objects("Job").await.remove(0)["metadata"]["uid"].take();
     let tokens = valid_agent_tokens(&server).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    following.says(&server, "of an earlier launch is there").await;
+    following.says(&server, "of an earlier launch exists").await;
     following.says(&server, "1 of 1 pods are running").await;
     assert_eq!(cluster.objects("Job").await.remove(0)["metadata"]["uid"], first);
     assert_eq!(valid_agent_tokens(&server).await, tokens, "no more tokens");
@@ -239,7 +239,7 @@ fn a_dry_run_shows_the_objects_and_a_template_has_a_size() {
     };
     fails(&format!("{full}x"), &[], "is larger than 256 KiB");
     let wrong = pod.replace("{limits: {nvidia.com/gpu: 4}}", "x");
-    fails(&wrong, &[], "spec.containers[0].resources is no mapping: write it as `limits: {cpu: 4}`");
+    fails(&wrong, &[], "spec.containers[0].resources is not a mapping: write it as `limits: {cpu: 4}`");
     fails(pod, &["--slots", "2"], "the template's container has 4 GPUs");
     fails(pod, &["-H", "node1:4"], "Kubernetes chooses the machines");
     fails(pod, &["--dir", "relative"], "an absolute path");

@@ -97,7 +97,7 @@ async fn only_tokens_of_the_job_s_own_agents_are_revoked() {
     let tokens = format!("{own},{agent},{program},local,../tokens/{agent}");
     cluster.act("annotate", json!({"lockstep/tokens": tokens})).await;
     let following = Following::start(&server, cluster.launch(&server, &id, &[]));
-    following.says(&server, "of an earlier launch is there").await;
+    following.says(&server, "of an earlier launch exists").await;
     server.cli(&["cancel", &id]).ok();
     cluster.until("all of it is gone", |all| all.is_empty()).await;
     following.end();

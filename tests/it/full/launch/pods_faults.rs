@@ -157,7 +157,7 @@ async fn what_kubernetes_refuses_is_said_and_nothing_is_left() {
         "spec": {"suspend": true, "completions": 1},
     });
     cluster.act("put", other).await;
-    fails(&cluster, &["--namespace", "theirs"], &["that is not of this job", "--namespace"]);
+    fails(&cluster, &["--namespace", "theirs"], &["that does not belong to this job", "--namespace"]);
     fails(&cluster, &["--namespace", "Not_One"], &["--namespace"]);
     fails(&cluster, &["--context", "none-such"], &["none-such"]);
     drop(cluster);
@@ -192,7 +192,7 @@ async fn a_dead_node_s_pod_is_replaced_once_kubernetes_is_told_and_the_launch_sa
     };
     let first = names().await;
     cluster.act("node-dies", json!({"node": "node-1"})).await;
-    following.says(&server, "never does on a node that is lost: if node-1 is").await;
+    following.says(&server, "never happens on a lost node: if node-1 is").await;
     following.says(&server, "kubectl taint nodes node-1 node.kubernetes.io/out-of-service").await;
     let attempts = format!("/jobs/{id}/attempts");
     server

@@ -106,7 +106,7 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
         assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
     }
     for which in ["11", "2-12"] {
-        server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "there are 1-12"]);
+        server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "it has 1-12"]);
     }
     server
         .cli(&["download", id, "--checkpoint", "newest", "-o", "x"])

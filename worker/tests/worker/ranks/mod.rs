@@ -332,7 +332,7 @@ fn shared_memory_two_rings_and_one_ring_give_the_same_bits() {
             let comm: Arc<dyn ProcessGroup> = if single { Arc::new(Single(comm)) } else { comm };
             let mut engine = engine(config(8), comm);
             let response = engine.exchange();
-            assert_eq!(response.contains("share memory: weights are there once"), shared, "{response}");
+            assert_eq!(response.contains("share memory with one copy of the weights"), shared, "{response}");
             for step in 0..3 {
                 engine.train_step(&[part_of(16, pictures(step, from, from + 8))], 0.1).unwrap();
             }

@@ -297,7 +297,7 @@ impl Walk<'_> {
         // Micro-batches between their forward and their backward pass.
         let in_flight = work.accumulate.max(1).min((plan.mesh.stage - number) as u64) as f64;
         if number > 0 {
-            // The input's gradient goes back.
+            // The gradient of the stage's input is sent to the stage before.
             self.to_stage(self.values(local.input()) * value, &mut before);
         }
         for op in &local.ops {

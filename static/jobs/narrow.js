@@ -6,7 +6,7 @@ import { read } from "../address.js";
 import { count } from "../numbers.js";
 import { condition, filter } from "./query.js";
 
-/** As in server/src/handlers/jobs/conditions.rs. */
+/** As in server/src/api/jobs/conditions.rs. */
 const MOST = 10;
 /** As many as a job may have: protocol/src/labels.rs. */
 const MOST_TAGS = 20;

@@ -5,6 +5,7 @@ What a module is: its file with all that lies below it. At each level, the modul
 siblings. `a` refers to `b` when anything in or below `a` names anything in or below `b`, by `use`, by a path or through an
 import, whichever of its ancestors' re-exports (`pub use`) the name came by. Siblings must not refer to each other in a circle.
 A file and its children are one module, so they may refer to each other: it declares and re-exports them, they use its types.
+The modules of a crate that `ORDER` names may only use those before them, and those in `USERS` only serve the ones named there.
 Modules under `#[cfg(test)]`, and the `tests/` and `examples/` folders, are not looked at.
 
     modules.py               checks all crates of this tree
@@ -30,6 +31,16 @@ CRATES = {
     "server": "server/src/lib.rs",
     "lockstep": "src/main.rs",
 }
+
+# The modules of a crate, from those that all others may use to the one that may use all others.
+ORDER = {
+    "server": (
+        "util config lifecycle store events auth agents checkpoints datasets metrics scheduler ingest http app api boot"
+    ).split(),
+}
+
+# Who may use a module; all others must not.
+USERS = {("server", "app"): {("api", "router"), ("boot",), ("boot", "wire")}}
 
 # References that are part of a circle today: crate, from, to. The list only gets shorter: one that is no longer needed is
 # refused, too, so that nobody can bring the circle back.
@@ -354,7 +365,8 @@ def named(path):
 def problems(crate, known):
     """A sentence for each circle beyond those that `known` references make, and for each of these that makes none."""
     said, unused = [], set(known)
-    for level, edges in sorted(crate.levels().items()):
+    levels = crate.levels()
+    for level, edges in sorted(levels.items()):
         here = {edge for edge in edges if (named(edge[0]), named(edge[1])) in known}
         allowed = dict((edge, place) for edge, place in edges.items() if edge not in here)
         for edge in here:
@@ -369,6 +381,18 @@ def problems(crate, known):
             said.append(f"{crate.name}: circle {' -> '.join(map(named, circle + circle[:1]))} ({places})")
             # The others of this level: without the rarest step of this one.
             del allowed[ring[-1]]
+    if order := ORDER.get(crate.name):
+        place = {name: n for n, name in enumerate(order)}
+        for name in sorted(set(crate.root.children) ^ set(order)):
+            said.append(f"{crate.name}: {name} is not both a module and in ORDER of .ci/modules.py")
+        for ((a,), (b,)), (file, line) in sorted(levels[()].items()):
+            if place.get(a, 0) < place.get(b, 0):
+                said.append(f"{crate.name}: {a} must not use {b}, which comes after it ({file}:{line})")
+    for (name, module), users in USERS.items():
+        for source, target, file, line in crate.references() if name == crate.name else ():
+            if named(target) != module or source in users:
+                continue
+            said.append(f"{crate.name}: {named(source)} must not use {named(target)} ({file}:{line})")
     for a, b in sorted(unused):
         said.append(f"{crate.name}: {a} -> {b} makes no circle any more: take it off the list in .ci/modules.py")
     return said
@@ -450,7 +474,20 @@ def self_test():
         found = judge(files, known)
         if found != expected:
             sys.exit(f"modules.py self-test: a circle {what}: expected {expected}, found {found}")
-    print(f"modules: {len(cases)} made-up crates judged as they should be")
+    ORDER["made"] = ["c", "a", "b"]
+    for files, expected in [
+        (tree_of(a="use crate::c;", b="use crate::a::A;"), []),
+        (tree_of(a="use crate::b::B;"), ["made: a must not use b, which comes after it"]),
+        (tree_of() | {"lib.rs": "mod a; mod b;"}, ["made: c is not both a module and in ORDER of .ci/modules.py"]),
+    ]:
+        found = judge(files)
+        if found != expected:
+            sys.exit(f"modules.py self-test: an order: expected {expected}, found {found}")
+    USERS["made", "a"] = {("c",)}
+    found = judge(tree_of(b="use crate::a::A;"))
+    if found != ["made: b must not use a"]:
+        sys.exit(f"modules.py self-test: a user that is not allowed: found {found}")
+    print(f"modules: {len(cases) + 4} made-up crates judged as they should be")
 
 
 def main(arguments):

@@ -5,7 +5,7 @@ import { read } from "../address.js";
 import { setting } from "../settings.js";
 import { field, menu } from "./narrow.js";
 
-/** The same as in server/src/handlers/jobs/group_keys.rs. */
+/** The same as in server/src/api/jobs/group_keys.rs. */
 const MOST = 3;
 const OWN = { project: (j) => j.project, owner: (j) => j.owner, tag: (j) => j.tags, state: (j) => j.state, name: (j) => j.name };
 

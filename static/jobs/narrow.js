@@ -6,7 +6,7 @@ import { read } from "../address.js";
 import { count } from "../numbers.js";
 import { condition, filter } from "./query.js";
 
-/** The same as in server/src/handlers/jobs/conditions.rs. */
+/** The same as in server/src/api/jobs/conditions.rs. */
 const MOST = 10;
 /** The same as for a job: protocol/src/labels.rs. */
 const MOST_TAGS = 20;

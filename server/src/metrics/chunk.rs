@@ -6,8 +6,8 @@
 //! (float32) and the sum (float64).
 
 use crate::{
-    numbers::{Reader, put_number},
     store::error::StoreError,
+    util::numbers::{Reader, put_number},
 };
 
 /// Levels from 0; buckets of the last one are a million steps wide.

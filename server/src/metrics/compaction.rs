@@ -1,37 +1,38 @@
 //! Compaction: a background task turns rows of events into chunks and rollups, so that a chart of a million points reads as
 //! little as one of a thousand.
 
-use super::chunk::{self, Bucket, LEVELS, capacity, width};
-use crate::{
-    app::App,
+use super::{
+    Metrics,
+    chunk::{self, Bucket, LEVELS, capacity, width},
     compaction_queue::batch_cost,
-    store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine},
 };
+use crate::store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine};
 use lockstep_protocol::{job::JobId, metric::MetricColumn};
 use std::{
     collections::{BTreeMap, HashMap},
+    sync::Arc,
     time::Duration,
 };
 
 /// Pause between two compactions of a job: it leaves the one writer to reports of training.
 const BETWEEN: Duration = Duration::from_millis(20);
 
-/// Compacts until `app` stops.
-pub(crate) async fn run(app: App) {
+/// Compacts until dropped.
+pub(crate) async fn run(metrics: Arc<Metrics>) {
     // The queue is in memory: after a start, every unfinished job is queued once.
-    match app.store.unfinished().await {
+    match metrics.store.unfinished().await {
         Ok(jobs) => {
-            jobs.iter().for_each(|job| app.compaction_queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
+            jobs.iter().for_each(|job| metrics.queue.count(&job.id, job.ranks, batch_cost(job.ranks)))
         }
         Err(error) => tracing::warn!(%error, "metrics stay as events until more come"),
     }
     loop {
-        let Some((job, cost)) = app.compaction_queue.take() else {
-            app.compaction_queue.wake.notified().await;
+        let Some((job, cost)) = metrics.queue.take() else {
+            metrics.queue.wake.notified().await;
             continue;
         };
         loop {
-            match compact(app.store.as_ref(), &job, cost, false).await {
+            match compact(metrics.store.as_ref(), &job, cost, false).await {
                 Ok(true) => tokio::time::sleep(BETWEEN).await,
                 // The job may have been deleted meanwhile. A failed compaction is retried after the next reports.
                 Ok(false) | Err(StoreError::NotFound(_)) => break,

@@ -6,5 +6,29 @@
 
 pub(crate) mod chunk;
 pub(crate) mod compaction;
+mod compaction_queue;
 pub(crate) mod query;
 pub(crate) mod retire;
+
+use crate::store::{Changed, Store};
+use compaction_queue::CompactionQueue;
+use std::{sync::Arc, time::Duration};
+
+/// Compaction and queries of the points of all jobs.
+pub(crate) struct Metrics {
+    store: Arc<dyn Store>,
+    queue: CompactionQueue,
+    /// Points of a job stay among its events for so long after its end.
+    keep_points: Duration,
+}
+
+impl Metrics {
+    pub(crate) fn new(store: Arc<dyn Store>, keep_points: Duration) -> Self {
+        Self { store, queue: CompactionQueue::default(), keep_points }
+    }
+
+    /// Counts the points of a change that was stored.
+    pub(crate) fn note(&self, changed: &Changed) {
+        self.queue.note(changed);
+    }
+}

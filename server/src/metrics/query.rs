@@ -1,14 +1,11 @@
 //! Queries for charts, from chunks and the newest events.
 
 use super::{
+    Metrics,
     chunk::{self, Bucket, LEVELS, width},
-    compaction,
+    compaction, compaction_queue,
 };
-use crate::{
-    app::App,
-    compaction_queue,
-    store::{MetricFilter, Result},
-};
+use crate::store::{MetricFilter, Result};
 use lockstep_protocol::{
     job::{Job, JobId},
     metric::MetricColumn,
@@ -56,9 +53,14 @@ impl Plan {
 }
 
 /// Reads a job's metrics as at most `points` buckets a series.
-pub(crate) async fn find(app: &App, job: &Job, filter: &MetricFilter, points: usize) -> Result<Found> {
+pub(crate) async fn find(
+    metrics: &Metrics,
+    job: &Job,
+    filter: &MetricFilter,
+    points: usize,
+) -> Result<Found> {
     loop {
-        if let Some(found) = attempt(app, &job.id, job.ranks, filter, points).await? {
+        if let Some(found) = attempt(metrics, &job.id, job.ranks, filter, points).await? {
             return Ok(found);
         }
         // A compaction has moved the watermark between two reads: read again.
@@ -66,19 +68,19 @@ pub(crate) async fn find(app: &App, job: &Job, filter: &MetricFilter, points: us
 }
 
 async fn attempt(
-    app: &App,
+    metrics: &Metrics,
     job: &JobId,
     ranks: u32,
     filter: &MetricFilter,
     points: usize,
 ) -> Result<Option<Found>> {
-    let (watermark, extent) = app.store.metric_extent(job, filter).await?;
+    let (watermark, extent) = metrics.store.metric_extent(job, filter).await?;
     // All steps, not only the range: the buckets at its ends are returned whole, as those from chunks are.
     let newest = MetricFilter { after: watermark, from: None, to: None, ..filter.clone() };
-    let page = app.store.metrics(job, &newest).await?;
+    let page = metrics.store.metrics(job, &newest).await?;
     let (as_of, tail) = (page.as_of, page.columns);
     if page.cost > 2 * compaction_queue::batch_cost(ranks) {
-        app.compaction_queue.count(job, ranks, compaction_queue::batch_cost(ranks));
+        metrics.queue.count(job, ranks, compaction_queue::batch_cost(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
     let tail_steps = tail.iter().filter_map(|(_, _, c)| Some((*c.steps.first()?, *c.steps.last()?)));
@@ -99,7 +101,7 @@ async fn attempt(
         };
         let to = to.div_ceil(w).saturating_mul(w);
         let whole = MetricFilter { from: Some(from), to: Some(to), ..filter.clone() };
-        let (now, chunks) = app.store.metric_chunks(job, level, &whole).await?;
+        let (now, chunks) = metrics.store.metric_chunks(job, level, &whole).await?;
         if now != watermark {
             return Ok(None);
         }

@@ -1,23 +1,22 @@
 //! Removes points from `events` some time after their job is over. Its charts and its CSV file then come from chunks, which hold every
 //! point, and its stream begins after the removed events.
 
-use super::compaction;
-use crate::{
-    app::App,
-    compaction_queue,
-    store::{Result, StoreError},
-};
+use super::{Metrics, compaction, compaction_queue};
+use crate::store::{Result, StoreError};
 use lockstep_protocol::job::JobId;
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// Longest pause between two rounds; a quarter of the time that points are kept when that is shorter.
 const POLL_INTERVAL: Duration = Duration::from_secs(60);
 /// The longest pause between two transactions.
 const LONGEST_REST: Duration = Duration::from_millis(200);
 
-/// Removes points until `app` stops.
-pub(crate) async fn run(app: App) {
-    let keep = app.config.keep_points;
+/// Removes points until dropped.
+pub(crate) async fn run(metrics: Arc<Metrics>) {
+    let keep = metrics.keep_points;
     loop {
         tokio::time::sleep((keep / 4).clamp(Duration::from_millis(50), POLL_INTERVAL)).await;
         let Some(before) =
@@ -28,7 +27,7 @@ pub(crate) async fn run(app: App) {
         // A job whose points cannot be removed is left for the next round.
         let mut last: Option<JobId> = None;
         loop {
-            let job = match app.store.oldest_with_points(before, last.as_ref()).await {
+            let job = match metrics.store.oldest_with_points(before, last.as_ref()).await {
                 Ok(Some(job)) => job,
                 Ok(None) => break,
                 Err(error) => {
@@ -36,7 +35,7 @@ pub(crate) async fn run(app: App) {
                     break;
                 }
             };
-            match retire(&app, &job).await {
+            match retire(&metrics, &job).await {
                 Ok(()) | Err(StoreError::NotFound(_)) => {}
                 Err(error) => tracing::warn!(%error, %job, "a job's points stay among its events for now"),
             }
@@ -45,12 +44,13 @@ pub(crate) async fn run(app: App) {
     }
 }
 
-async fn retire(app: &App, job: &JobId) -> Result<()> {
-    let ranks = app.store.job(job).await?.map_or(1, |row| row.job.ranks);
-    while compaction::compact(app.store.as_ref(), job, compaction_queue::batch_cost(ranks), true).await? {}
+async fn retire(metrics: &Metrics, job: &JobId) -> Result<()> {
+    let ranks = metrics.store.job(job).await?.map_or(1, |row| row.job.ranks);
+    while compaction::compact(metrics.store.as_ref(), job, compaction_queue::batch_cost(ranks), true).await? {
+    }
     loop {
         let began = Instant::now();
-        if !app.store.remove_points(job).await? {
+        if !metrics.store.remove_points(job).await? {
             return Ok(());
         }
         // Half of the writer's time at most: reports of running jobs come first.

@@ -1,7 +1,7 @@
 //! Placement: finds agents with enough free slots for a job.
 
 use super::{
-    Start, Wait,
+    Start,
     candidates::Candidates,
     fewer::Fewer,
     gang::{choose, reserve},
@@ -9,7 +9,7 @@ use super::{
     reasons::wait_reason,
     round::{Round, device_for},
 };
-use crate::store::JobRow;
+use crate::{checkpoints::Wait, store::JobRow};
 use lockstep_protocol::reason::{Facts, Reason, ReasonCode};
 use std::sync::Arc;
 

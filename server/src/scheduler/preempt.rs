@@ -3,13 +3,13 @@
 //! was preempted never preempts back.
 
 use super::{
-    Preemption, Wait, Yielding,
+    Preemption, Yielding,
     candidates::{Candidate, Candidates},
     gang::choose,
     reasons::wait_reason,
     round::Round,
 };
-use crate::store::JobRow;
+use crate::{checkpoints::Wait, store::JobRow};
 use std::{
     cmp::Reverse,
     collections::{HashMap, HashSet},

@@ -1,10 +1,13 @@
 //! What a plan has to give while it is made: the agents that take work, and their slots.
 
 use super::{
-    AgentState, Plan, Reservation, Snapshot, Wait, Yielding,
+    AgentState, Plan, Reservation, Snapshot, Yielding,
     candidates::{Candidate, Candidates, slots_for},
 };
-use crate::store::{AgentRow, JobRow};
+use crate::{
+    checkpoints::Wait,
+    store::{AgentRow, JobRow},
+};
 use lockstep_protocol::{
     job::{Job, JobId},
     spec::{DEVICE_KINDS, Device, JobSpec, Precision},

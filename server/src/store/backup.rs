@@ -15,7 +15,7 @@ use super::{
     migrations, postgres,
     sqlite::{self, SqliteStore},
 };
-use crate::serve_error::ServeError;
+use crate::config::serve_error::ServeError;
 use sqlx::Connection;
 use std::{
     fs,

@@ -1,7 +1,7 @@
 //! The file of a backup: written line by line, checked to its end, and read row by row. What is in it, `backup.rs` says.
 
 use super::cells::{Cell, Table, hexadecimal};
-use crate::{regular, serve_error::ServeError};
+use crate::{config::serve_error::ServeError, util::regular};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};

@@ -1,7 +1,10 @@
 //! The location of the database: parsed from a URL, displayed without its password.
 
-use crate::{config::ServeConfig, serve_error::ServeError};
-use std::{fmt, path::PathBuf};
+use crate::config::{ServeConfig, serve_error::ServeError};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+};
 
 /// Where a store lies.
 #[derive(Debug, Clone)]
@@ -39,6 +42,13 @@ impl Location {
                 "write it as sqlite://PATH or postgres://USER@HOST/NAME".to_owned(),
             )),
         }
+    }
+
+    /// The folder of the database's file, if it is outside the data directory.
+    pub(crate) fn folder_outside(&self, data_dir: &Path) -> Option<PathBuf> {
+        let Self::Sqlite(path) = self else { return None };
+        let folder = path.canonicalize().ok()?.parent()?.to_owned();
+        (folder != data_dir).then_some(folder)
     }
 }
 

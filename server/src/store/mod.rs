@@ -12,6 +12,7 @@ mod migrations;
 mod open;
 mod points;
 pub mod postgres;
+pub(crate) mod purge;
 pub(crate) mod quarantine;
 mod rows;
 pub mod sqlite;
@@ -32,7 +33,10 @@ pub use rows::{
 
 pub use crate::lifecycle::JobRow;
 
-use crate::{config::FairShare, lifecycle::Refused, serve_error::ServeError};
+use crate::{
+    config::{FairShare, serve_error::ServeError},
+    lifecycle::Refused,
+};
 use async_trait::async_trait;
 use jiff::Timestamp;
 use lockstep_protocol::{

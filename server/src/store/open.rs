@@ -1,7 +1,7 @@
 //! A store at a location: the one place that knows both databases.
 
 use super::{Location, Store, postgres::PostgresStore, sqlite::SqliteStore};
-use crate::serve_error::ServeError;
+use crate::config::serve_error::ServeError;
 use std::sync::Arc;
 
 impl Location {

@@ -5,7 +5,7 @@
 //! endian). Whole numbers are LEB128.
 
 use super::error::StoreError;
-use crate::numbers::{Reader, put_number};
+use crate::util::numbers::{Reader, put_number};
 use lockstep_protocol::metric::{MetricColumn, NAMES};
 
 /// Bytes of columns, none of which is empty.

@@ -6,7 +6,7 @@
 //! default is: a commit is on disk before it is acknowledged.
 
 use super::{Location, migration_error, migrations::OF_POSTGRES as MIGRATIONS};
-use crate::serve_error::ServeError;
+use crate::config::serve_error::ServeError;
 use sqlx::{
     AssertSqlSafe, ConnectOptions, Connection, PgConnection,
     postgres::{PgConnectOptions, PgPoolOptions},

@@ -8,7 +8,7 @@
 //! lost writes and is refused. After an unclean end every page is checked.
 
 use super::{migration_error, migrations::OF_SQLITE as MIGRATIONS};
-use crate::{private, serve_error::ServeError};
+use crate::{config::serve_error::ServeError, util::private};
 use rustix::{fs::FlockOperation, io::Errno};
 use sqlx::{
     AssertSqlSafe, SqlitePool,

@@ -7,6 +7,6 @@ pub struct MinuteRow {
     pub agent_id: String,
     /// Minutes since 1970.
     pub minute: i64,
-    /// See `server/src/machines/point.rs`.
+    /// See `server/src/agents/machines/point.rs`.
     pub data: Vec<u8>,
 }

@@ -1,0 +1,159 @@
+//! The queue of reports that wait to be stored (`ingest/`), with back-pressure by their size in bytes.
+
+use crate::store::Report;
+use lockstep_protocol::agent::{AttemptEvent, AttemptRef};
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+
+/// Bytes of encoded reports that may wait. Beyond that, reports stay in the agents' spools.
+const QUEUE_BYTES: usize = 64 << 20;
+/// Bytes per permit of the semaphore. Its number of permits is a `u32`, so one per byte could not hold the largest message.
+const PERMIT_BYTES: usize = 1 << 10;
+/// How long the reports between two heartbeats may wait for space, in all. Heartbeats queue behind them, so this is much less than a
+/// lease.
+pub(crate) const RESERVE_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// What waits to be stored.
+#[derive(Debug)]
+pub(crate) enum Work {
+    Report {
+        /// To be acknowledged to this agent ...
+        agent: String,
+        /// ... over this connection.
+        connection: ReportConnection,
+        report: Box<Report>,
+        reservation: Reservation,
+    },
+    /// A flush: its sender is notified when everything before it is stored.
+    Flush(oneshot::Sender<()>),
+}
+
+/// An agent's connection, which is cut off when the agent has to send again from the last stored record.
+#[derive(Debug, Clone)]
+pub(crate) struct ReportConnection {
+    cut: mpsc::Sender<()>,
+    /// Attempts of which records are missing.
+    incomplete: Arc<Mutex<HashSet<AttemptRef>>>,
+}
+
+impl ReportConnection {
+    /// The receiver hears when the connection is to end.
+    pub(crate) fn new() -> (Self, mpsc::Receiver<()>) {
+        let (cut, cut_off) = mpsc::channel(1);
+        (Self { cut, incomplete: Arc::default() }, cut_off)
+    }
+
+    fn incomplete(&self) -> MutexGuard<'_, HashSet<AttemptRef>> {
+        self.incomplete.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the connection: a report of this attempt is not stored.
+    pub(crate) fn cut(&self, attempt: &AttemptRef) {
+        self.incomplete().insert(attempt.clone());
+        let _ = self.cut.try_send(());
+    }
+
+    /// Whether records are missing before what else has come of this attempt: nothing of that may be stored, least of all that it has ended.
+    pub(crate) fn is_incomplete(&self, attempt: &AttemptRef) -> bool {
+        self.incomplete().contains(attempt)
+    }
+}
+
+/// The sending half, which connections have.
+#[derive(Debug, Clone)]
+pub(crate) struct Inbox {
+    to: mpsc::UnboundedSender<Work>,
+    permits: Arc<Semaphore>,
+    ends: Arc<AtomicUsize>,
+}
+
+pub(crate) type Queue = mpsc::UnboundedReceiver<Work>;
+
+/// Space for one report in the queue, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    pub(crate) bytes: usize,
+    _permit: OwnedSemaphorePermit,
+    end: Option<End>,
+}
+
+/// An end of an attempt that waits to be stored; counted until it is.
+#[derive(Debug)]
+struct End(Arc<AtomicUsize>);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Inbox {
+    pub(crate) fn new() -> (Self, Queue) {
+        let (to, queue) = mpsc::unbounded_channel();
+        (
+            Self { to, permits: Arc::new(Semaphore::new(QUEUE_BYTES / PERMIT_BYTES)), ends: Arc::default() },
+            queue,
+        )
+    }
+
+    /// Waits for space for a report of so many encoded bytes. Meanwhile nothing more is read from its agent, whose spool holds the rest.
+    /// `None` after `patience`: the database is so far behind that the agent should send the report again later.
+    pub(crate) async fn reserve(&self, bytes: usize, patience: Duration) -> Option<Reservation> {
+        let permits = bytes.div_ceil(PERMIT_BYTES).clamp(1, QUEUE_BYTES / PERMIT_BYTES);
+        let permit = self.permits.clone().acquire_many_owned(u32::try_from(permits).ok()?);
+        let permit = tokio::time::timeout(patience, permit).await.ok()?.ok()?;
+        Some(Reservation { bytes, _permit: permit, end: None })
+    }
+
+    /// Queues a report. The queue itself is unbounded: the reservation limits it.
+    pub(crate) fn put(&self, mut work: Work) {
+        if let Work::Report { report, reservation, .. } = &mut work
+            && report.events.iter().any(|event| matches!(event, AttemptEvent::Ended(_)))
+        {
+            self.ends.fetch_add(1, Ordering::Relaxed);
+            reservation.end = Some(End(Arc::clone(&self.ends)));
+        }
+        let _ = self.to.send(work);
+    }
+
+    /// Whether the end of an attempt has come that is not stored yet: its slots are about to be free.
+    pub(crate) fn has_ends(&self) -> bool {
+        self.ends.load(Ordering::Relaxed) > 0
+    }
+
+    /// Flush: returns when everything that was queued before this call is stored.
+    pub(crate) async fn flush(&self) {
+        let (to, done) = oneshot::channel();
+        if self.to.send(Work::Flush(to)).is_ok() {
+            let _ = done.await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn reports_wait_for_space_but_not_for_ever() {
+        let (inbox, _queue) = Inbox::new();
+        let first = inbox.reserve(QUEUE_BYTES - PERMIT_BYTES, RESERVE_TIMEOUT).await.unwrap();
+        let second =
+            inbox.reserve(PERMIT_BYTES, RESERVE_TIMEOUT).await.expect("there is space for the last kibibyte");
+        assert!(inbox.reserve(1, Duration::from_millis(1)).await.is_none(), "and for nothing more");
+        let (third, ()) = tokio::join!(inbox.reserve(PERMIT_BYTES, RESERVE_TIMEOUT), async { drop(second) });
+        assert!(third.is_some(), "it waits until what is before it is stored");
+        drop((first, third));
+        assert!(
+            inbox.reserve(usize::MAX, RESERVE_TIMEOUT).await.is_some(),
+            "the largest message fits once it is alone"
+        );
+    }
+}

@@ -1,0 +1,162 @@
+//! Attempts whose ranks have lost each other, and agents that are given up before their leases run out.
+
+use super::{Expired, Lease, Leases};
+use crate::lifecycle::PlaceEnd;
+use lockstep_protocol::agent::{AttemptRef, Ending};
+use std::{
+    sync::{MutexGuard, PoisonError},
+    time::Instant,
+};
+
+/// How the ranks of an attempt came to an end on one of its agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EndAt {
+    /// They finished, were asked to stop, or failed for a reason of their own.
+    ByThemselves,
+    /// They lost the connection to ranks of other agents.
+    LostContact,
+    /// Nobody knows: the agent is gone.
+    Lost,
+}
+
+impl EndAt {
+    /// From the end that the store has.
+    pub(crate) fn of(end: &PlaceEnd) -> Self {
+        match end {
+            PlaceEnd::Ended { ending: Ending::Secondary { .. }, .. } => Self::LostContact,
+            PlaceEnd::Ended { .. } | PlaceEnd::Left(_) => Self::ByThemselves,
+            PlaceEnd::Lost(_) => Self::Lost,
+        }
+    }
+}
+
+/// Attempts that are remembered per agent, at most.
+const CUT_OFF_OF_AGENT: usize = 64;
+
+impl Leases {
+    pub(super) fn cut_off(&self) -> MutexGuard<'_, Vec<(String, AttemptRef, Instant)>> {
+        self.cut_off.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records the ranks of an attempt whose machines do not answer, as one of its other ranks has reported.
+    pub(crate) fn mark_unreachable(&self, attempt: &AttemptRef, ranks: &[u32]) {
+        let mut leases = self.by_job();
+        let Some(lease) = leases.get_mut(&attempt.job).filter(|lease| lease.attempt == *attempt) else {
+            return;
+        };
+        lease.unreachable.extend(ranks);
+        drop(leases);
+        self.poke();
+    }
+
+    /// Whether ranks of an attempt have lost those of other agents. Then it cannot continue, and waits for all agents to end their ranks.
+    pub(crate) fn is_contact_lost(&self) -> bool {
+        self.by_job().values().any(Lease::has_lost_contact)
+    }
+
+    /// Agents that can be given up before their leases run out. This is an agent of an attempt whose ranks have lost each other that is
+    /// silent, and whose machine does not answer according to other ranks or whose connection has ended. An agent that is only slow has its
+    /// connection, and its kernel answers other ranks: it keeps its lease.
+    pub(crate) fn abandoned(
+        &self,
+        is_silent: impl Fn(&str) -> bool,
+        is_connected: impl Fn(&str) -> bool,
+    ) -> Vec<Expired> {
+        let leases = self.by_job();
+        let mut found = Vec::new();
+        for lease in leases.values().filter(|lease| lease.has_lost_contact()) {
+            for hold in lease.held().filter(|hold| is_silent(&hold.place.agent_id)) {
+                let is_unreachable =
+                    hold.place.ranks.iter().any(|(rank, _)| lease.unreachable.contains(rank));
+                if is_unreachable || !is_connected(&hold.place.agent_id) {
+                    found.push(lease.expired_at(hold));
+                }
+            }
+        }
+        found
+    }
+
+    /// Whether a lease that had run out does not any more.
+    pub(crate) fn is_renewed(&self, expired: &Expired) -> bool {
+        let now = Instant::now();
+        let leases = self.by_job();
+        let lease = leases.get(&expired.attempt.job).filter(|lease| lease.attempt == expired.attempt);
+        let mut holds = lease.into_iter().flat_map(|lease| &lease.holds);
+        holds.any(|hold| hold.place.agent_id == expired.place.agent_id && hold.until > now)
+    }
+
+    /// Gives up an agent before its lease runs out. Until then, or until it reports that it has no ranks of the attempt, it gets no work.
+    pub(crate) fn give_up(&self, expired: &Expired) {
+        let leases = self.by_job();
+        let hold = leases.get(&expired.attempt.job).and_then(|lease| lease.held_at(&expired.place.agent_id));
+        if let Some(until) = hold.map(|hold| hold.until) {
+            let mut cut_off = self.cut_off();
+            cut_off.retain(|(_, _, until)| *until > Instant::now());
+            cut_off.push((expired.place.agent_id.clone(), expired.attempt.clone(), until));
+        }
+    }
+
+    /// Updates an agent that was given up with the ranks that it reports to have.
+    pub(super) fn extend_cut_off(&self, agent_id: &str, attempts: &[AttemptRef], until: Instant) {
+        self.cut_off().retain_mut(|(id, attempt, at)| {
+            let is_its = id == agent_id;
+            if is_its {
+                *at = until;
+            }
+            !is_its || attempts.contains(attempt)
+        });
+    }
+
+    /// As [`Self::renew`], for an agent that has just connected. While it has ranks of an attempt that is not its own, it gets no work: an
+    /// earlier server may have given it up.
+    pub(crate) fn greet(&self, agent_id: &str, attempts: &[AttemptRef]) -> Vec<AttemptRef> {
+        let not_its = self.renew(agent_id, attempts);
+        let (now, until) = (Instant::now(), Instant::now() + self.duration);
+        let mut cut_off = self.cut_off();
+        cut_off.retain(|(id, _, until)| id != agent_id && *until > now);
+        // One is enough, and the list may be of any length.
+        let kept = not_its.iter().take(CUT_OFF_OF_AGENT);
+        cut_off.extend(kept.map(|attempt| (agent_id.to_owned(), attempt.clone(), until)));
+        drop(cut_off);
+        not_its
+    }
+
+    /// Records that an agent's ranks of an attempt have ended.
+    pub(crate) fn is_gone(&self, agent_id: &str, attempt: &AttemptRef) {
+        let mut cut_off = self.cut_off();
+        let before = cut_off.len();
+        cut_off.retain(|(id, of, _)| id != agent_id || of != attempt);
+        if cut_off.len() < before {
+            self.poke();
+        }
+    }
+
+    /// Whether an agent was given up and its ranks may still run.
+    pub(crate) fn is_cut_off(&self, agent_id: &str) -> bool {
+        let now = Instant::now();
+        self.cut_off().iter().any(|(id, _, until)| id == agent_id && *until > now)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::JobId;
+    use std::time::Duration;
+
+    #[test]
+    fn of_an_agent_s_strange_attempts_64_are_remembered() {
+        for (count, last) in [(CUT_OFF_OF_AGENT, CUT_OFF_OF_AGENT), (CUT_OFF_OF_AGENT + 1, CUT_OFF_OF_AGENT)]
+        {
+            let leases = Leases::new(Duration::from_secs(600));
+            let one = || AttemptRef { job: JobId::generate(), attempt: 1, fencing_token: 1.into() };
+            let strange: Vec<_> = (0..count).map(|_| one()).collect();
+            assert_eq!(leases.greet("a", &strange).len(), count, "it is told to end all of them");
+            for attempt in &strange[..last] {
+                assert!(leases.is_cut_off("a"));
+                leases.is_gone("a", attempt);
+            }
+            assert!(!leases.is_cut_off("a"), "of {count}");
+        }
+    }
+}

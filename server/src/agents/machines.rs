@@ -1,0 +1,265 @@
+//! What agents measure of their machines: every sample of the last ten minutes here, a mean a minute of the last day in the
+//! database. A machine with eight GPUs takes 200 bytes a minute (300 KB a day), and about 30 KB here.
+
+mod minutes;
+mod point;
+mod warnings;
+
+pub(crate) use minutes::{minute_of, point_of};
+pub(crate) use point::{GPU_METRICS, MACHINE_METRICS, Point, buckets};
+pub(crate) use warnings::{MachineState, warnings};
+
+use crate::store::{MinuteRow, Store};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::{MachineSample, MachineWarning, Slot},
+    limits::{FINDING_CHARS, FINDINGS, MEASURED_GPUS, MEASURED_MACHINES},
+    unseen::shown,
+};
+use minutes::Minute;
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+use tokio::time::{MissedTickBehavior, interval};
+
+/// How long means of minutes are kept in the database.
+pub(crate) const KEPT: Duration = Duration::from_secs(24 * 3600);
+/// How often finished minutes are stored. A server that is killed loses these and the minute that is under way.
+const STORE_EVERY: Duration = Duration::from_secs(20);
+const PURGE_EVERY: Duration = Duration::from_secs(600);
+/// Samples that are kept here: ten minutes of one every five seconds.
+const RECENT: usize = 120;
+/// Samples that come sooner than this after the one before are ignored: agents send one every five seconds.
+const CLOSEST: Duration = Duration::from_millis(500);
+/// Minutes that wait to be stored while the database cannot be written, of one machine.
+const UNSTORED: usize = 60;
+/// Above what any machine has, and well within what a float32 counts.
+const MOST: f32 = 1e18;
+/// Samples from which the clocks' difference is taken: messages may be late, so the one that came fastest counts.
+const FOR_CLOCK: usize = 12;
+/// The fewest of them: the first may have waited for the connection.
+const LEAST_FOR_CLOCK: usize = 3;
+
+/// Measurements and findings by agent.
+#[derive(Debug, Default)]
+pub(crate) struct Machines {
+    by_agent: Mutex<HashMap<String, Measured>>,
+}
+
+/// What is known of a machine.
+#[derive(Debug)]
+struct Measured {
+    heard: Instant,
+    newest: MachineSample,
+    /// The oldest first.
+    recent: VecDeque<Point>,
+    /// Milliseconds by which samples' clocks differed from this server's when they came: positive where they were behind.
+    clock: VecDeque<i64>,
+    minute: Minute,
+    /// Finished, and not in the database yet.
+    unstored: VecDeque<MinuteRow>,
+}
+
+/// The newest of what is known of a machine.
+#[derive(Debug, Clone)]
+pub(crate) struct Newest {
+    pub(crate) sample: MachineSample,
+    /// How long ago it came.
+    pub(crate) age: Duration,
+    /// Milliseconds by which the machine's clock is behind this server's, once enough samples have come.
+    pub(crate) clock_behind_ms: Option<i64>,
+}
+
+/// A number that a machine may have; anything else is none.
+fn possible(value: Option<f32>, most: f32) -> Option<f32> {
+    value.filter(|value| (0.0..=most).contains(value))
+}
+
+/// A sample with nothing in it that no machine has. An agent is believed about its own machine, but a number that is not finite, or
+/// more GPUs than it has slots, come into no chart.
+fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
+    let known = |slot: u32| slots.iter().any(|s| s.index == slot);
+    // As many as an agent may have slots.
+    sample.gpus.truncate(1024);
+    let mut seen = Vec::new();
+    sample.gpus.retain(|gpu| {
+        let first = seen.len() < MEASURED_GPUS && known(gpu.slot) && !seen.contains(&gpu.slot);
+        if first {
+            seen.push(gpu.slot);
+        }
+        first
+    });
+    sample.cpus = possible(Some(sample.cpus), 1e6).unwrap_or(0.0);
+    sample.cpu_utilization = possible(sample.cpu_utilization, 1.0);
+    sample.load = possible(sample.load, 1e9);
+    let bytes = |bytes: &mut u64| *bytes = (*bytes).min(MOST as u64);
+    [
+        &mut sample.memory_used_bytes,
+        &mut sample.memory_bytes,
+        &mut sample.host_memory_bytes,
+        &mut sample.disk_used_bytes,
+        &mut sample.disk_bytes,
+    ]
+    .into_iter()
+    .for_each(bytes);
+    let rates = [
+        &mut sample.disk_read_bytes_per_second,
+        &mut sample.disk_written_bytes_per_second,
+        &mut sample.network_received_bytes_per_second,
+        &mut sample.network_sent_bytes_per_second,
+    ];
+    rates.into_iter().flatten().for_each(bytes);
+    for gpu in &mut sample.gpus {
+        gpu.utilization = possible(gpu.utilization, 1.0);
+        gpu.temperature_celsius = possible(gpu.temperature_celsius, 1000.0);
+        gpu.power_watts = possible(gpu.power_watts, 1e6);
+        bytes(&mut gpu.memory_used_bytes);
+    }
+    sample
+}
+
+/// Findings as they are shown: few, and short.
+pub(crate) fn checked_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarning> {
+    let short = |finding: MachineWarning| MachineWarning {
+        text: shown(&finding.text).chars().take(FINDING_CHARS).collect(),
+        ..finding
+    };
+    findings.into_iter().take(FINDINGS).map(short).collect()
+}
+
+impl Machines {
+    fn all(&self) -> MutexGuard<'_, HashMap<String, Measured>> {
+        self.by_agent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes in what an agent with these slots has measured, at a time of this server's clock.
+    pub(crate) fn add(&self, agent: &str, sample: MachineSample, slots: &[Slot], at: Timestamp) {
+        let behind = at.as_millisecond() - sample.at.as_millisecond();
+        let sample = checked(sample, slots);
+        let point = Point::of(at, &sample);
+        let mut all = self.all();
+        if !all.contains_key(agent)
+            && all.len() >= MEASURED_MACHINES
+            && let Some(oldest) = all.iter().min_by_key(|(_, m)| m.heard).map(|(id, _)| id.clone())
+        {
+            all.remove(&oldest);
+        }
+        let now = Instant::now();
+        let measured = match all.get_mut(agent) {
+            Some(measured) if now - measured.heard < CLOSEST => return,
+            Some(measured) => measured,
+            None => all.entry(agent.to_owned()).or_insert_with(|| Measured {
+                heard: now,
+                newest: sample.clone(),
+                recent: VecDeque::new(),
+                clock: VecDeque::new(),
+                minute: Minute::new(at),
+                unstored: VecDeque::new(),
+            }),
+        };
+        measured.heard = now;
+        measured.newest = sample;
+        if let Some(finished) = measured.minute.add(agent, &point) {
+            measured.unstored.push_back(finished);
+        }
+        measured.recent.push_back(point);
+        measured.clock.push_back(behind);
+        let keep = |length: usize, most: usize| length.saturating_sub(most);
+        measured.recent.drain(..keep(measured.recent.len(), RECENT));
+        measured.clock.drain(..keep(measured.clock.len(), FOR_CLOCK));
+        measured.unstored.drain(..keep(measured.unstored.len(), UNSTORED));
+    }
+
+    /// A connection begins: what clocks differed by before does not count any more.
+    pub(crate) fn connected(&self, agent: &str) {
+        if let Some(measured) = self.all().get_mut(agent) {
+            measured.clock.clear();
+        }
+    }
+
+    /// Forgets a machine.
+    pub(crate) fn forget(&self, agent: &str) {
+        self.all().remove(agent);
+    }
+
+    /// The newest sample of a machine.
+    pub(crate) fn newest(&self, agent: &str) -> Option<Newest> {
+        let all = self.all();
+        let measured = all.get(agent)?;
+        let nearest = measured.clock.iter().copied().min_by_key(|ms| ms.abs());
+        Some(Newest {
+            sample: measured.newest.clone(),
+            age: measured.heard.elapsed(),
+            clock_behind_ms: nearest.filter(|_| measured.clock.len() >= LEAST_FOR_CLOCK),
+        })
+    }
+
+    /// Finished minutes that are not in the database, and samples that are here, from `since` on; both in order.
+    pub(crate) fn since(&self, agent: &str, since: Timestamp) -> (Vec<MinuteRow>, Vec<Point>) {
+        let all = self.all();
+        let Some(measured) = all.get(agent) else { return (Vec::new(), Vec::new()) };
+        let recent = measured.recent.iter().filter(|point| point.at >= since).cloned();
+        (measured.unstored.iter().cloned().collect(), recent.collect())
+    }
+
+    /// Minutes to store. With `unfinished`, also what there is of this one: the server stops.
+    pub(crate) fn take_minutes(&self, now: Timestamp, unfinished: bool) -> Vec<MinuteRow> {
+        let mut taken = Vec::new();
+        for (agent, measured) in self.all().iter_mut() {
+            // Of a machine that went away its last minute comes to an end as well.
+            if let Some(finished) = measured.minute.finish(agent, now, unfinished) {
+                measured.unstored.push_back(finished);
+            }
+            taken.extend(measured.unstored.drain(..));
+        }
+        taken
+    }
+
+    /// Minutes that could not be stored wait here again.
+    pub(crate) fn give_back(&self, minutes: Vec<MinuteRow>) {
+        let mut all = self.all();
+        for minute in minutes.into_iter().rev() {
+            if let Some(measured) = all.get_mut(&minute.agent_id)
+                && measured.unstored.len() < UNSTORED
+            {
+                measured.unstored.push_front(minute);
+            }
+        }
+    }
+}
+
+impl Machines {
+    /// Stores finished minutes and removes old ones. Runs until dropped.
+    pub(crate) async fn keep_minutes(&self, store: &dyn Store) {
+        let mut tick = interval(STORE_EVERY);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut purged: Option<Instant> = None;
+        loop {
+            tick.tick().await;
+            self.store_minutes(store, false).await;
+            if purged.is_none_or(|at| at.elapsed() >= PURGE_EVERY) {
+                let before = minute_of(crate::now() - KEPT);
+                if let Err(error) = store.purge_machine_minutes(before).await {
+                    tracing::warn!(%error, "old measurements of machines could not be removed");
+                }
+                purged = Some(Instant::now());
+            }
+        }
+    }
+
+    /// Stores finished minutes; at the server's end also the one under way.
+    pub(crate) async fn store_minutes(&self, store: &dyn Store, unfinished: bool) {
+        let minutes = self.take_minutes(crate::now(), unfinished);
+        if !minutes.is_empty()
+            && let Err(error) = store.add_machine_minutes(&minutes).await
+        {
+            tracing::warn!(%error, "measurements of machines could not be stored");
+            self.give_back(minutes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,447 @@
+//! The agents that are connected: their machines, how to send them messages, and the requests that wait for a reply.
+
+pub(crate) mod inbox;
+pub(crate) mod leases;
+pub(crate) mod machines;
+pub(crate) mod refusals;
+pub(crate) mod requests;
+pub(crate) mod rows;
+
+use crate::store::AgentRow;
+use inbox::Inbox;
+use jiff::Timestamp;
+use leases::Leases;
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest, MachineWarning, RequestQueue, ToAgent},
+    inspect::was_killed,
+    job::JobId,
+};
+use machines::Machines;
+use refusals::Refusals;
+use rows::AgentRows;
+use std::{
+    cmp::Ordering as Order,
+    collections::{BTreeMap, HashMap, HashSet},
+    net::IpAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::sync::{mpsc, oneshot};
+
+/// A connected agent.
+#[derive(Debug, Clone)]
+pub(crate) struct Online {
+    /// The number of the connection; a newer one of the same agent replaces it.
+    pub(crate) connection: u64,
+    pub(crate) row: Arc<AgentRow>,
+    /// It serves this job alone.
+    pub(crate) only_job: Option<JobId>,
+    /// It is stopping in order, for this reason.
+    pub(crate) leaving: Option<String>,
+    /// It takes no work now, for this reason.
+    pub(crate) no_work: Option<String>,
+    /// Its process, as its `Hello` has it.
+    process: String,
+    /// Another process with its id that was refused: from where, and when it last tried.
+    pub(crate) twin: Option<(IpAddr, Timestamp)>,
+    /// When it connected.
+    pub(crate) connected_at: Timestamp,
+    /// What its `doctor` found when it started.
+    pub(crate) findings: Vec<MachineWarning>,
+    to: mpsc::UnboundedSender<ToAgent>,
+}
+
+/// An agent that wants to join.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    pub(crate) row: AgentRow,
+    pub(crate) only_job: Option<JobId>,
+    pub(crate) no_work: Option<String>,
+    /// As its `Hello` has it.
+    pub(crate) process: String,
+    /// Where its connection comes from.
+    pub(crate) address: IpAddr,
+}
+
+/// Why an agent may not join, for its user.
+#[derive(Debug)]
+pub(crate) struct MayNotJoin {
+    pub(crate) why: String,
+    /// It is to try again.
+    pub(crate) may_pass: bool,
+}
+
+impl From<String> for MayNotJoin {
+    fn from(why: String) -> Self {
+        Self { why, may_pass: false }
+    }
+}
+
+/// Why a request has no reply.
+#[derive(Debug, Clone)]
+pub(crate) enum RequestError {
+    NobodyOnline,
+    /// No agent that is online has these files.
+    NobodyHasFiles {
+        path: String,
+        asked: Vec<String>,
+    },
+    /// The agent disconnected or took too long; with the number of requests before this one.
+    NoReply(QueuePosition),
+    /// The agent's process for the request was killed, in the agent's words.
+    Killed {
+        agent: String,
+        detail: String,
+    },
+    /// The agent's own words.
+    Refused(String),
+}
+
+impl RequestError {
+    /// For people.
+    pub(crate) fn in_words(self) -> String {
+        match self {
+            Self::NobodyOnline => {
+                "no agent is online to inspect files; start one with `lockstep agent --server URL`".into()
+            }
+            Self::NobodyHasFiles { path, asked } => {
+                format!("no machine that is online has {path} (asked: {})", asked.join(", "))
+            }
+            Self::NoReply(QueuePosition { agent, ahead: 0 }) => {
+                format!("{agent} went away or did not answer in time; try again")
+            }
+            Self::NoReply(QueuePosition { agent, ahead }) => {
+                format!("{agent} did not answer in time, as it had {ahead} such requests before; try again")
+            }
+            Self::Killed { agent, detail } => {
+                format!(
+                    "{agent}: {detail}; try again. It may have run out of memory, or stopped with its agent"
+                )
+            }
+            Self::Refused(detail) => detail,
+        }
+    }
+}
+
+/// The agent that a request was sent to, and how many of its kind come before it there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct QueuePosition {
+    pub(crate) agent: String,
+    pub(crate) ahead: usize,
+}
+
+/// A request without a reply.
+#[derive(Debug)]
+struct Pending {
+    connection: u64,
+    agent: String,
+    queue: RequestQueue,
+    reply_to: ReplyTo,
+}
+
+type ReplyTo = oneshot::Sender<Result<AgentReply, String>>;
+
+/// Agents by id.
+#[derive(Debug)]
+pub(crate) struct Agents {
+    /// Which attempts hold which of their slots.
+    pub(crate) leases: Leases,
+    pub(crate) machines: Machines,
+    /// Agents that were refused, for the log.
+    pub(crate) refusals: Refusals,
+    pub(crate) rows: AgentRows,
+    /// Their reports.
+    pub(crate) inbox: Inbox,
+    online: Mutex<HashMap<String, Online>>,
+    /// By request, the oldest first.
+    pending: Mutex<BTreeMap<u64, Pending>>,
+    next: AtomicU64,
+    /// By id, since this server started: when anything last came from it, on the monotonic clock.
+    last_message_at: Mutex<HashMap<String, Instant>>,
+    /// Ids of drained agents, connected or not: they get no new work.
+    draining: Mutex<HashSet<String>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Compares names as people number machines: node-2 comes before node-10. Names that differ in leading zeros alone keep the order of text.
+fn natural_order(a: &str, b: &str) -> Order {
+    let (mut left, mut right) = (a.as_bytes(), b.as_bytes());
+    while let ([x, ..], [y, ..]) = (left, right) {
+        let order = if x.is_ascii_digit() && y.is_ascii_digit() {
+            let (mine, rest) = number(left);
+            let (theirs, other_rest) = number(right);
+            (left, right) = (rest, other_rest);
+            // Of two numbers without leading zeros the longer one is larger.
+            mine.len().cmp(&theirs.len()).then_with(|| mine.cmp(theirs))
+        } else {
+            (left, right) = (&left[1..], &right[1..]);
+            x.cmp(y)
+        };
+        if order.is_ne() {
+            return order;
+        }
+    }
+    left.len().cmp(&right.len()).then_with(|| a.cmp(b))
+}
+
+/// The digits at the beginning without leading zeros, and what follows them.
+fn number(text: &[u8]) -> (&[u8], &[u8]) {
+    let end = text.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(text.len());
+    let zeros = text[..end].iter().take_while(|byte| **byte == b'0').count();
+    (&text[zeros..end], &text[end..])
+}
+
+impl Agents {
+    /// `lease`: how long an attempt continues without word from its agent.
+    pub(crate) fn new(lease: Duration, inbox: Inbox) -> Self {
+        Self {
+            leases: Leases::new(lease),
+            machines: Machines::default(),
+            refusals: Refusals::default(),
+            rows: AgentRows::default(),
+            inbox,
+            online: Mutex::default(),
+            pending: Mutex::default(),
+            next: AtomicU64::default(),
+            last_message_at: Mutex::default(),
+            draining: Mutex::default(),
+        }
+    }
+
+    /// Adds a connection. An earlier one of the same process ends; one of another process does so once nothing has come over it for
+    /// `silence`, and until then keeps this one out.
+    ///
+    /// # Errors
+    /// Another agent has the name, or the id.
+    pub(crate) fn join(
+        &self,
+        joining: Joining,
+        silence: Duration,
+        to: mpsc::UnboundedSender<ToAgent>,
+    ) -> Result<u64, MayNotJoin> {
+        let Joining { row, only_job, no_work, process, address } = joining;
+        let mut online = lock(&self.online);
+        if let Some(other) = online.values().find(|o| o.row.name == row.name && o.row.id != row.id) {
+            let why = format!(
+                "an agent named {:?} is connected already, from {}; start this one with another --name",
+                row.name, other.row.machine.hostname
+            );
+            return Err(why.into());
+        }
+        let is_alive = self.silence(&row.id).is_some_and(|silent| silent < silence);
+        if let Some(first) = online.get_mut(&row.id).filter(|first| is_alive && first.process != process) {
+            first.twin = Some((address, crate::now()));
+            let why = format!(
+                "an agent with the id of this folder is still connected, from {}. After a crash of this machine, wait: this agent is accepted \
+                 once that connection has been silent for {} s. If the folder is a copy, remove its file agent_id and start this agent with \
+                 its own token and another --name",
+                first.row.machine.hostname,
+                silence.as_secs_f64()
+            );
+            return Err(MayNotJoin { why, may_pass: true });
+        }
+        let connection = self.next.fetch_add(1, Ordering::Relaxed);
+        // An earlier connection of the same agent ends as its sender is dropped here.
+        let (connected_at, findings, row) = (crate::now(), Vec::new(), Arc::new(row));
+        let joined = Online {
+            connection,
+            row,
+            only_job,
+            leaving: None,
+            no_work,
+            process,
+            twin: None,
+            connected_at,
+            findings,
+            to,
+        };
+        online.insert(joined.row.id.clone(), joined);
+        Ok(connection)
+    }
+
+    /// Forgets a connection, unless a newer one has taken its place. Requests to it get no reply.
+    pub(crate) fn leave(&self, id: &str, connection: u64) -> Option<Online> {
+        lock(&self.pending).retain(|_, pending| pending.connection != connection);
+        let mut online = lock(&self.online);
+        let mine = online.get(id).is_some_and(|o| o.connection == connection);
+        if mine { online.remove(id) } else { None }
+    }
+
+    /// Notes that anything came from an agent.
+    pub(crate) fn note_message(&self, id: &str) {
+        let now = Instant::now();
+        let mut last_message_at = lock(&self.last_message_at);
+        match last_message_at.get_mut(id) {
+            Some(at) => *at = now,
+            None => drop(last_message_at.insert(id.to_owned(), now)),
+        }
+    }
+
+    /// The time since the last message of an agent; `None` if there was none.
+    pub(crate) fn silence(&self, id: &str) -> Option<Duration> {
+        lock(&self.last_message_at).get(id).map(Instant::elapsed)
+    }
+
+    /// Updates an agent after a heartbeat, or when it shuts down.
+    pub(crate) fn heard(&self, id: &str, at: Timestamp, leaving: Option<&str>) {
+        if let Some(agent) = lock(&self.online).get_mut(id) {
+            // Copied only if a reader still holds the old one.
+            Arc::make_mut(&mut agent.row).last_seen_at = at;
+            if let Some(reason) = leaving {
+                agent.leaving = Some(reason.to_owned());
+            }
+        }
+    }
+
+    /// Notes whether an agent takes work. Whether that is news.
+    pub(crate) fn set_no_work(&self, id: &str, no_work: Option<String>) -> bool {
+        let mut online = lock(&self.online);
+        let Some(agent) = online.get_mut(id).filter(|agent| agent.no_work != no_work) else { return false };
+        agent.no_work = no_work;
+        true
+    }
+
+    /// Notes what an agent's `doctor` found.
+    pub(crate) fn found(&self, id: &str, findings: Vec<MachineWarning>) {
+        if let Some(agent) = lock(&self.online).get_mut(id) {
+            agent.findings = findings;
+        }
+    }
+
+    /// The drained agents, as they are stored when the server starts.
+    pub(crate) fn set_draining(&self, agents: impl IntoIterator<Item = String>) {
+        *lock(&self.draining) = agents.into_iter().collect();
+    }
+
+    /// Drains an agent, or lets it take work again.
+    pub(crate) fn drain(&self, id: &str, draining: bool) {
+        let mut all = lock(&self.draining);
+        if draining {
+            all.insert(id.to_owned());
+        } else {
+            all.remove(id);
+        }
+    }
+
+    /// Whether an agent is drained.
+    pub(crate) fn is_draining(&self, id: &str) -> bool {
+        lock(&self.draining).contains(id)
+    }
+
+    /// The connected agents, by name.
+    pub(crate) fn online(&self) -> Vec<Online> {
+        let mut all: Vec<_> = lock(&self.online).values().cloned().collect();
+        all.sort_by(|a, b| natural_order(&a.row.name, &b.row.name));
+        all
+    }
+
+    pub(crate) fn is_connected(&self, id: &str) -> bool {
+        lock(&self.online).contains_key(id)
+    }
+
+    /// Sends a message to an agent; false if it is not connected.
+    pub(crate) fn send(&self, id: &str, message: ToAgent) -> bool {
+        lock(&self.online).get(id).is_some_and(|o| o.to.send(message).is_ok())
+    }
+
+    /// Sends a request to an agent; the reply is awaited with [`Agents::reply`].
+    pub(crate) fn send_request(&self, agent: &Online, request: AgentRequest) -> PendingReply {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let (reply_to, reply) = oneshot::channel();
+        let pending = Pending {
+            connection: agent.connection,
+            agent: agent.row.name.clone(),
+            queue: request.queue(),
+            reply_to,
+        };
+        lock(&self.pending).insert(id, pending);
+        if agent.to.send(ToAgent::Request { id, request }).is_err() {
+            // Its connection is gone, and nobody else replies.
+            lock(&self.pending).remove(&id);
+        }
+        PendingReply { id, agent: agent.row.name.clone(), reply }
+    }
+
+    /// Waits for the reply.
+    ///
+    /// # Errors
+    /// No reply within `patience`, a connection that ended, or the agent's refusal.
+    pub(crate) async fn reply(
+        &self,
+        pending: PendingReply,
+        patience: Duration,
+    ) -> Result<AgentReply, RequestError> {
+        let PendingReply { id, agent, reply } = pending;
+        let reply = tokio::time::timeout(patience, reply).await;
+        let position = self.queue_position(id).unwrap_or(QueuePosition { agent, ahead: 0 });
+        lock(&self.pending).remove(&id);
+        match reply {
+            Ok(Ok(Err(detail))) if was_killed(&detail) => {
+                Err(RequestError::Killed { agent: position.agent, detail })
+            }
+            Ok(Ok(reply)) => reply.map_err(RequestError::Refused),
+            _ => Err(RequestError::NoReply(position)),
+        }
+    }
+
+    /// The number of requests before this one; `None` once it has its reply.
+    pub(crate) fn queue_position(&self, id: u64) -> Option<QueuePosition> {
+        let pending = lock(&self.pending);
+        let mine = pending.get(&id)?;
+        let before = pending.range(..id).map(|(_, other)| other);
+        let ahead = before.filter(|o| o.connection == mine.connection && o.queue == mine.queue).count();
+        Some(QueuePosition { agent: mine.agent.clone(), ahead })
+    }
+
+    /// Requests of a queue that a connection has not replied to.
+    pub(crate) fn pending_requests(&self, connection: u64, queue: RequestQueue) -> usize {
+        lock(&self.pending).values().filter(|p| p.connection == connection && p.queue == queue).count()
+    }
+
+    /// Passes an agent's reply on to the caller that waits for it.
+    pub(crate) fn replied(&self, connection: u64, id: u64, reply: Result<AgentReply, String>) {
+        let mut all = lock(&self.pending);
+        if all.get(&id).is_some_and(|pending| pending.connection == connection)
+            && let Some(pending) = all.remove(&id)
+        {
+            // The caller may have gone away.
+            let _ = pending.reply_to.send(reply);
+        }
+    }
+}
+
+/// A request that was sent; its reply is awaited with [`Agents::reply`].
+#[derive(Debug)]
+pub(crate) struct PendingReply {
+    pub(crate) id: u64,
+    agent: String,
+    reply: oneshot::Receiver<Result<AgentReply, String>>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_in_the_order_of_their_numbers() {
+        let counted: Vec<_> = (1..=12).map(|n| format!("host-{n}")).collect();
+        let mut names = counted.clone();
+        names.sort();
+        assert_ne!(names, counted, "as text 10 comes before 2");
+        names.sort_by(|a, b| natural_order(a, b));
+        assert_eq!(names, counted);
+        for (first, second) in
+            [("a", "b"), ("a", "a1"), ("a2", "a10"), ("a1b2", "a1b10"), ("a02", "a2"), ("9", "a")]
+        {
+            assert_eq!(natural_order(first, second), Order::Less, "{first}, {second}");
+            assert_eq!(natural_order(second, first), Order::Greater, "{second}, {first}");
+        }
+        assert_eq!(natural_order("a7", "a7"), Order::Equal);
+    }
+}

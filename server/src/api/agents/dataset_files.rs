@@ -1,0 +1,170 @@
+//! A dataset's files, for agents that have not its folder: the list of them, and their bytes. An agent gets those of the dataset of an
+//! attempt that it holds, while it holds it.
+
+use super::requesting_agent::RequestingAgent;
+use crate::{
+    api::agents::files::blocking,
+    auth::{Auth, access::Caller},
+    datasets::{
+        Datasets,
+        copies::CopyNotice,
+        files::{List, MOST_FILES, Parts, Tree},
+    },
+    http::{
+        error::{Error, Problem, Result},
+        extract::Path,
+    },
+};
+use axum::{
+    Extension,
+    body::{Body, Bytes},
+    extract::{State, rejection::BytesRejection},
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use futures_util::stream;
+use lockstep_protocol::{
+    agent::{ANEW_BYTES, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetParts},
+    dataset::Dataset,
+    spec::shortened,
+};
+use std::io;
+use std::sync::Arc;
+
+/// The list of a dataset's files
+///
+/// For an agent that runs an attempt on it and has it not: JSON, an entry a line, the last of which is `end` or `failed`.
+#[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)),
+    responses((status = 200, content_type = "application/x-ndjson", body = String), (status = 403, body = Problem),
+        (status = 404, body = Problem, description = "The server has no such files"),
+        (status = 422, body = Problem, description = "The files cannot be copied")))]
+pub(crate) async fn list(
+    State(auth): State<Arc<Auth>>,
+    State(datasets): State<Arc<Datasets>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+) -> Result<Response> {
+    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+    asking.holds(&datasets.agents)?;
+    let (dataset, tree) = tree(&datasets, &asking).await?;
+    let list = blocking(move || List::open(tree, MOST_FILES)).await?.map_err(unusable)?;
+    let body = chunks(list.ok_or_else(|| no_files(&dataset))?, List::chunk);
+    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], body).into_response())
+}
+
+/// Parts of a dataset's files
+///
+/// Each must be as the list had it. Several small files come in one answer; a large file comes in parts, from any byte on.
+#[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset/files", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)), request_body = DatasetParts,
+    responses((status = 200, content_type = "application/octet-stream"), (status = 400, body = Problem), (status = 403, body = Problem),
+        (status = 404, body = Problem, description = "The server has no such files"),
+        (status = 422, body = Problem, description = "Not what an agent asks for, or the files cannot be copied")))]
+pub(crate) async fn parts(
+    State(auth): State<Arc<Auth>>,
+    State(datasets): State<Arc<Datasets>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+    body: std::result::Result<Bytes, BytesRejection>,
+) -> Result<Response> {
+    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+    asking.holds(&datasets.agents)?;
+    let body = body.map_err(|why| Error::Refused(why.status(), why.body_text()))?;
+    let wanted: DatasetParts = serde_json::from_slice(&body)
+        .map_err(|e| Error::BadRequest(format!("parts of a dataset are asked for by JSON: {e}")))?;
+    check(&wanted)?;
+    let (dataset, tree) = tree(&datasets, &asking).await?;
+    report(&datasets, &asking, &dataset, &wanted).await;
+    let body = chunks(Parts::of(tree, wanted.parts), Parts::chunk);
+    Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
+}
+
+/// # Errors
+/// More than an agent asks for at once.
+fn check(wanted: &DatasetParts) -> Result<()> {
+    let wrong = |detail: String| Err(unusable(detail));
+    let bytes = wanted.parts.iter().fold(0, |sum: u64, part| sum.saturating_add(part.length));
+    if wanted.parts.is_empty() || wanted.parts.len() > DATASET_PARTS {
+        return wrong(format!("ask for 1 to {DATASET_PARTS} parts at once"));
+    }
+    if wanted.parts.iter().any(|part| part.length > DATASET_PART_BYTES) {
+        return wrong(format!("a part has at most {DATASET_PART_BYTES} bytes"));
+    }
+    if wanted.copied_bytes > wanted.total_bytes {
+        let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
+        return wrong(format!("copied_bytes ({copied}) is more than total_bytes ({total})"));
+    }
+    if let Some(part) = wanted.parts.iter().find(|part| part.size_bytes > wanted.total_bytes) {
+        return wrong(format!("total_bytes is less than the size of {:?}", shortened(&part.path)));
+    }
+    if wanted.anew.as_ref().is_some_and(|why| why.len() > ANEW_BYTES) {
+        return wrong(format!("anew has at most {ANEW_BYTES} bytes"));
+    }
+    if bytes > DATASET_PARTS_BYTES {
+        return wrong(format!("the parts of one request have at most {DATASET_PARTS_BYTES} bytes"));
+    }
+    Ok(())
+}
+
+fn unusable(detail: String) -> Error {
+    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+}
+
+fn no_files(dataset: &Dataset) -> Error {
+    Error::NotFound(format!("the server's machine has no files at {}", dataset.path))
+}
+
+/// The dataset of an attempt, and where its files are.
+async fn tree(datasets: &Datasets, asking: &RequestingAgent) -> Result<(Dataset, Tree)> {
+    let gone = |what: &str| Error::NotFound(format!("{what} is not registered any more"));
+    let row = datasets.store.job(&asking.attempt.job).await?.ok_or_else(|| gone("the job"))?;
+    let name = row.job.spec.data.dataset;
+    let dataset = datasets.store.dataset(&name).await?.ok_or_else(|| gone("the dataset"))?;
+    let path = dataset.path.clone();
+    let found = blocking(move || Tree::open(std::path::Path::new(&path))).await?;
+    let tree = found.map_err(unusable)?.ok_or_else(|| no_files(&dataset))?;
+    // The server may have other roots since it was registered. That no link leads elsewhere, the tree says.
+    datasets.roots.check_found(&dataset.path).map_err(unusable)?;
+    Ok((dataset, tree))
+}
+
+/// The job's log says how far the copy is.
+async fn report(datasets: &Datasets, asking: &RequestingAgent, dataset: &Dataset, wanted: &DatasetParts) {
+    let (job, attempt) = (&asking.attempt.job, asking.attempt.attempt);
+    let (copied, total) = (wanted.copied_bytes, wanted.total_bytes);
+    let who = (job, attempt, asking.agent_id.as_str());
+    let Some(news) = datasets.copies.news(who, (copied, total), wanted.anew.is_some()) else { return };
+    let agent = asking.agent_name(&datasets.agents);
+    let name = &dataset.name;
+    let megabytes = |bytes: u64| bytes as f64 / 1e6;
+    let text = match news {
+        CopyNotice::Anew => format!(
+            "the dataset {name} changed while {agent} copied it ({}): it is copied anew, {:.1} MB of which {:.1} MB are there",
+            wanted.anew.as_deref().unwrap_or_default(),
+            megabytes(total),
+            megabytes(copied)
+        ),
+        CopyNotice::Tenths(0) => {
+            format!("{agent} copies the dataset {name} ({:.1} MB) from the server", megabytes(total))
+        }
+        CopyNotice::Tenths(tenths) => format!(
+            "{agent} has copied {} % of the dataset {name}: {:.1} of {:.1} MB",
+            tenths * 10,
+            megabytes(copied),
+            megabytes(total)
+        ),
+    };
+    datasets.events.log(job, text).await;
+}
+
+/// A body that is made while it is sent, off the threads that serve others.
+fn chunks<T: Send + 'static>(source: T, next: fn(&mut T) -> io::Result<Option<Vec<u8>>>) -> Body {
+    Body::from_stream(stream::try_unfold(source, move |mut source| async move {
+        let made =
+            tokio::task::spawn_blocking(move || next(&mut source).map(|chunk| chunk.map(|c| (c, source))));
+        made.await.map_err(io::Error::other)?
+    }))
+}

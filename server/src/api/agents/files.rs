@@ -1,0 +1,302 @@
+//! Files of agents that have a disk of their own: their checkpoints come here while training continues, and the machine that continues a job
+//! fetches them from here.
+//!
+//! A request says by headers which agent it is and which fencing token its attempt has. The token of the request must be that agent's.
+//! What may be fetched is what an attempt that the agent holds now may need; what may be uploaded is what the agent of rank 0 has reported,
+//! or another one after a rank was lost, also after the attempt's end, and by whichever later attempt the agent has.
+
+use super::requesting_agent::RequestingAgent;
+use crate::{
+    api::checkpoints::{self, files as checkpoint_files},
+    auth::{Auth, access::Caller},
+    checkpoints::{
+        Checkpoints,
+        holders::Holder,
+        uploads::{PIECE_BYTES, Refused, Upload},
+    },
+    datasets::notes,
+    events::Events,
+    http::{
+        error::{Code, Error, Problem, Result},
+        extract::{Path, Query},
+    },
+    store::Store,
+};
+use axum::{
+    Extension, Json,
+    body::Body,
+    extract::{State, rejection::BytesRejection},
+    http::{HeaderMap, Request, StatusCode},
+    response::Response,
+};
+use bytes::Bytes;
+use lockstep_protocol::agent::{AttemptRef, UploadState, WhatIsNeeded};
+use serde::Deserialize;
+use serde_json::Value;
+use std::io;
+use std::sync::Arc;
+use utoipa::IntoParams;
+
+/// The largest note about a dataset.
+const NOTE_BYTES: usize = 64 << 10;
+
+/// A body, or why it was not read.
+type Read = std::result::Result<Bytes, BytesRejection>;
+
+fn unread(why: BytesRejection) -> Error {
+    Error::Refused(why.status(), why.body_text())
+}
+
+/// An agent has a disk of its own
+///
+/// Before it starts ranks of an attempt there. From now on the server expects the attempt's checkpoints to be uploaded.
+#[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)),
+    responses((status = 204), (status = 403, body = Problem, description = "The attempt is not this agent's")))]
+pub(crate) async fn begin(
+    State(auth): State<Arc<Auth>>,
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+) -> Result<StatusCode> {
+    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+    let has_rank_0 = asking.holds(&checkpoints.agents)?;
+    let agent = asking.agent_name(&checkpoints.agents);
+    let fencing_token = asking.attempt.fencing_token;
+    let holder = Holder { agent_id: asking.agent_id, agent, fencing_token };
+    let job_dir = checkpoints.config.job_dir(&asking.attempt.job);
+    blocking(move || holder.note(&job_dir, attempt, has_rank_0)).await?.map_err(|e| disk(&e))?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// What is still needed of an attempt
+///
+/// An agent that has a disk of its own asks when it has uploaded all.
+#[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)), responses((status = 200, body = WhatIsNeeded)))]
+pub(crate) async fn needed(
+    State(auth): State<Arc<Auth>>,
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+) -> Result<Json<WhatIsNeeded>> {
+    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+    let row = store.job(&asking.attempt.job).await?;
+    let keep = row.is_some_and(|row| !row.job.state.is_final() && row.job.attempt <= attempt);
+    Ok(Json(WhatIsNeeded { keep }))
+}
+
+/// A file of a checkpoint, for the agent that continues from it
+#[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("id" = String, Path), ("file" = String, Path)),
+    responses((status = 200, content_type = "application/octet-stream"), (status = 206, description = "The range that was asked for"),
+        (status = 403, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn file(
+    State(auth): State<Arc<Auth>>,
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, id, file)): Path<(String, u32, String, String)>,
+    request: Request<Body>,
+) -> Result<Response> {
+    let asking = RequestingAgent::of(&auth, &caller, request.headers(), &job, attempt)?;
+    asking.holds(&checkpoints.agents)?;
+    let row = checkpoints::find(&*checkpoints.store, &id).await?;
+    if row.job != asking.attempt.job {
+        let of = checkpoints.store.job(&asking.attempt.job).await?;
+        let begins_with = of.and_then(|row| row.job.spec.model.pretrained);
+        if begins_with.as_deref() != Some(id.as_str()) {
+            return Err(Error::Forbidden("the attempt does not need this checkpoint".into()));
+        }
+    }
+    if file == crate::checkpoints::manifest::MANIFEST {
+        let megabytes = row.info.size_bytes as f64 / 1e6;
+        let name = checkpoints.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
+        let name = name.map_or_else(String::new, |online| online.row.name.clone());
+        let text = format!("{name} fetches checkpoint {id} ({megabytes:.1} MB) from the server");
+        checkpoints.events.log_once(&asking.attempt.job, attempt, "fetched", text).await;
+    }
+    checkpoint_files::file(State(checkpoints), Path((id, file)), request).await
+}
+
+/// The dataset's fingerprint at a job's first start
+///
+/// The first one counts; 409 says that the dataset of this agent is another.
+#[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/dataset", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path)), request_body = Object,
+    responses((status = 204), (status = 403, body = Problem), (status = 409, body = Problem, description = "Another machine of the job has another dataset")))]
+pub(crate) async fn dataset(
+    State(auth): State<Arc<Auth>>,
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt)): Path<(String, u32)>,
+    headers: HeaderMap,
+    body: Read,
+) -> Result<StatusCode> {
+    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+    asking.holds(&checkpoints.agents)?;
+    let body = body.map_err(unread)?;
+    if body.len() > NOTE_BYTES {
+        let detail = format!("a dataset's fingerprint has at most {NOTE_BYTES} bytes");
+        return Err(Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail));
+    }
+    let note: Value = serde_json::from_slice(&body)
+        .map_err(|e| Error::BadRequest(format!("a dataset's fingerprint is JSON: {e}")))?;
+    let job_dir = checkpoints.config.job_dir(&asking.attempt.job);
+    let name = checkpoints.agents.online().into_iter().find(|online| online.row.id == asking.agent_id);
+    let name = name.map_or_else(|| asking.agent_id.clone(), |online| online.row.name.clone());
+    let other = blocking(move || notes::keep_dataset_note(&job_dir, note, &name)).await?;
+    match other.map_err(|e| disk(&e))? {
+        None => Ok(StatusCode::NO_CONTENT),
+        Some(other) => Err(Error::Conflict(other, None)),
+    }
+}
+
+/// How much of a checkpoint has come
+#[utoipa::path(get, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
+    responses((status = 200, body = UploadState), (status = 403, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn upload_state(
+    State(auth): State<Arc<Auth>>,
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, name)): Path<(String, u32, String)>,
+    headers: HeaderMap,
+) -> Result<Json<UploadState>> {
+    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+    asking.uploads(&checkpoints, &name).await?;
+    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &name);
+    let state = blocking(move || upload.state()).await?;
+    Ok(Json(state.map_err(refusal)?))
+}
+
+/// Where a piece belongs.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct PieceQuery {
+    /// How many bytes of the file were sent before.
+    #[serde(default)]
+    offset: u64,
+}
+
+/// A piece of a checkpoint's file
+///
+/// `MANIFEST.json` comes first and in one piece; it says how large the others may be.
+#[utoipa::path(put, path = "/agent/attempts/{job}/{attempt}/uploads/{name}/{file}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path), ("file" = String, Path), PieceQuery),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The piece does not follow what has come"),
+        (status = 422, body = Problem, description = "Not what an agent sends"),
+        (status = 507, body = Problem, description = "The server's disk is full")))]
+pub(crate) async fn upload_piece(
+    State(auth): State<Arc<Auth>>,
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, name, file)): Path<(String, u32, String, String)>,
+    Query(piece): Query<PieceQuery>,
+    request: Request<Body>,
+) -> Result<StatusCode> {
+    let asking = RequestingAgent::of(&auth, &caller, request.headers(), &job, attempt)?;
+    asking.uploads(&checkpoints, &name).await?;
+    // Read when it is known whose it is: pieces are large.
+    let body = axum::body::to_bytes(request.into_body(), PIECE_BYTES).await.map_err(|error| {
+        let detail = format!("a piece of at most {PIECE_BYTES} bytes was expected: {error}");
+        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
+    })?;
+    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &name);
+    let is_live = asking.holds(&checkpoints.agents).is_ok();
+    let done = blocking(move || match file.as_str() {
+        crate::checkpoints::manifest::MANIFEST => upload.begin(&body, is_live),
+        file => upload.append(file, piece.offset, &body).map(|_| ()),
+    });
+    match done.await? {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Err(why) => Err(complain(&checkpoints.events, &asking.attempt, &name, why).await),
+    }
+}
+
+/// A checkpoint has come
+///
+/// It is checked against its manifest; only then can it be downloaded, forked or continued from.
+#[utoipa::path(post, path = "/agent/attempts/{job}/{attempt}/uploads/{name}", tag = "agents",
+    params(("job" = String, Path), ("attempt" = u32, Path), ("name" = String, Path)),
+    responses((status = 204), (status = 403, body = Problem), (status = 404, body = Problem),
+        (status = 422, body = Problem, description = "Its files are not those that were written: send it anew"),
+        (status = 507, body = Problem, description = "The server's disk is full")))]
+pub(crate) async fn upload_done(
+    State(auth): State<Arc<Auth>>,
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Extension(caller): Extension<Caller>,
+    Path((job, attempt, name)): Path<(String, u32, String)>,
+    headers: HeaderMap,
+) -> Result<StatusCode> {
+    let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
+    asking.uploads(&checkpoints, &name).await?;
+    let upload = Upload::of(&checkpoints.config.job_dir(&asking.attempt.job), &name);
+    let is_live = asking.holds(&checkpoints.agents).is_ok();
+    if let Err(why) = blocking(move || upload.commit(is_live)).await? {
+        return Err(complain(&checkpoints.events, &asking.attempt, &name, why).await);
+    }
+    if let Some(store) = &checkpoints.artifact_store {
+        store.note(&format!("{}-{name}", asking.attempt.job));
+    }
+    checkpoints.tidy(&asking.attempt).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// A refusal; what the job's owner should know is written into its log, once.
+async fn complain(events: &Events, attempt: &AttemptRef, name: &str, why: Refused) -> Error {
+    let (what, text) = match &why {
+        Refused::Io(error) => (
+            "disk",
+            format!(
+                "checkpoint {name} cannot be stored on the server: {error}; training continues, and the upload is tried again"
+            ),
+        ),
+        Refused::Damaged(how) => (
+            "damaged",
+            format!(
+                "checkpoint {name} came damaged to the server ({how}); it is sent anew, unless it is damaged on its machine, too, whose agent says so then"
+            ),
+        ),
+        Refused::Wrong(_) | Refused::Offset(_) | Refused::Busy => return refusal(why),
+        Refused::Stored => {
+            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, name, "a stored checkpoint is not replaced by an attempt that is over");
+            return refusal(why);
+        }
+    };
+    tracing::warn!(job = %attempt.job, text);
+    events.log_once(&attempt.job, attempt.attempt, what, text).await;
+    refusal(why)
+}
+
+fn refusal(why: Refused) -> Error {
+    match why {
+        Refused::Wrong(detail) => Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail),
+        Refused::Offset(there) => Error::Conflict(format!("{there} bytes of this file have come"), None),
+        Refused::Damaged(how) => Error::Of(Code::CheckpointDamaged, format!("{how}; send it anew")),
+        Refused::Busy => Error::Unavailable("another request works on this checkpoint; try again".into()),
+        Refused::Stored => Error::Forbidden(
+            "the server has this checkpoint with other weights, and the attempt is over: it stays as it is"
+                .into(),
+        ),
+        Refused::Io(error) => disk(&error),
+    }
+}
+
+fn disk(error: &io::Error) -> Error {
+    let detail = format!("the server's disk does not take this: {error}");
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            Error::Refused(StatusCode::INSUFFICIENT_STORAGE, detail)
+        }
+        _ => Error::Unavailable(detail),
+    }
+}
+
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|e| Error::Internal(format!("work on files: {e}")))
+}

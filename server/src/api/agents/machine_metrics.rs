@@ -1,0 +1,130 @@
+//! What a machine measured: for lines of the last hours.
+
+use crate::{
+    agents::{
+        Agents,
+        machines::{GPU_METRICS, KEPT, MACHINE_METRICS, Point, buckets, minute_of, point_of},
+    },
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query},
+    },
+    store::Store,
+};
+use axum::{Json, extract::State};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use utoipa::{IntoParams, ToSchema};
+
+const MAX_POINTS: u32 = 2000;
+
+/// From when on, and how finely.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct MachineMetricsQuery {
+    /// The earliest time, such as `2026-01-02T03:04:05Z`; a day ago when absent, and at the earliest.
+    #[param(format = DateTime)]
+    since: Option<String>,
+    /// Means of so many stretches of time, equally long: 1 to 2000. When absent: a mean a minute, and of the last ten minutes every sample.
+    #[param(minimum = 1, maximum = 2000)]
+    points: Option<u32>,
+}
+
+/// What a machine measured. All lists are as long as `at_ms`; `null` stands for what was not measured.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MachineMetrics {
+    /// Times by the server's clock, milliseconds since 1970; of a mean, the end of its stretch.
+    at_ms: Vec<i64>,
+    /// `cpu_utilization`, `load`, `memory_used_bytes`, `disk_used_bytes`, `disk_read_bytes_per_second`, `disk_written_bytes_per_second`,
+    /// `network_received_bytes_per_second` and `network_sent_bytes_per_second`.
+    machine: BTreeMap<&'static str, Vec<Option<f32>>>,
+    /// Slots that are GPUs.
+    gpus: Vec<GpuMetrics>,
+}
+
+/// What a GPU measured.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct GpuMetrics {
+    slot: u32,
+    /// `utilization`, `memory_used_bytes`, `temperature_celsius` and `power_watts`.
+    metrics: BTreeMap<&'static str, Vec<Option<f32>>>,
+}
+
+/// What a machine measured
+///
+/// Every sample of the last ten minutes, which come every five seconds, and means of minutes of the last day.
+#[utoipa::path(get, path = "/agents/{id}/metrics", tag = "agents",
+    params(("id" = String, Path), MachineMetricsQuery),
+    responses((status = 200, body = MachineMetrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn find(
+    State(store): State<Arc<dyn Store>>,
+    State(agents): State<Arc<Agents>>,
+    Path(id): Path<String>,
+    Query(query): Query<MachineMetricsQuery>,
+) -> Result<Json<MachineMetrics>> {
+    if let Some(points) = query.points
+        && !(1..=MAX_POINTS).contains(&points)
+    {
+        return Err(Error::BadRequest(format!("points must be 1 to {MAX_POINTS}, is {points}")));
+    }
+    let now = crate::now();
+    let since = match query.since.as_deref().map(str::parse::<Timestamp>) {
+        None => now - KEPT,
+        Some(Ok(since)) => since.max(now - KEPT),
+        Some(Err(_)) => {
+            let detail = "since must be a time such as 2026-01-02T03:04:05Z";
+            return Err(Error::BadRequest(detail.into()));
+        }
+    };
+    if !store.agents().await?.iter().any(|agent| agent.id == id) {
+        return Err(Error::NotFound("no machine has this id".into()));
+    }
+    let mut points = measured(&*store, &agents, &id, since).await?;
+    if let Some(count) = query.points {
+        points = buckets(&points, since, now.max(since), count);
+    }
+    Ok(Json(columns(&points)))
+}
+
+/// What there is from `since` on, in order.
+async fn measured(store: &dyn Store, agents: &Agents, id: &str, since: Timestamp) -> Result<Vec<Point>> {
+    // Asked first: what is stored in between is then here twice rather than nowhere.
+    let (unstored, recent) = agents.machines.since(id, since);
+    let mut minutes: BTreeMap<i64, Point> = BTreeMap::new();
+    for row in store.machine_minutes(id, minute_of(since)).await?.iter().chain(&unstored) {
+        if let Some(point) = point_of(row) {
+            minutes.insert(row.minute, point);
+        }
+    }
+    // Samples are here in place of the minutes that they make up.
+    let first = recent.first().map(|point| point.at);
+    let older = minutes.into_values().filter(|point| point.at >= since && first.is_none_or(|f| point.at < f));
+    Ok(older.chain(recent).collect())
+}
+
+fn columns(points: &[Point]) -> MachineMetrics {
+    let finite = |value: f32| value.is_finite().then_some(value);
+    let machine = MACHINE_METRICS
+        .iter()
+        .enumerate()
+        .map(|(place, name)| (*name, points.iter().map(|point| finite(point.machine[place])).collect()));
+    let slots: BTreeSet<u32> = points.iter().flat_map(|p| p.gpus.iter().map(|(slot, _)| *slot)).collect();
+    let gpu = |slot: u32| {
+        let value = |point: &Point, place: usize| {
+            let (_, values) = point.gpus.iter().find(|(s, _)| *s == slot)?;
+            finite(values[place])
+        };
+        let metrics = GPU_METRICS
+            .iter()
+            .enumerate()
+            .map(|(place, name)| (*name, points.iter().map(|point| value(point, place)).collect()));
+        GpuMetrics { slot, metrics: metrics.collect() }
+    };
+    MachineMetrics {
+        at_ms: points.iter().map(|point| point.at.as_millisecond()).collect(),
+        machine: machine.collect(),
+        gpus: slots.into_iter().map(gpu).collect(),
+    }
+}

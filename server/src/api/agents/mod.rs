@@ -1,0 +1,315 @@
+//! Machines and their slots.
+
+pub(crate) mod dataset_files;
+pub(crate) mod files;
+mod join;
+pub(crate) mod machine_metrics;
+pub(crate) mod pages;
+mod requesting_agent;
+pub(crate) mod socket;
+
+use super::{
+    jobs,
+    list::{Elements, List, ListParams, Page},
+};
+use crate::{
+    agents::{
+        Agents, Online,
+        machines::{MachineState, warnings},
+    },
+    auth::access::Caller,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query},
+        ingress::Ingress,
+    },
+    scheduler::{Reservation, Scheduler},
+    store::{AgentRow, Store},
+};
+use axum::{Extension, Json, extract::State, http::StatusCode};
+use jiff::{SignedDuration, Timestamp};
+use lockstep_protocol::{
+    agent::{Machine, MachineSample, MachineWarning, Slot},
+    job::JobId,
+};
+use serde::Serialize;
+use std::collections::HashMap;
+use std::sync::Arc;
+use utoipa::ToSchema;
+
+/// One that is refused tries again every few seconds.
+const TWIN_SHOWN: SignedDuration = SignedDuration::from_secs(60);
+
+/// Machines that have introduced themselves.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct AgentList {
+    /// By name, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Agent>)]
+    agents: Elements<Agent>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: machines on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Agent>> for AgentList {
+    fn from(page: Page<Agent>) -> Self {
+        Self { agents: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Agent> = List {
+    name: "agents",
+    fields: &[
+        "id",
+        "name",
+        "online",
+        "draining",
+        "last_seen_at",
+        "connected_at",
+        "lease_secs_left",
+        "machine",
+        "links",
+        "sample",
+        "sample_age_secs",
+        "warnings",
+        "slots",
+    ],
+    sorts: &[
+        ("name", |agent| agent.name.as_str().into()),
+        ("last_seen", |agent| agent.last_seen_at.into()),
+        ("slots", |agent| Some(agent.slots.len() as f64).into()),
+    ],
+    default_sort: "name",
+    id: |agent| &agent.id,
+    created: None,
+};
+
+/// A machine.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Agent {
+    pub(super) id: String,
+    pub(super) name: String,
+    pub(super) online: bool,
+    /// It is to take no new work.
+    pub(super) draining: bool,
+    #[schema(value_type = String)]
+    pub(super) last_seen_at: Timestamp,
+    /// Since when its connection is there; absent when it is not.
+    #[schema(value_type = Option<String>)]
+    pub(super) connected_at: Option<Timestamp>,
+    /// Until the attempts here end without word from this agent, in seconds; absent when there are none.
+    pub(super) lease_secs_left: Option<f64>,
+    pub(super) machine: Machine,
+    /// In words, how fast its ranks reach others: the network's speed, and which GPUs NVLink joins; absent where neither is known.
+    pub(super) links: Option<String>,
+    /// What it measured last; absent when that was never, or in an earlier life of the server.
+    pub(super) sample: Option<MachineSample>,
+    /// How many seconds ago that came.
+    pub(super) sample_age_secs: Option<f64>,
+    /// What is not as it should be, the worst first.
+    pub(super) warnings: Vec<MachineWarning>,
+    pub(super) slots: Vec<SlotUse>,
+}
+
+/// A slot, and the job that holds it.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct SlotUse {
+    #[serde(flatten)]
+    pub(super) slot: Slot,
+    #[schema(value_type = Option<String>)]
+    pub(super) job: Option<lockstep_protocol::JobId>,
+    /// Which of the job's ranks holds it. The job is absent, and the rank is not, where the job is private to somebody else.
+    pub(super) rank: Option<u32>,
+    /// The waiting job that the slot is kept for, also while another one still holds it.
+    pub(super) kept_for: Option<KeptFor>,
+}
+
+/// What a slot is kept for.
+#[derive(Debug, Clone, Serialize, ToSchema)]
+pub(crate) struct KeptFor {
+    /// Absent where it is private to somebody else.
+    #[schema(value_type = Option<String>)]
+    pub(super) job: Option<lockstep_protocol::JobId>,
+    #[schema(value_type = String)]
+    pub(super) since: Timestamp,
+}
+
+/// List machines
+///
+/// `sort`: `name`, `last_seen`, `slots`. They have no time of creation.
+#[utoipa::path(get, path = "/agents", tag = "agents", params(ListParams),
+    responses((status = 200, body = AgentList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(ingress): State<Arc<Ingress>>,
+    Extension(caller): Extension<Caller>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<AgentList>> {
+    Ok(Json(LIST.page(all(&scheduler, &ingress, &caller).await?, &params)?.into()))
+}
+
+/// Let a machine take no new work
+///
+/// Running ranks continue.
+#[utoipa::path(post, path = "/agents/{id}/drain", tag = "agents", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn drain(
+    State(store): State<Arc<dyn Store>>,
+    State(agents): State<Arc<Agents>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    set_draining(&*store, &agents, &id, true).await
+}
+
+/// Let a machine take work again
+#[utoipa::path(post, path = "/agents/{id}/undrain", tag = "agents", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn undrain(
+    State(store): State<Arc<dyn Store>>,
+    State(agents): State<Arc<Agents>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    set_draining(&*store, &agents, &id, false).await
+}
+
+/// Remove a machine that is away
+///
+/// It is taken off the list, with what it has measured. An agent that starts there again joins again.
+#[utoipa::path(delete, path = "/agents/{id}", tag = "agents", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(crate) async fn remove(
+    State(store): State<Arc<dyn Store>>,
+    State(agents): State<Arc<Agents>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    let known = store.agents().await?;
+    let Some(agent) = known.iter().find(|agent| agent.id == id) else {
+        return Err(Error::NotFound("no machine has this id".into()));
+    };
+    let name = &agent.name;
+    if agents.is_connected(&id) {
+        return Err(Error::Conflict(
+            format!("{name:?} is online: stop its agent first (or drain it, to let it take no new work)"),
+            None,
+        ));
+    }
+    if let Some((attempt, _)) = agents.leases.of_agent(&id).first() {
+        return Err(Error::Conflict(
+            format!(
+                "{name:?} may still have ranks of job {}: wait until its lease has ended, or cancel the job",
+                attempt.job
+            ),
+            None,
+        ));
+    }
+    forget(&*store, &agents, &id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Takes a machine that is away and holds nothing off the list.
+pub(super) async fn forget(store: &dyn Store, agents: &Agents, id: &str) -> crate::store::Result<()> {
+    store.remove_agent(id).await?;
+    agents.machines.forget(id);
+    agents.drain(id, false);
+    // It is back.
+    if let Some(online) = agents.online().into_iter().find(|online| online.row.id == id) {
+        agents.rows.put(store, AgentRow::clone(&online.row)).await?;
+    }
+    agents.leases.poke();
+    Ok(())
+}
+
+async fn set_draining(store: &dyn Store, agents: &Agents, id: &str, draining: bool) -> Result<StatusCode> {
+    if !store.agents().await?.iter().any(|a| a.id == id) {
+        return Err(Error::NotFound("no machine has this id".into()));
+    }
+    store.set_draining(id, draining).await?;
+    agents.drain(id, draining);
+    agents.leases.poke();
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Every machine that is known, with what is known of it now.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn all(scheduler: &Scheduler, ingress: &Ingress, caller: &Caller) -> Result<Vec<Agent>> {
+    let reservations = scheduler.last_plan.reservations();
+    let mut kept_slots: HashMap<(&str, u32), &Reservation> = HashMap::new();
+    for kept in &reservations {
+        for slot in kept.free.iter().chain(&kept.ending) {
+            kept_slots.entry((&kept.agent_id, *slot)).or_insert(kept);
+        }
+    }
+    // After them: a job that is submitted in between is among those that are hidden.
+    let hidden = jobs::hidden_from(&*scheduler.store, caller).await?;
+    let online = scheduler.agents.online();
+    let online: HashMap<&str, &Online> = online.iter().map(|a| (a.row.id.as_str(), a)).collect();
+    let agents = scheduler.store.agents().await?.into_iter().map(|row| {
+        let now = online.get(row.id.as_str()).copied();
+        // A connected agent is heard of more often than that is stored.
+        let row = now.map_or(row, |a| AgentRow::clone(&a.row));
+        let mut in_use = scheduler.agents.leases.slots_in_use(&row.id);
+        let seen = |job: JobId| Some(job).filter(|job| !hidden.contains(job));
+        let kept_for = |slot: u32| {
+            let kept = kept_slots.get(&(row.id.as_str(), slot)).filter(|_| now.is_some())?;
+            Some(KeptFor { job: seen(kept.job.clone()), since: kept.since })
+        };
+        let slots = row.slots.into_iter().map(|slot| {
+            let kept_for = kept_for(slot.index);
+            let (job, rank) = in_use.remove(&slot.index).unzip();
+            SlotUse { job: job.and_then(seen), rank, kept_for, slot }
+        });
+        let slots = slots.collect();
+        let draining = scheduler.agents.is_draining(&row.id);
+        let newest = scheduler.agents.machines.newest(&row.id);
+        let connected_at = now.map(|agent| agent.connected_at);
+        let state = MachineState {
+            machine: &row.machine,
+            newest: newest.as_ref(),
+            findings: now.map_or(&[], |agent| &agent.findings),
+            connected_at,
+            last_seen_at: row.last_seen_at,
+            attempts: scheduler.agents.leases.of_agent(&row.id).len(),
+            draining,
+            now: crate::now(),
+        };
+        let mut warnings = warnings(&state);
+        if let Some(why) = now.and_then(|agent| agent.no_work.as_ref()) {
+            let text = format!("Takes no new jobs: {why}. Its running ranks continue.");
+            warnings.insert(0, MachineWarning { problem: true, text });
+        }
+        let twin = now.and_then(|agent| agent.twin);
+        if let Some((address, _)) = twin.filter(|(_, at)| crate::now().duration_since(*at) < TWIN_SHOWN) {
+            let text = format!(
+                "Another agent with this machine's identity tries to connect from {address} and is refused. If this machine has crashed, wait: \
+                 its agent is accepted soon. If the other agent's folder is a copy of this one's, remove the file agent_id there and start \
+                 that agent with its own token and another --name."
+            );
+            warnings.insert(0, MachineWarning { problem: true, text });
+        }
+        if let Some(warning) = ingress.agents().and_then(|agents| agents.warning_of(&row.id)) {
+            let text = format!("{}{}.", warning[..1].to_uppercase(), &warning[1..]);
+            warnings.push(MachineWarning { problem: false, text });
+        }
+        let lease_secs_left = scheduler.agents.leases.left(&row.id).map(|left| left.as_secs_f64());
+        Agent {
+            id: row.id,
+            name: row.name,
+            online: now.is_some(),
+            draining,
+            last_seen_at: row.last_seen_at,
+            connected_at,
+            lease_secs_left,
+            links: row.machine.links_in_words(),
+            machine: row.machine,
+            sample_age_secs: newest.as_ref().map(|newest| newest.age.as_secs_f64()),
+            sample: newest.map(|newest| newest.sample),
+            warnings,
+            slots,
+        }
+    });
+    Ok(agents.collect())
+}

@@ -1,0 +1,81 @@
+//! The page of machines.
+
+use super::{KeptFor, all, join};
+use crate::{
+    api::{
+        html::{Page, html, viewer},
+        server_url::ServerUrl,
+    },
+    auth::access::Caller,
+    http::ingress::Ingress,
+    scheduler::Scheduler,
+};
+use axum::{Extension, extract::State};
+use lockstep_web::machines;
+use std::sync::Arc;
+
+/// `GET /machines`
+pub(crate) async fn machines(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(ingress): State<Arc<Ingress>>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+) -> Page {
+    let mut cards = Vec::new();
+    let all = all(&scheduler, &ingress, &caller).await?;
+    let names: Vec<_> = all.iter().map(|agent| agent.name.clone()).collect();
+    for agent in all {
+        let mut slots = Vec::new();
+        for held in agent.slots {
+            let holder = match held.job {
+                Some(id) => scheduler.store.job(&id).await?.map(|row| machines::Holder {
+                    job_id: id.to_string(),
+                    job_name: row.job.name,
+                    rank: held.rank.unwrap_or(0),
+                }),
+                None => held.rank.map(|rank| machines::Holder {
+                    job_id: String::new(),
+                    job_name: "private".into(),
+                    rank,
+                }),
+            };
+            let kept_for = match held.kept_for {
+                Some(KeptFor { job: Some(id), .. }) => scheduler
+                    .store
+                    .job(&id)
+                    .await?
+                    .map(|row| machines::KeptFor { job_id: id.to_string(), job_name: row.job.name }),
+                Some(KeptFor { job: None, .. }) => {
+                    Some(machines::KeptFor { job_id: String::new(), job_name: "a private job".into() })
+                }
+                None => None,
+            };
+            slots.push(machines::SlotCell { slot: held.slot, holder, kept_for });
+        }
+        cards.push(machines::AgentCard {
+            id: agent.id,
+            name: agent.name,
+            online: agent.online,
+            draining: agent.draining,
+            last_seen_at: agent.last_seen_at,
+            connected_at: agent.connected_at,
+            lease_secs_left: agent.lease_secs_left,
+            // An old one is not shown as if it were now.
+            sample: agent
+                .sample
+                .filter(|_| agent.online && agent.sample_age_secs.is_some_and(|age| age < 30.0)),
+            warnings: agent.warnings,
+            machine: agent.machine,
+            slots,
+        });
+    }
+    html(
+        machines::MachinesPage {
+            agents: cards,
+            join: join::commands(&scheduler.config, &ingress, &server_url, &names, viewer(&caller).is_admin),
+            now: crate::now(),
+            viewer: viewer(&caller),
+        }
+        .render(),
+    )
+}

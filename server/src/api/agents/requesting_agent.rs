@@ -1,0 +1,147 @@
+//! The agent that sends a request on the routes of agents with their own disk, and what it may upload.
+
+use crate::{
+    agents::Agents,
+    auth::{Auth, access::Caller},
+    checkpoints::{Checkpoints, holders::Holder},
+    http::{
+        error::{Error, Result},
+        extract::job_id,
+    },
+    store::CheckpointRow,
+};
+use axum::http::HeaderMap;
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptRef, FencingToken},
+};
+use serde_json::Value;
+
+/// The agent that sends a request, and its attempt.
+pub(crate) struct RequestingAgent {
+    pub(crate) agent_id: String,
+    pub(crate) attempt: AttemptRef,
+}
+
+impl RequestingAgent {
+    /// # Errors
+    /// A header is missing, or the token belongs to another agent.
+    pub(crate) fn of(
+        auth: &Auth,
+        caller: &Caller,
+        headers: &HeaderMap,
+        job: &str,
+        attempt: u32,
+    ) -> Result<Self> {
+        let header = |name: &str| {
+            let value = headers.get(name).and_then(|value| value.to_str().ok());
+            value.ok_or_else(|| {
+                Error::BadRequest(format!("the header {name} is missing: only agents ask here"))
+            })
+        };
+        let agent_id = header("x-lockstep-agent")?.to_owned();
+        let token = Value::String(header("x-lockstep-fencing-token")?.to_owned());
+        let fencing_token: FencingToken = serde_json::from_value(token)
+            .map_err(|e| Error::BadRequest(format!("x-lockstep-fencing-token: {e}")))?;
+        if let Some(token) = caller.token() {
+            // Read anew: the agent may have joined after the token was made.
+            let bound = auth.access.token(&token.id).and_then(|bound| bound.token.agent_id);
+            if bound.as_deref() != Some(agent_id.as_str()) {
+                return Err(Error::Forbidden("this token is another agent's".into()));
+            }
+        }
+        let job: JobId = job_id(job)?;
+        Ok(Self { agent_id, attempt: AttemptRef { job, attempt, fencing_token } })
+    }
+
+    /// Whether rank 0 of the attempt is on this agent.
+    ///
+    /// # Errors
+    /// The agent does not hold the attempt.
+    pub(crate) fn holds(&self, agents: &Agents) -> Result<bool> {
+        let held = agents.leases.held_by(&self.agent_id, &self.attempt);
+        held.ok_or_else(|| Error::Forbidden("this attempt is not this agent's to run".into()))
+    }
+
+    /// The agent's name from the lease: after a restart of the server the agent may not have reconnected yet.
+    pub(crate) fn agent_name(&self, agents: &Agents) -> String {
+        let places = agents.leases.places_of(&self.attempt.job);
+        let place = places.into_iter().find(|place| place.agent_id == self.agent_id);
+        place.map_or_else(|| self.agent_id.clone(), |place| place.agent)
+    }
+
+    /// The row of a checkpoint that this agent has on its disk and may upload.
+    pub(crate) async fn uploads(&self, checkpoints: &Checkpoints, name: &str) -> Result<CheckpointRow> {
+        let job_dir = checkpoints.config.job_dir(&self.attempt.job);
+        let (attempt, fencing_token) = (self.attempt.attempt, self.attempt.fencing_token);
+        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
+        let is_noted = Holder::of_agent(&job_dir, attempt, &self.agent_id)
+            .or_else(|| Holder::of(&job_dir, attempt).filter(is_its))
+            .is_some_and(|holder| holder.fencing_token == fencing_token);
+        let has_rank_0 = Holder::of(&job_dir, attempt).is_some_and(|holder| is_its(&holder));
+        let not_its = || Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into());
+        // There is no note of an attempt that waits for its dataset or was stopped meanwhile.
+        if !is_noted && !checkpoints.store.was_given(&self.attempt, &self.agent_id).await? {
+            return Err(not_its());
+        }
+        let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
+        let row = match row {
+            Some(row) if row.attempt != attempt => {
+                return self.uploads_earlier(checkpoints, row, name, has_rank_0);
+            }
+            _ if !is_noted => return Err(not_its()),
+            row => row,
+        };
+        let Some(row) = row else {
+            // Where it has not rank 0 it has one only if a rank was lost, and its report may be on its way.
+            let may_come =
+                has_rank_0 || checkpoints.agents.leases.held_by(&self.agent_id, &self.attempt).is_some();
+            return if may_come { Err(self.no_such(name)) } else { Err(not_its()) };
+        };
+        let holders = Holder::all(&job_dir, attempt, name);
+        let first = checkpoints.on_its_way(&row).into_iter().chain(holders.clone()).next();
+        match first.is_some_and(|first| is_its(&first)) {
+            true => Ok(row),
+            // If the first agent disconnects, this one may upload.
+            false if holders.iter().any(is_its) && !checkpoints.folder(&row).exists() => {
+                Err(uploaded_by_another())
+            }
+            // Its report of this checkpoint may still be on its way.
+            false if checkpoints.agents.leases.held_by(&self.agent_id, &self.attempt).is_some() => {
+                Err(self.no_such(name))
+            }
+            false => Err(not_its()),
+        }
+    }
+
+    /// As [`Self::uploads`], for a checkpoint of another attempt. An agent that has it uploads it whatever its own attempt does: it may be the
+    /// newest one, and no other agent has it.
+    fn uploads_earlier(
+        &self,
+        checkpoints: &Checkpoints,
+        row: CheckpointRow,
+        name: &str,
+        has_rank_0: bool,
+    ) -> Result<CheckpointRow> {
+        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
+        let holders = Holder::all(&checkpoints.config.job_dir(&row.job), row.attempt, name);
+        let has_it = holders.iter().any(is_its);
+        let first = checkpoints.on_its_way(&row).into_iter().chain(holders).next();
+        if first.is_some_and(|first| is_its(&first)) {
+            return Ok(row);
+        }
+        if has_it && !checkpoints.folder(&row).exists() {
+            return Err(uploaded_by_another());
+        }
+        // The agent continued from this checkpoint, and learns that it is uploaded.
+        if has_it && has_rank_0 { Ok(row) } else { Err(self.no_such(name)) }
+    }
+
+    fn no_such(&self, name: &str) -> Error {
+        Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
+    }
+}
+
+fn uploaded_by_another() -> Error {
+    Error::Unavailable("another machine uploads this checkpoint; try again".into())
+}

@@ -1,0 +1,435 @@
+//! An agent's connection: hello, heartbeats, reports in; welcome, work, acknowledgements out.
+
+mod identity;
+mod introduction;
+mod messages;
+
+use crate::{
+    agents::{
+        Joining, MayNotJoin,
+        inbox::{RESERVE_TIMEOUT, ReportConnection, Work},
+        machines,
+    },
+    api::agents,
+    auth::{Auth, access::Caller},
+    http::{
+        error::{Error, Problem, Result},
+        ingress::{Ingress, Peer},
+    },
+    lifecycle,
+    scheduler::{Scheduler, dispatch},
+    store::{AgentRow, Report, Store},
+};
+use axum::{
+    Extension,
+    extract::{
+        State, WebSocketUpgrade,
+        ws::{CloseFrame, Message, WebSocket, close_code, rejection::WebSocketUpgradeRejection},
+    },
+    http::StatusCode,
+    response::Response,
+};
+use futures_util::{SinkExt, StreamExt, stream::SplitSink};
+use introduction::{ATTEMPTS, Hello, TOO_MANY_ATTEMPTS, introduction, shortened};
+use lockstep_protocol::{
+    agent::{AttemptRef, FencingToken, FromAgent, Slot, Source, ToAgent},
+    job::JobId,
+    stream::CLOSE_SIGNED_OUT,
+    wire::{self, Unfinished},
+};
+use messages::{HELLO_BYTES, MESSAGE_BYTES, first, read};
+use std::{
+    collections::VecDeque,
+    ops::ControlFlow,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::sync::mpsc;
+
+/// Most orders to stop in answer to one heartbeat.
+const STOPS: usize = 64;
+/// Time limit for `Hello`, and for sending an answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// For agents
+///
+/// A websocket of binary MessagePack frames; see `lockstep_protocol::agent`. The token of the request, or the certificate of its
+/// connection, says which agent may speak here: one that introduces itself under another id is refused.
+#[utoipa::path(get, path = "/agent/socket", tag = "agents", responses((status = 101), (status = 426, body = Problem)))]
+pub(crate) async fn socket(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    State(ingress): State<Arc<Ingress>>,
+    Extension(caller): Extension<Caller>,
+    Extension(peer): Extension<Peer>,
+    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response> {
+    let upgrade = upgrade.map_err(|e| {
+        Error::Refused(
+            StatusCode::UPGRADE_REQUIRED,
+            format!("this address is a websocket: {}", e.body_text()),
+        )
+    })?;
+    let upgrade = upgrade.max_message_size(MESSAGE_BYTES).max_frame_size(MESSAGE_BYTES);
+    Ok(upgrade.on_upgrade(move |socket| {
+        let tasks = scheduler.tasks.tracker.clone();
+        tasks.track_future(serve(scheduler, auth, ingress, caller, peer, socket))
+    }))
+}
+
+type Sink = SplitSink<WebSocket, Message>;
+
+async fn send(to: &mut Sink, message: &ToAgent) -> std::result::Result<(), String> {
+    send_bytes(to, wire::encode(message).map_err(|e| e.to_string())?).await
+}
+
+async fn send_bytes(to: &mut Sink, bytes: Vec<u8>) -> std::result::Result<(), String> {
+    match tokio::time::timeout(PATIENCE, to.send(Message::Binary(bytes.into()))).await {
+        Ok(sent) => sent.map_err(|e| e.to_string()),
+        Err(_) => Err("it takes nothing".into()),
+    }
+}
+
+async fn close(to: &mut Sink, code: u16, reason: &str) {
+    // A close frame holds 123 bytes.
+    let reason = &reason[..reason.floor_char_boundary(123)];
+    let frame = CloseFrame { code, reason: reason.into() };
+    let _ = tokio::time::timeout(Duration::from_secs(1), to.send(Message::Close(Some(frame)))).await;
+}
+
+/// Why a connection ends: for the log, and for the agent in the close frame.
+struct End {
+    why: String,
+    code: u16,
+}
+
+impl End {
+    /// A violation of the protocol.
+    fn protocol(why: impl Into<String>) -> Self {
+        Self { why: why.into(), code: close_code::PROTOCOL }
+    }
+}
+
+/// Any other end, which is no fault of the agent.
+impl From<String> for End {
+    fn from(why: String) -> Self {
+        Self { why, code: close_code::NORMAL }
+    }
+}
+
+impl From<axum::Error> for End {
+    fn from(error: axum::Error) -> Self {
+        Self { code: crate::api::close_code_of(&error), why: error.to_string() }
+    }
+}
+
+async fn serve(
+    scheduler: Arc<Scheduler>,
+    auth: Arc<Auth>,
+    ingress: Arc<Ingress>,
+    caller: Caller,
+    peer: Peer,
+    socket: WebSocket,
+) {
+    let (mut to, mut from) = socket.split();
+    let mut unfinished = Unfinished::at_most(HELLO_BYTES);
+    let hello_by = tokio::time::Instant::now() + PATIENCE;
+    let hello = loop {
+        let message = match tokio::time::timeout_at(hello_by, from.next()).await {
+            Ok(Some(message)) => message,
+            Ok(None) | Err(_) => return close(&mut to, close_code::POLICY, "no Hello came").await,
+        };
+        let read = match message {
+            Ok(message) => first(message, &mut unfinished).await,
+            Err(error) => Err(End::from(error)),
+        };
+        match read {
+            Ok(Some(message)) => break message,
+            Ok(None) => {}
+            Err(End { why, code }) => {
+                tracing::warn!(reason = why, "a connection that is no agent's");
+                return close(&mut to, code, &why).await;
+            }
+        }
+    };
+    let (outgoing, mut outbox) = mpsc::unbounded_channel();
+    // Only messages to agents contain pictures; those from agents are shorter.
+    let mut unfinished = Unfinished::at_most(MESSAGE_BYTES);
+    let joined = match introduction(hello) {
+        Ok(hello) => identity::check(&auth, &caller, &hello.row).await.map(|()| hello),
+        Err(reason) => Err(reason),
+    };
+    let joined = joined.map_err(MayNotJoin::from).and_then(|mut hello| {
+        let joining = Joining {
+            row: hello.row.clone(),
+            only_job: hello.only_job.clone(),
+            no_work: hello.no_work.take(),
+            process: std::mem::take(&mut hello.process),
+            address: peer.address,
+        };
+        // Half a lease: after an agent's process has ended, its next process is accepted before the lease of its attempts runs out.
+        scheduler.agents.join(joining, scheduler.config.lease / 2, outgoing).map(|c| (hello, c))
+    });
+    let (hello, connection) = match joined {
+        Ok(joined) => joined,
+        Err(MayNotJoin { why: reason, may_pass }) => {
+            let who = caller.token().map_or_else(|| "(unknown)".into(), |token| token.name.clone());
+            scheduler.agents.refusals.note(peer.address, &who, &reason);
+            let _ = send(&mut to, &ToAgent::Refused { reason, may_pass }).await;
+            return close(&mut to, close_code::POLICY, "refused").await;
+        }
+    };
+    let id = hello.row.id.clone();
+    let name = hello.row.name.clone();
+    let certified = identity::Certified::of(&ingress, &caller, &peer, &hello.row);
+    let takes_parts = hello.takes_parts;
+    let (reports, mut cut_off) = ReportConnection::new();
+    let mut agent = Connection {
+        scheduler: &scheduler,
+        id: id.clone(),
+        name: name.clone(),
+        number: connection,
+        slots: hello.row.slots.clone(),
+        reports,
+        only_job: hello.only_job.clone(),
+        leaving: None,
+        waited: Duration::ZERO,
+    };
+    let welcomed = agent.welcome(&mut to, hello).await;
+    // One future for the whole connection, because its start verifies the certificate's signatures.
+    let mut no_longer_certified = std::pin::pin!(certified.ended());
+    // Parts of long messages that are still to be sent; other messages go between them.
+    let (mut parts, mut in_parts) = (VecDeque::new(), 0);
+    let End { why, code } = match welcomed {
+        Err(why) => why.into(),
+        Ok(()) => {
+            tracing::info!(agent = name, "an agent is online");
+            scheduler.agents.leases.poke();
+            loop {
+                tokio::select! {
+                    message = tokio::time::timeout(scheduler.config.lease, from.next()) => match message {
+                        Ok(Some(message)) => {
+                            let read = match message {
+                                Ok(message) => read(message, &mut unfinished).await,
+                                Err(error) => Err(End::from(error)),
+                            };
+                            match read {
+                                Ok(Some((message, bytes))) => if let ControlFlow::Break(end) = agent.handle(message, bytes).await { break end },
+                                Ok(None) => {}
+                                Err(end) => break end,
+                            }
+                        }
+                        Ok(None) => break "it closed the connection".to_owned().into(),
+                        Err(_) => break "it was silent for the length of a lease".to_owned().into(),
+                    },
+                    message = outbox.recv() => match message {
+                        Some(message) => match if takes_parts {
+                            wire::frames(&message, &mut in_parts, ToAgent::Part)
+                        } else {
+                            wire::encode(&message).map(|whole| vec![whole])
+                        } {
+                            Ok(frames) if frames.len() > 1 => parts.extend(frames),
+                            Ok(frames) => {
+                                let mut frames = frames.into_iter();
+                                if let Some(frame) = frames.next()
+                                    && let Err(why) = send_bytes(&mut to, frame).await
+                                {
+                                    break why.into();
+                                }
+                            }
+                            Err(error) => tracing::error!(%error, "a message for an agent cannot be written"),
+                        },
+                        None => break "it has connected anew".to_owned().into(),
+                    },
+                    // Sent in the handler, because `select!` would drop an unfinished send.
+                    () = std::future::ready(()), if !parts.is_empty() => {
+                        if let Some(part) = parts.pop_front()
+                            && let Err(why) = send_bytes(&mut to, part).await
+                        {
+                            break why.into();
+                        }
+                    }
+                    () = caller.ended() => {
+                        break End { why: "its token is no longer valid".into(), code: CLOSE_SIGNED_OUT };
+                    }
+                    why = &mut no_longer_certified => {
+                        scheduler.agents.refusals.note(peer.address, &name, &why);
+                        break End { why, code: CLOSE_SIGNED_OUT };
+                    }
+                    _ = cut_off.recv() => {
+                        break End { why: "records are missing; it is to begin again".into(), code: close_code::AGAIN };
+                    }
+                    () = scheduler.tasks.stopping.cancelled() => {
+                        break End { why: "the server is stopping".into(), code: close_code::AWAY };
+                    }
+                }
+            }
+        }
+    };
+    tracing::info!(agent = name, why, "an agent's connection ends");
+    let (leaving, only_job) = (agent.leaving.clone(), agent.only_job.clone());
+    if let Some(online) = scheduler.agents.leave(&id, connection) {
+        // Stores when it was last seen, for a restarted server.
+        if let Err(error) = scheduler.agents.rows.put(&*scheduler.store, AgentRow::clone(&online.row)).await {
+            tracing::warn!(%error, "when an agent was last seen could not be stored");
+        }
+        if let Some(reason) = leaving {
+            dispatch::left(&scheduler, online, reason, code == close_code::AGAIN).await;
+        }
+        // An agent of a single job has ended with its job, and would stay on the list for ever. An agent that is to reconnect stays on the
+        // list, and so does a drained one.
+        if let Some(job) = only_job
+            && !matches!(code, close_code::AGAIN | close_code::AWAY)
+            && !scheduler.agents.is_draining(&id)
+            && scheduler.agents.leases.of_agent(&id).is_empty()
+            && is_over(&*scheduler.store, &job).await
+            && !scheduler.agents.is_connected(&id)
+            && let Err(error) = agents::forget(&*scheduler.store, &scheduler.agents, &id).await
+        {
+            tracing::warn!(%error, "an agent that has ended with its job stays on the list");
+        }
+    }
+    scheduler.agents.leases.poke();
+    close(&mut to, code, &why).await;
+}
+
+struct Connection<'a> {
+    scheduler: &'a Arc<Scheduler>,
+    id: String,
+    name: String,
+    number: u64,
+    slots: Vec<Slot>,
+    reports: ReportConnection,
+    /// The only job that it serves.
+    only_job: Option<JobId>,
+    leaving: Option<String>,
+    /// How long reports have waited for inbox space since the last heartbeat.
+    waited: Duration,
+}
+
+impl Connection<'_> {
+    async fn welcome(&self, to: &mut Sink, hello: Hello) -> std::result::Result<(), String> {
+        let scheduler = self.scheduler;
+        let failed = |e: crate::store::StoreError| e.to_string();
+        scheduler.agents.rows.put(&*scheduler.store, hello.row.clone()).await.map_err(failed)?;
+        scheduler.agents.note_message(&self.id);
+        // Reports of an earlier connection may still wait to be stored; the agent would send them again.
+        scheduler.agents.inbox.flush().await;
+        let revoked = scheduler.agents.leases.greet(&self.id, &hello.attempts);
+        let mut acknowledged = Vec::new();
+        for attempt in &hello.attempts {
+            acknowledged.extend(scheduler.store.acknowledged(attempt, &self.id).await.map_err(failed)?);
+        }
+        let welcome = ToAgent::Welcome {
+            heartbeat_secs: scheduler.config.heartbeat.as_secs_f64(),
+            lease_secs: scheduler.config.lease.as_secs_f64(),
+            acknowledged,
+            revoked,
+            server_lock: Some(
+                crate::util::private::server_lock(&scheduler.config.data_dir).to_string_lossy().into_owned(),
+            ),
+            takes_samples: true,
+        };
+        scheduler.agents.machines.connected(&self.id);
+        send(to, &welcome).await?;
+        // Meanwhile a job may have been cancelled, or another agent's ranks of the same attempt may have ended.
+        for attempt in &hello.attempts {
+            let row = match scheduler.store.job(&attempt.job).await {
+                Err(error) if error.may_pass() => return Err(error.to_string()),
+                // An unreadable job does not keep its agent out.
+                row => row.ok().flatten().filter(|row| row.live().as_ref() == Some(attempt)),
+            };
+            let Some(row) = row else { continue };
+            let is_ending = lifecycle::is_ending(&row) && scheduler.agents.leases.places(attempt) > 1;
+            let ending = is_ending.then(|| ("its ranks on another machine have ended".to_owned(), false));
+            for (reason, patient) in dispatch::wanted(&row).into_iter().chain(ending) {
+                send(to, &ToAgent::Stop { attempt: attempt.clone(), reason, patient }).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn handle(&mut self, message: FromAgent, bytes: usize) -> ControlFlow<End> {
+        let scheduler = self.scheduler;
+        scheduler.agents.note_message(&self.id);
+        match message {
+            FromAgent::Heartbeat { attempts, no_work } => {
+                self.waited = Duration::ZERO;
+                if attempts.len() > ATTEMPTS {
+                    return ControlFlow::Break(End::protocol(TOO_MANY_ATTEMPTS));
+                }
+                scheduler.agents.heard(&self.id, crate::now(), None);
+                if scheduler.agents.set_no_work(&self.id, no_work.map(shortened)) {
+                    scheduler.agents.leases.poke();
+                }
+                // The next heartbeat names the rest again.
+                for attempt in scheduler.agents.leases.renew(&self.id, &attempts).into_iter().take(STOPS) {
+                    let reason = "it is no longer this agent's to run".into();
+                    scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
+                }
+                scheduler.agents.send(&self.id, ToAgent::HeartbeatAck);
+                self.release_from_final_job().await;
+            }
+            FromAgent::Report { attempt, source, first, events } => {
+                if let Source::Rank(rank) = source
+                    && scheduler.agents.leases.is_elsewhere(&self.id, &attempt, rank)
+                {
+                    return ControlFlow::Break(End::protocol("these records are of another machine's rank"));
+                }
+                let leaving = self.leaving.as_ref().map(|why| dispatch::leaving_reason(&self.name, why));
+                let began = Instant::now();
+                let reservation =
+                    scheduler.agents.inbox.reserve(bytes, RESERVE_TIMEOUT.saturating_sub(self.waited)).await;
+                self.waited += began.elapsed();
+                // The welcome of the next connection renews the leases, as a heartbeat does.
+                let Some(reservation) = reservation else {
+                    let why = "the database is behind; reconnect later".into();
+                    return ControlFlow::Break(End { why, code: close_code::AGAIN });
+                };
+                let agent_id = self.id.clone();
+                let report = Report { agent_id, attempt, source, first, events, at: crate::now(), leaving };
+                let (report, agent, connection) = (Box::new(report), self.id.clone(), self.reports.clone());
+                scheduler.agents.inbox.put(Work::Report { agent, connection, report, reservation });
+            }
+            FromAgent::Reply { id, reply } => scheduler.agents.replied(self.number, id, reply),
+            FromAgent::Sample(sample) => {
+                scheduler.agents.machines.add(&self.id, *sample, &self.slots, crate::now())
+            }
+            FromAgent::Findings { findings } => {
+                scheduler.agents.found(&self.id, machines::checked_findings(findings));
+            }
+            FromAgent::Leaving { reason } => {
+                let reason: String = reason.chars().take(200).collect();
+                scheduler.agents.heard(&self.id, crate::now(), Some(&reason));
+                dispatch::leaves(scheduler, &self.id, &self.name);
+                self.leaving = Some(reason);
+            }
+            FromAgent::Declined { attempt, reason } => {
+                let reason = shortened(reason);
+                scheduler.agents.set_no_work(&self.id, Some(reason.clone()));
+                dispatch::declined(scheduler, &self.id, &attempt, reason).await;
+            }
+            FromAgent::Ready { attempt, port } => dispatch::ready(scheduler, attempt, &self.id, port),
+            FromAgent::Hello { .. } => return ControlFlow::Break(End::protocol("it said Hello twice")),
+            // Joined before this.
+            FromAgent::Part(_) => {}
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Stops an agent that serves a single job once that job is over, because it may never have got ranks of it.
+    async fn release_from_final_job(&self) {
+        let Some(job) = &self.only_job else { return };
+        if is_over(&*self.scheduler.store, job).await {
+            let attempt = AttemptRef { job: job.clone(), attempt: 0, fencing_token: FencingToken::NONE };
+            let reason = "its job is over".into();
+            self.scheduler.agents.send(&self.id, ToAgent::Stop { attempt, reason, patient: false });
+        }
+    }
+}
+
+/// Whether a job is over or deleted; false if the database cannot be read.
+async fn is_over(store: &dyn Store, job: &JobId) -> bool {
+    let found = store.job(job).await;
+    found.is_ok_and(|found| found.is_none_or(|row| row.job.state.is_final()))
+}

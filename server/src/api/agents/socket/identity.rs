@@ -1,0 +1,118 @@
+//! Whether the agent that introduces itself is the one whose token or certificate it has.
+
+use crate::{
+    auth::{
+        Auth,
+        access::{Caller, is_certificate},
+    },
+    http::{
+        ingress::{Ingress, Peer},
+        tls::{AgentTrust, ClientCertificate},
+    },
+    store::AgentRow,
+};
+use lockstep_protocol::access::Token;
+use std::sync::Arc;
+
+/// The certificate of an agent that has joined with one.
+pub(super) struct Certified(Option<(Arc<AgentTrust>, Arc<ClientCertificate>)>);
+
+impl Certified {
+    pub(super) fn of(ingress: &Ingress, caller: &Caller, peer: &Peer, agent: &AgentRow) -> Self {
+        let came_with_it = caller.token().is_some_and(is_certificate);
+        let both = ingress.agents().cloned().zip(peer.certificate.clone()).filter(|_| came_with_it);
+        if let Some(trust) = ingress.agents() {
+            trust.joined(&agent.id, &agent.name, both.as_ref().map(|(_, certificate)| &**certificate));
+            if let Some(warning) = trust.warning_of(&agent.id) {
+                tracing::warn!(agent = agent.name, "{warning}");
+            }
+        }
+        Self(both)
+    }
+
+    /// Returns, with the reason, when the certificate is revoked or over.
+    pub(super) async fn ended(&self) -> String {
+        match &self.0 {
+            Some((trust, certificate)) => trust.ended(certificate).await,
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Checks an agent's id against its token. The first new agent that joins under the name of a token without an id becomes that
+/// token's agent for good. New it must be: a token cannot be used to take over an agent that the server knows. A certificate is
+/// bound in the same way; as its authority has issued it for that name, it may also be bound to the agent that has the name already.
+///
+/// # Errors
+/// Why it is refused, for the agent's user.
+pub(super) async fn check(auth: &Auth, caller: &Caller, agent: &AgentRow) -> Result<(), String> {
+    let Some(token) = caller.token() else { return Ok(()) };
+    let _one_at_a_time = auth.access.changing.lock().await;
+    // As it is now: an earlier connection may have bound it.
+    let bound = auth.access.token(&token.id).ok_or("its token is no longer known")?;
+    let failed = |error: crate::store::StoreError| error.to_string();
+    let others = auth.store.agents_called(&agent.name, &agent.id).await.map_err(failed)?;
+    match &bound.token.agent_id {
+        Some(id) if *id == agent.id => {
+            let has_name = |row: &AgentRow| row.name == agent.name && row.id != agent.id;
+            // An admin gave the token for this name, or nobody else has it.
+            let is_free = bound.token.agent.as_deref() == Some(&agent.name) || !others.iter().any(has_name);
+            return is_free.then_some(()).ok_or_else(|| {
+                format!(
+                    "{:?} is the name of another machine; give this agent another with --name",
+                    agent.name
+                )
+            });
+        }
+        Some(_) => return Err(other_agents(token, agent)),
+        None => {}
+    }
+    if bound.token.revoked_at.is_some() {
+        return Err("its token was revoked".into());
+    }
+    let known = others.iter().find(|row| row.id == agent.id);
+    let name = bound.token.agent.as_deref();
+    let is_free = if is_certificate(token) {
+        let is_named = |row: &AgentRow| name == Some(row.name.as_str()) || name == Some(row.id.as_str());
+        is_named(agent) && known.is_none_or(is_named)
+    } else {
+        known.is_none() && !auth.access.has_agent(&agent.id) && name == Some(agent.name.as_str())
+    };
+    if !is_free {
+        return Err(other_agents(token, agent));
+    }
+    if is_certificate(token) {
+        for past in auth.access.past_of(bound.token.agent.as_deref().unwrap_or_default()) {
+            auth.store.put_token(&past).await.map_err(failed)?;
+        }
+    }
+    let mut bound = bound;
+    bound.token.agent_id = Some(agent.id.clone());
+    auth.store.put_token(&bound).await.map_err(failed)?;
+    auth.access.put_token(bound);
+    Ok(())
+}
+
+fn other_agents(token: &Token, agent: &AgentRow) -> String {
+    let (name, id) = (&agent.name, &agent.id);
+    if !is_certificate(token) {
+        return format!(
+            "the token {:?} is for another agent than this one, which is {name} with the id {id}; make one for it: lockstep token create \
+             --scope agent --agent {id}",
+            token.name
+        );
+    }
+    let bound = token.agent.as_deref().unwrap_or_default();
+    if token.agent_id.is_none() && bound != name {
+        return format!(
+            "its certificate is for an agent named {bound:?}, and this one is {name}; start it with --name {bound}, or have a certificate \
+             issued for it: lockstep ca issue {name} --agent"
+        );
+    }
+    format!(
+        "the name {bound:?} of its certificate is bound to another agent than this one, which has the id {id}; start it with the \
+         --data-dir of that agent, or have a certificate with another name issued, or, if that agent is gone for good, an admin frees the \
+         name (lockstep token revoke {}) and issues its certificate anew",
+        token.id
+    )
+}

@@ -1,0 +1,123 @@
+//! Styles and scripts, embedded in the binary.
+
+use super::bundle;
+use crate::http::{
+    conditional,
+    error::{Error, Result},
+    extract::Path,
+};
+use axum::{
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use rust_embed::RustEmbed;
+use sha2::{Digest, Sha256};
+use std::{
+    borrow::Cow,
+    collections::HashMap,
+    fmt::Write as _,
+    sync::{Mutex, OnceLock, PoisonError},
+};
+
+#[derive(RustEmbed)]
+#[folder = "../static"]
+struct Assets;
+
+/// Where this build's files are served: below a name made of their content.
+pub(crate) fn folder() -> &'static str {
+    static FOLDER: OnceLock<String> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let mut paths: Vec<_> = Assets::iter().collect();
+        paths.sort();
+        let mut hash = Sha256::new();
+        hash.update(include_bytes!("bundle.rs"));
+        for path in paths {
+            hash.update(path.as_bytes());
+            hash.update(Assets::get(&path).map(|file| file.metadata.sha256_hash()).unwrap_or_default());
+        }
+        let mut folder = String::from("/static/v-");
+        for byte in &hash.finalize()[..6] {
+            let _ = write!(folder, "{byte:02x}");
+        }
+        folder
+    })
+}
+
+/// A file; of `all/PAGE.js` every module of a page, of `app.css` every file that it imports.
+fn content(path: &str) -> Option<Cow<'static, [u8]>> {
+    let page = path.strip_prefix("all/").and_then(|name| name.strip_suffix(".js"));
+    if page.is_none() && path != "app.css" {
+        return Assets::get(path).map(|file| file.data);
+    }
+    static MADE: OnceLock<Mutex<HashMap<String, &'static [u8]>>> = OnceLock::new();
+    let mut made = MADE.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(text) = made.get(path) {
+        return Some(Cow::Borrowed(text));
+    }
+    let source = |path: &str| Assets::get(path).and_then(|f| String::from_utf8(f.data.into_owned()).ok());
+    let text = match page {
+        Some(page) => bundle::page(page, &source),
+        None => bundle::styles(&source),
+    }?;
+    // A few, and for as long as the process lives.
+    let text: &'static [u8] = Vec::leak(text.into_bytes());
+    made.insert(path.to_owned(), text);
+    Some(Cow::Borrowed(text))
+}
+
+/// `GET /static/{path}`. Below this build's own folder a browser may keep them for good. Elsewhere (a page that an
+/// older server wrote) they are asked for again each time, and answered with 304 while they are the same.
+pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Result<Response> {
+    let versioned = path.strip_prefix("v-").and_then(|rest| rest.split_once('/'));
+    let own = versioned.is_some_and(|(version, _)| folder().ends_with(version));
+    let path = versioned.map_or(path.as_str(), |(_, file)| file);
+    let content = content(path).ok_or_else(|| Error::NotFound("there is no such file".into()))?;
+    let mut tag = String::from("\"");
+    for byte in &Sha256::digest(&content)[..12] {
+        let _ = write!(tag, "{byte:02x}");
+    }
+    tag.push('"');
+    let known = conditional::is_known(&headers, &tag);
+    let keep = if own { "public, max-age=31536000, immutable" } else { "no-cache" };
+    let common = [(header::ETAG, tag), (header::CACHE_CONTROL, keep.to_owned())];
+    if known {
+        return Ok((StatusCode::NOT_MODIFIED, common).into_response());
+    }
+    let kind = match path.rsplit_once('.').map(|(_, extension)| extension) {
+        Some("css") => "text/css; charset=utf-8",
+        Some("js") => "text/javascript; charset=utf-8",
+        Some("svg") => "image/svg+xml",
+        Some("png") => "image/png",
+        _ => "application/octet-stream",
+    };
+    Ok((common, [(header::CONTENT_TYPE, kind)], content).into_response())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_page_s_modules_go_into_one_file() {
+        for page in ["keys", "jobs", "job", "submit", "compare", "datasets", "machines", "queue"] {
+            let text = content(&format!("all/{page}.js")).unwrap_or_else(|| panic!("{page}"));
+            let text = std::str::from_utf8(&text).unwrap();
+            let left = text.lines().find(|l| l.starts_with("import") || l.starts_with("export"));
+            assert_eq!(left, None, "{page}: written in another way than the others");
+        }
+        assert!(content("all/nothing.js").is_none() && content("all/../job.js").is_none());
+    }
+
+    #[test]
+    fn every_style_goes_into_one_file() {
+        let text = content("app.css").expect("the styles of every page");
+        let text = std::str::from_utf8(&text).unwrap();
+        assert!(!text.contains("@import"), "a browser would ask for another file");
+        let parts: Vec<_> = Assets::iter().filter(|path| path.starts_with("styles/")).collect();
+        assert!(!parts.is_empty(), "they are in a folder of their own");
+        for path in parts {
+            let part = Assets::get(&path).unwrap().data;
+            assert!(text.contains(std::str::from_utf8(&part).unwrap()), "{path} is imported by none");
+        }
+    }
+}

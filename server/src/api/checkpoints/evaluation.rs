@@ -1,0 +1,317 @@
+//! A checkpoint on its job's validation pictures. An agent computes it once; the result is stored next to the job's checkpoints
+//! and is deleted with the job.
+
+use crate::{
+    agents::{Agents, QueuePosition, RequestError, requests},
+    api::{
+        checkpoints::{self, Weights},
+        datasets,
+        jobs::{
+            self,
+            fit::{self, Trained},
+            submission,
+        },
+    },
+    auth::access::Caller,
+    checkpoints::evaluations::{Failure, Running},
+    datasets::Datasets,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query, job_id},
+    },
+    scheduler::Scheduler,
+    store::CheckpointRow,
+    util::regular,
+};
+use axum::{
+    Extension, Json,
+    extract::State,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::{
+    Job, JobSpec,
+    agent::{AgentReply, AgentRequest},
+    dataset::Dataset,
+    inspect::{CONCURRENT_REQUESTS, EvaluateModel, ModelEvaluation},
+    spec::Validation,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    path::PathBuf,
+    sync::{Arc, OnceLock, PoisonError},
+    time::Duration,
+};
+use tokio::sync::watch;
+use utoipa::{IntoParams, ToSchema};
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Agent(error) => error.without_pointer(),
+            Failure::Lost(detail) => Error::Unavailable(detail),
+        }
+    }
+}
+
+/// A large validation split on a busy machine's CPU.
+const PATIENCE: Duration = Duration::from_secs(3600);
+
+/// Why there is no answer yet.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct UnderWay {
+    /// For people.
+    detail: String,
+    /// The machine that computes it, once one is chosen.
+    agent: Option<String>,
+    /// Evaluations that the machine has before this one; it computes two at a time.
+    ahead: usize,
+}
+
+impl Running {
+    fn under_way(&self, agents: &Agents, row: &CheckpointRow) -> UnderWay {
+        let name = format!("checkpoint {}-{}", row.info.epoch, row.info.step);
+        let place = self.request.get().and_then(|request| agents.queue_position(*request));
+        let detail = match &place {
+            None => format!("{name} is about to be evaluated; ask again"),
+            Some(QueuePosition { agent, ahead }) if *ahead < CONCURRENT_REQUESTS => {
+                format!("{name} is being evaluated on {agent}; ask again")
+            }
+            Some(QueuePosition { agent, ahead }) => {
+                format!(
+                    "{name} waits on {agent}, behind {}; ask again",
+                    lockstep_protocol::numbers::plural(*ahead as u64, "other")
+                )
+            }
+        };
+        let (agent, ahead) = place.map_or((None, 0), |place| (Some(place.agent), place.ahead));
+        UnderWay { detail, agent, ahead }
+    }
+}
+
+/// Which checkpoint.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct EvaluationQuery {
+    /// Its id, `best` or `latest`; the best when absent.
+    checkpoint: Option<String>,
+    /// `model`, or `ema` for their running average.
+    #[serde(default)]
+    #[param(inline)]
+    weights: Weights,
+    /// A registered dataset of the same classes, in place of the job's own; the split that jobs on it are measured by
+    /// unless they say which.
+    dataset: Option<String>,
+}
+
+/// Evaluate a checkpoint
+///
+/// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures, or on another
+/// dataset's.
+/// Computed at the first request, and again when these pictures have changed, which may take a while: 202 then says that it is
+/// under way; ask again.
+#[utoipa::path(get, path = "/jobs/{id}/evaluation", tag = "checkpoints", params(("id" = String, Path), EvaluationQuery),
+    responses((status = 200, body = ModelEvaluation), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
+        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
+pub(crate) async fn evaluation(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(which): Query<EvaluationQuery>,
+) -> Result<Response> {
+    let job = jobs::find(&scheduler, &id).await?;
+    let rows = scheduler.store.checkpoints(&job_id(&id)?).await?;
+    let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
+    // Another dataset may have the name of its own by now.
+    if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
+        && which.dataset.is_none()
+        && !caller.sees(owned.private, owned.owner.as_deref())
+    {
+        return Err(refused(format!("the dataset {:?} is no longer registered", job.spec.data.dataset)));
+    }
+    let of = if which.weights == Weights::Ema { "-ema" } else { "" };
+    let other = match which.dataset.as_deref() {
+        None => None,
+        // As a file's name it is safe: no other can be registered.
+        Some(name) => {
+            let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+            let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
+            Some(found.ok_or_else(|| refused(jobs::no_dataset(name, &datasets)))?)
+        }
+    };
+    // Its own by name is its own, with the pictures that it held out.
+    let other = other.filter(|other| other.name != job.spec.data.dataset);
+    // One that is registered anew under a name is another one.
+    let on =
+        other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
+    let name = format!("{}-{}{of}{on}.json", row.info.epoch, row.info.step);
+    let file = scheduler.config.job_dir(&row.job).join("evaluations").join(name);
+    if let Ok(known) = regular::read(&file).await
+        && is_of_pictures_now(&scheduler, &job, other.as_ref(), &known).await
+    {
+        return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
+    }
+    checkpoints::check_here(&scheduler.checkpoints, &row).await?;
+    let mut running = start(&scheduler, &row, which.weights, other, file.clone()).await?;
+    let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
+    let outcome = match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
+        Err(_) => {
+            return Ok(
+                (StatusCode::ACCEPTED, Json(running.under_way(&scheduler.agents, &row))).into_response()
+            );
+        }
+        Ok(Ok(outcome)) => outcome,
+        Ok(Err(_)) => Some(Err(stopping())),
+    };
+    match outcome {
+        Some(Err(failure)) => Err(failure.into()),
+        _ => Ok(([(header::CONTENT_TYPE, "application/json")], regular::read(&file).await?).into_response()),
+    }
+}
+
+/// Whether a stored evaluation is of the pictures that its dataset has now. Where no agent can say, it stands: it says of which pictures it
+/// is.
+async fn is_of_pictures_now(
+    scheduler: &Scheduler,
+    job: &Job,
+    other: Option<&Dataset>,
+    stored: &[u8],
+) -> bool {
+    let Ok(stored) = serde_json::from_slice::<ModelEvaluation>(stored) else { return false };
+    let Ok((spec, dataset)) = measured_on(&scheduler.datasets, job, other.cloned()).await else {
+        return true;
+    };
+    let request = AgentRequest::ValidationSet {
+        path: dataset.path,
+        data: Box::new(spec.data),
+        allowed: scheduler.datasets.roots.allowed(),
+    };
+    match requests::call(&scheduler.agents, request, scheduler.config.evaluation_wait).await {
+        Ok(AgentReply::ValidationSet { found }) => found == stored.listed.or(stored.validation),
+        _ => true,
+    }
+}
+
+/// The job's dataset, or the `other` one, and the job's specification with what measures it there.
+async fn measured_on(datasets: &Datasets, job: &Job, other: Option<Dataset>) -> Result<(JobSpec, Dataset)> {
+    let mut spec = job.spec.clone();
+    let dataset = match other {
+        Some(other) => {
+            spec.data.dataset.clone_from(&other.name);
+            spec.data.validation = JobSpec::default().data.validation;
+            submission::choose_validation(&mut spec, &other, false);
+            check_measures(&spec, &other)?;
+            other
+        }
+        None => {
+            let gone = || refused(format!("the dataset {:?} is no longer registered", spec.data.dataset));
+            datasets.store.dataset(&spec.data.dataset).await?.ok_or_else(gone)?
+        }
+    };
+    datasets.roots.check_registered(&dataset.path).await.map_err(refused)?;
+    Ok((spec, dataset))
+}
+
+fn stopping() -> Failure {
+    Failure::Lost("the server is stopping; ask again".into())
+}
+
+/// Joins an evaluation under way, or begins one.
+async fn start(
+    scheduler: &Arc<Scheduler>,
+    row: &CheckpointRow,
+    weights: Weights,
+    other: Option<Dataset>,
+    file: PathBuf,
+) -> Result<Running> {
+    let model = weights.path(&scheduler.checkpoints.folder(row))?;
+    let job = jobs::find(scheduler, row.job.as_str()).await?;
+    jobs::check_readable(&job)?;
+    let (spec, dataset) = measured_on(&scheduler.datasets, &job, other).await?;
+    // An agent would say so, too, when it comes to it.
+    if let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
+        && let Some(detail) = fit::not_measurable(&trained, &dataset)
+    {
+        return Err(refused(detail));
+    }
+    let for_agent = AgentRequest::Evaluate(EvaluateModel {
+        model: model.to_string_lossy().into_owned(),
+        dataset: dataset.path,
+        spec: Box::new(spec),
+        allowed: scheduler.datasets.roots.allowed(),
+    });
+    let (sender, outcome) = watch::channel(None);
+    let request = Arc::new(OnceLock::new());
+    let running_evaluation = Running { request: request.clone(), outcome };
+    {
+        let mut running = scheduler.checkpoints.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(known) = running.get(&file) {
+            return Ok(known.clone());
+        }
+        running.insert(file.clone(), running_evaluation.clone());
+    }
+    let scheduler = Arc::clone(scheduler);
+    tokio::spawn(async move {
+        let work = async {
+            let answer = async {
+                let waiting = requests::send(&scheduler.agents, for_agent).await?;
+                // Set once: nobody else has this one.
+                let _ = request.set(waiting.id);
+                scheduler.agents.reply(waiting, PATIENCE).await
+            };
+            match answer.await {
+                Ok(AgentReply::Evaluation(found)) => keep(&file, &found).await.map_err(|error| {
+                    Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display()))
+                }),
+                Ok(_) => {
+                    let detail = "the agent answered something else than an evaluation".to_owned();
+                    Err(Failure::Agent(RequestError::Refused(detail)))
+                }
+                Err(error) => Err(Failure::Agent(error)),
+            }
+        };
+        let outcome = tokio::select! {
+            outcome = work => outcome,
+            () = scheduler.tasks.stopping.cancelled() => Err(stopping()),
+        };
+        scheduler.checkpoints.evaluations.0.lock().unwrap_or_else(PoisonError::into_inner).remove(&file);
+        let _ = sender.send(Some(outcome));
+    });
+    Ok(running_evaluation)
+}
+
+/// Another dataset than the job's has a split that measures.
+fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
+    let splits: Vec<_> = other.info.splits.iter().filter(|split| split.samples > 0).collect();
+    match &spec.data.validation {
+        Validation::Split(name) if !splits.iter().any(|split| split.name == *name) => {
+            let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
+            Err(refused(format!(
+                "{} has no split to measure with: it has {}, and evaluating takes one called test, val, validation, valid, dev \
+                 or eval. Call the one that is meant so, and register the dataset again",
+                other.name,
+                names.join(", ")
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn refused(detail: String) -> Error {
+    Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail)
+}
+
+/// Appears whole or not at all; not when the job's folder is gone, since nobody would remove it again.
+async fn keep(file: &std::path::Path, found: &ModelEvaluation) -> std::io::Result<()> {
+    let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
+    if let Some(folder) = file.parent() {
+        match tokio::fs::create_dir(folder).await {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+    }
+    let partial = file.with_extension("part");
+    tokio::fs::write(&partial, words).await?;
+    tokio::fs::rename(&partial, file).await
+}

@@ -1,0 +1,153 @@
+//! Files of checkpoints, with ranges and checksums. What is sent as good was compared with its manifest.
+
+use crate::{
+    api::checkpoints::{check_regular, damaged, fetched, find, is_file, manifest, no_average, removed},
+    checkpoints::{
+        Checkpoints, artifact_fetches,
+        manifest::{Written, is_media_error},
+    },
+    http::{
+        conditional::{self, CACHING},
+        error::{Error, Problem, Result},
+        extract::Path,
+    },
+    store::CheckpointRow,
+};
+use axum::{
+    body::Body,
+    extract::State,
+    http::{HeaderValue, Request, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::checkpoint_files::{self, AVERAGE};
+use std::sync::Arc;
+use tower_http::services::ServeFile;
+
+/// How often a file is compared with its manifest before it counts as damaged: the checkpoint may be replaced meanwhile, and a better copy
+/// may be fetched.
+const CHECKS: u32 = 3;
+
+/// A file of a checkpoint
+///
+/// `Range`, `If-Range` and `If-None-Match` are honoured. `ETag` and `x-checksum-sha256` hold the file's checksum from the
+/// manifest.
+#[utoipa::path(get, path = "/checkpoints/{id}/{file}", tag = "checkpoints",
+    params(("id" = String, Path), ("file" = String, Path, description = "model.safetensors, ema.safetensors (of jobs with train.ema_decay), optimizer.safetensors, state.json or MANIFEST.json; of a sharded checkpoint also model.safetensors.index.json and the files that it names, such as model-00001-of-00004.safetensors")),
+    responses((status = 200, content((Vec<u8> = "application/octet-stream"), (Object = "application/json"))),
+        (status = 206, content((Vec<u8> = "application/octet-stream"), (Object = "application/json")), description = "The range that was asked for"),
+        (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 416, description = "There is no such range"),
+        (status = 422, body = Problem, description = "Its manifest or this file is damaged, or this is no regular file")))]
+pub(crate) async fn file(
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Path((id, file)): Path<(String, String)>,
+    mut request: Request<Body>,
+) -> Result<Response> {
+    let name = file.as_str();
+    if !is_file(name) {
+        let detail = "a checkpoint has the files that its MANIFEST.json names: state.json, and model.safetensors, optimizer.safetensors \
+                      and ema.safetensors or their parts";
+        return Err(Error::NotFound(detail.into()));
+    }
+    conditional::keep_one_range(request.headers_mut());
+    let row = find(&*checkpoints.store, &id).await?;
+    let checksum = whole(&checkpoints, &row, name).await?.map(|written| written.sha256);
+    let tag = checksum.as_ref().map(|checksum| format!("\"{checksum}\""));
+    if let Some(tag) = &tag {
+        if conditional::is_known(request.headers(), tag) {
+            let about = [(header::ETAG, tag.clone()), (header::CACHE_CONTROL, CACHING.into())];
+            return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+        }
+        if !conditional::range_counts(request.headers(), tag) {
+            request.headers_mut().remove(header::RANGE);
+        }
+        // A client that sends a tag means that, and not the time.
+        if request.headers().contains_key(header::IF_NONE_MATCH) {
+            request.headers_mut().remove(header::IF_MODIFIED_SINCE);
+        }
+    }
+    if checksum.is_none()
+        && let Some(kind) = checkpoint_files::kind(name)
+    {
+        let index = checkpoint_files::index(kind);
+        if whole(&checkpoints, &row, &index).await?.is_some() {
+            return Err(Error::NotFound(format!(
+                "this checkpoint is sharded and has no {name}: {index} names the files with its tensors, and `lockstep download` makes one \
+                 file of them"
+            )));
+        }
+        if kind == AVERAGE {
+            return Err(no_average());
+        }
+        if name != kind {
+            let detail =
+                format!("this checkpoint is not sharded and has no {name}: its tensors are in {kind}");
+            return Err(Error::NotFound(detail));
+        }
+    }
+    let path = checkpoints.folder(&row).join(name);
+    let mut response = ServeFile::new(path).try_call(request).await?.map(Body::new).into_response();
+    if response.status() == StatusCode::NOT_FOUND {
+        return Err(removed());
+    }
+    let headers = response.headers_mut();
+    if let (Some(checksum), Some(tag)) = (checksum, tag) {
+        for (key, value) in
+            [("x-checksum-sha256", checksum), ("etag", tag), ("cache-control", CACHING.to_owned())]
+        {
+            let value = HeaderValue::from_str(&value).map_err(|e| Error::Internal(e.to_string()))?;
+            headers.insert(key, value);
+        }
+    }
+    let kind = if name.ends_with(".json") { "application/json" } else { "application/octet-stream" };
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    if !name.ends_with(".json") {
+        let attachment = format!("attachment; filename=\"{}-{}-{name}\"", row.info.epoch, row.info.step);
+        headers.insert(
+            header::CONTENT_DISPOSITION,
+            HeaderValue::from_str(&attachment).map_err(|e| Error::Internal(e.to_string()))?,
+        );
+    }
+    Ok(response)
+}
+
+/// What the manifest says of a file, whose bytes are that: a damaged one is fetched from the object store. None where the manifest does not
+/// name it.
+///
+/// # Errors
+/// It is damaged, and there is no better one.
+async fn whole(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow, name: &str) -> Result<Option<Written>> {
+    let path = checkpoints.folder(row).join(name);
+    let mut tries = 0;
+    loop {
+        let about = manifest(checkpoints, row).await?;
+        check_regular(&path)?;
+        let written = about.pointer(&format!("/files/{name}")).cloned();
+        let Some(written) = written.and_then(|written| serde_json::from_value::<Written>(written).ok())
+        else {
+            return Ok(None);
+        };
+        let how = match checkpoints.verified_files.is_whole(path.clone(), &written).await {
+            Ok(false) => format!("the bytes of its {name} are not those that were written"),
+            Err(error) if is_media_error(&error) => format!("its {name} cannot be read ({error})"),
+            // One that is missing, or cannot be read for now, is found out when it is sent.
+            Ok(true) | Err(_) => return Ok(Some(written)),
+        };
+        tries += 1;
+        // Files of two moments are no damage.
+        if tries < CHECKS && manifest(checkpoints, row).await? != about {
+            continue;
+        }
+        match artifact_fetches::check(checkpoints, row, None) {
+            Some((fetch, _)) if tries < CHECKS => fetched(&checkpoints.config, row, fetch).await?,
+            _ => {
+                tracing::warn!(
+                    checkpoint = row.id,
+                    how,
+                    "a checkpoint on the disk is damaged; it is not sent"
+                );
+                return Err(damaged(format_args!("checkpoint {}", row.id), &how));
+            }
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! Fork: a new job that continues from a checkpoint of another, with changed settings. The checkpoint's files are checked
+//! against its manifest, so that a damaged one is refused here, and not by ranks that have waited for their slots.
+
+use crate::{
+    api::{
+        checkpoints,
+        jobs::{
+            self, Checked, Plan,
+            fit::{self, Trained},
+            submission,
+        },
+        to_the_end,
+    },
+    auth::{Auth, access::Caller},
+    checkpoints::{artifact_fetches, manifest::check_whole},
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Body, Path, job_id},
+    },
+    lifecycle::Fork,
+    scheduler::{Scheduler, dispatch},
+    store::{CheckpointRow, Store},
+};
+use axum::{
+    Extension, Json,
+    extract::{OriginalUri, State},
+    http::{HeaderMap, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::{
+    Job, JobId,
+    job::Parent,
+    reason::{Facts, Reason, ReasonCode},
+    schedule::{self, Schedule},
+    spec::{Division, JobSpec, Recipe, SpecError, Validation, from_json, key_parts, set_key},
+};
+use serde::Deserialize;
+use serde_json::Value;
+use std::{fs, io, path::Path as FilePath, sync::Arc};
+use utoipa::ToSchema;
+
+/// From which checkpoint, and what is different.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct ForkRequest {
+    /// A checkpoint's id, `best`, `latest` (the default), or the number of a step.
+    #[schema(value_type = Option<String>)]
+    checkpoint: Value,
+    /// Keys of the specification with their new values, nested (`{"train": {"lr": 0.1}}`) or by path
+    /// (`{"train.lr": 0.1}`); null takes a key back to its default, or to that of
+    /// its recipe. With another `data.dataset`, a `data.validation` that was not given is chosen anew.
+    #[schema(value_type = Object)]
+    set: serde_json::Map<String, Value>,
+}
+
+/// Fork a job
+///
+/// Makes a new job that continues from a checkpoint of this one. Weights, optimizer state and the place in the data carry
+/// over, also to another number of ranks or another batch size. An optimizer that keeps something else than the
+/// checkpoint's did (`adamw` after `momentum`) begins with a state of its own; the job's log says so.
+#[utoipa::path(post, path = "/jobs/{id}/fork", tag = "jobs", params(("id" = String, Path),
+        ("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own")),
+    request_body = ForkRequest,
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
+        (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"),
+        (status = 422, body = Problem, description = "Settings that are wrong or do not fit, or a checkpoint that is damaged")))]
+pub(crate) async fn fork(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    OriginalUri(uri): OriginalUri,
+    Body(request, bytes): Body<ForkRequest>,
+) -> Result<Response> {
+    let key = jobs::idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
+    if let Some(job) = jobs::made_before(&*scheduler.store, &caller, key.as_ref()).await? {
+        let at = format!("/api/v1/jobs/{}", job.id);
+        return Ok((axum::http::StatusCode::OK, [(header::LOCATION, at)], Json(job)).into_response());
+    }
+    let Prepared { source, from, checked: Checked { spec, warnings, .. } } =
+        prepare(&scheduler, &caller, &id, request).await?;
+    let (status, mut job) =
+        to_the_end(async move { make(&scheduler, &caller, &source, from, spec, key).await }).await?;
+    job.warnings = warnings;
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+/// A fork that can be made.
+struct Prepared {
+    source: Job,
+    from: CheckpointRow,
+    checked: Checked,
+}
+
+/// Checks a request.
+///
+/// # Errors
+/// All mistakes in it.
+async fn prepare(scheduler: &Scheduler, caller: &Caller, id: &str, request: ForkRequest) -> Result<Prepared> {
+    let source = jobs::find(scheduler, id).await?;
+    jobs::check_readable(&source)?;
+    let from = choose(&*scheduler.store, &source, &request.checkpoint).await?;
+    checkpoints::check_here(&scheduler.checkpoints, &from).await?;
+    let mut document =
+        serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
+    set(&mut document, "name", Value::String(fork_name(&source.name)))?;
+    // It stays in its parent's groups.
+    set(&mut document, "tags", source.tags.clone().into())?;
+    let gives_validation = request.set.contains_key("data.validation")
+        || request.set.get("data").is_some_and(|data| data.get("validation").is_some());
+    for (path, value) in request.set {
+        merge(&mut document, &path, value)?;
+    }
+    check_recipe(&source, &document)?;
+    let pretrained = document.pointer("/model/pretrained").and_then(Value::as_str);
+    if pretrained != source.spec.model.pretrained.as_deref() {
+        let detail =
+            "a fork begins with its checkpoint's weights, not with these: leave it out, or submit a new job";
+        return Err(Error::Invalid(vec![SpecError {
+            pointer: "/model/pretrained".into(),
+            detail: detail.into(),
+        }]));
+    }
+    if !gives_validation {
+        choose_validation_anew(&*scheduler.store, &source, &mut document).await?;
+    }
+    let mut checked = jobs::check(scheduler, caller, &document, false).await?;
+    let Checked { spec, dataset, .. } = &checked;
+    let trained = Trained::of(&scheduler.checkpoints.folder(&from)).await;
+    let mut mistakes = fit::mistakes(trained.as_ref(), &source.spec, spec, dataset);
+    let (steps_per_epoch, total) = steps(&source, &checked);
+    if spec.global_batch_size() == source.spec.global_batch_size() && from.info.step >= total {
+        let pointer = if spec.train.steps.is_some() { "/train/steps" } else { "/train/epochs" };
+        let detail = format!(
+            "the checkpoint is of step {} and the training ends at step {total}: nothing is left to do; set more",
+            from.info.step
+        );
+        mistakes.push(SpecError { pointer: pointer.into(), detail });
+    }
+    if !mistakes.is_empty() {
+        return Err(Error::Invalid(mistakes));
+    }
+    let warnings =
+        [schedule_change(&source, &from, spec, steps_per_epoch, total), other_validation(&source.spec, spec)];
+    checked.warnings.extend(warnings.into_iter().flatten());
+    Ok(Prepared { source, from, checked })
+}
+
+/// Steps of an epoch and of the whole run. On the same pictures and with steps of as many, an epoch has as many steps as the source's ranks
+/// have counted.
+fn steps(source: &Job, Checked { spec, dataset, .. }: &Checked) -> (u64, u64) {
+    let (was, is) = (&source.spec, spec);
+    let is_counted = source.steps_per_epoch > 0
+        && Division::of(&was.data) == Division::of(&is.data)
+        && was.data.drop_remainder == is.data.drop_remainder
+        && was.global_batch_size() == is.global_batch_size();
+    let samples = jobs::training_samples(spec, dataset);
+    let steps_per_epoch = if is_counted { source.steps_per_epoch } else { spec.steps_per_epoch(samples) };
+    let epochs = u64::from(spec.train.epochs.unwrap_or(10));
+    (steps_per_epoch, spec.train.steps.unwrap_or(steps_per_epoch * epochs))
+}
+
+/// How the learning rate goes on, where it does not go on as it was.
+fn schedule_change(
+    source: &Job,
+    from: &CheckpointRow,
+    spec: &JobSpec,
+    steps_per_epoch: u64,
+    total: u64,
+) -> Option<String> {
+    let before = Schedule::new(&source.spec.train, source.steps_per_epoch, source.total_steps);
+    let now = Schedule::new(&spec.train, steps_per_epoch, total);
+    // With steps of another size, the same place in the pictures.
+    let at = (from.info.step * steps_per_epoch).checked_div(source.steps_per_epoch)?;
+    schedule::change(&before, from.info.step, &now, at)
+}
+
+/// That pictures which the source trained on measure the fork.
+fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
+    let (before, now) = (Division::of(&was.data), Division::of(&is.data));
+    let holds_out = matches!(is.data.validation, Validation::Fraction(_));
+    (holds_out && before.dataset == now.dataset && before != now).then(|| {
+        "data.validation or data.validation_seed is another than the parent's: pictures that the parent trained on measure the fork, and its \
+         accuracy says less of new pictures. The job's log counts them"
+            .to_owned()
+    })
+}
+
+/// Check a fork without making it
+///
+/// What the fork would come to, and warnings that matter before it is made: how the learning rate goes on where that changes, and whether
+/// pictures that the job has trained on would measure the fork.
+#[utoipa::path(post, path = "/jobs/{id}/fork/check", tag = "jobs", params(("id" = String, Path)), request_body = ForkRequest,
+    responses((status = 200, body = Plan), (status = 404, body = Problem), (status = 409, body = Problem, description = "It has no such checkpoint"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn check(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Body(request, _): Body<ForkRequest>,
+) -> Result<Json<Plan>> {
+    Ok(Json(prepare(&scheduler, &caller, &id, request).await?.checked.plan()))
+}
+
+/// The new job, with the checkpoint in its folder.
+async fn make(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    source: &Job,
+    from: CheckpointRow,
+    mut spec: JobSpec,
+    key: Option<(String, String)>,
+) -> Result<(axum::http::StatusCode, Job)> {
+    // Others see the fork: it does not show them the name and the tags of what they do not see.
+    let hides_parent = source.spec.private && !spec.private;
+    if hides_parent {
+        if spec.name == fork_name(&source.name) {
+            "fork".clone_into(&mut spec.name);
+        }
+        if spec.tags == source.tags {
+            spec.tags.clear();
+        }
+        // It begins with its checkpoint. These weights are a private job's as well, or were given by its owner.
+        spec.model.pretrained.take_if(|given| dispatch::is_checkpoint_id(given));
+    }
+    let new = JobId::generate();
+    let (to, place) =
+        (scheduler.config.job_dir(&new).join("checkpoints"), scheduler.checkpoints.folder(&from));
+    let folder = format!("{}-{}", from.info.epoch, from.info.step);
+    let copied = async || {
+        let (place, to, folder) = (place.clone(), to.clone(), folder.clone());
+        let copied = tokio::task::spawn_blocking(move || copy(&place, &to, &folder)).await;
+        copied.map_err(io::Error::other).flatten()
+    };
+    let mut done = copied().await;
+    // The object store may have it as it was written.
+    if matches!(&done, Err(error) if error.kind() == io::ErrorKind::InvalidData)
+        && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, None)
+    {
+        let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
+        checkpoints::fetched(&scheduler.config, &from, fetch).await?;
+        done = copied().await;
+    }
+    if let Err(error) = done {
+        let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
+        if error.kind() == io::ErrorKind::InvalidData {
+            let which = format_args!("checkpoint {}", from.id);
+            return Err(checkpoints::damaged(which, &error.to_string()));
+        }
+        if error.kind() == io::ErrorKind::NotFound && !scheduler.checkpoints.folder(&from).exists() {
+            return Err(checkpoints::removed());
+        }
+        return Err(Error::Unavailable(format!("checkpoint {} cannot be copied: {error}", from.id)));
+    }
+    let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
+    // The reason is read by whoever sees the fork.
+    let facts = if hides_parent {
+        Facts { step: Some(from.info.step), ..Facts::default() }
+    } else {
+        Facts {
+            step: Some(from.info.step),
+            job: Some(parent.job.clone()),
+            checkpoint: Some(parent.checkpoint.clone()),
+            detail: Some(source.name.clone()),
+            ..Facts::default()
+        }
+    };
+    let reason = Reason::new(ReasonCode::Forked, facts);
+    let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
+    let fork = Fork { reason, parent, hides_parent, checkpoint };
+    let made = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;
+    // Pages of its parent that are open name it, too. The fork is made, whether or not they hear of it.
+    if let Err(error) = scheduler.events.hub.labelled(jobs::find(scheduler, source.id.as_str())).await {
+        tracing::debug!(?error, "the pages of a fork's parent were not notified");
+    }
+    Ok(made)
+}
+
+/// Another recipe would change nothing but the name: every key has its value already.
+fn check_recipe(source: &Job, document: &Value) -> Result<()> {
+    let wanted = document.pointer("/train/recipe").and_then(Value::as_str);
+    if wanted.is_none() || wanted == source.spec.train.recipe.map(Recipe::name) {
+        return Ok(());
+    }
+    let detail =
+        "a fork continues with its job's settings, all of which have a value: set the keys that should differ"
+            .into();
+    Err(Error::Invalid(vec![SpecError { pointer: "/train/recipe".into(), detail }]))
+}
+
+/// On another dataset the validation split is chosen as for a new job, unless the parent's was given. A stored specification does
+/// not show whether it was given, so one that equals the choice counts as chosen.
+async fn choose_validation_anew(store: &dyn Store, source: &Job, document: &mut Value) -> Result<()> {
+    let mut before =
+        serde_json::to_value(&source.spec).map_err(|e| Error::Internal(format!("a specification: {e}")))?;
+    if document.pointer("/data/dataset") == before.pointer("/data/dataset") {
+        return Ok(());
+    }
+    // Without the old dataset, its splits are unknown.
+    let Some(dataset) = store.dataset(&source.spec.data.dataset).await? else { return Ok(()) };
+    forget_validation(&mut before);
+    let Ok(mut chosen) = from_json(&before) else { return Ok(()) };
+    submission::choose_validation(&mut chosen, &dataset, false);
+    if chosen.data.validation == source.spec.data.validation {
+        forget_validation(document);
+    }
+    Ok(())
+}
+
+fn forget_validation(document: &mut Value) {
+    if let Some(data) = document.get_mut("data").and_then(Value::as_object_mut) {
+        data.remove("validation");
+    }
+}
+
+fn fork_name(name: &str) -> String {
+    let mut short = name.to_owned();
+    short.truncate(short.floor_char_boundary(190));
+    format!("{short} (fork)")
+}
+
+fn set(document: &mut Value, key: &str, value: Value) -> Result<()> {
+    match document.as_object_mut() {
+        Some(table) => {
+            table.insert(key.to_owned(), value);
+            Ok(())
+        }
+        None => Err(Error::Internal("a specification that is no table".into())),
+    }
+}
+
+/// Puts a value at a path of keys; a table is merged into the one that is there.
+fn merge(document: &mut Value, path: &str, value: Value) -> Result<()> {
+    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/set".into(), detail }]);
+    // Before it grows with every table inside another.
+    key_parts(path).map_err(mistake)?;
+    if let Value::Object(inner) = value {
+        for (key, value) in inner {
+            merge(document, &format!("{path}.{key}"), value)?;
+        }
+        return Ok(());
+    }
+    // One way to read paths: the command line's.
+    set_key(document, path, value).map_err(mistake)?;
+    // One of the two says how large a step is.
+    let (is_one, other) = match path {
+        "train.batch_size" => (true, "global_batch_size"),
+        "train.global_batch_size" => (true, "batch_size"),
+        "train.epochs" => (true, "steps"),
+        "train.steps" => (true, "epochs"),
+        "checkpoint.every_steps" => (true, "every_epochs"),
+        "checkpoint.every_epochs" => (true, "every_steps"),
+        _ => (false, ""),
+    };
+    let table = path.split('.').next().unwrap_or_default();
+    if is_one && let Some(table) = document.get_mut(table).and_then(Value::as_object_mut) {
+        table.remove(other);
+    }
+    Ok(())
+}
+
+async fn choose(store: &dyn Store, job: &Job, wanted: &Value) -> Result<CheckpointRow> {
+    let all = store.checkpoints(&job_id(job.id.as_str())?).await?;
+    let text = match wanted {
+        Value::Null => "latest".to_owned(),
+        Value::String(text) => text.clone(),
+        Value::Number(step) => step.to_string(),
+        _ => return Err(Error::BadRequest("checkpoint is an id, best, latest or a step".into())),
+    };
+    let found = match text.as_str() {
+        "latest" => all.first(),
+        "best" => all.iter().find(|c| c.info.best).or(all.first()),
+        text => all.iter().find(|c| c.id == text || c.info.step.to_string() == text),
+    };
+    found.cloned().ok_or_else(|| {
+        let steps: Vec<_> = all.iter().map(|c| c.info.step.to_string()).collect();
+        let there = if steps.is_empty() {
+            "it has none yet".into()
+        } else {
+            format!("there are those of steps {}", steps.join(", "))
+        };
+        Error::Conflict(format!("the job has no checkpoint {text}; {there}"), Some(job.state))
+    })
+}
+
+/// The files of a checkpoint under another job: links, as they never change, or copies on another disk. It
+/// appears whole or not at all, and stays when the other job's is deleted.
+fn copy(from: &FilePath, to: &FilePath, folder: &str) -> io::Result<()> {
+    let temporary = to.join(format!(".tmp-{folder}"));
+    fs::create_dir_all(&temporary)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        if !fs::metadata(entry.path())?.is_file() {
+            let detail = format!("its {} is no regular file", entry.file_name().to_string_lossy());
+            return Err(io::Error::other(detail));
+        }
+        let target = temporary.join(entry.file_name());
+        if fs::hard_link(entry.path(), &target).is_err() {
+            fs::copy(entry.path(), &target)?;
+            fs::File::open(&target)?.sync_all()?;
+        }
+    }
+    check_whole(&temporary)?;
+    fs::File::open(&temporary)?.sync_all()?;
+    fs::rename(&temporary, to.join(folder))?;
+    fs::File::open(to)?.sync_all()
+}

@@ -1,0 +1,306 @@
+//! Checkpoints: their list, and what they are.
+
+pub(crate) mod evaluation;
+pub(crate) mod files;
+pub(crate) mod fork;
+pub(crate) mod predict;
+
+use super::list::{Elements, List, ListParams, Page};
+use crate::{
+    api::jobs,
+    checkpoints::{
+        Checkpoints, artifact_fetches,
+        artifact_store::{Fetch, NotFetched, StoredState},
+    },
+    config::ServeConfig,
+    http::{
+        conditional::tagged,
+        error::{Code, Error, Problem, Result},
+        extract::{Path, Query},
+    },
+    scheduler::Scheduler,
+    store::{CheckpointRow, Store},
+    util::regular,
+};
+use axum::{Json, extract::State, http::HeaderMap, response::Response};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::CheckpointInfo,
+    checkpoint_files::{self, AVERAGE, MANIFEST, MODEL, STATE},
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::fmt::Display;
+use std::sync::Arc;
+use utoipa::ToSchema;
+
+/// Whether a file of a checkpoint has this name; nothing else in its folder is served.
+pub(super) fn is_file(name: &str) -> bool {
+    [STATE, MANIFEST].contains(&name) || checkpoint_files::kind(name).is_some()
+}
+
+/// Which weights of a checkpoint.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Weights {
+    /// Those that training continues from.
+    #[default]
+    Model,
+    /// Their running average, of a job with `train.ema_decay`.
+    Ema,
+}
+
+impl Weights {
+    /// The path by which an agent opens these weights of the checkpoint in `folder`.
+    ///
+    /// # Errors
+    /// The checkpoint is gone, is no folder of files, or has no average.
+    pub(super) fn path(self, folder: &std::path::Path) -> Result<std::path::PathBuf> {
+        if !folder.exists() {
+            return Err(removed());
+        }
+        check_regular(&folder.join(MODEL))?;
+        if self == Weights::Model {
+            return Ok(folder.into());
+        }
+        let path = folder.join(AVERAGE);
+        // The agent finds the parts by the index.
+        if !path.exists() && !folder.join(checkpoint_files::index(AVERAGE)).exists() {
+            return Err(no_average());
+        }
+        check_regular(&path)?;
+        Ok(path)
+    }
+}
+
+pub(super) fn no_average() -> Error {
+    let detail = "this checkpoint has no averaged weights: its job had no train.ema_decay, or no step whose weights \
+                  were averaged; leave weights=ema out";
+    Error::NotFound(detail.into())
+}
+
+/// A job's checkpoints.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct CheckpointList {
+    /// Newest first, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Checkpoint>)]
+    checkpoints: Elements<Checkpoint>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: checkpoints on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Checkpoint>> for CheckpointList {
+    fn from(page: Page<Checkpoint>) -> Self {
+        Self { checkpoints: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Checkpoint> = List {
+    name: "checkpoints",
+    fields: &[
+        "id",
+        "attempt",
+        "epoch",
+        "step",
+        "val_accuracy",
+        "val_loss",
+        "validation",
+        "best",
+        "size_bytes",
+        "created_at",
+        "uploading_from",
+        "stored",
+    ],
+    sorts: &[
+        ("step", |checkpoint| Some(checkpoint.info.step as f64).into()),
+        ("created", |checkpoint| checkpoint.created_at.into()),
+        ("val_accuracy", |checkpoint| checkpoint.info.val_accuracy.into()),
+        ("val_loss", |checkpoint| checkpoint.info.val_loss.into()),
+        ("size", |checkpoint| Some(checkpoint.info.size_bytes as f64).into()),
+    ],
+    default_sort: "-step",
+    id: |checkpoint| &checkpoint.id,
+    created: Some(|checkpoint| checkpoint.created_at),
+};
+
+/// A complete checkpoint.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Checkpoint {
+    id: String,
+    attempt: u32,
+    #[serde(flatten)]
+    info: CheckpointInfo,
+    #[schema(value_type = String)]
+    created_at: Timestamp,
+    /// The machine that it is still being uploaded from; until that is done its files cannot be had.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uploading_from: Option<String>,
+    /// Where the server keeps checkpoints in an object store, too (`serve --artifacts`): whether it is there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stored: Option<StoredState>,
+}
+
+/// A checkpoint with its files.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct CheckpointDetail {
+    #[serde(flatten)]
+    checkpoint: Checkpoint,
+    job: String,
+    /// Size and sha256 of each file, from its `MANIFEST.json`.
+    files: Value,
+}
+
+impl Checkpoint {
+    fn of(checkpoints: &Checkpoints, row: CheckpointRow) -> Self {
+        let uploading_from = checkpoints.on_its_way(&row).into_iter().next().map(|holder| holder.agent);
+        let stored = checkpoints.stored_state(&row);
+        let CheckpointRow { id, attempt, info, created_at, .. } = row;
+        Self { id, attempt, info, created_at, uploading_from, stored }
+    }
+}
+
+/// A job's checkpoints
+///
+/// `sort`: `step`, `created`, `val_accuracy`, `val_loss`, `size`; `-step` when absent.
+#[utoipa::path(get, path = "/jobs/{id}/checkpoints", tag = "checkpoints", params(("id" = String, Path), ListParams),
+    responses((status = 200, body = CheckpointList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn list(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    Query(params): Query<ListParams>,
+) -> Result<Response> {
+    let job = jobs::find(&scheduler, &id).await?;
+    let rows = scheduler.store.checkpoints(&job.id).await?;
+    let rows = rows.into_iter().map(|row| Checkpoint::of(&checkpoints, row)).collect();
+    tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, rows, &params)?))
+}
+
+/// One checkpoint
+#[utoipa::path(get, path = "/checkpoints/{id}", tag = "checkpoints", params(("id" = String, Path)),
+    responses((status = 200, body = CheckpointDetail), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
+        (status = 422, body = Problem, description = "Its manifest is damaged")))]
+pub(crate) async fn show(
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Path(id): Path<String>,
+) -> Result<Json<CheckpointDetail>> {
+    let row = find(&*checkpoints.store, &id).await?;
+    let files = manifest(&checkpoints, &row).await?.get("files").cloned().unwrap_or_default();
+    Ok(Json(CheckpointDetail {
+        job: row.job.to_string(),
+        checkpoint: Checkpoint::of(&checkpoints, row),
+        files,
+    }))
+}
+
+pub(super) async fn find(store: &dyn Store, id: &str) -> Result<CheckpointRow> {
+    store.checkpoint(id).await?.ok_or_else(|| Error::NotFound("no checkpoint has this id".into()))
+}
+
+/// The checkpoint of a job that a person names: `best`, `latest`, its id, or its number of steps.
+///
+/// # Errors
+/// There is none, or none like that.
+pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<CheckpointRow> {
+    if rows.is_empty() {
+        return Err(Error::NotFound("this job has no checkpoint yet".into()));
+    }
+    // Newest first; a job without validation has no best one.
+    let found = match wanted {
+        "latest" => rows.first(),
+        "best" => rows.iter().find(|r| r.info.best).or(rows.first()),
+        id => rows.iter().find(|r| r.id == id || r.info.step.to_string() == id),
+    };
+    found.cloned().ok_or_else(|| {
+        Error::NotFound(format!("this job has no checkpoint {wanted:?}: give best, latest, an id or a step"))
+    })
+}
+
+/// Refuses what needs the files of a checkpoint that is still on its way from another machine, and fetches them from the object store
+/// where this disk has them no more, or files of it are missing or cut off.
+///
+/// # Errors
+/// It is on its way, or cannot be fetched.
+pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
+    if let Some(holder) = checkpoints.on_its_way(row).into_iter().next() {
+        return Err(Error::Conflict(
+            format!(
+                "this checkpoint is still being uploaded from {}; ask again, or use an older one",
+                holder.agent
+            ),
+            None,
+        ));
+    }
+    let fetch = match artifact_fetches::fetch(checkpoints, row) {
+        None => artifact_fetches::mend(checkpoints, row).await,
+        fetch => fetch,
+    };
+    match fetch {
+        Some(fetch) => fetched(&checkpoints.config, row, fetch).await,
+        None => Ok(()),
+    }
+}
+
+/// Waits for a checkpoint that is fetched from the object store.
+///
+/// # Errors
+/// It cannot be fetched, or takes long.
+pub(super) async fn fetched(config: &ServeConfig, row: &CheckpointRow, fetch: Fetch) -> Result<()> {
+    match artifact_fetches::wait(fetch, config.evaluation_wait).await {
+        Some(Ok(())) => Ok(()),
+        Some(Err(NotFetched::Missing)) => Err(removed()),
+        Some(Err(NotFetched::Damaged(how))) => {
+            Err(damaged(format_args!("checkpoint {}", row.id), &format!("{how}, as the object store has it")))
+        }
+        Some(Err(NotFetched::Away(why))) => Err(Error::Unavailable(format!(
+            "this checkpoint is in the object store, which cannot be asked now ({why}); try again later"
+        ))),
+        Some(Err(NotFetched::Disk(why))) => Err(Error::Unavailable(format!(
+            "this checkpoint cannot be fetched from the object store: the server's disk does not take it ({why})"
+        ))),
+        None => Err(Error::Unavailable(
+            "this checkpoint is being fetched from the object store; ask again in a moment".into(),
+        )),
+    }
+}
+
+pub(super) fn removed() -> Error {
+    Error::NotFound(
+        "this checkpoint's files are gone: it was removed to keep the newest ones, or by someone".into(),
+    )
+}
+
+pub(super) async fn manifest(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<Value> {
+    check_here(checkpoints, row).await?;
+    let path = checkpoints.folder(row).join("MANIFEST.json");
+    check_regular(&path)?;
+    let text = regular::read(&path).await.map_err(|_| removed())?;
+    serde_json::from_slice(&text).map_err(|e| {
+        damaged(format_args!("checkpoint {}", row.id), &format!("its MANIFEST.json is no JSON ({e})"))
+    })
+}
+
+/// Whether a file of a checkpoint can be opened without waiting for anybody. One that is missing is found out later.
+///
+/// # Errors
+/// It is a pipe, a socket, a device or a folder.
+pub(super) fn check_regular(path: &std::path::Path) -> Result<()> {
+    match path.metadata() {
+        Ok(about) if !about.is_file() => {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            Err(damaged("this checkpoint", &format!("its {name} is no regular file")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `how`: what is wrong, as in `its state.json is missing`.
+pub(super) fn damaged(which: impl Display, how: &str) -> Error {
+    let detail = format!("{which} is damaged: {how}; use another one");
+    Error::Of(Code::CheckpointDamaged, detail)
+}

@@ -1,0 +1,134 @@
+//! Predictions of a checkpoint for uploaded pictures. An agent computes them.
+
+use crate::{
+    agents::requests,
+    api::checkpoints::{self, Weights},
+    checkpoints::Checkpoints,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query},
+    },
+};
+use axum::{
+    Json,
+    extract::{FromRequest, Multipart, Request, State, multipart::MultipartError},
+    http::{StatusCode, header},
+};
+use base64::Engine as _;
+use bytes::Bytes;
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest},
+    inspect::{NamedPicture, Prediction},
+};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::Semaphore;
+use utoipa::{IntoParams, ToSchema};
+
+/// Pictures of one request, and their bytes together.
+const PICTURES: usize = 100;
+const BYTES: usize = 24 << 20;
+/// Limit of a body: a form has some bytes around its pictures.
+pub(crate) const BODY_BYTES: usize = BYTES + (1 << 20);
+/// Requests whose pictures are in memory at the same time; others wait.
+static CONCURRENT: Semaphore = Semaphore::const_new(4);
+const PATIENCE: Duration = Duration::from_secs(120);
+/// For all pictures of a request: others wait for the memory that they take. Half a megabyte a second.
+const READING: Duration = Duration::from_secs(60);
+
+/// What the model says, in the order of the pictures.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Predictions {
+    predictions: Vec<Prediction>,
+}
+
+/// What answers.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct PredictQuery {
+    /// `model`, or `ema` for their running average.
+    #[serde(default)]
+    #[param(inline)]
+    weights: Weights,
+}
+
+/// Classify pictures
+///
+/// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
+/// that cannot be read says so in its own answer. Together they have at most 256 megapixels.
+#[utoipa::path(post, path = "/checkpoints/{id}/predict", tag = "checkpoints", params(("id" = String, Path), PredictQuery),
+    request_body(content((Vec<u8> = "application/octet-stream"), (Object = "multipart/form-data"))),
+    responses((status = 200, body = Predictions), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"), (status = 413, body = Problem), (status = 422, body = Problem),
+        (status = 503, body = Problem, description = "No agent is online")))]
+pub(crate) async fn predict(
+    State(checkpoints): State<Arc<Checkpoints>>,
+    Path(id): Path<String>,
+    Query(by): Query<PredictQuery>,
+    request: Request,
+) -> Result<Json<Predictions>> {
+    let row = checkpoints::find(&*checkpoints.store, &id).await?;
+    checkpoints::check_here(&checkpoints, &row).await?;
+    let model = by.weights.path(&checkpoints.folder(&row))?;
+    let _permit = CONCURRENT.acquire().await.map_err(|e| Error::Internal(e.to_string()))?;
+    let pictures = tokio::time::timeout(READING, pictures(request)).await.map_err(|_| {
+        let detail =
+            format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());
+        Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
+    })??;
+    let for_agent = AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures };
+    match requests::call(&checkpoints.agents, for_agent, PATIENCE).await {
+        Ok(AgentReply::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
+        Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),
+        Err(error) => Err(error.without_pointer()),
+    }
+}
+
+async fn pictures(request: Request) -> Result<Vec<NamedPicture>> {
+    let too_large = || {
+        let detail = format!("pictures of at most {} MiB together, please", BYTES >> 20);
+        Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, detail)
+    };
+    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    if !kind.starts_with("multipart/form-data") {
+        let bytes = Bytes::from_request(request, &()).await.map_err(|_| too_large())?;
+        if bytes.len() > BYTES {
+            return Err(too_large());
+        }
+        if bytes.is_empty() {
+            return Err(Error::BadRequest(
+                "the body is empty; it must be a picture: JPEG, PNG, WebP, GIF, BMP or TIFF".into(),
+            ));
+        }
+        return Ok(vec![named(String::new(), &bytes)]);
+    }
+    let mut form =
+        Multipart::from_request(request, &()).await.map_err(|e| Error::BadRequest(e.body_text()))?;
+    let mut pictures = Vec::new();
+    let mut together = 0;
+    let unreadable = |e: MultipartError| match e.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => too_large(),
+        _ => Error::BadRequest(e.body_text()),
+    };
+    while let Some(field) = form.next_field().await.map_err(unreadable)? {
+        let name = field.file_name().unwrap_or_default().chars().take(200).collect();
+        let bytes = field.bytes().await.map_err(unreadable)?;
+        together += bytes.len();
+        if together > BYTES {
+            return Err(too_large());
+        }
+        pictures.push(named(name, &bytes));
+        if pictures.len() > PICTURES {
+            return Err(Error::BadRequest(format!("at most {PICTURES} pictures at a time, please")));
+        }
+    }
+    if pictures.is_empty() {
+        return Err(Error::BadRequest("the form holds no picture".into()));
+    }
+    Ok(pictures)
+}
+
+fn named(name: String, bytes: &Bytes) -> NamedPicture {
+    NamedPicture { name, content: base64::engine::general_purpose::STANDARD.encode(bytes) }
+}

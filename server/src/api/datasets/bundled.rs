@@ -1,0 +1,71 @@
+//! The pictures that come with the program: unpacked and registered in one request, so that a new server has something to train on.
+
+use super::inspections::{InspectionProgress, LONGEST_WAIT};
+use crate::{
+    api::datasets::{self, NewDataset, Registered},
+    auth::access::Caller,
+    config::{Bundled, ServeConfig},
+    datasets::Datasets,
+    http::error::{Code, Error, Problem, Result},
+};
+use axum::{
+    Extension, Json,
+    extract::State,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::dataset::Dataset;
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+/// Register the bundled pictures
+///
+/// Unpacks the subset of Fashion-MNIST that comes with the program into the data directory and registers it as `fashion-mnist`.
+#[utoipa::path(post, path = "/datasets/bundled", tag = "datasets",
+    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"),
+        (status = 404, body = Problem, description = "This server has none"), (status = 409, body = Problem, description = "The name is taken"),
+        (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
+pub(crate) async fn register(
+    State(config): State<Arc<ServeConfig>>,
+    State(datasets): State<Arc<Datasets>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Response> {
+    let Some(bundled) = config.bundled else {
+        return Err(Error::NotFound("this server has no bundled pictures".into()));
+    };
+    if datasets.store.dataset(bundled.name).await?.is_some() {
+        return Err(Error::Of(Code::NameTaken, format!("a dataset is already called {:?}", bundled.name)));
+    }
+    let folder = config.data_dir.join("datasets").join(bundled.name);
+    let unpacked = tokio::task::spawn_blocking(move || unpack(&bundled, &folder)).await;
+    let path = match unpacked {
+        Ok(Ok(path)) => path.to_string_lossy().into_owned(),
+        Ok(Err(error)) => return Err(Error::Internal(format!("the pictures cannot be unpacked: {error}"))),
+        Err(error) => return Err(Error::Internal(error.to_string())),
+    };
+    let new = NewDataset { name: bundled.name.into(), path, private: false };
+    match datasets::register(&datasets, &caller, new, LONGEST_WAIT).await? {
+        Registered::Done(dataset) => Ok((
+            StatusCode::CREATED,
+            [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],
+            Json(dataset),
+        )
+            .into_response()),
+        Registered::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    }
+}
+
+/// Writes what is not there yet, or not the same.
+fn unpack(bundled: &Bundled, folder: &Path) -> io::Result<PathBuf> {
+    fs::create_dir_all(folder)?;
+    for (name, content) in (bundled.files)() {
+        let path = folder.join(name);
+        if !fs::read(&path).is_ok_and(|there| there == *content) {
+            fs::write(&path, content)?;
+        }
+    }
+    folder.canonicalize()
+}

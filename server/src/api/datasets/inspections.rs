@@ -1,0 +1,162 @@
+//! Inspections of datasets. The first inspection of a million pictures takes minutes, longer than browsers and proxies wait
+//! for a response. A request that does not want to wait is answered 202, and the same request again joins the inspection.
+
+use crate::{
+    agents::{Online, RequestError, requests},
+    datasets::{Datasets, inspections::Inspection},
+    http::error::{Error, Result},
+};
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest},
+    dataset::DatasetInfo,
+    inspect::CONCURRENT_REQUESTS,
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+use tokio::sync::watch;
+use utoipa::{IntoParams, ToSchema};
+
+/// A folder of pictures as large as they come, on a slow disk.
+const PATIENCE: Duration = Duration::from_secs(12 * 3600);
+/// A request waits so long unless it says how long, and no longer: less than any handler may take.
+const LONGEST_WAIT_SECS: u64 = 120;
+/// How long a result is kept for requests that come again.
+const KEPT: Duration = Duration::from_secs(10);
+/// For an agent's reply to `InspectProgress`. Older agents do not reply.
+const PROGRESS: Duration = Duration::from_secs(2);
+
+/// How long to wait.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct WaitQuery {
+    /// Answer 202 when the inspection has not ended after so many seconds: 0 to 120, 120 when absent.
+    #[param(minimum = 0, maximum = 120)]
+    wait_secs: Option<u64>,
+}
+
+impl WaitQuery {
+    pub(crate) fn patience(&self) -> Result<Duration> {
+        let secs = self.wait_secs.unwrap_or(LONGEST_WAIT_SECS);
+        if secs > LONGEST_WAIT_SECS {
+            let detail = format!("wait_secs is {secs}; it may be 0 to {LONGEST_WAIT_SECS}");
+            return Err(Error::BadRequest(detail));
+        }
+        Ok(Duration::from_secs(secs))
+    }
+}
+
+/// The longest wait of a request that does not say.
+pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS);
+
+/// The progress of an inspection.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct InspectionProgress {
+    /// For people.
+    pub(crate) detail: String,
+    /// Pictures (or shards) inspected so far, where that is known.
+    inspected: Option<u64>,
+    /// Pictures (or shards) in all, where that is known.
+    total: Option<u64>,
+}
+
+/// The outcome of an inspection within the time that a request waits.
+#[derive(Debug)]
+pub(crate) enum Inspected {
+    Done {
+        /// Without links.
+        path: String,
+        info: Box<DatasetInfo>,
+    },
+    UnderWay(InspectionProgress),
+}
+
+/// Has an agent inspect the files under `path`, or joins an inspection of them, and waits for at most `patience`.
+///
+/// # Errors
+/// Nobody is online or has the files, or what is wrong with them.
+pub(crate) async fn inspect(datasets: &Arc<Datasets>, path: String, patience: Duration) -> Result<Inspected> {
+    let Inspection { agent, mut outcome, .. } = begin(datasets, &path);
+    let done = async { outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
+    match tokio::time::timeout(patience, done).await {
+        Err(_) => Ok(Inspected::UnderWay(under_way(datasets, agent.get(), path).await)),
+        Ok(found) => {
+            datasets.inspections.forget(&path);
+            match found.ok().flatten() {
+                Some(Ok((path, info))) => Ok(Inspected::Done { path, info: Box::new(info) }),
+                Some(Err(error)) => Err(error.into()),
+                None => Err(Error::Unavailable("the server is stopping; ask again".into())),
+            }
+        }
+    }
+}
+
+fn begin(datasets: &Arc<Datasets>, path: &str) -> Inspection {
+    let mut all = datasets.inspections.lock();
+    if let Some(known) = all.inspections.get(path) {
+        return known.clone();
+    }
+    all.begun += 1;
+    let (sender, outcome) = watch::channel(None);
+    let agent = Arc::new(OnceLock::new());
+    let inspection = Inspection { number: all.begun, agent: agent.clone(), outcome };
+    all.inspections.insert(path.to_owned(), inspection.clone());
+    let (datasets, path) = (Arc::clone(datasets), path.to_owned());
+    let tasks = datasets.tasks.tracker.clone();
+    // Nothing of it outlives the server.
+    tasks.spawn(async move {
+        let work = async {
+            let allowed = datasets.roots.allowed_new(&path);
+            let request = AgentRequest::InspectDataset { path: path.clone(), allowed };
+            let chosen = requests::choose_agent(&datasets.agents, &request).await?;
+            let waiting = datasets.agents.send_request(&chosen, request);
+            // Set once: nobody else has this one.
+            let _ = agent.set(chosen);
+            match datasets.agents.reply(waiting, PATIENCE).await? {
+                AgentReply::Dataset { path, info } => Ok((path, info)),
+                _ => Err(RequestError::Refused("an agent answered something else than a dataset".into())),
+            }
+        };
+        let whole = async {
+            let _ = sender.send(Some(work.await));
+            tokio::time::sleep(KEPT).await;
+            datasets.inspections.forget(&path);
+        };
+        tokio::select! {
+            () = whole => {}
+            () = datasets.tasks.stopping.cancelled() => {}
+        }
+    });
+    inspection
+}
+
+async fn under_way(datasets: &Datasets, agent: Option<&Online>, path: String) -> InspectionProgress {
+    let Some(agent) = agent else {
+        let detail = format!("choosing a machine that has {path}; ask again");
+        return InspectionProgress { detail, inspected: None, total: None };
+    };
+    let waiting = datasets.agents.send_request(agent, AgentRequest::InspectProgress { path: path.clone() });
+    let progress = match datasets.agents.reply(waiting, PROGRESS).await {
+        Ok(AgentReply::Progress { inspected }) => inspected,
+        _ => None,
+    };
+    let name = &agent.row.name;
+    let ahead = datasets.inspections.ahead(&path, agent);
+    let detail = match progress {
+        Some((inspected, total)) => {
+            format!("{name} is inspecting {path}: {inspected} of {total} so far; ask again")
+        }
+        // An agent runs so many inspections at a time.
+        None if ahead >= CONCURRENT_REQUESTS => {
+            format!(
+                "the inspection of {path} waits on {name}, behind {}; ask again",
+                lockstep_protocol::numbers::plural(ahead as u64, "other")
+            )
+        }
+        None => format!("{name} is inspecting {path}; ask again"),
+    };
+    let (inspected, total) = progress.unzip();
+    InspectionProgress { detail, inspected, total }
+}

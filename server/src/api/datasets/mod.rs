@@ -1,0 +1,381 @@
+//! Registered datasets. The server opens none itself: an agent inspects the files.
+
+pub(crate) mod bundled;
+pub(crate) mod inspections;
+pub(crate) mod pages;
+
+use super::list::{Elements, List, ListParams, Page};
+use crate::{
+    auth::access::Caller,
+    datasets::Datasets,
+    http::{
+        conditional::tagged,
+        error::{Code, Error, Problem, Result},
+        extract::{Body, Path, Query},
+    },
+    store::{Store, StoreError},
+};
+use axum::{
+    Extension, Json,
+    extract::State,
+    http::{HeaderMap, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use inspections::{Inspected, InspectionProgress, WaitQuery};
+use lockstep_protocol::numbers::plural;
+use lockstep_protocol::{
+    Job,
+    dataset::{Dataset, DatasetInfo},
+    spec::SpecError,
+};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+use utoipa::ToSchema;
+
+const MAX_PATH_BYTES: usize = 4096;
+const MAX_NAME_BYTES: usize = 100;
+/// Jobs that a refusal names.
+const JOBS_NAMED: usize = 10;
+
+/// All registered datasets.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DatasetList {
+    /// By name, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Dataset>)]
+    datasets: Elements<Dataset>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: datasets on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Dataset>> for DatasetList {
+    fn from(page: Page<Dataset>) -> Self {
+        Self { datasets: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Dataset> = List {
+    name: "datasets",
+    fields: &["name", "path", "info", "added_at", "owner", "private"],
+    sorts: &[
+        ("name", |dataset| dataset.name.as_str().into()),
+        ("created", |dataset| dataset.added_at.into()),
+    ],
+    default_sort: "name",
+    id: |dataset| &dataset.name,
+    created: Some(|dataset| dataset.added_at),
+};
+
+/// A dataset to register.
+#[derive(Debug, Clone, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewDataset {
+    /// Letters, digits, `-`, `_` and `.`; what jobs give as `data.dataset`.
+    pub(crate) name: String,
+    /// Absolute, on the machines that train on it.
+    pub(crate) path: String,
+    /// Only its owner and admins see it.
+    #[serde(default)]
+    pub(crate) private: bool,
+}
+
+/// The datasets that a caller sees.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Dataset>> {
+    let mut datasets = store.datasets().await?;
+    datasets.retain(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
+    Ok(datasets)
+}
+
+/// Register a dataset
+///
+/// An agent inspects the files; their format is found, not declared. Inspecting many pictures for the first time takes minutes:
+/// 202 has the progress; send the same request again until it is done.
+#[utoipa::path(post, path = "/datasets", tag = "datasets", params(WaitQuery), request_body = NewDataset,
+    responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being inspected; ask again"), (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem),
+        (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
+pub(crate) async fn create(
+    State(datasets): State<Arc<Datasets>>,
+    Extension(caller): Extension<Caller>,
+    Query(wait): Query<WaitQuery>,
+    Body(new, _): Body<NewDataset>,
+) -> Result<Response> {
+    let dataset = match register(&datasets, &caller, new, wait.patience()?).await? {
+        Registered::Done(dataset) => dataset,
+        Registered::UnderWay(under_way) => return Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    };
+    Ok((
+        StatusCode::CREATED,
+        [(header::LOCATION, format!("/api/v1/datasets/{}", dataset.name))],
+        Json(dataset),
+    )
+        .into_response())
+}
+
+/// The outcome of a registration within the time that a request waits.
+#[derive(Debug)]
+pub(crate) enum Registered {
+    Done(Box<Dataset>),
+    /// To be asked again.
+    UnderWay(InspectionProgress),
+}
+
+/// Checks a registration, has an agent inspect the files, and stores the dataset. Waits for the inspection at most `patience`.
+///
+/// # Errors
+/// Every mistake, with its field.
+pub(crate) async fn register(
+    datasets: &Arc<Datasets>,
+    caller: &Caller,
+    new: NewDataset,
+    patience: Duration,
+) -> Result<Registered> {
+    let mut errors = Vec::new();
+    let mut mistake = |pointer: &str, detail: &str| {
+        errors.push(SpecError { pointer: pointer.into(), detail: detail.into() })
+    };
+    if new.name.is_empty()
+        || new.name.len() > MAX_NAME_BYTES
+        || !new.name.chars().all(is_plain)
+        || new.name.starts_with('.')
+    {
+        mistake("/name", &name_mistake(&new.name));
+    }
+    if ["inspect", "bundled"].contains(&new.name.as_str()) {
+        mistake(
+            "/name",
+            "is taken: /api/v1/datasets/inspect and /datasets/bundled are calls; choose another name",
+        );
+    }
+    if let Some(detail) = path_mistake(&new.path) {
+        mistake("/path", &detail);
+    } else if let Err(detail) = datasets.roots.check_asked(&new.path, caller).await {
+        mistake("/path", &detail);
+    }
+    if !errors.is_empty() {
+        return Err(Error::Invalid(errors));
+    }
+    if datasets.store.dataset(&new.name).await?.is_some() {
+        let detail = format!(
+            "a dataset is already called {:?}; choose another name, or remove that one first",
+            new.name
+        );
+        return Err(Error::Of(Code::NameTaken, detail));
+    }
+    let (path, info) = match inspections::inspect(datasets, new.path, patience).await? {
+        Inspected::Done { path, info } => {
+            found(datasets, &path)?;
+            (path, checked(*info)?)
+        }
+        Inspected::UnderWay(under_way) => return Ok(Registered::UnderWay(under_way)),
+    };
+    let dataset = Dataset {
+        name: new.name,
+        path,
+        info,
+        added_at: crate::now(),
+        owner: caller.owner().map(str::to_owned),
+        private: new.private,
+    };
+    datasets.store.add_dataset(&dataset).await?;
+    Ok(Registered::Done(Box::new(dataset)))
+}
+
+/// # Errors
+/// The files are where datasets may not come from.
+fn found(datasets: &Datasets, path: &str) -> Result<()> {
+    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
+    datasets.roots.check_found(path).map_err(mistake)
+}
+
+fn checked(info: DatasetInfo) -> Result<DatasetInfo> {
+    let mistake = |detail| Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]);
+    info_mistake(&info).map_or(Ok(info), |detail| Err(mistake(detail)))
+}
+
+/// Why a dataset cannot be trained on or stored (JSON has no number for what is not finite); `None` when it can.
+fn info_mistake(info: &DatasetInfo) -> Option<String> {
+    if info.classes.is_empty() {
+        Some("holds no classes".into())
+    } else if ![1, 3].contains(&info.channels) {
+        Some(format!("has pictures of {}; they must have 1 or 3", plural(info.channels.into(), "channel")))
+    } else if !info.mean.iter().all(|mean| mean.is_finite()) {
+        Some("has pictures whose mean is not a finite number".into())
+    } else if !info.std.iter().all(|std| std.is_finite() && *std > 0.0) {
+        Some("has pictures whose standard deviation is not a number above 0".into())
+    } else {
+        info.too_long()
+    }
+}
+
+/// A folder to inspect.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Folder {
+    /// Absolute, on the machines that train on it.
+    path: String,
+}
+
+/// What an inspection of a folder found.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct InspectedFolder {
+    /// Without links.
+    path: String,
+    info: DatasetInfo,
+}
+
+/// Inspect a folder without registering it
+#[utoipa::path(post, path = "/datasets/inspect", tag = "datasets", params(WaitQuery), request_body = Folder,
+    responses((status = 200, body = InspectedFolder), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 422, body = Problem), (status = 503, body = Problem)))]
+pub(crate) async fn inspect(
+    State(datasets): State<Arc<Datasets>>,
+    Extension(caller): Extension<Caller>,
+    Query(wait): Query<WaitQuery>,
+    Body(folder, _): Body<Folder>,
+) -> Result<Response> {
+    let mistake = match path_mistake(&folder.path) {
+        Some(detail) => Some(detail.to_owned()),
+        None => datasets.roots.check_asked(&folder.path, &caller).await.err(),
+    };
+    if let Some(detail) = mistake {
+        return Err(Error::Invalid(vec![SpecError { pointer: "/path".into(), detail }]));
+    }
+    match inspections::inspect(&datasets, folder.path, wait.patience()?).await? {
+        Inspected::Done { path, info } => {
+            found(&datasets, &path)?;
+            Ok(Json(InspectedFolder { path, info: checked(*info)? }).into_response())
+        }
+        Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    }
+}
+
+/// Inspect a registered dataset again
+///
+/// What its files are now takes the place of what they were when it was registered, also while jobs train on it.
+#[utoipa::path(post, path = "/datasets/{name}/inspect", tag = "datasets", params(("name" = String, Path), WaitQuery),
+    responses((status = 200, body = Dataset), (status = 202, body = InspectionProgress, description = "Under way; ask again"), (status = 404, body = Problem), (status = 422, body = Problem),
+        (status = 503, body = Problem, description = "No agent is online to inspect the files")))]
+pub(crate) async fn inspect_again(
+    State(datasets): State<Arc<Datasets>>,
+    Query(wait): Query<WaitQuery>,
+    Path(name): Path<String>,
+) -> Result<Response> {
+    let dataset = datasets.store.dataset(&name).await?.ok_or_else(no_such_dataset)?;
+    match inspections::inspect(&datasets, dataset.path.clone(), wait.patience()?).await? {
+        Inspected::Done { path, info } => {
+            found(&datasets, &path)?;
+            let dataset = Dataset { info: checked(*info)?, ..dataset };
+            datasets.store.update_dataset(&dataset).await?;
+            Ok(Json(dataset).into_response())
+        }
+        Inspected::UnderWay(under_way) => Ok((StatusCode::ACCEPTED, Json(under_way)).into_response()),
+    }
+}
+
+fn no_such_dataset() -> Error {
+    Error::NotFound("no dataset has this name".into())
+}
+
+/// What a dataset may be called, and what of `name` is something else.
+fn name_mistake(name: &str) -> String {
+    let is = match name.chars().find(|c| !is_plain(*c)) {
+        _ if name.is_empty() => "this one is empty".to_owned(),
+        Some(odd) => format!("this one has {odd:?}"),
+        None if name.len() > MAX_NAME_BYTES => format!("this one has {}", name.len()),
+        None => "this one begins with a dot".into(),
+    };
+    format!(
+        "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first no dot: {is}"
+    )
+}
+
+/// Nothing of it means something in an address or a path.
+fn is_plain(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "-_.".contains(c)
+}
+
+fn path_mistake(path: &str) -> Option<String> {
+    if !path.starts_with('/') {
+        Some("must be an absolute path, such as /data/cifar10, on the machines that train on it".into())
+    } else if path.len() > MAX_PATH_BYTES {
+        Some(format!("has {} bytes; a path has at most {MAX_PATH_BYTES}", path.len()))
+    } else if path.contains('\0') {
+        Some("is no path: it has a zero byte".into())
+    } else {
+        None
+    }
+}
+
+/// List datasets
+///
+/// `sort`: `name`, `created` (when it was registered).
+#[utoipa::path(get, path = "/datasets", tag = "datasets", params(ListParams),
+    responses((status = 200, body = DatasetList), (status = 304, description = "What `If-None-Match` names"), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    Query(params): Query<ListParams>,
+) -> Result<Response> {
+    tagged(&headers, &DatasetList::from(LIST.page(seen_by(&*store, &caller).await?, &params)?))
+}
+
+/// Show a dataset
+#[utoipa::path(get, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
+    responses((status = 200, body = Dataset), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(store): State<Arc<dyn Store>>,
+    headers: HeaderMap,
+    Path(name): Path<String>,
+) -> Result<Response> {
+    tagged(&headers, &store.dataset(&name).await?.ok_or_else(no_such_dataset)?)
+}
+
+/// Remove a dataset
+///
+/// Its files stay where they are. Jobs that are over keep its name; they are neither evaluated nor run again until a dataset
+/// is registered under it.
+#[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Jobs that are not over train on it; they are named")))]
+pub(crate) async fn delete(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<StatusCode> {
+    match store.remove_dataset(&name).await {
+        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Err(error @ StoreError::DatasetInUse(_)) => {
+            let mut jobs = store.unfinished().await?;
+            jobs.retain(|job| job.spec.data.dataset == name);
+            let seen = |job: &Job| caller.sees(job.spec.private, job.owner.as_deref());
+            if !jobs.iter().all(seen) {
+                let detail = "jobs of others train on it, some of them private; ask an admin which";
+                return Err(Error::Of(Code::DatasetInUse, detail.into()));
+            }
+            Err(match jobs.first() {
+                // They may have ended since.
+                Some(_) => Error::Of(Code::DatasetInUse, needed_by(&jobs)),
+                None => error.into(),
+            })
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// `2 jobs train on it: j1 ("a", running), j2 ("b", queued); cancel them first`
+fn needed_by(jobs: &[Job]) -> String {
+    let named = jobs.iter().take(JOBS_NAMED).map(|job| format!("{} ({:?}, {})", job.id, job.name, job.state));
+    let named = named.collect::<Vec<_>>().join(", ");
+    match jobs.len() {
+        1 => format!("a job trains on it: {named}; cancel it first"),
+        n if n > JOBS_NAMED => {
+            format!("{n} jobs train on it: {named} and {} more; cancel them first", n - JOBS_NAMED)
+        }
+        n => format!("{n} jobs train on it: {named}; cancel them first"),
+    }
+}

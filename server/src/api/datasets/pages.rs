@@ -1,0 +1,93 @@
+//! The page of datasets, and its form.
+
+use super::{NewDataset, Registered, inspections::LONGEST_WAIT, register, seen_by};
+use crate::{
+    api::{
+        html::{Page, html, viewer},
+        server_url::ServerUrl,
+    },
+    auth::{Auth, access::Caller},
+    datasets::Datasets,
+    http::{
+        error::{Code, Error, PageError},
+        gate::AuditSubject,
+    },
+};
+use axum::{
+    Extension, Form,
+    extract::State,
+    http::StatusCode,
+    response::{IntoResponse, Redirect},
+};
+use lockstep_web::datasets as views;
+use std::sync::Arc;
+
+/// `GET /datasets`
+pub(crate) async fn datasets(
+    State(datasets): State<Arc<Datasets>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+) -> Page {
+    datasets_page(&datasets, &auth, &caller, server_url, views::DatasetForm::default()).await
+}
+
+async fn datasets_page(
+    datasets: &Datasets,
+    auth: &Auth,
+    caller: &Caller,
+    server_url: String,
+    form: views::DatasetForm,
+) -> Page {
+    let seen = seen_by(&*datasets.store, caller).await?;
+    let may_change =
+        |owner: Option<&str>| !auth.access.has_people() || caller.sees_all() || caller.owns(owner);
+    let changeable = seen.iter().filter(|d| may_change(d.owner.as_deref())).map(|d| d.name.clone());
+    let changeable = changeable.collect();
+    let page = views::DatasetsPage {
+        datasets: seen,
+        changeable,
+        may_add: datasets.roots.may_name(caller),
+        form,
+        server_url,
+        now: crate::now(),
+        viewer: viewer(caller),
+    };
+    html(page.render())
+}
+
+/// `POST /datasets`: the form without scripts.
+pub(crate) async fn add_dataset(
+    State(datasets): State<Arc<Datasets>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+    Form(new): Form<NewDataset>,
+) -> Page {
+    let (name, path) = (new.name.clone(), new.path.clone());
+    let mut form = views::DatasetForm { name, path, ..Default::default() };
+    let status = match register(&datasets, &caller, new, LONGEST_WAIT).await {
+        Ok(Registered::Done(dataset)) => {
+            let created = Extension(AuditSubject(dataset.name));
+            return Ok((created, Redirect::to("/datasets")).into_response());
+        }
+        Ok(Registered::UnderWay(under_way)) => {
+            form.path_error = Some(format!("{}: send this form again to continue", under_way.detail));
+            StatusCode::ACCEPTED
+        }
+        Err(Error::Invalid(mistakes)) => {
+            for mistake in mistakes {
+                let field =
+                    if mistake.pointer == "/name" { &mut form.name_error } else { &mut form.path_error };
+                *field = Some(mistake.detail);
+            }
+            StatusCode::UNPROCESSABLE_ENTITY
+        }
+        Err(Error::Conflict(detail, _) | Error::Of(Code::NameTaken, detail)) => {
+            form.name_error = Some(detail);
+            StatusCode::CONFLICT
+        }
+        Err(other) => return Err(PageError(other)),
+    };
+    Ok((status, datasets_page(&datasets, &auth, &caller, server_url, form).await?).into_response())
+}

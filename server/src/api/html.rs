@@ -1,0 +1,20 @@
+//! Answers that are pages.
+
+use crate::{
+    auth::access::Caller,
+    http::error::{Error, PageError},
+};
+use axum::response::{Html, IntoResponse, Response};
+use lockstep_web::layout::Viewer;
+
+pub(crate) type Page = Result<Response, PageError>;
+
+pub(crate) fn html(rendered: Result<String, impl std::fmt::Display>) -> Page {
+    let html = rendered.map_err(|e| PageError(Error::Internal(format!("a page could not be made: {e}"))))?;
+    Ok(Html(html).into_response())
+}
+
+/// Who looks at a page.
+pub(crate) fn viewer(caller: &Caller) -> Viewer {
+    caller.viewer()
+}

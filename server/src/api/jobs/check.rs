@@ -1,0 +1,347 @@
+//! Checks of a specification that only the server can make: whether its dataset is registered, whether it fits, and whether there
+//! are slots for its ranks.
+
+use crate::{
+    agents::Agents,
+    api::{
+        datasets,
+        jobs::submission::{self, Weights},
+    },
+    auth::access::Caller,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Document, Query},
+    },
+    scheduler::{Scheduler, device_for, most_slots},
+};
+use axum::{Extension, Json, extract::State};
+use lockstep_protocol::numbers::plural;
+use lockstep_protocol::{
+    JobSpec,
+    dataset::{Dataset, too_few_classes},
+    spec::{self, Device, SpecError, Validation, nearest, shortened},
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::sync::Arc;
+use utoipa::{IntoParams, ToSchema};
+
+/// Whether a job's machines are there already.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct LaunchQuery {
+    /// Agents for it are about to be started: it may have more ranks than the machines online have slots.
+    #[serde(default)]
+    launched: bool,
+}
+
+impl LaunchQuery {
+    pub(super) fn slots(&self) -> Slots {
+        if self.launched { Slots::Later } else { Slots::Now }
+    }
+}
+
+/// What a specification comes to.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Plan {
+    /// Complete, with every default.
+    spec: JobSpec,
+    /// Training pictures. With a fraction in `data.validation` the expected number, as each picture is held out by itself; the steps follow
+    /// from it.
+    samples: u64,
+    global_batch_size: u64,
+    steps_per_epoch: u64,
+    total_steps: u64,
+    /// Warnings that matter before the job runs, in words.
+    warnings: Vec<String>,
+}
+
+/// Check a specification without submitting it
+#[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
+    params(LaunchQuery), responses((status = 200, body = Plan), (status = 422, body = Problem)))]
+pub(crate) async fn validate(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    Query(query): Query<LaunchQuery>,
+    Document(document, _): Document,
+) -> Result<Json<Plan>> {
+    Ok(Json(check_with(&scheduler, &caller, &document, true, query.slots()).await?.plan()))
+}
+
+/// A specification without a mistake.
+#[derive(Debug)]
+pub(in crate::api) struct Checked {
+    pub(in crate::api) spec: JobSpec,
+    pub(in crate::api) dataset: Dataset,
+    /// Warnings that matter before the job runs, in words.
+    pub(in crate::api) warnings: Vec<String>,
+}
+
+impl Checked {
+    pub(in crate::api) fn plan(self) -> Plan {
+        let Self { spec, dataset, warnings } = self;
+        let samples = training_samples(&spec, &dataset);
+        Plan {
+            samples,
+            global_batch_size: spec.global_batch_size(),
+            steps_per_epoch: spec.steps_per_epoch(samples),
+            total_steps: spec.total_steps(samples),
+            warnings,
+            spec,
+        }
+    }
+}
+
+/// The document's own mistakes, and those that only this server can know; of a job that `begins` at its first step also
+/// whether the weights that it is to begin with fit.
+pub(in crate::api) async fn check(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    document: &Value,
+    begins: bool,
+) -> Result<Checked> {
+    check_with(scheduler, caller, document, begins, Slots::Now).await
+}
+
+/// When there must be slots for the job's ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Slots {
+    /// On machines that are online, if any are.
+    Now,
+    /// A launcher is about to start agents for it.
+    Later,
+}
+
+/// As [`check`].
+pub(super) async fn check_with(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    document: &Value,
+    begins: bool,
+    slots: Slots,
+) -> Result<Checked> {
+    let mut not_checked = None;
+    // Also of a document with mistakes: people mend all at once.
+    let (mut spec, mut errors) = spec::read(document);
+    // A mistake in parallel.mode changes nothing of what is checked below.
+    let causes = errors.iter().map(|e| e.pointer.clone()).filter(|pointer| pointer != "/parallel/mode");
+    let own = DocumentMistakes(causes.collect());
+    let at = |pointer: &str, detail: String| SpecError { pointer: pointer.into(), detail };
+    let name = document.pointer("/data/dataset").and_then(Value::as_str).unwrap_or_default();
+    let datasets = datasets::seen_by(&*scheduler.store, caller).await?;
+    let dataset = datasets.iter().find(|d| d.name == name).cloned();
+    if dataset.is_none() && !name.is_empty() {
+        errors.push(at("/data/dataset", no_dataset(name, &datasets)));
+    }
+    if let (Some(spec), Some(dataset)) = (&mut spec, &dataset) {
+        let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
+        submission::choose_validation(spec, dataset, given);
+    }
+    if let Some(spec) = &spec
+        && slots == Slots::Now
+        && !own.concern(&["/parallel", "/train/precision"])
+    {
+        errors.extend(slots_mistake(&scheduler.agents, spec));
+    }
+    if let (Some(spec), Some(dataset)) = (&spec, &dataset) {
+        // Its evaluations and its page show pictures.
+        if dataset.private && !spec.private {
+            let detail = format!(
+                "must be true: the dataset {} is private, and so is what shows its pictures",
+                dataset.name
+            );
+            errors.push(at("/private", detail));
+        }
+        let found = dataset_mistakes(spec, dataset);
+        errors.extend(found.into_iter().filter(|mistake| !own.may_cause(mistake)));
+        if begins && !own.concern(&["/model", "/data", "/train/recipe"]) {
+            match submission::pretrained(scheduler, caller, spec, dataset).await? {
+                Weights::Fit => {}
+                Weights::Mistake(mistake) => errors.push(mistake),
+                Weights::NotChecked(warning) => not_checked = Some(warning),
+            }
+        }
+    }
+    match (spec, dataset) {
+        (Some(spec), Some(dataset)) if errors.is_empty() => {
+            let mut warnings = submission::warnings(&spec, &dataset);
+            warnings.extend(not_checked);
+            warnings.extend(best_without_checkpoint(&spec, &dataset));
+            Ok(Checked { spec, dataset, warnings })
+        }
+        _ => Err(Error::Invalid(errors)),
+    }
+}
+
+/// A warning where networks are validated for which no checkpoint is written: the best of them is not kept.
+fn best_without_checkpoint(spec: &JobSpec, dataset: &Dataset) -> Option<String> {
+    let every = spec.checkpoint.every_steps.filter(|every| *every > 0)?;
+    let samples = training_samples(spec, dataset);
+    let validated = spec.steps_per_epoch(samples) * u64::from(spec.evaluate.every_epochs);
+    let is_kept = validated.is_multiple_of(every) || spec.total_steps(samples) <= validated;
+    let is_validated = validated > 0 && spec.data.validation != Validation::Split("none".into());
+    if !is_validated || is_kept || spec.checkpoint.keep_best == "none" {
+        return None;
+    }
+    Some(format!(
+        "the network is validated every {validated} steps and written every {every}: the best one is kept only where both fall on the same \
+         step. Set checkpoint.every_epochs in place of every_steps, or every_steps to a divisor of {validated}"
+    ))
+}
+
+/// Pointers of a document's own mistakes. Their keys have other values in the specification that is checked than its writer meant.
+struct DocumentMistakes(Vec<String>);
+
+impl DocumentMistakes {
+    /// Whether one of them is at one of these places, or below it.
+    fn concern(&self, places: &[&str]) -> bool {
+        let at = |pointer: &str, place: &str| {
+            pointer.strip_prefix(place).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        self.0.iter().any(|pointer| places.iter().any(|place| at(pointer, place)))
+    }
+
+    /// Whether a mistake of the job as it is checked may be none of the job that was meant.
+    fn may_cause(&self, mistake: &SpecError) -> bool {
+        match mistake.pointer.as_str() {
+            "/train/batch_size" | "/train/global_batch_size" => {
+                self.concern(&["/train", "/parallel/ranks", "/data/validation", "/data/drop_remainder"])
+            }
+            // A recipe sets sizes, means and what measures.
+            pointer => self.concern(&[pointer, "/train/recipe", "/data/image_size"]),
+        }
+    }
+}
+
+/// That none of `datasets` is called `name`, with the one that may be meant.
+pub(in crate::api) fn no_dataset(name: &str, datasets: &[Dataset]) -> String {
+    let names: Vec<_> = datasets.iter().map(|d| d.name.as_str()).collect();
+    let known = match (nearest(name, names.iter().copied()), names.is_empty()) {
+        (_, true) => "none is registered yet; add one with `lockstep dataset add NAME PATH`".to_owned(),
+        (Some(near), _) => format!("did you mean {near:?}?"),
+        (None, _) => format!("there are {}", names.join(", ")),
+    };
+    let fetched = match name {
+        "cifar10" | "cifar100" => format!("; `lockstep dataset get {name}` fetches it"),
+        "fashion-mnist" => "; \"Use the bundled pictures\" on the page of a new job (POST /api/v1/datasets/bundled) registers the 9,000 that \
+             come with the server, and `lockstep dataset get fashion-mnist` downloads all 70,000"
+            .to_owned(),
+        _ => String::new(),
+    };
+    format!("no dataset is called {:?}; {known}{fetched}", shortened(name))
+}
+
+fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
+    let online = agents.online();
+    if online.is_empty() {
+        return None;
+    }
+    let device = device_for(spec);
+    let sum = most_slots(online.into_iter().map(|agent| agent.row), device);
+    let most = sum.slots;
+    if most >= spec.parallel.ranks as usize {
+        return None;
+    }
+    if most == 0 {
+        let counted = device.kind().filter(|kind| kind.is_counted);
+        let (pointer, detail) = match (counted, spec.parallel.device) {
+            (Some(kind), Device::Auto) => (
+                "/train/precision",
+                format!(
+                    "no machine online has a {}, and CPU ranks compute in fp32; use fp32 or auto",
+                    kind.slot_name
+                ),
+            ),
+            (Some(kind), _) => (
+                "/parallel/device",
+                format!(
+                    "no machine online has a {} (a {} slot); \"auto\" takes what there is",
+                    kind.slot_name, kind.name
+                ),
+            ),
+            _ => ("/parallel/device", "no machine online has a slot".into()),
+        };
+        return Some(SpecError { pointer: pointer.into(), detail });
+    }
+    let unit = device.kind().map_or("slot", |kind| kind.slot_name);
+    let units = if most == 1 { unit.to_owned() } else { format!("{unit}s") };
+    let ranks = spec.parallel.ranks;
+    let detail = if sum.machines > 1 {
+        format!(
+            "{ranks} ranks, but the {} machines online that can share a job have {most} {units} in all; use at most {most}, or join \
+             another machine",
+            sum.machines
+        )
+    } else {
+        format!(
+            "{ranks} ranks, but the largest machine online has {most} {units}; use at most {most}, or join a machine with more"
+        )
+    };
+    Some(SpecError { pointer: "/parallel/ranks".into(), detail })
+}
+
+/// Training pictures after validation has taken its part: of a fraction, the expected number.
+pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
+    let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
+    match spec.data.validation {
+        Validation::Fraction(part) => {
+            train - ((train as f64 * part).round() as u64).clamp(1.min(train), train)
+        }
+        Validation::Split(_) => train,
+    }
+}
+
+fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
+    let mut errors = Vec::new();
+    let mut mistake =
+        |pointer: &str, detail: String| errors.push(SpecError { pointer: pointer.into(), detail });
+    let info = &dataset.info;
+    if let Some(detail) = too_few_classes(&info.classes) {
+        mistake("/data/dataset", format!("{} {detail}", dataset.name));
+    }
+    if let Validation::Split(name) = &spec.data.validation
+        && name != "none"
+        && !info.splits.iter().any(|s| s.name == *name)
+    {
+        let names: Vec<_> = info.splits.iter().map(|s| s.name.as_str()).filter(|n| *n != "train").collect();
+        let why = if info.unlabelled.contains(name) { " that has labels" } else { "" };
+        let there = if names.is_empty() { "only a training split".into() } else { names.join(", ") };
+        mistake(
+            "/data/validation",
+            format!(
+                "{} has no split {name:?}{why}; it has {there}. A fraction such as 0.1 holds pictures out of the training split",
+                dataset.name
+            ),
+        );
+    }
+    if spec.data.image_size.is_none() && (info.height == 0 || info.height != info.width) {
+        mistake(
+            "/data/image_size",
+            format!("is needed: the pictures of {} are of different sizes, or not square", dataset.name),
+        );
+    }
+    if let (None, Some(validation)) = (&spec.data.image_size, spec.data.validation_size)
+        && validation < info.height
+    {
+        let detail =
+            format!("{validation} pixels are less than the pictures' own {0}; give {0} or more", info.height);
+        mistake("/data/validation_size", detail);
+    }
+    let samples = training_samples(spec, dataset);
+    if spec.data.drop_remainder && samples < spec.global_batch_size() {
+        let pointer = if spec.train.global_batch_size.is_some() {
+            "/train/global_batch_size"
+        } else {
+            "/train/batch_size"
+        };
+        mistake(
+            pointer,
+            format!(
+                "one step takes {} over all ranks, but {} has {samples} to train on",
+                plural(spec.global_batch_size(), "picture"),
+                dataset.name
+            ),
+        );
+    }
+    errors
+}

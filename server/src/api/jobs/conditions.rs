@@ -1,0 +1,234 @@
+//! Conditions on settings in a request: `train.lr>0.1,model.arch=resnet50`.
+
+use crate::{
+    http::error::{Error, Result},
+    store::{Comparison, Condition, SettingValue},
+};
+use lockstep_protocol::spec::{KEYS, Kind, nearest, shortened};
+
+/// In one request.
+const MOST: usize = 10;
+/// Characters of a value.
+const VALUE_CHARS: usize = 200;
+/// The longer ones first, of which others are the beginning.
+const COMPARISONS: [(&str, Comparison); 7] = [
+    ("!=", Comparison::NotEqual),
+    ("<=", Comparison::LessOrEqual),
+    (">=", Comparison::GreaterOrEqual),
+    ("==", Comparison::Equal),
+    ("=", Comparison::Equal),
+    ("<", Comparison::Less),
+    (">", Comparison::Greater),
+];
+
+/// The conditions of a request; all of them must be fulfilled.
+///
+/// # Errors
+/// 400: more than ten, or one that is none: its key is not a setting with one value, or the value does not fit its key.
+pub(super) fn parse(text: Option<&str>) -> Result<Vec<Condition>> {
+    let parts = text.unwrap_or_default().split(',').map(str::trim).filter(|part| !part.is_empty());
+    let parts: Vec<_> = parts.collect();
+    if parts.len() > MOST {
+        return Err(refused(format!("has {} conditions; give at most {MOST}", parts.len())));
+    }
+    parts.into_iter().map(condition).collect()
+}
+
+fn refused(detail: String) -> Error {
+    Error::BadRequest(format!("where {detail}"))
+}
+
+fn condition(text: &str) -> Result<Condition> {
+    let found = text.find(['=', '!', '<', '>']).and_then(|at| {
+        let (key, rest) = text.split_at_checked(at)?;
+        let (sign, comparison) = COMPARISONS.into_iter().find(|(sign, _)| rest.starts_with(sign))?;
+        Some((key.trim(), comparison, rest.get(sign.len()..)?.trim()))
+    });
+    let Some((path, comparison, value)) = found else {
+        return Err(refused(format!(
+            "needs a key, one of = != < <= > >= and a value, such as train.lr>0.1; is {:?}",
+            shortened(text)
+        )));
+    };
+    let (table, key, kind) = single_setting(path).map_err(refused)?;
+    if value.is_empty() {
+        return Err(refused(format!("has no value for {path}: such as {path}=1")));
+    }
+    let chars = value.chars().count();
+    if chars > VALUE_CHARS {
+        return Err(refused(format!(
+            "has a value of {chars} characters for {path}; give at most {VALUE_CHARS}"
+        )));
+    }
+    let is_ordered = !matches!(comparison, Comparison::Equal | Comparison::NotEqual);
+    let value = match kind {
+        Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => {
+            let number = value.parse().ok().filter(|number: &f64| number.is_finite());
+            let mistake =
+                || refused(format!("compares {path} with {:?}, which is no number", shortened(value)));
+            SettingValue::Number(number.ok_or_else(mistake)?)
+        }
+        _ if is_ordered => {
+            return Err(refused(format!("can compare {path} with = and != alone: it is no number")));
+        }
+        Kind::Bool => SettingValue::Bool(value.parse().map_err(|_| {
+            refused(format!("compares {path} with {:?}; it is true or false", shortened(value)))
+        })?),
+        Kind::Word(words) if !words.contains(&value) => {
+            let near = nearest(value, words.iter().copied());
+            let words = near.map_or_else(
+                || format!("there are {}", words.join(", ")),
+                |near| format!("did you mean {near:?}?"),
+            );
+            return Err(refused(format!(
+                "compares {path} with {:?}, which it never is; {words}",
+                shortened(value)
+            )));
+        }
+        _ => SettingValue::Text(value.to_owned()),
+    };
+    Ok(Condition { table, key, comparison, value })
+}
+
+/// Whether a setting has one value that it can be compared by.
+fn is_single(kind: &Kind) -> bool {
+    matches!(
+        kind,
+        Kind::Whole { .. }
+            | Kind::Seed
+            | Kind::Number { .. }
+            | Kind::Bool
+            | Kind::Word(_)
+            | Kind::Text { .. }
+            | Kind::Project
+    )
+}
+
+/// A key from the table of keys, so that nothing of the request becomes SQL; else what is wrong with it, for a sentence that names
+/// the parameter. A key that is in one table alone needs no table: `lr` is `train.lr`.
+pub(super) fn setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+    let given = path.strip_prefix("spec.").unwrap_or(path);
+    let all = || {
+        KEYS.iter()
+            .flat_map(|section| section.keys.iter().map(move |(key, kind)| (section.name, *key, *kind)))
+    };
+    if let Some(found) = all().find(|(table, key, _)| dotted(table, key) == given) {
+        return Ok(found);
+    }
+    let in_tables: Vec<_> = all().filter(|(_, key, _)| *key == given).collect();
+    let names = |of: &[(&str, &str, Kind)]| -> Vec<String> {
+        of.iter().map(|(table, key, _)| dotted(table, key)).collect()
+    };
+    match in_tables.as_slice() {
+        [one] => return Ok(*one),
+        [] => {}
+        several => {
+            return Err(format!(
+                "names {given}, which may be {}: name its table",
+                names(several).join(" or ")
+            ));
+        }
+    }
+    let all = names(&all().collect::<Vec<_>>());
+    let hint = match nearest(given, all.iter().map(String::as_str)) {
+        Some(near) => format!("did you mean {near:?}?"),
+        None => "such as train.lr".to_owned(),
+    };
+    Err(format!("names {:?}, which is no setting; {hint}", shortened(path)))
+}
+
+fn dotted(table: &str, key: &str) -> String {
+    if table.is_empty() { key.to_owned() } else { format!("{table}.{key}") }
+}
+
+/// The same of a setting with one value.
+pub(super) fn single_setting(path: &str) -> std::result::Result<(&'static str, &'static str, Kind), String> {
+    let (table, key, kind) = setting(path)?;
+    match is_single(&kind) {
+        true => Ok((table, key, kind)),
+        false => Err(format!(
+            "names {}, which has several values: name a setting with one value",
+            dotted(table, key)
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn one(text: &str) -> Condition {
+        let mut all = parse(Some(text)).unwrap();
+        assert_eq!(all.len(), 1, "{text}");
+        all.remove(0)
+    }
+
+    fn mistake(text: &str) -> String {
+        match parse(Some(text)) {
+            Err(Error::BadRequest(detail)) => detail,
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn every_comparison_is_read_with_and_without_spaces() {
+        for (text, comparison) in [
+            ("train.lr=0.5", Comparison::Equal),
+            ("train.lr == 0.5", Comparison::Equal),
+            ("train.lr != 0.5", Comparison::NotEqual),
+            ("train.lr<0.5", Comparison::Less),
+            ("train.lr <=0.5", Comparison::LessOrEqual),
+            ("train.lr> 0.5", Comparison::Greater),
+            ("spec.train.lr>=5e-1", Comparison::GreaterOrEqual),
+        ] {
+            let value = SettingValue::Number(0.5);
+            assert_eq!(one(text), Condition { table: "train", key: "lr", comparison, value }, "{text}");
+        }
+        let value = SettingValue::Number(0.1);
+        assert_eq!(
+            one("lr > 0.1"),
+            Condition { table: "train", key: "lr", comparison: Comparison::Greater, value }
+        );
+        assert_eq!(one("model.arch=resnet50").value, SettingValue::Text("resnet50".into()));
+        assert_eq!(one("private!=true").value, SettingValue::Bool(true));
+        assert_eq!(
+            one("data.dataset=a'; DROP TABLE jobs").value,
+            SettingValue::Text("a'; DROP TABLE jobs".into())
+        );
+        assert_eq!(parse(None).unwrap(), []);
+        assert_eq!(parse(Some(" , ")).unwrap(), []);
+    }
+
+    #[test]
+    fn what_is_no_condition_is_refused_with_what_was_meant() {
+        for (text, words) in [
+            ("train.lr", "needs a key"),
+            ("train.lr!0.1", "needs a key"),
+            ("train.lr>", "no value for train.lr"),
+            ("train.lr>big", "which is no number"),
+            ("train.lr>nan", "which is no number"),
+            ("train.lr>inf", "which is no number"),
+            ("train.lrr>1", "did you mean \"train.lr\"?"),
+            ("every_steps>1", "checkpoint.every_steps or log.every_steps"),
+            ("milestones=1", "one value"),
+            ("model.arch>resnet50", "with = and != alone"),
+            ("model.arch=resnet5", "did you mean \"resnet50\"?"),
+            ("private=yes", "true or false"),
+            ("data.mean=1", "one value"),
+            ("'; DROP TABLE jobs; --=1", "is no setting"),
+        ] {
+            let reported = mistake(text);
+            assert!(reported.contains(words), "{text}: {reported}");
+        }
+    }
+
+    #[test]
+    fn ten_conditions_are_read_and_a_value_of_200_characters_and_no_more() {
+        let many = |n: usize| vec!["train.lr>0"; n].join(",");
+        assert_eq!(parse(Some(&many(10))).unwrap().len(), 10);
+        assert!(mistake(&many(11)).contains("at most 10"));
+        let long = |n: usize| format!("data.dataset={}", "é".repeat(n));
+        assert_eq!(one(&long(200)).value, SettingValue::Text("é".repeat(200)));
+        assert!(mistake(&long(201)).contains("at most 200"));
+    }
+}

@@ -1,0 +1,175 @@
+//! Submitting a job: checked, stored with its folder, once for each `Idempotency-Key`.
+
+use super::check::{Checked, LaunchQuery, Slots, check_with};
+use crate::{
+    api::to_the_end,
+    auth::{Auth, access::Caller},
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Document, Query},
+    },
+    lifecycle::Fork,
+    scheduler::Scheduler,
+    store::{Annotation, Created, NewJob, Store, StoreError},
+};
+use axum::{
+    Extension, Json,
+    extract::{OriginalUri, State},
+    http::{HeaderMap, StatusCode, Uri, header},
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use lockstep_protocol::{Job, JobId, JobSpec, labels};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+/// The longest `Idempotency-Key`.
+const MAX_KEY_BYTES: usize = 255;
+
+/// Submit a job
+///
+/// Every mistake is answered at once. TOML is taken as well, as `application/toml`. With an `Idempotency-Key`, the same request sent again answers with
+/// the job that it made.
+#[utoipa::path(post, path = "/jobs", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
+    params(("Idempotency-Key" = Option<String>, Header, description = "At most 255 characters of your own"), LaunchQuery),
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The same request made this job before"),
+        (status = 409, body = Problem, description = "The key came with another request"), (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    OriginalUri(uri): OriginalUri,
+    Query(query): Query<LaunchQuery>,
+    Document(document, bytes): Document,
+) -> Result<Response> {
+    let key = idempotency_key(&auth, &caller, &headers, &uri, &bytes)?;
+    let slots = query.slots();
+    let (status, job) =
+        to_the_end(async move { submit_with(&scheduler, &caller, &document, key, slots).await }).await?;
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+/// Checks a document and stores it as a job.
+///
+/// # Errors
+/// Every mistake in it.
+pub(crate) async fn submit(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    document: &Value,
+    key: Option<(String, String)>,
+) -> Result<(StatusCode, Job)> {
+    submit_with(scheduler, caller, document, key, Slots::Now).await
+}
+
+async fn submit_with(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    document: &Value,
+    key: Option<(String, String)>,
+    slots: Slots,
+) -> Result<(StatusCode, Job)> {
+    if let Some(job) = made_before(&*scheduler.store, caller, key.as_ref()).await? {
+        return Ok((StatusCode::OK, job));
+    }
+    let Checked { spec, warnings, .. } = check_with(scheduler, caller, document, true, slots).await?;
+    let (status, mut job) = store(scheduler, caller, JobId::generate(), spec, key, None).await?;
+    job.warnings = warnings;
+    Ok((status, job))
+}
+
+/// The job that the same request (by its `Idempotency-Key`) made before. This is checked before anything else: what has changed
+/// since, such as a file that is gone, is no reason to refuse what was accepted.
+pub(in crate::api) async fn made_before(
+    store: &dyn Store,
+    caller: &Caller,
+    key: Option<&(String, String)>,
+) -> Result<Option<Job>> {
+    let Some(key) = key else { return Ok(None) };
+    match store.job_made_by(key).await? {
+        Some(job) if !caller.sees(job.spec.private, job.owner.as_deref()) => {
+            Err(StoreError::KeyReused.into())
+        }
+        found => Ok(found),
+    }
+}
+
+/// Stores a specification that was checked as a job, with its folder.
+///
+/// # Errors
+/// The folder or the database cannot be written.
+pub(in crate::api) async fn store(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    id: JobId,
+    mut spec: JobSpec,
+    key: Option<(String, String)>,
+    fork: Option<Fork>,
+) -> Result<(StatusCode, Job)> {
+    // Not in the specification: they can be changed after submission.
+    let annotation = Annotation {
+        notes: std::mem::take(&mut spec.notes),
+        tags: labels::tidy_tags(&std::mem::take(&mut spec.tags)),
+    };
+    // Before the row: a job that is stored has its folder, and a folder without a job is only a folder.
+    let folder = scheduler.config.job_dir(&id);
+    write_folder(&folder, &spec).await.map_err(|error| {
+        Error::Unavailable(format!("the job's folder {} cannot be written: {error}", folder.display()))
+    })?;
+    let new = NewJob {
+        id,
+        spec,
+        annotation,
+        at: crate::now(),
+        idempotency: key,
+        fork,
+        owner: caller.owner().map(str::to_owned),
+    };
+    let created = scheduler.store.create_job(new).await;
+    if !matches!(created, Ok(Created::New(_))) {
+        let _ = tokio::fs::remove_dir_all(&folder).await;
+    }
+    match created? {
+        Created::Before(job) => Ok((StatusCode::OK, *job)),
+        Created::New(changed) => {
+            scheduler.events.publish(&changed);
+            Ok((StatusCode::CREATED, changed.job))
+        }
+    }
+}
+
+async fn write_folder(folder: &std::path::Path, spec: &JobSpec) -> std::io::Result<()> {
+    tokio::fs::create_dir_all(folder).await?;
+    let text = serde_json::to_string_pretty(spec).map_err(std::io::Error::other)?;
+    tokio::fs::write(folder.join("spec.json"), text).await
+}
+
+/// The client's key and what makes its request that request: where it went, and its body.
+pub(in crate::api) fn idempotency_key(
+    auth: &Auth,
+    caller: &Caller,
+    headers: &HeaderMap,
+    uri: &Uri,
+    body: &Bytes,
+) -> Result<Option<(String, String)>> {
+    let Some(key) = headers.get("idempotency-key") else { return Ok(None) };
+    let key = key.to_str().ok().filter(|k| !k.is_empty() && k.len() <= MAX_KEY_BYTES);
+    let key = key.ok_or_else(|| {
+        Error::BadRequest(format!("Idempotency-Key must be 1 to {MAX_KEY_BYTES} plain characters"))
+    })?;
+    // A path has no NUL, so no two requests have the same text.
+    let request = Sha256::new().chain_update(uri.path()).chain_update([0]).chain_update(body).finalize();
+    let hash = request.iter().fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    });
+    // Where jobs have owners, two people may choose the same key. No name has the character between.
+    let key = match caller.owner().filter(|_| auth.access.has_people()) {
+        Some(owner) => format!("{owner}\u{1f}{key}"),
+        None => key.to_owned(),
+    };
+    Ok(Some((key, hash)))
+}

@@ -1,0 +1,224 @@
+//! The stored events of a job as a list, for programs that need no stream.
+
+use crate::{
+    api::{
+        jobs, large,
+        list::{self, Elements, Fields, MAX_LIMIT, Pages},
+    },
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query, count},
+    },
+    scheduler::Scheduler,
+    store::{PAGE_BYTES, Store, Stored},
+};
+use axum::{extract::State, response::Response};
+use lockstep_protocol::stream::Event;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::sync::Arc;
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT_LIMIT: u32 = 100;
+/// The only order, for cursors.
+const ORDER: &str = "seq";
+/// Rows that are read in one query, and how many one request examines: of a long run nearly all are points.
+const ROWS: u32 = 250;
+const EXAMINED: usize = 20_000;
+
+/// What events there are.
+const TYPES: &[&str] = &[
+    "state",
+    "plan",
+    "metrics",
+    "log",
+    "checkpoint",
+    "checkpoint_removed",
+    "evaluation",
+    "rank",
+    "histograms",
+    "network",
+];
+
+/// What every event has; what else it has depends on its type.
+const FIELDS: &[&str] = &[
+    "seq",
+    "at",
+    "type",
+    "attempt",
+    "rank",
+    "state",
+    "reason",
+    "cause",
+    "id",
+    "epoch",
+    "step",
+    "name",
+    "steps",
+    "values",
+    "lines",
+    "samples",
+    "accuracy",
+    "loss",
+    "secs",
+    "status",
+    "step_ms",
+    "all_reduce_ms",
+    "data_ms",
+    "images_per_second",
+    "pid",
+    "device",
+    "val_accuracy",
+    "val_loss",
+    "best",
+    "size_bytes",
+    "total_steps",
+    "steps_per_epoch",
+    "start_step",
+];
+
+/// A page of events.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct EventList {
+    /// In order, from the first.
+    #[schema(value_type = Vec<Event>)]
+    events: Elements<Value>,
+    /// Give it as `cursor` to read on; null where there is no later event yet.
+    next_cursor: Option<String>,
+}
+
+/// Which events.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct EventsQuery {
+    /// Only of these types, with commas between: `state`, `plan`, `metrics`, `log`, `checkpoint`, `checkpoint_removed`,
+    /// `evaluation`, `rank`, `histograms`, `network`.
+    #[serde(rename = "type")]
+    types: Option<String>,
+    /// At most so many: 1 to 1000; 100 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+    /// Only these fields of each event, with commas between.
+    #[param(min_length = 1)]
+    fields: Option<String>,
+}
+
+/// List a job's events
+///
+/// As its stream sends them, in order. Of a long run with few events of the types that are asked for, a page may have fewer
+/// events than `limit`, or none, and still a `next_cursor`. A page also ends once its events have 4 MiB; it then has a
+/// `next_cursor`.
+#[utoipa::path(get, path = "/jobs/{id}/events", tag = "jobs", params(("id" = String, Path), EventsQuery),
+    responses((status = 200, body = EventList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn list(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+    Query(query): Query<EventsQuery>,
+) -> Result<Response> {
+    let job = jobs::find(&scheduler, &id).await?;
+    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let types = query.types.as_deref().unwrap_or_default().split(',').map(str::trim);
+    let types = types.filter(|name| !name.is_empty()).map(|name| list::known_name("type", name, TYPES));
+    let types = types.collect::<Result<Vec<_>>>()?;
+    let has_metrics = types.is_empty() || types.contains(&"metrics");
+    let pages = Pages::new("events", ORDER).of_job(job.id.as_str());
+    let mut after: u64 = pages.read(query.cursor.as_deref())?.unwrap_or(0);
+    let (mut items, mut bytes, mut examined, mut full) = (Vec::new(), 0, 0, false);
+    let _turn = large::turn(limit).await?;
+    let limit = limit as usize;
+    while !full {
+        let rows = store.events(&job.id, after, ROWS).await?;
+        examined += rows.len();
+        let last = rows.len() < ROWS as usize;
+        // One page after another must not keep others waiting.
+        tokio::task::yield_now().await;
+        'rows: for row in rows {
+            // Nearly all rows of a long run are points, which take the longest to write out.
+            if !has_metrics && matches!(row.stored, Stored::Points { .. }) {
+                after = after.max(row.seq);
+                continue;
+            }
+            // Long events: other requests run between two rows.
+            tokio::task::yield_now().await;
+            for (seq, frame) in row.frames(after) {
+                if items.len() == limit || bytes >= PAGE_BYTES {
+                    full = true;
+                    break 'rows;
+                }
+                let event: Value =
+                    serde_json::from_str(&frame).map_err(|e| Error::Internal(format!("event {seq}: {e}")))?;
+                after = seq;
+                let name = event.get("type").and_then(Value::as_str).unwrap_or_default();
+                if types.is_empty() || types.contains(&name) {
+                    bytes += frame.len();
+                    items.push(event);
+                }
+            }
+            after = after.max(row.seq);
+        }
+        if last && !full {
+            return large::json(EventList { events: Elements { items, fields }, next_cursor: None }).await;
+        }
+        full = full || examined >= EXAMINED;
+    }
+    let next_cursor = Some(pages.cursor(&after)?);
+    large::json(EventList { events: Elements { items, fields }, next_cursor }).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::{
+        JobState,
+        agent::{CheckpointInfo, Evaluation, RankReport},
+        stream::EventBody,
+    };
+
+    #[test]
+    fn every_field_of_an_event_can_be_asked_for() {
+        let evaluation = Evaluation { epoch: 1, step: 2, samples: 3, accuracy: 0.5, loss: 0.5, secs: 0.5 };
+        let report = RankReport {
+            status: "training".into(),
+            step: 1,
+            epoch: 1,
+            step_ms: 1.0,
+            all_reduce_ms: 1.0,
+            data_ms: 1.0,
+            images_per_second: 1.0,
+            pid: 1,
+            device: "CPU".into(),
+        };
+        let checkpoint = CheckpointInfo {
+            epoch: 1,
+            step: 2,
+            val_accuracy: None,
+            val_loss: None,
+            validation: None,
+            best: false,
+            size_bytes: 1,
+        };
+        let bodies = [
+            EventBody::State { state: JobState::Running, reason: None, cause: None, attempt: 1 },
+            EventBody::Plan { attempt: 1, total_steps: 1, steps_per_epoch: 1, start_step: 0 },
+            EventBody::Metrics { attempt: 1, rank: 0, name: "loss".into(), steps: vec![], values: vec![] },
+            EventBody::Log { attempt: 1, rank: 0, lines: vec![] },
+            EventBody::Checkpoint { attempt: 1, id: "c".into(), checkpoint },
+            EventBody::CheckpointRemoved { attempt: 1, id: "c".into() },
+            EventBody::Evaluation { attempt: 1, evaluation },
+            EventBody::Rank { attempt: 1, rank: 0, report },
+            EventBody::Histograms { attempt: 1, step: 1 },
+            EventBody::Network { attempt: 1 },
+        ];
+        assert_eq!(bodies.len(), TYPES.len(), "one of each");
+        for body in bodies {
+            let Value::Object(body) = serde_json::to_value(&body).unwrap() else { panic!("an object") };
+            for name in body.keys() {
+                assert!(FIELDS.contains(&name.as_str()), "{name} of {body:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Whether a checkpoint fits the job that is to start from it, checked when that is submitted. What it was trained on is in the
+//! header of its file; the dataset's classes are stored since it was registered. No dataset is opened here.
+
+use crate::{
+    auth::access::Caller,
+    checkpoints::Checkpoints,
+    http::error::{Error, Result},
+    util::regular,
+};
+use lockstep_protocol::numbers::plural;
+use lockstep_protocol::{
+    Job, JobSpec, JobState,
+    checkpoint_files::{self, MODEL},
+    dataset::{Dataset, classes_differ},
+    spec::SpecError,
+};
+use serde::Deserialize;
+use std::{
+    collections::HashMap,
+    fs,
+    io::{self, Read},
+    path::Path,
+};
+
+/// Headers are a few kilobytes.
+const HEADER_BYTES: u64 = 16 << 20;
+
+/// What a checkpoint was trained on.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Trained {
+    classes: Vec<String>,
+    channels: u32,
+    image_size: u32,
+}
+
+/// The beginning of a safetensors file (<https://github.com/huggingface/safetensors#format>).
+#[derive(Deserialize)]
+struct Header {
+    #[serde(rename = "__metadata__", default)]
+    metadata: HashMap<String, String>,
+}
+
+impl Trained {
+    /// What a checkpoint's folder says; none where it does not, and then its ranks find out.
+    pub(crate) async fn of(folder: &Path) -> Option<Self> {
+        let folder = folder.to_owned();
+        let about = tokio::task::spawn_blocking(move || about(&folder)).await.ok()?.ok()?;
+        let number = |key: &str| about.get(key)?.parse().ok();
+        Some(Self {
+            classes: serde_json::from_str(about.get("classes")?).ok()?,
+            channels: number("channels")?,
+            image_size: number("image_size")?,
+        })
+    }
+}
+
+/// Why a checkpoint cannot be evaluated on `dataset`: its classes are not those of the pictures.
+pub(crate) fn not_measurable(trained: &Trained, dataset: &Dataset) -> Option<String> {
+    let (name, info) = (&dataset.name, &dataset.info);
+    if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
+        return Some(format!("the model was trained on other classes than {name} has: {difference}"));
+    }
+    (trained.channels != info.channels).then(|| {
+        format!(
+            "the model was trained on pictures of {} channel{}, those of {name} have {}",
+            trained.channels,
+            if trained.channels == 1 { "" } else { "s" },
+            info.channels
+        )
+    })
+}
+
+/// What of `spec` on `dataset` does not fit a checkpoint of a job that was specified as `source`. Of a checkpoint that
+/// does not say what it was `trained` on, only the specifications are compared.
+pub(crate) fn mistakes(
+    trained: Option<&Trained>,
+    source: &JobSpec,
+    spec: &JobSpec,
+    dataset: &Dataset,
+) -> Vec<SpecError> {
+    let mut mistakes = Vec::new();
+    let mut mistake = |pointer: &str, detail: String| {
+        let detail = format!(
+            "does not fit the checkpoint: {detail}{}",
+            if pointer == "/model/arch" {
+                "; begin a new job for another network"
+            } else {
+                "; a new job with model.pretrained takes over the weights that fit"
+            }
+        );
+        mistakes.push(SpecError { pointer: pointer.into(), detail });
+    };
+    if spec.model.arch != source.model.arch {
+        let (is, was) = (spec.model.arch.name(), source.model.arch.name());
+        mistake("/model/arch", format!("its network is a {was}, {is} is another network"));
+    }
+    let Some(trained) = trained else {
+        if spec.model.stem != source.model.stem {
+            let (is, was) = (spec.model.stem.name(), source.model.stem.name());
+            mistake("/model/stem", format!("its network has the {was} stem, not the {is} one"));
+        }
+        return mistakes;
+    };
+    let (name, info) = (&dataset.name, &dataset.info);
+    if let Some(difference) = classes_differ(&trained.classes, &info.classes) {
+        mistake("/data/dataset", format!("{name} has other classes than it was trained on ({difference})"));
+    }
+    if trained.channels != info.channels {
+        let (was, is) = (trained.channels, info.channels);
+        let was = plural(was.into(), "channel");
+        let detail = format!("it was trained on pictures of {was}, those of {name} have {is}");
+        mistake("/data/dataset", detail);
+    }
+    let (was, is) = (trained.image_size, spec.data.evaluation_size().unwrap_or(info.height));
+    let (had, has) = (source.model.stem_for(was as usize), spec.model.stem_for(is as usize));
+    if had != has && spec.model.stem == source.model.stem {
+        let detail = format!(
+            "at {is} pixels model.stem = \"auto\" means {:?}, at the {was} that it was trained on {:?}: set model.stem too",
+            has.name(),
+            had.name()
+        );
+        mistake("/data/image_size", detail);
+    } else if had != has {
+        mistake(
+            "/model/stem",
+            format!("its network has the {} stem, not the {} one", had.name(), has.name()),
+        );
+    }
+    mistakes
+}
+
+/// Refuses to continue without a dataset, or from the newest checkpoint with one that was registered anew under the same name.
+///
+/// # Errors
+/// That it is not registered, or what of it does not fit.
+pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
+    let name = &job.spec.data.dataset;
+    // A private one may have been registered since under this name.
+    let usable = |dataset: &Dataset| {
+        !dataset.private || (job.spec.private && caller.sees(true, dataset.owner.as_deref()))
+    };
+    let Some(dataset) = checkpoints.store.dataset(name).await?.filter(usable) else {
+        // In any other state that is what forbids it, and what is said.
+        let could = matches!(job.state, JobState::Paused | JobState::Failed | JobState::Cancelled);
+        let detail = format!("the dataset {name:?} is no longer registered; add it again under this name");
+        let mistake = SpecError { pointer: "/data/dataset".into(), detail };
+        return if could { Err(Error::Invalid(vec![mistake])) } else { Ok(()) };
+    };
+    let Some(newest) = checkpoints.store.checkpoints(&job.id).await?.into_iter().next() else {
+        return Ok(());
+    };
+    let trained = Trained::of(&checkpoints.folder(&newest)).await;
+    let mistakes = mistakes(trained.as_ref(), &job.spec, &job.spec, &dataset);
+    if mistakes.is_empty() { Ok(()) } else { Err(Error::Invalid(mistakes)) }
+}
+
+/// The metadata of a checkpoint's weights, or of the first part of sharded ones: each part has all of it.
+fn about(folder: &Path) -> io::Result<HashMap<String, String>> {
+    match metadata(&folder.join(MODEL)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let mut names = fs::read_dir(folder)?.flatten().map(|entry| entry.file_name());
+            let is_part = |name: &std::ffi::OsString| {
+                name.to_str().is_some_and(|name| {
+                    name.starts_with("model-") && checkpoint_files::kind(name) == Some(MODEL)
+                })
+            };
+            metadata(&folder.join(names.find(is_part).ok_or(error)?))
+        }
+        read => read,
+    }
+}
+
+fn metadata(path: &Path) -> io::Result<HashMap<String, String>> {
+    let mut file = regular::open(path)?;
+    let mut size = [0; 8];
+    file.read_exact(&mut size)?;
+    let size = u64::from_le_bytes(size);
+    if size > HEADER_BYTES {
+        return Err(io::Error::other("no safetensors file"));
+    }
+    let mut header = Vec::new();
+    file.take(size).read_to_end(&mut header)?;
+    let header: Header = serde_json::from_slice(&header)?;
+    Ok(header.metadata)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_checkpoint_s_header_is_read_up_to_16_mib() {
+        let dir = tempfile::tempdir().unwrap();
+        let trained = async |bytes: u64| {
+            let about = r#"{"__metadata__": {"classes": "[\"cat\"]", "channels": "3", "image_size": "32"}}"#;
+            let mut file = bytes.to_le_bytes().to_vec();
+            file.extend_from_slice(about.as_bytes());
+            // Writers align what follows with spaces.
+            file.resize(8 + bytes as usize, b' ');
+            std::fs::write(dir.path().join("model.safetensors"), file).unwrap();
+            Trained::of(dir.path()).await
+        };
+        let found = Trained { classes: vec!["cat".into()], channels: 3, image_size: 32 };
+        assert_eq!(trained(HEADER_BYTES).await, Some(found));
+        assert_eq!(trained(HEADER_BYTES + 1).await, None);
+    }
+}

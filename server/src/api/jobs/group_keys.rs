@@ -1,0 +1,180 @@
+//! What jobs are grouped by in a request (`project,train.lr`), and which group is meant (`["vision",0.1]`).
+
+use super::conditions::single_setting;
+use crate::{
+    api::list::Key,
+    http::error::{Error, Result},
+    store::{GroupBy, GroupValue, SettingKind},
+};
+use lockstep_protocol::spec::{Kind, shortened};
+
+/// Things to group by in one request.
+pub(super) const MOST: usize = 3;
+/// Bytes of a group's values as JSON: a setting that is a text may be long.
+const VALUES_BYTES: usize = 16_384;
+/// Characters of a text that groups are ordered by; cursors have them.
+const ORDERED_CHARS: usize = 100;
+
+fn refused(detail: impl std::fmt::Display) -> Error {
+    Error::BadRequest(format!("by {detail}"))
+}
+
+/// The keys of `by`, at least one.
+///
+/// # Errors
+/// 400: none, more than three, one twice, or one that is no setting with one value.
+pub(super) fn by(text: &str) -> Result<Vec<GroupBy>> {
+    let parts: Vec<_> = text.split(',').map(str::trim).filter(|part| !part.is_empty()).collect();
+    if !(1..=MOST).contains(&parts.len()) {
+        return Err(refused(format!(
+            "must name 1 to {MOST} of project, owner, tag, state, name and keys such as train.lr; names {}",
+            parts.len()
+        )));
+    }
+    let mut found: Vec<GroupBy> = Vec::new();
+    for part in parts {
+        let by = one(part)?;
+        if found.contains(&by) {
+            return Err(refused(format!("names {part:?} twice")));
+        }
+        found.push(by);
+    }
+    Ok(found)
+}
+
+fn one(part: &str) -> Result<GroupBy> {
+    Ok(match part {
+        "project" => GroupBy::Project,
+        "owner" => GroupBy::Owner,
+        "tag" => GroupBy::Tag,
+        "state" => GroupBy::State,
+        "name" => GroupBy::Name,
+        path => {
+            let (table, key, kind) = single_setting(path).map_err(refused)?;
+            match (table, key, kind) {
+                ("", "project", _) => GroupBy::Project,
+                ("", "name", _) => GroupBy::Name,
+                (_, _, Kind::Whole { .. } | Kind::Seed | Kind::Number { .. }) => {
+                    GroupBy::Setting { table, key, holds: SettingKind::Number }
+                }
+                (_, _, Kind::Bool) => GroupBy::Setting { table, key, holds: SettingKind::Bool },
+                _ => GroupBy::Setting { table, key, holds: SettingKind::Text },
+            }
+        }
+    })
+}
+
+/// The group of a request, if it names one.
+///
+/// # Errors
+/// 400: one of the two alone, or values that do not fit what jobs are grouped by.
+pub(super) fn group(by_text: Option<&str>, values: Option<&str>) -> Result<Vec<(GroupBy, GroupValue)>> {
+    let given = |text: Option<&str>| text.is_some_and(|text| !text.is_empty());
+    let (by, values) = match (by_text, values) {
+        (Some(names), Some(values)) if given(by_text) => (by(names)?, values),
+        _ if !given(by_text) && !given(values) => return Ok(Vec::new()),
+        _ => {
+            return Err(Error::BadRequest(
+                "by and group belong together here: by=train.lr&group=[0.1] lists the jobs of one group"
+                    .into(),
+            ));
+        }
+    };
+    let wrong = || {
+        Error::BadRequest(format!(
+            "group must be the values of a group as JSON, one for each of by, such as [\"resnet20\",0.1] or [null]; is {:?}",
+            shortened(values)
+        ))
+    };
+    if values.len() > VALUES_BYTES {
+        return Err(Error::BadRequest(format!(
+            "group has {} bytes; give at most {VALUES_BYTES}",
+            values.len()
+        )));
+    }
+    let values: Vec<GroupValue> = serde_json::from_str(values).map_err(|_| wrong())?;
+    let fits = values.len() == by.len() && by.iter().zip(&values).all(|(by, value)| fits(*by, value));
+    if fits { Ok(by.into_iter().zip(values).collect()) } else { Err(wrong()) }
+}
+
+fn fits(by: GroupBy, value: &GroupValue) -> bool {
+    match (by, value) {
+        (GroupBy::Setting { holds: SettingKind::Bool, .. }, value) => matches!(value, GroupValue::Bool(_)),
+        (_, GroupValue::Missing) => true,
+        (GroupBy::Setting { holds: SettingKind::Number, .. }, value) => {
+            matches!(value, GroupValue::Number(_))
+        }
+        (_, value) => matches!(value, GroupValue::Text(_)),
+    }
+}
+
+/// The place of a group among others by what its jobs have in common.
+pub(super) fn key(values: &[GroupValue]) -> Key {
+    let part = |value: &GroupValue| match value {
+        GroupValue::Bool(is) => Key::Number(f64::from(u8::from(*is))),
+        GroupValue::Number(number) => Key::Number(*number),
+        GroupValue::Text(text) => Key::Text(text.chars().take(ORDERED_CHARS).collect()),
+        GroupValue::Missing => Key::Missing,
+    };
+    Key::Each(values.iter().map(part).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mistake<T: std::fmt::Debug>(found: Result<T>) -> String {
+        match found {
+            Err(Error::BadRequest(detail)) => detail,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn one_to_three_things_are_grouped_by_and_each_once() {
+        let lr = GroupBy::Setting { table: "train", key: "lr", holds: SettingKind::Number };
+        assert_eq!(by("train.lr").unwrap(), [lr]);
+        assert_eq!(by("lr").unwrap(), [lr], "one table alone has it");
+        assert_eq!(by("tag, spec.train.lr,project").unwrap(), [GroupBy::Tag, lr, GroupBy::Project]);
+        assert_eq!(by("spec.project").unwrap(), [GroupBy::Project]);
+        for (text, words) in [
+            ("", "1 to 3"),
+            ("tag,owner,state,name", "names 4"),
+            ("train.lr,spec.train.lr", "twice"),
+            ("project,spec.project", "twice"),
+            ("data.mean", "one value"),
+            ("x'; DROP TABLE jobs", "no setting"),
+        ] {
+            let reported = mistake(by(text));
+            assert!(reported.contains(words), "{text}: {reported}");
+        }
+    }
+
+    #[test]
+    fn a_group_is_one_fitting_value_for_each() {
+        let of = |by, values| group(Some(by), Some(values));
+        assert_eq!(group(None, None).unwrap(), []);
+        assert_eq!(group(Some(""), Some("")).unwrap(), []);
+        assert_eq!(of("owner", "[null]").unwrap(), [(GroupBy::Owner, GroupValue::Missing)]);
+        assert_eq!(of("train.lr,tag", "[0.1,\"a\"]").unwrap()[0].1, GroupValue::Number(0.1));
+        for (by, values) in [
+            ("train.lr", "[\"0.1\"]"),
+            ("train.lr", "[true]"),
+            ("train.lr", "0.1"),
+            ("train.lr", "[0.1,0.2]"),
+            ("train.lr", "[]"),
+            ("project", "[1]"),
+            ("private", "[null]"),
+            ("private", "[0]"),
+            ("project", "[[\"a\"]]"),
+            ("project", "vision"),
+        ] {
+            assert!(mistake(of(by, values)).contains("one for each of by"), "{by} {values}");
+        }
+        assert!(mistake(group(Some("tag"), None)).contains("belong together"));
+        assert!(mistake(group(None, Some("[1]"))).contains("belong together"));
+        let long = |bytes: usize| format!("[\"{}\"]", "x".repeat(bytes - 4));
+        assert!(group(Some("name"), Some(&long(VALUES_BYTES))).is_ok());
+        assert!(mistake(group(Some("name"), Some(&long(VALUES_BYTES + 1)))).contains("at most 16384"));
+    }
+}

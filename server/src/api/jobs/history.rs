@@ -1,0 +1,219 @@
+//! A job's history: what happened to it, why, and who asked for it.
+
+use crate::{
+    api::{
+        jobs,
+        list::{MAX_LIMIT, Pages},
+    },
+    auth::{Auth, access::Caller},
+    http::{
+        error::{Problem, Result},
+        extract::{Path, Query, count, job_id},
+    },
+    scheduler::Scheduler,
+    store::{AuditEntry, Store},
+};
+use axum::{Extension, Json, extract::State};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    attempt::Attempt,
+    history::{Entry, History, Relative, What},
+    job::{Job, JobState, Parent, Waiting},
+    reason::{Reason, ReasonCode},
+    stream::{Event, EventBody},
+};
+use serde::Deserialize;
+use std::sync::Arc;
+use utoipa::IntoParams;
+
+/// A request is written down when it has been answered, which is at most so long after what it did.
+const ANSWERED_WITHIN: jiff::SignedDuration = jiff::SignedDuration::from_secs(30);
+
+/// Which of its entries.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct HistoryQuery {
+    /// At most so many: 1 to 1000; 1000 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the answer before.
+    cursor: Option<String>,
+    /// Also how many entries there are in all, as `total`.
+    count: Option<bool>,
+}
+
+/// The only order, for cursors.
+const ORDER: &str = "at";
+
+/// A job's history
+///
+/// Every attempt with how it began and ended, why, which rank was the cause and from which checkpoint the next one continued;
+/// pauses, retries and cancellations; the job that it was forked from and those forked from it; its place in the queue.
+/// The owner is who submitted or forked it; the owner and admins also see who asked for the rest.
+#[utoipa::path(get, path = "/jobs/{id}/history", tag = "jobs", params(("id" = String, Path), HistoryQuery),
+    responses((status = 200, body = History), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(query): Query<HistoryQuery>,
+) -> Result<Json<History>> {
+    let limit = count("limit", query.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+    let job = jobs::find(&scheduler, &id).await?;
+    let pages = Pages::new("history", ORDER).of_job(job.id.as_str());
+    // Entries are only added behind the others, so how many were there already is a place.
+    let from: usize = pages.read(query.cursor.as_deref())?.unwrap_or(0);
+    let may_see_who = caller.sees_all() || caller.owns(job.owner.as_deref());
+    if may_see_who {
+        auth.audit.flush().await;
+    }
+    let rows = scheduler.store.history(&job, may_see_who).await?;
+    let attempts = scheduler.store.attempts(&job.id).await?;
+    let (parent, begun) = parent(&*scheduler.store, &caller, &job, rows.parent).await?;
+    let mut entries = of_states(&job, begun, &rows.states, &rows.requests);
+    entries.extend(of_attempts(&attempts, &rows.states));
+    // Stable: what was asked for stands before the attempt's end that followed in the same millisecond.
+    entries.sort_by_key(|entry| entry.at);
+    let forks = rows.forks.into_iter().filter(|(fork, _)| sees(&caller, fork));
+    let forks = forks.map(|(fork, checkpoint)| Relative {
+        job: fork.id.to_string(),
+        name: Some(fork.name),
+        state: Some(fork.state),
+        checkpoint,
+        at: Some(fork.created_at),
+        who: fork.owner,
+    });
+    let waits = job.state.is_waiting();
+    let unplanned = Waiting { place: rows.before_it + 1, reason: None };
+    let queue = waits.then(|| scheduler.last_plan.of(&job.id).unwrap_or(unplanned));
+    let total = (query.count == Some(true)).then_some(entries.len() as u64);
+    let end = from.saturating_add(limit);
+    let next_cursor = (entries.len() > end).then(|| pages.cursor(&end)).transpose()?;
+    entries.truncate(end);
+    entries.drain(..from.min(entries.len()));
+    Ok(Json(History { parent, forks: forks.collect(), queue, entries, next_cursor, total }))
+}
+
+/// The job that a fork comes from, where the caller may see that; and the checkpoint that it began from, of a hidden job
+/// as the fork has its own of the same step.
+async fn parent(
+    store: &dyn Store,
+    caller: &Caller,
+    job: &Job,
+    parent: Option<Parent>,
+) -> Result<(Option<Relative>, Option<String>)> {
+    let Some(Parent { job: id, checkpoint }) = parent else { return Ok((None, None)) };
+    let known = match job_id(&id) {
+        Ok(id) => store.job(&id).await?,
+        Err(_) => None,
+    };
+    let known = known.map(|row| row.job);
+    // One that was deleted is shown as long as nobody had to be kept from seeing it.
+    if known.as_ref().map_or(job.parent.is_none(), |known| !sees(caller, known)) {
+        let begun = checkpoint.strip_prefix(&id).map(|place| format!("{}{place}", job.id));
+        return Ok((None, Some(begun.unwrap_or_default())));
+    }
+    let relative = Relative {
+        job: id,
+        name: known.as_ref().map(|job| job.name.clone()),
+        state: known.as_ref().map(|job| job.state),
+        checkpoint: checkpoint.clone(),
+        at: known.as_ref().map(|job| job.created_at),
+        who: known.and_then(|job| job.owner),
+    };
+    Ok((Some(relative), Some(checkpoint)))
+}
+
+fn sees(caller: &Caller, job: &Job) -> bool {
+    caller.sees(job.spec.private, job.owner.as_deref())
+}
+
+/// With how many ranks an attempt began and why, where it had fewer than the job.
+fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
+    states.iter().find_map(|event| match &event.body {
+        EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: of, .. }
+            if *of == attempt && *cause.code() == ReasonCode::FewerRanks =>
+        {
+            Some(cause.clone())
+        }
+        _ => None,
+    })
+}
+
+fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
+    let mut entries = Vec::new();
+    for (n, attempt) in attempts.iter().enumerate() {
+        let Attempt { attempt: number, state, reason, checkpoint, step, agents, started_at, ended_at } =
+            attempt;
+        let (checkpoint, agents) = (checkpoint.clone(), agents.clone());
+        let what =
+            What::Started { attempt: *number, checkpoint, agents, reason: fewer_ranks(states, *number) };
+        entries.push(Entry { at: *started_at, what, who: None });
+        if let Some(at) = *ended_at {
+            let what = What::Ended {
+                attempt: *number,
+                state: *state,
+                rank: reason.as_ref().and_then(|reason| reason.facts().rank),
+                reason: reason.clone(),
+                step: *step,
+                next_checkpoint: attempts.get(n + 1).and_then(|next| next.checkpoint.clone()),
+            };
+            entries.push(Entry { at, what, who: None });
+        }
+    }
+    entries
+}
+
+/// What changes of state report that attempts do not.
+fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
+    let begin = begun.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
+    let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
+    let mut before: Option<(JobState, Option<ReasonCode>)> = None;
+    for Event { seq, at, body } in states {
+        let EventBody::State { state, cause, .. } = body else { continue };
+        let code = cause.as_ref().map(|cause| cause.code().clone());
+        let now = Some((*state, code.clone()));
+        if before == now {
+            continue;
+        }
+        // The attempt itself reports what became of a lost one.
+        let was_active =
+            before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
+        // What somebody else's job asked for is reported by the attempt's end; a pause may come on top of it.
+        let was_preempted = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Preempting));
+        let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));
+        let moved = before.as_ref().is_none_or(|(old, _)| old != state);
+        before = now;
+        let (what, action) = match (state, code) {
+            // Reported above: among many changes of state it may not be here.
+            (JobState::Queued, _) if *seq == 1 => continue,
+            (JobState::Queued, Some(ReasonCode::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
+            (JobState::Queued, Some(ReasonCode::RetriedByUser)) if moved => (What::Retried, Some("retry")),
+            (JobState::Pausing, Some(ReasonCode::Preempting)) => continue,
+            (JobState::Pausing, _) if moved || was_preempted => (What::PauseRequested, Some("pause")),
+            (JobState::Paused, _) if moved && !was_active => (What::Paused, Some("pause")),
+            (_, Some(ReasonCode::Cancelling)) if !was_cancelling => (What::CancelRequested, Some("cancel")),
+            (JobState::Cancelled, _) if moved && !was_active => (What::Cancelled, Some("cancel")),
+            (JobState::Failed, _) if moved && !was_active => (What::Failed { reason: cause.clone() }, None),
+            (JobState::Running, Some(ReasonCode::PrecisionFallback)) => {
+                (What::PrecisionChanged { reason: cause.clone() }, None)
+            }
+            _ => continue,
+        };
+        let who = action.and_then(|action| who_asked(requests, action, *at));
+        entries.push(Entry { at: *at, what, who });
+    }
+    entries
+}
+
+/// Who sent the request that was answered soonest after `at`.
+fn who_asked(requests: &[AuditEntry], action: &str, at: Timestamp) -> Option<String> {
+    let asked = |entry: &&AuditEntry| {
+        let path = entry.object.split('?').next().unwrap_or_default();
+        let after = entry.at.duration_since(at);
+        path.rsplit('/').next() == Some(action) && after >= -ANSWERED_WITHIN && after <= ANSWERED_WITHIN
+    };
+    let nearest = requests.iter().filter(asked).min_by_key(|entry| entry.at.duration_since(at).abs());
+    nearest.map(|entry| entry.who.clone()).filter(|who| !who.is_empty())
+}

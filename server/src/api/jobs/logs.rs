@@ -1,0 +1,271 @@
+//! Log lines of a job.
+
+use crate::{
+    api::{
+        jobs, large,
+        list::{self, Pages},
+    },
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query, count, job_id, search_text},
+    },
+    scheduler::Scheduler,
+    store::{LogFilter, LogPage, Store},
+};
+use axum::{
+    body::Body,
+    extract::State,
+    http::{HeaderMap, header},
+    response::{IntoResponse, Response},
+};
+use futures_util::stream;
+use lockstep_protocol::{
+    agent::LogLine,
+    job::Job,
+    spec::shortened,
+    stream::{Event, EventBody},
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    fmt::Write as _,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT_LINES: u32 = 1000;
+const MAX_LINES: u32 = 10_000;
+/// Events that are read in one query to the database while searching, and for how long to continue.
+const SEARCHED: u64 = 50_000;
+const SEARCH: Duration = Duration::from_millis(300);
+
+/// Which lines.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct LogsQuery {
+    rank: Option<u32>,
+    attempt: Option<u32>,
+    /// Only what came after this event.
+    #[serde(default)]
+    after: u64,
+    /// Only what came before this event.
+    before: Option<u64>,
+    /// Lines of a page: 1 to 10000; 1000 when absent. Lines that a rank reported together come together: a page has more than `limit` where
+    /// its first report alone does, else fewer. A page also ends once its lines have 4 MiB.
+    #[param(minimum = 1, maximum = 10000)]
+    limit: Option<u32>,
+    /// `seq`, the oldest line first, when absent; `-seq` for the newest first.
+    sort: Option<String>,
+    /// `next_cursor` of the page before, with the same `sort`.
+    cursor: Option<String>,
+    /// `text` for the file of all lines that match, whatever `Accept` says: for links.
+    format: Option<String>,
+    /// Only lines that contain this, at most 200 characters, ignoring case. A long log is searched for a third of a second at a time:
+    /// `next_cursor` continues.
+    q: Option<String>,
+}
+
+impl LogsQuery {
+    /// Whether the newest line comes first.
+    ///
+    /// # Errors
+    /// 400: a sort that is none.
+    fn newest_first(&self) -> Result<bool> {
+        let Some((name, newest_first)) = self.sort.as_deref().map(list::sort_key) else { return Ok(false) };
+        list::known_name("sort", name, &["seq"])?;
+        Ok(newest_first)
+    }
+}
+
+/// A page of lines, in the order of `sort`.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Logs {
+    lines: Vec<Line>,
+    /// Give it as `cursor` to read on; null at the end.
+    next_cursor: Option<String>,
+}
+
+/// Lines from the oldest to the newest, and the event to read on from.
+struct Found {
+    lines: Vec<Line>,
+    next: Option<u64>,
+}
+
+impl Found {
+    /// The first lines, or the newest ones, of whole events: at most `limit`, unless one event has more.
+    fn at_most(mut self, limit: usize, newest: bool) -> Self {
+        let all = self.lines.len();
+        let (Some(first), Some(last)) = (self.lines.first(), self.lines.last()) else { return self };
+        if all <= limit {
+            return self;
+        }
+        // The event of the first line that has no room is left out as a whole.
+        let kept = if newest {
+            (self.lines[all - limit - 1].seq + 1).min(last.seq)..=last.seq
+        } else {
+            first.seq..=(self.lines[limit].seq - 1).max(first.seq)
+        };
+        self.lines.retain(|line| kept.contains(&line.seq));
+        if self.lines.len() < all {
+            self.next = Some(if newest { *kept.start() } else { *kept.end() });
+        }
+        self
+    }
+
+    async fn page(mut self, pages: Pages<'_>, newest_first: bool) -> Result<Response> {
+        if newest_first {
+            self.lines.reverse();
+        }
+        let next_cursor = self.next.map(|next| pages.cursor(&next)).transpose()?;
+        large::json(Logs { lines: self.lines, next_cursor }).await
+    }
+}
+
+/// A line, and where it is from.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Line {
+    /// The event that it came with.
+    seq: u64,
+    attempt: u32,
+    rank: u32,
+    #[serde(flatten)]
+    line: LogLine,
+}
+
+/// Log lines
+///
+/// As JSON in pages, or with `Accept: text/plain` as a file of all lines that match.
+#[utoipa::path(get, path = "/jobs/{id}/logs", tag = "logs", params(("id" = String, Path), LogsQuery),
+    responses((status = 200, content((Logs = "application/json"), (String = "text/plain"))), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn query(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+    Query(query): Query<LogsQuery>,
+) -> Result<Response> {
+    search_text("q", query.q.as_deref())?;
+    let job = jobs::find(&scheduler, &id).await?;
+    let accepts = headers.get(header::ACCEPT).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    if let Some(format) = query.format.as_deref().filter(|format| *format != "text") {
+        return Err(Error::BadRequest(format!("format is text or absent, is {:?}", shortened(format))));
+    }
+    let newest = query.newest_first()?;
+    let limit = count("limit", query.limit, DEFAULT_LINES, MAX_LINES)?;
+    let pages = Pages::new("logs", if newest { "-seq" } else { "seq" }).of_job(job.id.as_str());
+    let from: Option<u64> = pages.read(query.cursor.as_deref())?;
+    if accepts.starts_with("text/plain") || query.format.is_some() {
+        if query.sort.or(query.cursor).is_some() {
+            let detail = "a file of the log has all lines, the oldest first: leave sort and cursor out";
+            return Err(Error::BadRequest(detail.into()));
+        }
+        let filter = LogFilter {
+            rank: query.rank,
+            attempt: query.attempt,
+            after: query.after,
+            before: query.before,
+            limit: DEFAULT_LINES,
+            newest: false,
+            containing: query.q,
+        };
+        return Ok(plain(store, job.id, filter));
+    }
+    let filter = LogFilter {
+        rank: query.rank,
+        attempt: query.attempt,
+        after: from.filter(|_| !newest).map_or(query.after, |from| query.after.max(from)),
+        before: match from.filter(|_| newest) {
+            Some(from) => Some(query.before.map_or(from, |before| before.min(from))),
+            None => query.before,
+        },
+        limit,
+        newest,
+        containing: None,
+    };
+    if let Some(q) = query.q.as_deref().filter(|q| !q.is_empty()) {
+        let found = search(&*store, &job, filter, q).await?;
+        return found.at_most(limit as usize, newest).page(pages, newest).await;
+    }
+    let LogPage { events, ends, full } = store.logs(&job_id(&id)?, &filter).await?;
+    let next = ends.filter(|_| full).map(|(first, last)| if newest { first } else { last });
+    let found = Found { lines: lines(events, query.q.as_deref()), next };
+    found.at_most(limit as usize, newest).page(pages, newest).await
+}
+
+/// Reads on until `limit` events with such a line are found, the log ends, or a second has passed.
+async fn search(store: &dyn Store, job: &Job, filter: LogFilter, q: &str) -> Result<Found> {
+    let start = Instant::now();
+    let mut filter = LogFilter { containing: Some(q.to_owned()), ..filter };
+    let wanted = filter.limit as usize;
+    // What has not been searched yet: `low < seq < high`.
+    let (mut low, mut high) =
+        (filter.after.min(job.last_seq), filter.before.unwrap_or(u64::MAX).min(job.last_seq + 1));
+    let mut found: Vec<Line> = Vec::new();
+    loop {
+        (filter.after, filter.before) = if filter.newest {
+            (low.max(high.saturating_sub(SEARCHED)), Some(high))
+        } else {
+            (low, Some(high.min(low.saturating_add(SEARCHED))))
+        };
+        let (from, to) = (filter.after, filter.before.unwrap_or(high));
+        let LogPage { events, ends, full } = store.logs(&job.id, &filter).await?;
+        let part = lines(events, Some(q));
+        let next = if filter.newest {
+            high = ends.filter(|_| full).map_or(from + 1, |(first, _)| first);
+            found.splice(0..0, part);
+            high
+        } else {
+            low = ends.filter(|_| full).map_or(to.saturating_sub(1), |(_, last)| last);
+            found.extend(part);
+            low
+        };
+        if low + 1 >= high {
+            return Ok(Found { lines: found, next: None });
+        }
+        if found.len() >= wanted || start.elapsed() > SEARCH {
+            return Ok(Found { lines: found, next: Some(next) });
+        }
+    }
+}
+
+fn lines(events: Vec<Event>, containing: Option<&str>) -> Vec<Line> {
+    let containing = containing.map(str::to_lowercase);
+    let mut found = Vec::new();
+    for Event { seq, body, .. } in events {
+        if let EventBody::Log { attempt, rank, lines } = body {
+            let wanted = lines
+                .into_iter()
+                .filter(|l| containing.as_ref().is_none_or(|q| l.text.to_lowercase().contains(q)));
+            found.extend(wanted.map(|line| Line { seq, attempt, rank, line }));
+        }
+    }
+    found
+}
+
+/// A line each: time, rank, text; with one rank chosen only the text, as in its log file.
+fn plain(store: Arc<dyn Store>, job: lockstep_protocol::JobId, filter: LogFilter) -> Response {
+    let rank = filter.rank.map(|r| format!("-rank{r}")).unwrap_or_default();
+    let name = format!("attachment; filename=\"{job}{rank}.log\"");
+    let parts = stream::try_unfold(Some(filter), move |filter| {
+        let (store, job) = (store.clone(), job.clone());
+        async move {
+            let Some(filter) = filter else { return Ok(None) };
+            let LogPage { events, ends, full } =
+                store.logs(&job, &filter).await.map_err(std::io::Error::other)?;
+            let mut text = String::new();
+            for Line { rank, line, .. } in lines(events, filter.containing.as_deref()) {
+                let _ = match filter.rank {
+                    Some(_) => writeln!(text, "{}", line.text),
+                    None => writeln!(text, "{} rank {rank}  {}", line.at, line.text),
+                };
+            }
+            let next = ends.filter(|_| full).map(|(_, last)| LogFilter { after: last, ..filter });
+            Ok::<_, std::io::Error>(Some((text, next)))
+        }
+    });
+    (
+        [(header::CONTENT_TYPE, "text/plain; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
+        Body::from_stream(parts),
+    )
+        .into_response()
+}

@@ -1,0 +1,280 @@
+//! Metrics: exact points when they fit, else buckets of minimum, maximum and mean.
+
+use crate::{
+    api::{jobs, large},
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query, count},
+    },
+    metrics::{self, chunk::Bucket, compaction, query},
+    scheduler::Scheduler,
+    store::{self, MetricFilter, Store},
+};
+use axum::{
+    body::Body,
+    extract::State,
+    http::header,
+    response::{IntoResponse, Response},
+};
+use futures_util::stream;
+use lockstep_protocol::{
+    job::Job,
+    metric::{self, MetricColumn},
+};
+use serde::{Deserialize, Serialize};
+use std::{
+    collections::{HashMap, VecDeque},
+    fmt::Write as _,
+    sync::Arc,
+};
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT_POINTS: u32 = 1000;
+const MAX_POINTS: u32 = 10_000;
+/// Metric events read at a time for the CSV file.
+const CSV_EVENTS: u32 = 500;
+
+/// Which metrics, and how finely.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct MetricsQuery {
+    /// A metric's name, such as `loss`; all when absent.
+    name: Option<String>,
+    /// Such as `0,1`; all when absent.
+    ranks: Option<String>,
+    /// First step.
+    from: Option<u64>,
+    /// Last step.
+    to: Option<u64>,
+    /// At most so many buckets a series: 1 to 10000; 1000 when absent.
+    #[param(minimum = 1, maximum = 10000)]
+    points: Option<u32>,
+}
+
+impl MetricsQuery {
+    /// Of one metric, by its name.
+    pub(crate) fn of(name: String, ranks: Option<String>, from: Option<u64>, to: Option<u64>) -> Self {
+        Self { name: Some(name), ranks, from, to, points: None }
+    }
+
+    /// # Errors
+    /// 400: a name or ranks that are none.
+    pub(crate) fn filter(&self) -> Result<MetricFilter> {
+        if let Some(name) = &self.name
+            && !metric::NAMES.contains(&name.as_str())
+        {
+            return Err(Error::BadRequest(format!(
+                "no metric is called {name:?}; there are {}",
+                metric::NAMES.join(", ")
+            )));
+        }
+        let ranks = self
+            .ranks
+            .iter()
+            .flat_map(|r| r.split(','))
+            .filter(|r| !r.is_empty())
+            .map(str::parse)
+            .collect::<std::result::Result<_, _>>();
+        let ranks = ranks.map_err(|_| {
+            Error::BadRequest("ranks must be numbers with commas between them, such as 0,1".into())
+        })?;
+        Ok(MetricFilter {
+            name: self.name.clone(),
+            ranks,
+            from: self.from,
+            to: self.to,
+            ..MetricFilter::default()
+        })
+    }
+}
+
+/// Metrics of a job.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Metrics {
+    /// Events after this one are not in the answer: continue from here on the stream.
+    as_of_seq: u64,
+    /// Every point is there, and `min`, `max` and `mean` are the same.
+    exact: bool,
+    /// Steps that a bucket covers; 1 when exact.
+    bucket_steps: u64,
+    series: Vec<Series>,
+}
+
+impl Metrics {
+    /// Of all series together.
+    pub(crate) fn buckets(&self) -> usize {
+        self.series.iter().map(|series| series.steps.len()).sum()
+    }
+}
+
+/// One metric of one rank in one attempt. `null` stands for what was not finite.
+#[derive(Debug, PartialEq, Serialize, ToSchema)]
+pub(crate) struct Series {
+    name: String,
+    rank: u32,
+    attempt: u32,
+    /// The first step of each bucket.
+    steps: Vec<u64>,
+    min: Vec<Option<f32>>,
+    max: Vec<Option<f32>>,
+    mean: Vec<Option<f32>>,
+}
+
+/// Metrics for a chart
+///
+/// Buckets are equal ranges of steps, the same for every series, so the answer is the same for the same
+/// points however they came. Those at the ends of a range are returned whole.
+#[utoipa::path(get, path = "/jobs/{id}/metrics", tag = "metrics", params(("id" = String, Path), MetricsQuery),
+    responses((status = 200, body = Metrics), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn find(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(metrics): State<Arc<metrics::Metrics>>,
+    Path(id): Path<String>,
+    Query(query): Query<MetricsQuery>,
+) -> Result<Response> {
+    let filter = query.filter()?;
+    let job = jobs::find(&scheduler, &id).await?;
+    let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
+    let found = query::find(&metrics, &job, &filter, points).await?;
+    large::json(answer(found)).await
+}
+
+/// What was found, as in JSON.
+pub(crate) fn answer(found: query::Found) -> Metrics {
+    Metrics {
+        as_of_seq: found.as_of,
+        exact: found.exact,
+        bucket_steps: found.bucket_steps,
+        series: found.series.into_iter().map(series).collect(),
+    }
+}
+
+fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series {
+    let of = |value: fn(&Bucket) -> f32| {
+        buckets.iter().map(|b| (b.finite > 0).then(|| value(b))).collect::<Vec<_>>()
+    };
+    Series {
+        name,
+        rank,
+        attempt,
+        min: of(|b| b.min),
+        max: of(|b| b.max),
+        mean: of(|b| (b.sum / b.finite as f64) as f32),
+        steps: buckets.iter().map(|b| b.step).collect(),
+    }
+}
+
+/// Every point as CSV
+///
+/// Columns: attempt, rank, name, step, value; in the order in which they were stored. Of a job that was over long ago, by name
+/// and rank. `points` makes no difference: every point is in the file.
+#[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
+    responses((status = 200, content_type = "text/csv", body = String), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn csv(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+    Query(query): Query<MetricsQuery>,
+) -> Result<Response> {
+    let filter = query.filter()?;
+    count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
+    let job = jobs::find(&scheduler, &id).await?;
+    let name = format!("attachment; filename=\"{}-metrics.csv\"", job.id);
+    let csv = Csv::new(store, job, filter).await?;
+    let parts = stream::try_unfold(csv, |mut csv| async move {
+        let part = csv.next().await?;
+        Ok::<_, Error>(part.map(|part| (part, csv)))
+    });
+    let parts =
+        futures_util::StreamExt::map(parts, |part| part.map_err(|e| std::io::Error::other(format!("{e:?}"))));
+    Ok((
+        [(header::CONTENT_TYPE, "text/csv; charset=utf-8".to_owned()), (header::CONTENT_DISPOSITION, name)],
+        Body::from_stream(parts),
+    )
+        .into_response())
+}
+
+/// A file that is made while it is sent, a part at a time, so that no run is too long for the server's memory.
+struct Csv {
+    store: Arc<dyn Store>,
+    job: Job,
+    filter: MetricFilter,
+    begun: bool,
+    /// Metric and rank, of whose points some are in chunks alone.
+    series: VecDeque<(&'static str, u32)>,
+    /// The last step of each series that chunks had: name, rank and attempt.
+    last_steps: HashMap<(String, u32, u32), u64>,
+    /// Events up to this number are done with.
+    after: u64,
+}
+
+impl Csv {
+    async fn new(store: Arc<dyn Store>, job: Job, filter: MetricFilter) -> Result<Self> {
+        let after = store.first_seq(&job.id).await? - 1;
+        let names = metric::NAMES.into_iter().filter(|n| filter.name.as_ref().is_none_or(|name| name == n));
+        let ranks = |rank: &u32| filter.ranks.is_empty() || filter.ranks.contains(rank);
+        let ranks: Vec<u32> = (0..job.ranks).filter(ranks).collect();
+        let series = names.flat_map(|name| ranks.iter().map(move |rank| (name, *rank)));
+        let series = if after > 0 { series.collect() } else { VecDeque::new() };
+        Ok(Self { store, job, series, filter, begun: false, last_steps: HashMap::new(), after })
+    }
+
+    async fn next(&mut self) -> store::Result<Option<String>> {
+        if !std::mem::replace(&mut self.begun, true) {
+            return Ok(Some("attempt,rank,name,step,value\n".into()));
+        }
+        let mut text = String::new();
+        if let Some((name, rank)) = self.series.pop_front() {
+            let filter = MetricFilter { name: Some(name.into()), ranks: vec![rank], ..self.filter.clone() };
+            let (_, chunks) = self.store.metric_chunks(&self.job.id, 0, &filter).await?;
+            for chunk in chunks {
+                let points = compaction::readable_chunk(0, &chunk);
+                if let Some(last) = points.last() {
+                    self.last_steps.insert((chunk.name, rank, chunk.attempt), last.step);
+                }
+                let points =
+                    points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
+                self.lines(&mut text, chunk.attempt, rank, name, points);
+            }
+            return Ok(Some(text));
+        }
+        if self.after >= self.job.last_seq {
+            return Ok(None);
+        }
+        let events = self.store.events(&self.job.id, self.after, CSV_EVENTS).await?;
+        // What is sent is broken off, so that nobody takes it for all of them.
+        if self.store.first_seq(&self.job.id).await? > self.after + 1 {
+            let why = "the job's points left its events while they were sent; ask again";
+            return Err(store::StoreError::Unavailable(why.into()));
+        }
+        self.after = events.last().map_or(self.job.last_seq, |row| row.seq);
+        let name = self.filter.name.as_deref();
+        for (attempt, rank, columns) in events.iter().filter_map(|row| row.metrics(name)) {
+            if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
+                continue;
+            }
+            for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
+                let key = (name, rank, attempt);
+                let last = self.last_steps.get(&key).copied().unwrap_or(0);
+                let points = steps.into_iter().zip(values).filter(|(step, _)| last == 0 || *step > last);
+                self.lines(&mut text, attempt, rank, &key.0, points);
+            }
+        }
+        Ok(Some(text))
+    }
+
+    fn lines(
+        &self,
+        text: &mut String,
+        attempt: u32,
+        rank: u32,
+        name: &str,
+        points: impl Iterator<Item = (u64, f32)>,
+    ) {
+        let (from, to) = (self.filter.from.unwrap_or(0), self.filter.to.unwrap_or(u64::MAX));
+        for (step, value) in points.filter(|(step, _)| (from..=to).contains(step)) {
+            let value = if value.is_finite() { value.to_string() } else { "NaN".to_owned() };
+            let _ = writeln!(text, "{attempt},{rank},{name},{step},{value}");
+        }
+    }
+}

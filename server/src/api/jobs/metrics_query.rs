@@ -1,0 +1,115 @@
+//! One metric of several jobs at once, to compare them.
+
+use super::metrics::{self, Metrics, MetricsQuery};
+use crate::{
+    api::{jobs, large},
+    auth::access::Caller,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Query, count},
+    },
+    metrics::query,
+    scheduler::Scheduler,
+};
+use axum::{Extension, extract::State, response::Response};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use utoipa::{IntoParams, ToSchema};
+
+/// Jobs of one answer.
+const MAX_JOBS: usize = 50;
+const DEFAULT_POINTS: u32 = 500;
+const MAX_POINTS: u32 = 10_000;
+/// Buckets of a series, times jobs.
+const MAX_TOTAL: usize = 100_000;
+/// Buckets of one answer: each rank and attempt of a job is a series of its own.
+const MAX_ANSWER: usize = 1_000_000;
+
+/// Which metric of which jobs, and how finely.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct JobsMetricsQuery {
+    /// Ids of 1 to 50 jobs, with commas between.
+    jobs: String,
+    /// A metric's name, such as `loss`.
+    name: String,
+    /// Such as `0,1`; all when absent.
+    ranks: Option<String>,
+    /// First step.
+    from: Option<u64>,
+    /// Last step.
+    to: Option<u64>,
+    /// At most so many buckets a series: 1 to 10000, and 100000 over all jobs; 500 when absent.
+    #[param(minimum = 1, maximum = 10000)]
+    points: Option<u32>,
+}
+
+/// A metric of several jobs.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct JobsMetrics {
+    /// In the order of the request.
+    jobs: Vec<JobMetrics>,
+}
+
+/// The metric of one of them.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct JobMetrics {
+    /// Its id.
+    job: String,
+    #[serde(flatten)]
+    metrics: Metrics,
+}
+
+/// One metric of several jobs
+///
+/// Each as `GET /jobs/{id}/metrics` answers it: exact points when they fit, else buckets of equal ranges of steps.
+#[utoipa::path(get, path = "/metrics/query", tag = "metrics", params(JobsMetricsQuery),
+    responses((status = 200, body = JobsMetrics), (status = 400, body = Problem), (status = 404, body = Problem, description = "No job has one of the ids; it is named")))]
+pub(crate) async fn find(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(history): State<Arc<crate::metrics::Metrics>>,
+    Extension(caller): Extension<Caller>,
+    Query(asked): Query<JobsMetricsQuery>,
+) -> Result<Response> {
+    let mut ids: Vec<&str> = Vec::new();
+    for id in asked.jobs.split(',').map(str::trim).filter(|id| !id.is_empty()) {
+        if !ids.contains(&id) {
+            ids.push(id);
+        }
+        if ids.len() > MAX_JOBS {
+            return Err(Error::BadRequest(format!(
+                "jobs must be 1 to {MAX_JOBS} ids; ask for the others with another request"
+            )));
+        }
+    }
+    if ids.is_empty() {
+        return Err(Error::BadRequest(format!("jobs must be 1 to {MAX_JOBS} ids with commas between them")));
+    }
+    let points = count("points", asked.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
+    if points * ids.len() > MAX_TOTAL {
+        return Err(Error::BadRequest(format!(
+            "{points} points of {} jobs are more than {MAX_TOTAL}: ask for at most {} points, or for fewer jobs",
+            ids.len(),
+            MAX_TOTAL / ids.len()
+        )));
+    }
+    let filter = MetricsQuery::of(asked.name.clone(), asked.ranks.clone(), asked.from, asked.to).filter()?;
+    let (mut found, mut buckets) = (Vec::new(), 0);
+    for id in &ids {
+        let job = jobs::seen(&scheduler, &caller, id).await.map_err(|error| match error {
+            Error::NotFound(_) => {
+                Error::NotFound(format!("no job has the id {:?}", lockstep_protocol::spec::shortened(id)))
+            }
+            other => other,
+        })?;
+        let metrics: Metrics = metrics::answer(query::find(&history, &job, &filter, points).await?);
+        buckets += metrics.buckets();
+        if buckets > MAX_ANSWER {
+            return Err(Error::BadRequest(format!(
+                "the answer would have more than {MAX_ANSWER} points, one of each rank and attempt: ask for fewer points, ranks or jobs"
+            )));
+        }
+        found.push(JobMetrics { job: job.id.to_string(), metrics });
+    }
+    large::json(JobsMetrics { jobs: found }).await
+}

@@ -1,0 +1,285 @@
+//! Jobs: show, pause, resume, cancel, retry, delete.
+
+pub(crate) mod annotations;
+pub(crate) mod attempts;
+pub(crate) mod check;
+mod conditions;
+pub(crate) mod create;
+pub(crate) mod events;
+pub(crate) mod fit;
+mod group_keys;
+pub(crate) mod groups;
+pub(crate) mod history;
+pub(crate) mod layers;
+pub(crate) mod list;
+pub(crate) mod logs;
+pub(crate) mod metrics;
+pub(crate) mod metrics_query;
+pub(crate) mod pages;
+pub(crate) mod panels;
+pub(crate) mod pictures;
+pub(crate) mod projects;
+pub(crate) mod queue;
+pub(crate) mod queue_page;
+mod sorting;
+pub(crate) mod stream;
+pub(crate) mod submission;
+
+pub(super) use check::{Checked, Plan, check, no_dataset, training_samples};
+pub(crate) use create::submit;
+pub(super) use create::{idempotency_key, made_before, store};
+pub(crate) use list::ListQuery;
+
+use super::to_the_end;
+use crate::{
+    auth::{Auth, access::Caller},
+    http::{
+        conditional,
+        error::{Error, Problem, Result},
+        extract::{Path, Query, job_id},
+    },
+    lifecycle,
+    scheduler::{
+        Scheduler,
+        dispatch::{self, Wish},
+    },
+    store::{JobRow, Store, purge::DeletedJobs},
+};
+use axum::{
+    Extension, Json,
+    extract::State,
+    http::{HeaderMap, StatusCode},
+    response::Response,
+};
+use lockstep_protocol::{Job, JobId};
+use serde::Deserialize;
+use std::{collections::HashSet, sync::Arc, time::Duration};
+use utoipa::IntoParams;
+
+/// Jobs that a caller does not see.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn hidden_from(store: &dyn Store, caller: &Caller) -> Result<HashSet<JobId>> {
+    match caller.sees_as() {
+        None => Ok(HashSet::new()),
+        Some(name) => Ok(store.jobs_hidden_from(&name).await?.into_iter().collect()),
+    }
+}
+
+/// A job with what is not shown of it.
+///
+/// # Errors
+/// 404 when there is none.
+pub(super) async fn row(store: &dyn Store, id: &JobId) -> Result<JobRow> {
+    store.job(id).await?.ok_or_else(|| Error::NotFound("no job has this id".into()))
+}
+
+/// One job.
+///
+/// # Errors
+/// 404 when there is none.
+pub(crate) async fn find(scheduler: &Scheduler, id: &str) -> Result<Job> {
+    let mut job = row(&*scheduler.store, &job_id(id)?).await?.job;
+    scheduler.last_plan.tell(&mut job);
+    Ok(job)
+}
+
+/// A job with what it was forked from, where the caller sees that.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn shown_to(scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
+    let mut job = row.job;
+    if let Some(parent) = row.private_parent {
+        let owned = match parent.job.parse() {
+            Ok(id) => scheduler.store.owned_job(&id).await?,
+            Err(_) => None,
+        };
+        let is_seen = owned.is_some_and(|owned| caller.sees(owned.private, owned.owner.as_deref()));
+        job.parent = is_seen.then_some(parent);
+    }
+    scheduler.last_plan.tell(&mut job);
+    Ok(job)
+}
+
+/// One job that is named elsewhere than in the path, where the gate sees it.
+///
+/// # Errors
+/// 404 when there is none that the caller sees.
+pub(super) async fn seen(scheduler: &Scheduler, caller: &Caller, id: &str) -> Result<Job> {
+    let job = find(scheduler, id).await?;
+    match caller.sees(job.spec.private, job.owner.as_deref()) {
+        true => Ok(job),
+        false => Err(Error::NotFound("no job has this id".into())),
+    }
+}
+
+/// A request for a job waits at most so long: less than any handler may take.
+const LONGEST_WAIT_SECS: u64 = 120;
+
+/// How long to wait for a job's end.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct EndQuery {
+    /// Answer when the job is over, or after so many seconds: 0 to 120, 0 when absent.
+    #[serde(default)]
+    #[param(minimum = 0, maximum = 120)]
+    wait: u64,
+}
+
+/// As [`row`], when the job is over or `patience` has passed.
+async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Result<JobRow> {
+    let end = async {
+        // Subscribed before the job is read, so that no event in between is missed.
+        let mut subscription = scheduler.events.hub.subscribe(id);
+        let mut found = row(&*scheduler.store, id).await?;
+        let mut seq = found.job.last_seq;
+        while !found.job.state.is_final() {
+            let _ = subscription.wait(seq).await;
+            match subscription.after(seq) {
+                Some(events) if events.iter().all(|event| event.state().is_none()) => {
+                    seq = events.last().map_or(seq, |event| event.seq);
+                }
+                // It has another state, was deleted, or the hub does not have its events.
+                _ => {
+                    found = row(&*scheduler.store, id).await?;
+                    seq = found.job.last_seq;
+                }
+            }
+        }
+        Ok(found)
+    };
+    tokio::select! {
+        found = end => return found,
+        () = tokio::time::sleep(patience) => {}
+        () = scheduler.tasks.stopping.cancelled() => {}
+    }
+    row(&*scheduler.store, id).await
+}
+
+/// Show a job
+///
+/// With `wait`, its answer comes when the job is over (`succeeded`, `failed`, `cancelled`), or after that time with the job as it is then.
+#[utoipa::path(get, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path), EndQuery),
+    responses((status = 200, body = Job), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    headers: HeaderMap,
+    Path(id): Path<String>,
+    Query(EndQuery { wait }): Query<EndQuery>,
+) -> Result<Response> {
+    let id = job_id(&id)?;
+    let row = match wait {
+        0 => row(&*scheduler.store, &id).await?,
+        1..=LONGEST_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
+        _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {LONGEST_WAIT_SECS}"))),
+    };
+    conditional::tagged(&headers, &shown_to(&scheduler, &caller, row).await?)
+}
+
+/// Cancel a job
+///
+/// A queued one is cancelled at once; ranks that run are ended first.
+#[utoipa::path(post, path = "/jobs/{id}/cancel", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is over already")))]
+pub(crate) async fn cancel(
+    State(scheduler): State<Arc<Scheduler>>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    let job = dispatch::stop(&scheduler, &job_id(&id)?, Wish::Cancel).await?;
+    Ok((StatusCode::ACCEPTED, Json(job)))
+}
+
+/// Pause a job
+///
+/// Its ranks finish their step, keep a checkpoint of it and free their slots; a waiting one pauses at once.
+#[utoipa::path(post, path = "/jobs/{id}/pause", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It neither waits nor runs")))]
+pub(crate) async fn pause(
+    State(scheduler): State<Arc<Scheduler>>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    let job = dispatch::stop(&scheduler, &job_id(&id)?, Wish::Pause).await?;
+    Ok((StatusCode::ACCEPTED, Json(job)))
+}
+
+/// Resume a paused job
+///
+/// As its next attempt, from its newest checkpoint: the weights are those of never having paused.
+#[utoipa::path(post, path = "/jobs/{id}/resume", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not paused"),
+        (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
+pub(crate) async fn resume(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    fit::check_newest(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
+    let at = crate::now();
+    let changed =
+        scheduler.events.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::resume(row, at))).await?;
+    Ok((StatusCode::ACCEPTED, Json(changed.job)))
+}
+
+/// Run a finished job again
+///
+/// As its next attempt, from its newest checkpoint.
+#[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over"),
+        (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
+pub(crate) async fn retry(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<(StatusCode, Json<Job>)> {
+    fit::check_newest(&scheduler.checkpoints, &caller, &find(&scheduler, &id).await?).await?;
+    let at = crate::now();
+    let changed =
+        scheduler.events.change_job(&job_id(&id)?, Box::new(move |row| lifecycle::retry(row, at))).await?;
+    Ok((StatusCode::ACCEPTED, Json(changed.job)))
+}
+
+/// Whether this version understands all of a job: what it would make of one that it does not were another job.
+///
+/// # Errors
+/// What it does not understand.
+pub(super) fn check_readable(job: &Job) -> Result<()> {
+    match &job.unreadable {
+        None => Ok(()),
+        Some(flaw) => {
+            let detail = format!(
+                "the job was stored by another version of lockstep ({flaw}): what this one would take it for is another job"
+            );
+            Err(Error::Conflict(detail, Some(job.state)))
+        }
+    }
+}
+
+/// Delete a job
+///
+/// With its events and checkpoints. One that is not over is refused: cancel it first.
+#[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
+pub(crate) async fn delete(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    State(deleted_jobs): State<Arc<DeletedJobs>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    let id = job_id(&id)?;
+    // The files go with the rows (`store/purge.rs`).
+    to_the_end(async move {
+        let job = find(&scheduler, id.as_str()).await?;
+        scheduler.store.delete_job(&id).await?;
+        auth.job_owners.remove(&id);
+        deleted_jobs.note();
+        if let Some(store) = &scheduler.checkpoints.artifact_store {
+            store.removed.notify_one();
+        }
+        scheduler.events.hub.deleted(job);
+        Ok(StatusCode::NO_CONTENT)
+    })
+    .await
+}

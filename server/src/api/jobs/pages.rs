@@ -1,0 +1,213 @@
+//! Pages of jobs: stored data in the views of `lockstep_web`.
+
+use super::{ListQuery, annotations::folder_bytes, check_readable, panels, seen, shown_to, submit};
+use crate::{
+    agents::Agents,
+    api::{
+        datasets,
+        html::{Page, html, viewer},
+        server_url::ServerUrl,
+    },
+    auth::{Auth, access::Caller},
+    checkpoints::artifact_store::StoredState,
+    http::{
+        error::{Error, PageError},
+        extract::{PageQuery, Path, job_id},
+    },
+    scheduler::Scheduler,
+    store::{JobFilter, Store},
+};
+use axum::{
+    Extension, Form,
+    extract::State,
+    http::StatusCode,
+    response::{IntoResponse, Redirect},
+};
+use lockstep_protocol::{access::Scope, spec::JobSpec};
+use lockstep_web::{compare, job as job_views, jobs as jobs_views, submit as submit_views};
+use serde::Deserialize;
+use std::sync::Arc;
+
+/// Rows of the list as the server writes it: what fits a screen. The script reads on, or the link below them.
+const ROWS: u32 = 25;
+
+/// `GET /`
+pub(crate) async fn home() -> Redirect {
+    Redirect::to("/jobs")
+}
+
+/// `GET /jobs`
+pub(crate) async fn jobs(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+    PageQuery(query): PageQuery<ListQuery>,
+) -> Page {
+    // An invalid filter in the address shows everything.
+    let mut filter = query
+        .filter(&caller)
+        .unwrap_or_else(|_| JobFilter { seen_by: caller.sees_as(), ..JobFilter::default() });
+    if query.limit.is_none() {
+        filter.limit = ROWS;
+    }
+    let mut page = store.jobs(&filter).await?;
+    page.jobs.iter_mut().for_each(|job| scheduler.last_plan.tell(job));
+    let any = !page.jobs.is_empty()
+        || !store
+            .jobs(&JobFilter { limit: 1, seen_by: caller.sees_as(), ..JobFilter::default() })
+            .await?
+            .jobs
+            .is_empty();
+    html(
+        jobs_views::JobsPage {
+            jobs: page.jobs,
+            filter: jobs_views::JobFilter {
+                states: filter.states,
+                text: filter.text.or(filter.name).unwrap_or_default(),
+                project: filter.project.unwrap_or_default(),
+                tag: filter.tags.join(","),
+                owner: filter.owner.unwrap_or_default(),
+                sort: query.sort.clone().unwrap_or_default(),
+                kept: query.kept(),
+            },
+            any,
+            next: query.next_cursor(page.next.as_ref())?,
+            server_url,
+            now: crate::now(),
+            viewer: viewer(&caller),
+        }
+        .render(),
+    )
+}
+
+/// What stands in a new form.
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct NewJobQuery {
+    preset: Option<String>,
+    dataset: Option<String>,
+    /// A job to submit again.
+    from: Option<String>,
+}
+
+/// `GET /jobs/new`
+pub(crate) async fn new_job(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+    PageQuery(query): PageQuery<NewJobQuery>,
+) -> Page {
+    let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+    let mut page = submit_views::SubmitPage::fresh(
+        query.preset.as_deref(),
+        query.dataset.as_deref(),
+        datasets,
+        slots(&scheduler.agents),
+        server_url,
+    );
+    page.viewer = viewer(&caller);
+    if let Some(id) = &query.from {
+        let job = seen(&scheduler, &caller, id).await?;
+        check_readable(&job)?;
+        let tags = job.tags.clone();
+        page.form = submit_views::Form::from_spec(&JobSpec { tags, ..job.spec });
+    }
+    html(page.render())
+}
+
+fn slots(agents: &Agents) -> u32 {
+    agents.online().iter().map(|a| a.row.slots.len() as u32).sum()
+}
+
+/// `POST /jobs/new`: the form without scripts.
+pub(crate) async fn submit_job(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+    Form(pairs): Form<Vec<(String, String)>>,
+) -> Page {
+    let form = submit_views::Form::from_pairs(pairs);
+    match submit(&scheduler, &caller, &form.document(), None).await {
+        Ok((_, job)) => Ok(Redirect::to(&format!("/jobs/{}", job.id)).into_response()),
+        Err(Error::Invalid(mistakes)) => {
+            let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+            let page = submit_views::SubmitPage {
+                form,
+                mistakes,
+                datasets,
+                slots: slots(&scheduler.agents),
+                server_url,
+                viewer: viewer(&caller),
+            };
+            Ok((StatusCode::UNPROCESSABLE_ENTITY, html(page.render())?).into_response())
+        }
+        Err(other) => Err(PageError(other)),
+    }
+}
+
+/// `GET /jobs/{id}`
+pub(crate) async fn job(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    ServerUrl(server_url): ServerUrl,
+    Path(id): Path<String>,
+) -> Page {
+    let id = job_id(&id)?;
+    let row = scheduler
+        .store
+        .job(&id)
+        .await?
+        .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
+    let job = shown_to(&scheduler, &caller, row).await?;
+    let reports = scheduler.store.rank_reports(&id, job.attempt).await?;
+    let places = scheduler.store.places(&id, job.attempt).await?;
+    let ranks = (0..job.ranks_now())
+        .map(|rank| {
+            let place = places.iter().find(|p| p.ranks.iter().any(|(r, _)| *r == rank));
+            job_views::RankSeat {
+                rank,
+                agent: place.map(|place| place.agent.clone()).unwrap_or_default(),
+                report: reports.iter().find(|(r, _)| *r == rank).map(|(_, report)| report.clone()),
+            }
+        })
+        .collect();
+    let rows = scheduler.store.checkpoints(&id).await?;
+    let checkpoints = rows
+        .into_iter()
+        .map(|row| {
+            let stored = scheduler.checkpoints.stored_state(&row).map(StoredState::as_str);
+            job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
+        })
+        .collect();
+    let attempts = scheduler.store.attempts(&id).await?;
+    let may_change = caller.may(Scope::Submit)
+        && (!auth.access.has_people() || caller.sees_all() || caller.owns(job.owner.as_deref()));
+    let panels = panels::of_job(&*scheduler.store, &id, &job.project).await?;
+    let has_histograms = !scheduler.store.histogram_index(&id).await?.steps.is_empty();
+    let has_network = scheduler.store.network(&id).await?.is_some();
+    let folder = scheduler.config.job_dir(&id);
+    let size_bytes = tokio::task::spawn_blocking(move || folder_bytes(&folder)).await.ok().flatten();
+    html(
+        job_views::JobPage {
+            job,
+            ranks,
+            checkpoints,
+            attempts,
+            size_bytes,
+            server_url,
+            viewer: viewer(&caller),
+            may_change,
+            panels: panels.into(),
+            has_histograms,
+            has_network,
+            has_artifact_store: scheduler.checkpoints.artifact_store.is_some(),
+        }
+        .render(),
+    )
+}
+
+/// `GET /compare`: which jobs stands in the address; the script reads them.
+pub(crate) async fn compare(Extension(caller): Extension<Caller>) -> Page {
+    html(compare::ComparePage { viewer: viewer(&caller) }.render())
+}

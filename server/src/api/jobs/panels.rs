@@ -1,0 +1,178 @@
+//! Panels: charts of a job's page that people put together, of one job or of a project. The last who writes them wins.
+
+use crate::{
+    api::jobs,
+    auth::access::Caller,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Body, Path, job_id},
+    },
+    scheduler::Scheduler,
+    store::{PanelsOf, Store},
+};
+use axum::{Extension, Json, extract::State, http::StatusCode};
+use lockstep_protocol::{
+    JobId, labels,
+    panels::{self, Panel},
+};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use utoipa::ToSchema;
+
+/// Where the panels of a job come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Origin {
+    /// They are the job's own.
+    Job,
+    /// The job has none of its own: these are its project's.
+    Project,
+    /// Neither has any.
+    None,
+}
+
+/// The panels of a job's page.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct JobPanels {
+    from: Origin,
+    /// As they follow each other on the page.
+    panels: Vec<Panel>,
+}
+
+/// The panels of a project.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ProjectPanels {
+    panels: Vec<Panel>,
+}
+
+/// Panels in place of those that there are.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewPanels {
+    /// At most 24.
+    panels: Vec<Panel>,
+}
+
+impl From<JobPanels> for lockstep_web::job::Panels {
+    fn from(panels: JobPanels) -> Self {
+        let from = match panels.from {
+            Origin::Job => "job",
+            Origin::Project => "project",
+            Origin::None => "none",
+        };
+        Self { from, panels: panels.panels }
+    }
+}
+
+impl NewPanels {
+    fn checked(self) -> Result<Vec<Panel>> {
+        let mistakes = panels::mistakes(&self.panels);
+        if mistakes.is_empty() { Ok(self.panels) } else { Err(Error::Invalid(mistakes)) }
+    }
+}
+
+/// What a job's page shows: its own panels, or its project's.
+///
+/// # Errors
+/// The store's.
+pub(crate) async fn of_job(store: &dyn Store, job: &JobId, project: &str) -> Result<JobPanels> {
+    if let Some(panels) = store.panels(PanelsOf::Job(job)).await? {
+        return Ok(JobPanels { from: Origin::Job, panels });
+    }
+    Ok(match store.panels(PanelsOf::Project(project)).await? {
+        Some(panels) => JobPanels { from: Origin::Project, panels },
+        None => JobPanels { from: Origin::None, panels: Vec::new() },
+    })
+}
+
+/// A job's panels
+///
+/// Its own, or else its project's.
+#[utoipa::path(get, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 200, body = JobPanels), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+) -> Result<Json<JobPanels>> {
+    let job = jobs::find(&scheduler, &id).await?;
+    Ok(Json(of_job(&*store, &job.id, &job.project).await?))
+}
+
+/// Give a job panels of its own
+///
+/// They take the place of those that it has; of two who write at once, the last wins. Who may change the job may do this.
+#[utoipa::path(put, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)), request_body = NewPanels,
+    responses((status = 200, body = JobPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn put(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+    Body(new, _): Body<NewPanels>,
+) -> Result<Json<JobPanels>> {
+    let job = jobs::find(&scheduler, &id).await?;
+    let panels = new.checked()?;
+    store.put_panels(PanelsOf::Job(&job.id), Some(&panels)).await?;
+    Ok(Json(JobPanels { from: Origin::Job, panels }))
+}
+
+/// Take a job's own panels away
+///
+/// From then on it has its project's.
+#[utoipa::path(delete, path = "/jobs/{id}/panels", tag = "jobs", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn delete(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    jobs::find(&scheduler, &id).await?;
+    store.put_panels(PanelsOf::Job(&job_id(&id)?), None).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// A project that the caller sees a job of. Others do not learn whether there is one of this name.
+async fn seen(store: &dyn Store, caller: &Caller, name: String) -> Result<String> {
+    if let Some(mistake) = labels::project_mistake(&name) {
+        return Err(Error::NotFound(format!("no project is called so: a project {mistake}")));
+    }
+    let projects = store.projects(caller.sees_as().as_deref()).await?;
+    match projects.iter().any(|project| project.name == name) {
+        true => Ok(name),
+        false => Err(Error::NotFound("no project with a job that you see has this name".into())),
+    }
+}
+
+/// A project's panels
+///
+/// Jobs of the project that have none of their own show these.
+#[utoipa::path(get, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)),
+    responses((status = 200, body = ProjectPanels), (status = 404, body = Problem)))]
+pub(crate) async fn show_project(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<Json<ProjectPanels>> {
+    let project = seen(&*store, &caller, name).await?;
+    let panels = store.panels(PanelsOf::Project(&project)).await?.unwrap_or_default();
+    Ok(Json(ProjectPanels { panels }))
+}
+
+/// Set a project's panels
+///
+/// They take the place of those that it has; of two who write at once, the last wins. Every member and every admin who sees a job
+/// of the project may do this. They go with the project's last job.
+#[utoipa::path(put, path = "/projects/{name}/panels", tag = "jobs", params(("name" = String, Path)), request_body = NewPanels,
+    responses((status = 200, body = ProjectPanels), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn put_project(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+    Body(new, _): Body<NewPanels>,
+) -> Result<Json<ProjectPanels>> {
+    let project = seen(&*store, &caller, name).await?;
+    let panels = new.checked()?;
+    let kept = Some(&panels[..]).filter(|panels| !panels.is_empty());
+    store.put_panels(PanelsOf::Project(&project), kept).await?;
+    Ok(Json(ProjectPanels { panels }))
+}

@@ -1,0 +1,199 @@
+//! Pictures of datasets, as stored and as jobs see them. An agent reads them.
+
+use crate::{
+    agents::requests,
+    api::{jobs, list::Pages},
+    auth::access::Caller,
+    datasets::Datasets,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query, count},
+    },
+    scheduler::Scheduler,
+    store::Store,
+};
+use axum::{Extension, Json, extract::State, http::StatusCode};
+use lockstep_protocol::{
+    agent::{AgentReply, AgentRequest},
+    dataset::Dataset,
+    inspect::{Pick, Samples},
+};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT: u32 = 60;
+const MOST: u32 = 200;
+/// The split when none is named.
+const TRAIN: &str = "train";
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Augmented versions of one picture.
+const VERSIONS: u32 = 5;
+
+/// Which pictures.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct SamplesQuery {
+    /// `train` when absent.
+    split: Option<String>,
+    /// A class's name; all when absent.
+    class: Option<String>,
+    /// A seed: pictures in a mixed order, which is the same for the same seed; as they are stored when absent, or with `augmented`.
+    shuffle: Option<u64>,
+    /// Pictures to leave out at the start; not with `cursor`.
+    offset: Option<u64>,
+    /// 1 to 200; 60 when absent.
+    #[param(minimum = 1, maximum = 200)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before, with the same `split`, `class`, `shuffle` and `augmented`.
+    cursor: Option<String>,
+    /// A job's id: training pictures as that job's augmentation makes them in each of five epochs.
+    augmented: Option<String>,
+}
+
+impl SamplesQuery {
+    /// What the pictures are and their order, for cursors.
+    fn order(&self) -> String {
+        let Self { split, class, shuffle, augmented, .. } = self;
+        let split = split.as_deref().unwrap_or(TRAIN);
+        match (augmented, shuffle) {
+            (Some(job), _) => format!("augmented {job}"),
+            (None, shuffle) => {
+                let shuffle = shuffle.map_or(String::new(), |seed| format!(" shuffled {seed}"));
+                format!("{split} {}{shuffle}", class.as_deref().unwrap_or_default())
+            }
+        }
+    }
+
+    /// Pictures that come before this page.
+    ///
+    /// # Errors
+    /// 400: a cursor that is none of these pictures, or an offset as well.
+    fn begin(&self, pages: Pages) -> Result<u64> {
+        if self.cursor.is_some() && self.offset.is_some() {
+            let detail = "offset and cursor both say where the page begins: leave one of them out";
+            return Err(Error::BadRequest(detail.into()));
+        }
+        let behind = pages.read(self.cursor.as_deref())?;
+        Ok(behind.or(self.offset).unwrap_or(0))
+    }
+}
+
+/// A dataset for cursors: another one may have its name later.
+fn dataset_id(dataset: &Dataset) -> String {
+    format!("{} {}", dataset.name, dataset.added_at)
+}
+
+/// A page of a dataset's pictures.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct SamplePage {
+    #[serde(flatten)]
+    samples: Samples,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+}
+
+/// Pictures of a dataset
+#[utoipa::path(get, path = "/datasets/{name}/samples", tag = "datasets", params(("name" = String, Path), SamplesQuery),
+    responses((status = 200, body = SamplePage), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+pub(crate) async fn of_dataset(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+    Query(query): Query<SamplesQuery>,
+) -> Result<Json<SamplePage>> {
+    let dataset = store.dataset(&name).await?;
+    let dataset = dataset.ok_or_else(|| Error::NotFound("no dataset has this name".into()))?;
+    let limit = count("limit", query.limit, DEFAULT, MOST)?;
+    let (order, id) = (query.order(), dataset_id(&dataset));
+    let pages = Pages::new("samples", &order).of_dataset(&id);
+    let begin = query.begin(pages)?;
+    // A cursor may have any number.
+    let end = |pictures: u64| begin.saturating_add(pictures);
+    let (pick, next) = match query.augmented {
+        None => {
+            let SamplesQuery { split, class, shuffle, .. } = query;
+            let split = split.unwrap_or_else(|| TRAIN.into());
+            (Pick::Stored { split, class, shuffle, offset: begin, limit }, end(u64::from(limit)))
+        }
+        Some(id) => {
+            let spec = jobs::seen(&scheduler, &caller, &id).await?.spec;
+            let next = end(u64::from(limit.div_ceil(VERSIONS)));
+            let pick = Pick::Seen {
+                data: Box::new(spec.data),
+                seed: spec.train.seed,
+                validation: false,
+                // An offset beyond the last picture is the agent's to refuse.
+                places: (begin..next).collect(),
+                epochs: (0..VERSIONS).collect(),
+            };
+            (pick, next)
+        }
+    };
+    let samples = ask(&scheduler.datasets, dataset.path, pick).await?;
+    let next_cursor = (next < samples.total).then(|| pages.cursor(&next)).transpose()?;
+    Ok(Json(SamplePage { samples, next_cursor }))
+}
+
+/// Which of a job's pictures.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct IndicesQuery {
+    /// `index` of mistakes in an evaluation, with commas between: places in the split; at most 200.
+    indices: String,
+    /// Take the training split instead of the validation one.
+    #[serde(default)]
+    train: bool,
+}
+
+/// Pictures as a job sees them
+#[utoipa::path(get, path = "/jobs/{id}/samples", tag = "checkpoints", params(("id" = String, Path), IndicesQuery),
+    responses((status = 200, body = Samples), (status = 400, body = Problem), (status = 404, body = Problem), (status = 422, body = Problem), (status = 503, body = Problem)))]
+pub(crate) async fn of_job(
+    State(scheduler): State<Arc<Scheduler>>,
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(query): Query<IndicesQuery>,
+) -> Result<Json<Samples>> {
+    let job = jobs::find(&scheduler, &id).await?;
+    jobs::check_readable(&job)?;
+    let spec = job.spec;
+    let dataset = store.dataset(&spec.data.dataset).await?;
+    // Another may have its name by now.
+    let dataset = dataset.filter(|dataset| caller.sees(dataset.private, dataset.owner.as_deref()));
+    let dataset =
+        dataset.ok_or_else(|| Error::NotFound("the job's dataset is no longer registered".into()))?;
+    let asked: Vec<&str> = query.indices.split(',').filter(|index| !index.is_empty()).collect();
+    if asked.len() > MOST as usize {
+        let detail = format!(
+            "indices are at most {MOST}, are {}: ask for the others in requests of their own",
+            asked.len()
+        );
+        return Err(Error::BadRequest(detail));
+    }
+    let places = asked.into_iter().map(str::parse).collect::<std::result::Result<Vec<u64>, _>>();
+    let places =
+        places.map_err(|_| Error::BadRequest("indices are numbers with commas between them".into()))?;
+    let pick = Pick::Seen {
+        data: Box::new(spec.data),
+        seed: spec.train.seed,
+        validation: !query.train,
+        places,
+        epochs: Vec::new(),
+    };
+    Ok(Json(ask(&scheduler.datasets, dataset.path, pick).await?))
+}
+
+async fn ask(datasets: &Datasets, path: String, pick: Pick) -> Result<Samples> {
+    let not_allowed = |detail| Error::Refused(StatusCode::UNPROCESSABLE_ENTITY, detail);
+    datasets.roots.check_registered(&path).await.map_err(not_allowed)?;
+    let request = AgentRequest::Samples { path, pick, allowed: datasets.roots.allowed() };
+    match requests::call(&datasets.agents, request, PATIENCE).await {
+        Ok(AgentReply::Samples(samples)) => Ok(samples),
+        Ok(_) => Err(Error::Internal("an agent answered something else than pictures".into())),
+        Err(error) => Err(error.without_pointer()),
+    }
+}

@@ -1,0 +1,87 @@
+//! Projects: names that jobs belong to.
+
+use crate::{
+    api::list::{Elements, List, ListParams, Page},
+    auth::access::Caller,
+    http::{
+        error::{Problem, Result},
+        extract::Query,
+    },
+    store::{ProjectRow, Store},
+};
+use axum::{Extension, Json, extract::State};
+use jiff::Timestamp;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use utoipa::ToSchema;
+
+/// A page of projects.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ProjectList {
+    /// By name, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Project>)]
+    projects: Elements<Project>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: projects on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+/// A project: it exists while a job has its name.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Project {
+    name: String,
+    /// Jobs in any state.
+    jobs: u64,
+    /// Jobs in each state that any is in: `{"running": 2, "failed": 1}`.
+    states: BTreeMap<&'static str, u64>,
+    /// When its newest job was submitted.
+    #[schema(value_type = String)]
+    newest_at: Timestamp,
+}
+
+impl From<Page<Project>> for ProjectList {
+    fn from(page: Page<Project>) -> Self {
+        Self { projects: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Project> = List {
+    name: "projects",
+    fields: &["name", "jobs", "states", "newest_at"],
+    sorts: &[
+        ("name", |project| project.name.as_str().into()),
+        ("jobs", |project| Some(project.jobs as f64).into()),
+        ("newest", |project| project.newest_at.into()),
+    ],
+    default_sort: "name",
+    id: |project| &project.name,
+    created: None,
+};
+
+impl From<ProjectRow> for Project {
+    fn from(row: ProjectRow) -> Self {
+        Self {
+            jobs: row.states.iter().map(|(_, count)| count).sum(),
+            states: row.states.into_iter().map(|(state, count)| (state.as_str(), count)).collect(),
+            name: row.name,
+            newest_at: row.newest_at,
+        }
+    }
+}
+
+/// List projects
+///
+/// With how many of their jobs are in each state; jobs that are private to others do not count. `sort`: `name`, `jobs`, `newest`. They have no time of creation of their own.
+#[utoipa::path(get, path = "/projects", tag = "jobs", params(ListParams),
+    responses((status = 200, body = ProjectList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<ProjectList>> {
+    let rows = store.projects(caller.sees_as().as_deref()).await?;
+    Ok(Json(LIST.page(rows.into_iter().map(Project::from).collect(), &params)?.into()))
+}

@@ -1,0 +1,35 @@
+//! The page of the queue.
+
+use super::queue::{self, QueuePage, QueueQuery};
+use crate::{
+    api::html::{Page, html, viewer},
+    auth::access::Caller,
+    http::extract::PageQuery,
+    scheduler::Scheduler,
+};
+use axum::{Extension, extract::State};
+use lockstep_web::queue as views;
+use std::sync::Arc;
+
+/// `GET /queue`
+pub(crate) async fn show(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    PageQuery(query): PageQuery<QueueQuery>,
+) -> Page {
+    let query = query.counted();
+    let QueuePage { jobs, reservations, next_cursor, total } =
+        queue::page(&scheduler, &caller, &query).await?;
+    let page = views::QueuePage {
+        jobs: jobs.items,
+        total: total.unwrap_or(0),
+        reservations,
+        project: query.project.clone().unwrap_or_default(),
+        owner: query.owner.clone().unwrap_or_default(),
+        is_first: query.is_first(),
+        next: next_cursor,
+        now: crate::now(),
+        viewer: viewer(&caller),
+    };
+    html(page.render())
+}

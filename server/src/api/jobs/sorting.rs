@@ -1,0 +1,158 @@
+//! What jobs can be sorted by: columns, metrics, tags and keys of the specification.
+
+use super::conditions;
+use crate::{
+    api::list,
+    http::error::{Error, Result},
+    store::{JobSort, SortBy},
+};
+use lockstep_protocol::{
+    labels, metric,
+    spec::{Kind, shortened},
+};
+
+/// What jobs can be sorted by, besides other metrics, `tag:` and a tag, and `spec.` and a key of the specification.
+const SORTS: [(&str, SortBy); 19] = [
+    ("created", SortBy::Created),
+    ("started", SortBy::Started),
+    ("finished", SortBy::Finished),
+    ("name", SortBy::Name),
+    ("state", SortBy::State),
+    ("project", SortBy::Project),
+    ("owner", SortBy::Owner),
+    ("priority", SortBy::Priority),
+    ("step", SortBy::Step),
+    ("epoch", SortBy::Epoch),
+    ("attempt", SortBy::Attempt),
+    ("ranks", SortBy::Ranks),
+    ("speed", SortBy::Speed),
+    ("loss", SortBy::Loss),
+    ("accuracy", SortBy::Accuracy),
+    ("val_loss", SortBy::ValLoss),
+    ("val_accuracy", SortBy::ValAccuracy),
+    ("lr", SortBy::LearningRate),
+    ("best", SortBy::Best),
+];
+
+/// # Errors
+/// 400: jobs cannot be sorted by it.
+pub(super) fn sort(text: &str) -> Result<JobSort> {
+    let (name, descending) = list::sort_key(text);
+    let by = match (name.strip_prefix("spec."), name.strip_prefix("tag:")) {
+        (Some(path), _) => setting(path)?,
+        (_, Some(tag)) => {
+            if tag.trim().is_empty() {
+                return Err(Error::BadRequest("sort: name a tag, as in tag:baseline".into()));
+            }
+            if let Some(mistake) = labels::tags_mistake(&[tag.to_owned()]) {
+                return Err(Error::BadRequest(format!("sort: tag {mistake}")));
+            }
+            SortBy::Tag(tag.to_owned())
+        }
+        _ => {
+            let mut names: Vec<_> = SORTS.iter().map(|(name, _)| *name).collect();
+            // Of some metrics a job has the newest value as its own.
+            let metrics =
+                metric::NAMES.into_iter().filter(|metric| SORTS.iter().all(|(name, _)| name != metric));
+            names.extend(metrics);
+            match list::known_name("sort", name, &names)? {
+                // The one speed that a job has.
+                "images_per_second" => SortBy::Speed,
+                name => {
+                    let own = SORTS.into_iter().find(|(known, _)| *known == name);
+                    own.map_or(SortBy::Metric(name), |(_, by)| by)
+                }
+            }
+        }
+    };
+    Ok(JobSort { by, descending })
+}
+
+/// What jobs have a mean of: a number that they can be sorted by.
+///
+/// # Errors
+/// 400: there is none of this name, or it is no number.
+pub(super) fn number(name: &str) -> Result<SortBy> {
+    let JobSort { by, descending } = sort(name)?;
+    let is_number = match by {
+        SortBy::Created | SortBy::Started | SortBy::Finished => false,
+        SortBy::Name | SortBy::State | SortBy::Project | SortBy::Owner | SortBy::Tag(_) => false,
+        SortBy::Setting { is_number, .. } => is_number,
+        _ => true,
+    };
+    if descending || !is_number {
+        return Err(Error::BadRequest(format!(
+            "metrics names {:?}, which is no number; such as loss, best or spec.train.lr",
+            shortened(name)
+        )));
+    }
+    Ok(by)
+}
+
+/// A key of the specification.
+///
+/// # Errors
+/// 400: there is none of this name, or jobs have it beside their specification.
+fn setting(path: &str) -> Result<SortBy> {
+    let refused = |detail: String| Error::BadRequest(format!("sort {detail}"));
+    let (table, key, kind) = conditions::setting(path).map_err(refused)?;
+    let is_number = match kind {
+        Kind::Whole { .. } | Kind::Seed | Kind::Number { .. } => true,
+        Kind::Project | Kind::Tags | Kind::Notes => {
+            return Err(refused(format!("names spec.{key}: sort by project or by tag:NAME, not by notes")));
+        }
+        // What has several values, by its text.
+        _ => false,
+    };
+    Ok(SortBy::Setting { table, key, is_number })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_setting_is_a_sort() {
+        for (path, expected) in [
+            ("train.lr", Some(true)),
+            ("train.seed", Some(true)),
+            ("train.optimizer", Some(false)),
+            ("data.horizontal_flip", Some(false)),
+            ("priority", Some(true)),
+            ("project", None),
+            ("data.mean", Some(false)),
+            ("train.milestones", Some(false)),
+            ("tags", None),
+            ("lr", Some(true)),
+            ("every_steps", None),
+            ("train.lr'", None),
+            ("train", None),
+            ("x.y", None),
+            ("", None),
+        ] {
+            let found = setting(path).ok();
+            let is_number = found.map(|by| matches!(by, SortBy::Setting { is_number: true, .. }));
+            assert_eq!(is_number, expected, "{path}");
+        }
+        assert_eq!(sort("-loss").unwrap(), JobSort { by: SortBy::Loss, descending: true });
+        assert_eq!(sort("grad_norm").unwrap().by, SortBy::Metric("grad_norm"));
+        assert_eq!(sort("images_per_second").unwrap().by, SortBy::Speed);
+        assert_eq!(
+            sort("-tag:warm up").unwrap(),
+            JobSort { by: SortBy::Tag("warm up".into()), descending: true }
+        );
+        assert!(sort("tag:").is_err() && sort(&format!("tag:{}", "é".repeat(40))).is_ok());
+        assert!(sort(&format!("tag:{}", "é".repeat(41))).is_err());
+        assert!(sort("losss").is_err() && sort("").is_err() && sort("-").is_err());
+    }
+
+    #[test]
+    fn an_unknown_sort_names_each_one_once() {
+        let Err(Error::BadRequest(detail)) = sort("xxxxxxxxxxxx") else { panic!("it is refused") };
+        let names: Vec<_> = detail.split_once("there are ").expect("all names").1.split(", ").collect();
+        let mut once = names.clone();
+        once.sort_unstable();
+        once.dedup();
+        assert_eq!((names.len(), names.contains(&"grad_norm")), (once.len(), true), "{detail}");
+    }
+}

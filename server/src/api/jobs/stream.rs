@@ -1,0 +1,417 @@
+//! Websockets of the dashboard: the events of one job, each exactly once and in order, and the list of jobs.
+
+use crate::{
+    api::jobs,
+    auth::access::Caller,
+    events::hub::{JobUpdate, LIST_EVERY, Subscription},
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Path, Query, job_id},
+    },
+    scheduler::Scheduler,
+    store::{EventRow, JobFilter, JobRow},
+};
+use axum::{
+    Extension,
+    extract::{
+        State, WebSocketUpgrade,
+        ws::{CloseFrame, Message, WebSocket, rejection::WebSocketUpgradeRejection},
+    },
+    http::StatusCode,
+    response::Response,
+};
+use futures_util::{SinkExt, StreamExt, stream::SplitSink};
+use lockstep_protocol::Job;
+use lockstep_protocol::stream::{CLOSE_SIGNED_OUT, CLOSE_TOO_SLOW, Frame, HEARTBEAT_SECS, Pace};
+use serde::Deserialize;
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+use tokio::{sync::broadcast::error::RecvError, time::Instant};
+use utoipa::IntoParams;
+
+/// Pings show the server that a reader is gone. Heartbeats show the reader's script that its connection is dead: scripts do not see pings,
+/// and a connection that was cut stays open until something is sent.
+const HEARTBEAT: Duration = Duration::from_secs(HEARTBEAT_SECS);
+/// Events read from the store at a time.
+const REPLAY: u32 = 500;
+/// What a browser may send: nothing but pongs and a close.
+const INCOMING_BYTES: usize = 4096;
+
+/// Where to continue.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct SinceQuery {
+    /// Events up to this number are known; 0 for all. A number above the job's last event counts as the last.
+    #[serde(default)]
+    since: u64,
+    /// Keep the stream open after the job's end, for changes of its tags and for its next attempt.
+    #[serde(default)]
+    keep_open: bool,
+}
+
+fn accept(
+    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<WebSocketUpgrade> {
+    let upgrade = upgrade.map_err(|e| {
+        Error::Refused(
+            StatusCode::UPGRADE_REQUIRED,
+            format!("this address is a websocket: {}", e.body_text()),
+        )
+    })?;
+    Ok(upgrade.max_message_size(INCOMING_BYTES).max_frame_size(INCOMING_BYTES))
+}
+
+/// A job's events, live
+///
+/// A websocket of JSON text frames: `hello`, every event after `since` in order, `live`, then new events, and between them
+/// `progress` with the job's speed and time left, `changed` when somebody changes its tags, notes, priority or project, and
+/// `heartbeat` every 20 seconds. When the job is over and all its events are sent, `end` (`{"type": "end", "state": "succeeded"}`) is the
+/// last frame, and the server closes the connection with code 1000, unless `keep_open` is set.
+/// Points leave the events some time after the job is over (`lockstep serve --keep-points`): then the hello's `first_seq`
+/// says where the events begin, and earlier points are in `GET /jobs/{id}/metrics`.
+/// A `since` above the hello's `last_seq` means that the reader has events that this database does not (an older one was
+/// put back): the stream continues from `last_seq`, and the reader has to discard later events that it has.
+#[utoipa::path(get, path = "/jobs/{id}/stream", tag = "streams", params(("id" = String, Path), SinceQuery),
+    responses((status = 101, body = Frame), (status = 404, body = Problem), (status = 426, body = Problem)))]
+pub(crate) async fn job_stream(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(query): Query<SinceQuery>,
+    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response> {
+    let id = job_id(&id)?;
+    let upgrade = accept(upgrade)?;
+    // Subscribed before the job is read, so that no event in between is missed.
+    let subscription = scheduler.events.hub.subscribe(&id);
+    let row = jobs::row(&*scheduler.store, &id).await?;
+    Ok(upgrade.on_upgrade(move |socket| {
+        let tasks = scheduler.tasks.tracker.clone();
+        tasks.track_future(async move {
+            let reader = Reader::new(&scheduler, caller, socket);
+            if let Err(Disconnected) = follow(&scheduler, reader, row, subscription, query).await {
+                tracing::debug!("a reader of a stream went away");
+            }
+        })
+    }))
+}
+
+/// How long a close frame may wait behind what was sent before. A laptop that wakes up later
+/// finds a broken connection.
+const FAREWELL: Duration = Duration::from_secs(60);
+
+/// The connection has ended.
+struct Disconnected;
+
+/// Why a reader's half of a connection ended.
+enum Closed {
+    ByReader,
+    /// It sent a message that readers may not send; with the close code.
+    Wrongly(u16),
+}
+
+/// The writing half of a browser's connection; its reading half is watched for the close.
+struct Reader<'a> {
+    scheduler: &'a Scheduler,
+    caller: Caller,
+    to: SplitSink<WebSocket, Message>,
+    closed: tokio::task::JoinHandle<Closed>,
+    /// The number of the last event that was handed to the connection.
+    sent: u64,
+    /// Given up: no longer among those that are counted.
+    given_up: bool,
+}
+
+impl<'a> Reader<'a> {
+    fn new(scheduler: &'a Scheduler, caller: Caller, socket: WebSocket) -> Self {
+        scheduler.events.stream_clients.fetch_add(1, Ordering::Relaxed);
+        let (to, mut from) = socket.split();
+        let closed = tokio::spawn(async move {
+            loop {
+                match from.next().await {
+                    Some(Ok(Message::Close(_))) | None => return Closed::ByReader,
+                    Some(Ok(_)) => {}
+                    Some(Err(error)) => return Closed::Wrongly(crate::api::close_code_of(&error)),
+                }
+            }
+        });
+        Self { scheduler, caller, to, closed, sent: 0, given_up: false }
+    }
+
+    /// Sends a message. Closes the connection of a reader that does not read: it can reconnect with the last number that it got.
+    async fn send(&mut self, message: Message, seq: Option<u64>) -> std::result::Result<(), Disconnected> {
+        let Self { scheduler, caller, to, sent, .. } = self;
+        let sending = async {
+            to.feed(message).await?;
+            // The message is buffered and goes before later ones.
+            *sent = seq.unwrap_or(*sent);
+            to.flush().await
+        };
+        tokio::select! {
+            sent = sending => return sent.map_err(|_| Disconnected),
+            () = caller.ended() => {
+                self.signed_out().await;
+                return Err(Disconnected);
+            }
+            () = scheduler.tasks.stopping.cancelled() => {}
+            () = tokio::time::sleep(scheduler.config.stream_patience) => {
+                self.give_up().await;
+                return Err(Disconnected);
+            }
+        }
+        self.close(1001, "the server is stopping").await;
+        Err(Disconnected)
+    }
+
+    /// Closes a reader that is too slow, with code 4008 and its last sequence number.
+    async fn give_up(&mut self) {
+        self.given_up = true;
+        self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
+        let reason = self.sent.to_string();
+        self.close_when_read(CLOSE_TOO_SLOW, &reason).await;
+    }
+
+    /// Closes the connection. The close frame comes after everything that was sent before, so this waits until that is read.
+    async fn close_when_read(&mut self, code: u16, reason: &str) {
+        let frame = CloseFrame { code, reason: reason.into() };
+        let closing = async {
+            self.to.send(Message::Close(Some(frame))).await?;
+            // The system throws away what is not read when a connection ends with something unread on our side.
+            let _ = (&mut self.closed).await;
+            Ok::<_, axum::Error>(())
+        };
+        tokio::select! {
+            _ = tokio::time::timeout(FAREWELL, closing) => {}
+            () = self.scheduler.tasks.stopping.cancelled() => {}
+            () = self.caller.ended() => {}
+        }
+    }
+
+    async fn frame(&mut self, frame: &Frame) -> std::result::Result<(), Disconnected> {
+        let text = serde_json::to_string(frame).map_err(|_| Disconnected)?;
+        self.send(Message::Text(text.into()), None).await
+    }
+
+    async fn events(&mut self, row: &EventRow) -> std::result::Result<(), Disconnected> {
+        for (seq, text) in row.frames(self.sent) {
+            self.send(Message::Text(text.into()), Some(seq)).await?;
+        }
+        // Also past what cannot be read.
+        self.sent = self.sent.max(row.seq);
+        Ok(())
+    }
+
+    /// A ping, which the reader's system answers, and a heartbeat, which its script sees.
+    async fn heartbeat(&mut self) -> std::result::Result<(), Disconnected> {
+        self.send(Message::Ping(bytes::Bytes::new()), None).await?;
+        self.frame(&Frame::Heartbeat { at: crate::now() }).await
+    }
+
+    /// Answers the end of the reader's half.
+    async fn ended(&mut self, closed: std::result::Result<Closed, tokio::task::JoinError>) {
+        if let Ok(Closed::Wrongly(code)) = closed {
+            self.close(code, "a reader of a stream sends nothing but pongs").await;
+        }
+    }
+
+    async fn signed_out(&mut self) {
+        self.close(CLOSE_SIGNED_OUT, "the token or session is no longer valid").await;
+    }
+
+    async fn close(&mut self, code: u16, reason: &str) {
+        let frame = CloseFrame { code, reason: reason.into() };
+        let _ = tokio::time::timeout(Duration::from_secs(1), self.to.send(Message::Close(Some(frame)))).await;
+    }
+}
+
+impl Drop for Reader<'_> {
+    fn drop(&mut self) {
+        self.closed.abort();
+        if !self.given_up {
+            self.scheduler.events.stream_clients.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+async fn away(reader: &mut Reader<'_>) -> std::result::Result<(), Disconnected> {
+    reader.close(1013, "the database is not available; reconnect later").await;
+    Err(Disconnected)
+}
+
+async fn follow(
+    scheduler: &Scheduler,
+    mut reader: Reader<'_>,
+    row: JobRow,
+    mut subscription: Subscription,
+    SinceQuery { since, keep_open }: SinceQuery,
+) -> std::result::Result<(), Disconnected> {
+    let (id, last_seq) = (row.job.id.clone(), row.job.last_seq);
+    let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
+        return away(&mut reader).await;
+    };
+    // Points of earlier events are in the metrics alone.
+    // A number above the last event is of a database that an older one has replaced; the hello's `last_seq` says so. Waiting
+    // for that number would withhold every event until it is reached.
+    reader.sent = since.min(last_seq).max(first_seq - 1);
+    let first_seq = first_seq.min(last_seq);
+    // As of the last event that was sent, once these are past `last_seq`.
+    let mut state = row.job.state;
+    let pace = Pace::from(&row.job);
+    let Ok(job) = jobs::shown_to(scheduler, &reader.caller, row).await else {
+        return away(&mut reader).await;
+    };
+    let job = Box::new(Job { notes: None, queue: None, ..job });
+    reader.frame(&Frame::Hello { job, first_seq, last_seq }).await?;
+    let mut live = false;
+    let (mut known_pace, mut due) = (Some(pace), Instant::now());
+    let mut heartbeat = Instant::now() + HEARTBEAT;
+    loop {
+        if let Some(events) = subscription.after(reader.sent) {
+            for event in &events {
+                reader.events(event).await?;
+                state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
+            }
+        } else {
+            let events = match scheduler.store.events(&id, reader.sent, REPLAY).await {
+                Ok(events) => events,
+                Err(error) => {
+                    tracing::warn!(%error, "a stream cannot be read on");
+                    return away(&mut reader).await;
+                }
+            };
+            for event in &events {
+                if event.first() > reader.sent + 1 {
+                    let Ok(first_seq) = scheduler.store.first_seq(&id).await else {
+                        return away(&mut reader).await;
+                    };
+                    if first_seq > reader.sent + 1 {
+                        // The next events are in the metrics alone by now: a new connection's hello says where the stream continues.
+                        let reason = reader.sent.to_string();
+                        reader.close(CLOSE_TOO_SLOW, &reason).await;
+                        return Err(Disconnected);
+                    }
+                }
+                reader.events(event).await?;
+                state = event.state().filter(|_| event.seq > last_seq).unwrap_or(state);
+            }
+            if events.len() == REPLAY as usize {
+                continue;
+            }
+        }
+        if !live && reader.sent >= last_seq {
+            live = true;
+            let seq = reader.sent;
+            reader.frame(&Frame::Live { seq }).await?;
+        }
+        if live && state.is_final() && !keep_open {
+            reader.frame(&Frame::End { state }).await?;
+            reader.close_when_read(1000, "the job is over").await;
+            return Ok(());
+        }
+        loop {
+            let sent = reader.sent;
+            let news = subscription.pace().filter(|pace| live && known_pace != Some(*pace));
+            if let Some(pace) = news
+                && Instant::now() >= due
+            {
+                reader.frame(&Frame::Progress(pace)).await?;
+                (known_pace, due) = (Some(pace), Instant::now() + LIST_EVERY);
+                continue;
+            }
+            tokio::select! {
+                news = subscription.wait(sent) => match news {
+                    JobUpdate::Events => break,
+                    JobUpdate::Labels(labels) => reader.frame(&Frame::Changed(labels)).await?,
+                    JobUpdate::Deleted => {
+                        reader.close(1000, "the job was deleted").await;
+                        return Ok(());
+                    }
+                },
+                closed = &mut reader.closed => {
+                    reader.ended(closed).await;
+                    return Ok(());
+                }
+                () = reader.caller.ended() => {
+                    reader.signed_out().await;
+                    return Ok(());
+                }
+                () = scheduler.tasks.stopping.cancelled() => {
+                    reader.close(1001, "the server is stopping").await;
+                    return Ok(());
+                }
+                () = tokio::time::sleep_until(due), if news.is_some() => {}
+                () = tokio::time::sleep_until(heartbeat) => {
+                    reader.heartbeat().await?;
+                    heartbeat = Instant::now() + HEARTBEAT;
+                }
+            }
+        }
+    }
+}
+
+/// All jobs, live
+///
+/// A websocket of JSON text frames: `live` once changes are being sent, then `job` with a job's newest state
+/// (at most four times a second each) and `job_deleted`, and `heartbeat` every 20 seconds. Read the list after `live`, and nothing
+/// is missed.
+#[utoipa::path(get, path = "/stream", tag = "streams", responses((status = 101, body = Frame), (status = 426, body = Problem)))]
+pub(crate) async fn list_stream(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    upgrade: std::result::Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
+) -> Result<Response> {
+    let upgrade = accept(upgrade)?;
+    Ok(upgrade.on_upgrade(move |socket| {
+        let tasks = scheduler.tasks.tracker.clone();
+        tasks.track_future(async move {
+            let reader = Reader::new(&scheduler, caller, socket);
+            if let Err(Disconnected) = follow_list(&scheduler, reader).await {
+                tracing::debug!("a reader of the list went away");
+            }
+        })
+    }))
+}
+
+async fn follow_list(scheduler: &Scheduler, mut reader: Reader<'_>) -> std::result::Result<(), Disconnected> {
+    let mut list = scheduler.events.hub.list();
+    reader.frame(&Frame::Live { seq: 0 }).await?;
+    let mut heartbeat = Instant::now() + HEARTBEAT;
+    loop {
+        tokio::select! {
+            frame = list.recv() => match frame {
+                Ok(listed) if !reader.caller.sees(listed.private, listed.owner.as_deref()) => {}
+                Ok(listed) => {
+                    reader.send(Message::Text(Arc::<str>::as_ref(&listed.text).into()), None).await?;
+                }
+                Err(RecvError::Closed) => return Ok(()),
+                // It fell behind: jobs are sent in their current state, so the newest list replaces all that it missed.
+                Err(RecvError::Lagged(_)) => {
+                    list = list.resubscribe();
+                    let filter = JobFilter { limit: REPLAY, seen_by: reader.caller.sees_as(), ..JobFilter::default() };
+                    let page = scheduler.store.jobs(&filter).await.map_err(|_| Disconnected)?;
+                    for job in page.jobs {
+                        reader.frame(&Frame::Job { job: Box::new(job) }).await?;
+                    }
+                }
+            },
+            closed = &mut reader.closed => {
+                reader.ended(closed).await;
+                return Ok(());
+            }
+            () = reader.caller.ended() => {
+                reader.signed_out().await;
+                return Ok(());
+            }
+            () = scheduler.tasks.stopping.cancelled() => {
+                reader.close(1001, "the server is stopping").await;
+                return Ok(());
+            }
+            () = tokio::time::sleep_until(heartbeat) => {
+                reader.heartbeat().await?;
+                heartbeat = Instant::now() + HEARTBEAT;
+            }
+        }
+    }
+}

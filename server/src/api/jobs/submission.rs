@@ -1,0 +1,152 @@
+//! What only a server can say of a specification that has no mistake: what follows from the dataset's splits, and warnings that
+//! matter before the job runs.
+
+use crate::{
+    agents::{RequestError, requests},
+    auth::access::Caller,
+    checkpoints::{Checkpoints, artifact_fetches, artifact_store::NotFetched},
+    http::error::{Error, Result},
+    scheduler::{Scheduler, dispatch},
+    store::CheckpointRow,
+};
+use lockstep_protocol::numbers::plural;
+use lockstep_protocol::{
+    JobSpec,
+    agent::{AgentReply, AgentRequest},
+    dataset::{Dataset, default_validation},
+    inspect::FitWeights,
+    pickle,
+    spec::{BrokenFiles, SpecError, Validation},
+};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// For an agent to read a file's header. One that does not answer, as those of before do not, leaves it to the ranks.
+const HEADER: Duration = Duration::from_secs(5);
+
+/// Broken files that a warning names.
+const NAMED: usize = 3;
+
+/// Fetches the checkpoint that a job begins from, where the object store alone has it. What is wrong with it, whoever reads it says.
+async fn bring_back(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
+    let Some(fetch) = artifact_fetches::fetch(checkpoints, row) else { return Ok(()) };
+    let why = match artifact_fetches::wait(fetch, checkpoints.config.evaluation_wait).await {
+        None => "which takes a while; ask again in a moment".to_owned(),
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => {
+            format!("which cannot be done now ({why}); try again later")
+        }
+        Some(_) => return Ok(()),
+    };
+    Err(Error::Unavailable(format!("checkpoint {} is to be fetched from the object store, {why}", row.id)))
+}
+
+/// Where the writer of a job did not say which split measures it (`given`), one that the dataset has.
+pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bool) {
+    let Validation::Split(usual) = &spec.data.validation else { return };
+    if given || usual == "none" {
+        return;
+    }
+    let splits = dataset.info.splits.iter().filter(|split| split.samples > 0);
+    if let Some(split) = default_validation(usual, splits.map(|split| split.name.as_str())) {
+        spec.data.validation = Validation::Split(split.to_owned());
+    }
+}
+
+/// What a job may fail of although nothing about it is wrong. No refusal: what is known of a dataset's files was seen when
+/// it was registered, and they may have been mended since.
+pub(crate) fn warnings(spec: &JobSpec, dataset: &Dataset) -> Vec<String> {
+    let info = &dataset.info;
+    if info.broken_count == 0 || spec.data.broken_files == BrokenFiles::Skip {
+        return Vec::new();
+    }
+    let named = info.broken.iter().take(NAMED).map(|broken| format!("{} {}", broken.file, broken.detail));
+    let named = named.collect::<Vec<_>>().join("; ");
+    let more = info.broken_count.saturating_sub(info.broken.len().min(NAMED) as u64);
+    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+    let files = plural(info.broken_count, "file");
+    vec![format!(
+        "{files} of {} could not be read when it was registered, and data.broken_files = \"fail\" ends the job where one \
+         still cannot: mend them, or set data.broken_files = \"skip\" to leave them out ({named}{more})",
+        dataset.name
+    )]
+}
+
+/// What was found of the weights that a job is to begin with.
+#[derive(Debug)]
+pub(crate) enum Weights {
+    /// There are none, or they fit.
+    Fit,
+    Mistake(SpecError),
+    /// No agent could check it; ranks will. A warning.
+    NotChecked(String),
+}
+
+/// Whether a job can begin with the weights that it names (`model.pretrained`), as an agent that has the file says.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn pretrained(
+    scheduler: &Scheduler,
+    caller: &Caller,
+    spec: &JobSpec,
+    dataset: &Dataset,
+) -> Result<Weights> {
+    let Some(given) = &spec.model.pretrained else { return Ok(Weights::Fit) };
+    let mistake =
+        |detail: String| Ok(Weights::Mistake(SpecError { pointer: "/model/pretrained".into(), detail }));
+    if given.contains("://") {
+        return mistake(
+            "is an address, and weights are read from files: download it to the machines that train, and give its path there"
+                .into(),
+        );
+    }
+    let is_checkpoint = dispatch::is_checkpoint_id(given);
+    let weights = if is_checkpoint {
+        let row = scheduler.store.checkpoint(given).await?;
+        let job = match &row {
+            Some(row) => scheduler.store.owned_job(&row.job).await?,
+            None => None,
+        };
+        let is_seen = job.is_some_and(|job| caller.sees(job.private, job.owner.as_deref()));
+        match row.filter(|_| is_seen) {
+            Some(row) => {
+                bring_back(&scheduler.checkpoints, &row).await?;
+                scheduler.checkpoints.folder(&row).to_string_lossy().into_owned()
+            }
+            None => {
+                return mistake(format!(
+                    "no checkpoint has the id {given:?}; it was deleted or not kept: `lockstep checkpoints JOB` lists a job's"
+                ));
+            }
+        }
+    } else {
+        if let Err(detail) = scheduler.datasets.roots.check_weights(given, caller).await {
+            return mistake(detail);
+        }
+        given.clone()
+    };
+    let info = &dataset.info;
+    let request = AgentRequest::FitWeights(FitWeights {
+        weights,
+        model: spec.model.clone(),
+        image_size: spec.data.evaluation_size().unwrap_or(info.height),
+        channels: info.channels,
+        classes: u32::try_from(info.classes.len()).unwrap_or(u32::MAX),
+        allowed: if is_checkpoint { None } else { scheduler.datasets.roots.allowed_weights(given) },
+    });
+    let why = match requests::call(&scheduler.agents, request, HEADER).await {
+        Ok(AgentReply::Weights { mistake: None }) => return Ok(Weights::Fit),
+        Ok(AgentReply::Weights { mistake: Some(detail) }) => return mistake(detail),
+        Err(error @ RequestError::NobodyHasFiles { .. }) => return mistake(error.in_words()),
+        Err(RequestError::NobodyOnline) => "no agent is online".to_owned(),
+        Ok(_) => "an agent answered something else".to_owned(),
+        Err(error) => error.in_words(),
+    };
+    // Its content would decide, but nobody can read it, and its name is that of a file which is never read.
+    if pickle::is_named_like_one(given) {
+        return mistake(format!("{given}: {}", pickle::convert(given)));
+    }
+    Ok(Weights::NotChecked(format!(
+        "model.pretrained {given:?} was not checked ({why}): if it is missing or does not fit, the job fails when it starts"
+    )))
+}

@@ -1,0 +1,280 @@
+//! What all lists have in common: `limit`, `cursor` and `next_cursor`, `sort`, `fields`, `count` and `total`, and times of creation.
+//! Lists that fit into memory are sorted and cut here ([`List`]); jobs and events are by their queries.
+
+mod cursor;
+
+pub(super) use cursor::Pages;
+
+use crate::http::{
+    error::{Error, Result},
+    extract::count,
+};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    JobId,
+    spec::{nearest, shortened},
+};
+use serde::{Deserialize, Serialize, Serializer, ser::Error as _};
+use serde_json::Value;
+use std::cmp::Ordering;
+use utoipa::IntoParams;
+
+/// Elements of one answer, at most; as documented at each query.
+pub(super) const MAX_LIMIT: u32 = 1000;
+
+/// Which part of a list, and what of each element.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct ListParams {
+    /// At most so many: 1 to 1000; 1000 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before, with the same `sort`.
+    cursor: Option<String>,
+    /// The field to sort by, with `-` before it for the largest first.
+    sort: Option<String>,
+    /// Only these fields of each element, with commas between.
+    #[param(min_length = 1)]
+    fields: Option<String>,
+    /// Also how many elements there are on all pages together, as `total`.
+    count: Option<bool>,
+    /// Only what was made at this time or later (RFC 3339).
+    #[param(format = DateTime)]
+    created_after: Option<String>,
+    /// Only what was made before this time (RFC 3339).
+    #[param(format = DateTime)]
+    created_before: Option<String>,
+}
+
+/// The elements of a page, of which an answer has what is asked for.
+#[derive(Debug)]
+pub(crate) struct Elements<T> {
+    pub(super) items: Vec<T>,
+    pub(super) fields: Option<Fields>,
+}
+
+impl<T: Serialize> Serialize for Elements<T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let Some(fields) = &self.fields else { return self.items.serialize(serializer) };
+        let of = |item| fields.of(item).map_err(S::Error::custom);
+        self.items.iter().map(of).collect::<std::result::Result<Vec<Value>, _>>()?.serialize(serializer)
+    }
+}
+
+/// A page of a list that fits into memory. Answers name its elements.
+#[derive(Debug)]
+pub(super) struct Page<T> {
+    pub(super) elements: Elements<T>,
+    pub(super) next_cursor: Option<String>,
+    pub(super) total: Option<u64>,
+}
+
+/// The fields that are asked for.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Fields(Vec<&'static str>);
+
+impl Fields {
+    /// # Errors
+    /// One that the elements do not have.
+    pub(super) fn parse(asked: Option<&str>, known: &'static [&'static str]) -> Result<Option<Self>> {
+        let Some(asked) = asked else { return Ok(None) };
+        let named = asked.split(',').map(|name| known_name("field", name.trim(), known));
+        Ok(Some(Self(named.collect::<Result<_>>()?)))
+    }
+
+    /// Whether a field is asked for.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.0.contains(&name)
+    }
+
+    /// What of an element is asked for.
+    pub(super) fn of(&self, item: &impl Serialize) -> serde_json::Result<Value> {
+        // Through text, so that an f32 of 0.1 stays 0.1.
+        let mut item: Value = serde_json::from_str(&serde_json::to_string(item)?)?;
+        if let Value::Object(fields) = &mut item {
+            fields.retain(|name, _| self.0.contains(&name.as_str()));
+        }
+        Ok(item)
+    }
+}
+
+/// # Errors
+/// 400: it is none of `known`; with the nearest one.
+pub(super) fn known_name(what: &str, name: &str, known: &[&'static str]) -> Result<&'static str> {
+    if let Some(found) = known.iter().find(|known| **known == name) {
+        return Ok(*found);
+    }
+    let names = match nearest(name, known.iter().copied()) {
+        Some(near) => format!("did you mean {near:?}?"),
+        None => format!("there are {}", known.join(", ")),
+    };
+    Err(Error::BadRequest(format!("there is no {what} {:?} here; {names}", shortened(name))))
+}
+
+/// A sort key of a request: its name without the sign, and whether the largest comes first.
+pub(super) fn sort_key(sort: &str) -> (&str, bool) {
+    sort.strip_prefix('-').map_or((sort, false), |name| (name, true))
+}
+
+/// A time of a request.
+///
+/// # Errors
+/// 400: it is none.
+pub(super) fn time(key: &str, text: Option<&str>) -> Result<Option<Timestamp>> {
+    let Some(text) = text else { return Ok(None) };
+    text.parse().map(Some).map_err(|_| {
+        let text = shortened(text);
+        Error::BadRequest(format!(
+            "{key} must be a time such as 2026-01-31T12:00:00Z (RFC 3339), is {text:?}"
+        ))
+    })
+}
+
+/// What an element is sorted by.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Key {
+    Number(f64),
+    Text(String),
+    Missing,
+    /// Of several parts, the first of which weighs most.
+    Each(Vec<Key>),
+}
+
+impl From<&str> for Key {
+    fn from(text: &str) -> Self {
+        Key::Text(text.to_owned())
+    }
+}
+
+impl From<Option<f64>> for Key {
+    fn from(number: Option<f64>) -> Self {
+        // A cursor is JSON, which has no other numbers.
+        number.filter(|number| number.is_finite()).map_or(Key::Missing, Key::Number)
+    }
+}
+
+impl From<Timestamp> for Key {
+    fn from(at: Timestamp) -> Self {
+        Key::Number(at.as_millisecond() as f64)
+    }
+}
+
+impl Key {
+    /// What has no value comes last in either direction.
+    fn order(&self, other: &Self, descending: bool) -> Ordering {
+        let rank = |key: &Key| match key {
+            Key::Number(_) => 0,
+            Key::Text(_) => 1,
+            Key::Missing => 2,
+            Key::Each(_) => 3,
+        };
+        let order = match (self, other) {
+            (Key::Number(a), Key::Number(b)) => a.total_cmp(b),
+            (Key::Text(a), Key::Text(b)) => a.cmp(b),
+            (Key::Each(a), Key::Each(b)) => {
+                let parts = a.iter().zip(b).map(|(a, b)| a.order(b, descending));
+                return parts.fold(Ordering::Equal, Ordering::then);
+            }
+            _ => return rank(self).cmp(&rank(other)),
+        };
+        if descending { order.reverse() } else { order }
+    }
+}
+
+/// A list that fits into memory.
+pub(super) struct List<T: 'static> {
+    /// Of the elements in the answer, for cursors.
+    pub(super) name: &'static str,
+    /// Of an element, as in JSON.
+    pub(super) fields: &'static [&'static str],
+    /// What it can be sorted by.
+    pub(super) sorts: &'static [(&'static str, fn(&T) -> Key)],
+    /// When `sort` is absent.
+    pub(super) default_sort: &'static str,
+    /// Elements of the same value follow by it.
+    pub(super) id: fn(&T) -> &str,
+    /// When it was made; none for what has no such time, which refuses to be asked for it.
+    pub(super) created: Option<fn(&T) -> Timestamp>,
+}
+
+impl<T> List<T> {
+    /// The part that is asked for, of a list that the server has one of.
+    ///
+    /// # Errors
+    /// 400: a limit, cursor, field, sort or time that is none.
+    pub(super) fn page(&self, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
+        self.cut(items, params, Pages::new(self.name, self.sort(params)))
+    }
+
+    /// The part that is asked for, of a job's list.
+    ///
+    /// # Errors
+    /// As [`Self::page`].
+    pub(super) fn page_of_job(&self, job: &JobId, items: Vec<T>, params: &ListParams) -> Result<Page<T>> {
+        self.cut(items, params, Pages::new(self.name, self.sort(params)).of_job(job.as_str()))
+    }
+
+    fn sort<'a>(&self, params: &'a ListParams) -> &'a str {
+        params.sort.as_deref().unwrap_or(self.default_sort)
+    }
+
+    fn cut(&self, mut items: Vec<T>, params: &ListParams, pages: Pages) -> Result<Page<T>> {
+        let limit = count("limit", params.limit, MAX_LIMIT, MAX_LIMIT)? as usize;
+        let (by, _) = sort_key(pages.sort());
+        let names: Vec<_> = self.sorts.iter().map(|(name, _)| *name).collect();
+        known_name("sort", by, &names)?;
+        let key = self.sorts.iter().find(|(name, _)| *name == by).map(|(_, key)| key);
+        let key = |item: &T| key.map_or(Key::Missing, |key| key(item));
+        let fields = Fields::parse(params.fields.as_deref(), self.fields)?;
+        let after = time("created_after", params.created_after.as_deref())?;
+        let before = time("created_before", params.created_before.as_deref())?;
+        match self.created {
+            Some(created) => items.retain(|item| {
+                after.is_none_or(|after| created(item) >= after)
+                    && before.is_none_or(|before| created(item) < before)
+            }),
+            None if after.or(before).is_some() => {
+                let detail = format!(
+                    "{} have no time of creation: leave created_after and created_before out",
+                    self.name
+                );
+                return Err(Error::BadRequest(detail));
+            }
+            None => {}
+        }
+        let total = (params.count == Some(true)).then_some(items.len() as u64);
+        let next_cursor = part(&mut items, pages, key, self.id, params.cursor.as_deref(), limit)?;
+        Ok(Page { elements: Elements { items, fields }, next_cursor, total })
+    }
+}
+
+/// Sorts `items` by `key`, those of the same by `id`, and leaves at most `limit` of them behind a cursor; answers the next cursor.
+///
+/// # Errors
+/// 400: a cursor that is none of these pages.
+pub(super) fn part<T>(
+    items: &mut Vec<T>,
+    pages: Pages,
+    key: impl Fn(&T) -> Key,
+    id: impl Fn(&T) -> &str,
+    from: Option<&str>,
+    limit: usize,
+) -> Result<Option<String>> {
+    let (_, descending) = sort_key(pages.sort());
+    let order = |a: (&Key, &str), b: (&Key, &str)| {
+        let ids = if descending { b.1.cmp(a.1) } else { a.1.cmp(b.1) };
+        a.0.order(b.0, descending).then(ids)
+    };
+    items.sort_by(|a, b| order((&key(a), id(a)), (&key(b), id(b))));
+    let from: Option<(Key, String)> = pages.read(from)?;
+    if let Some((at, last)) = &from {
+        items.retain(|item| order((&key(item), id(item)), (at, last)) == Ordering::Greater);
+    }
+    let more = items.len() > limit;
+    items.truncate(limit);
+    items.last().filter(|_| more).map(|last| pages.cursor(&(key(last), id(last)))).transpose()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,115 @@
+//! The audit log.
+
+use crate::{
+    api::{
+        html,
+        list::{self, Elements, Fields, MAX_LIMIT, Pages},
+    },
+    auth::{Auth, access::Caller},
+    http::{
+        error::Result,
+        extract::{PageQuery, Query, count},
+    },
+    store::AuditEntry,
+};
+use axum::{Extension, Json, extract::State};
+use lockstep_web::audit as views;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use utoipa::{IntoParams, ToSchema};
+
+const DEFAULT_LIMIT: u32 = 100;
+/// The only order.
+const PAGES: Pages = Pages::new("audit", "-id");
+
+/// A page of the audit log.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct AuditPage {
+    /// Newest first.
+    #[schema(value_type = Vec<AuditEntry>)]
+    pub(crate) entries: Elements<AuditEntry>,
+    /// Give it as `cursor` for the next page; null on the last.
+    pub(crate) next_cursor: Option<String>,
+}
+
+/// Which entries.
+#[derive(Debug, Default, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct AuditQuery {
+    /// At most so many: 1 to 1000; 100 when absent.
+    #[param(minimum = 1, maximum = 1000)]
+    limit: Option<u32>,
+    /// `next_cursor` of the page before.
+    cursor: Option<String>,
+    /// Only these fields of each entry, with commas between.
+    #[param(min_length = 1)]
+    fields: Option<String>,
+    /// Only what was done at this time or later (RFC 3339).
+    #[param(format = DateTime)]
+    created_after: Option<String>,
+    /// Only what was done before this time (RFC 3339).
+    #[param(format = DateTime)]
+    created_before: Option<String>,
+}
+
+const FIELDS: &[&str] =
+    &["id", "at", "who", "token_id", "address", "action", "object", "status", "request_id"];
+
+/// Read the audit log
+///
+/// Every request that may have changed something, and every attempt to sign in: who, from where, what, and how it was answered.
+/// The newest 100 000 of the last year are kept.
+#[utoipa::path(get, path = "/audit", tag = "access", params(AuditQuery), responses((status = 200, body = AuditPage), (status = 400, body = crate::http::error::Problem)))]
+pub(crate) async fn list(
+    State(auth): State<Arc<Auth>>,
+    Query(query): Query<AuditQuery>,
+) -> Result<Json<AuditPage>> {
+    Ok(Json(page(&auth, &query).await?))
+}
+
+/// # Errors
+/// A limit, field or cursor that is none, or the store's.
+pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
+    let limit = count("limit", query.limit, DEFAULT_LIMIT, MAX_LIMIT)?;
+    let fields = Fields::parse(query.fields.as_deref(), FIELDS)?;
+    let cursor: Option<String> = PAGES.read(query.cursor.as_deref())?;
+    let after = list::time("created_after", query.created_after.as_deref())?;
+    let before = list::time("created_before", query.created_before.as_deref())?;
+    // Ids begin with their time in milliseconds, as twelve hexadecimal digits.
+    let first_id = before.map(|before| format!("{:012x}", before.as_millisecond().max(0)));
+    let behind = match (cursor.as_deref(), first_id.as_deref()) {
+        (Some(cursor), Some(first)) => Some(cursor.min(first)),
+        (cursor, first) => cursor.or(first),
+    };
+    auth.audit.flush().await;
+    let mut entries = auth.store.audit(behind, limit + 1).await?;
+    let mut more = entries.len() > limit as usize;
+    entries.truncate(limit as usize);
+    if let Some(after) = after {
+        let newer = entries.iter().take_while(|entry| entry.at >= after).count();
+        more = more && newer == entries.len();
+        entries.truncate(newer);
+    }
+    let next_cursor = entries.last().filter(|_| more).map(|entry| PAGES.cursor(&entry.id)).transpose()?;
+    let entries = Elements { items: entries, fields };
+    Ok(AuditPage { entries, next_cursor })
+}
+
+/// `GET /audit`
+pub(crate) async fn show(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    PageQuery(query): PageQuery<AuditQuery>,
+) -> html::Page {
+    let AuditPage { entries, next_cursor: next } = page(&auth, &query).await?;
+    let lines = entries.items.into_iter().map(|entry| views::AuditLine {
+        at: entry.at,
+        who: entry.who,
+        address: entry.address,
+        action: entry.action,
+        object: entry.object,
+        status: entry.status,
+        request_id: entry.request_id,
+    });
+    html::html(views::AuditPage { lines: lines.collect(), next, viewer: html::viewer(&caller) }.render())
+}

@@ -1,0 +1,378 @@
+//! People: add, list, change, remove; and the own password.
+
+pub(crate) mod audit;
+pub(crate) mod login;
+pub(crate) mod oidc;
+pub(crate) mod pages;
+pub(crate) mod tokens;
+
+use super::list::{Elements, List, ListParams, Page};
+use crate::{
+    auth::{
+        Auth,
+        access::{Caller, NotSignedIn, Password, PasswordError, SignsInAs},
+    },
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Body, Path, Query},
+        gate::AuditSubject,
+        ingress::Peer,
+    },
+    store::PersonRow,
+};
+use axum::{Extension, Json, extract::State, http::StatusCode};
+use lockstep_protocol::{
+    limits::PEOPLE,
+    people::{Identity, Person, Role, name_mistake, password_mistake, subject_mistake},
+    spec::SpecError,
+};
+use serde::{Deserialize, Serialize};
+use std::{net::IpAddr, sync::Arc, time::Duration};
+use utoipa::ToSchema;
+
+/// A person to be added.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewPerson {
+    /// 1 to 64 characters: a to z, digits, `.`, `-`, `_` and `@`.
+    pub(super) name: String,
+    pub(super) role: Role,
+    /// 10 to 1024 characters. May be absent with `subject`.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub(super) password: Option<Password>,
+    /// The account at the OpenID provider (`serve --oidc-issuer`) that signs in as the person: its claim `sub`.
+    #[serde(default)]
+    pub(super) subject: Option<String>,
+}
+
+/// What is to change; what is absent stays. Any change ends the person's sessions.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PersonChange {
+    pub(super) role: Option<Role>,
+    /// Whether the person may no longer sign in, nor its tokens be used.
+    pub(super) disabled: Option<bool>,
+    /// 10 to 1024 characters.
+    #[schema(value_type = Option<String>)]
+    pub(super) password: Option<Password>,
+    /// The account at the OpenID provider that signs in as the person from now on: its claim `sub`. Empty: none.
+    pub(super) subject: Option<String>,
+}
+
+/// Everybody.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct PersonList {
+    /// By name, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Person>)]
+    people: Elements<Person>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: people on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Person>> for PersonList {
+    fn from(page: Page<Person>) -> Self {
+        Self { people: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Person> = List {
+    name: "people",
+    fields: &["name", "role", "created_at", "disabled_at", "identity"],
+    sorts: &[
+        ("name", |person| person.name.as_str().into()),
+        ("role", |person| person.role.as_str().into()),
+        ("created", |person| person.created_at.into()),
+    ],
+    default_sort: "name",
+    id: |person| &person.name,
+    created: Some(|person| person.created_at),
+};
+
+/// A password of one's own.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct OwnPassword {
+    #[schema(value_type = String)]
+    pub(super) current: Password,
+    /// 10 to 1024 characters.
+    #[schema(value_type = String)]
+    pub(super) new: Password,
+}
+
+fn mistake(pointer: &str, detail: String) -> Error {
+    Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }])
+}
+
+fn checked(pointer: &str, password: &Password) -> Result<()> {
+    password_mistake(&password.0).map_or(Ok(()), |detail| Err(mistake(pointer, detail)))
+}
+
+impl From<PasswordError> for Error {
+    fn from(error: PasswordError) -> Self {
+        match error {
+            PasswordError::Busy => {
+                Error::Unavailable("too many passwords are being checked; try again".into())
+            }
+            PasswordError::Failed(detail) => Error::Internal(format!("a password: {detail}")),
+        }
+    }
+}
+
+/// List people
+///
+/// `sort`: `name`, `role`, `created`.
+#[utoipa::path(get, path = "/people", tag = "access", params(ListParams),
+    responses((status = 200, body = PersonList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(auth): State<Arc<Auth>>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<PersonList>> {
+    Ok(Json(LIST.page(auth.access.people(), &params)?.into()))
+}
+
+/// Add a person
+///
+/// The person signs in at `/login`. With the first one, jobs and datasets become their owners': see `owner`.
+#[utoipa::path(post, path = "/people", tag = "access", request_body = NewPerson,
+    responses((status = 201, body = Person), (status = 409, body = Problem, description = "The name is taken, there are 1000 people, or this server asks nobody who they are"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(auth): State<Arc<Auth>>,
+    Body(new, _): Body<NewPerson>,
+) -> Result<(StatusCode, Extension<AuditSubject>, Json<Person>)> {
+    let person = add(&auth, new, false).await?.person;
+    Ok((StatusCode::CREATED, Extension(AuditSubject(person.name.clone())), Json(person)))
+}
+
+/// Adds a person; with `first` only where there is nobody yet.
+///
+/// # Errors
+/// A name or a password that is none, or a name that is taken.
+pub(super) async fn add(auth: &Auth, new: NewPerson, first: bool) -> Result<PersonRow> {
+    let conflict = |detail: String| Err(Error::Conflict(detail, None));
+    if !auth.access.is_required() {
+        return conflict("this server runs with --no-auth and asks nobody who they are".into());
+    }
+    if let Some(detail) = name_mistake(&new.name) {
+        return Err(mistake("/name", detail));
+    }
+    let identity = new.subject.as_deref().map(|subject| identity(auth, subject)).transpose()?;
+    let hash = match new.password {
+        Some(password) => {
+            checked("/password", &password)?;
+            Some(auth.access.hash_password(password).await?)
+        }
+        None if identity.is_some() => None,
+        None => return Err(mistake("/password", "is missing; without one a person has a subject".into())),
+    };
+    let _one_at_a_time = auth.access.changing.lock().await;
+    if first && auth.access.has_people() {
+        return conflict("somebody has been added meanwhile; sign in as an admin to add others".into());
+    }
+    room_for(auth, &new.name, identity.as_ref())?;
+    insert(auth, new.name, new.role, hash, identity).await
+}
+
+/// Whether a name is nobody's, an account signs nobody else in, and there is room for one more person.
+pub(super) fn room_for(auth: &Auth, name: &str, identity: Option<&Identity>) -> Result<()> {
+    let conflict = |detail: String| Err(Error::Conflict(detail, None));
+    let there = auth.access.people();
+    if there.iter().any(|person| person.name == name) {
+        return conflict(format!("the name {name:?} is taken; choose another"));
+    }
+    if there.len() >= PEOPLE {
+        return conflict(format!("there are {PEOPLE} people already; remove some first"));
+    }
+    identity.map_or(Ok(()), |identity| free(auth, name, identity))
+}
+
+/// # Errors
+/// An account signs somebody else in already.
+fn free(auth: &Auth, name: &str, identity: &Identity) -> Result<()> {
+    match auth.access.by_identity(identity) {
+        SignsInAs::Person(row) if row.person.name != name => {
+            let other = row.person.name;
+            let detail = format!(
+                "that account signs in as {other:?}; take it from there first (`lockstep user unlink {other}`)"
+            );
+            Err(Error::Conflict(detail, None))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Stores somebody new, whom there is room for. Held meanwhile: `changing`.
+pub(super) async fn insert(
+    auth: &Auth,
+    name: String,
+    role: Role,
+    hash: Option<String>,
+    identity: Option<Identity>,
+) -> Result<PersonRow> {
+    let person = Person { name, role, created_at: crate::now(), disabled_at: None, identity };
+    let row = PersonRow { person, hash };
+    auth.store.put_person(&row).await?;
+    auth.access.put_person(row.clone());
+    Ok(row)
+}
+
+/// The account at this server's OpenID provider that has a subject.
+fn identity(auth: &Auth, subject: &str) -> Result<Identity> {
+    let Some(oidc) = &auth.oidc else {
+        let detail = "this server signs nobody in with an OpenID provider; start it with --oidc-issuer";
+        return Err(Error::Conflict(detail.into(), None));
+    };
+    match subject_mistake(subject) {
+        Some(detail) => Err(mistake("/subject", detail)),
+        None => Ok(Identity { issuer: oidc.config.issuer.as_str().to_owned(), subject: subject.to_owned() }),
+    }
+}
+
+/// Change a person's role, password or account at the OpenID provider, or whether it may sign in
+///
+/// Ends the person's sessions at once; and, where it lowers what the person may do, what the person's tokens have open.
+#[utoipa::path(patch, path = "/people/{name}", tag = "access", params(("name" = String, Path)), request_body = PersonChange,
+    responses((status = 200, body = Person), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn change(
+    State(auth): State<Arc<Auth>>,
+    Path(name): Path<String>,
+    Body(change, _): Body<PersonChange>,
+) -> Result<Json<Person>> {
+    Ok(Json(edit(&auth, &name, change).await?.person))
+}
+
+/// # Errors
+/// Nobody has the name, or the password is none.
+pub(super) async fn edit(auth: &Auth, name: &str, change: PersonChange) -> Result<PersonRow> {
+    if let Some(password) = &change.password {
+        checked("/password", password)?;
+    }
+    let unknown = || Error::NotFound("nobody has this name".into());
+    auth.access.person(name).ok_or_else(unknown)?;
+    let hash = match change.password {
+        Some(password) => Some(auth.access.hash_password(password).await?),
+        None => None,
+    };
+    let identity = match change.subject.as_deref() {
+        Some("") => Some(None),
+        Some(subject) => Some(Some(identity(auth, subject)?)),
+        None => None,
+    };
+    let _one_at_a_time = auth.access.changing.lock().await;
+    let mut row = auth.access.person(name).ok_or_else(unknown)?;
+    let before = row.clone();
+    row.hash = hash.or(row.hash);
+    if let Some(identity) = identity {
+        identity.as_ref().map_or(Ok(()), |identity| free(auth, name, identity))?;
+        row.person.identity = identity;
+    }
+    row.person.role = change.role.unwrap_or(row.person.role);
+    row.person.disabled_at = match change.disabled {
+        Some(true) => row.person.disabled_at.or(Some(crate::now())),
+        Some(false) => None,
+        None => row.person.disabled_at,
+    };
+    if row != before {
+        auth.store.put_person(&row).await?;
+        auth.access.put_person(row.clone());
+    }
+    Ok(row)
+}
+
+/// Remove a person
+///
+/// Its sessions end and its tokens are revoked. Its account at an OpenID provider signs nobody in until an admin binds it to
+/// somebody. Its jobs and datasets keep its name: they are those of whoever gets this name next,
+/// so disable people who leave rather than remove them.
+#[utoipa::path(delete, path = "/people/{name}", tag = "access", params(("name" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn delete(State(auth): State<Arc<Auth>>, Path(name): Path<String>) -> Result<StatusCode> {
+    remove(&auth, &name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// # Errors
+/// Nobody has the name.
+pub(super) async fn remove(auth: &Auth, name: &str) -> Result<()> {
+    let _one_at_a_time = auth.access.changing.lock().await;
+    let row = auth.access.person(name).ok_or_else(|| Error::NotFound("nobody has this name".into()))?;
+    auth.store.remove_person(&row, crate::now()).await?;
+    auth.access.remove_person(name);
+    Ok(())
+}
+
+/// Change the own password
+///
+/// Ends all sessions of the person, also the one of this request.
+#[utoipa::path(post, path = "/password", tag = "access", request_body = OwnPassword,
+    responses((status = 204), (status = 409, body = Problem, description = "Not a person's session or token"), (status = 422, body = Problem),
+        (status = 429, body = Problem, description = "Too many wrong passwords")))]
+pub(crate) async fn change_own(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Extension(peer): Extension<Peer>,
+    Body(passwords, _): Body<OwnPassword>,
+) -> Result<StatusCode> {
+    set_own(&auth, &caller, peer.address, passwords).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Gives a person another password, if it knows the one that it has.
+///
+/// # Errors
+/// It does not, or the new one is none.
+pub(super) async fn set_own(
+    auth: &Auth,
+    caller: &Caller,
+    from: IpAddr,
+    passwords: OwnPassword,
+) -> Result<PersonRow> {
+    let Some(name) = caller.person() else {
+        let detail = "only a person has a password: sign in with a name and a password";
+        return Err(Error::Conflict(detail.into(), None));
+    };
+    if auth.access.person(name).is_some_and(|row| row.hash.is_none()) {
+        let detail =
+            "you sign in with the OpenID provider and have no password here; an admin can give you one";
+        return Err(Error::Conflict(detail.into(), None));
+    }
+    checked("/new", &passwords.new)?;
+    let before = match auth.access.by_password(name, passwords.current, from).await {
+        Ok(row) => row,
+        Err(NotSignedIn::Wrong) => {
+            return Err(mistake("/current", "is not the password that you have".into()));
+        }
+        Err(other) => return Err(refusal(other, from)),
+    };
+    let hash = auth.access.hash_password(passwords.new).await?;
+    let _one_at_a_time = auth.access.changing.lock().await;
+    if auth.access.person(name).as_ref() != Some(&before) {
+        return Err(Error::Conflict(
+            "an admin has changed this person meanwhile; sign in again".into(),
+            None,
+        ));
+    }
+    let row = PersonRow { hash: Some(hash), ..before };
+    auth.store.put_person(&row).await?;
+    auth.access.put_person(row.clone());
+    Ok(row)
+}
+
+/// Why nobody is signed in, where it is not a wrong name or password.
+pub(super) fn refusal(why: NotSignedIn, from: IpAddr) -> Error {
+    match why {
+        NotSignedIn::Wrong => Error::Unauthorized("the name or the password is wrong".into()),
+        NotSignedIn::TooOften(wait) => too_often(from, wait),
+        NotSignedIn::NotChecked(error) => error.into(),
+    }
+}
+
+/// The answer to one attempt too many.
+pub(super) fn too_often(from: IpAddr, wait: Duration) -> Error {
+    let secs = wait.as_secs() + 1;
+    Error::TooMany(format!("too many attempts to sign in from {from}; try again in {secs} s"), secs)
+}

@@ -1,0 +1,265 @@
+//! Pages about people: all of them, for admins, and one's own.
+
+use super::{
+    login,
+    tokens::{self, NewToken},
+};
+use crate::{
+    api::{
+        html::{Page, html, viewer},
+        people::{self, NewPerson, OwnPassword, PersonChange},
+    },
+    auth::{
+        Auth,
+        access::{Caller, Password, SESSION_LIFE},
+    },
+    http::{
+        error::{Error, Result},
+        extract::PageQuery,
+        gate::AuditSubject,
+        ingress::Peer,
+    },
+};
+use axum::{
+    Extension, Form,
+    extract::State,
+    http::StatusCode,
+    response::{IntoResponse, Redirect, Response},
+};
+use lockstep_protocol::{access::Scope, people::Role, spec::SpecError};
+use lockstep_web::people::{AccountPage, PeoplePage};
+use serde::Deserialize;
+use std::sync::Arc;
+
+/// `GET /people`
+pub(crate) async fn all(State(auth): State<Arc<Auth>>, Extension(caller): Extension<Caller>) -> Page {
+    people_page(&auth, &caller, "", "")
+}
+
+fn people_page(auth: &Auth, caller: &Caller, name: &str, error: &str) -> Page {
+    html(
+        PeoplePage {
+            people: auth.access.people(),
+            name: name.to_owned(),
+            error: error.to_owned(),
+            me: caller.person().unwrap_or_default().to_owned(),
+            viewer: viewer(caller),
+        }
+        .render(),
+    )
+}
+
+/// What the page of people asks for.
+#[derive(Debug, Clone, Copy, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Action {
+    Add,
+    Role,
+    Password,
+    Disable,
+    Enable,
+    Remove,
+}
+
+/// `POST /people`
+#[derive(Debug, Deserialize)]
+pub(crate) struct PeopleForm {
+    action: Action,
+    name: String,
+    #[serde(default)]
+    role: Option<Role>,
+    #[serde(default)]
+    password: Password,
+}
+
+/// `POST /people`
+pub(crate) async fn change(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Form(form): Form<PeopleForm>,
+) -> Page {
+    let name = form.name.trim().to_owned();
+    let concerns = Extension(AuditSubject(format!("{:?} {name:?}", form.action)));
+    match done(&auth, &name, form).await {
+        Ok(()) => Ok((concerns, Redirect::to("/people")).into_response()),
+        Err(error) => {
+            let (status, words) = in_words(error)?;
+            Ok((status, concerns, people_page(&auth, &caller, &name, &words)?).into_response())
+        }
+    }
+}
+
+async fn done(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
+    let change = |change| people::edit(auth, name, change);
+    match form.action {
+        Action::Add => {
+            let role = form.role.unwrap_or(Role::Member);
+            let new = NewPerson { name: name.to_owned(), role, password: Some(form.password), subject: None };
+            people::add(auth, new, false).await.map(drop)
+        }
+        Action::Role => change(PersonChange { role: form.role, ..Default::default() }).await.map(drop),
+        Action::Password => {
+            change(PersonChange { password: Some(form.password), ..Default::default() }).await.map(drop)
+        }
+        Action::Disable => {
+            change(PersonChange { disabled: Some(true), ..Default::default() }).await.map(drop)
+        }
+        Action::Enable => {
+            change(PersonChange { disabled: Some(false), ..Default::default() }).await.map(drop)
+        }
+        Action::Remove => people::remove(auth, name).await,
+    }
+}
+
+/// What is said on the form again, and with which status.
+///
+/// # Errors
+/// What the form cannot mend.
+fn in_words(error: Error) -> Result<(StatusCode, String)> {
+    match error {
+        Error::Invalid(mistakes) => {
+            let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));
+            Ok((StatusCode::UNPROCESSABLE_ENTITY, each.collect::<Vec<_>>().join("; ")))
+        }
+        Error::Conflict(detail, _) => Ok((StatusCode::CONFLICT, detail)),
+        Error::NotFound(detail) => Ok((StatusCode::NOT_FOUND, detail)),
+        other => Err(other),
+    }
+}
+
+/// `GET /account`
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct AccountQuery {
+    /// Something was changed.
+    #[serde(default)]
+    done: bool,
+}
+
+/// `GET /account`
+pub(crate) async fn account(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    PageQuery(query): PageQuery<AccountQuery>,
+) -> Page {
+    account_page(&auth, &caller, AccountNotice { done: query.done, ..AccountNotice::default() })
+}
+
+/// What the page of an account says besides what there is.
+#[derive(Default)]
+struct AccountNotice {
+    done: bool,
+    error: String,
+    /// A token that was made just now.
+    secret: String,
+}
+
+fn account_page(auth: &Auth, caller: &Caller, said: AccountNotice) -> Page {
+    let row = caller.person().and_then(|name| auth.access.person(name));
+    let has_password = row.as_ref().is_some_and(|row| row.hash.is_some());
+    let person = row.map(|row| row.person);
+    let mut tokens = auth.access.tokens();
+    tokens.retain(|token| token.owner.is_some() && token.owner.as_deref() == caller.person());
+    tokens.retain(|token| token.is_valid(crate::now()));
+    let scopes = [Scope::Submit, Scope::Read, Scope::Admin];
+    html(
+        AccountPage {
+            person,
+            has_password,
+            token: caller.token().map(|token| token.name.clone()).unwrap_or_default(),
+            tokens,
+            scopes: scopes.into_iter().filter(|scope| caller.may(*scope)).collect(),
+            secret: said.secret,
+            done: said.done,
+            error: said.error,
+            viewer: viewer(caller),
+        }
+        .render(),
+    )
+}
+
+/// `POST /account`
+#[derive(Debug, Deserialize)]
+#[serde(tag = "action", rename_all = "lowercase")]
+pub(crate) enum AccountForm {
+    Password {
+        current: Password,
+        new: Password,
+    },
+    Token {
+        name: String,
+        scope: Scope,
+        /// Days until it expires; empty for never.
+        #[serde(default)]
+        days: String,
+    },
+    Revoke {
+        id: String,
+    },
+}
+
+/// `POST /account`: another password, and a new session in place of all that there were; a token that is made or revoked.
+pub(crate) async fn change_account(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Extension(peer): Extension<Peer>,
+    Form(form): Form<AccountForm>,
+) -> Page {
+    let concerns = AuditSubject(match &form {
+        AccountForm::Password { .. } => "Password".into(),
+        AccountForm::Token { name, .. } => format!("Token {name:?}"),
+        AccountForm::Revoke { id } => format!("Revoke {id:?}"),
+    });
+    let mut answer = match account_done(&auth, &caller, &peer, form).await {
+        Ok(Done::Page(said)) => account_page(&auth, &caller, said)?,
+        Ok(Done::Answer(answer)) => answer,
+        Err(error) => {
+            let (status, error) = in_words(error)?;
+            let page = account_page(&auth, &caller, AccountNotice { error, ..AccountNotice::default() })?;
+            (status, page).into_response()
+        }
+    };
+    answer.extensions_mut().insert(concerns);
+    Ok(answer)
+}
+
+enum Done {
+    Page(AccountNotice),
+    Answer(Response),
+}
+
+async fn account_done(auth: &Auth, caller: &Caller, peer: &Peer, form: AccountForm) -> Result<Done> {
+    let again = || Done::Answer(Redirect::to("/account?done=true").into_response());
+    match form {
+        AccountForm::Password { current, new } => {
+            let row = people::set_own(auth, caller, peer.address, OwnPassword { current, new }).await?;
+            match caller.session() {
+                Some(_) => Ok(Done::Answer(
+                    login::sign_in_person(auth, peer, &row, "/account?done=true", SESSION_LIFE).await?,
+                )),
+                None => Ok(again()),
+            }
+        }
+        AccountForm::Token { name, scope, days } => {
+            if caller.person().is_none() {
+                return Err(Error::Conflict("only people have tokens of their own".into(), None));
+            }
+            let days = match days.trim() {
+                "" => None,
+                days => Some(days.parse::<u32>().map_err(|_| {
+                    Error::Invalid(vec![SpecError {
+                        pointer: "/days".into(),
+                        detail: "must be a number of days, or empty".into(),
+                    }])
+                })?),
+            };
+            let expires_in_secs = days.map(|days| u64::from(days) * 24 * 3600);
+            let new = NewToken { name, scope, agent: None, expires_in_secs };
+            let secret = tokens::make(auth, caller, new).await?.secret;
+            Ok(Done::Page(AccountNotice { secret, ..AccountNotice::default() }))
+        }
+        AccountForm::Revoke { id } => {
+            tokens::end(auth, caller, &id).await?;
+            Ok(again())
+        }
+    }
+}

@@ -1,0 +1,298 @@
+//! Tokens: make, list, revoke.
+
+use crate::{
+    api::list::{Elements, Key, List, ListParams, Page},
+    auth::{
+        Auth,
+        access::{Caller, Secret},
+    },
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Body, Path, Query},
+        gate::AuditSubject,
+    },
+    store::TokenRow,
+};
+use axum::{Extension, Json, extract::State, http::StatusCode};
+use lockstep_protocol::{
+    access::{Scope, Token},
+    limits::{TOKEN_DAYS, TOKEN_NAME_CHARS, TOKENS},
+    spec::SpecError,
+    unseen::first_unseen,
+};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::Duration;
+use utoipa::ToSchema;
+
+/// Valid tokens of one person: nobody uses up those of all.
+const TOKENS_OF_A_PERSON: usize = 50;
+
+/// A token to be made.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewToken {
+    /// What people call it: 1 to 100 characters.
+    pub(crate) name: String,
+    pub(crate) scope: Scope,
+    /// For the scope `agent`: the agent's name, or its id. A name that no agent has had yet is bound to the first new agent that
+    /// joins under it.
+    #[serde(default)]
+    pub(crate) agent: Option<String>,
+    /// Seconds until it expires; never when absent.
+    #[serde(default)]
+    pub(crate) expires_in_secs: Option<u64>,
+}
+
+/// A token that was made.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MadeToken {
+    /// The token itself. It is shown this once: the server keeps only its hash.
+    pub(crate) secret: String,
+    #[serde(flatten)]
+    token: Token,
+}
+
+/// Every token.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct TokenList {
+    /// The first made first, unless `sort` says otherwise. Those that are no longer valid are listed for 90 days.
+    #[schema(value_type = Vec<Token>)]
+    tokens: Elements<Token>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: tokens on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Token>> for TokenList {
+    fn from(page: Page<Token>) -> Self {
+        Self { tokens: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Token> = List {
+    name: "tokens",
+    fields: &[
+        "id",
+        "name",
+        "scope",
+        "agent",
+        "agent_id",
+        "owner",
+        "made_with",
+        "created_at",
+        "expires_at",
+        "revoked_at",
+        "last_used_at",
+    ],
+    sorts: &[
+        ("created", |token| token.created_at.into()),
+        ("name", |token| token.name.as_str().into()),
+        ("last_used", |token| token.last_used_at.map_or(Key::Missing, Key::from)),
+        ("expires", |token| token.expires_at.map_or(Key::Missing, Key::from)),
+    ],
+    default_sort: "created",
+    id: |token| &token.id,
+    created: Some(|token| token.created_at),
+};
+
+/// List tokens
+///
+/// Admins see every token, other people their own. `sort`: `created`, `name`, `last_used`, `expires`.
+#[utoipa::path(get, path = "/tokens", tag = "access", params(ListParams),
+    responses((status = 200, body = TokenList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<TokenList>> {
+    Ok(Json(LIST.page(seen_by(&auth, &caller), &params)?.into()))
+}
+
+/// The tokens that a caller may see and revoke.
+pub(crate) fn seen_by(auth: &Auth, caller: &Caller) -> Vec<Token> {
+    let mut tokens = auth.access.tokens();
+    tokens.retain(|token| is_seen(token, caller));
+    tokens
+}
+
+fn is_seen(token: &Token, caller: &Caller) -> bool {
+    caller.may(Scope::Admin) || (token.owner.is_some() && token.owner.as_deref() == caller.person())
+}
+
+/// The token of a request, also of a session that a link of it has begun. None of a person who has signed in.
+fn used_by(auth: &Auth, caller: &Caller) -> Option<Token> {
+    auth.access.token(&caller.token()?.id).map(|row| row.token)
+}
+
+/// Make a token
+///
+/// A person's token is its own: it allows at most what the request that made it may do, and for no longer, and ends with the person, and
+/// with the token that it was made with. One of the scope `read` makes none.
+/// Other tokens, for programs and machines, are an admin's to make.
+#[utoipa::path(post, path = "/tokens", tag = "access", request_body = NewToken,
+    responses((status = 201, body = MadeToken), (status = 409, body = Problem, description = "There are 5000 valid ones, or a person has the name"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Body(new, _): Body<NewToken>,
+) -> Result<(StatusCode, Extension<AuditSubject>, Json<MadeToken>)> {
+    let (scope, name) = (new.scope, new.name.clone());
+    let made = make(&auth, &caller, new).await?;
+    let concerns = AuditSubject(format!("{scope} {} {name:?}", made.token.id));
+    Ok((StatusCode::CREATED, Extension(concerns), Json(made)))
+}
+
+/// # Errors
+/// A mistake in it, or more than the caller may give.
+pub(crate) async fn make(auth: &Auth, caller: &Caller, new: NewToken) -> Result<MadeToken> {
+    let mistake = |pointer: &str, detail: String| {
+        Err(Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }]))
+    };
+    if new.name.trim().is_empty()
+        || new.name.chars().count() > TOKEN_NAME_CHARS
+        || first_unseen(&new.name).is_some()
+    {
+        return mistake("/name", format!("must have 1 to {TOKEN_NAME_CHARS} plain characters"));
+    }
+    let longest = u64::from(TOKEN_DAYS) * 24 * 3600;
+    if new.expires_in_secs.is_some_and(|secs| !(1..=longest).contains(&secs)) {
+        return mistake("/expires_in_secs", format!("must be 1 to {longest} ({TOKEN_DAYS} days)"));
+    }
+    let (agent, agent_id) = match (new.scope, &new.agent) {
+        (Scope::Agent, Some(agent)) => match agent_named(auth, agent).await? {
+            Some(found) => found,
+            None => return mistake("/agent", "must have 1 to 100 plain characters".into()),
+        },
+        (Scope::Agent, None) => {
+            return mistake("/agent", "name the agent that this token is for".into());
+        }
+        (_, Some(_)) => return mistake("/agent", "only a token of the scope agent is an agent's".into()),
+        (_, None) => (None, None),
+    };
+    if let Some(has) = caller.scope()
+        && !has.allows(new.scope)
+        && !caller.may(Scope::Admin)
+    {
+        return mistake("/scope", format!("can be {has} at most, as you may do no more than that"));
+    }
+    let now = crate::now();
+    let expires_at = new.expires_in_secs.map(|secs| now + Duration::from_secs(secs));
+    let with = used_by(auth, caller).filter(|token| token.owner.is_some());
+    if with.as_ref().is_some_and(|token| token.scope == Scope::Read) {
+        let detail = "a token of the scope read only looks, and makes no others; sign in with your password, or use one of the scope submit";
+        return Err(Error::Forbidden(detail.into()));
+    }
+    let until = caller.token().and_then(|token| token.expires_at).filter(|_| !caller.may(Scope::Admin));
+    if until.is_some_and(|until| expires_at.is_none_or(|at| at > until)) {
+        let detail = "must end no later than the token that you make it with; sign in with your password to make others";
+        return mistake("/expires_in_secs", detail.into());
+    }
+    // A machine's is nobody's: it stays valid when a person leaves.
+    let owner = caller.person().filter(|_| new.scope != Scope::Agent).map(str::to_owned);
+    let _one_at_a_time = auth.access.changing.lock().await;
+    if let Some(owner) = &owner
+        && auth.access.person(owner).is_none_or(|row| row.person.disabled_at.is_some())
+    {
+        return Err(Error::Forbidden(format!("{owner} may not use this server any more")));
+    }
+    if owner.is_none() && new.scope != Scope::Agent && auth.access.person(&new.name).is_some() {
+        let detail = format!("{:?} is a person, who makes tokens of its own; choose another name", new.name);
+        return Err(Error::Conflict(detail, None));
+    }
+    let is_its = |token: &Token| owner.is_some() && token.owner == owner && token.is_valid(now);
+    if auth.access.tokens().iter().filter(|token| is_its(token)).count() >= TOKENS_OF_A_PERSON {
+        return Err(Error::Conflict(
+            format!("you have {TOKENS_OF_A_PERSON} valid tokens already; revoke some that you do not need"),
+            None,
+        ));
+    }
+    if auth.access.valid_tokens() >= TOKENS {
+        return Err(Error::Conflict(
+            format!("there are {TOKENS} valid tokens already; revoke some that nobody needs"),
+            None,
+        ));
+    }
+    let secret = Secret::token()?;
+    let token = Token {
+        id: uuid::Uuid::now_v7().simple().to_string(),
+        name: new.name,
+        scope: new.scope,
+        agent,
+        agent_id,
+        made_with: with.filter(|_| owner.is_some()).map(|token| token.id),
+        owner,
+        created_at: now,
+        expires_at,
+        revoked_at: None,
+        last_used_at: None,
+    };
+    let row = TokenRow { token: token.clone(), hash: secret.hash };
+    auth.store.put_token(&row).await?;
+    auth.access.put_token(row);
+    Ok(MadeToken { secret: secret.text, token })
+}
+
+type AgentNames = (Option<String>, Option<String>);
+
+/// Name and id of the agent that somebody means; the id only of one that is known, or when it is an id.
+async fn agent_named(auth: &Auth, agent: &str) -> Result<Option<AgentNames>> {
+    if agent.trim().is_empty() || agent.len() > 100 || first_unseen(agent).is_some() {
+        return Ok(None);
+    }
+    let known = auth.store.agents_called(agent, agent).await?;
+    let found = known.iter().find(|a| a.id == agent).or_else(|| known.iter().find(|a| a.name == agent));
+    Ok(Some(match found {
+        Some(row) => (Some(row.name.clone()), Some(row.id.clone())),
+        // As agents make their ids.
+        None if uuid::Uuid::try_parse(agent).is_ok() => (Some(agent.to_owned()), Some(agent.to_owned())),
+        None => (Some(agent.to_owned()), None),
+    }))
+}
+
+/// Revoke a token
+///
+/// At once: requests with it are refused, its websockets, sessions and links end, and so do the tokens that were made with it. A token
+/// revokes itself and those that allow no more than it does.
+#[utoipa::path(delete, path = "/tokens/{id}", tag = "access", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn revoke(
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    end(&auth, &caller, &id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// # Errors
+/// There is no such token that the caller sees.
+pub(crate) async fn end(auth: &Auth, caller: &Caller, id: &str) -> Result<()> {
+    let _one_at_a_time = auth.access.changing.lock().await;
+    let found = auth.access.token(id).filter(|row| is_seen(&row.token, caller));
+    let row = found.ok_or_else(|| Error::NotFound("no token has this id".into()))?;
+    let is_stronger = |with: Token| with.id != row.token.id && !with.scope.allows(row.token.scope);
+    if !caller.may(Scope::Admin) && used_by(auth, caller).is_some_and(is_stronger) {
+        let detail = "this token allows more than the one that you use, which cannot revoke it; sign in with your password, or ask an admin";
+        return Err(Error::Forbidden(detail.into()));
+    }
+    // Those that it was used to make end first: a failure between two leaves none that outlives it.
+    let mut ending = vec![row];
+    let all = auth.access.tokens();
+    let mut next = 0;
+    while next < ending.len() {
+        let with = Some(ending[next].token.id.clone());
+        let made = all.iter().filter(|token| token.made_with == with && token.revoked_at.is_none());
+        ending.extend(made.filter_map(|token| auth.access.token(&token.id)));
+        next += 1;
+    }
+    for mut row in ending.into_iter().rev().filter(|row| row.token.revoked_at.is_none()) {
+        row.token.revoked_at = Some(crate::now());
+        auth.store.put_token(&row).await?;
+        auth.access.put_token(row);
+    }
+    Ok(())
+}

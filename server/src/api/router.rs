@@ -1,0 +1,215 @@
+//! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
+//! descriptions, so `openapi.json` cannot forget one.
+
+use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people};
+use crate::{
+    app::App,
+    checkpoints::uploads,
+    http::{
+        document,
+        error::{Error, PageError},
+        gate, guard, request_id, slow_body,
+    },
+};
+use axum::{
+    Json, Router,
+    extract::{DefaultBodyLimit, Request},
+    http::StatusCode,
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{MethodRouter, any, get, post},
+};
+use std::{any::Any, time::Duration};
+use tower_http::{
+    CompressionLevel,
+    catch_panic::CatchPanicLayer,
+    compression::{
+        CompressionLayer,
+        predicate::{DefaultPredicate, NotForContentType, Predicate},
+    },
+};
+use utoipa::OpenApi;
+use utoipa_axum::{router::OpenApiRouter, routes};
+
+/// The largest body of a request. A specification or a form takes a few kilobytes.
+const BODY_BYTES: usize = 1 << 20;
+/// Until a handler must have begun to answer. Looking at a large dataset takes longest.
+const PATIENCE: Duration = Duration::from_secs(150);
+
+#[derive(OpenApi)]
+#[openapi(info(
+    title = "Lockstep",
+    description = "Submit training jobs, watch them, fetch what they made. Errors are RFC 9457 problems."
+))]
+struct Document;
+
+/// What programs rely on.
+fn api() -> OpenApiRouter<App> {
+    let v1 = OpenApiRouter::new()
+        .routes(routes!(jobs::list::list, jobs::create::create))
+        .routes(routes!(jobs::check::validate))
+        .routes(routes!(jobs::show, jobs::delete, jobs::annotations::change))
+        .routes(routes!(jobs::attempts::list))
+        .routes(routes!(jobs::history::show))
+        .routes(routes!(jobs::annotations::size))
+        .routes(routes!(jobs::annotations::list))
+        .routes(routes!(jobs::projects::list))
+        .routes(routes!(jobs::groups::list))
+        .routes(routes!(jobs::queue::list))
+        .routes(routes!(jobs::cancel))
+        .routes(routes!(jobs::retry))
+        .routes(routes!(jobs::pause))
+        .routes(routes!(jobs::resume))
+        .routes(routes!(checkpoints::fork::fork))
+        .routes(routes!(checkpoints::fork::check))
+        .routes(routes!(jobs::metrics::find))
+        .routes(routes!(jobs::metrics::csv))
+        .routes(routes!(jobs::metrics_query::find))
+        .routes(routes!(jobs::panels::show, jobs::panels::put, jobs::panels::delete))
+        .routes(routes!(jobs::panels::show_project, jobs::panels::put_project))
+        .routes(routes!(jobs::layers::histograms))
+        .routes(routes!(jobs::layers::network))
+        .routes(routes!(jobs::logs::query))
+        .routes(routes!(jobs::events::list))
+        .routes(routes!(checkpoints::list))
+        .routes(routes!(checkpoints::show))
+        .routes(routes!(checkpoints::files::file))
+        .routes(routes!(checkpoints::evaluation::evaluation))
+        .routes(routes!(jobs::pictures::of_job))
+        .merge(
+            OpenApiRouter::new()
+                .routes(routes!(checkpoints::predict::predict))
+                .layer(DefaultBodyLimit::max(checkpoints::predict::BODY_BYTES)),
+        )
+        .routes(routes!(datasets::list, datasets::create))
+        .routes(routes!(datasets::bundled::register))
+        .routes(routes!(datasets::inspect))
+        .routes(routes!(jobs::pictures::of_dataset))
+        .routes(routes!(datasets::show, datasets::delete))
+        .routes(routes!(datasets::inspect_again))
+        .routes(routes!(agents::list))
+        .routes(routes!(agents::machine_metrics::find))
+        .routes(routes!(agents::remove))
+        .routes(routes!(agents::drain))
+        .routes(routes!(agents::undrain))
+        .routes(routes!(agents::socket::socket))
+        .routes(routes!(agents::files::begin, agents::files::needed))
+        .routes(routes!(agents::files::file))
+        .routes(routes!(agents::files::dataset))
+        .routes(routes!(agents::dataset_files::list, agents::dataset_files::parts))
+        .routes(routes!(agents::files::upload_state, agents::files::upload_done))
+        .merge(
+            OpenApiRouter::new()
+                .routes(routes!(agents::files::upload_piece))
+                .layer(DefaultBodyLimit::max(uploads::PIECE_BYTES)),
+        )
+        .routes(routes!(people::tokens::list, people::tokens::create))
+        .routes(routes!(people::tokens::revoke))
+        .routes(routes!(people::list, people::create))
+        .routes(routes!(people::change, people::delete))
+        .routes(routes!(people::change_own))
+        .routes(routes!(people::login::link))
+        .routes(routes!(people::audit::list))
+        .routes(routes!(jobs::stream::job_stream))
+        .routes(routes!(jobs::stream::list_stream))
+        .routes(routes!(served_document));
+    OpenApiRouter::with_openapi(Document::openapi())
+        .nest("/api/v1", v1)
+        .routes(routes!(health::healthz))
+        .routes(routes!(health::readyz))
+        .routes(routes!(health::prometheus))
+}
+
+/// The document of `GET /api/v1/openapi.json`.
+pub fn openapi() -> utoipa::openapi::OpenApi {
+    document::complete(api().into_openapi())
+}
+
+/// This document
+#[utoipa::path(get, path = "/openapi.json", tag = "document", responses((status = 200, body = Object)))]
+async fn served_document() -> Json<utoipa::openapi::OpenApi> {
+    Json(openapi())
+}
+
+/// What is not in the document: pages and what they load.
+fn pages() -> [(&'static str, MethodRouter<App>); 19] {
+    [
+        ("/", get(jobs::pages::home)),
+        ("/jobs", get(jobs::pages::jobs)),
+        ("/jobs/new", get(jobs::pages::new_job).post(jobs::pages::submit_job)),
+        ("/jobs/{id}", get(jobs::pages::job)),
+        ("/queue", get(jobs::queue_page::show)),
+        ("/compare", get(jobs::pages::compare)),
+        ("/datasets", get(datasets::pages::datasets).post(datasets::pages::add_dataset)),
+        ("/machines", get(agents::pages::machines)),
+        ("/audit", get(people::audit::show)),
+        ("/people", get(people::pages::all).post(people::pages::change)),
+        ("/account", get(people::pages::account).post(people::pages::change_account)),
+        ("/docs", get(docs::index)),
+        ("/docs/{*path}", get(docs::page)),
+        ("/login", get(people::login::show).post(people::login::submit)),
+        ("/login/oidc", get(people::oidc::begin)),
+        ("/login/oidc/callback", get(people::oidc::finish)),
+        ("/logout", post(people::login::sign_out)),
+        ("/static/{*path}", get(assets::asset)),
+        ("/api/{*path}", any(no_such_call)),
+    ]
+}
+
+/// The paths of pages and of what they load, for whoever walks all of them.
+pub fn page_paths() -> Vec<&'static str> {
+    pages().into_iter().map(|(path, _)| path).collect()
+}
+
+/// Every URL of the server.
+pub(crate) fn build_router(app: App) -> Router {
+    lockstep_web::layout::set_assets(assets::folder().to_owned());
+    let (api, _) = api().split_for_parts();
+    let pages = pages().into_iter().fold(Router::new(), |router, (path, page)| router.route(path, page));
+    pages
+        .merge(api)
+        .fallback(no_such_page)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(DefaultBodyLimit::max(BODY_BYTES))
+        .layer(middleware::from_fn_with_state(app.config.clone(), slow_body::refuse))
+        .layer(middleware::from_fn(in_time))
+        // Weights do not compress, and ranges are of the file's own bytes.
+        // The quickest way: charts wait for their answers, and the slowest saves a tenth more.
+        .layer(CompressionLayer::new().quality(CompressionLevel::Fastest).compress_when(
+            DefaultPredicate::new().and(NotForContentType::const_new("application/octet-stream")),
+        ))
+        .layer(CatchPanicLayer::custom(panicked))
+        .layer(middleware::from_fn_with_state(app.gate.clone(), gate::gate))
+        .layer(middleware::from_fn_with_state(app.gate.clone(), guard::guard))
+        .layer(middleware::from_fn(request_id::name))
+        .with_state(app)
+}
+
+/// Answers for a handler that has not begun to answer in time.
+async fn in_time(request: Request, next: Next) -> Response {
+    match tokio::time::timeout(PATIENCE, next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => {
+            let detail = format!("this was not done within {} s; try again", PATIENCE.as_secs());
+            Error::Refused(StatusCode::GATEWAY_TIMEOUT, detail).into_response()
+        }
+    }
+}
+
+async fn no_such_page() -> PageError {
+    PageError(Error::NotFound("There is no page at this address.".into()))
+}
+
+async fn no_such_call() -> Error {
+    Error::NotFound("there is no such call; see /api/v1/openapi.json".into())
+}
+
+async fn wrong_method() -> Error {
+    let detail = "this address does not know that method; see /api/v1/openapi.json";
+    Error::Refused(StatusCode::METHOD_NOT_ALLOWED, detail.into())
+}
+
+fn panicked(panic: Box<dyn Any + Send + 'static>) -> Response {
+    let said = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    Error::Internal(format!("a handler panicked: {}", said.unwrap_or("?"))).into_response()
+}

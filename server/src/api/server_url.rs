@@ -1,0 +1,29 @@
+//! This server's address as its client sees it, for commands to copy and links.
+
+use crate::http::ingress::{Ingress, Peer};
+use axum::{
+    extract::{FromRef, FromRequestParts},
+    http::request::Parts,
+};
+use std::{convert::Infallible, sync::Arc};
+
+/// The public URL where one is set; otherwise the scheme and host of the request.
+#[derive(Debug, Clone)]
+pub(crate) struct ServerUrl(pub(crate) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for ServerUrl
+where
+    Arc<Ingress>: FromRef<S>,
+{
+    type Rejection = Infallible;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Infallible> {
+        if let Some(url) = &Arc::<Ingress>::from_ref(state).public_url {
+            return Ok(Self(url.to_string()));
+        }
+        let peer = parts.extensions.get::<Peer>();
+        let authority = peer.and_then(|peer| peer.authority(&parts.headers, &parts.uri));
+        let scheme = if peer.is_some_and(|peer| peer.https) { "https" } else { "http" };
+        Ok(Self(format!("{scheme}://{}", authority.unwrap_or("127.0.0.1:7070"))))
+    }
+}

@@ -1,0 +1,381 @@
+//! Who may do what: every token and session, in memory.
+//!
+//! The database has all of it, and only this server uses the database. So authenticating a request takes a SHA-256 and a lookup in a map
+//! and no query, and a revocation is in force at once. Tokens are 256 random bits, which cannot be guessed, so a fast hash is sufficient:
+//! bcrypt and the like make guessing expensive, which protects passwords that people choose. The lookup uses the hash, and a hash that is
+//! found is compared once more in constant time, so the time of a response says nothing about a secret.
+
+mod attempts;
+mod caller;
+mod certificates;
+mod codes;
+mod identities;
+mod passwords;
+mod people;
+mod secret;
+
+pub(crate) use caller::Caller;
+pub(crate) use certificates::{certificate_id, is_certificate};
+pub(crate) use identities::SignsInAs;
+pub(crate) use passwords::{Password, PasswordError};
+pub(crate) use people::NotSignedIn;
+pub(crate) use secret::{Secret, is_token, same as same_secret};
+
+use crate::store::{PersonRow, SessionRow, Store, TokenRow};
+use attempts::Attempts;
+use caller::{Credential, Usage};
+use codes::Codes;
+use jiff::Timestamp;
+use lockstep_protocol::{
+    access::{Scope, Token},
+    limits::{SESSIONS, SESSIONS_OF_A_TOKEN},
+    people::Identity,
+};
+use passwords::Passwords;
+use people::KnownPerson;
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    net::IpAddr,
+    sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    time::Duration,
+};
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+
+/// A session ends after this, and the browser has to sign in again.
+pub(crate) const SESSION_LIFE: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// How soon the websockets of a token that has expired are closed, at the latest.
+const EXPIRE_EVERY: Duration = Duration::from_secs(1);
+/// How often it is stored when tokens were last used.
+const STORE_USE_EVERY: Duration = Duration::from_secs(60);
+const PURGE_EVERY: Duration = Duration::from_secs(3600);
+/// How long a token that is no longer valid is listed.
+const KEPT: Duration = Duration::from_secs(90 * 24 * 3600);
+
+/// Why a token is refused. Only the holder of a token learns more than that it is unknown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Denied {
+    Unknown,
+    Revoked,
+    Expired,
+    /// The person who owns the token is disabled.
+    Disabled,
+}
+
+/// Every token and session.
+#[derive(Debug)]
+pub(crate) struct Access {
+    /// Whether callers must authenticate. False with `serve --no-auth`, where everybody may do everything.
+    required: bool,
+    known: RwLock<Known>,
+    codes: Codes,
+    attempts: Attempts,
+    passwords: Passwords,
+    /// Held while a token or a person is read, changed and stored, so that concurrent changes do not overwrite each other.
+    pub(crate) changing: tokio::sync::Mutex<()>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// By the hash of its secret.
+    tokens: HashMap<String, Arc<Credential>>,
+    /// The hash of each token's secret, by its id.
+    hashes: HashMap<String, String>,
+    sessions: HashMap<String, Arc<Credential>>,
+    people: BTreeMap<String, KnownPerson>,
+    /// Accounts at OpenID providers whose person was removed.
+    refused: HashSet<Identity>,
+}
+
+impl Access {
+    pub(crate) fn new(required: bool) -> Self {
+        Self {
+            required,
+            known: RwLock::default(),
+            codes: Codes::default(),
+            attempts: Attempts::default(),
+            passwords: Passwords::default(),
+            changing: tokio::sync::Mutex::default(),
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Known> {
+        self.known.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Known> {
+        self.known.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether callers must show who they are.
+    pub(crate) fn is_required(&self) -> bool {
+        self.required
+    }
+
+    /// Loads what is stored.
+    pub(crate) fn load(&self, people: Vec<PersonRow>, tokens: Vec<TokenRow>, sessions: Vec<SessionRow>) {
+        for row in people {
+            self.put_person(row);
+        }
+        for row in tokens {
+            self.put_token(row);
+        }
+        for row in sessions {
+            self.put_session(row);
+        }
+    }
+
+    /// Adds a token or replaces the one with its id. The old one's connections end, unless the new one has the same secret and is valid.
+    pub(crate) fn put_token(&self, row: TokenRow) {
+        let now = crate::now();
+        let mut known = self.write();
+        let old = known.hashes.insert(row.token.id.clone(), row.hash.clone());
+        let old = old.and_then(|hash| known.tokens.remove(&hash));
+        let (ended, usage) = match old {
+            Some(old) if old.hash == row.hash => (old.ended.clone(), old.usage.clone()),
+            old => {
+                if let Some(old) = old {
+                    old.ended.cancel();
+                }
+                (CancellationToken::new(), Usage::of(&row.token))
+            }
+        };
+        let scope = known.scope_of(&row.token);
+        if !row.token.is_valid(now) || scope.is_none() {
+            ended.cancel();
+        }
+        let expires_at = row.token.expires_at;
+        let hash = row.hash.clone();
+        let token = row.token;
+        let credential = Credential { token, hash, scope, session_since: None, expires_at, ended, usage };
+        known.tokens.insert(row.hash, Arc::new(credential));
+    }
+
+    /// Adds a session of an existing token or person; returns the sessions that were ended for it.
+    pub(crate) fn put_session(&self, row: SessionRow) -> Vec<String> {
+        let mut known = self.write();
+        let Some(of) = known.stands_for(&row.token_id) else { return vec![row.hash] };
+        let mut gone = Vec::new();
+        loop {
+            // Beyond the limit per token, the token's own oldest session is ended, and nobody else's.
+            let of_token = known.sessions.values().filter(|s| s.token.id == row.token_id);
+            let has_many = of_token.clone().count() >= SESSIONS_OF_A_TOKEN;
+            let oldest = match has_many {
+                true => of_token.min_by_key(|s| s.session_since),
+                false if known.sessions.len() >= SESSIONS => {
+                    known.sessions.values().min_by_key(|s| s.session_since)
+                }
+                false => None,
+            };
+            let Some(oldest) = oldest.map(|s| s.hash.clone()) else { break };
+            if let Some(session) = known.sessions.remove(&oldest) {
+                session.ended.cancel();
+            }
+            gone.push(oldest);
+        }
+        let credential = Credential {
+            token: of.token.clone(),
+            hash: row.hash.clone(),
+            scope: of.scope,
+            session_since: Some(row.created_at),
+            expires_at: Some(of.expires_at.map_or(row.expires_at, |end| end.min(row.expires_at))),
+            // It ends with its token.
+            ended: of.ended.child_token(),
+            usage: of.usage.clone(),
+        };
+        known.sessions.insert(row.hash, Arc::new(credential));
+        gone
+    }
+
+    /// Ends a session; false when there is none.
+    pub(crate) fn remove_session(&self, hash: &str) -> bool {
+        let removed = self.write().sessions.remove(hash);
+        if let Some(session) = &removed {
+            session.ended.cancel();
+        }
+        removed.is_some()
+    }
+
+    /// Ends the connections of expired tokens and sessions, and removes sessions that are over.
+    pub(crate) fn expire(&self, now: Timestamp) {
+        let is_over = |c: &Credential| c.expires_at.is_some_and(|at| at <= now);
+        let over = self.read().tokens.values().any(|c| is_over(c) && !c.ended.is_cancelled())
+            || self.read().sessions.values().any(|c| is_over(c) || c.ended.is_cancelled());
+        if !over {
+            return;
+        }
+        let mut known = self.write();
+        for token in known.tokens.values().filter(|c| is_over(c)) {
+            token.ended.cancel();
+        }
+        known.sessions.retain(|_, session| {
+            if is_over(session) {
+                session.ended.cancel();
+            }
+            !session.ended.is_cancelled()
+        });
+    }
+
+    /// Removes tokens that have been invalid since `before`. Rows of certificates stay, because the certificates still exist.
+    pub(crate) fn forget(&self, before: Timestamp) {
+        let Known { tokens, hashes, .. } = &mut *self.write();
+        tokens.retain(|_, c| {
+            let ended = [c.token.revoked_at, c.token.expires_at].into_iter().flatten().min();
+            ended.is_none_or(|at| at > before) || is_certificate(&c.token)
+        });
+        hashes.retain(|_, hash| tokens.contains_key(hash));
+    }
+
+    /// The caller with this token.
+    ///
+    /// # Errors
+    /// It is unknown or no longer valid.
+    pub(crate) fn by_token(&self, secret: &str) -> Result<Caller, Denied> {
+        let hash = secret::hash(secret);
+        let now = crate::now();
+        let found = self.read().tokens.get(&hash).filter(|c| secret::same(&c.hash, &hash)).cloned();
+        let credential = found.ok_or(Denied::Unknown)?;
+        if credential.token.revoked_at.is_some() {
+            return Err(Denied::Revoked);
+        }
+        if credential.expires_at.is_some_and(|at| at <= now) {
+            return Err(Denied::Expired);
+        }
+        if credential.scope.is_none() {
+            return Err(Denied::Disabled);
+        }
+        credential.used(now);
+        Ok(Caller::known(credential))
+    }
+
+    /// The caller with this session cookie.
+    pub(crate) fn by_session(&self, secret: &str) -> Option<Caller> {
+        let hash = secret::hash(secret);
+        let now = crate::now();
+        let known = self.read();
+        let session = known.sessions.get(&hash).filter(|c| secret::same(&c.hash, &hash))?;
+        if session.ended.is_cancelled() || session.expires_at.is_some_and(|at| at <= now) {
+            return None;
+        }
+        session.used(now);
+        Some(Caller::known(session.clone()))
+    }
+
+    /// Every token, the oldest first.
+    pub(crate) fn tokens(&self) -> Vec<Token> {
+        let mut all: Vec<_> = self.read().tokens.values().map(|c| c.shown()).collect();
+        all.sort_by(|a, b| (a.created_at, &a.id).cmp(&(b.created_at, &b.id)));
+        all
+    }
+
+    /// A token as it is stored.
+    pub(crate) fn token(&self, id: &str) -> Option<TokenRow> {
+        let known = self.read();
+        let found = known.of_id(id)?;
+        Some(TokenRow { token: found.shown(), hash: found.hash.clone() })
+    }
+
+    /// How many tokens are valid; certificates are not counted.
+    pub(crate) fn valid_tokens(&self) -> usize {
+        let now = crate::now();
+        self.read().tokens.values().filter(|c| c.token.is_valid(now) && !is_certificate(&c.token)).count()
+    }
+
+    /// Whether a token was ever bound to this agent.
+    pub(crate) fn has_agent(&self, agent_id: &str) -> bool {
+        self.read().tokens.values().any(|c| c.token.agent_id.as_deref() == Some(agent_id))
+    }
+
+    /// The tokens that were used since the last call, and when.
+    pub(crate) fn take_used(&self) -> Vec<(String, Timestamp)> {
+        self.read().tokens.values().filter_map(|c| Some((c.token.id.clone(), c.take_used()?))).collect()
+    }
+
+    /// The name of the token or the person that sessions with this id belong to.
+    pub(crate) fn name_of(&self, id: &str) -> Option<String> {
+        self.read().stands_for(id).map(|credential| credential.token.who())
+    }
+
+    /// A code that signs a browser in once, within ten minutes, as a token or a person. The session ends at `until` at the latest, when the
+    /// session that requested the code ends.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub(crate) fn login_code(&self, token_id: &str, until: Option<Timestamp>) -> std::io::Result<String> {
+        self.codes.make(token_id, until)
+    }
+
+    /// Whether a code can still be used.
+    pub(crate) fn has_login_code(&self, code: &str) -> bool {
+        self.codes.has(code)
+    }
+
+    /// Uses up a code. Returns the token or person that it signs in, and the latest end of the session.
+    pub(crate) fn take_login_code(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
+        let (id, until) = self.codes.take(code)?;
+        let of = self.read().stands_for(&id)?;
+        let is_valid = of.token.is_valid(crate::now()) && !of.ended.is_cancelled();
+        (is_valid && of.token.scope != Scope::Agent).then_some((id, until))
+    }
+
+    /// Counts a failed sign-in.
+    ///
+    /// # Errors
+    /// Too many have failed: how long to wait.
+    pub(crate) fn sign_in_failed(&self, from: IpAddr) -> Result<(), Duration> {
+        self.attempts.failed(from)
+    }
+
+    /// Counts an attempt before it is made; [`Access::sign_in_was_right`] takes it back.
+    ///
+    /// # Errors
+    /// Too many attempts have failed: how long to wait.
+    pub(crate) fn try_sign_in(&self, from: IpAddr) -> Result<(), Duration> {
+        self.attempts.check(from)?;
+        self.attempts.failed(from)
+    }
+
+    /// Takes back the attempt that was counted: it was correct.
+    pub(crate) fn sign_in_was_right(&self, from: IpAddr) {
+        self.attempts.was_right(from);
+    }
+}
+
+impl Access {
+    /// Ends what has expired, stores when tokens were used, and removes old ones. Runs until dropped.
+    pub(crate) async fn upkeep(&self, store: &dyn Store) {
+        let mut tick = interval(EXPIRE_EVERY);
+        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let (mut stored, mut purged) = (Instant::now(), None);
+        loop {
+            tick.tick().await;
+            let now = crate::now();
+            self.expire(now);
+            if stored.elapsed() >= STORE_USE_EVERY {
+                self.store_use(store).await;
+                stored = Instant::now();
+            }
+            if purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_EVERY) {
+                self.forget(now - KEPT);
+                if let Err(error) = store.purge_access(now, now - KEPT).await {
+                    tracing::warn!(%error, "old tokens and sessions could not be removed");
+                }
+                purged = Some(Instant::now());
+            }
+        }
+    }
+
+    /// Stores when tokens were last used, many at once.
+    pub(crate) async fn store_use(&self, store: &dyn Store) {
+        let used = self.take_used();
+        if !used.is_empty()
+            && let Err(error) = store.note_token_use(&used).await
+        {
+            tracing::warn!(%error, "when tokens were last used could not be stored");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

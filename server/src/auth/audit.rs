@@ -1,0 +1,163 @@
+//! The audit log. Requests queue their entries and do not wait until these are written: one task writes many at a time, and removes what
+//! is too old.
+
+use crate::{
+    store::{AuditEntry, Store},
+    util::failing::Failing,
+};
+use std::{sync::Arc, time::Duration};
+use tokio::{
+    sync::{mpsc, oneshot},
+    time::{Instant, sleep},
+};
+use tokio_util::sync::CancellationToken;
+
+/// Entries that may wait. Beyond that, when the database is unreachable for long, entries go to the server's log alone.
+const WAITING: usize = 10_000;
+
+/// Entries of one transaction.
+const TOGETHER: usize = 500;
+/// How long an entry is kept, within the number that is kept (`ServeConfig::audit_entries`).
+const KEPT: Duration = Duration::from_secs(365 * 24 * 3600);
+const PURGE_EVERY: Duration = Duration::from_secs(3600);
+/// A purge begins early when so many entries have come since the last.
+const PURGE_AFTER: usize = 1000;
+/// Between two steps of a purge.
+const BREATH: Duration = Duration::from_millis(50);
+/// Before a write is tried again: first, and at most.
+const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+
+/// What waits to be written.
+#[derive(Debug)]
+enum Entry {
+    Done(AuditEntry),
+    /// A flush: its sender is notified when everything before it is written.
+    Flush(oneshot::Sender<()>),
+}
+
+/// The sending half, which requests use.
+#[derive(Debug, Clone)]
+pub(crate) struct Audit(mpsc::Sender<Entry>);
+
+impl Audit {
+    /// `kept`: how many entries are kept, within [`KEPT`].
+    pub(crate) fn new(store: Arc<dyn Store>, kept: u32, stopping: CancellationToken) -> (Self, AuditWriter) {
+        let (to, queue) = mpsc::channel(WAITING);
+        (Self(to), AuditWriter { queue, store, kept, stopping })
+    }
+
+    /// Queues an entry.
+    pub(crate) fn put(&self, entry: AuditEntry) {
+        let AuditEntry { who, action, object, status, .. } = &entry;
+        tracing::info!(who, action, object, status, "done");
+        if let Err(error) = self.0.try_send(Entry::Done(entry)) {
+            tracing::error!(%error, "this is missing in the audit log");
+        }
+    }
+
+    /// Flush: returns when all earlier entries are written, or have failed.
+    pub(crate) async fn flush(&self) {
+        let (to, done) = oneshot::channel();
+        if self.0.send(Entry::Flush(to)).await.is_ok() {
+            let _ = done.await;
+        }
+    }
+}
+
+/// Writes the entries.
+pub(crate) struct AuditWriter {
+    queue: mpsc::Receiver<Entry>,
+    store: Arc<dyn Store>,
+    kept: u32,
+    stopping: CancellationToken,
+}
+
+impl AuditWriter {
+    /// Writes until the server stops, and then what still waits.
+    pub(crate) async fn run(mut self) {
+        let mut purged = None;
+        let mut since = 0;
+        loop {
+            let first = tokio::select! {
+                first = self.queue.recv() => first,
+                () = sleep(PURGE_EVERY) => None,
+                () = self.stopping.cancelled() => {
+                    // Requests under way end a moment later.
+                    let last = tokio::time::timeout(Duration::from_millis(200), self.queue.recv()).await;
+                    let Ok(Some(last)) = last else { return };
+                    Some(last)
+                }
+            };
+            let mut batch: Vec<Entry> = first.into_iter().collect();
+            while batch.len() < TOGETHER
+                && let Ok(more) = self.queue.try_recv()
+            {
+                batch.push(more);
+            }
+            since += batch.len();
+            self.write(batch).await;
+            let is_due = purged.is_none_or(|at: Instant| at.elapsed() >= PURGE_EVERY);
+            if (is_due || since >= PURGE_AFTER.min(self.kept as usize / 2 + 1))
+                && !self.stopping.is_cancelled()
+            {
+                self.purge().await;
+                (purged, since) = (Some(Instant::now()), 0);
+            }
+        }
+    }
+
+    async fn write(&self, batch: Vec<Entry>) {
+        let mut entries: Vec<AuditEntry> = Vec::with_capacity(batch.len());
+        let mut flushes = Vec::new();
+        for entry in batch {
+            match entry {
+                Entry::Done(entry) => entries.push(entry),
+                Entry::Flush(done) => flushes.push(done),
+            }
+        }
+        let (mut wait, mut failing) = (RETRY.0, Failing::default());
+        while !entries.is_empty() {
+            match self.store.add_audit(&entries).await {
+                Ok(()) => {
+                    if let Some(failures) = failing.ended() {
+                        tracing::info!(failures, "writing the audit log works again");
+                    }
+                    break;
+                }
+                Err(error) if error.may_pass() && !self.stopping.is_cancelled() => {
+                    // The log says what there is.
+                    flushes.clear();
+                    if failing.is_new(&error) {
+                        tracing::warn!(%error, "the audit log cannot be written; trying again");
+                    }
+                    sleep(wait).await;
+                    wait = (wait * 2).min(RETRY.1);
+                }
+                Err(error) => {
+                    tracing::error!(%error, entries = entries.len(), "these are missing in the audit log");
+                    break;
+                }
+            }
+        }
+        for done in flushes {
+            let _ = done.send(());
+        }
+    }
+
+    /// In small steps: the one writer is for reports first.
+    async fn purge(&self) {
+        let before = crate::now() - KEPT;
+        loop {
+            match self.store.purge_audit(before, self.kept).await {
+                Ok(true) => sleep(BREATH).await,
+                Ok(false) => return,
+                Err(error) => {
+                    return tracing::warn!(%error, "old entries of the audit log could not be removed");
+                }
+            }
+            if self.stopping.is_cancelled() {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! Who sends a request and what that person or token may do: tokens, people, sessions, OpenID Connect, owners, and the audit log.
+
+pub(crate) mod access;
+pub(crate) mod audit;
+pub(crate) mod job_owners;
+pub(crate) mod oidc;
+pub(crate) mod token_file;
+
+use crate::{
+    config::ServeConfig,
+    store::{Result, Store},
+};
+use access::Access;
+use audit::Audit;
+use job_owners::JobOwners;
+use oidc::Oidc;
+use std::sync::Arc;
+
+/// What is known of those who send requests.
+pub(crate) struct Auth {
+    pub(crate) store: Arc<dyn Store>,
+    /// Tokens, people and sessions.
+    pub(crate) access: Access,
+    pub(crate) audit: Audit,
+    /// The provider that people sign in with, where there is one.
+    pub(crate) oidc: Option<Oidc>,
+    /// The owners of recently requested jobs.
+    pub(crate) job_owners: JobOwners,
+    /// The name of the session's cookie. It has the port, because browsers send a host's cookies to all its ports, where another server
+    /// may run.
+    pub(crate) cookie_name: String,
+}
+
+impl Auth {
+    pub(crate) fn new(config: &ServeConfig, store: Arc<dyn Store>, audit: Audit, oidc: Option<Oidc>) -> Self {
+        Self {
+            store,
+            access: Access::new(!config.no_auth),
+            audit,
+            oidc,
+            job_owners: JobOwners::default(),
+            cookie_name: format!("lockstep_{}", config.listen.port()),
+        }
+    }
+
+    /// Loads people, tokens and sessions from the store.
+    ///
+    /// # Errors
+    /// The store's.
+    pub(crate) async fn load(&self) -> Result<()> {
+        let sessions = self.store.sessions(crate::now()).await?;
+        self.access.load(self.store.people().await?, self.store.tokens().await?, sessions);
+        self.access.load_refused(self.store.refused_identities().await?);
+        Ok(())
+    }
+
+    /// Keeps tokens and sessions up to date. Runs until dropped.
+    pub(crate) async fn upkeep(&self) {
+        self.access.upkeep(&*self.store).await;
+    }
+
+    /// Stores when tokens were last used.
+    pub(crate) async fn store_use(&self) {
+        self.access.store_use(&*self.store).await;
+    }
+}

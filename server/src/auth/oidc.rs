@@ -1,0 +1,224 @@
+//! Signing in with an OpenID provider: the authorization code flow with PKCE (OpenID Connect Core 1.0, RFC 7636, RFC 9700).
+//!
+//! The server sends a browser to the provider with a `state` that is good once, in that browser, for ten minutes. What comes back is
+//! exchanged for an ID token, which counts only when every check of `id_token.rs` holds. Nothing of the provider is asked for before
+//! somebody signs in, so the server starts and runs while the provider is down.
+
+mod authorities;
+mod id_token;
+mod keys;
+mod open_requests;
+mod provider;
+use crate::config::oidc::{NameClaim, OidcConfig};
+use id_token::Expected;
+use lockstep_protocol::people::{Identity, Role, name_mistake};
+use open_requests::OpenRequests;
+use provider::Provider;
+use serde_json::{Map, Value};
+use std::{io, net::IpAddr};
+
+/// How long a browser may take at the provider.
+pub(crate) use open_requests::{LIFE as REQUEST_LIFE, OpenRequest};
+
+/// Claims of an ID token, and those of the UserInfo endpoint that it does not have.
+type Claims = Map<String, Value>;
+
+/// Why nobody is signed in. The text is for people, on the page to sign in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum OidcError {
+    /// The provider cannot be asked now; trying again may help.
+    Unavailable(String),
+    /// The provider says no before it says who somebody is.
+    Declined(String),
+    /// What came back is not to be believed.
+    Refused(String),
+}
+
+/// The provider that a server signs people in with.
+pub(crate) struct Oidc {
+    pub(crate) config: OidcConfig,
+    provider: Provider,
+    requests: OpenRequests,
+}
+
+/// A browser that is to be sent to the provider.
+pub(crate) struct AuthorizationRedirect {
+    /// The provider's address, with everything that it is to know.
+    pub(crate) location: String,
+    /// What the browser's cookie has to hold when it comes back.
+    pub(crate) cookie: String,
+}
+
+/// What a browser brings back.
+#[derive(Debug, Default)]
+pub(crate) struct Answer {
+    pub(crate) code: Option<String>,
+    pub(crate) error: Option<String>,
+    pub(crate) description: Option<String>,
+    /// RFC 9207.
+    pub(crate) issuer: Option<String>,
+}
+
+/// Somebody whom the provider has signed in.
+#[derive(Debug)]
+pub(crate) struct Account {
+    pub(crate) identity: Identity,
+    /// What a person of this account would be called, or why it cannot be called so.
+    pub(crate) name: Result<String, String>,
+    /// What the groups say, where they are asked; `None` where they do not let the account in.
+    pub(crate) role: Option<Role>,
+}
+
+impl Oidc {
+    /// # Errors
+    /// A sentence: the CA file cannot be used.
+    pub(crate) fn new(config: OidcConfig) -> Result<Self, String> {
+        let provider = Provider::new(&config)?;
+        Ok(Self { config, provider, requests: OpenRequests::default() })
+    }
+
+    /// What people call the provider.
+    pub(crate) fn name(&self) -> &str {
+        self.config.name.as_deref().unwrap_or_else(|| self.config.issuer.host())
+    }
+
+    /// Begins to sign somebody in, who goes to `next` afterwards.
+    ///
+    /// # Errors
+    /// The provider cannot be reached, or the system has no random bits.
+    pub(crate) async fn begin(
+        &self,
+        callback: &str,
+        next: &str,
+        from: IpAddr,
+    ) -> Result<AuthorizationRedirect, OidcError> {
+        let metadata = self.provider.metadata().await?;
+        let failed = |error: io::Error| OidcError::Unavailable(error.to_string());
+        let redirect = self.requests.begin(callback, next, from).map_err(failed)?;
+        let scope = metadata.scope(self.config.groups.as_ref());
+        let mut location = metadata.authorization_endpoint.0.clone();
+        location
+            .query_pairs_mut()
+            .append_pair("response_type", "code")
+            .append_pair("client_id", &self.config.client_id)
+            .append_pair("redirect_uri", callback)
+            .append_pair("scope", &scope)
+            .append_pair("state", &redirect.state)
+            .append_pair("nonce", &redirect.nonce)
+            .append_pair("code_challenge", &redirect.challenge)
+            .append_pair("code_challenge_method", "S256");
+        Ok(AuthorizationRedirect { location: location.into(), cookie: redirect.cookie })
+    }
+
+    /// The request that an answer belongs to. It is used up, whatever comes of it.
+    pub(crate) fn take(&self, state: &str, cookie: Option<&str>) -> Option<OpenRequest> {
+        self.requests.take(state, cookie?)
+    }
+
+    /// Whom the provider has signed in.
+    ///
+    /// # Errors
+    /// Nobody, or nothing that could be believed.
+    pub(crate) async fn finish(&self, request: &OpenRequest, answer: Answer) -> Result<Account, OidcError> {
+        let refused = |detail: String| Err(OidcError::Refused(detail));
+        let metadata = self.provider.metadata().await?;
+        match &answer.issuer {
+            Some(issuer) if issuer != self.config.issuer.as_str() => {
+                return refused("The answer comes from another provider than the one that was asked.".into());
+            }
+            None if metadata.names_itself => {
+                return refused("The answer does not say which provider it comes from.".into());
+            }
+            _ => {}
+        }
+        if let Some(error) = &answer.error {
+            let said = in_words(error, answer.description.as_deref());
+            return Err(OidcError::Declined(format!("{} did not sign you in: {said}", self.name())));
+        }
+        let Some(code) = &answer.code else {
+            return refused(format!("{} sent neither a code nor an error.", self.name()));
+        };
+        let tokens = self.provider.exchange(&metadata, code, request).await?;
+        let expected = Expected {
+            issuer: self.config.issuer.as_str(),
+            client_id: &self.config.client_id,
+            nonce: &request.nonce,
+            now: jiff::Timestamp::now().as_second(),
+        };
+        let header = id_token::header(&tokens.id_token)?;
+        let (alg, kid) = (header.alg.as_str(), header.kid.as_deref());
+        let key = self.provider.key(&metadata, alg, kid).await?;
+        let (mut claims, subject) = match id_token::check(&tokens.id_token, &header, &key, &expected) {
+            Ok(checked) => checked,
+            Err(error) => {
+                let key = self.provider.replaced_key(&metadata, alg, kid, &key).await.ok_or(error)?;
+                id_token::check(&tokens.id_token, &header, &key, &expected)?
+            }
+        };
+        let is_verified = (self.config.name_claim == NameClaim::Email).then_some("email_verified");
+        let groups = self.config.groups.as_ref().map(|g| g.claim.as_str());
+        let wanted = [Some(self.config.name_claim.as_str()), is_verified, groups];
+        if wanted.into_iter().flatten().any(|claim| !claims.contains_key(claim)) {
+            self.provider.add_user_info(&metadata, &tokens, &subject, &mut claims).await?;
+        }
+        let identity = Identity { issuer: self.config.issuer.as_str().to_owned(), subject };
+        Ok(Account { identity, name: self.name_of(&claims), role: self.role_of(&claims) })
+    }
+
+    fn name_of(&self, claims: &Claims) -> Result<String, String> {
+        let claim = self.config.name_claim;
+        let Some(name) = claims.get(claim.as_str()).and_then(Value::as_str) else {
+            return Err(format!("{} does not say your {claim}", self.name()));
+        };
+        if claim == NameClaim::Email {
+            let verified = claims.get("email_verified");
+            // Some providers send it as text.
+            if !verified.is_some_and(|v| v == &Value::Bool(true) || v.as_str() == Some("true")) {
+                return Err(format!("{} has not verified your e-mail address", self.name()));
+            }
+        }
+        let name = name.to_lowercase();
+        name_mistake(&name)
+            .map_or(Ok(name), |detail| Err(format!("your {claim} cannot be a name here, which {detail}")))
+    }
+
+    /// Of one who is in none of the groups, what everybody new may do.
+    fn role_of(&self, claims: &Claims) -> Option<Role> {
+        let Some(groups) = &self.config.groups else { return self.config.role };
+        let is_in = |group: &Option<String>| match (group, claims.get(&groups.claim)) {
+            (Some(group), Some(Value::Array(all))) => all.iter().any(|one| one.as_str() == Some(group)),
+            (Some(group), Some(Value::String(one))) => one == group,
+            _ => false,
+        };
+        match () {
+            () if is_in(&groups.admin) => Some(Role::Admin),
+            () if is_in(&groups.member) => Some(Role::Member),
+            () => self.config.role,
+        }
+    }
+}
+
+/// An OAuth error (RFC 6749, 4.1.2.1 and 5.2) with what the provider says of it.
+fn in_words(error: &str, description: Option<&str>) -> String {
+    let known = match error {
+        "access_denied" => "the sign-in was cancelled there, or you may not use this server",
+        "invalid_grant" => "the code was used already, or is too old; sign in again",
+        "invalid_client" => {
+            "it does not take this server's client id and secret; an admin has to look at them"
+        }
+        "unauthorized_client" | "invalid_request" | "invalid_scope" | "unsupported_response_type" => {
+            "it refuses how this server asks; an admin has to look at how the client is registered there"
+        }
+        "server_error" | "temporarily_unavailable" => "it fails at the moment; try again later",
+        "login_required" | "interaction_required" | "consent_required" | "account_selection_required" => {
+            "it needs you to sign in or to agree there first"
+        }
+        _ => "",
+    };
+    let said = |text: &str| text.chars().filter(|c| !c.is_control()).take(200).collect::<String>();
+    let description = description.map(|text| format!(": {}", said(text))).unwrap_or_default();
+    match known {
+        "" => format!("{}{description}", said(error)),
+        known => format!("{known} ({}{description})", said(error)),
+    }
+}

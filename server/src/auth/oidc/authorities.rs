@@ -1,0 +1,76 @@
+//! Whom the server trusts when it asks the provider.
+
+use crate::config::oidc::OidcConfig;
+use rustls::{
+    ClientConfig, RootCertStore,
+    crypto::ring,
+    pki_types::{CertificateDer, pem::PemObject},
+};
+use std::{fs::File, io::Read, path::Path, sync::Arc};
+
+/// The longest file of authorities that is read.
+const CA_BYTES: u64 = 1 << 20;
+
+/// Trusts the system's authorities and those of the file.
+pub(super) fn tls(config: &OidcConfig) -> Result<ClientConfig, String> {
+    let mut roots = RootCertStore::empty();
+    if !config.issuer.is_plain() {
+        // What the system has and cannot be read is not trusted: an error comes when it is needed.
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    }
+    if let Some(path) = &config.ca_file {
+        add_authorities(&mut roots, path)
+            .map_err(|error| format!("the CA file {}: {error}", path.display()))?;
+    }
+    let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| error.to_string())?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+    Ok(tls)
+}
+
+fn add_authorities(roots: &mut RootCertStore, path: &Path) -> Result<(), String> {
+    let mut pem = Vec::new();
+    let file = File::open(path).map_err(|error| error.to_string())?;
+    file.take(CA_BYTES + 1).read_to_end(&mut pem).map_err(|error| error.to_string())?;
+    if pem.len() as u64 > CA_BYTES {
+        return Err("it is longer than 1 MiB".into());
+    }
+    let mut count = 0;
+    for certificate in CertificateDer::pem_slice_iter(&pem) {
+        let certificate = certificate.map_err(|error| format!("it cannot be read as PEM: {error}"))?;
+        roots
+            .add(certificate)
+            .map_err(|error| format!("it has a certificate that cannot be used: {error}"))?;
+        count += 1;
+    }
+    match count {
+        0 => Err("it has no certificate (PEM, \"BEGIN CERTIFICATE\")".into()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ca_file_has_certificates_and_a_longest() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ca.pem");
+        let add = |content: &[u8]| {
+            std::fs::write(&path, content).unwrap();
+            add_authorities(&mut RootCertStore::empty(), &path)
+        };
+        let ca = rcgen::generate_simple_self_signed(["a.example".to_owned()]).unwrap().cert.pem();
+        assert_eq!(add(ca.as_bytes()), Ok(()));
+        let mut longest = ca.clone().into_bytes();
+        longest.resize(CA_BYTES as usize, b'\n');
+        assert_eq!(add(&longest), Ok(()));
+        longest.push(b'\n');
+        assert!(add(&longest).unwrap_err().contains("1 MiB"));
+        assert!(add(b"nothing").unwrap_err().contains("no certificate"));
+    }
+}

@@ -1,0 +1,144 @@
+//! ID tokens: JSON Web Tokens (RFC 7519) with the checks of OpenID Connect Core 1.0, 3.1.3.7.
+
+use super::{
+    Claims, OidcError,
+    keys::{self, Key},
+};
+use crate::auth::access::same_secret;
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use lockstep_protocol::people::subject_mistake;
+use serde::Deserialize;
+use serde_json::Value;
+
+/// The longest token, in bytes. One with a few hundred groups has some ten thousand.
+pub(super) const MOST_BYTES: usize = 64 << 10;
+/// How far the clocks of provider and server may differ, in seconds.
+const CLOCKS: i64 = 60;
+
+/// What says how a token is signed. It is believed only after the signature was checked as it says, with an algorithm that is allowed.
+#[derive(Debug, Deserialize)]
+pub(super) struct Header {
+    pub(super) alg: String,
+    pub(super) kid: Option<String>,
+    typ: Option<String>,
+    crit: Option<Value>,
+}
+
+/// What a token has to say.
+pub(super) struct Expected<'a> {
+    pub(super) issuer: &'a str,
+    pub(super) client_id: &'a str,
+    pub(super) nonce: &'a str,
+    /// Seconds since 1970.
+    pub(super) now: i64,
+}
+
+fn refused<T>(detail: &str) -> Result<T, OidcError> {
+    Err(OidcError::Refused(format!("The provider's ID token cannot be believed: {detail}.")))
+}
+
+/// The three parts of a token.
+fn parts(token: &str) -> Result<[&str; 3], OidcError> {
+    if token.len() > MOST_BYTES {
+        return refused("it is too long");
+    }
+    match token.split('.').collect::<Vec<_>>()[..] {
+        [header, claims, signature] => Ok([header, claims, signature]),
+        _ => refused("it is no signed token"),
+    }
+}
+
+fn json<T: for<'a> Deserialize<'a>>(part: &str) -> Result<T, OidcError> {
+    let bytes = URL_SAFE_NO_PAD.decode(part).ok();
+    bytes
+        .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+        .map_or_else(|| refused("it cannot be read"), Ok)
+}
+
+/// How a token says that it is signed.
+///
+/// # Errors
+/// It cannot be read, or is signed in a way that is not allowed.
+pub(super) fn header(token: &str) -> Result<Header, OidcError> {
+    let header: Header = json(parts(token)?[0])?;
+    if !keys::is_allowed(&header.alg) {
+        let alg: String = header.alg.chars().take(20).collect();
+        return refused(&format!(
+            "it is signed with {alg:?}, and only RS, PS, ES256, ES384 and EdDSA are taken"
+        ));
+    }
+    // Tokens of other kinds are signed with the same keys.
+    if header.typ.as_deref().is_some_and(|typ| !typ.eq_ignore_ascii_case("JWT")) {
+        return refused("it is a token of another kind");
+    }
+    if header.crit.is_some() {
+        return refused("it has extensions that this server does not know");
+    }
+    Ok(header)
+}
+
+/// What a token says, and who it says it about.
+///
+/// # Errors
+/// It is not signed with the key, is not for this sign-in, or its time is over.
+pub(super) fn check(
+    token: &str,
+    header: &Header,
+    key: &Key,
+    expected: &Expected<'_>,
+) -> Result<(Claims, String), OidcError> {
+    let [first, second, signature] = parts(token)?;
+    let Ok(signature) = URL_SAFE_NO_PAD.decode(signature) else {
+        return refused("its signature cannot be read");
+    };
+    key.verify(&header.alg, &token.as_bytes()[..first.len() + 1 + second.len()], &signature)?;
+    let claims: Claims = json(second)?;
+    let text = |name: &str| claims.get(name).and_then(Value::as_str);
+    if text("iss") != Some(expected.issuer) {
+        return refused("it was made by another provider");
+    }
+    // One that is for others too could have been stolen from them.
+    let is_for_us = match claims.get("aud") {
+        Some(Value::String(one)) => one == expected.client_id,
+        Some(Value::Array(all)) => matches!(&all[..], [Value::String(one)] if one == expected.client_id),
+        _ => false,
+    };
+    if !is_for_us {
+        return refused("it is not for this server, or not for this server alone");
+    }
+    if claims.get("azp").is_some_and(|azp| azp.as_str() != Some(expected.client_id)) {
+        return refused("it was given to another client");
+    }
+    let seconds = |name: &str| claims.get(name).and_then(Value::as_f64).map(|at| at as i64);
+    if seconds("exp").is_none_or(|at| at <= expected.now.saturating_sub(CLOCKS)) {
+        return refused("it has expired (or is the clock of this server wrong?)");
+    }
+    let latest = expected.now.saturating_add(CLOCKS);
+    let is_early =
+        seconds("iat").is_none_or(|at| at > latest) || seconds("nbf").is_some_and(|at| at > latest);
+    if is_early || claims.get("nbf").is_some_and(|nbf| !nbf.is_number()) {
+        return refused("it is from the future (or is the clock of this server wrong?)");
+    }
+    if !text("nonce").is_some_and(|nonce| same_secret(nonce, expected.nonce)) {
+        return refused("it was made for another sign-in");
+    }
+    match text("sub").filter(|subject| subject_mistake(subject).is_none()).map(str::to_owned) {
+        Some(subject) => Ok((claims, subject)),
+        None => refused("it does not say whom it is about"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_has_up_to_64_kib() {
+        let said = |bytes: usize| match parts(&"a".repeat(bytes)) {
+            Err(OidcError::Refused(why)) => why,
+            other => panic!("{other:?}"),
+        };
+        assert!(said(MOST_BYTES).contains("it is no signed token"));
+        assert!(said(MOST_BYTES + 1).contains("it is too long"));
+    }
+}

@@ -1,0 +1,146 @@
+//! Sign-ins under way: browsers that were sent to the provider and are not back. In memory alone.
+
+use crate::auth::access::{Secret, same_secret};
+use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use sha2::{Digest, Sha256};
+use std::{
+    collections::HashMap,
+    io,
+    net::{IpAddr, Ipv6Addr},
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// How long a browser may take at the provider.
+pub(crate) const LIFE: Duration = Duration::from_secs(600);
+/// Of one address (an IPv6 /64 is one); of more, the oldest is forgotten.
+const OF_AN_ADDRESS: usize = 100;
+/// Of all addresses; of more, the oldest is forgotten.
+const MOST: usize = 10_000;
+
+/// By the hash of `state`.
+#[derive(Debug, Default)]
+pub(super) struct OpenRequests(Mutex<HashMap<String, OpenRequest>>);
+
+/// What has to fit when a browser comes back.
+#[derive(Debug, Clone)]
+pub(crate) struct OpenRequest {
+    pub(super) nonce: String,
+    /// PKCE: the provider has its hash.
+    pub(super) verifier: String,
+    pub(super) callback: String,
+    /// Where the browser goes then.
+    pub(crate) next: String,
+    /// Of the cookie.
+    cookie_hash: String,
+    from: IpAddr,
+    since: Instant,
+}
+
+/// What a browser is sent away with.
+pub(super) struct Opened {
+    pub(super) state: String,
+    pub(super) nonce: String,
+    pub(super) challenge: String,
+    pub(super) cookie: String,
+}
+
+impl OpenRequests {
+    pub(super) fn begin(&self, callback: &str, next: &str, from: IpAddr) -> io::Result<Opened> {
+        let (state, cookie) = (Secret::plain()?, Secret::plain()?);
+        let (nonce, verifier) = (Secret::plain()?.text, Secret::plain()?.text);
+        let challenge = URL_SAFE_NO_PAD.encode(Sha256::digest(verifier.as_bytes()));
+        let from = network(from);
+        let request = OpenRequest {
+            nonce: nonce.clone(),
+            verifier,
+            callback: callback.to_owned(),
+            next: next.to_owned(),
+            cookie_hash: cookie.hash,
+            from,
+            since: Instant::now(),
+        };
+        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if open.len() >= MOST {
+            open.retain(|_, request| request.since.elapsed() < LIFE);
+        }
+        while open.values().filter(|request| request.from == from).count() >= OF_AN_ADDRESS {
+            forget_oldest(&mut open, |request| request.from == from);
+        }
+        while open.len() >= MOST {
+            forget_oldest(&mut open, |_| true);
+        }
+        open.insert(state.hash, request);
+        Ok(Opened { state: state.text, nonce, challenge, cookie: cookie.text })
+    }
+
+    /// The request of this `state`, in the browser that has this cookie. Without the cookie it stays: whoever has seen the address
+    /// alone ends nobody's sign-in.
+    pub(super) fn take(&self, state: &str, cookie: &str) -> Option<OpenRequest> {
+        let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // Looked up by its hash, so the time that it takes tells nothing about a state.
+        let state = Secret::of(state.to_owned()).hash;
+        let request = open.get(&state)?;
+        if !same_secret(&request.cookie_hash, &Secret::of(cookie.to_owned()).hash) {
+            return None;
+        }
+        open.remove(&state).filter(|request| request.since.elapsed() < LIFE)
+    }
+}
+
+fn forget_oldest(open: &mut HashMap<String, OpenRequest>, of: impl Fn(&OpenRequest) -> bool) {
+    let oldest = open.iter().filter(|(_, request)| of(request)).min_by_key(|(_, request)| request.since);
+    if let Some(state) = oldest.map(|(state, _)| state.clone()) {
+        open.remove(&state);
+    }
+}
+
+/// Whoever has one IPv6 address has 2^64 of them.
+fn network(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64)),
+        v4 => v4,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn begin(requests: &OpenRequests, from: u32) -> Opened {
+        requests.begin("https://here/login/oidc/callback", "/jobs", IpAddr::from(from.to_be_bytes())).unwrap()
+    }
+
+    #[test]
+    fn a_request_is_good_once_in_its_browser_for_ten_minutes() {
+        let requests = OpenRequests::default();
+        let (mine, other) = (begin(&requests, 1), begin(&requests, 1));
+        assert!(requests.take(&mine.state, &other.cookie).is_none(), "another browser");
+        assert!(requests.take(&mine.state, "").is_none() && requests.take("", &mine.cookie).is_none());
+        let request = requests.take(&mine.state, &mine.cookie).expect("nobody has used it up");
+        assert_eq!((request.next.as_str(), request.nonce), ("/jobs", mine.nonce));
+        assert_eq!(URL_SAFE_NO_PAD.encode(Sha256::digest(&request.verifier)), mine.challenge);
+        assert!(requests.take(&mine.state, &mine.cookie).is_none(), "it was used");
+        if let Some(then) = Instant::now().checked_sub(LIFE) {
+            requests.0.lock().unwrap().values_mut().for_each(|request| request.since = then);
+            assert!(requests.take(&other.state, &other.cookie).is_none(), "ten minutes are over");
+        }
+    }
+
+    #[test]
+    fn of_many_open_requests_the_oldest_go_those_of_the_same_address_first() {
+        let requests = OpenRequests::default();
+        let elsewhere = begin(&requests, 9);
+        let of_one: Vec<_> = (0..=OF_AN_ADDRESS).map(|_| begin(&requests, 1)).collect();
+        let is_there =
+            |one: &Opened| requests.0.lock().unwrap().contains_key(&Secret::of(one.state.clone()).hash);
+        assert!(!is_there(&of_one[0]) && of_one[1..].iter().all(is_there) && is_there(&elsewhere));
+        let there = requests.0.lock().unwrap().len();
+        for n in there..MOST {
+            begin(&requests, 100 + n as u32);
+        }
+        assert!(is_there(&elsewhere), "as many as there may be");
+        begin(&requests, 50);
+        assert!(!is_there(&elsewhere) && requests.0.lock().unwrap().len() == MOST, "one more");
+    }
+}

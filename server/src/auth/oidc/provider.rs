@@ -1,0 +1,366 @@
+//! What is asked of the provider over HTTP: its description, its keys, tokens for a code, and UserInfo. Every answer has a limit in
+//! size and time, redirects are not followed, and what failed a moment ago is not asked for again.
+
+use super::{
+    Claims, OidcError, authorities, in_words,
+    keys::{self, Key},
+    open_requests::OpenRequest,
+};
+use crate::config::oidc::{ClientSecret, Groups, Issuer, NameClaim, OidcConfig};
+use base64::{Engine, engine::general_purpose::STANDARD};
+use reqwest::{Client, RequestBuilder, Url, header, redirect};
+use serde::Deserialize;
+use serde_json::Value;
+use std::{
+    error::Error,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::sync::{Mutex, Semaphore};
+
+/// The longest answer of a provider, in bytes. The largest description known has some ten thousand.
+pub(super) const MOST_BYTES: usize = 256 << 10;
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// What was fetched is asked for anew after this, when somebody signs in.
+const FRESH: Duration = Duration::from_secs(3600);
+/// After a failure, those who come within this time get the same answer.
+const PAUSE: Duration = Duration::from_secs(2);
+/// Codes that are exchanged at once.
+const AT_ONCE: usize = 32;
+
+/// See the module.
+pub(super) struct Provider {
+    issuer: Issuer,
+    client_id: String,
+    client_secret: Option<ClientSecret>,
+    key_refresh: Duration,
+    http: Client,
+    metadata: Mutex<Fetched<Metadata>>,
+    keys: Mutex<Fetched<Vec<Key>>>,
+    turns: Semaphore,
+}
+
+/// Something of the provider's, and how asking for it went.
+struct Fetched<T> {
+    value: Option<(Arc<T>, Instant)>,
+    failed: Option<(OidcError, Instant)>,
+}
+
+impl<T> Default for Fetched<T> {
+    fn default() -> Self {
+        Self { value: None, failed: None }
+    }
+}
+
+impl<T> Fetched<T> {
+    /// What is there, if it is no older than `most`; asks for it otherwise. When that fails, what is there is good longer.
+    async fn get(
+        &mut self,
+        most: Duration,
+        ask: impl Future<Output = Result<T, OidcError>>,
+    ) -> Result<Arc<T>, OidcError> {
+        let has = self.value.as_ref().map(|(value, _)| value.clone());
+        if let (Some(value), Some((_, since))) = (&has, &self.value)
+            && since.elapsed() < most
+        {
+            return Ok(value.clone());
+        }
+        let paused =
+            self.failed.as_ref().filter(|(_, at)| at.elapsed() < PAUSE).map(|(error, _)| error.clone());
+        let asked = match paused {
+            Some(error) => Err(error),
+            None => {
+                let asked = ask.await;
+                self.failed = asked.as_ref().err().map(|error| (error.clone(), Instant::now()));
+                asked
+            }
+        };
+        match asked {
+            Ok(value) => {
+                let value = Arc::new(value);
+                self.value = Some((value.clone(), Instant::now()));
+                Ok(value)
+            }
+            Err(error) => has.ok_or(error),
+        }
+    }
+}
+
+/// `/.well-known/openid-configuration`, as far as it is needed.
+#[derive(Debug, Deserialize)]
+pub(super) struct Metadata {
+    issuer: String,
+    pub(super) authorization_endpoint: Endpoint,
+    token_endpoint: Endpoint,
+    jwks_uri: Endpoint,
+    userinfo_endpoint: Option<Endpoint>,
+    #[serde(default)]
+    scopes_supported: Vec<String>,
+    token_endpoint_auth_methods_supported: Option<Vec<String>>,
+    /// It says who it is when it sends a browser back (RFC 9207).
+    #[serde(default, rename = "authorization_response_iss_parameter_supported")]
+    pub(super) names_itself: bool,
+}
+
+/// An address in it.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(try_from = "String")]
+pub(super) struct Endpoint(pub(super) Url);
+
+impl TryFrom<String> for Endpoint {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        Url::parse(&text).map(Self).map_err(|error| format!("an address of it: {error}"))
+    }
+}
+
+impl Metadata {
+    /// What is asked for. Groups have a scope of their own with some providers.
+    pub(super) fn scope(&self, groups: Option<&Groups>) -> String {
+        let mut scope = format!("openid profile {}", NameClaim::Email);
+        if let Some(groups) = groups
+            && self.scopes_supported.contains(&groups.claim)
+        {
+            scope.push(' ');
+            scope.push_str(&groups.claim);
+        }
+        scope
+    }
+}
+
+/// What the provider gives for a code.
+#[derive(Deserialize)]
+pub(super) struct Tokens {
+    pub(super) id_token: String,
+    #[serde(default)]
+    access_token: String,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct Refusal {
+    error: String,
+    error_description: Option<String>,
+}
+
+impl Provider {
+    pub(super) fn new(config: &OidcConfig) -> Result<Self, String> {
+        let builder = Client::builder()
+            .timeout(TIMEOUT)
+            .connect_timeout(TIMEOUT / 2)
+            .redirect(redirect::Policy::none())
+            .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
+            .tls_backend_preconfigured(authorities::tls(config)?);
+        // What this machine asks of itself goes by no proxy.
+        let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
+        Ok(Self {
+            issuer: config.issuer.clone(),
+            client_id: config.client_id.clone(),
+            client_secret: config.client_secret.clone(),
+            key_refresh: config.key_refresh,
+            http: builder.build().map_err(|error| error.to_string())?,
+            metadata: Mutex::default(),
+            keys: Mutex::default(),
+            turns: Semaphore::new(AT_ONCE),
+        })
+    }
+
+    pub(super) async fn metadata(&self) -> Result<Arc<Metadata>, OidcError> {
+        self.metadata.lock().await.get(FRESH, self.ask_metadata()).await
+    }
+
+    async fn ask_metadata(&self) -> Result<Metadata, OidcError> {
+        let issuer = self.issuer.as_str();
+        let url = format!("{}/.well-known/openid-configuration", issuer.trim_end_matches('/'));
+        let metadata: Metadata = self.answer(self.http.get(&url), &url).await?;
+        if metadata.issuer != issuer {
+            let other: String = metadata.issuer.chars().take(200).collect();
+            return Err(unusable(&format!(
+                "it calls itself {other:?} and this server knows it as {issuer:?}; \
+                 start the server with --oidc-issuer as the provider writes it"
+            )));
+        }
+        let endpoints = [&metadata.authorization_endpoint, &metadata.token_endpoint, &metadata.jwks_uri];
+        for Endpoint(url) in endpoints.into_iter().chain(&metadata.userinfo_endpoint) {
+            if !self.issuer.allows(url) {
+                return Err(unusable(&format!("it wants to be asked at {url}, which is not https")));
+            }
+        }
+        Ok(metadata)
+    }
+
+    /// The key that signs with `alg` and is called `kid`. One that is not known is looked for anew, not too often.
+    pub(super) async fn key(
+        &self,
+        metadata: &Metadata,
+        alg: &str,
+        kid: Option<&str>,
+    ) -> Result<Key, OidcError> {
+        let mut keys = self.keys.lock().await;
+        let known = keys.get(FRESH, self.ask_keys(metadata)).await?;
+        if let Some(key) = keys::find(&known, alg, kid) {
+            return Ok(key);
+        }
+        let renewed = keys.get(self.key_refresh, self.ask_keys(metadata)).await?;
+        keys::find(&renewed, alg, kid).ok_or_else(|| match &keys.failed {
+            Some((error, _)) => error.clone(),
+            None => OidcError::Refused(
+                "The ID token is signed with a key that the provider does not publish.".into(),
+            ),
+        })
+    }
+
+    /// The key of that name that the provider publishes now, if it is another: some replace a key and keep its name. Not looked for too
+    /// often either.
+    pub(super) async fn replaced_key(
+        &self,
+        metadata: &Metadata,
+        alg: &str,
+        kid: Option<&str>,
+        old: &Key,
+    ) -> Option<Key> {
+        let renewed = self.keys.lock().await.get(self.key_refresh, self.ask_keys(metadata)).await.ok()?;
+        keys::find(&renewed, alg, kid).filter(|key| key != old)
+    }
+
+    async fn ask_keys(&self, metadata: &Metadata) -> Result<Vec<Key>, OidcError> {
+        let set: Value =
+            self.answer(self.http.get(metadata.jwks_uri.0.clone()), metadata.jwks_uri.0.as_str()).await?;
+        keys::read_set(&set).ok_or_else(|| unusable("its keys cannot be read"))
+    }
+
+    /// The tokens that a code stands for.
+    pub(super) async fn exchange(
+        &self,
+        metadata: &Metadata,
+        code: &str,
+        request: &OpenRequest,
+    ) -> Result<Tokens, OidcError> {
+        let Ok(_turn) = self.turns.try_acquire() else {
+            return Err(OidcError::Unavailable("Too many people sign in at this moment; try again.".into()));
+        };
+        let mut form = vec![
+            ("grant_type", "authorization_code"),
+            ("code", code),
+            ("redirect_uri", &request.callback),
+            ("code_verifier", &request.verifier),
+        ];
+        let mut ask =
+            self.http.post(metadata.token_endpoint.0.clone()).header(header::ACCEPT, "application/json");
+        let methods = metadata.token_endpoint_auth_methods_supported.as_deref();
+        let has = |method: &str| methods.is_some_and(|all| all.iter().any(|one| one == method));
+        match &self.client_secret {
+            None => form.push(("client_id", &self.client_id)),
+            Some(secret) if has("client_secret_post") && !has("client_secret_basic") => {
+                form.extend([("client_id", self.client_id.as_str()), ("client_secret", secret.expose())]);
+            }
+            // What a provider takes that says nothing.
+            Some(secret) => {
+                // Each of the two written as in a form (RFC 6749, 2.3.1).
+                let encoded = form_encoded(&[(&self.client_id, secret.expose())]).replacen('=', ":", 1);
+                let mut value = header::HeaderValue::try_from(format!("Basic {}", STANDARD.encode(encoded)))
+                    .map_err(|error| unusable(&error.to_string()))?;
+                value.set_sensitive(true);
+                ask = ask.header(header::AUTHORIZATION, value);
+            }
+        }
+        let ask =
+            ask.header(header::CONTENT_TYPE, "application/x-www-form-urlencoded").body(form_encoded(&form));
+        self.answer(ask, metadata.token_endpoint.0.as_str()).await
+    }
+
+    /// Adds what the provider says of the account at its UserInfo endpoint alone.
+    pub(super) async fn add_user_info(
+        &self,
+        metadata: &Metadata,
+        tokens: &Tokens,
+        subject: &str,
+        claims: &mut Claims,
+    ) -> Result<(), OidcError> {
+        let Some(Endpoint(url)) =
+            metadata.userinfo_endpoint.as_ref().filter(|_| !tokens.access_token.is_empty())
+        else {
+            return Ok(());
+        };
+        let ask = self.http.get(url.clone()).bearer_auth(&tokens.access_token);
+        let more: Claims = self.answer(ask, url.as_str()).await?;
+        // Or it would be somebody else's (OpenID Connect Core 1.0, 5.3.2).
+        if more.get("sub").and_then(Value::as_str) != Some(subject) {
+            return Err(OidcError::Refused("The provider's UserInfo is about somebody else.".into()));
+        }
+        for (name, value) in more {
+            claims.entry(name).or_insert(value);
+        }
+        Ok(())
+    }
+
+    /// Sends a request and reads its answer, within the limits.
+    async fn answer<T: for<'a> Deserialize<'a>>(
+        &self,
+        ask: RequestBuilder,
+        url: &str,
+    ) -> Result<T, OidcError> {
+        let failed = |error: reqwest::Error| {
+            let mut cause: &dyn Error = &error;
+            while let Some(source) = cause.source() {
+                cause = source;
+            }
+            unreachable(self.issuer.host(), &format!("{url}: {cause}"))
+        };
+        let mut answer = ask.send().await.map_err(failed)?;
+        let status = answer.status();
+        let mut body = Vec::new();
+        while let Some(chunk) = answer.chunk().await.map_err(failed)? {
+            if body.len() + chunk.len() > MOST_BYTES {
+                return Err(unusable(&format!("{url} answers with more than {} KiB", MOST_BYTES >> 10)));
+            }
+            body.extend_from_slice(&chunk);
+        }
+        if status.is_success() {
+            return serde_json::from_slice(&body).map_err(|error| {
+                unusable(&format!("{url} answers something else than is asked for: {error}"))
+            });
+        }
+        let refusal: Refusal = serde_json::from_slice(&body).unwrap_or_default();
+        if status.is_client_error() && !refusal.error.is_empty() {
+            let said = in_words(&refusal.error, refusal.error_description.as_deref());
+            return Err(OidcError::Refused(format!("The provider refuses this sign-in: {said}")));
+        }
+        Err(unreachable(self.issuer.host(), &format!("{url} answers {status}")))
+    }
+}
+
+/// Pairs as in the body of a form.
+fn form_encoded(pairs: &[(&str, &str)]) -> String {
+    let mut url = Url::parse("http://none/").ok();
+    let encoded = url.as_mut().map(|url| {
+        url.query_pairs_mut().extend_pairs(pairs);
+        url.query().unwrap_or_default().to_owned()
+    });
+    encoded.unwrap_or_default()
+}
+
+/// The log has the details; strangers do not learn where the provider is asked.
+fn unreachable(host: &str, detail: &str) -> OidcError {
+    tracing::warn!(detail, "the OpenID provider cannot be reached");
+    OidcError::Unavailable(format!(
+        "{host} cannot be reached at the moment; try again, or sign in another way."
+    ))
+}
+
+fn unusable(detail: &str) -> OidcError {
+    tracing::error!(detail, "the OpenID provider cannot be used");
+    OidcError::Unavailable("The OpenID provider cannot be used; this server's log says why.".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_form_and_a_client_s_name_are_encoded() {
+        assert_eq!(form_encoded(&[("a b", "c&d=:"), ("e", "ä")]), "a+b=c%26d%3D%3A&e=%C3%A4");
+        assert_eq!(form_encoded(&[("my:id=", "se=cret")]).replacen('=', ":", 1), "my%3Aid%3D:se%3Dcret");
+    }
+}

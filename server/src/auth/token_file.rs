@@ -1,0 +1,108 @@
+//! Files that hold a token for programs of the same account: the server's own (`<data-dir>/token`) and that of its machine's agent.
+//! They are made 0600 from the first moment, and never through a link.
+
+use crate::{auth::access::is_token, util::private};
+use rustix::fs::OFlags;
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+/// More than any token has.
+const BYTES: u64 = 200;
+
+/// The token in a file that is this account's alone. None when there is no such file, somebody else could have read it, or no
+/// token of ours is in it: then another is made.
+///
+/// # Errors
+/// It is a link or no file, or cannot be read.
+pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let opened = File::options().read(true).custom_flags(flags.bits() as i32).open(path);
+    let file = match opened {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if path.is_symlink() => {
+            let detail = format!("{} is a symbolic link; remove the link", path.display());
+            return Err(io::Error::new(error.kind(), detail));
+        }
+        Err(error) => return Err(error),
+    };
+    let about = file.metadata()?;
+    if !about.is_file() {
+        return Err(io::Error::other(format!("{} is no file; remove it", path.display())));
+    }
+    if about.mode() & 0o077 != 0 || about.uid() != rustix::process::geteuid().as_raw() {
+        tracing::warn!(path = %path.display(), "others could read this token; another one takes its place");
+        return Ok(None);
+    }
+    let mut text = String::new();
+    file.take(BYTES).read_to_string(&mut text)?;
+    let text = text.trim();
+    Ok(is_token(text).then(|| text.to_owned()))
+}
+
+/// Writes a token into a file that appears whole.
+///
+/// # Errors
+/// It cannot be made.
+pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
+    let new = temporary_of(path);
+    // What a server that was killed has left.
+    match fs::remove_file(&new) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file = File::options()
+        .write(true)
+        .create_new(true)
+        .mode(private::FILE)
+        .custom_flags(OFlags::NOFOLLOW.bits() as i32)
+        .open(&new)?;
+    file.write_all(format!("{token}\n").as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&new, path)
+}
+
+fn temporary_of(path: &Path) -> PathBuf {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    new.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::auth::access::Secret;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    #[test]
+    fn a_token_is_read_from_nothing_but_a_private_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("token");
+        assert_eq!(read(&path).unwrap(), None);
+        let token = Secret::token().unwrap().text;
+        fs::write(temporary_of(&path), "half a tok").unwrap();
+        write(&path, &token).unwrap();
+        assert_eq!(path.metadata().unwrap().mode() & 0o777, 0o600);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "no temporary file is left");
+        assert_eq!(read(&path).unwrap().as_deref(), Some(token.as_str()));
+
+        fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
+        assert_eq!(read(&path).unwrap(), None, "a group could read it");
+        write(&path, "hunter2").unwrap();
+        assert_eq!(read(&path).unwrap(), None, "a person made it up");
+
+        let elsewhere = dir.path().join("elsewhere");
+        write(&elsewhere, &token).unwrap();
+        fs::remove_file(&path).unwrap();
+        symlink(&elsewhere, &path).unwrap();
+        let said = read(&path).unwrap_err().to_string();
+        assert!(said.contains("symbolic link"), "{said}");
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert!(read(&path).unwrap_err().to_string().contains("no file"));
+    }
+}

@@ -1,0 +1,301 @@
+//! Starts the server, runs it, and stops it in an orderly way.
+
+pub(crate) mod running;
+mod wire;
+
+use crate::{
+    api::router::build_router,
+    app::App,
+    auth::oidc::Oidc,
+    checkpoints::{
+        artifact_store::{ArtifactStore, Asked},
+        object_storage::{ObjectStorage, Unusable},
+    },
+    config::{AccessLogTo, ServeConfig, TlsConfig, may_listen, serve_error::ServeError},
+    http::{
+        access_log::AccessLog,
+        listener::{self, Listener},
+        tls::ServerCertificate,
+    },
+    store::{self, Location, Store, StoreError},
+    util::private,
+};
+use lockstep_protocol::JobId;
+use running::Running;
+use std::{
+    fs::{File, TryLockError},
+    future::Future,
+    io::{Read, Seek, Write},
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::net::TcpListener;
+
+/// Time to wait for the lock: an agent of this machine that cannot reach a server tests it, which holds it for a moment.
+const LOCK_WITHIN: Duration = Duration::from_millis(500);
+/// Time limit for the object store at the start, twice.
+const STORE_WITHIN: Duration = Duration::from_secs(20);
+/// Time limit for requests in progress when the server stops, and then again for websockets.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Runs the server until `shutdown` completes. Calls `ready` once it accepts connections.
+///
+/// # Errors
+/// [`ServeError`], which has the exit status. Address and data directory are checked before the database is opened.
+pub async fn serve(
+    mut config: ServeConfig,
+    ready: impl FnOnce(Running) + Send,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), ServeError> {
+    may_listen(&config)?;
+    // Files that the user provides are read before anything is created.
+    let given = config.tls.as_ref().filter(|tls| matches!(tls, TlsConfig::Files { .. }));
+    let given =
+        given.map(|tls| ServerCertificate::open(&config, tls)).transpose().map_err(ServeError::Tls)?;
+    let artifacts = open_artifacts(&config).await?;
+    let listener = listen(config.listen).await?;
+    config.listen = listener.local_addr().map_err(ServeError::Stopped)?;
+    let _lock = lock_data_dir(&config.data_dir)?;
+    let certificate = match (given, &config.tls) {
+        (None, Some(tls)) => Some(ServerCertificate::open(&config, tls).map_err(ServeError::Tls)?),
+        (given, _) => given,
+    };
+    let access_log =
+        config.access_log.as_ref().map(|to| open_log(to, config.access_log_bytes)).transpose()?;
+    let tls = certificate.as_ref().map(ServerCertificate::acceptor).transpose().map_err(ServeError::Tls)?;
+    let mut listeners = vec![Listener { socket: listener, tls }];
+    if let Some(local_listener) = &config.local_listener {
+        let socket = local_listener.try_clone().and_then(|socket| {
+            socket.set_nonblocking(true)?;
+            TcpListener::from_std(socket)
+        });
+        listeners.push(Listener { socket: socket.map_err(ServeError::Stopped)?, tls: None });
+    }
+
+    let app = open(config, certificate, artifacts).await?;
+    ready(Running::new(app.config.clone(), app.auth.clone()));
+    let limit = app.config.connections.unwrap_or_else(listener::connection_limit);
+    let stopping = app.tasks.stopping.clone();
+    let stop = async {
+        shutdown.await;
+        // This ends websockets and the server's own tasks. Requests in progress are finished.
+        stopping.cancel();
+        tokio::time::sleep(PATIENCE).await;
+    };
+    let router = build_router(app.clone());
+    tokio::select! {
+        () = listener::serve(listeners, app.gate.clone(), router, limit, access_log) => {}
+        () = stop => {} // Someone is still downloading; they can continue with a range.
+    }
+    stopping.cancel();
+    app.tasks.tracker.close();
+    let _ = tokio::time::timeout(PATIENCE, app.tasks.tracker.wait()).await;
+    app.auth.store_use().await;
+    app.agents.machines.store_minutes(&*app.store, true).await;
+    app.store.close().await;
+    Ok(())
+}
+
+/// Opens the object store, if one is configured, and checks that it can be used. If it is only unavailable, the server starts nevertheless:
+/// the reason is returned, too.
+async fn open_artifacts(config: &ServeConfig) -> Result<Option<(ObjectStorage, Option<String>)>, ServeError> {
+    let Some(url) = &config.artifacts else { return Ok(None) };
+    let failed = |detail| ServeError::Artifacts { url: url.clone(), detail };
+    let storage = ObjectStorage::open(url).map_err(failed)?;
+    let data_dir = resolved(&config.data_dir)
+        .map_err(|source| ServeError::DataDir { path: config.data_dir.clone(), source })?;
+    if let Some(directory) = storage.directory() {
+        let shared = if directory.starts_with(&data_dir) {
+            "it is in the data directory"
+        } else if data_dir.starts_with(directory) {
+            "the data directory is in it"
+        } else {
+            ""
+        };
+        if !shared.is_empty() {
+            return Err(failed(format!(
+                "{shared} ({}), and one would be lost with the other; choose a directory of another disk",
+                data_dir.display()
+            )));
+        }
+    }
+    let why = unless_away(storage.check()).await.map_err(failed)?;
+    Ok(Some((storage, why)))
+}
+
+/// Resolves the links of a path whose last components may not exist yet.
+fn resolved(path: &Path) -> std::io::Result<PathBuf> {
+    let path = std::path::absolute(path)?;
+    for there in path.ancestors() {
+        match (there.canonicalize(), path.strip_prefix(there)) {
+            (Ok(there), Ok(rest)) => return Ok(there.components().chain(rest.components()).collect()),
+            (Err(error), _) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(path)
+}
+
+/// The reason why the object store is unavailable, if that may pass.
+///
+/// # Errors
+/// What the user has to change.
+async fn unless_away(asked: impl Future<Output = Result<(), Unusable>>) -> Result<Option<String>, String> {
+    match tokio::time::timeout(STORE_WITHIN, asked).await {
+        Ok(Ok(())) => Ok(None),
+        Ok(Err(Unusable { why, may_pass: true })) => Ok(Some(why)),
+        Ok(Err(Unusable { why, .. })) => Err(why),
+        Err(_) => Ok(Some(format!("it has not answered within {} s", STORE_WITHIN.as_secs()))),
+    }
+}
+
+/// Confirms that the object store is the one that the database knows, and loads what the database knows of it. `away`: why the store is
+/// unavailable.
+async fn known_artifacts(
+    config: &ServeConfig,
+    store: &dyn Store,
+    storage: ObjectStorage,
+    mut away: Option<String>,
+) -> Result<ArtifactStore, ServeError> {
+    let artifacts = ArtifactStore::new(storage, config.artifacts_adopt);
+    if away.is_none() {
+        artifacts.was_checked();
+        away = unless_away(artifacts.confirm(store)).await.map_err(|detail| ServeError::Artifacts {
+            url: config.artifacts.clone().unwrap_or_default(),
+            detail,
+        })?;
+    }
+    if let Some(why) = away {
+        artifacts.is_away(Asked::Other, &why);
+    }
+    let read = read_stored(store, &artifacts).await;
+    read.map_err(|error| database_error(config, error))?;
+    Ok(artifacts)
+}
+
+/// Loads the records of all checkpoints in the object store.
+async fn read_stored(store: &dyn Store, artifacts: &ArtifactStore) -> store::Result<()> {
+    const ROWS: u32 = 1000;
+    let mut behind = String::new();
+    loop {
+        let some = store.stored_checkpoints(artifacts.storage.url(), &behind, ROWS).await?;
+        let Some(last) = some.last() else { return Ok(()) };
+        behind.clone_from(&last.id);
+        some.into_iter().for_each(|stored| artifacts.set(stored));
+    }
+}
+
+/// Refuses an empty database if the data directory has folders of jobs.
+async fn check_is_used(
+    config: &ServeConfig,
+    location: &Location,
+    store: &dyn Store,
+) -> Result<(), ServeError> {
+    let is_empty = async {
+        Ok::<_, StoreError>(
+            store.counts().await?.jobs.is_empty()
+                && store.tokens().await?.is_empty()
+                && store.agents().await?.is_empty()
+                && store.datasets().await?.is_empty(),
+        )
+    };
+    if !is_empty.await.map_err(|error| database_error(config, error))? {
+        return Ok(());
+    }
+    let entries = std::fs::read_dir(config.data_dir.join("jobs"));
+    let mut names =
+        entries.into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    match names.find(|name| name.parse::<JobId>().is_ok()) {
+        None => Ok(()),
+        Some(job) => {
+            let (path, data_dir) = (location.to_string(), config.data_dir.clone());
+            Err(ServeError::DatabaseEmpty { path, data_dir, job })
+        }
+    }
+}
+
+fn database_error(config: &ServeConfig, error: StoreError) -> ServeError {
+    ServeError::Database {
+        path: Location::of(config).map_or_else(|e| e.to_string(), |location| location.to_string()),
+        detail: error.to_string(),
+    }
+}
+
+/// Opens the database and starts the subsystems.
+async fn open(
+    mut config: ServeConfig,
+    certificate: Option<Arc<ServerCertificate>>,
+    artifacts: Option<(ObjectStorage, Option<String>)>,
+) -> Result<App, ServeError> {
+    let data_dir = &config.data_dir;
+    config.data_dir = private::data_dir(data_dir)
+        .and_then(|()| data_dir.canonicalize())
+        .map_err(|source| ServeError::DataDir { path: data_dir.clone(), source })?;
+    let location = Location::of(&config)?;
+    let store = location.open().await?;
+    if let Err(error) = check_is_used(&config, &location, &*store).await {
+        store.close().await;
+        return Err(error);
+    }
+    let oidc = config.oidc.clone().map(Oidc::new).transpose().map_err(ServeError::Oidc)?;
+    let artifact_store = match artifacts {
+        Some((storage, away)) => match known_artifacts(&config, &*store, storage, away).await {
+            Ok(artifacts) => Some(artifacts),
+            Err(error) => {
+                store.close().await;
+                return Err(error);
+            }
+        },
+        None => None,
+    };
+    wire::start(wire::Parts { config, store, artifact_store, oidc, certificate }).await
+}
+
+fn open_log(to: &AccessLogTo, most_bytes: u64) -> Result<AccessLog, ServeError> {
+    AccessLog::open(to, most_bytes).map_err(|error| {
+        let name = match to {
+            AccessLogTo::File(path) => path.display().to_string(),
+            AccessLogTo::Stdout => "the standard output".into(),
+        };
+        ServeError::AccessLog(format!("{name}: {error}"))
+    })
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, ServeError> {
+    TcpListener::bind(address).await.map_err(|source| match source.kind() {
+        std::io::ErrorKind::AddrInUse => ServeError::PortTaken(address, address.ip()),
+        _ => ServeError::Listen { address, source },
+    })
+}
+
+/// Makes the data directory and takes its lock, which the system releases when this process ends for any reason.
+fn lock_data_dir(path: &Path) -> Result<File, ServeError> {
+    let failed = |source| ServeError::DataDir { path: path.to_owned(), source };
+    private::data_dir(path).map_err(failed)?;
+    let mut file = private::lock_file(&private::server_lock(path)).map_err(failed)?;
+    let since = Instant::now();
+    let locked = loop {
+        match file.try_lock() {
+            Err(TryLockError::WouldBlock) if since.elapsed() < LOCK_WITHIN => {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            other => break other,
+        }
+    };
+    match locked {
+        Ok(()) => {
+            let pid = std::process::id().to_string();
+            file.set_len(0).and_then(|()| file.rewind()).map_err(failed)?;
+            file.write_all(pid.as_bytes()).map_err(failed)?;
+            Ok(file)
+        }
+        Err(TryLockError::WouldBlock) => {
+            let mut pid = String::new();
+            let pid = file.read_to_string(&mut pid).ok().map(|_| pid).filter(|p| p.parse::<u32>().is_ok());
+            Err(ServeError::DataDirInUse { path: path.to_owned(), pid })
+        }
+        Err(TryLockError::Error(source)) => Err(failed(source)),
+    }
+}

@@ -1,0 +1,133 @@
+//! The interface of a running server for its own process, which owns the data directory and needs no token.
+
+use crate::{
+    auth::{Auth, access::Secret, token_file},
+    config::ServeConfig,
+    http::tls::addresses,
+    store::{StoreError, TokenRow},
+};
+use lockstep_protocol::access::{Scope, Token};
+use std::{
+    io,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::Path,
+    sync::Arc,
+};
+
+/// Id and name of the token in the data directory.
+const OWN: (&str, &str) = ("local", "this machine");
+/// Id and name of the token of this machine's agent.
+const AGENT: (&str, &str) = ("local-agent", "this machine's agent");
+
+/// A server that accepts connections; cheap to clone.
+#[derive(Clone)]
+pub struct Running {
+    config: Arc<ServeConfig>,
+    auth: Arc<Auth>,
+}
+
+impl Running {
+    pub(crate) fn new(config: Arc<ServeConfig>, auth: Arc<Auth>) -> Self {
+        Self { config, auth }
+    }
+
+    /// The address on which it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.config.listen
+    }
+
+    /// The address to open in a browser.
+    pub fn url(&self) -> String {
+        let config = &self.config;
+        if let Some(url) = &config.public_url {
+            return url.to_string();
+        }
+        let mut address = config.listen;
+        if address.ip().is_unspecified() {
+            address.set_ip(addresses().first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        }
+        format!("{}://{address}", if config.tls.is_some() { "https" } else { "http" })
+    }
+
+    /// A link that signs a browser in once, within ten minutes. Without authentication, the plain address.
+    ///
+    /// # Errors
+    /// The system has no random bits.
+    pub fn login_link(&self) -> io::Result<String> {
+        let url = self.url();
+        match self.auth.access.is_required() {
+            true => Ok(format!("{url}/login?code={}", self.auth.access.login_code(OWN.0, None)?)),
+            false => Ok(url),
+        }
+    }
+
+    /// Whether a link of [`Running::login_link`] can still sign a browser in.
+    pub fn is_good(&self, link: &str) -> bool {
+        let code = link.split_once("/login?code=").map(|(_, code)| code);
+        code.is_some_and(|code| self.auth.access.has_login_code(code))
+    }
+
+    /// Makes sure that a file has a token with which only this agent may join; false if no token is needed.
+    ///
+    /// # Errors
+    /// The file or the database cannot be written.
+    pub async fn agent_token(&self, agent_id: &str, path: &Path) -> io::Result<bool> {
+        if !self.auth.access.is_required() {
+            return Ok(false);
+        }
+        let agent = Some(("local".to_owned(), agent_id.to_owned()));
+        ensure(&self.auth, AGENT, Scope::Agent, agent, path).await?;
+        Ok(true)
+    }
+}
+
+/// Makes sure that the data directory has a token for programs of this machine.
+pub(super) async fn own_token(config: &ServeConfig, auth: &Auth) -> io::Result<()> {
+    if !auth.access.is_required() {
+        return Ok(());
+    }
+    ensure(auth, OWN, Scope::Admin, None, &config.data_dir.join("token")).await
+}
+
+/// Makes sure that a file has a valid token. A token that the database does not know, as after a change of the database, is added to it:
+/// who can write the file owns the data directory. A revoked token is replaced.
+async fn ensure(
+    auth: &Auth,
+    (id, name): (&str, &str),
+    scope: Scope,
+    agent: Option<(String, String)>,
+    path: &Path,
+) -> io::Result<()> {
+    let known = auth.access.token(id);
+    let (agent, agent_id) = agent.unzip();
+    let mut secret = token_file::read(path)?.map(Secret::of);
+    if let Some(there) = &secret {
+        let same = known.as_ref().filter(|row| row.hash == there.hash);
+        let is_right = |row: &TokenRow| row.token.is_valid(crate::now()) && row.token.agent_id == agent_id;
+        if same.is_some_and(is_right) {
+            return Ok(());
+        }
+        if same.is_some() || auth.access.by_token(&there.text).is_ok() {
+            secret = None;
+        }
+    }
+    let made = secret.is_none();
+    let secret = secret.map_or_else(Secret::token, Ok)?;
+    let token = Token {
+        id: id.into(),
+        name: name.into(),
+        scope,
+        agent,
+        agent_id,
+        owner: None,
+        created_at: crate::now(),
+        expires_at: None,
+        revoked_at: None,
+        made_with: None,
+        last_used_at: None,
+    };
+    let row = TokenRow { token, hash: secret.hash.clone() };
+    auth.store.put_token(&row).await.map_err(|error: StoreError| io::Error::other(error.to_string()))?;
+    auth.access.put_token(row);
+    if made { token_file::write(path, &secret.text) } else { Ok(()) }
+}

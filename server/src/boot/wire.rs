@@ -1,0 +1,155 @@
+//! Makes the subsystems, connects them, and starts their tasks.
+
+use super::{database_error, running};
+use crate::{
+    agents::{Agents, inbox::Inbox},
+    app::App,
+    auth::{Auth, audit::Audit, oidc::Oidc},
+    checkpoints::{
+        Checkpoints, artifact_deletions, artifact_fetches, artifact_store::ArtifactStore, artifact_uploads,
+    },
+    config::{ServeConfig, serve_error::ServeError},
+    datasets::Datasets,
+    events::{Events, Subscriber, hub::Hub},
+    http::{gate::Gate, ingress::Ingress, tls::ServerCertificate},
+    ingest::Ingest,
+    metrics::{Metrics, compaction, retire},
+    scheduler::{Scheduler, WaitingJobs, dispatch},
+    store::{Changed, Store, purge::DeletedJobs},
+    util::tasks::Tasks,
+};
+use std::sync::Arc;
+
+/// What the subsystems are made of.
+pub(super) struct Parts {
+    /// As given, the data directory made absolute.
+    pub(super) config: ServeConfig,
+    pub(super) store: Arc<dyn Store>,
+    pub(super) artifact_store: Option<ArtifactStore>,
+    pub(super) oidc: Option<Oidc>,
+    pub(super) certificate: Option<Arc<ServerCertificate>>,
+}
+
+/// Who hears of stored changes, in this order.
+fn subscribers(
+    waiting: Arc<WaitingJobs>,
+    hub: Arc<Hub>,
+    metrics: Arc<Metrics>,
+    artifact_store: Option<Arc<ArtifactStore>>,
+    agents: Arc<Agents>,
+) -> Vec<Subscriber> {
+    let mut all: Vec<Subscriber> = vec![
+        Box::new(move |changed: &Changed| waiting.note(&changed.job)),
+        Box::new(move |changed: &Changed| hub.publish(changed)),
+        Box::new(move |changed: &Changed| metrics.note(changed)),
+    ];
+    if let Some(artifacts) = artifact_store {
+        all.push(Box::new(move |changed: &Changed| {
+            changed.events.iter().for_each(|event| match event.checkpoint() {
+                Some((id, true)) => artifacts.note(&id),
+                Some((_, false)) => artifacts.removed.notify_one(),
+                None => {}
+            });
+        }));
+    }
+    // The slots of a job that is no longer active are free.
+    all.push(Box::new(move |changed: &Changed| {
+        if !changed.job.state.is_active() {
+            agents.leases.release(&changed.job.id, changed.job.attempt);
+        }
+    }));
+    all
+}
+
+/// Makes all subsystems, restores what the store has, and starts their tasks.
+///
+/// # Errors
+/// The store, or the file of this machine's token.
+pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
+    let Parts { config, store, artifact_store, oidc, certificate } = parts;
+    let (config, tasks) = (Arc::new(config), Tasks::default());
+    let artifact_store = artifact_store.map(Arc::new);
+    let (inbox, reports) = Inbox::new();
+    let agents = Arc::new(Agents::new(config.lease, inbox));
+    let waiting = Arc::new(WaitingJobs::default());
+    let metrics = Arc::new(Metrics::new(store.clone(), config.keep_points));
+    let hub = Arc::new(Hub::new());
+    let subscribers =
+        subscribers(waiting.clone(), hub.clone(), metrics.clone(), artifact_store.clone(), agents.clone());
+    let events = Arc::new(Events::new(store.clone(), hub, subscribers));
+    let (audit, audit_writer) = Audit::new(store.clone(), config.audit_entries, tasks.stopping.clone());
+    let auth = Arc::new(Auth::new(&config, store.clone(), audit, oidc));
+    let checkpoints = Arc::new(Checkpoints::new(
+        config.clone(),
+        store.clone(),
+        events.clone(),
+        agents.clone(),
+        artifact_store,
+        tasks.clone(),
+    ));
+    let datasets =
+        Arc::new(Datasets::new(&config, store.clone(), events.clone(), agents.clone(), tasks.clone()));
+    let scheduler = Arc::new(Scheduler::new(checkpoints.clone(), datasets.clone(), waiting, tasks.clone()));
+    let ingest = Ingest::new(scheduler.clone());
+    let deleted_jobs = Arc::new(DeletedJobs::new(store.clone(), config.clone()));
+    let ingress = Arc::new(Ingress::new(&config, certificate.clone()));
+    let gate = Gate::new(config.clone(), auth.clone(), agents.clone(), ingress.clone(), tasks.clone());
+    let app = App {
+        config,
+        store,
+        events,
+        auth,
+        agents,
+        checkpoints,
+        datasets,
+        metrics,
+        scheduler,
+        deleted_jobs,
+        ingress,
+        gate: Arc::new(gate),
+        tasks,
+    };
+    restore(&app).await?;
+    app.tasks.tracker.spawn(audit_writer.run());
+    app.tasks.spawn(async move { ingest.run(reports).await });
+    run_tasks(&app);
+    if let Some(certificate) = certificate {
+        app.tasks.spawn(certificate.watch(app.config.certificate_check));
+    }
+    Ok(app)
+}
+
+/// Restores what earlier servers have stored, and removes what they left unfinished.
+async fn restore(app: &App) -> Result<(), ServeError> {
+    let restored = async {
+        app.agents.set_draining(app.store.draining().await?);
+        app.auth.load().await?;
+        dispatch::restore(&app.scheduler).await
+    };
+    restored.await.map_err(|error| database_error(&app.config, error))?;
+    running::own_token(&app.config, &app.auth).await.map_err(ServeError::Token)?;
+    if app.checkpoints.artifact_store.is_some() {
+        let jobs = app.config.data_dir.join("jobs");
+        let swept = tokio::task::spawn_blocking(move || artifact_fetches::sweep(&jobs)).await;
+        if let Err(error) = swept.map_err(std::io::Error::other).flatten() {
+            tracing::warn!(%error, "what was fetched by half stays on the disk for now");
+        }
+    }
+    Ok(())
+}
+
+/// Starts the tasks of the subsystems.
+fn run_tasks(app: &App) {
+    let tasks = &app.tasks;
+    let (auth, deleted_jobs, hub) = (app.auth.clone(), app.deleted_jobs.clone(), app.events.hub.clone());
+    let (agents, store) = (app.agents.clone(), app.store.clone());
+    tasks.spawn(async move { auth.upkeep().await });
+    tasks.spawn(dispatch::run(app.scheduler.clone()));
+    tasks.spawn(compaction::run(app.metrics.clone()));
+    tasks.spawn(retire::run(app.metrics.clone()));
+    tasks.spawn(async move { deleted_jobs.run().await });
+    tasks.spawn(artifact_uploads::run(app.checkpoints.clone()));
+    tasks.spawn(artifact_deletions::run(app.checkpoints.clone()));
+    tasks.spawn(async move { agents.machines.keep_minutes(&*store).await });
+    tasks.spawn(async move { hub.publish_list().await });
+}

@@ -1,0 +1,134 @@
+//! Checks checkpoints on the server's disk that the object store has as well. A damaged one is renamed, as ranks do, so that the copy of the
+//! store takes its place.
+
+use super::{
+    Checkpoints,
+    manifest::{MANIFEST, Manifest, check_whole, is_media_error},
+};
+use crate::{store::CheckpointRow, util::regular};
+use std::{
+    fs,
+    io::{self, Read as _},
+    path::Path,
+};
+
+/// Checks a checkpoint's folder and renames it if it is damaged.
+///
+/// # Errors
+/// The folder cannot be checked, or cannot be renamed.
+pub(crate) async fn set_damaged_aside(checkpoints: &Checkpoints, row: &CheckpointRow) -> io::Result<()> {
+    let folder = checkpoints.folder(row);
+    let done = tokio::task::spawn_blocking(move || set_aside(&folder)).await;
+    if let Some(how) = done.map_err(io::Error::other)?? {
+        tracing::warn!(checkpoint = row.id, how, "a checkpoint on the disk is damaged; it is set aside");
+        let (epoch, step) = (row.info.epoch, row.info.step);
+        let text = format!(
+            "checkpoint {epoch}-{step} on the server's disk is damaged ({how}); it is set aside and fetched from the object store"
+        );
+        checkpoints.events.log(&row.job, text).await;
+    }
+    Ok(())
+}
+
+fn manifest(folder: &Path) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    regular::open(&folder.join(MANIFEST))?.read_to_end(&mut text)?;
+    Ok(text)
+}
+
+/// Returns how the folder is damaged, after renaming it.
+fn set_aside(folder: &Path) -> io::Result<Option<String>> {
+    let before = manifest(folder).ok();
+    let checked = irregular(folder).and_then(|irregular| match irregular {
+        Some(how) => Err(io::Error::new(io::ErrorKind::InvalidData, how)),
+        None => check_whole(folder),
+    });
+    let how = match checked {
+        Ok(()) => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
+        Err(error) if is_media_error(&error) => format!("it cannot be read ({error})"),
+        Err(error) => return Err(error),
+    };
+    // Not damaged: it was replaced or removed during the check.
+    if !folder.exists() || manifest(folder).ok() != before {
+        return Ok(None);
+    }
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    let aside = folder.with_file_name(format!("damaged-{name}"));
+    match fs::remove_dir_all(&aside) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    fs::rename(folder, &aside)?;
+    Ok(Some(how))
+}
+
+/// Which entry of the folder is no regular file: reading a pipe would never end.
+fn irregular(folder: &Path) -> io::Result<Option<String>> {
+    for entry in fs::read_dir(folder)? {
+        let entry = entry?;
+        if !entry.path().metadata().is_ok_and(|about| about.is_file()) {
+            return Ok(Some(format!("its {} is no regular file", entry.file_name().to_string_lossy())));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether all files of a checkpoint are there with their sizes. Their contents are not read.
+pub(crate) fn looks_whole(folder: &Path) -> bool {
+    let Ok(text) = manifest(folder) else { return false };
+    let Ok(manifest) = serde_json::from_slice::<Manifest>(&text) else { return false };
+    manifest.files.iter().all(|(name, wanted)| {
+        let about = folder.join(name).metadata();
+        about.is_ok_and(|about| about.is_file() && about.len() == wanted.size_bytes)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoints::manifest::sha256;
+    use serde_json::json;
+
+    fn checkpoint(folder: &Path) {
+        fs::create_dir_all(folder).unwrap();
+        fs::write(folder.join("state.json"), b"{}").unwrap();
+        let files = json!({"state.json": {"size_bytes": 2, "sha256": sha256(b"{}")}});
+        let text = json!({"epoch": 1, "step": 10, "files": files}).to_string();
+        fs::write(folder.join(MANIFEST), text).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_one_is_set_aside_and_a_whole_one_stays() {
+        let dir = tempfile::tempdir().unwrap();
+        let (folder, aside) = (dir.path().join("1-10"), dir.path().join("damaged-1-10"));
+        checkpoint(&folder);
+        assert!(set_aside(&folder).unwrap().is_none() && looks_whole(&folder));
+        // Bytes, a file that is missing, one that the disk cannot read, one that is none, the manifest. The last one takes the place of those before it.
+        let damages: [(&str, bool, fn(&Path)); 5] = [
+            ("the bytes of its state.json", true, |folder| {
+                fs::write(folder.join("state.json"), b"[]").unwrap()
+            }),
+            ("its state.json is missing", false, |folder| {
+                fs::remove_file(folder.join("state.json")).unwrap()
+            }),
+            // As with a bad sector, the kernel answers EIO.
+            ("its state.json cannot be read (Input/output error", false, |folder| {
+                fs::remove_file(folder.join("state.json")).unwrap();
+                std::os::unix::fs::symlink("/proc/self/mem", folder.join("state.json")).unwrap();
+            }),
+            ("its pipe is no regular file", true, |folder| fs::create_dir(folder.join("pipe")).unwrap()),
+            ("its MANIFEST.json cannot be read", false, |folder| {
+                fs::write(folder.join(MANIFEST), b"{").unwrap();
+            }),
+        ];
+        for (how, looks, damage) in damages {
+            checkpoint(&folder);
+            damage(&folder);
+            assert_eq!(looks_whole(&folder), looks, "{how}");
+            let said = set_aside(&folder).unwrap().expect("it is damaged");
+            assert!(said.starts_with(how), "{said}");
+            assert!(!folder.exists() && aside.exists());
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! The object store of this server and what it knows of it: which checkpoints are there, which are on their way there, and which are
+//! fetched from there. The database has what outlives the server; this is in step with it.
+
+mod confirm;
+
+use crate::{checkpoints::object_storage::ObjectStorage, store::StoredCheckpoint};
+use lockstep_protocol::JobId;
+use serde::Serialize;
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    fmt,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+use tokio::sync::{Notify, OnceCell, Semaphore, watch};
+use utoipa::ToSchema;
+
+/// A fetch that has failed is not tried again sooner: after its first failure, and at most. Each failure doubles it.
+const FETCH_AGAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(60));
+/// Checkpoints that are fetched at a time; others wait.
+const FETCHED_AT_ONCE: usize = 2;
+/// Copies on the disk that are checked at a time, each of which reads every byte: after an outage hundreds of jobs restart at once, and the
+/// first of them is not to wait for the disk until all are checked.
+const CHECKED_AT_ONCE: usize = 2;
+
+/// Copies on the disk of which it is remembered that they were whole. Beyond, one may be checked a second time.
+const CHECKED: usize = 4096;
+
+/// How long a fetch that has failed so many times in a row is not tried again.
+fn pause(failures: u32) -> Duration {
+    let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
+    FETCH_AGAIN.0.saturating_mul(doubled).min(FETCH_AGAIN.1)
+}
+
+/// Where a checkpoint is on its way into the object store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum StoredState {
+    /// It is uploaded, or waits for that.
+    Uploading,
+    /// It is there.
+    Stored,
+}
+
+impl StoredState {
+    /// As it is in JSON.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Uploading => "uploading",
+            Self::Stored => "stored",
+        }
+    }
+}
+
+/// Why a checkpoint could not be fetched.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum NotFetched {
+    /// The store does not have it whole.
+    Missing,
+    /// What came is not what was written.
+    Damaged(String),
+    /// The store does not answer, or refuses.
+    Away(String),
+    /// This server's disk.
+    Disk(String),
+}
+
+impl fmt::Display for NotFetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Missing => f.write_str("the store does not have it whole"),
+            Self::Damaged(how) => write!(f, "it is damaged there: {how}"),
+            Self::Away(why) => write!(f, "the store cannot be asked: {why}"),
+            Self::Disk(why) => write!(f, "the server's disk does not take it: {why}"),
+        }
+    }
+}
+
+/// How a fetch has ended; `None` while it runs.
+pub(crate) type Fetched = Option<Result<(), NotFetched>>;
+
+/// A fetch that runs or has ended.
+#[derive(Debug, Clone)]
+pub(crate) struct Fetch {
+    pub(crate) outcome: watch::Receiver<Fetched>,
+    since: Instant,
+    /// Failures in a row.
+    failures: u32,
+}
+
+/// The store, and what is known of it.
+#[derive(Debug)]
+pub(crate) struct ArtifactStore {
+    pub(crate) storage: ObjectStorage,
+    /// Whether a store may be taken over from the server that a backup was made of.
+    adopts: bool,
+    /// Set once a check has shown that the store can be used.
+    usable: OnceCell<()>,
+    /// The identity that its `LOCKSTEP.json` must have, once that is known.
+    marker: OnceCell<String>,
+    known: Mutex<Known>,
+    fetches: Mutex<HashMap<String, Fetch>>,
+    /// Copies on the disk that were found whole: the job that starts from it, that job's newest attempt then, and the checkpoint.
+    checked: Mutex<HashSet<(JobId, u32, String)>>,
+    /// A permit for each checkpoint that is being fetched.
+    pub(crate) fetching: Semaphore,
+    /// A permit for each copy on the disk that is being checked.
+    pub(crate) checking: Semaphore,
+    /// Notified when a checkpoint waits to be uploaded.
+    pub(crate) waiting: Notify,
+    /// Notified when a checkpoint's row is gone: its objects may go, too.
+    pub(crate) removed: Notify,
+    failing: Mutex<Failing>,
+}
+
+/// What is asked of the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Asked {
+    /// To take something, which one that is full cannot while it does everything else.
+    Write,
+    /// Anything else.
+    Other,
+}
+
+/// What the store has failed at, and not done since.
+#[derive(Debug, Default)]
+struct Failing {
+    write: bool,
+    other: bool,
+}
+
+impl Failing {
+    /// Notes a failure; whether it is the first.
+    fn fails(&mut self, what: Asked) -> bool {
+        let is_first = !self.write && !self.other;
+        match what {
+            Asked::Write => self.write = true,
+            Asked::Other => self.other = true,
+        }
+        is_first
+    }
+
+    /// Notes that something was done; whether nothing fails any more, as it did before.
+    fn works(&mut self, what: Asked) -> bool {
+        let failed = self.write || self.other;
+        self.other = false;
+        if what == Asked::Write {
+            self.write = false;
+        }
+        failed && !self.write
+    }
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    stored: HashMap<String, StoredCheckpoint>,
+    /// Those that cannot be fetched, as jobs that would continue from them have found out.
+    lost: HashSet<String>,
+    /// Those that are damaged on the disk: they do not go into the store.
+    refused: HashSet<String>,
+    /// The queue: the one that was noted last comes first, since a job would continue from that one.
+    queue: BTreeMap<i64, String>,
+    places: HashMap<String, i64>,
+    /// Those that are being uploaded or deleted.
+    busy: HashSet<String>,
+}
+
+impl Known {
+    /// `place`: the largest comes first.
+    fn enter(&mut self, id: &str, place: i64) {
+        self.queue.insert(place, id.to_owned());
+        self.places.insert(id.to_owned(), place);
+    }
+
+    fn leave(&mut self, id: &str) {
+        if let Some(place) = self.places.remove(id) {
+            self.queue.remove(&place);
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl ArtifactStore {
+    /// With nothing there that the database knows of.
+    pub(crate) fn new(storage: ObjectStorage, adopts: bool) -> Self {
+        Self {
+            storage,
+            adopts,
+            usable: OnceCell::new(),
+            marker: OnceCell::new(),
+            known: Mutex::default(),
+            fetches: Mutex::default(),
+            checked: Mutex::default(),
+            fetching: Semaphore::new(FETCHED_AT_ONCE),
+            checking: Semaphore::new(CHECKED_AT_ONCE),
+            waiting: Notify::new(),
+            removed: Notify::new(),
+            failing: Mutex::default(),
+        }
+    }
+
+    /// What is there of a checkpoint.
+    pub(crate) fn stored(&self, id: &str) -> Option<StoredCheckpoint> {
+        lock(&self.known).stored.get(id).cloned()
+    }
+
+    /// Whether a checkpoint may be fetched: it is there, or was begun, and nobody has found it damaged.
+    pub(crate) fn has(&self, id: &str) -> bool {
+        let known = lock(&self.known);
+        known.stored.contains_key(id) && !known.lost.contains(id)
+    }
+
+    /// Whether a checkpoint is there whole.
+    pub(crate) fn has_whole(&self, id: &str) -> bool {
+        let known = lock(&self.known);
+        known.stored.get(id).is_some_and(|stored| stored.manifest.is_some()) && !known.lost.contains(id)
+    }
+
+    /// What is shown of a checkpoint; none where it is neither there nor on its way.
+    pub(crate) fn state(&self, id: &str) -> Option<StoredState> {
+        let known = lock(&self.known);
+        if known.places.contains_key(id) || known.busy.contains(id) {
+            return Some(StoredState::Uploading);
+        }
+        let stored = known.stored.get(id)?;
+        if stored.manifest.is_some() {
+            return Some(StoredState::Stored);
+        }
+        (!known.refused.contains(id)).then_some(StoredState::Uploading)
+    }
+
+    /// What is on the disk of a checkpoint is damaged, and is not uploaded before it is written anew; whether that is news.
+    pub(crate) fn refuse(&self, id: &str) -> bool {
+        lock(&self.known).refused.insert(id.to_owned())
+    }
+
+    /// Whether it was found damaged on the disk.
+    pub(crate) fn is_refused(&self, id: &str) -> bool {
+        lock(&self.known).refused.contains(id)
+    }
+
+    /// A checkpoint is new on the disk, or another than before.
+    pub(crate) fn note(&self, id: &str) {
+        {
+            let mut known = lock(&self.known);
+            known.leave(id);
+            let place = known.queue.last_key_value().map_or(0, |(last, _)| last + 1);
+            known.enter(id, place);
+            // It was written anew.
+            known.lost.remove(id);
+            known.refused.remove(id);
+        }
+        self.waiting.notify_waiters();
+    }
+
+    /// It could not be uploaded: later, after all others, so that one that never can be holds up none.
+    pub(crate) fn note_again(&self, id: &str) {
+        let mut known = lock(&self.known);
+        if !known.places.contains_key(id) {
+            let place = known.queue.first_key_value().map_or(0, |(first, _)| first - 1);
+            known.enter(id, place);
+        }
+    }
+
+    /// The next one to upload, which is this caller's until [`ArtifactStore::done`].
+    pub(crate) fn take(&self) -> Option<String> {
+        let mut known = lock(&self.known);
+        let id = known.queue.values().rev().find(|id| !known.busy.contains(*id))?.clone();
+        known.leave(&id);
+        known.busy.insert(id.clone());
+        Some(id)
+    }
+
+    /// Takes this one, unless somebody else has it.
+    pub(crate) fn take_this(&self, id: &str) -> bool {
+        let mut known = lock(&self.known);
+        if !known.busy.insert(id.to_owned()) {
+            // It still waits to be uploaded, where it was written anew meanwhile.
+            return false;
+        }
+        known.leave(id);
+        true
+    }
+
+    /// What was taken is no longer being worked on.
+    pub(crate) fn done(&self, id: &str) {
+        lock(&self.known).busy.remove(id);
+        self.waiting.notify_waiters();
+        // What could not be deleted meanwhile can be now.
+        self.removed.notify_one();
+    }
+
+    /// The database has this of what is in the store.
+    pub(crate) fn set(&self, stored: StoredCheckpoint) {
+        lock(&self.known).stored.insert(stored.id.clone(), stored);
+    }
+
+    /// The database has nothing of it any more.
+    pub(crate) fn forget(&self, id: &str) {
+        let mut known = lock(&self.known);
+        known.stored.remove(id);
+        known.lost.remove(id);
+        known.refused.remove(id);
+        drop(known);
+        lock(&self.fetches).remove(id);
+    }
+
+    /// Marks a checkpoint as lost: it is not fetched, and no job continues from it.
+    pub(crate) fn lose(&self, id: &str) {
+        lock(&self.known).lost.insert(id.to_owned());
+    }
+
+    /// The fetch of a checkpoint that runs or has just failed, or a new one, which the caller carries out and ends with the sender.
+    pub(crate) fn fetch(&self, id: &str) -> (Fetch, Option<watch::Sender<Fetched>>) {
+        let mut fetches = lock(&self.fetches);
+        let failures = fetches.get(id).map_or(0, |fetch| fetch.failures);
+        if let Some(fetch) = fetches.get(id) {
+            let (ended, is_lost) = (fetch.outcome.borrow().clone(), fetch.outcome.has_changed().is_err());
+            let counts = match ended {
+                None => !is_lost,
+                Some(Ok(())) => false,
+                Some(Err(_)) => fetch.since.elapsed() < pause(fetch.failures),
+            };
+            if counts {
+                return (fetch.clone(), None);
+            }
+        }
+        let (sender, outcome) = watch::channel(None);
+        let fetch = Fetch { outcome, since: Instant::now(), failures };
+        fetches.insert(id.to_owned(), fetch.clone());
+        (fetch, Some(sender))
+    }
+
+    /// Whether a copy on the disk was found whole for a job's next attempt.
+    pub(crate) fn is_checked(&self, id: &str, job: &JobId, attempt: u32) -> bool {
+        lock(&self.checked).contains(&(job.clone(), attempt, id.to_owned()))
+    }
+
+    /// Notes that a copy was found whole, for the attempt that follows `attempt`.
+    pub(crate) fn checked(&self, id: &str, (job, attempt): (JobId, u32)) {
+        let mut checked = lock(&self.checked);
+        if checked.len() >= CHECKED {
+            checked.clear();
+        }
+        checked.insert((job, attempt, id.to_owned()));
+    }
+
+    /// Ends a fetch: those who wait for it get the outcome, and a failure is remembered for a moment.
+    pub(crate) fn fetched(&self, id: &str, sender: &watch::Sender<Fetched>, outcome: Result<(), NotFetched>) {
+        if let Some(fetch) = lock(&self.fetches).get_mut(id) {
+            fetch.since = Instant::now();
+            fetch.failures = if outcome.is_ok() { 0 } else { fetch.failures.saturating_add(1) };
+        }
+        sender.send_replace(Some(outcome));
+    }
+
+    /// The store fails at `what`, for the reason `error`. Logged once until it works again.
+    pub(crate) fn is_away(&self, what: Asked, error: &str) {
+        if lock(&self.failing).fails(what) {
+            let url = self.storage.url();
+            tracing::warn!(
+                url,
+                error,
+                "the object store cannot be used; trying again until it can, and training continues"
+            );
+        }
+    }
+
+    /// The store has done this.
+    pub(crate) fn answers(&self, what: Asked) {
+        if lock(&self.failing).works(what) {
+            tracing::info!(url = self.storage.url(), "the object store can be used again");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,386 @@
+//! Checkpoints: which are on the server's disk or in its object store, which are still being uploaded from agents, and which are no longer
+//! kept.
+
+pub(crate) mod artifact_checks;
+pub(crate) mod artifact_deletions;
+pub(crate) mod artifact_fetches;
+pub(crate) mod artifact_store;
+pub(crate) mod artifact_uploads;
+pub(crate) mod evaluations;
+pub(crate) mod holders;
+pub(crate) mod manifest;
+pub(crate) mod object_storage;
+pub(crate) mod uploads;
+pub(crate) mod verified_files;
+mod waits;
+
+pub(crate) use waits::Wait;
+
+use crate::{
+    agents::Agents,
+    config::ServeConfig,
+    events::Events,
+    lifecycle,
+    store::{CheckpointRow, JobRow, Report, Result, Store, StoreError},
+    util::tasks::Tasks,
+};
+use artifact_fetches::{Availability, CheckWait, fetch_if_missing};
+use artifact_store::{ArtifactStore, StoredState};
+use evaluations::Evaluations;
+use holders::Holder;
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptEvent, AttemptRef},
+    reason::{Facts, Reason, ReasonCode},
+};
+use std::{
+    collections::HashSet,
+    fs, io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+use verified_files::VerifiedFiles;
+use waits::CheckpointWaits;
+
+fn name_of(row: &CheckpointRow) -> String {
+    format!("{}-{}", row.info.epoch, row.info.step)
+}
+
+/// The checkpoints of all jobs: on the server's disk, in its object store, and on disks of agents.
+pub(crate) struct Checkpoints {
+    pub(crate) config: Arc<ServeConfig>,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) events: Arc<Events>,
+    pub(crate) agents: Arc<Agents>,
+    /// The object store for copies of checkpoints, if there is one.
+    pub(crate) artifact_store: Option<Arc<ArtifactStore>>,
+    tasks: Tasks,
+    /// How long jobs have waited for checkpoints that other machines upload.
+    pub(crate) waits: CheckpointWaits,
+    /// Files of checkpoints whose checksum was found correct.
+    pub(crate) verified_files: VerifiedFiles,
+    pub(crate) evaluations: Evaluations,
+}
+
+impl Checkpoints {
+    pub(crate) fn new(
+        config: Arc<ServeConfig>,
+        store: Arc<dyn Store>,
+        events: Arc<Events>,
+        agents: Arc<Agents>,
+        artifact_store: Option<Arc<ArtifactStore>>,
+        tasks: Tasks,
+    ) -> Self {
+        Self {
+            config,
+            store,
+            events,
+            agents,
+            artifact_store,
+            tasks,
+            waits: CheckpointWaits::default(),
+            verified_files: VerifiedFiles::default(),
+            evaluations: Evaluations::default(),
+        }
+    }
+
+    /// A checkpoint's folder.
+    pub(crate) fn folder(&self, row: &CheckpointRow) -> PathBuf {
+        self.config.job_dir(&row.job).join("checkpoints").join(name_of(row))
+    }
+
+    /// Whether this server has a checkpoint: on its disk, or in its object store.
+    fn is_kept(&self, row: &CheckpointRow) -> bool {
+        self.folder(row).exists()
+            || self.artifact_store.as_deref().is_some_and(|store| store.has_whole(&row.id))
+    }
+
+    /// Whether the object store has a checkpoint. `None` if there is no object store, or if neither the store nor the disk has the checkpoint
+    /// undamaged.
+    pub(crate) fn stored_state(&self, row: &CheckpointRow) -> Option<StoredState> {
+        let store = self.artifact_store.as_deref()?;
+        // On the disk, and not queued for the upload yet.
+        let is_new = || !store.is_refused(&row.id) && self.folder(row).exists();
+        store.state(&row.id).or_else(|| is_new().then_some(StoredState::Uploading))
+    }
+
+    /// The agents that have a checkpoint which the server does not have yet; the agent that uploads it first. Empty if the server has it.
+    pub(crate) fn on_its_way(&self, row: &CheckpointRow) -> Vec<Holder> {
+        if self.is_kept(row) {
+            return Vec::new();
+        }
+        let mut holders = Holder::all(&self.config.job_dir(&row.job), row.attempt, &name_of(row));
+        if holders.len() > 1 {
+            let online = self.in_touch();
+            holders.sort_by_key(|holder| !online.contains(&holder.agent_id));
+        }
+        holders
+    }
+
+    /// The agents that are online and were not given up: a machine that disappears closes no connection.
+    fn in_touch(&self) -> HashSet<String> {
+        let online = self.agents.online().into_iter().map(|online| online.row.id.clone());
+        online.filter(|id| !self.agents.leases.is_cut_off(id)).collect()
+    }
+
+    /// Notes which agents have the checkpoints of a report, unless only the attempt's holder has them. `earlier`: reports of the same
+    /// transaction, before this one.
+    ///
+    /// # Errors
+    /// The database, or the disk.
+    pub(crate) async fn note_holders(&self, report: &Report, earlier: &[Report]) -> Result<()> {
+        let AttemptRef { job, attempt, fencing_token } = report.attempt.clone();
+        for event in &report.events {
+            let AttemptEvent::Checkpoint(info) = event else { continue };
+            let (job_dir, name) = (self.config.job_dir(&job), format!("{}-{}", info.epoch, info.step));
+            let (dir, of, agent_id) = (job_dir.clone(), name.clone(), report.agent_id.clone());
+            let read = move || {
+                Ok(Noted {
+                    first: Holder::of(&dir, attempt),
+                    other: Holder::of_agent(&dir, attempt, &agent_id)
+                        .filter(|other| other.fencing_token == fencing_token),
+                    is_listed: Holder::is_listed(&dir, attempt, &of),
+                })
+            };
+            let Noted { first, other, is_listed } = on_files("the notes of its holders", read).await?;
+            // The agent that most likely continues the job comes first.
+            let holders = if first.as_ref().is_some_and(|first| first.agent_id == report.agent_id) {
+                first.filter(|_| is_listed).map(|first| (first, true)).into_iter().collect()
+            } else if let Some(other) = other {
+                let tells = |event: &AttemptEvent| matches!(event, AttemptEvent::Checkpoint(of) if of.step == info.step);
+                let in_batch = |first: &Holder| {
+                    earlier.iter().any(|e| {
+                        e.agent_id == first.agent_id
+                            && e.attempt == report.attempt
+                            && e.events.iter().any(tells)
+                    })
+                };
+                let row = self.store.checkpoint(&format!("{job}-{name}")).await?;
+                // A stored checkpoint without a list was reported by its holder only.
+                let is_stored = row.is_some_and(|row| row.attempt == attempt) && !is_listed;
+                let has_it = first.filter(|first| in_batch(first) || is_stored);
+                has_it.map(|first| (first, true)).into_iter().chain([(other, false)]).collect()
+            } else {
+                Vec::new()
+            };
+            let list = move || {
+                let mut each = holders.into_iter();
+                each.try_for_each(|(holder, in_front)| holder.list(&job_dir, attempt, &name, in_front))
+            };
+            on_files("the list of its holders", list).await?;
+        }
+        Ok(())
+    }
+
+    /// Why a job does not start on `agent` yet: another agent, which is online, uploads a newer checkpoint than the server has, or the newest
+    /// checkpoint is being fetched from the object store or checked. `patience`: how long this call may wait for checks.
+    ///
+    /// # Errors
+    /// The database.
+    pub(crate) async fn wait_for_newer(
+        self: &Arc<Self>,
+        of: &JobRow,
+        agent: &str,
+        patience: &mut CheckWait,
+    ) -> Result<Option<Wait>> {
+        let job = &of.job;
+        // Pretrained weights are a checkpoint of another job.
+        if let (Some(store), Some(given)) = (&self.artifact_store, &job.spec.model.pretrained)
+            && store.has(given)
+            && let Some(row) = self.store.checkpoint(given).await?
+            && let Some(wait) = fetch_if_missing(self, &row, job, patience).await.wait()
+        {
+            return Ok(Some(wait));
+        }
+        // A job that has never run and is no fork has no checkpoint.
+        if job.attempt == 0 && !of.is_fork() {
+            return Ok(None);
+        }
+        let online = self.in_touch();
+        let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
+        for row in self.store.checkpoints(&job.id).await? {
+            // The newest comes first.
+            let holders = self.on_its_way(&row);
+            if holders.is_empty() {
+                match fetch_if_missing(self, &row, job, patience).await {
+                    Availability::Here => break,
+                    Availability::Lost => continue,
+                    waits => return Ok(waits.wait()),
+                }
+            }
+            is_coming = true;
+            if holders.iter().any(|holder| holder.agent_id == agent) {
+                break;
+            }
+            if let Some(holder) = holders.into_iter().find(|holder| online.contains(&holder.agent_id)) {
+                checkpoints.push(row.id);
+                agents.push(holder.agent);
+            }
+        }
+        if !is_coming {
+            self.waits.forget(&job.id);
+        }
+        let awaited = self.waits.awaited(&job.id, &checkpoints, self.config.checkpoint_wait);
+        Ok(awaited.map(|n| {
+            let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
+            let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
+            Wait { why: Reason::new(ReasonCode::WaitingForCheckpoint, facts).into(), is_kept: false }
+        }))
+    }
+
+    /// Drops reported removals of checkpoints that the server still has. A machine with its own disk removes old checkpoints there, but the
+    /// server's copies may be all that is left until newer ones arrive; [`Checkpoints::tidy`] removes them. Ranks on the server's disk remove old
+    /// and damaged checkpoints; a damaged one stays if the object store has it whole.
+    ///
+    /// # Errors
+    /// The disk, or the database.
+    pub(crate) async fn keep_uploaded(self: &Arc<Self>, report: &mut Report) -> Result<()> {
+        if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
+            return Ok(());
+        }
+        let (job, attempt, mut events) =
+            (report.attempt.job.clone(), report.attempt.attempt, report.events.clone());
+        // A checkpoint that does not count as old yet is removed when the newest one is stored.
+        let old = match &self.artifact_store {
+            Some(_) => self.old_ones(&job).await?.map(|(_, old)| old).unwrap_or_default(),
+            None => Vec::new(),
+        };
+        let (job_dir, this) = (self.config.job_dir(&job), Arc::clone(self));
+        let kept = move || {
+            for event in &mut events {
+                let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
+                let name = format!("{epoch}-{step}");
+                let is_stored = |store: &ArtifactStore| store.has_whole(&format!("{job}-{name}"));
+                let is_stored = this.artifact_store.as_deref().is_some_and(is_stored);
+                let is_here = is_stored || job_dir.join("checkpoints").join(&name).exists();
+                let is_wanted = is_stored && !old.contains(&(*epoch, *step));
+                if is_wanted || is_here && Holder::of(&job_dir, attempt).is_some() {
+                    *event = AttemptEvent::Unknown;
+                }
+            }
+            Ok(events)
+        };
+        report.events = on_files("the checkpoints that are here", kept).await?;
+        Ok(())
+    }
+
+    /// Removes checkpoints that the job no longer keeps, after an upload. The machine that trains knows only the checkpoints on its own disk;
+    /// those of earlier machines are only here.
+    ///
+    /// # Errors
+    /// The database.
+    pub(crate) async fn tidy(&self, attempt: &AttemptRef) -> Result<()> {
+        // Another attempt trains now, perhaps on this disk.
+        if self.agents.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
+            return Ok(());
+        }
+        let Some((rows, old)) = self.old_ones(&attempt.job).await? else { return Ok(()) };
+        let kept: HashSet<String> = rows
+            .iter()
+            .map(|row| (row.info.epoch, row.info.step))
+            .filter(|row| !old.contains(row))
+            .map(|(epoch, step)| format!("{epoch}-{step}"))
+            .collect();
+        self.remove(&attempt.job, old).await?;
+        let job_dir = self.config.job_dir(&attempt.job);
+        let swept = tokio::task::spawn_blocking(move || sweep(&job_dir, &kept)).await;
+        if let Err(error) = swept.map_err(io::Error::other).flatten() {
+            tracing::warn!(%error, job = %attempt.job, "old checkpoints stay for now");
+        }
+        Ok(())
+    }
+
+    /// A job's checkpoints, and epoch and step of those that it no longer keeps: beyond `checkpoint.keep`, and not the best.
+    async fn old_ones(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
+        let Some(job) = self.store.job(job).await? else { return Ok(None) };
+        let keep = (job.job.spec.checkpoint.keep as usize).max(2);
+        let rows = self.store.checkpoints(&job.job.id).await?;
+        // Only checkpoints that the server has count: newer ones may never arrive.
+        let here = rows.iter().filter(|row| self.is_kept(row));
+        let old = here.skip(keep).filter(|r| !r.info.best).map(|r| (r.info.epoch, r.info.step)).collect();
+        Ok(Some((rows, old)))
+    }
+
+    /// Removes the rows of checkpoints.
+    async fn remove(&self, job: &JobId, gone: Vec<(u32, u64)>) -> Result<()> {
+        if gone.is_empty() {
+            return Ok(());
+        }
+        let removed = move |row: &mut JobRow| {
+            let events = gone.iter().map(|(epoch, step)| {
+                let event = AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step };
+                lifecycle::report(row, event, None, crate::now())
+            });
+            Ok(events.collect::<std::result::Result<Vec<_>, _>>()?.concat())
+        };
+        self.events.change_job(job, Box::new(removed)).await.map(drop)
+    }
+
+    /// Removes checkpoints that a job no longer keeps and that only the object store has: ranks remove only what is on the disk.
+    ///
+    /// # Errors
+    /// The database.
+    pub(crate) async fn forget_old(&self, job: &JobId) -> Result<()> {
+        let Some((rows, old)) = self.old_ones(job).await? else { return Ok(()) };
+        let on_disk = |(epoch, step): &(u32, u64)| {
+            let row = rows.iter().find(|row| (row.info.epoch, row.info.step) == (*epoch, *step));
+            row.is_some_and(|row| self.folder(row).exists())
+        };
+        let gone = old.into_iter().filter(|old| !on_disk(old)).collect();
+        self.remove(job, gone).await
+    }
+}
+
+/// The agents that are known to have a checkpoint.
+struct Noted {
+    /// The agent of rank 0.
+    first: Option<Holder>,
+    /// The reporting agent, if it is another one with its own disk.
+    other: Option<Holder>,
+    is_listed: bool,
+}
+
+/// Runs blocking work on files on a thread of its own.
+async fn on_files<T: Send + 'static>(
+    what: &'static str,
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T> {
+    let done = tokio::task::spawn_blocking(work).await.map_err(io::Error::other).flatten();
+    done.map_err(|error| StoreError::Unavailable(format!("{what}: {error}")))
+}
+
+impl Availability {
+    fn wait(self) -> Option<Wait> {
+        let (why, is_kept) = match self {
+            // A check takes no longer than reading the checkpoint, so the job keeps its slots.
+            Self::Checking(why) => (why.into(), true),
+            Self::Fetching(why) => (why.into(), false),
+            Self::Here | Self::Lost => return None,
+        };
+        Some(Wait { why, is_kept })
+    }
+}
+
+/// Removes folders of checkpoints and of uploads that are not in `kept`.
+fn sweep(job_dir: &Path, kept: &HashSet<String>) -> io::Result<()> {
+    for all in ["checkpoints", "uploads"] {
+        let entries = match fs::read_dir(job_dir.join(all)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+            entries => entries?,
+        };
+        for entry in entries {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let is_checkpoint = name
+                .split_once('-')
+                .is_some_and(|(epoch, step)| epoch.parse::<u32>().is_ok() && step.parse::<u64>().is_ok());
+            if is_checkpoint && !kept.contains(&name) {
+                // Renamed first, so that a partly removed checkpoint is never visible.
+                let hidden = job_dir.join(all).join(format!(".tmp-gone-{name}"));
+                fs::rename(entry.path(), &hidden)?;
+                fs::remove_dir_all(&hidden)?;
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,301 @@
+//! The object store that keeps checkpoints (`serve --artifacts`): a directory, or a bucket of S3 or of what speaks like it. It knows
+//! objects and files; what is to be kept, `artifact_store` and the tasks know.
+//!
+//! A checkpoint's objects are at `jobs/<job>/<epoch>-<step>/`: each file below the SHA-256 of its bytes, and `MANIFEST.json`, which names
+//! them. `LOCKSTEP.json` at the root is what the store is known by. An object appears whole or not at all, and files are checked while they are sent, so that one that is there is right: nothing is
+//! sent twice. The manifest is written last, so a checkpoint exists completely or not at all, also where it replaces another of its name.
+
+mod check;
+mod connector;
+mod file_upload;
+mod location;
+mod marker;
+
+pub(crate) use check::{Unusable, words};
+
+use crate::checkpoints::manifest::{MANIFEST, Manifest};
+use bytes::Bytes;
+use futures_util::{TryStreamExt, stream::BoxStream};
+use location::Location;
+use lockstep_protocol::{JobId, limits::MANIFEST_BYTES};
+use object_store::{
+    BackoffConfig, Error, GetOptions, ObjectStore, ObjectStoreExt, RetryConfig,
+    aws::{AmazonS3, AmazonS3Builder, AmazonS3ConfigKey},
+    local::LocalFileSystem,
+    path::Path,
+};
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+/// A file is sent and fetched in parts of at least this size. Buckets take none below 5 MiB, but for the last.
+pub(crate) const PART_BYTES: u64 = 8 << 20;
+/// Buckets take so many parts of one object.
+const PARTS: u64 = 10_000;
+/// A request that has failed is sent again so often; who asked tries again later.
+const RETRIES: usize = 2;
+/// How long a bucket may take for a request with a body.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+pub(crate) type Result<T> = std::result::Result<T, Error>;
+
+/// Where a checkpoint's objects are.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    path: Path,
+    /// `<epoch>-<step>`.
+    name: String,
+}
+
+/// The store, open.
+#[derive(Debug)]
+pub(crate) struct ObjectStorage {
+    /// As it is recorded: `file:///path`, `s3://bucket/prefix`, or `s3+https://endpoint/bucket/prefix` where it is not Amazon's.
+    url: String,
+    objects: Arc<dyn ObjectStore>,
+    /// A bucket, which takes large files in parts.
+    bucket: Option<Arc<AmazonS3>>,
+    /// A directory.
+    directory: Option<PathBuf>,
+    /// Everything is below this.
+    root: Path,
+}
+
+fn other(detail: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    Error::Generic { store: "object", source: detail.into() }
+}
+
+/// A request that takes too long has failed.
+async fn within<T>(request: impl Future<Output = Result<T>>) -> Result<T> {
+    let late = || other(format!("it has not answered within {} s", PATIENCE.as_secs()));
+    tokio::time::timeout(PATIENCE, request).await.map_err(|_| late())?
+}
+
+impl ObjectStorage {
+    /// Opens the store at `given`, which is `--artifacts`. Nothing is asked of it yet.
+    ///
+    /// # Errors
+    /// What has to be changed.
+    pub(crate) fn open(given: &str) -> std::result::Result<Self, String> {
+        match Location::of(given)? {
+            Location::Directory(path) => {
+                let cannot = |error: &dyn std::fmt::Display| {
+                    format!("the directory cannot be made: {error}; make it writable, or choose another")
+                };
+                std::fs::create_dir_all(&path).map_err(|error| cannot(&error))?;
+                let path = path.canonicalize().map_err(|error| cannot(&error))?;
+                let objects = LocalFileSystem::new_with_prefix(&path).map_err(|error| cannot(&error))?;
+                Ok(Self {
+                    url: format!("file://{}", path.display()),
+                    objects: Arc::new(objects.with_fsync(true)),
+                    bucket: None,
+                    directory: Some(path),
+                    root: Path::default(),
+                })
+            }
+            Location::Bucket { bucket, prefix } => {
+                check::environment()?;
+                let retry = RetryConfig {
+                    backoff: BackoffConfig::default(),
+                    max_retries: RETRIES,
+                    retry_timeout: PATIENCE,
+                };
+                let builder = AmazonS3Builder::from_env();
+                let endpoint = [AmazonS3ConfigKey::S3Endpoint, AmazonS3ConfigKey::Endpoint]
+                    .iter()
+                    .find_map(|key| builder.get_config_value(key).filter(|given| !given.is_empty()));
+                let opened = builder
+                    .with_bucket_name(&bucket)
+                    .with_http_connector(connector::Connector)
+                    .with_retry(retry)
+                    .build();
+                let objects = Arc::new(opened.map_err(|error| check::words(&error))?);
+                let root = Path::from(prefix);
+                let url = bucket_url(endpoint.as_deref(), &bucket, &root);
+                Ok(Self { url, objects: objects.clone(), bucket: Some(objects), directory: None, root })
+            }
+        }
+    }
+
+    pub(crate) fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// The directory, where it is one.
+    pub(crate) fn directory(&self) -> Option<&std::path::Path> {
+        self.directory.as_deref()
+    }
+
+    /// Where the objects of the checkpoint with this id are; none of what is no checkpoint's id.
+    pub(crate) fn place(&self, id: &str) -> Option<Place> {
+        let (job, name) = (id.get(..27)?, id.get(27..)?.strip_prefix('-')?);
+        job.parse::<JobId>().ok()?;
+        let (epoch, step) = name.split_once('-')?;
+        (epoch.parse::<u32>().is_ok() && step.parse::<u64>().is_ok()).then(|| Place {
+            path: self.root.clone().join("jobs").join(job).join(name),
+            name: name.to_owned(),
+        })
+    }
+
+    /// The text of a checkpoint's manifest; none where the store does not have it whole.
+    ///
+    /// # Errors
+    /// The store; a manifest that is too large for one is no error here, see [`Place::read`].
+    pub(crate) async fn manifest(&self, place: &Place) -> Result<Option<Bytes>> {
+        let options = GetOptions::new().with_range(Some(0..MANIFEST_BYTES as u64 + 1));
+        match within(self.objects.get_opts(&place.path.clone().join(MANIFEST), options)).await {
+            Ok(found) => within(found.bytes()).await.map(Some),
+            Err(Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes a checkpoint's manifest: from now on the store has it.
+    ///
+    /// # Errors
+    /// The store.
+    pub(crate) async fn put_manifest(&self, place: &Place, text: Bytes) -> Result<()> {
+        within(self.objects.put(&place.path.clone().join(MANIFEST), text.into())).await.map(drop)
+    }
+
+    /// Whether a file is there.
+    ///
+    /// # Errors
+    /// The store.
+    pub(crate) async fn has(&self, place: &Place, name: &str, sha256: &str, size_bytes: u64) -> Result<bool> {
+        match within(self.objects.head(&place.file(name, sha256))).await {
+            Ok(found) => Ok(found.size == size_bytes),
+            Err(Error::NotFound { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Writes a small file, whose bytes are checked.
+    ///
+    /// # Errors
+    /// The store.
+    pub(crate) async fn put(&self, place: &Place, name: &str, sha256: &str, bytes: Bytes) -> Result<()> {
+        within(self.objects.put(&place.file(name, sha256), bytes.into())).await.map(drop)
+    }
+
+    /// The bytes of a file; what they should be is not known here.
+    ///
+    /// # Errors
+    /// The store.
+    pub(crate) async fn get(
+        &self,
+        place: &Place,
+        name: &str,
+        sha256: &str,
+    ) -> Result<BoxStream<'static, Result<Bytes>>> {
+        Ok(within(self.objects.get(&place.file(name, sha256))).await?.into_stream())
+    }
+
+    /// Deletes what a checkpoint has and `kept` does not name: everything without it, its manifest first.
+    ///
+    /// # Errors
+    /// The store.
+    pub(crate) async fn delete(&self, place: &Place, kept: Option<&Manifest>) -> Result<()> {
+        let manifest = place.path.clone().join(MANIFEST);
+        if kept.is_none() {
+            self.delete_one(&manifest).await?;
+        }
+        let is_kept = |path: &Path| {
+            let file = |(name, file): (&String, &crate::checkpoints::manifest::Written)| {
+                place.file(name, &file.sha256)
+            };
+            kept.is_some_and(|kept| {
+                *path == manifest || kept.files.iter().map(file).any(|kept| kept == *path)
+            })
+        };
+        let listed = self.objects.list(Some(&place.path)).map_ok(|object| object.location);
+        let gone: Vec<Path> = within(listed.try_collect()).await?;
+        for path in gone.iter().filter(|path| !is_kept(path)) {
+            self.delete_one(path).await?;
+        }
+        match (&self.directory, kept) {
+            // Folders, and files that were not written to their end, which lists of objects do not show.
+            (Some(directory), None) => remove_folder(directory, &place.path).await.map_err(other),
+            _ => Ok(()),
+        }
+    }
+
+    async fn delete_one(&self, path: &Path) -> Result<()> {
+        match within(self.objects.delete(path)).await {
+            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Place {
+    fn file(&self, name: &str, sha256: &str) -> Path {
+        self.path.clone().join(sha256).join(name)
+    }
+
+    /// What a manifest says of the checkpoint's files.
+    ///
+    /// # Errors
+    /// Why it is not the manifest of this checkpoint.
+    pub(crate) fn read(&self, text: &[u8]) -> std::result::Result<Manifest, String> {
+        let wrong = |detail: String| format!("its {MANIFEST} {detail}");
+        if text.len() > MANIFEST_BYTES {
+            return Err(wrong(format!("has more than {MANIFEST_BYTES} bytes")));
+        }
+        let manifest: Manifest =
+            serde_json::from_slice(text).map_err(|error| wrong(format!("cannot be read ({error})")))?;
+        let name = format!("{}-{}", manifest.epoch, manifest.step);
+        if name != self.name {
+            return Err(wrong(format!("is that of {name}")));
+        }
+        for (name, file) in &manifest.files {
+            let is_sum = file.sha256.len() == 64 && file.sha256.bytes().all(|b| b.is_ascii_hexdigit());
+            if !is_sum || std::path::Path::new(name).file_name() != Some(name.as_ref()) || name == MANIFEST {
+                return Err(wrong(format!("names {name:?} with the checksum {:?}", file.sha256)));
+            }
+        }
+        if manifest.files.is_empty() {
+            return Err(wrong("names no file".into()));
+        }
+        Ok(manifest)
+    }
+}
+
+/// How a bucket is recorded: buckets of two servers may have one name.
+fn bucket_url(endpoint: Option<&str>, bucket: &str, root: &Path) -> String {
+    let server = endpoint.map_or_else(
+        || "s3:/".to_owned(),
+        |given| {
+            // Keys do not belong into a record.
+            let without_keys = reqwest::Url::parse(given).map_or_else(
+                |_| given.to_owned(),
+                |mut url| {
+                    let _ = (url.set_username(""), url.set_password(None));
+                    url.to_string()
+                },
+            );
+            format!("s3+{}", without_keys.trim_end_matches('/'))
+        },
+    );
+    format!("{server}/{bucket}/{root}").trim_end_matches('/').to_owned()
+}
+
+/// How large the parts of a file are.
+pub(crate) fn part_bytes(size_bytes: u64) -> u64 {
+    size_bytes.div_ceil(PARTS).max(PART_BYTES)
+}
+
+/// Removes the folder of a checkpoint, and that of its job where it was the last.
+async fn remove_folder(directory: &std::path::Path, place: &Path) -> std::io::Result<()> {
+    let folder = directory.join(place.as_ref());
+    match tokio::fs::remove_dir_all(&folder).await {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    if let Some(job) = folder.parent() {
+        // Others of it may be there.
+        let _ = tokio::fs::remove_dir(job).await;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,278 @@
+//! Checkpoints that agents with a disk of their own upload. The pieces are collected in `uploads/<epoch>-<step>` of the job's folder, which
+//! is renamed into `checkpoints/` when it is complete and every checksum is right. So a checkpoint exists completely or not at all, as with
+//! ranks. What has arrived survives the end of either side: the agent asks how much there is, and continues.
+
+use crate::checkpoints::manifest::{MANIFEST, Manifest, check_whole, sha256};
+use lockstep_protocol::{
+    agent::UploadState,
+    checkpoint_files::{self, STATE},
+    limits::{MANIFEST_BYTES, STATE_FILE_BYTES},
+};
+use std::{
+    fs::{self, File},
+    io::{self, Seek as _, SeekFrom, Write as _},
+    path::{Path, PathBuf},
+};
+
+/// The largest piece of a file in one request.
+pub(crate) const PIECE_BYTES: usize = 8 << 20;
+/// The largest checkpoint, all its files together.
+const CHECKPOINT_BYTES: u64 = 1 << 40;
+
+/// Why a piece or a checkpoint is refused.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    /// The request is invalid.
+    Wrong(String),
+    /// The piece does not continue the file, which has this many bytes.
+    Offset(u64),
+    /// A checksum is wrong. The upload was removed and has to be sent again.
+    Damaged(String),
+    /// Another request works on this upload.
+    Busy,
+    /// The server has this checkpoint, with other weights, and the attempt that would replace it is over.
+    Stored,
+    /// The disk.
+    Io(io::Error),
+}
+
+impl From<io::Error> for Refused {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+type Result<T> = std::result::Result<T, Refused>;
+
+/// The folders of one checkpoint below a job's folder.
+pub(crate) struct Upload {
+    /// `<epoch>-<step>`.
+    name: String,
+    /// Where its pieces are collected.
+    gathering: PathBuf,
+    /// Where it is once it is complete.
+    place: PathBuf,
+}
+
+impl Upload {
+    /// `name` is `<epoch>-<step>`, as the database has it.
+    pub(crate) fn of(job_dir: &Path, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            gathering: job_dir.join("uploads").join(name),
+            place: job_dir.join("checkpoints").join(name),
+        }
+    }
+
+    /// How many bytes of each file have arrived.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn state(&self) -> Result<UploadState> {
+        let hash = |folder: &Path| match fs::read(folder.join(MANIFEST)) {
+            Ok(text) => Ok(Some(sha256(&text))),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(None),
+            Err(e) => Err(e),
+        };
+        let mut state = UploadState {
+            stored: hash(&self.place)?,
+            manifest: hash(&self.gathering)?,
+            ..UploadState::default()
+        };
+        for name in self.gathered()? {
+            if let Ok(about) = self.gathering.join(&name).metadata() {
+                state.received.insert(name, about.len());
+            }
+        }
+        Ok(state)
+    }
+
+    /// The names of the files of which something has arrived, but for the manifest.
+    fn gathered(&self) -> io::Result<Vec<String>> {
+        let entries = match fs::read_dir(&self.gathering) {
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                return Ok(Vec::new());
+            }
+            entries => entries?,
+        };
+        let names = entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+        let names: Vec<String> = names.collect::<io::Result<_>>()?;
+        Ok(names.into_iter().filter(|name| is_file(name)).collect())
+    }
+
+    /// Begins an upload with its manifest. An earlier upload with another manifest is dropped.
+    ///
+    /// # Errors
+    /// It is no manifest of this checkpoint, or names what is too large.
+    pub(crate) fn begin(&self, text: &[u8], is_live: bool) -> Result<()> {
+        let manifest = self.read_manifest(text)?;
+        self.may_replace(&manifest, is_live)?;
+        let _one_at_a_time = self.lock()?;
+        let path = self.gathering.join(MANIFEST);
+        if fs::read(&path).is_ok_and(|before| before == text) {
+            return Ok(());
+        }
+        for name in self.gathered()? {
+            fs::remove_file(self.gathering.join(name))?;
+        }
+        let temporary = self.gathering.join("MANIFEST.new");
+        fs::write(&temporary, text)?;
+        Ok(fs::rename(temporary, path)?)
+    }
+
+    /// Appends a piece to a file; `offset` is how much of it was sent before.
+    ///
+    /// # Errors
+    /// The upload was not begun, the piece does not follow what is there, or the file would be larger than the manifest says.
+    pub(crate) fn append(&self, name: &str, offset: u64, piece: &[u8]) -> Result<u64> {
+        let _one_at_a_time = self.lock()?;
+        let manifest = self.manifest()?;
+        let Some(wanted) = manifest.files.get(name) else {
+            return Err(Refused::Wrong(format!("the manifest of checkpoint {} names no {name}", self.name)));
+        };
+        let path = self.gathering.join(name);
+        let mut file = File::options().write(true).create(true).truncate(false).open(&path)?;
+        let there = file.metadata()?.len();
+        if there != offset {
+            return Err(Refused::Offset(there));
+        }
+        let end = offset.saturating_add(piece.len() as u64);
+        if end > wanted.size_bytes {
+            return Err(Refused::Wrong(format!(
+                "{name} has {} bytes, and more were sent",
+                wanted.size_bytes
+            )));
+        }
+        file.seek(SeekFrom::Start(offset))?;
+        if let Err(error) = file.write_all(piece) {
+            // A partial piece would keep the agent from sending it again.
+            let _ = file.set_len(offset);
+            return Err(error.into());
+        }
+        Ok(end)
+    }
+
+    /// Checks all checksums, syncs everything and renames the checkpoint to its final name.
+    ///
+    /// # Errors
+    /// [`Refused::Damaged`]: what has come is not what the manifest says; it is removed.
+    pub(crate) fn commit(&self, is_live: bool) -> Result<()> {
+        let _one_at_a_time = self.lock()?;
+        let manifest = match self.manifest() {
+            Ok(manifest) => manifest,
+            // Committed before: only the response was lost.
+            Err(Refused::Wrong(_)) if self.place.join(MANIFEST).exists() => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        self.may_replace(&manifest, is_live)?;
+        if let Err(error) = check_whole(&self.gathering) {
+            if error.kind() != io::ErrorKind::InvalidData {
+                return Err(error.into());
+            }
+            fs::remove_dir_all(&self.gathering)?;
+            return Err(Refused::Damaged(error.to_string()));
+        }
+        for name in manifest.files.keys().map(String::as_str).chain([MANIFEST]) {
+            File::open(self.gathering.join(name))?.sync_all()?;
+        }
+        File::open(&self.gathering)?.sync_all()?;
+        let Some(all) = self.place.parent() else { return Err(Refused::Wrong("no folder".into())) };
+        fs::create_dir_all(all)?;
+        self.put()?;
+        Ok(File::open(all)?.sync_all()?)
+    }
+
+    /// Renames the folder to its final name. A folder of that name is of the same step: from before the evaluation, or of an earlier attempt.
+    fn put(&self) -> io::Result<()> {
+        use rustix::fs::{CWD, RenameFlags, renameat_with};
+        if !self.place.exists() {
+            return fs::rename(&self.gathering, &self.place);
+        }
+        if renameat_with(CWD, &self.gathering, CWD, &self.place, RenameFlags::EXCHANGE).is_err() {
+            // A file system that cannot exchange two folders: for a moment there is none.
+            let old = self.gathering.with_extension("old");
+            fs::rename(&self.place, &old)?;
+            fs::rename(&self.gathering, &self.place)?;
+            return fs::remove_dir_all(&old);
+        }
+        fs::remove_dir_all(&self.gathering)
+    }
+
+    /// Only the live attempt may replace what is stored. An attempt that is over may still add the result of its last evaluation to the
+    /// same weights.
+    fn may_replace(&self, manifest: &Manifest, is_live: bool) -> Result<()> {
+        if is_live {
+            return Ok(());
+        }
+        let stored = match fs::read(self.place.join(MANIFEST)) {
+            Ok(text) => self.read_manifest(&text)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(e) => return Err(e.into()),
+        };
+        let weights = |of: &Manifest| -> Vec<_> {
+            let files = of.files.iter().filter(|(name, _)| name.as_str() != STATE);
+            files.map(|(name, file)| (name.clone(), file.sha256.clone())).collect()
+        };
+        (weights(manifest) == weights(&stored)).then_some(()).ok_or(Refused::Stored)
+    }
+
+    /// Held while files change: a repeated request of an agent may overlap with its first one.
+    ///
+    /// It is only tried, never waited for, because waiting would block a thread.
+    fn lock(&self) -> Result<File> {
+        fs::create_dir_all(&self.gathering)?;
+        let folder = File::open(&self.gathering)?;
+        match folder.try_lock() {
+            Ok(()) => Ok(folder),
+            Err(fs::TryLockError::WouldBlock) => Err(Refused::Busy),
+            Err(fs::TryLockError::Error(error)) => Err(error.into()),
+        }
+    }
+
+    fn manifest(&self) -> Result<Manifest> {
+        match fs::read(self.gathering.join(MANIFEST)) {
+            Ok(text) => self.read_manifest(&text),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                Err(Refused::Wrong(format!("send {MANIFEST} of checkpoint {} first", self.name)))
+            }
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    fn read_manifest(&self, text: &[u8]) -> Result<Manifest> {
+        let wrong =
+            |detail: String| Refused::Wrong(format!("{MANIFEST} of checkpoint {}: {detail}", self.name));
+        if text.len() > MANIFEST_BYTES {
+            return Err(wrong(format!("it has {} bytes, at most {MANIFEST_BYTES} are taken", text.len())));
+        }
+        let manifest: Manifest = serde_json::from_slice(text).map_err(|e| wrong(e.to_string()))?;
+        if format!("{}-{}", manifest.epoch, manifest.step) != self.name {
+            return Err(wrong(format!("it is that of {}-{}", manifest.epoch, manifest.step)));
+        }
+        if let Some(other) = manifest.files.keys().find(|name| !is_file(name)) {
+            return Err(wrong(format!("{other:?} is no file of a checkpoint")));
+        }
+        if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
+            return Err(wrong(format!("it names no {missing}")));
+        }
+        let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
+        if state > STATE_FILE_BYTES {
+            return Err(wrong(format!(
+                "its {STATE} has {state} bytes, at most {STATE_FILE_BYTES} are taken"
+            )));
+        }
+        let size = manifest.files.values().fold(0_u64, |sum, file| sum.saturating_add(file.size_bytes));
+        if size > CHECKPOINT_BYTES {
+            return Err(wrong(format!("its files have {size} bytes, at most {CHECKPOINT_BYTES} are taken")));
+        }
+        Ok(manifest)
+    }
+}
+
+/// Whether a manifest may name this file.
+fn is_file(name: &str) -> bool {
+    name == STATE || checkpoint_files::kind(name).is_some()
+}
+
+#[cfg(test)]
+mod tests;

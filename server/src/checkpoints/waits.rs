@@ -1,0 +1,81 @@
+//! How long jobs wait for checkpoints that other machines still upload.
+
+use lockstep_protocol::{job::JobId, reason::Reason};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// Why a job waits.
+#[derive(Debug, Clone)]
+pub(crate) struct Wait {
+    pub(crate) why: Arc<Reason>,
+    /// Slots are kept for the job.
+    pub(crate) is_kept: bool,
+}
+
+/// For each job, since when it waits for which checkpoints. An entry stays after the wait has timed out, until the job starts or none of its
+/// checkpoints is being uploaded: a job that then waits for slots must not wait for the checkpoint again.
+#[derive(Debug, Default)]
+pub(crate) struct CheckpointWaits(Mutex<HashMap<JobId, HashMap<String, Instant>>>);
+
+impl CheckpointWaits {
+    fn lock(&self) -> MutexGuard<'_, HashMap<JobId, HashMap<String, Instant>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The index of the first of these checkpoints that the job has waited for less than `most`. Starts the wait for those that it does not
+    /// wait for yet.
+    pub(crate) fn awaited(&self, job: &JobId, checkpoints: &[String], most: Duration) -> Option<usize> {
+        if checkpoints.is_empty() {
+            return None;
+        }
+        let mut waits = self.lock();
+        let since = waits.entry(job.clone()).or_default();
+        let now = Instant::now();
+        for checkpoint in checkpoints {
+            since.entry(checkpoint.clone()).or_insert(now);
+        }
+        checkpoints.iter().position(|checkpoint| since[checkpoint].elapsed() < most)
+    }
+
+    /// Forgets a job that has started, or of which nothing is being uploaded.
+    pub(crate) fn forget(&self, job: &JobId) {
+        self.lock().remove(job);
+    }
+
+    /// Forgets jobs that do not wait any more.
+    pub(crate) fn keep(&self, waiting: &[JobId]) {
+        let mut waits = self.lock();
+        if !waits.is_empty() {
+            let waiting: HashSet<&JobId> = waiting.iter().collect();
+            waits.retain(|job, _| waiting.contains(job));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_that_is_over_does_not_begin_anew_before_the_job_starts() {
+        let (waits, job, none) = (CheckpointWaits::default(), JobId::generate(), Duration::ZERO);
+        let long = Duration::from_secs(600);
+        let newest = ["1-30".to_owned(), "1-20".to_owned()];
+        assert_eq!(waits.awaited(&job, &[], long), None);
+        assert_eq!(waits.awaited(&job, &newest, long), Some(0));
+        assert_eq!(waits.awaited(&job, &newest, none), None, "for the older one no second wait");
+        // The wait continues when the job is checked again, also if its agent was offline meanwhile.
+        assert_eq!(waits.awaited(&job, &[], none), None);
+        waits.keep(std::slice::from_ref(&job));
+        let first = waits.lock()[&job]["1-30"];
+        assert_eq!(waits.awaited(&job, &newest, none), None);
+        assert_eq!(waits.lock()[&job]["1-30"], first);
+        // What comes of a later attempt is another one.
+        assert_eq!(waits.awaited(&job, &["2-40".to_owned()], long), Some(0));
+        waits.keep(&[]);
+        assert!(waits.lock().is_empty(), "what was cancelled is not kept");
+    }
+}

@@ -1,0 +1,389 @@
+//! A dataset's files as agents copy them: their list, and their bytes. Nothing outside the dataset's folder is read, whatever links lie in
+//! it.
+
+use lockstep_protocol::{
+    agent::{DatasetEntry, DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED},
+    pattern,
+};
+use rustix::fs::{Mode, OFlags};
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File, Metadata},
+    io::{self, Read, Seek, SeekFrom},
+    os::unix::fs::MetadataExt,
+    path::{Component, Path, PathBuf},
+    vec,
+};
+
+/// Files and folders of one dataset.
+pub(crate) const MOST_FILES: u64 = 100_000_000;
+/// Names of one pattern.
+const MOST_NAMES: usize = 100_000;
+/// Folders within folders.
+const DEPTH: usize = 32;
+/// What is made of a list at once.
+const LIST_BYTES: usize = 128 << 10;
+/// Parts that are smaller are read together.
+const READ_BYTES: usize = 1 << 20;
+
+/// Where a dataset's files are.
+#[derive(Debug, Clone)]
+pub(crate) struct Tree {
+    /// The folder that nothing leads out of, without links.
+    root: PathBuf,
+    kind: Kind,
+    /// What is to be opened, seen from the folder.
+    within: String,
+}
+
+/// What a dataset is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Folder,
+    File,
+    Pattern,
+}
+
+/// Why a part is not sent.
+#[derive(Debug)]
+enum Unsent {
+    /// Its file is not as it was listed.
+    Changed(String),
+    Refused(String),
+}
+
+/// What a path of a dataset leads to.
+enum Found {
+    Folder,
+    File(Metadata),
+}
+
+impl Tree {
+    /// The files of the dataset that was registered at `path`; none where there is no file. Of a pattern, its list says so.
+    ///
+    /// # Errors
+    /// It cannot be read or copied, in words.
+    pub(crate) fn open(path: &Path) -> Result<Option<Self>, String> {
+        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
+        match fs::metadata(path) {
+            Ok(found) if found.is_dir() => {
+                let root = without_links(path)?;
+                let is_empty = fs::read_dir(&root).map_err(failed)?.next().is_none();
+                Ok((!is_empty).then_some(Self { root, kind: Kind::Folder, within: String::new() }))
+            }
+            Ok(found) if found.is_file() => {
+                let real = without_links(path)?;
+                let (Some(root), Some(name)) = (real.parent(), real.file_name()) else {
+                    return Ok(None);
+                };
+                Ok(Some(Self { root: root.into(), kind: Kind::File, within: unicode(name)? }))
+            }
+            Ok(_) => Err(format!("{} is neither a file nor a folder", path.display())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::of_pattern(path),
+            Err(error) => Err(failed(error)),
+        }
+    }
+
+    fn of_pattern(path: &Path) -> Result<Option<Self>, String> {
+        let has_brace = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
+        let fixed: PathBuf = path.iter().take_while(|part| !has_brace(part)).collect();
+        let rest: PathBuf = path.iter().skip_while(|part| !has_brace(part)).collect();
+        if rest.as_os_str().is_empty() || !fixed.exists() {
+            return Ok(None);
+        }
+        let root = without_links(&fixed)?;
+        let within = unicode(rest.as_os_str())?;
+        Ok(Some(Self { root, kind: Kind::Pattern, within }))
+    }
+
+    /// The names of a dataset that is no folder, of those files that are there.
+    fn names(&self) -> Result<Vec<String>, String> {
+        let within = &self.within;
+        if self.kind == Kind::File {
+            return Ok(vec![within.clone()]);
+        }
+        let names = pattern::expand(within, MOST_NAMES).map_err(|e| format!("the pattern {within:?} {e}"))?;
+        Ok(names.into_iter().filter(|name| self.root.join(name).exists()).collect())
+    }
+
+    /// What `path` leads to, which lies in a folder that was entered.
+    fn stat(&self, path: &Path) -> Result<Found, String> {
+        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
+        let full = self.root.join(path);
+        let mut found = fs::symlink_metadata(&full).map_err(failed)?;
+        if found.is_symlink() {
+            found = fs::metadata(self.root.join(self.real(path)?)).map_err(failed)?;
+        }
+        match found {
+            found if found.is_dir() => Ok(Found::Folder),
+            found if found.is_file() => Ok(Found::File(found)),
+            _ => Err(format!("{} is neither a file nor a folder; take it out", path.display())),
+        }
+    }
+
+    /// The path without links, seen from the root.
+    fn real(&self, path: &Path) -> Result<PathBuf, String> {
+        let real = self.root.join(path).canonicalize();
+        let real = real.map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
+        real.strip_prefix(&self.root).map(Path::to_owned).map_err(|_| {
+            let detail = format!("{} is a link that leads out of the dataset's folder", path.display());
+            format!("{detail}; put what it leads to there")
+        })
+    }
+
+    /// Whether it may be one of the dataset's files.
+    fn has(&self, path: &str) -> bool {
+        match self.kind {
+            Kind::Folder => true,
+            Kind::File => path == self.within,
+            Kind::Pattern => pattern::names(&self.within, path),
+        }
+    }
+
+    /// Whether nothing is there any more. Links are not followed for it.
+    fn is_gone(&self, path: &str) -> bool {
+        let mut at = self.root.clone();
+        for part in Path::new(path).components() {
+            let Component::Normal(part) = part else { return false };
+            at.push(part);
+            match fs::symlink_metadata(&at) {
+                Err(error) => return error.kind() == io::ErrorKind::NotFound,
+                Ok(found) if found.is_symlink() => return false,
+                Ok(_) => {}
+            }
+        }
+        false
+    }
+
+    /// Opens a file by the path that the list has. Links are followed before; what becomes one meanwhile is not opened.
+    fn file(&self, path: &str) -> Result<File, String> {
+        let is_one = self.has(path);
+        let path = Path::new(path);
+        let is_below = path.components().all(|part| matches!(part, Component::Normal(_)));
+        if !is_one || !is_below || path.as_os_str().is_empty() {
+            return Err(format!("{} is none of the dataset's files", path.display()));
+        }
+        let real = self.real(path)?;
+        let failed = |e: rustix::io::Errno| format!("{} cannot be read: {e}", path.display());
+        let Some(name) = real.file_name() else { return Err(format!("{} is a folder", path.display())) };
+        // From the top on, as a folder above the root may become a link, too. Those need not be readable.
+        let folder = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let mut at = rustix::fs::open("/", folder, Mode::empty()).map_err(failed)?;
+        for part in self.root.iter().skip(1).chain(real.parent().into_iter().flatten()) {
+            at = rustix::fs::openat(&at, part, folder, Mode::empty()).map_err(failed)?;
+        }
+        // Neither waits for a pipe nor makes a terminal this process's own.
+        let regular = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        Ok(File::from(rustix::fs::openat(&at, name, regular, Mode::empty()).map_err(failed)?))
+    }
+}
+
+/// A path as it was registered, which had no links then: whatever leads elsewhere by now was never allowed.
+fn without_links(path: &Path) -> Result<PathBuf, String> {
+    let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
+    if real == path {
+        return Ok(real);
+    }
+    let detail =
+        "is not what was registered: it, or a folder above it, is a link on the server's machine by now";
+    Err(format!("{} {detail}; register the dataset where its files are", path.display()))
+}
+
+/// When a file was last written, or given other times or another owner, in nanoseconds since 1970.
+fn changed_ns(found: &Metadata) -> i64 {
+    let ns = |secs: i64, rest: i64| secs.saturating_mul(1_000_000_000).saturating_add(rest);
+    ns(found.mtime(), found.mtime_nsec()).max(ns(found.ctime(), found.ctime_nsec()))
+}
+
+fn unicode(name: &std::ffi::OsStr) -> Result<String, String> {
+    let text = name.to_str().map(str::to_owned);
+    text.ok_or_else(|| format!("the name {name:?} is not UTF-8; rename it"))
+}
+
+/// The list of a dataset's files, made while it is sent: folders are read when it is their turn.
+pub(crate) struct List {
+    tree: Tree,
+    most: u64,
+    /// Folders that are not read to their end: the path of each, and the names that are left.
+    open: Vec<(PathBuf, vec::IntoIter<String>)>,
+    /// Of the files so far.
+    files: u64,
+    bytes: u64,
+    folders: u64,
+    begun: bool,
+    ended: bool,
+}
+
+impl List {
+    /// At most `most` files and folders; no list where a pattern has none.
+    ///
+    /// # Errors
+    /// The pattern is wrong, in words.
+    pub(crate) fn open(tree: Tree, most: u64) -> Result<Option<Self>, String> {
+        let mut open = Vec::new();
+        if tree.kind != Kind::Folder {
+            let names = tree.names()?;
+            if names.is_empty() {
+                return Ok(None);
+            }
+            open.push((PathBuf::new(), names.into_iter()));
+        }
+        Ok(Some(Self { tree, most, open, files: 0, bytes: 0, folders: 0, begun: false, ended: false }))
+    }
+
+    /// The next lines; none at the end.
+    pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let mut text = Vec::new();
+        while !self.ended && text.len() < LIST_BYTES {
+            let entry = self.next().unwrap_or_else(DatasetEntry::Failed);
+            self.ended = matches!(entry, DatasetEntry::End(..) | DatasetEntry::Failed(_));
+            serde_json::to_writer(&mut text, &entry)?;
+            text.push(b'\n');
+        }
+        Ok((!text.is_empty()).then_some(text))
+    }
+
+    fn next(&mut self) -> Result<DatasetEntry, String> {
+        if !self.begun {
+            self.begun = true;
+            if self.tree.kind == Kind::Folder {
+                self.enter(PathBuf::new())?;
+            }
+            return Ok(DatasetEntry::Begin(self.tree.within.clone()));
+        }
+        loop {
+            let Some((folder, names)) = self.open.last_mut() else {
+                return Ok(DatasetEntry::End(self.files, self.bytes));
+            };
+            let Some(name) = names.next() else {
+                self.open.pop();
+                continue;
+            };
+            let path = folder.join(&name);
+            let shown = unicode(path.as_os_str())?;
+            let found = match self.tree.kind {
+                Kind::Folder => self.tree.stat(&path)?,
+                Kind::File | Kind::Pattern => self.tree.file(&shown).and_then(|file| {
+                    let found = file.metadata().map_err(|e| format!("{shown} cannot be read: {e}"))?;
+                    if found.is_file() { Ok(Found::File(found)) } else { Err(format!("{shown} is no file")) }
+                })?,
+            };
+            return match found {
+                Found::Folder => {
+                    self.folders += 1;
+                    self.check_count(0)?;
+                    self.enter(path)?;
+                    Ok(DatasetEntry::Folder(shown))
+                }
+                Found::File(found) => {
+                    self.files += 1;
+                    self.bytes += found.len();
+                    self.check_count(0)?;
+                    Ok(DatasetEntry::File(shown, found.len(), changed_ns(&found)))
+                }
+            };
+        }
+    }
+
+    /// # Errors
+    /// Too many, with so many more.
+    fn check_count(&self, more: usize) -> Result<(), String> {
+        match self.files + self.folders + more as u64 > self.most {
+            true => Err(format!("it has more than {} files and folders", self.most)),
+            false => Ok(()),
+        }
+    }
+
+    fn enter(&mut self, path: PathBuf) -> Result<(), String> {
+        if self.open.len() > DEPTH {
+            let detail = format!("{} lies deeper than {DEPTH} folders", path.display());
+            return Err(format!("{detail}; is a link leading round in circles?"));
+        }
+        let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
+        let mut names = Vec::new();
+        for entry in fs::read_dir(self.tree.root.join(&path)).map_err(failed)? {
+            names.push(unicode(&entry.map_err(failed)?.file_name())?);
+            // All of them are held at once.
+            self.check_count(names.len())?;
+        }
+        names.sort_unstable();
+        self.open.push((path, names.into_iter()));
+        Ok(())
+    }
+}
+
+/// Parts of a dataset's files, read while they are sent.
+pub(crate) struct Parts {
+    tree: Tree,
+    parts: vec::IntoIter<DatasetPart>,
+    ended: bool,
+}
+
+impl Parts {
+    pub(crate) fn of(tree: Tree, parts: Vec<DatasetPart>) -> Self {
+        Self { tree, parts: parts.into_iter(), ended: false }
+    }
+
+    /// The next parts, whole; none at the end.
+    pub(crate) fn chunk(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let mut out = Vec::new();
+        while !self.ended && out.len() < READ_BYTES {
+            let Some(part) = self.parts.next() else { break };
+            // Read before it is announced: a read error is reported to the agent, which would request a truncated response again and again.
+            let begin = out.len();
+            out.push(PART_FOLLOWS);
+            if let Err(unsent) = self.read(&part, &mut out) {
+                let (code, words) = match unsent {
+                    Unsent::Changed(words) => (PART_CHANGED, words),
+                    Unsent::Refused(words) => (PART_REFUSED, words),
+                };
+                self.ended = true;
+                out.truncate(begin);
+                out.push(code);
+                out.extend_from_slice(&u32::try_from(words.len()).unwrap_or(0).to_be_bytes());
+                out.extend_from_slice(words.as_bytes());
+            }
+        }
+        Ok((!out.is_empty()).then_some(out))
+    }
+
+    /// A part's bytes and their sum.
+    fn read(&self, part: &DatasetPart, out: &mut Vec<u8>) -> Result<(), Unsent> {
+        let changed = || Unsent::Changed(format!("{} has changed since it was listed", part.path));
+        let failed = |e: io::Error| match e.kind() {
+            io::ErrorKind::UnexpectedEof => changed(),
+            _ => Unsent::Refused(format!("{} cannot be read: {e}", part.path)),
+        };
+        let mut file = match self.tree.file(&part.path) {
+            Ok(file) => file,
+            // Removed since; the next list says what there is.
+            Err(_) if self.tree.has(&part.path) && self.tree.is_gone(&part.path) => return Err(changed()),
+            Err(words) => return Err(Unsent::Refused(words)),
+        };
+        let found = file.metadata().map_err(failed)?;
+        if !found.is_file()
+            || !is_as_listed(&found, part)
+            || part.offset.saturating_add(part.length) > found.len()
+        {
+            return Err(changed());
+        }
+        file.seek(SeekFrom::Start(part.offset)).map_err(failed)?;
+        let begin = out.len();
+        // A request asks for parts of at most 4 MiB.
+        out.resize(begin + part.length as usize, 0);
+        file.read_exact(&mut out[begin..]).map_err(failed)?;
+        if !is_as_listed(&file.metadata().map_err(failed)?, part) {
+            return Err(changed());
+        }
+        let sum = Sha256::digest(&out[begin..]);
+        out.extend_from_slice(&sum);
+        Ok(())
+    }
+}
+
+fn is_as_listed(found: &Metadata, part: &DatasetPart) -> bool {
+    found.len() == part.size_bytes && changed_ns(found) == part.changed_ns
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,397 @@
+//! Folders that datasets and weights may come from (`serve --dataset-root`). Whoever registers a folder sees its pictures and trains on
+//! them with the rights of the agent, and whoever names weights learns of their file. So members name what is below the roots, and
+//! where there are none, only admins name paths: on a server of one person, its first token is an admin's.
+
+use crate::{auth::access::Caller, config::ServeConfig};
+use lockstep_protocol::agent::{self, AllowedFolders};
+use std::{
+    path::{Component, Path, PathBuf},
+    time::Duration,
+};
+
+/// Links that are followed in one path; Linux opens no path with more.
+const LINKS: usize = 40;
+/// For following links before a use. Jobs do not wait longer for a file system that does not respond: who opens the files follows their
+/// links, too.
+const PATIENCE: Duration = Duration::from_secs(3);
+const OWN_DATA: &str = "is a path in the server's own data directory, where private weights are, too: give the checkpoint's id instead";
+/// The file of weights in a folder.
+const WEIGHTS: &str = "model.safetensors";
+const INSTEAD: &str = "a checkpoint's id can be given everywhere";
+
+/// Where datasets may come from.
+#[derive(Debug, Clone)]
+pub(crate) struct DatasetRoots {
+    /// As given, absolute, and without links as this machine sees them.
+    roots: Vec<(PathBuf, PathBuf)>,
+    /// Where the server itself unpacks the pictures that come with the program.
+    bundled: Option<PathBuf>,
+    /// The server's data directory, as the roots.
+    data_dir: (PathBuf, PathBuf),
+}
+
+impl DatasetRoots {
+    pub(crate) fn new(config: &ServeConfig) -> Self {
+        let absolute = |root: &PathBuf| {
+            let root = std::path::absolute(root).unwrap_or_else(|_| root.clone());
+            let resolved = resolved(&root);
+            (root, resolved)
+        };
+        let data_dir = absolute(&config.data_dir);
+        let bundled = config.bundled.as_ref().map(|bundled| data_dir.1.join("datasets").join(bundled.name));
+        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, data_dir }
+    }
+
+    /// Whether a caller may name any path of its own.
+    pub(crate) fn may_name(&self, caller: &Caller) -> bool {
+        !self.roots.is_empty() || caller.sees_all()
+    }
+
+    /// Whether a caller may name this path. It is looked at on this machine, where links may lead it elsewhere; what it is on the
+    /// machine that has the files, [`DatasetRoots::check_found`] says.
+    ///
+    /// # Errors
+    /// Why not, and what would do.
+    pub(crate) async fn check_asked(&self, path: &str, caller: &Caller) -> Result<(), String> {
+        if self.bundled.as_deref() == Some(Path::new(path)) {
+            return Ok(());
+        }
+        if leads_astray(Path::new(path)) {
+            return Err("has .. behind a {, which leads elsewhere than it reads; write the folder out".into());
+        }
+        if self.roots.is_empty() {
+            return if self.may_name(caller) {
+                Ok(())
+            } else {
+                Err("can be registered by admins alone: this server names no folders that datasets may come from \
+                    (`lockstep serve --dataset-root DIR`)"
+                    .into())
+            };
+        }
+        let asked = PathBuf::from(path);
+        // A file system that does not respond must not hold up others.
+        let resolved = tokio::task::spawn_blocking(move || resolved(&asked)).await;
+        match resolved {
+            Ok(resolved) if self.has(&resolved) => Ok(()),
+            // The target of a link is named only for links below a root: for others it would disclose which paths exist.
+            Ok(resolved) if resolved != Path::new(path) && self.has(&plain(Path::new(path))) => {
+                Err(self.refusal(&format!("it is {} here, which", resolved.display())))
+            }
+            Ok(_) => Err(self.refusal("it")),
+            Err(error) => Err(format!("cannot be inspected: {error}")),
+        }
+    }
+
+    /// Whether a caller may name this file of weights. The refusal is the same whether there is such a file or not.
+    ///
+    /// # Errors
+    /// Why not, and what would do.
+    pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
+        let leads = leads_to(path).await;
+        if !caller.sees_all() && leads.iter().flatten().any(|to| self.is_own(to)) {
+            return Err(OWN_DATA.into());
+        }
+        if self.roots.is_empty() {
+            return match caller.sees_all() {
+                true => Ok(()),
+                false => Err(format!(
+                    "is a path, which admins alone may give: this server names no folders that files may come from \
+                     (`lockstep serve --dataset-root DIR`); {INSTEAD}"
+                )),
+            };
+        }
+        match leads {
+            Some(leads) => self.check_leads(path, &leads),
+            None => Err(self.leads_elsewhere(path)),
+        }
+    }
+
+    /// Whether a job may begin with the weights at this path, which its submission checked: a link may have been made since.
+    ///
+    /// # Errors
+    /// As [`DatasetRoots::check_weights`].
+    pub(crate) async fn check_weights_again(&self, path: &str) -> Result<(), String> {
+        if self.roots.is_empty() {
+            return Ok(());
+        }
+        match tokio::time::timeout(PATIENCE, leads_to(path)).await {
+            Ok(Some(leads)) => self.check_leads(path, &leads),
+            Ok(None) => Err(self.leads_elsewhere(path)),
+            Err(_) => Ok(()),
+        }
+    }
+
+    fn check_leads(&self, path: &str, leads: &[PathBuf]) -> Result<(), String> {
+        if !self.is_written_out(path) && leads.iter().any(|to| self.is_own(to)) {
+            return Err(OWN_DATA.into());
+        }
+        if leads.iter().all(|to| self.has(to)) { Ok(()) } else { Err(self.leads_elsewhere(path)) }
+    }
+
+    fn leads_elsewhere(&self, path: &str) -> String {
+        format!("{}; {INSTEAD}", self.refusal(&format!("{path}, or where its links lead,")))
+    }
+
+    /// Where weights given by this path may be on the machine that reads them; none where they may be anywhere.
+    pub(crate) fn allowed_weights(&self, path: &str) -> Option<AllowedFolders> {
+        let own = self.data_dir.0.display().to_string();
+        let except = if self.is_written_out(path) { Vec::new() } else { vec![own] };
+        self.allowed().map(|allowed| AllowedFolders { except, ..allowed })
+    }
+
+    /// Where datasets may be on the machine that reads them; none where they may be anywhere.
+    pub(crate) fn allowed(&self) -> Option<AllowedFolders> {
+        let below = || AllowedFolders { below: self.names(), except: Vec::new() };
+        (!self.roots.is_empty()).then(below)
+    }
+
+    /// As [`DatasetRoots::allowed`], of a dataset that is to be registered.
+    pub(crate) fn allowed_new(&self, path: &str) -> Option<AllowedFolders> {
+        self.allowed().filter(|_| self.bundled.as_deref() != Some(Path::new(path)))
+    }
+
+    /// Whether the files of a registered dataset may still be used. Its path had no links when it was registered; one that was made since
+    /// may lead elsewhere.
+    ///
+    /// # Errors
+    /// They may not.
+    pub(crate) async fn check_registered(&self, path: &str) -> Result<(), String> {
+        if self.roots.is_empty() {
+            return Ok(());
+        }
+        let asked = PathBuf::from(path);
+        let leads = tokio::task::spawn_blocking(move || resolved(&asked));
+        match tokio::time::timeout(PATIENCE, leads).await {
+            Ok(Ok(real)) if real == plain(Path::new(path)) || self.has(&real) => Ok(()),
+            // The one that opens it follows links, too.
+            Err(_) => Ok(()),
+            Ok(_) => Err(self.refusal(&format!("{path}, or where its links lead,"))),
+        }
+    }
+
+    /// Whether a path without links lies in the data directory.
+    fn is_own(&self, path: &Path) -> bool {
+        path.starts_with(&self.data_dir.1)
+    }
+
+    /// Whether a path reads as one in the data directory. Only admins may give it, and no link makes it one.
+    fn is_written_out(&self, path: &str) -> bool {
+        let path = Path::new(path);
+        let is_below = path.starts_with(&self.data_dir.0) || path.starts_with(&self.data_dir.1);
+        is_below && path.components().all(|part| part != Component::ParentDir)
+    }
+
+    /// Whether files may be used that a machine found at this path, which has no links.
+    ///
+    /// # Errors
+    /// They may not, and which may.
+    pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
+        let path_found = plain(Path::new(path));
+        let is_bundled = self.bundled.as_ref() == Some(&path_found);
+        let is_below = self.has(&path_found) && !leads_astray(Path::new(path));
+        match self.roots.is_empty() || is_bundled || is_below {
+            true => Ok(()),
+            false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
+        }
+    }
+
+    /// Below a root, or one itself; by whole names.
+    fn has(&self, path: &Path) -> bool {
+        self.roots.iter().any(|(given, resolved)| path.starts_with(given) || path.starts_with(resolved))
+    }
+
+    fn refusal(&self, what: &str) -> String {
+        agent::refusal(what, &self.names())
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.roots.iter().map(|(given, _)| given.display().to_string()).collect()
+    }
+}
+
+/// Where a path of weights leads, links followed, also where nothing is there: who may not look must not learn which. The second is the
+/// file that is read where the path is a folder.
+async fn leads_to(path: &str) -> Option<[PathBuf; 2]> {
+    let path = PathBuf::from(path);
+    // A file system that does not respond must not hold up others.
+    let leads = tokio::task::spawn_blocking(move || {
+        let path = std::path::absolute(&path).unwrap_or(path);
+        [resolved(&path), resolved(&path.join(WEIGHTS))]
+    });
+    leads.await.ok()
+}
+
+/// Whether `..` follows a pattern's brace: what is in braces may hold a `/`, and `..` then leads elsewhere than it reads.
+fn leads_astray(path: &Path) -> bool {
+    let behind = path.components().skip_while(|part| !part.as_os_str().as_encoded_bytes().contains(&b'{'));
+    behind.into_iter().any(|part| part == Component::ParentDir)
+}
+
+/// A path without `.`, `..` and links, as far as it exists on this machine. A link is followed whether there is something at its end
+/// or not: otherwise a link below a root would tell what exists elsewhere.
+pub(crate) fn resolved(path: &Path) -> PathBuf {
+    let parts =
+        |path: &Path| -> Vec<_> { path.components().rev().map(|part| part.as_os_str().to_owned()).collect() };
+    let (mut whole, mut ahead, mut links) = (PathBuf::new(), parts(path), 0);
+    while let Some(part) = ahead.pop() {
+        Path::new(&part).components().for_each(|part| step(&mut whole, part));
+        if links < LINKS
+            && let Ok(target) = whole.read_link()
+        {
+            links += 1;
+            whole.pop();
+            ahead.extend(parts(&target));
+        }
+    }
+    whole
+}
+
+/// A path without `.` and `..`.
+fn plain(path: &Path) -> PathBuf {
+    let mut whole = PathBuf::new();
+    path.components().for_each(|part| step(&mut whole, part));
+    whole
+}
+
+fn step(whole: &mut PathBuf, part: Component<'_>) {
+    match part {
+        Component::ParentDir => {
+            whole.pop();
+        }
+        Component::CurDir => {}
+        other => whole.push(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    fn roots(folders: &[&Path], listen: &str) -> DatasetRoots {
+        let mut config = ServeConfig::new("data");
+        config.listen = listen.parse().unwrap();
+        config.dataset_roots = folders.iter().map(|folder| folder.to_path_buf()).collect();
+        DatasetRoots::new(&config)
+    }
+
+    #[tokio::test]
+    async fn what_is_in_braces_leads_nowhere_else() {
+        let roots = roots(&[Path::new("/data")], "0.0.0.0:7070");
+        for path in ["/data/{a/b,.}/../../secret/x.tar", "/data/{a,b}/../../secret/x.tar"] {
+            assert!(roots.check_asked(path, &Caller::anybody()).await.unwrap_err().contains(".."), "{path}");
+            assert!(roots.check_found(path).is_err(), "{path}");
+        }
+        assert!(roots.check_asked("/data/{000..127}.tar", &Caller::anybody()).await.is_ok());
+    }
+
+    #[tokio::test]
+    async fn links_are_followed_as_far_as_the_system_follows_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: String| dir.path().join(name);
+        std::fs::create_dir_all(at("root".into())).unwrap();
+        std::fs::create_dir_all(at("outside".into())).unwrap();
+        // From `n` it takes so many links to `outside`.
+        symlink(at("outside".into()), at("root/1".into())).unwrap();
+        for n in 2..=LINKS + 1 {
+            symlink(at(format!("root/{}", n - 1)), at(format!("root/{n}"))).unwrap();
+        }
+        let some = roots(&[&at("root".into())], "127.0.0.1:0");
+        let may = async |n: usize| {
+            some.check_asked(at(format!("root/{n}")).to_str().unwrap(), &Caller::anybody()).await
+        };
+        let why = may(LINKS).await.expect_err("it leads outside");
+        assert!(why.contains("--dataset-root"), "{why}");
+        assert!(std::fs::read_dir(at(format!("root/{LINKS}"))).is_ok());
+        // One more is not followed here, and nobody can open it.
+        assert!(
+            may(LINKS + 1).await.is_ok() && std::fs::read_dir(at(format!("root/{}", LINKS + 1))).is_err()
+        );
+    }
+
+    #[tokio::test]
+    async fn a_path_is_below_a_root_by_whole_names_and_after_its_links() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for folder in ["root/set", "root-other/set", "outside", "real"] {
+            std::fs::create_dir_all(at(folder)).unwrap();
+        }
+        symlink(at("outside"), at("root/link")).unwrap();
+        symlink(at("root/set"), at("way-in")).unwrap();
+        symlink(at("real"), at("linked-root")).unwrap();
+        let some = roots(&[&at("root"), &at("linked-root")], "127.0.0.1:0");
+        let may = async |path: PathBuf| some.check_asked(path.to_str().unwrap(), &Caller::anybody()).await;
+        for good in [
+            "root",
+            "root/set",
+            "root/not-here/train-{000..127}.tar",
+            "root/./set/../set",
+            "way-in",
+            "linked-root/x",
+            "real/x",
+        ] {
+            assert_eq!(may(at(good)).await, Ok(()), "{good}");
+        }
+        for bad in [
+            "root-other/set",
+            "outside",
+            "root/link",
+            "root/link/x",
+            "root/../outside",
+            "root/set/../../outside",
+            ".",
+        ] {
+            let why = may(at(bad)).await.expect_err(bad);
+            assert!(why.contains(at("root").to_str().unwrap()) && why.contains("--dataset-root"), "{why}");
+        }
+        assert!(may("/".into()).await.is_err() && may("/etc".into()).await.is_err());
+        // What the machine with the files says, of which this one knows nothing.
+        assert_eq!(some.check_found(at("real/x").to_str().unwrap()), Ok(()));
+        assert!(some.check_found(at("outside").to_str().unwrap()).is_err());
+        assert!(some.check_found(at("root/../outside").to_str().unwrap()).is_err());
+    }
+
+    #[tokio::test]
+    async fn a_refusal_does_not_tell_what_there_is_outside_the_roots() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        std::fs::create_dir_all(at("root")).unwrap();
+        std::fs::write(at("there"), "weights").unwrap();
+        symlink(at("there"), at("link")).unwrap();
+        symlink(at("there"), at("root/link")).unwrap();
+        let some = roots(&[Path::new(&at("root"))], "127.0.0.1:0");
+        let anybody = Caller::anybody();
+        for known in ["there", "link"] {
+            let same = |why: String| why.replace(&at(known), &at("missing"));
+            for name in ["missing", known] {
+                assert!(some.check_weights(&at(name), &anybody).await.is_err(), "{name}");
+            }
+            let (weights, folder) = (
+                some.check_weights(&at(known), &anybody).await,
+                some.check_asked(&at(known), &anybody).await,
+            );
+            assert_eq!(weights.map_err(same), some.check_weights(&at("missing"), &anybody).await);
+            assert_eq!(folder.map_err(same), some.check_asked(&at("missing"), &anybody).await);
+        }
+        assert!(some.check_weights(&at("root/link"), &anybody).await.is_err(), "it leads outside");
+        // A link below a root is refused in the same words, whether there is something at its end or not.
+        symlink(at("missing"), at("root/dangling")).unwrap();
+        let link = some.check_asked(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = some.check_asked(&at("root/dangling"), &anybody).await.unwrap_err();
+        assert_eq!(link.replace(&at("there"), &at("missing")), dangling);
+        let link = some.check_weights(&at("root/link"), &anybody).await.unwrap_err();
+        let dangling = some.check_weights(&at("root/dangling"), &anybody).await.unwrap_err();
+        assert_eq!(link.replace(&at("root/link"), &at("root/dangling")), dangling);
+        // One that leads to itself ends, too.
+        symlink(at("root/loop"), at("root/loop")).unwrap();
+        assert_eq!(resolved(Path::new(&at("root/loop"))), resolved(Path::new(&at("root"))).join("loop"));
+        assert_eq!(some.check_weights(&at("root/w.safetensors"), &anybody).await, Ok(()));
+    }
+
+    #[tokio::test]
+    async fn without_roots_every_folder_is_allowed() {
+        let none = roots(&[], "127.0.0.1:0");
+        assert_eq!(none.check_asked("/etc", &Caller::anybody()).await, Ok(()));
+        assert_eq!(none.check_found("/etc"), Ok(()));
+    }
+}

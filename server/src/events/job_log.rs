@@ -1,0 +1,45 @@
+//! Lines that the server itself writes into logs of jobs.
+
+use super::Events;
+use crate::{lifecycle, store::JobRow};
+use lockstep_protocol::{
+    JobId,
+    agent::{AttemptEvent, LogLine},
+};
+use std::{
+    collections::HashSet,
+    sync::{Mutex, PoisonError},
+};
+
+/// Lines of which it is remembered that they were written. Beyond, one may be written a second time.
+const REMEMBERED: usize = 4096;
+
+/// Lines that were written: job, attempt, what they are about.
+pub(super) type WrittenLines = Mutex<HashSet<(JobId, u32, &'static str)>>;
+
+impl Events {
+    /// Writes a line into a job's log, unless the attempt's log has one about `what` already.
+    pub(crate) async fn log_once(&self, job: &JobId, attempt: u32, what: &'static str, text: String) {
+        {
+            let mut written = self.written_lines.lock().unwrap_or_else(PoisonError::into_inner);
+            if written.len() >= REMEMBERED {
+                written.clear();
+            }
+            if !written.insert((job.clone(), attempt, what)) {
+                return;
+            }
+        }
+        self.log(job, text).await;
+    }
+
+    /// Writes a line into a job's log.
+    pub(crate) async fn log(&self, job: &JobId, text: String) {
+        // The lines of rank 0 are numbered from 1: this one is none of them.
+        let line = LogLine { number: 0, at: crate::now(), text };
+        let event = AttemptEvent::Log { rank: 0, lines: vec![line] };
+        let change = move |row: &mut JobRow| lifecycle::report(row, event.clone(), None, crate::now());
+        if let Err(error) = self.change_job(job, Box::new(change)).await {
+            tracing::warn!(%error, %job, "a line of a job's log could not be stored");
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! The access log: one line a request, for `serve --access-log`. A thread of its own writes it, so a slow disk holds up no answer:
+//! what it cannot take is counted, and the log itself reports it.
+//!
+//! `2026-11-23T04:17:37.123Z 10.0.0.7 GET /api/v1/jobs?limit 200 1834 3.2 -`: time, client, method, path with the names (not the
+//! values) of its query, status, bytes of the answer, milliseconds, request id.
+
+use crate::config::AccessLogTo;
+use axum::http::{Method, StatusCode, Uri};
+use std::{
+    fmt::Write as _,
+    fs::{self, File},
+    io::{self, BufWriter, Write},
+    net::IpAddr,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+        mpsc::{Receiver, SyncSender, TrySendError, sync_channel},
+    },
+    time::Instant,
+};
+
+/// Lines that wait to be written.
+const WAITING: usize = 8192;
+/// Of a path: the longest that this server knows has some hundred.
+const PATH_CHARS: usize = 512;
+
+/// The log, for those who write lines.
+#[derive(Debug, Clone)]
+pub(crate) struct AccessLog {
+    lines: SyncSender<String>,
+    lost: Arc<AtomicU64>,
+}
+
+/// A request that is being answered; the line is written when it is dropped.
+#[derive(Debug)]
+pub(crate) struct Line {
+    log: AccessLog,
+    began: Instant,
+    head: String,
+    pub(crate) status: StatusCode,
+    pub(crate) bytes: u64,
+    pub(crate) request_id: Option<String>,
+}
+
+impl AccessLog {
+    /// Opens the log; a file is followed by a new one at `most_bytes`.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub(crate) fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
+        let mut out = LogSink::open(to, most_bytes)?;
+        let (lines, waiting) = sync_channel(WAITING);
+        let lost = Arc::new(AtomicU64::new(0));
+        let log = Self { lines, lost: lost.clone() };
+        std::thread::Builder::new()
+            .name("access log".into())
+            .spawn(move || write(&mut out, &waiting, &lost))?;
+        Ok(log)
+    }
+
+    pub(crate) fn begin(&self, address: IpAddr, method: &Method, uri: &Uri) -> Line {
+        let mut head = String::new();
+        let _ = write!(head, "{} {address} {method} {}", crate::now(), shown(uri));
+        let status = StatusCode::INTERNAL_SERVER_ERROR;
+        Line { log: self.clone(), began: Instant::now(), head, status, bytes: 0, request_id: None }
+    }
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        let mut line = std::mem::take(&mut self.head);
+        let ms = self.began.elapsed().as_secs_f64() * 1e3;
+        let id = self.request_id.as_deref().unwrap_or("-");
+        let _ = writeln!(line, " {} {} {ms:.1} {id}", self.status.as_u16(), self.bytes);
+        match self.log.lines.try_send(line) {
+            Ok(()) | Err(TrySendError::Disconnected(_)) => {}
+            Err(TrySendError::Full(_)) => {
+                self.log.lost.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+/// The path, and which values were given. Not the values: one may be a secret.
+fn shown(uri: &Uri) -> String {
+    let plain = |text: &str| -> String {
+        let mut plain = String::new();
+        for c in text.chars().take(PATH_CHARS) {
+            if c.is_ascii_graphic() { plain.push(c) } else { plain.push('?') }
+        }
+        plain
+    };
+    let mut shown = plain(uri.path());
+    for (n, part) in
+        uri.query().unwrap_or_default().split('&').filter(|part| !part.is_empty()).take(32).enumerate()
+    {
+        shown.push(if n == 0 { '?' } else { '&' });
+        // Without `=` it may be a value as well as a name.
+        shown.push_str(&part.split_once('=').map_or("...".into(), |(name, _)| plain(name)));
+    }
+    shown
+}
+
+enum LogSink {
+    Stdout,
+    File { path: PathBuf, file: BufWriter<File>, bytes: u64, most_bytes: u64 },
+}
+
+impl LogSink {
+    fn open(to: &AccessLogTo, most_bytes: u64) -> io::Result<Self> {
+        match to {
+            AccessLogTo::Stdout => Ok(LogSink::Stdout),
+            AccessLogTo::File(path) => {
+                let (file, bytes) = append(path)?;
+                Ok(LogSink::File { path: path.clone(), file: BufWriter::new(file), bytes, most_bytes })
+            }
+        }
+    }
+
+    fn line(&mut self, line: &str) -> io::Result<()> {
+        match self {
+            LogSink::Stdout => io::stdout().lock().write_all(line.as_bytes()),
+            LogSink::File { path, file, bytes, most_bytes } => {
+                if *bytes > 0 && *bytes + line.len() as u64 > *most_bytes {
+                    file.flush()?;
+                    fs::rename(&*path, older(path))?;
+                    let (fresh, length) = append(path)?;
+                    (*file, *bytes) = (BufWriter::new(fresh), length);
+                }
+                file.write_all(line.as_bytes())?;
+                *bytes += line.len() as u64;
+                Ok(())
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            LogSink::Stdout => io::stdout().flush(),
+            LogSink::File { file, .. } => file.flush(),
+        }
+    }
+}
+
+fn older(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".1");
+    name.into()
+}
+
+/// Opens a file that only this user reads, and its length.
+fn append(path: &Path) -> io::Result<(File, u64)> {
+    if path.exists() && !path.metadata()?.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    crate::util::private::file(path)?;
+    let file = File::options().append(true).open(path)?;
+    let length = file.metadata()?.len();
+    Ok((file, length))
+}
+
+/// Writes what comes until nobody can send any more.
+fn write(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
+    let mut failing = false;
+    while let Ok(first) = lines.recv() {
+        let written = write_all(out, &first, lines, lost);
+        // Logged when writing begins to fail, not for each line.
+        match written {
+            Ok(()) => failing = false,
+            Err(error) if !std::mem::replace(&mut failing, true) => {
+                tracing::error!(%error, "the access log cannot be written");
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+/// Writes a line and those that wait behind it.
+fn write_all(out: &mut LogSink, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
+    out.line(first)?;
+    while let Ok(line) = lines.try_recv() {
+        out.line(&line)?;
+    }
+    let lost = lost.swap(0, Ordering::Relaxed);
+    if lost > 0 {
+        out.line(&format!("{} {lost} lines were lost: too many at once\n", crate::now()))?;
+    }
+    out.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn values_of_a_query_are_not_logged() {
+        for (uri, logged) in [
+            ("/api/v1/jobs", "/api/v1/jobs"),
+            ("/api/v1/jobs?limit=20&token=secret&", "/api/v1/jobs?limit&token"),
+            ("/?secret", "/?..."),
+            ("/a%0Ab", "/a%0Ab"),
+        ] {
+            assert_eq!(shown(&uri.parse().unwrap()), logged);
+        }
+        let long = format!("/{}", "a".repeat(5000));
+        assert_eq!(shown(&long.parse().unwrap()).len(), PATH_CHARS);
+    }
+
+    #[test]
+    fn a_full_file_becomes_the_older_one_and_is_nobody_elses() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("access.log");
+        fs::write(&path, "").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        let mut out = LogSink::open(&AccessLogTo::File(path.clone()), 18).unwrap();
+        for line in ["first line\n", "second\n", "third\n"] {
+            out.line(line).unwrap();
+        }
+        out.flush().unwrap();
+        let read = |path: &Path| fs::read_to_string(path).unwrap();
+        // At the limit it is full, one byte past it there is a new one.
+        assert_eq!((read(&older(&path)), read(&path)), ("first line\nsecond\n".into(), "third\n".into()));
+        for path in [&path, &older(&path)] {
+            assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        }
+        assert!(AccessLog::open(&AccessLogTo::File(dir.path().to_owned()), 20).is_err());
+    }
+}

@@ -1,0 +1,145 @@
+//! Conditional requests (RFC 9110, section 13) for what has an entity tag.
+
+use crate::http::error::{Error, Result};
+use axum::{
+    http::{HeaderMap, HeaderValue, StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
+use sha2::{Digest, Sha256};
+use std::fmt::Write as _;
+
+/// Clients may cache an answer, and ask whether it is still the same.
+pub(crate) const CACHING: &str = "private, no-cache";
+
+/// A value as JSON with an entity tag of its content, or 304 to whoever has it already. The tag is weak: answers are compressed
+/// on their way.
+///
+/// # Errors
+/// It cannot be written as JSON.
+pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
+    let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
+    let hash = Sha256::digest(&body).iter().take(16).fold(String::new(), |mut hex, byte| {
+        let _ = write!(hex, "{byte:02x}");
+        hex
+    });
+    let tag = format!("\"{hash}\"");
+    let about = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
+    if is_known(headers, &tag) {
+        return Ok((StatusCode::NOT_MODIFIED, about).into_response());
+    }
+    Ok((about, [(header::CONTENT_TYPE, "application/json")], body).into_response())
+}
+
+/// Whether `If-None-Match` says that the client has what is tagged so: then the answer is 304.
+pub(crate) fn is_known(headers: &HeaderMap, tag: &str) -> bool {
+    let mut lists = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|v| v.to_str().ok());
+    lists.any(|list| list.trim() == "*" || tags(list).any(|known| known == tag))
+}
+
+/// Whether a `Range` counts: not when `If-Range` names something else than what there is, as its parts would not fit.
+/// A date does not name it: tags are stronger, and everything that is asked for here has one.
+pub(crate) fn range_counts(headers: &HeaderMap, tag: &str) -> bool {
+    headers.get(header::IF_RANGE).is_none_or(|condition| condition == tag)
+}
+
+/// The tags of a list, weak ones as if they were strong: a cache compares them so. A comma may be part of a tag.
+fn tags(list: &str) -> impl Iterator<Item = &str> {
+    let mut rest = list;
+    std::iter::from_fn(move || {
+        let start = rest.find('"')?;
+        let length = rest[start + 1..].find('"')? + 2;
+        let tag = &rest[start..start + length];
+        rest = &rest[start + length..];
+        Some(tag)
+    })
+}
+
+/// Leaves a `Range` that is one range of bytes, and removes any other: one of another unit, or that is none, is ignored (RFC 9110, section
+/// 14.2), and of several the whole is sent.
+pub(crate) fn keep_one_range(headers: &mut HeaderMap) {
+    let one = headers.get(header::RANGE).and_then(|value| one_range(value.to_str().ok()?));
+    match one.and_then(|range| HeaderValue::try_from(range).ok()) {
+        Some(range) => drop(headers.insert(header::RANGE, range)),
+        None => drop(headers.remove(header::RANGE)),
+    }
+}
+
+/// The range in numbers that fit; a last byte beyond any file is the file's last.
+fn one_range(value: &str) -> Option<String> {
+    let (unit, range) = value.split_once('=')?;
+    let (first, last) = range.trim().split_once('-').filter(|_| unit.eq_ignore_ascii_case("bytes"))?;
+    let are_digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    if !are_digits(first) || !are_digits(last) {
+        return None;
+    }
+    let number = |text: &str| text.parse().unwrap_or(u64::MAX);
+    match (first, last) {
+        ("", "") => None,
+        ("", last) if number(last) == u64::MAX => None,
+        ("", last) => Some(format!("bytes=-{}", number(last))),
+        (first, "") => Some(format!("bytes={}-", number(first))),
+        (first, last) if number(first) > number(last) => None,
+        (first, last) if number(last) == u64::MAX => Some(format!("bytes={}-", number(first))),
+        (first, last) => Some(format!("bytes={}-{}", number(first), number(last))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(name: header::HeaderName, value: &str) -> HeaderMap {
+        HeaderMap::from_iter([(name, value.parse().unwrap())])
+    }
+
+    #[test]
+    fn tags_are_compared_whole() {
+        for (value, known) in [
+            ("\"a\"", true),
+            ("W/\"a\"", true),
+            ("*", true),
+            ("\"x,y\", W/\"b\" ,\"a\"", true),
+            ("a", false),
+            ("\"ab\"", false),
+            ("\"b\", \"aa\"", false),
+            ("\"", false),
+            ("", false),
+        ] {
+            assert_eq!(is_known(&with(header::IF_NONE_MATCH, value), "\"a\""), known, "{value}");
+        }
+        assert!(!is_known(&HeaderMap::new(), "\"a\""));
+        for (value, counts) in
+            [("\"a\"", true), ("W/\"a\"", false), ("\"b\"", false), ("Sat, 01 Jan 2028 00:00:00 GMT", false)]
+        {
+            assert_eq!(range_counts(&with(header::IF_RANGE, value), "\"a\""), counts, "{value}");
+        }
+        assert!(range_counts(&HeaderMap::new(), "\"a\""));
+    }
+
+    #[test]
+    fn one_range_of_bytes_counts_and_anything_else_is_ignored() {
+        let huge = "9".repeat(23);
+        for (value, kept) in [
+            ("bytes=0-1", Some("bytes=0-1")),
+            ("Bytes=7-7", Some("bytes=7-7")),
+            ("bytes=5-", Some("bytes=5-")),
+            ("bytes=-5", Some("bytes=-5")),
+            (&format!("bytes=3-{huge}"), Some("bytes=3-")),
+            (&format!("bytes={huge}-"), Some("bytes=18446744073709551615-")),
+            (&format!("bytes=-{huge}"), None),
+            ("bytes=10-5", None),
+            ("bytes=a-b", None),
+            ("bytes=+1-2", None),
+            ("bytes=-", None),
+            ("bytes=", None),
+            ("items=0-1", None),
+            ("bytes=0-1,3-4", None),
+            ("0-1", None),
+        ] {
+            let mut headers = with(header::RANGE, value);
+            keep_one_range(&mut headers);
+            assert_eq!(headers.get(header::RANGE).map(|kept| kept.to_str().unwrap()), kept, "{value}");
+        }
+    }
+}

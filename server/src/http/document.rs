@@ -1,0 +1,130 @@
+//! The OpenAPI document: what handlers say of themselves, and what every call has in common with others.
+
+mod values;
+
+use crate::http::gate::{self, Requirement};
+use axum::http::Method;
+use lockstep_protocol::access::Scope;
+use utoipa::openapi::{
+    OpenApi, Ref, RefOr, Required,
+    content::ContentBuilder,
+    header::HeaderBuilder,
+    path::{Operation, ParameterBuilder, ParameterIn, PathItem},
+    response::{Response, ResponseBuilder},
+    schema::{ObjectBuilder, Type},
+    security::{ApiKey, ApiKeyValue, HttpAuthScheme, HttpBuilder, SecurityRequirement, SecurityScheme},
+};
+
+const BEARER: &str = "bearer";
+const COOKIE: &str = "session";
+const PROBLEM: &str = "application/problem+json";
+/// Calls in which an agent says by headers for which attempt it asks.
+const OF_AGENTS: &str = "/api/v1/agent/attempts/";
+const AGENTS_SAY: [(&str, &str); 2] = [
+    ("x-lockstep-agent", "The agent's id: the token must be this agent's"),
+    ("x-lockstep-fencing-token", "The attempt's, as the agent was given it"),
+];
+/// Statuses that come with `Retry-After`.
+const RETRIED: [&str; 2] = ["429", "503"];
+
+/// Adds to each call the refusals that do not come from its handler, and gives errors their media type.
+pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
+    for (path, item) in &mut document.paths.paths {
+        for (method, operation) in operations(item) {
+            let needed = gate::needed(&method, Some(path));
+            if path.starts_with(OF_AGENTS) {
+                operation.parameters.get_or_insert_default().extend(AGENTS_SAY.map(|(name, about)| {
+                    let text = ObjectBuilder::new().schema_type(Type::String).min_length(Some(1)).build();
+                    let header = ParameterBuilder::new().name(name).parameter_in(ParameterIn::Header);
+                    let header = header.description(Some(about)).required(Required::True).schema(Some(text));
+                    RefOr::T(header.build())
+                }));
+            }
+            let scope = match needed {
+                Requirement::Nothing => None,
+                Requirement::Scope(scope) => Some(scope),
+                Requirement::AdminOrPerson => Some(Scope::Read),
+            };
+            let mut refusals = common(operation, scope.is_some());
+            if let Some(scope) = scope {
+                refusals.push(("401", "No token, or one that is not valid"));
+                refusals.push((
+                    "403",
+                    "The scope of the token or the role of the person does not suffice, what is to be changed is somebody else's, \
+                     or the request is a page's of another origin or came past the proxy that encrypts",
+                ));
+                let schemes = [BEARER, COOKIE].map(|name| SecurityRequirement::new(name, [scope.as_str()]));
+                operation.security = Some(schemes.into());
+            }
+            for (status, description) in refusals {
+                let responses = &mut operation.responses.responses;
+                responses.entry(status.to_owned()).or_insert_with(|| RefOr::T(problem(description)));
+            }
+            for (status, response) in &mut operation.responses.responses {
+                if let RefOr::T(response) = response
+                    && status.parse::<u16>().is_ok_and(|status| status >= 400)
+                    && let Some(content) = response.content.shift_remove("application/json")
+                {
+                    response.content.insert(PROBLEM.to_owned(), content);
+                }
+                if let RefOr::T(response) = response
+                    && RETRIED.contains(&status.as_str())
+                {
+                    let seconds = ObjectBuilder::new().schema_type(Type::Integer).build();
+                    let header =
+                        HeaderBuilder::new().schema(Some(seconds)).description(Some("Seconds to wait"));
+                    response.headers.insert("Retry-After".to_owned(), RefOr::T(header.build()));
+                }
+            }
+        }
+    }
+    values::complete(&mut document);
+    let schemes = &mut document.components.get_or_insert_default().security_schemes;
+    let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some(
+        "A token of `POST /api/v1/tokens`. Its scope is `read`, `submit` (includes `read`), `admin` (includes both) or `agent`.",
+    ));
+    schemes.insert(BEARER.into(), RefOr::T(SecurityScheme::Http(bearer.build())));
+    let cookie = ApiKeyValue::with_description("lockstep_PORT", "A browser that has signed in at `/login`");
+    schemes.insert(COOKIE.into(), RefOr::T(SecurityScheme::ApiKey(ApiKey::Cookie(cookie))));
+    document
+}
+
+/// The calls of an address.
+fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operation)> {
+    [
+        (Method::GET, &mut item.get),
+        (Method::PUT, &mut item.put),
+        (Method::POST, &mut item.post),
+        (Method::PATCH, &mut item.patch),
+        (Method::DELETE, &mut item.delete),
+    ]
+    .into_iter()
+    .filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
+}
+
+/// What [`crate::http::guard`], the extractors, the store and the router answer on behalf of a handler. The guard looks at every request, so
+/// each call may be answered 400, 403, 421 and 429.
+fn common(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
+    let mut all = vec![
+        ("400", "The request cannot be read"),
+        ("421", "The Host is none of this machine's"),
+        ("429", "Too many requests of this address or with this token; `Retry-After` says when to ask again"),
+        ("500", "A fault of the server; its log says more"),
+        ("503", "The database or an agent is not available; try again"),
+        ("504", "It took too long"),
+    ];
+    if !needs_scope {
+        all.push(("403", "The request is a page's of another origin or came past the proxy that encrypts"));
+    }
+    if operation.request_body.is_some() {
+        all.push(("408", "The body stopped coming"));
+        all.push(("413", "The body is too large"));
+        all.push(("415", "The body is of a type that is not taken"));
+    }
+    all
+}
+
+fn problem(description: &str) -> Response {
+    let content = ContentBuilder::new().schema(Some(Ref::from_schema_name("Problem"))).build();
+    ResponseBuilder::new().description(description).content(PROBLEM, content).build()
+}

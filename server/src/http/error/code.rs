@@ -1,0 +1,115 @@
+//! The codes of problems: every one that the server answers with, in one place. `docs/api.md` lists the same; a test compares them.
+
+use axum::http::StatusCode;
+
+macro_rules! codes {
+    ($($name:ident = $text:literal, $status:ident, $meaning:literal;)*) => {
+        /// What kind of problem it is, for programs. New ones may be added; the status says what class it is of.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum Code {
+            $(#[doc = $meaning] $name,)*
+        }
+
+        impl Code {
+            /// Every code.
+            #[cfg(test)]
+            pub(crate) const ALL: &[Code] = &[$(Code::$name,)*];
+
+            /// As in JSON: snake_case.
+            pub(crate) fn as_str(self) -> &'static str {
+                match self { $(Code::$name => $text,)* }
+            }
+
+            /// The `type` of a problem: a name, not an address.
+            pub(crate) fn type_uri(self) -> &'static str {
+                match self { $(Code::$name => concat!("urn:lockstep:problem:", $text),)* }
+            }
+
+            /// The status that it comes with.
+            pub(crate) fn status(self) -> StatusCode {
+                match self { $(Code::$name => StatusCode::$status,)* }
+            }
+
+            /// What it means.
+            #[cfg(test)]
+            pub(crate) fn meaning(self) -> &'static str {
+                match self { $(Code::$name => $meaning,)* }
+            }
+        }
+    };
+}
+
+codes! {
+    BadRequest = "bad_request", BAD_REQUEST, "The request cannot be read: a parameter, a header or the body is not what the call takes";
+    WrongCursor = "wrong_cursor", BAD_REQUEST, "The cursor is none, or of another list, another job or dataset, or another order: leave it out to begin with the first page";
+    Unauthorized = "unauthorized", UNAUTHORIZED, "No token, or one that is not valid";
+    Forbidden = "forbidden", FORBIDDEN, "The scope or the role does not suffice, what is to change is somebody else's, or the request is a page's of another origin";
+    NotFound = "not_found", NOT_FOUND, "Nothing has this name, id or address";
+    MethodNotAllowed = "method_not_allowed", METHOD_NOT_ALLOWED, "The address does not know this method";
+    BodyTimeout = "body_timeout", REQUEST_TIMEOUT, "The body stopped coming";
+    Conflict = "conflict", CONFLICT, "What is there forbids the request";
+    WrongState = "wrong_state", CONFLICT, "The job's state, which is in `state`, forbids the request";
+    NameTaken = "name_taken", CONFLICT, "The name is in use";
+    DatasetInUse = "dataset_in_use", CONFLICT, "Jobs that are not over train on the dataset";
+    IdempotencyKeyReused = "idempotency_key_reused", CONFLICT, "The Idempotency-Key came with another request before";
+    BodyTooLarge = "body_too_large", PAYLOAD_TOO_LARGE, "The body is larger than the call takes";
+    UnsupportedMediaType = "unsupported_media_type", UNSUPPORTED_MEDIA_TYPE, "The body is of a type that is not taken";
+    WrongHost = "wrong_host", MISDIRECTED_REQUEST, "The Host is none of this server's";
+    Invalid = "invalid", UNPROCESSABLE_ENTITY, "Mistakes in what was sent; each is in `errors` with its place";
+    Unprocessable = "unprocessable", UNPROCESSABLE_ENTITY, "What was asked for cannot be done with what is there";
+    CheckpointDamaged = "checkpoint_damaged", UNPROCESSABLE_ENTITY, "The checkpoint's files are not those that were written";
+    UpgradeRequired = "upgrade_required", UPGRADE_REQUIRED, "The address is a websocket";
+    TooManyRequests = "too_many_requests", TOO_MANY_REQUESTS, "More requests from this address or with this token than are answered; `Retry-After` says when to ask again";
+    Internal = "internal", INTERNAL_SERVER_ERROR, "A fault of the server; its log says more";
+    Unavailable = "unavailable", SERVICE_UNAVAILABLE, "The database or an agent is away; the same request may be answered later";
+    Timeout = "timeout", GATEWAY_TIMEOUT, "It took too long";
+}
+
+impl Code {
+    /// The code of a refusal that says no more than its status.
+    pub(crate) fn of(status: StatusCode) -> Self {
+        match status {
+            StatusCode::METHOD_NOT_ALLOWED => Code::MethodNotAllowed,
+            StatusCode::REQUEST_TIMEOUT => Code::BodyTimeout,
+            StatusCode::PAYLOAD_TOO_LARGE => Code::BodyTooLarge,
+            StatusCode::UNSUPPORTED_MEDIA_TYPE => Code::UnsupportedMediaType,
+            StatusCode::MISDIRECTED_REQUEST => Code::WrongHost,
+            StatusCode::UNPROCESSABLE_ENTITY => Code::Unprocessable,
+            StatusCode::UPGRADE_REQUIRED => Code::UpgradeRequired,
+            StatusCode::TOO_MANY_REQUESTS => Code::TooManyRequests,
+            StatusCode::SERVICE_UNAVAILABLE => Code::Unavailable,
+            StatusCode::GATEWAY_TIMEOUT => Code::Timeout,
+            StatusCode::UNAUTHORIZED => Code::Unauthorized,
+            StatusCode::FORBIDDEN => Code::Forbidden,
+            StatusCode::NOT_FOUND => Code::NotFound,
+            StatusCode::CONFLICT => Code::Conflict,
+            status if status.is_server_error() => Code::Internal,
+            _ => Code::BadRequest,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documentation_lists_every_code_as_it_is() {
+        let page = include_str!("../../../../docs/api.md");
+        let begins = page.find("| code | status | meaning |").expect("the table");
+        let table: Vec<&str> =
+            page[begins..].lines().skip(2).take_while(|line| line.starts_with('|')).collect();
+        let codes = Code::ALL
+            .iter()
+            .map(|code| format!("| `{}` | {} | {} |", code.as_str(), code.status().as_u16(), code.meaning()));
+        assert_eq!(table, codes.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_status_has_a_code_of_that_status() {
+        for code in Code::ALL {
+            assert_eq!(Code::of(code.status()).status(), code.status(), "{code:?}");
+            assert!(code.type_uri().ends_with(code.as_str()));
+        }
+    }
+}

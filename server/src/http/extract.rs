@@ -1,0 +1,154 @@
+//! Extractors whose refusals are problems like every other error.
+
+mod json;
+
+use crate::http::error::{Error, Result};
+use axum::{
+    extract::{FromRequest, FromRequestParts, Request},
+    http::{StatusCode, header, request::Parts},
+};
+use bytes::Bytes;
+use lockstep_protocol::{
+    JobId,
+    limits::SEARCH_CHARS,
+    spec::{self, nearest, shortened},
+};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use utoipa::{IntoParams, openapi::path::ParameterIn};
+
+/// Query parameters of the API. A parameter that `T` does not have is refused, with the nearest name that it has: ignored, a
+/// mistyped filter would return everything.
+#[derive(Debug)]
+pub(crate) struct Query<T>(pub T);
+
+impl<S: Send + Sync, T: DeserializeOwned + IntoParams> FromRequestParts<S> for Query<T> {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self> {
+        type Pairs = axum::extract::Query<Vec<(String, String)>>;
+        let known: Vec<String> =
+            T::into_params(|| Some(ParameterIn::Query)).into_iter().map(|known| known.name).collect();
+        let pairs = Pairs::try_from_uri(&parts.uri)?.0;
+        if let Some((key, _)) = pairs.iter().find(|(key, _)| !known.contains(key)) {
+            let names = || known.iter().map(String::as_str);
+            let names = match nearest(key, names()) {
+                Some(near) => format!("did you mean {near:?}?"),
+                None => format!("the parameters are {}", known.join(", ")),
+            };
+            let detail = format!("there is no query parameter {:?} here; {names}", shortened(key));
+            return Err(Error::BadRequest(detail));
+        }
+        Ok(Self(axum::extract::Query::try_from_uri(&parts.uri)?.0))
+    }
+}
+
+/// Query parameters of a page. Its scripts keep what they show in the address, too, so unknown ones are ignored.
+#[derive(Debug, FromRequestParts)]
+#[from_request(via(axum::extract::Query), rejection(Error))]
+pub(crate) struct PageQuery<T>(pub T);
+
+/// A count of things that a request asks for.
+///
+/// # Errors
+/// It is 0 or above `most`.
+pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, most: u32) -> Result<u32> {
+    match asked {
+        Some(asked) if !(1..=most).contains(&asked) => {
+            Err(Error::BadRequest(format!("{key} must be 1 to {most}, is {asked}")))
+        }
+        asked => Ok(asked.unwrap_or(default)),
+    }
+}
+
+/// Parts of the path.
+#[derive(Debug, FromRequestParts)]
+#[from_request(via(axum::extract::Path), rejection(Error))]
+pub(crate) struct Path<T>(pub T);
+
+/// The JSON body, and the bytes that it was.
+#[derive(Debug)]
+pub(crate) struct Body<T>(pub T, pub Bytes);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self> {
+        let bytes = json_bytes(request, state).await?;
+        // The elements of a list would be taken for the fields, in their order.
+        if bytes.trim_ascii_start().first() != Some(&b'{') {
+            return Err(Error::BadRequest("the body must be a JSON object".into()));
+        }
+        Ok(Self(read(&bytes)?, bytes))
+    }
+}
+
+async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+    let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+    // A browser cannot send this type across origins without asking first.
+    if kind.split(';').next().map(str::trim) != Some("application/json") {
+        return Err(Error::Refused(
+            StatusCode::UNSUPPORTED_MEDIA_TYPE,
+            "the body must be JSON, with content-type: application/json".into(),
+        ));
+    }
+    whole(request, state).await
+}
+
+fn read<T: DeserializeOwned>(bytes: &Bytes) -> Result<T> {
+    json::check(bytes)
+        .and_then(|()| serde_json::from_slice(bytes))
+        .map_err(|e| Error::BadRequest(format!("the body is not the JSON that is asked for: {e}")))
+}
+
+/// The body, within its limit.
+async fn whole<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
+    Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => {
+            Error::Refused(StatusCode::PAYLOAD_TOO_LARGE, "the body is larger than 1 MiB".into())
+        }
+        _ => Error::BadRequest(rejection.body_text()),
+    })
+}
+
+/// A job's specification as JSON or as TOML (`application/toml`), and the bytes that it was.
+#[derive(Debug)]
+pub(crate) struct Document(pub Value, pub Bytes);
+
+impl<S: Send + Sync> FromRequest<S> for Document {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self> {
+        let kind =
+            request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
+        // Like JSON's, a type that a browser cannot send across origins without asking first.
+        if kind.split(';').next().map(str::trim) != Some("application/toml") {
+            let bytes = json_bytes(request, state).await?;
+            return Ok(Self(read(&bytes)?, bytes));
+        }
+        let bytes = whole(request, state).await?;
+        let text =
+            std::str::from_utf8(&bytes).map_err(|_| Error::BadRequest("the body is no text".into()))?;
+        let document = spec::toml_document(text).map_err(|mistake| Error::Invalid(vec![mistake]))?;
+        Ok(Self(document, bytes))
+    }
+}
+
+/// A text to search for. Databases take no pattern of any length, and call one that is too long their own fault.
+///
+/// # Errors
+/// It is too long.
+pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
+    match text.map(|text| text.chars().count()) {
+        Some(chars) if chars > SEARCH_CHARS => Err(Error::Refused(
+            StatusCode::UNPROCESSABLE_ENTITY,
+            format!("{key} has {chars} characters; search for at most {SEARCH_CHARS}"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// A job id in a path: well formed, so that it is safe as a file name.
+pub(crate) fn job_id(text: &str) -> Result<JobId> {
+    text.parse().map_err(|_| Error::NotFound("no job has this id".into()))
+}

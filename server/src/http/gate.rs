@@ -1,0 +1,345 @@
+//! Deny by default: the layer around every route that authenticates and authorises each request.
+//!
+//! What a request needs follows from its method and route, in one table (`gate/rules.rs`). A route that is not in the table needs a
+//! token too: to be open it must be listed. Whatever the request may have changed is written to the audit log here, so no handler
+//! can forget it.
+
+mod agents;
+mod ownership;
+mod rules;
+
+pub(crate) use agents::is_agent;
+pub(crate) use rules::{Requirement, needed};
+
+use crate::{
+    agents::Agents,
+    auth::{
+        Auth,
+        access::{Caller, Denied},
+    },
+    config::ServeConfig,
+    http::{
+        error::{Error, PageError, shown_to},
+        ingress::{Ingress, Peer},
+        rate_limit::RateLimiter,
+        request_id::RequestId,
+    },
+    store::{AuditEntry, principal},
+    util::tasks::Tasks,
+};
+use axum::{
+    extract::{MatchedPath, Request, State},
+    http::{HeaderMap, HeaderValue, Method, StatusCode, header},
+    middleware::Next,
+    response::{IntoResponse, Redirect, Response},
+};
+use lockstep_protocol::{access::Scope, people::Role};
+use std::sync::Arc;
+
+/// Longest address in the audit log, in characters.
+const OBJECT_CHARS: usize = 300;
+
+/// Decides which requests reach their handlers.
+pub(crate) struct Gate {
+    pub(super) config: Arc<ServeConfig>,
+    auth: Arc<Auth>,
+    pub(super) agents: Arc<Agents>,
+    pub(super) ingress: Arc<Ingress>,
+    pub(super) tasks: Tasks,
+    /// Requests by the id of the token or of the signed-in person.
+    token_limit: RateLimiter<String>,
+}
+
+impl Gate {
+    pub(crate) fn new(
+        config: Arc<ServeConfig>,
+        auth: Arc<Auth>,
+        agents: Arc<Agents>,
+        ingress: Arc<Ingress>,
+        tasks: Tasks,
+    ) -> Self {
+        let token_limit = RateLimiter::new(config.token_requests_per_second);
+        Self { config, auth, agents, ingress, tasks, token_limit }
+    }
+}
+
+/// Response extension of a handler that has signed a person in, for the audit log.
+#[derive(Debug, Clone)]
+pub(crate) struct SignedIn {
+    pub(crate) who: String,
+    pub(crate) token_id: String,
+}
+
+/// Response extension of a handler: the object of the request, if its address does not name it. The audit log has both.
+#[derive(Debug, Clone)]
+pub(crate) struct AuditSubject(pub(crate) String);
+
+pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, next: Next) -> Response {
+    let tasks = gate.tasks.tracker.clone();
+    let method = request.method().clone();
+    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
+    let needed = needed(&method, route.as_deref());
+    let path = request.uri().path().to_owned();
+    let object: String =
+        request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
+    // The guard has refused a request without it.
+    let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
+    let request_id = request.extensions().get::<RequestId>().cloned().unwrap_or_default();
+    let by_certificate = match request.extensions().get::<Peer>() {
+        Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
+            agents::by_certificate(&gate, request.headers(), peer)
+        }
+        _ => Ok(None),
+    };
+    let caller = match by_certificate {
+        Ok(None) => identify(&gate, request.headers()),
+        known => known,
+    };
+    let caller = match caller {
+        Ok(caller) => caller,
+        Err(_) if needed == Requirement::Nothing => None,
+        Err(error) => return error.into_response(),
+    };
+    if let Some(caller) = caller.as_ref().filter(|_| needed != Requirement::Nothing)
+        && let Err(seconds) = take_one(&gate, caller)
+    {
+        return answered(caller, too_many(seconds), &path);
+    }
+    match (&caller, needed) {
+        (Some(caller), Requirement::Scope(scope)) if !caller.may(scope) => {
+            return refused(caller, scope, &path);
+        }
+        (Some(caller), Requirement::AdminOrPerson)
+            if !caller.may(Scope::Admin) && caller.person().is_none() =>
+        {
+            return refused(caller, Scope::Admin, &path);
+        }
+        (None, Requirement::Scope(_) | Requirement::AdminOrPerson) => {
+            return asked_to_sign_in(&method, &path, &object);
+        }
+        _ => {}
+    }
+    if let (Some(caller), Some(route)) = (&caller, &route)
+        && let Err(error) = ownership::check(&gate.auth, caller, &method, route, &mut request).await
+    {
+        return answered(caller, error, &path);
+    }
+    let viewer = caller.as_ref().map(Caller::viewer).unwrap_or_default();
+    if let Some(caller) = &caller {
+        request.extensions_mut().insert(caller.clone());
+    }
+    let is_change = rules::is_recorded(&method, route.as_deref());
+    let is_carried_out = rules::is_carried_out(&method, route.as_deref());
+    let work = async move {
+        let response = shown_to(viewer, next.run(request).await);
+        let signed_in = response.extensions().get::<SignedIn>().cloned();
+        let status = response.status();
+        // Of requests without a caller only failed sign-ins are recorded, whose number is limited. Others could displace entries that matter.
+        let signs_in = rules::signs_in(route.as_deref());
+        let is_wrong_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
+        if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
+            let token = caller.as_ref().and_then(Caller::token);
+            let action = match route.as_deref() {
+                _ if signs_in => "sign in".to_owned(),
+                route => format!("{method} {}", route.unwrap_or("(no such address)")),
+            };
+            // An address may contain a code or a token, which must not be recorded.
+            let mut object = if signs_in { path } else { object };
+            let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
+            if let Some(what) = subject.or_else(|| created(&response).filter(|_| !signs_in)) {
+                object.push_str(": ");
+                object.extend(what.chars().take(OBJECT_CHARS));
+            }
+            let (who, token_id) = match (signed_in, token) {
+                (Some(SignedIn { who, token_id }), _) => (who, token_id),
+                (None, Some(token)) => (token.who(), token.id.clone()),
+                (None, None) => Default::default(),
+            };
+            gate.auth.audit.put(AuditEntry {
+                id: uuid::Uuid::now_v7().simple().to_string(),
+                at: crate::now(),
+                who,
+                token_id,
+                address,
+                action,
+                object,
+                status: status.as_u16(),
+                request_id: request_id.0,
+            });
+        }
+        response
+    };
+    if !is_carried_out {
+        return work.await;
+    }
+    // A task of its own, so that it completes and is recorded although the client disconnects.
+    match tasks.spawn(work).await {
+        Ok(response) => response,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            Err(error) => Error::Internal(format!("a request's work: {error}")).into_response(),
+        },
+    }
+}
+
+/// The id or name of what a request has created: the end of its `Location`.
+fn created(response: &Response) -> Option<&str> {
+    let location = response.headers().get(header::LOCATION)?.to_str().ok()?;
+    let is_new = match response.status() {
+        StatusCode::CREATED => true,
+        // A form without scripts leads to the page of its job.
+        StatusCode::SEE_OTHER => location.starts_with("/jobs/"),
+        _ => false,
+    };
+    location.rsplit('/').next().filter(|_| is_new)
+}
+
+/// The caller that these headers authenticate; `None` without credentials. A token in `Authorization` is preferred to a cookie.
+fn identify(gate: &Gate, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
+    if !gate.auth.access.is_required() {
+        return Ok(Some(Caller::anybody()));
+    }
+    if let Some(value) = headers.get(header::AUTHORIZATION) {
+        let Some(token) = bearer(value) else {
+            let detail = "the Authorization header must be: Bearer TOKEN";
+            return Err(Error::Unauthorized(detail.into()));
+        };
+        return gate.auth.access.by_token(token).map(Some).map_err(|denied| {
+            Error::Unauthorized(match denied {
+                Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
+                Denied::Revoked => "that token was revoked; ask for another one".into(),
+                Denied::Expired => "that token has expired; ask for another one".into(),
+                Denied::Disabled => {
+                    "the person whose token that is may not use this server; ask an admin".into()
+                }
+            })
+        });
+    }
+    Ok(cookie(headers, &gate.auth.cookie_name).and_then(|secret| gate.auth.access.by_session(secret)))
+}
+
+/// The token of an `Authorization` header.
+fn bearer(value: &HeaderValue) -> Option<&str> {
+    let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
+}
+
+/// The value of a cookie.
+pub(crate) fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    let all = headers.get_all(header::COOKIE).into_iter().filter_map(|value| value.to_str().ok());
+    let mut pairs = all.flat_map(|text| text.split(';')).filter_map(|pair| pair.trim().split_once('='));
+    pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
+}
+
+/// Whether a path is for programs, which get JSON problems instead of pages.
+fn is_for_programs(path: &str) -> bool {
+    path.starts_with("/api/") || ["/metrics", "/healthz", "/readyz"].contains(&path)
+}
+
+fn asked_to_sign_in(method: &Method, path: &str, object: &str) -> Response {
+    if is_for_programs(path) {
+        let detail = "this needs an access token: send it as Authorization: Bearer TOKEN (the server's own is in the file \
+            `token` of its data directory), or sign in at /login";
+        return Error::Unauthorized(detail.into()).into_response();
+    }
+    let back = if matches!(*method, Method::GET | Method::HEAD) { object } else { "/" };
+    Redirect::to(&login_address(back)).into_response()
+}
+
+/// The address of the page to sign in, with the page to return to.
+pub(crate) fn login_address(back: &str) -> String {
+    let mut to = String::from("/login");
+    for (n, byte) in back.bytes().enumerate() {
+        if back == "/" {
+            break;
+        }
+        if n == 0 {
+            to.push_str("?next=");
+        }
+        match byte {
+            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
+                to.push(byte.into())
+            }
+            other => to.push_str(&format!("%{other:02X}")),
+        }
+    }
+    to
+}
+
+fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
+    let name = caller.token().map_or("", |token| &token.name);
+    let has = caller.scope().map_or("none", Scope::as_str);
+    // A session that a token's link has begun may do what that token may.
+    let by_itself = |person: &&str| {
+        caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
+    };
+    let detail = if let Some(person) = caller.person().filter(by_itself) {
+        let roles = Role::ALL.into_iter().filter(|role| role.scope().allows(scope)).map(Role::as_str);
+        let roles = roles.collect::<Vec<_>>().join(" or ");
+        let what = if roles.is_empty() { "an agent's token".to_owned() } else { format!("the role {roles}") };
+        format!("this needs {what}, which {person} does not have; ask an admin")
+    } else if scope == Scope::Agent {
+        format!(
+            "agents join with a token of their own; the token {name:?} has the scope {has} (see `lockstep token create --scope agent --agent NAME`)"
+        )
+    } else {
+        format!("this needs a token of the scope {scope}, and the token {name:?} has the scope {has}")
+    };
+    answered(caller, Error::Forbidden(detail), path)
+}
+
+/// A refusal, as a problem or as a page.
+fn answered(caller: &Caller, error: Error, path: &str) -> Response {
+    match is_for_programs(path) {
+        true => error.into_response(),
+        false => shown_to(caller.viewer(), PageError(error).into_response()),
+    }
+}
+
+/// Counts a request against its token's rate. Requests of agents are limited by size instead (`agents/inbox.rs`, `checkpoints/uploads.rs`).
+///
+/// # Errors
+/// The rate is exceeded: seconds to wait.
+fn take_one(gate: &Gate, caller: &Caller) -> Result<(), u64> {
+    match caller.token() {
+        Some(token) if caller.scope() != Some(Scope::Agent) => gate.token_limit.take(token.id.as_str()),
+        _ => Ok(()),
+    }
+}
+
+fn too_many(seconds: u64) -> Error {
+    let detail = format!(
+        "too many requests with this token or of this person; ask again in {seconds} s (`lockstep serve --token-requests-per-second` \
+         sets how many are answered)"
+    );
+    Error::TooMany(detail, seconds)
+}
+
+/// The header that sets or removes the session's cookie.
+pub(crate) fn set_cookie(auth: &Auth, peer: &Peer, value: &str, seconds: u64) -> Option<HeaderValue> {
+    let secure = if peer.https { "; Secure" } else { "" };
+    let name = &auth.cookie_name;
+    let text = format!("{name}={value}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Lax{secure}");
+    HeaderValue::from_str(&text).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cookie_is_found_among_others_by_its_whole_name() {
+        let mut headers = HeaderMap::new();
+        headers.append("cookie", "a=1; lockstep_70=no; lockstep_7070=yes; b=2".parse().unwrap());
+        headers.append("cookie", "xlockstep_7071=no;lockstep_7071=too".parse().unwrap());
+        assert_eq!(cookie(&headers, "lockstep_7070"), Some("yes"));
+        assert_eq!(cookie(&headers, "lockstep_7071"), Some("too"));
+        assert_eq!(cookie(&headers, "lockstep_707"), None);
+    }
+
+    #[test]
+    fn the_way_back_is_one_parameter() {
+        assert_eq!(login_address("/"), "/login");
+        assert_eq!(login_address("/jobs?name=a&b"), "/login?next=/jobs%3Fname%3Da%26b");
+    }
+}

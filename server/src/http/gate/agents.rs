@@ -1,0 +1,76 @@
+//! Who opens an agent's connection: whom its certificate names, or, where that is enough, whom its token names.
+
+use super::{Gate, bearer};
+use crate::{
+    auth::access::{Caller, Denied, certificate_id},
+    config::AgentAuth,
+    http::{error::Error, ingress::Peer},
+};
+use axum::http::{HeaderMap, header};
+use lockstep_protocol::access::Scope;
+
+/// The answer to an agent without a certificate.
+const HOW: &str = "start the agent with --cert-file and --key-file, or --pkcs12-file (on the server's machine: `lockstep ca issue NAME \
+    --agent`)";
+
+/// Whether a request comes from an agent that shows who it is.
+pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
+    let certified = gate.ingress.agents().zip(peer.certificate.as_deref());
+    let token = headers.get(header::AUTHORIZATION).and_then(bearer);
+    certified.is_some_and(|(trust, certificate)| trust.check(certificate).is_ok())
+        || token
+            .and_then(|token| gate.auth.access.by_token(token).ok())
+            .is_some_and(|caller| caller.scope() == Some(Scope::Agent))
+}
+
+/// The agent that a certificate names.
+///
+/// `None` is left to tokens.
+///
+/// # Errors
+/// It is refused, which is logged.
+pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> Result<Option<Caller>, Error> {
+    let auth = gate.config.agent_auth();
+    let Some(trust) = gate.ingress.agents().filter(|_| gate.auth.access.is_required()) else {
+        return Ok(None);
+    };
+    let refused = |who: &str, why: &str, advice: &str| {
+        gate.agents.refusals.note(peer.address, who, why);
+        Err(Error::Unauthorized(format!("this server refuses the agent: {why}; {advice}")))
+    };
+    let Some(certificate) = &peer.certificate else {
+        // This machine's own agent comes in clear, with the token that the server gave it.
+        let needs_one = auth == AgentAuth::Certificate && !peer.is_in_clear();
+        if needs_one || !headers.contains_key(header::AUTHORIZATION) {
+            let why = match auth {
+                AgentAuth::Certificate => "it shows no certificate, which this server asks of agents",
+                _ => "it shows neither a certificate nor a token",
+            };
+            return refused("(unknown)", why, HOW);
+        }
+        return Ok(None);
+    };
+    let who = certificate.who();
+    if let Err(why) = trust.check(certificate) {
+        return refused(&who, &why, "have another issued");
+    }
+    let Some(name) = &certificate.name else {
+        return refused(
+            &who,
+            "its certificate has no name (common name)",
+            "have one issued with the agent's name",
+        );
+    };
+    match gate.auth.access.by_certificate(name, certificate.facts.not_before) {
+        Ok(caller) => Ok(Some(caller)),
+        Err(Denied::Revoked) => refused(
+            &who,
+            "an admin has revoked the access of this name after its certificate was issued",
+            &format!(
+                "a certificate that is issued from now on is taken (`lockstep token list`: {})",
+                certificate_id(name)
+            ),
+        ),
+        Err(_) => refused(&who, "this name may not join", "ask an admin"),
+    }
+}

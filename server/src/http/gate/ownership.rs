@@ -1,0 +1,145 @@
+//! Whose a job or a dataset is, and what others may do with it. This stands in the gate, before every handler of a route that names
+//! one, so a new route cannot forget it: what is private is not found by others, and where there are people, jobs and datasets are
+//! changed by their owners and by admins.
+
+use crate::{
+    auth::{Auth, access::Caller},
+    http::error::{Error, Result},
+    store::Owned,
+};
+use axum::{
+    RequestExt,
+    extract::{RawPathParams, Request},
+    http::Method,
+};
+use lockstep_protocol::JobId;
+
+/// Requests that may change something, and not the job that they name: what is seen is enough.
+const READING: [&str; 3] =
+    ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
+
+/// What a route names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Job,
+    Checkpoint,
+    Dataset,
+}
+
+impl Kind {
+    fn of(route: &str) -> Option<Self> {
+        let kinds = [
+            ("/jobs/{id}", Kind::Job),
+            ("/api/v1/jobs/{id}", Kind::Job),
+            ("/api/v1/checkpoints/{id}", Kind::Checkpoint),
+            ("/api/v1/datasets/{name}", Kind::Dataset),
+        ];
+        let is_below = |rest: &str| rest.is_empty() || rest.starts_with(['/', '.']);
+        let found = kinds.into_iter().find(|(start, _)| route.strip_prefix(start).is_some_and(is_below));
+        found.map(|(_, kind)| kind)
+    }
+
+    /// As the handlers say it of what there is not.
+    fn not_found(self, route: &str) -> Error {
+        Error::NotFound(
+            match self {
+                Kind::Job if route.starts_with("/jobs/") => "No job has this id. It may have been deleted.",
+                Kind::Job => "no job has this id",
+                Kind::Checkpoint => "no checkpoint has this id",
+                Kind::Dataset => "no dataset has this name",
+            }
+            .into(),
+        )
+    }
+
+    fn word(self) -> &'static str {
+        match self {
+            Kind::Job | Kind::Checkpoint => "job",
+            Kind::Dataset => "dataset",
+        }
+    }
+}
+
+/// Lets a request through that its caller may make with what it names. What there is not is answered here as what is private to somebody
+/// else, before query, method and body are looked at: from the answer nobody learns which of the two it is.
+///
+/// # Errors
+/// 404 for both, 403 for a change of what is somebody else's.
+pub(super) async fn check(
+    auth: &Auth,
+    caller: &Caller,
+    method: &Method,
+    route: &str,
+    request: &mut Request,
+) -> Result<()> {
+    let Some(kind) = Kind::of(route) else { return Ok(()) };
+    if caller.sees_all() {
+        return Ok(());
+    }
+    // Decoded, as the handler takes it. What cannot be decoded is no name.
+    let Ok(params) = request.extract_parts::<RawPathParams>().await else { return Ok(()) };
+    let Some(name) = params.iter().find(|(key, _)| ["id", "name"].contains(key)).map(|(_, value)| value)
+    else {
+        return Ok(());
+    };
+    let owned = match kind {
+        Kind::Job => of_job(auth, caller, name).await?,
+        // Whether it is there is the handler's question, once the caller sees its job: its id begins with the job's.
+        Kind::Checkpoint => of_job(auth, caller, name.split('-').next().unwrap_or_default()).await?,
+        Kind::Dataset => auth.store.owned_dataset(name).await?,
+    };
+    let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
+        return Err(kind.not_found(route));
+    };
+    let reads = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
+    if reads || !auth.access.has_people() || caller.owns(owned.owner.as_deref()) {
+        return Ok(());
+    }
+    Err(Error::Forbidden(not_yours(kind, &owned)))
+}
+
+/// The owner of a job. A job that the caller may not see is looked up in the store at each request, like a job that does not exist: the
+/// time of the answer does not tell them apart.
+async fn of_job(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>> {
+    let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
+    let known = auth.job_owners.get(&id);
+    if let Some(owned) = known.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) {
+        return Ok(Some(owned));
+    }
+    let owned = auth.store.owned_job(&id).await?;
+    if let Some(owned) = &owned {
+        auth.job_owners.put(&id, owned.clone());
+    }
+    Ok(owned)
+}
+
+fn not_yours(kind: Kind, owned: &Owned) -> String {
+    let word = kind.word();
+    match &owned.owner {
+        Some(owner) => format!("this {word} is of {owner}: only its owner and admins change it"),
+        None => format!("nobody is known to own this {word}: only admins change it"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_route_below_a_job_is_about_it() {
+        for (route, kind) in [
+            ("/jobs/{id}", Some(Kind::Job)),
+            ("/api/v1/jobs/{id}", Some(Kind::Job)),
+            ("/api/v1/jobs/{id}/metrics.csv", Some(Kind::Job)),
+            ("/api/v1/checkpoints/{id}/{file}", Some(Kind::Checkpoint)),
+            ("/api/v1/datasets/{name}/samples", Some(Kind::Dataset)),
+            ("/api/v1/jobs", None),
+            ("/api/v1/jobs/validate", None),
+            ("/jobs/new", None),
+            ("/api/v1/datasets/inspect", None),
+            ("/api/v1/agents/{id}/drain", None),
+        ] {
+            assert_eq!(Kind::of(route), kind, "{route}");
+        }
+    }
+}

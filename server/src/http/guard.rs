@@ -1,0 +1,123 @@
+//! The outermost layer, before any route: which requests are accepted at all. Listening on loopback keeps other machines out,
+//! but not web pages in a browser on this machine, and a server on a network gets requests from anybody. Therefore:
+//!
+//! - the requests of an address are limited, except those of authenticated agents;
+//! - `Host` must be a name of this server (`ingress.rs`), or a foreign page could reach the server under a name of its
+//!   own that resolves to the server's address (DNS rebinding) and read the responses;
+//! - on unsafe methods and websockets an `Origin`, which browsers always send there, must be this server's own.
+//!
+//! Every response has headers (Content-Security-Policy and others) that allow only what our pages need.
+
+use crate::http::{
+    error::Error,
+    gate::{Gate, is_agent},
+    ingress::{Ingress, Peer},
+};
+use axum::{
+    extract::{Request, State},
+    http::{HeaderName, HeaderValue, Method, StatusCode, header},
+    middleware::Next,
+    response::{IntoResponse, Response},
+};
+use std::sync::Arc;
+
+const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
+    img-src 'self' data:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'";
+
+/// Headers of every response that does not set them itself. The referrer policy is not `no-referrer`, with which browsers send
+/// `Origin: null` with our own forms.
+const HEADERS: [(HeaderName, &str); 7] = [
+    (header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY),
+    (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (header::REFERRER_POLICY, "same-origin"),
+    (header::X_FRAME_OPTIONS, "DENY"),
+    (HeaderName::from_static("cross-origin-opener-policy"), "same-origin"),
+    (HeaderName::from_static("cross-origin-resource-policy"), "same-origin"),
+    (header::CACHE_CONTROL, "no-store"),
+];
+
+/// For a year, browsers use only HTTPS for this host.
+const STRICT: HeaderValue = HeaderValue::from_static("max-age=31536000");
+
+pub(crate) async fn guard(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Response {
+    let ingress = &gate.ingress;
+    let Some(peer) = request.extensions().get::<Peer>() else {
+        return Error::Internal("a request without its connection".into()).into_response();
+    };
+    let strict = peer
+        .authority(request.headers(), request.uri())
+        .is_some_and(|authority| ingress.is_strict(authority, peer));
+    let mut response = match ingress.check_rate(peer) {
+        // Hundreds of agents may be behind one address and reconnect at the same moment.
+        Err(seconds) if !is_agent(&gate, request.headers(), peer) => too_many(seconds),
+        _ => match check(ingress, peer, &request) {
+            Ok(()) => next.run(request).await,
+            Err(error) => error.into_response(),
+        },
+    };
+    for (name, value) in HEADERS {
+        response.headers_mut().entry(name).or_insert(HeaderValue::from_static(value));
+    }
+    if strict {
+        response.headers_mut().insert(header::STRICT_TRANSPORT_SECURITY, STRICT);
+    }
+    response
+}
+
+fn too_many(seconds: u64) -> Response {
+    let detail = format!(
+        "too many requests from this address; ask again in {seconds} s (`lockstep serve --requests-per-second` sets how many \
+         are answered)"
+    );
+    Error::TooMany(detail, seconds).into_response()
+}
+
+fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error> {
+    let (method, uri, headers) = (request.method(), request.uri(), request.headers());
+    // Databases end a text at NUL or refuse it, and no valid name or search has one.
+    if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
+        return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
+    }
+    let public = || ingress.public_url.as_ref().map(ToString::to_string);
+    if ingress.came_past_the_proxy(peer) {
+        let at = public().unwrap_or_else(|| "its address".into());
+        let detail = format!("this server is reached through its proxy, which encrypts, at {at}; use that");
+        return Err(Error::Forbidden(detail));
+    }
+    let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
+    // Behind a proxy both are checked: it may pass on an X-Forwarded-Host that the client sent, so that header alone proves nothing.
+    let is_ours = |host: &&str| ingress.is_ours(host, peer);
+    let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
+    // With two `Host` headers, a proxy may have used the other one (RFC 9112, section 3.2).
+    if headers.get_all(header::HOST).iter().nth(1).is_some() {
+        return Err(Error::BadRequest("the request has more than one Host header".into()));
+    }
+    let passed_on = passed_on && uri.authority().is_none_or(|authority| is_ours(&authority.as_str()));
+    let Some(host) = peer.authority(headers, uri).filter(|host| passed_on && is_ours(host)) else {
+        let detail = match public() {
+            Some(url) => format!("this server answers only to {}; open {url}", ingress.names_in_words(peer)),
+            None => format!(
+                "this server answers only to {}; use one of these in the address, or give the server the name that you use with \
+                 `serve --public-url`",
+                ingress.names_in_words(peer)
+            ),
+        };
+        return Err(Error::Refused(StatusCode::MISDIRECTED_REQUEST, detail));
+    };
+    let socket = text(header::UPGRADE).is_some_and(|u| u.eq_ignore_ascii_case("websocket"));
+    let safe = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) && !socket;
+    if safe {
+        return Ok(());
+    }
+    let own = match text(header::ORIGIN) {
+        Some(origin) => ingress.is_own_origin(origin, host, peer),
+        // Programs send no Origin; a browser that leaves it out still says where the request comes from.
+        None => text(HeaderName::from_static("sec-fetch-site"))
+            .is_none_or(|s| matches!(s, "same-origin" | "none")),
+    };
+    if own {
+        return Ok(());
+    }
+    let own = public().unwrap_or_else(|| format!("{}://{host}", if peer.https { "https" } else { "http" }));
+    Err(Error::Forbidden(format!("requests from other web pages are refused; open {own} itself")))
+}

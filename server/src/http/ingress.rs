@@ -1,0 +1,355 @@
+//! Determines for each request who sent it and how (directly or by a proxy, with TLS or not), which host names are this server's, and how
+//! many requests an address may make.
+
+use crate::{
+    config::{
+        ServeConfig,
+        addresses::{Network, PublicUrl, forwarded_address, host_and_port},
+    },
+    http::{
+        rate_limit::{RateLimiter, client_key},
+        tls::{AgentTrust, ClientCertificate, ServerCertificate},
+    },
+};
+use axum::http::{HeaderMap, HeaderName, header};
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::Arc,
+    time::Instant,
+};
+
+const FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+const FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+
+/// The two ends of a connection, and whether it is encrypted.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Transport {
+    pub(crate) from: IpAddr,
+    pub(crate) to: IpAddr,
+    pub(crate) tls: bool,
+}
+
+impl Transport {
+    pub(crate) fn new(from: SocketAddr, to: Option<SocketAddr>, tls: bool) -> Self {
+        let to = to.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |to| to.ip());
+        Self { from: from.ip().to_canonical(), to: to.to_canonical(), tls }
+    }
+}
+
+/// Who sent a request and how, in the extensions of every request.
+#[derive(Debug, Clone)]
+pub(crate) struct Peer {
+    /// The client: the other end of the connection, or the client that a trusted proxy names.
+    pub(crate) address: IpAddr,
+    /// The client speaks HTTPS, to this server or to a trusted proxy. Cookies are `Secure` then.
+    pub(crate) https: bool,
+    /// The connection comes from a trusted proxy.
+    pub(crate) by_proxy: bool,
+    /// The host that the client has in its address, where a trusted proxy says it.
+    host: Option<Box<str>>,
+    transport: Transport,
+    /// The client's certificate from the handshake; that of a proxy does not count.
+    pub(crate) certificate: Option<Arc<ClientCertificate>>,
+}
+
+/// See the module.
+pub(crate) struct Ingress {
+    pub(crate) public_url: Option<PublicUrl>,
+    proxies: Vec<Network>,
+    pub(crate) certificate: Option<Arc<ServerCertificate>>,
+    /// Requests without TLS are accepted from trusted proxies and this machine alone.
+    proxy_only: bool,
+    limit: RateLimiter<IpAddr>,
+    /// When a client without a token last asked whether jobs can be stored, and the answer.
+    pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
+}
+
+impl Ingress {
+    pub(crate) fn new(config: &ServeConfig, certificate: Option<Arc<ServerCertificate>>) -> Self {
+        Self {
+            public_url: config.public_url.clone(),
+            proxies: config.trusted_proxies.clone(),
+            certificate,
+            proxy_only: !config.listen.ip().is_loopback() && config.tls.is_none() && !config.insecure_http,
+            limit: RateLimiter::new(config.requests_per_second),
+            last_ready: tokio::sync::Mutex::default(),
+        }
+    }
+
+    /// Which certificates identify an agent; none where agents use tokens alone.
+    pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
+        self.certificate.as_ref()?.agents()
+    }
+
+    pub(crate) fn trusts(&self, address: IpAddr) -> bool {
+        self.proxies.iter().any(|network| network.contains(address))
+    }
+
+    /// Who sent a request. Its `X-Forwarded-*` headers count only if it comes from a trusted proxy.
+    pub(crate) fn peer(&self, transport: Transport, headers: &HeaderMap) -> Peer {
+        let Transport { from, tls, .. } = transport;
+        if self.proxies.is_empty() || !self.trusts(from) {
+            return Peer {
+                address: from,
+                https: tls,
+                by_proxy: false,
+                host: None,
+                transport,
+                certificate: None,
+            };
+        }
+        // Of several values the proxy has added the last.
+        let last = |name: HeaderName| {
+            let text = headers.get_all(name).iter().next_back()?.to_str().ok()?;
+            text.rsplit(',').next().map(str::trim).filter(|text| !text.is_empty())
+        };
+        let https = last(FORWARDED_PROTO).map_or(tls, |proto| proto.eq_ignore_ascii_case("https"));
+        let host = last(FORWARDED_HOST).map(Into::into);
+        Peer {
+            address: self.client(from, headers),
+            https,
+            by_proxy: true,
+            host,
+            transport,
+            certificate: None,
+        }
+    }
+
+    /// Every proxy appends the address that it got the request from. The right-most address that is no trusted proxy is therefore the client;
+    /// what is left of it was sent by the client itself.
+    fn client(&self, from: IpAddr, headers: &HeaderMap) -> IpAddr {
+        let mut client = from;
+        for line in headers.get_all(FORWARDED_FOR).iter().rev() {
+            for part in line.to_str().unwrap_or_default().rsplit(',') {
+                // Clients on this machine do not use a proxy, so a proxy must not name loopback.
+                let Some(address) = forwarded_address(part).filter(|address| !address.is_loopback()) else {
+                    return client;
+                };
+                client = address;
+                if !self.trusts(address) {
+                    return client;
+                }
+            }
+        }
+        client
+    }
+
+    /// Whether `authority` (`host[:port]`) is a name of this server: of its public URL, of its certificate, the address that was
+    /// connected to, or loopback. A page of somebody else's can have none of these.
+    pub(crate) fn is_ours(&self, authority: &str, peer: &Peer) -> bool {
+        let Some((host, _)) = host_and_port(authority) else { return false };
+        is_loopback(host)
+            || host.parse::<IpAddr>().is_ok_and(|address| address.to_canonical() == peer.transport.to)
+            || self.public_url.as_ref().is_some_and(|url| url.host().eq_ignore_ascii_case(host))
+            || (peer.https && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
+    }
+
+    /// The names of [`Ingress::is_ours`] for whoever asked by another one, to use in an address. Those of the certificate are public: each
+    /// handshake has them.
+    pub(crate) fn names_in_words(&self, peer: &Peer) -> String {
+        let bracketed = |host: &str| match host.parse::<Ipv6Addr>() {
+            Ok(address) => format!("[{address}]"),
+            Err(_) => host.to_owned(),
+        };
+        let url = self.public_url.as_ref().map(|url| url.host().to_owned());
+        let certificate = self.certificate.as_ref().filter(|_| peer.https).map(|of| of.names());
+        // Behind a proxy it is an address that the proxy alone connects to; unspecified where the system did not say.
+        let reached = Some(peer.transport.to).filter(|to| !peer.by_proxy && !to.is_unspecified());
+        let reached = reached.map(|to| to.to_string());
+        let fixed = ["127.0.0.1", "::1", "localhost"].map(str::to_owned);
+        let mut names: Vec<String> = Vec::new();
+        for name in url.into_iter().chain(reached).chain(certificate.into_iter().flatten()).chain(fixed) {
+            let name = bracketed(&name);
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        let last = names.pop().unwrap_or_default();
+        format!("{} and {last}", names.join(", "))
+    }
+
+    /// Whether a client that checks certificates takes this server for `host`.
+    pub(crate) fn is_named(&self, host: &str) -> bool {
+        self.certificate.as_ref().is_none_or(|certificate| certificate.matches(host))
+    }
+
+    /// Whether a page of this `origin` is this server's own, when the request is for `authority`.
+    pub(crate) fn is_own_origin(&self, origin: &str, authority: &str, peer: &Peer) -> bool {
+        let scheme = if peer.https { "https://" } else { "http://" };
+        origin.strip_prefix(scheme).is_some_and(|rest| rest.eq_ignore_ascii_case(authority))
+            || self.public_url.as_ref().is_some_and(|url| url.to_string().eq_ignore_ascii_case(origin))
+    }
+
+    /// Whether a request without TLS has bypassed the proxy.
+    pub(crate) fn came_past_the_proxy(&self, peer: &Peer) -> bool {
+        self.proxy_only && !peer.by_proxy && !peer.transport.from.is_loopback()
+    }
+
+    /// Counts a request of the address. Programs of this machine are not counted.
+    ///
+    /// # Errors
+    /// Seconds to wait, beyond the rate.
+    pub(crate) fn check_rate(&self, peer: &Peer) -> Result<(), u64> {
+        let is_local = !peer.by_proxy && peer.transport.from.is_loopback();
+        if is_local { Ok(()) } else { self.limit.take(&client_key(peer.address)) }
+    }
+
+    /// Whether to send `Strict-Transport-Security`: the request used HTTPS, and the public URL does.
+    pub(crate) fn is_strict(&self, authority: &str, peer: &Peer) -> bool {
+        let host = host_and_port(authority).map(|(host, _)| host);
+        peer.https
+            && self.public_url.as_ref().is_some_and(|url| {
+                url.is_https() && host.is_some_and(|host| url.host().eq_ignore_ascii_case(host))
+            })
+    }
+}
+
+impl Peer {
+    /// Whether the connection itself has no TLS. If the server uses TLS, only programs of this machine connect like that.
+    pub(crate) fn is_in_clear(&self) -> bool {
+        !self.transport.tls
+    }
+
+    /// The `host[:port]` in the client's address.
+    pub(crate) fn authority<'a>(
+        &'a self,
+        headers: &'a HeaderMap,
+        uri: &'a axum::http::Uri,
+    ) -> Option<&'a str> {
+        let host = || headers.get(header::HOST).map(|host| host.to_str().unwrap_or("\u{fffd}"));
+        self.host.as_deref().or_else(host).or_else(|| uri.authority().map(|a| a.as_str()))
+    }
+}
+
+/// Whether a host is a name that always means this machine.
+fn is_loopback(host: &str) -> bool {
+    host.eq_ignore_ascii_case("localhost")
+        || host == "::1"
+        || host.parse::<Ipv4Addr>().is_ok_and(|address| address.is_loopback())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ingress(change: impl FnOnce(&mut ServeConfig)) -> Ingress {
+        let mut config = ServeConfig::new("nowhere");
+        config.trusted_proxies = ["10.0.0.0/8", "127.0.0.1"].map(|n| n.parse().unwrap()).into();
+        change(&mut config);
+        Ingress::new(&config, None)
+    }
+
+    fn peer(ingress: &Ingress, from: &str, headers: &[(&'static str, &str)]) -> Peer {
+        let transport =
+            Transport { from: from.parse().unwrap(), to: "192.0.2.1".parse().unwrap(), tls: false };
+        let mut all = HeaderMap::new();
+        for (name, value) in headers {
+            all.append(*name, value.parse().unwrap());
+        }
+        ingress.peer(transport, &all)
+    }
+
+    #[test]
+    fn only_names_of_this_machine_are_hosts() {
+        let ingress = ingress(|_| {});
+        let peer = peer(&ingress, "127.0.0.1", &[]);
+        for host in
+            ["localhost", "LOCALHOST:7070", "127.0.0.1:80", "127.8.8.8", "[::1]", "[::1]:7070", "192.0.2.1:9"]
+        {
+            assert!(ingress.is_ours(host, &peer), "{host}");
+        }
+        for host in [
+            "",
+            "example.com",
+            "localhost.example.com",
+            "127.0.0.1.example.com",
+            "10.0.0.1",
+            "[::2]",
+            "localhost:x",
+            "0.0.0.0",
+            "localhost@evil",
+            "[::1]evil",
+            "::1",
+            "192.0.2.2",
+        ] {
+            assert!(!ingress.is_ours(host, &peer), "{host}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_what_the_server_answers_to() {
+        let plain = ingress(|_| {});
+        let reached = peer(&plain, "203.0.113.9", &[]);
+        assert_eq!(plain.names_in_words(&reached), "192.0.2.1, 127.0.0.1, [::1] and localhost");
+        let named = ingress(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
+        let all = named.names_in_words(&reached);
+        assert_eq!(all, "lockstep.example.org, 192.0.2.1, 127.0.0.1, [::1] and localhost");
+        for name in all.split([',', ' ']).filter(|word| !word.is_empty() && *word != "and") {
+            assert!(named.is_ours(name, &reached), "{name}");
+        }
+        let by_proxy = named.names_in_words(&peer(&named, "10.0.0.1", &[]));
+        assert_eq!(by_proxy, "lockstep.example.org, 127.0.0.1, [::1] and localhost");
+    }
+
+    #[test]
+    fn the_public_urls_host_is_one_with_any_port_and_its_origin_exactly() {
+        let ingress = ingress(|c| c.public_url = Some("https://lockstep.example.org".parse().unwrap()));
+        let peer = peer(&ingress, "127.0.0.1", &[("x-forwarded-proto", "https")]);
+        assert!(
+            ingress.is_ours("Lockstep.Example.org:8443", &peer) && !ingress.is_ours("example.org", &peer)
+        );
+        for (origin, own) in [
+            ("https://lockstep.example.org", true),
+            ("http://lockstep.example.org", false),
+            ("https://lockstep.example.org:8443", false),
+            ("https://127.0.0.1:7070", true),
+            ("http://127.0.0.1:7070", false),
+            ("null", false),
+        ] {
+            assert_eq!(ingress.is_own_origin(origin, "127.0.0.1:7070", &peer), own, "{origin}");
+        }
+    }
+
+    #[test]
+    fn the_right_most_address_that_is_no_proxy_is_the_client() {
+        let ingress = ingress(|_| {});
+        let client = |from: &str, lines: &[&str]| {
+            let headers: Vec<_> = lines.iter().map(|line| ("x-forwarded-for", *line)).collect();
+            peer(&ingress, from, &headers).address.to_string()
+        };
+        assert_eq!(client("10.0.0.1", &["203.0.113.7"]), "203.0.113.7");
+        assert_eq!(client("10.0.0.1", &["1.1.1.1, 203.0.113.7, 10.9.9.9"]), "203.0.113.7");
+        assert_eq!(client("10.0.0.1", &["1.1.1.1", "203.0.113.7:55, 10.9.9.9"]), "203.0.113.7");
+        assert_eq!(client("10.0.0.1", &["1.1.1.1, nonsense"]), "10.0.0.1");
+        assert_eq!(client("10.0.0.1", &["1.1.1.1, nonsense, 10.2.2.2"]), "10.2.2.2");
+        assert_eq!(client("10.0.0.1", &["10.3.3.3, 10.2.2.2"]), "10.3.3.3");
+        assert_eq!(client("10.0.0.1", &[]), "10.0.0.1");
+        // Nobody else is believed.
+        assert_eq!(client("203.0.113.9", &["127.0.0.1"]), "203.0.113.9");
+        let stranger = peer(
+            &ingress,
+            "203.0.113.9",
+            &[("x-forwarded-proto", "https"), ("x-forwarded-host", "localhost"), ("host", "evil.example")],
+        );
+        assert!(!stranger.https && stranger.host.is_none() && !stranger.by_proxy);
+    }
+
+    #[test]
+    fn requests_in_clear_come_by_the_proxy_where_one_terminates_tls() {
+        let listens = |c: &mut ServeConfig| c.listen = "0.0.0.0:7070".parse().unwrap();
+        let behind = ingress(listens);
+        assert!(behind.came_past_the_proxy(&peer(&behind, "203.0.113.9", &[])));
+        assert!(!behind.came_past_the_proxy(&peer(
+            &behind,
+            "10.0.0.1",
+            &[("x-forwarded-for", "203.0.113.9")]
+        )));
+        assert!(!behind.came_past_the_proxy(&peer(&behind, "127.0.0.2", &[])));
+        let insecure = ingress(|c| {
+            listens(c);
+            c.insecure_http = true;
+        });
+        assert!(!insecure.came_past_the_proxy(&peer(&insecure, "203.0.113.9", &[])));
+    }
+}

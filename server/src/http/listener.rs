@@ -1,0 +1,364 @@
+//! Accepts connections up to a limit, closes idle ones, and ends all in order when the server stops.
+//!
+//! A connection costs a file descriptor, and a client that opens many and sends nothing would leave none for others. So a request's head
+//! must arrive within a time limit, and an idle connection is closed after the same time. At the limit of connections, the one that has
+//! been idle longest is closed for the next. If a client does not read, the kernel closes its connection (`TCP_USER_TIMEOUT`), or the
+//! handler of its websocket does. An address of another machine gets a quarter of all connections at most. TLS handshakes have limits of
+//! their own (`handshakes.rs`).
+
+mod in_flight;
+mod socket;
+
+use crate::http::{
+    access_log::AccessLog,
+    gate::Gate,
+    handshakes::Handshakes,
+    ingress::Transport,
+    rate_limit::client_key,
+    tls::{ClientCertificate, accept},
+};
+use axum::{Router, body::Body, extract::Request, response::Response};
+use hyper::{body::Incoming, server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use in_flight::{CountedBody, InFlightRequest};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use socket::{Held, Stream};
+use std::{
+    collections::HashMap,
+    io,
+    net::{IpAddr, SocketAddr},
+    pin::pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::{OwnedSemaphorePermit, Semaphore},
+};
+use tokio_rustls::TlsAcceptor;
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tower::ServiceExt as _;
+
+/// Connections at most, however many descriptors there are.
+const MOST_CONNECTIONS: u64 = 8192;
+const FEWEST_CONNECTIONS: u64 = 8;
+/// Descriptors for the rest: the database's connections (three each), locks, the runtime, a file being written.
+const RESERVED_DESCRIPTORS: u64 = 44;
+/// The longest head of a request: address and headers together.
+const HEAD_BYTES: usize = 64 << 10;
+/// How long a client may leave sent data unacknowledged. Longer than the interruptions from which a network recovers.
+const UNREAD: Duration = Duration::from_secs(120);
+/// Header with the id of a request in the server's log and the access log.
+const REQUEST_ID: &str = "x-request-id";
+/// Pause before the next accept after the system has refused one.
+const BREATH: Duration = Duration::from_millis(50);
+
+/// Connections at a time: half of the descriptors that are left, because a request may open a file. Raises the process's limit of
+/// descriptors to the hard limit first.
+pub(crate) fn connection_limit() -> usize {
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    if current != maximum {
+        // If that is not allowed, the current limit stays.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
+    }
+    limit_of(getrlimit(Resource::Nofile).current)
+}
+
+fn limit_of(descriptors: Option<u64>) -> usize {
+    let free = descriptors.unwrap_or(u64::MAX).saturating_sub(RESERVED_DESCRIPTORS);
+    (free / 2).clamp(FEWEST_CONNECTIONS, MOST_CONNECTIONS) as usize
+}
+
+/// A socket that is listened on; with TLS when it has an acceptor.
+pub(crate) struct Listener {
+    pub(crate) socket: TcpListener,
+    pub(crate) tls: Option<TlsAcceptor>,
+}
+
+/// State that all connections share.
+struct Shared {
+    gate: Arc<Gate>,
+    router: Router,
+    access_log: Option<AccessLog>,
+    handshakes: Arc<Handshakes>,
+    /// Connections of each address, websockets included.
+    of_address: Mutex<HashMap<IpAddr, usize>>,
+    most_of_address: usize,
+    room: Arc<Semaphore>,
+    next: AtomicU64,
+    open: Mutex<HashMap<u64, Arc<Connection>>>,
+}
+
+/// A connection that speaks HTTP. A connection that becomes a websocket leaves the list and keeps its permit.
+struct Connection {
+    address: IpAddr,
+    state: Mutex<Use>,
+    give_up: CancellationToken,
+}
+
+struct Use {
+    /// Requests whose response is not completely sent.
+    requests: usize,
+    idle_since: Instant,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Serves until the server stops and the requests in progress are answered.
+pub(crate) async fn serve(
+    listeners: Vec<Listener>,
+    gate: Arc<Gate>,
+    router: Router,
+    limit: usize,
+    access_log: Option<AccessLog>,
+) {
+    let shared = Arc::new(Shared {
+        gate,
+        router,
+        access_log,
+        handshakes: Handshakes::new(limit),
+        of_address: Mutex::default(),
+        most_of_address: (limit / 4).max(FEWEST_CONNECTIONS as usize),
+        room: Arc::new(Semaphore::new(limit)),
+        next: AtomicU64::new(0),
+        open: Mutex::default(),
+    });
+    let tasks = TaskTracker::new();
+    let accepting = listeners.into_iter().map(|listener| shared.clone().accept(listener, &tasks));
+    futures_util::future::join_all(accepting).await;
+    tasks.close();
+    tasks.wait().await;
+}
+
+/// The client has disconnected before it was accepted.
+fn is_the_client_s(error: &io::Error) -> bool {
+    use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
+    matches!(error.kind(), ConnectionRefused | ConnectionAborted | ConnectionReset)
+}
+
+impl Shared {
+    async fn accept(self: Arc<Self>, listener: Listener, tasks: &TaskTracker) {
+        let stop = self.gate.tasks.stopping.clone();
+        loop {
+            let accepted = tokio::select! {
+                accepted = listener.socket.accept() => accepted,
+                () = stop.cancelled() => return,
+            };
+            let (stream, from) = match accepted {
+                Ok(accepted) => accepted,
+                Err(error) if is_the_client_s(&error) => continue,
+                Err(error) => {
+                    // Most likely there is no descriptor left.
+                    tracing::warn!(%error, "a connection cannot be taken in");
+                    self.make_room(None);
+                    tokio::time::sleep(BREATH).await;
+                    continue;
+                }
+            };
+            let Some(counted) = self.count(from.ip()) else { continue };
+            let permit = loop {
+                if let Ok(permit) = self.room.clone().try_acquire_owned() {
+                    break permit;
+                }
+                // Those that are busy now may be idle in a moment.
+                self.make_room(None);
+                tokio::select! {
+                    permit = self.room.clone().acquire_owned() => match permit {
+                        Ok(permit) => break permit,
+                        Err(_) => return,
+                    },
+                    () = tokio::time::sleep(BREATH) => {}
+                    () = stop.cancelled() => return,
+                }
+            };
+            let place = ConnectionPermit { _counted: counted, _permit: permit };
+            let tls = listener.tls.clone();
+            tasks.spawn(self.clone().speak(stream, from, tls, place));
+        }
+    }
+
+    /// Counts a connection of an address; `None` if the address has reached its limit and all its connections are in use. This machine and
+    /// proxies are not counted, because many clients share them.
+    fn count(self: &Arc<Self>, address: IpAddr) -> Option<Option<AddressCount>> {
+        if address.to_canonical().is_loopback() || self.gate.ingress.trusts(address) {
+            return Some(None);
+        }
+        let address = client_key(address);
+        if lock(&self.of_address).get(&address).is_some_and(|count| *count >= self.most_of_address)
+            && !self.make_room(Some(address))
+        {
+            return None;
+        }
+        *lock(&self.of_address).entry(address).or_default() += 1;
+        Some(Some(AddressCount { shared: self.clone(), address }))
+    }
+
+    /// Closes the connection that has been idle longest, among all or those of an address. If all are in use, the next connection waits for
+    /// one to end.
+    fn make_room(&self, of: Option<IpAddr>) -> bool {
+        let open = lock(&self.open);
+        let idle = open.values().filter_map(|connection| {
+            let state = lock(&connection.state);
+            (state.requests == 0
+                && !connection.give_up.is_cancelled()
+                && of.is_none_or(|of| connection.address == of))
+            .then_some((state.idle_since, connection))
+        });
+        let longest = idle.min_by_key(|(since, _)| *since);
+        if let Some((_, longest)) = longest {
+            longest.give_up.cancel();
+        }
+        longest.is_some()
+    }
+
+    async fn speak(
+        self: Arc<Self>,
+        stream: TcpStream,
+        from: SocketAddr,
+        tls: Option<TlsAcceptor>,
+        place: ConnectionPermit,
+    ) {
+        let stop = self.gate.tasks.stopping.clone();
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        // A socket that is closed already says so when it is read.
+        let _ = stream.set_nodelay(true);
+        let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNREAD));
+        let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
+        let state = Mutex::new(Use { requests: 0, idle_since: Instant::now() });
+        let address = client_key(from.ip());
+        let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
+        lock(&self.open).insert(number, connection.clone());
+        // Removed from the list however this ends.
+        let _listed = Listed { shared: &self, number };
+        let stream = match tls {
+            None => Stream::Plain(stream),
+            Some(acceptor) => {
+                let handshake = self.handshakes.begin(from.ip());
+                let patience = self.gate.config.handshake_patience;
+                tokio::select! {
+                    tls = Box::pin(accept(&acceptor, stream, patience)) => match tls {
+                        Ok(stream) => Stream::Tls(Box::new(stream)),
+                        Err(refused) => {
+                            if let Some(refused) = refused {
+                                self.gate.agents.refusals.note(transport.from, &refused.who, &refused.why);
+                            }
+                            return;
+                        }
+                    },
+                    () = handshake.given_up.cancelled() => return,
+                    () = connection.give_up.cancelled() => return,
+                    () = stop.cancelled() => return,
+                }
+            }
+        };
+        let certificate = match &stream {
+            Stream::Tls(stream) => stream.get_ref().1.peer_certificates().and_then(ClientCertificate::of),
+            Stream::Plain(_) => None,
+        };
+        let certificate = certificate.map(Arc::new);
+        let service = service_fn(|request: hyper::Request<Incoming>| {
+            let in_flight = InFlightRequest::begin(&connection);
+            self.answer(request.map(Body::new), transport, certificate.clone(), in_flight)
+        });
+        let io = TokioIo::new(Held { stream, _place: place });
+        let serving = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(self.gate.config.head_patience)
+            .max_buf_size(HEAD_BYTES)
+            .serve_connection(io, service)
+            .with_upgrades();
+        let mut serving = pin!(serving);
+        let mut stopping = pin!(stop.cancelled());
+        let mut is_asked = false;
+        loop {
+            tokio::select! {
+                // Errors of a connection are its client's, and not logged.
+                _ = serving.as_mut() => break,
+                () = connection.give_up.cancelled() => break,
+                () = &mut stopping, if !is_asked => {
+                    is_asked = true;
+                    serving.as_mut().graceful_shutdown();
+                }
+            }
+        }
+    }
+
+    fn answer(
+        &self,
+        mut request: Request,
+        transport: Transport,
+        certificate: Option<Arc<ClientCertificate>>,
+        in_flight: InFlightRequest,
+    ) -> impl Future<Output = Result<hyper::Response<CountedBody>, std::convert::Infallible>> + use<> {
+        let mut peer = self.gate.ingress.peer(transport, request.headers());
+        // What a proxy shows is not its clients'.
+        peer.certificate = certificate.filter(|_| !peer.by_proxy);
+        let begin = |log: &AccessLog| Box::new(log.begin(peer.address, request.method(), request.uri()));
+        let mut line = self.access_log.as_ref().map(begin);
+        request.extensions_mut().insert(peer);
+        let router = self.router.clone();
+        async move {
+            let response: Response = router.oneshot(request).await?;
+            if let Some(line) = &mut line {
+                line.status = response.status();
+                let id = response.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+                line.request_id = id.map(str::to_owned);
+            }
+            Ok(response.map(|body| CountedBody { body, line, _in_flight: in_flight }))
+        }
+    }
+}
+
+/// Removes a connection from the list of those that speak HTTP, when dropped.
+struct Listed<'a> {
+    shared: &'a Shared,
+    number: u64,
+}
+
+impl Drop for Listed<'_> {
+    fn drop(&mut self) {
+        lock(&self.shared.open).remove(&self.number);
+    }
+}
+
+/// A connection's permits: among all connections, and among those of its address.
+struct ConnectionPermit {
+    _counted: Option<AddressCount>,
+    _permit: OwnedSemaphorePermit,
+}
+
+struct AddressCount {
+    shared: Arc<Shared>,
+    address: IpAddr,
+}
+
+impl Drop for AddressCount {
+    fn drop(&mut self) {
+        let mut counts = lock(&self.shared.of_address);
+        if let Some(count) = counts.get_mut(&self.address) {
+            *count -= 1;
+            if *count == 0 {
+                counts.remove(&self.address);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_are_shared_with_the_rest_of_the_server() {
+        for (descriptors, connections) in
+            [(Some(0), 8), (Some(64), 10), (Some(1024), 490), (Some(1 << 20), 8192), (None, 8192)]
+        {
+            assert_eq!(limit_of(descriptors), connections, "{descriptors:?}");
+        }
+    }
+}

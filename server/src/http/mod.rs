@@ -1,0 +1,16 @@
+//! From the socket to the handler: listener, TLS, who sent a request, whether it is accepted, and the shape of answers and errors.
+
+pub(crate) mod access_log;
+pub(crate) mod conditional;
+pub(crate) mod document;
+pub(crate) mod error;
+pub(crate) mod extract;
+pub(crate) mod gate;
+pub(crate) mod guard;
+mod handshakes;
+pub(crate) mod ingress;
+pub(crate) mod listener;
+pub(crate) mod rate_limit;
+pub(crate) mod request_id;
+pub(crate) mod slow_body;
+pub mod tls;

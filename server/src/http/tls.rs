@@ -1,0 +1,284 @@
+//! TLS of the server: the certificate that it serves, from files or from an authority of its own, and how it follows the files
+//! when certificates are renewed; agents' certificates (`agents.rs`); which suites are spoken. Open connections keep what they
+//! began with.
+
+mod accept;
+mod agents;
+pub mod ca;
+mod certificate;
+mod files;
+mod names;
+
+pub use crate::config::tls_suites::{TlsSuites, TlsVersion};
+pub(crate) use accept::accept;
+pub(crate) use agents::{AgentTrust, ClientCertificate};
+pub use certificate::{Facts, Name};
+pub use names::addresses;
+
+use crate::config::{ServeConfig, TlsConfig, tls_suites};
+use ca::Authority;
+use files::{Loaded, load, minute};
+use rustls::{
+    ServerConfig,
+    server::{ClientHello, ResolvesServerCert},
+    sign::CertifiedKey,
+};
+use std::{
+    fmt, fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+    time::{Duration, Instant},
+};
+use tokio_rustls::TlsAcceptor;
+
+/// How often the log says that a certificate ends soon.
+const REMIND: Duration = Duration::from_secs(24 * 3600);
+/// The server's own certificate is renewed when fewer days are left: before anybody is warned.
+const RENEW_BEFORE_DAYS: i64 = 120;
+
+/// The certificate that is served now.
+pub(crate) struct ServerCertificate {
+    files: Mutex<Watched>,
+    /// Present when the server signs its certificate itself.
+    own: Option<OwnAuthority>,
+    /// Present when agents may show certificates.
+    agents: Option<Arc<AgentTrust>>,
+    suites: Option<TlsSuites>,
+    lowest: TlsVersion,
+    current: RwLock<Arc<Loaded>>,
+}
+
+struct OwnAuthority {
+    authority: Authority,
+    names: Vec<String>,
+}
+
+struct Watched {
+    certificate: PathBuf,
+    key: PathBuf,
+    stamp: Stamp,
+    /// Why the files that are there now are not served.
+    refused: Option<String>,
+    reminded: Option<Instant>,
+}
+
+/// Shows that a file was changed or replaced: inode, length, time.
+type FileStamp = (u64, u64, i64, i64);
+type Stamp = [Option<FileStamp>; 2];
+
+fn stamp_of(path: &Path) -> Option<FileStamp> {
+    fs::metadata(path).ok().map(|about| (about.ino(), about.len(), about.mtime(), about.mtime_nsec()))
+}
+
+fn stamp(certificate: &Path, key: &Path) -> Stamp {
+    [certificate, key].map(stamp_of)
+}
+
+impl ServerCertificate {
+    /// The certificate of files, or the server's own, which is made or renewed where that is due.
+    ///
+    /// # Errors
+    /// A sentence that says what to change.
+    pub(crate) fn open(config: &ServeConfig, tls: &TlsConfig) -> Result<Arc<Self>, String> {
+        let (own, certificate, key) = match tls {
+            TlsConfig::Files { certificate, key } => (None, certificate.clone(), key.clone()),
+            TlsConfig::OwnCa => {
+                let own = OwnAuthority::open(config)?;
+                let file = own.authority.server_file();
+                (Some(own), file.clone(), file)
+            }
+        };
+        if let Some(own) = &own {
+            own.renew_if_due()?;
+        }
+        let stamp = stamp(&certificate, &key);
+        let loaded = load(&certificate, &key)?;
+        let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
+        let agents = AgentTrust::open(config, tls)?.map(Arc::new);
+        let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
+        // Refused before listening: nobody could connect with it.
+        tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
+        let current = RwLock::new(Arc::new(loaded));
+        Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
+    }
+
+    /// An acceptor for TLS connections that uses the current certificate.
+    pub(crate) fn acceptor(self: &Arc<Self>) -> Result<TlsAcceptor, String> {
+        let offered = tls_suites::offered(self.suites.as_ref(), self.lowest, &self.current().key)?;
+        let config = ServerConfig::builder_with_provider(offered.provider)
+            .with_protocol_versions(&offered.versions)
+            .map_err(|error| error.to_string())?;
+        let config = match &self.agents {
+            Some(agents) => config.with_client_cert_verifier(agents.clone()),
+            None => config.with_no_client_auth(),
+        };
+        let mut config = config.with_cert_resolver(self.clone());
+        config.alpn_protocols = vec![b"http/1.1".to_vec()];
+        Ok(TlsAcceptor::from(Arc::new(config)))
+    }
+
+    /// Which certificates identify an agent; none where agents use tokens alone.
+    pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
+        self.agents.as_ref()
+    }
+
+    fn current(&self) -> Arc<Loaded> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn files(&self) -> MutexGuard<'_, Watched> {
+        self.files.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it is for this name (without port and brackets).
+    pub(crate) fn matches(&self, host: &str) -> bool {
+        self.current().facts.names.iter().any(|name| name.matches(host))
+    }
+
+    /// The names that it is for.
+    pub(crate) fn names(&self) -> Vec<String> {
+        self.current().facts.names.iter().map(ToString::to_string).collect()
+    }
+
+    /// Warnings for the operator: it expires soon, or its files cannot be used.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        let now = crate::now();
+        let mut warnings = Vec::new();
+        if let Some(remark) = ends_soon("the TLS certificate", &self.current().facts, now) {
+            warnings.push(remark);
+        }
+        if let Some(own) = &self.own
+            && let Some(remark) =
+                ends_soon("the certificate authority of this server", own.authority.facts(), now)
+        {
+            warnings.push(remark);
+        }
+        if let Some(refused) = &self.files().refused {
+            warnings.push(format!("the new TLS certificate is not served: {refused}"));
+        }
+        warnings.extend(self.agents.iter().flat_map(|agents| agents.warnings()));
+        warnings
+    }
+
+    /// Watches the certificate's files for ever, and renews the server's own certificate.
+    pub(crate) async fn watch(self: Arc<Self>, every: Duration) {
+        loop {
+            tokio::time::sleep(every).await;
+            let served = self.clone();
+            // Files on a network may take their time.
+            if tokio::task::spawn_blocking(move || served.reload_if_changed()).await.is_err() {
+                tracing::error!("reading the certificate's files failed");
+            }
+        }
+    }
+
+    fn reload_if_changed(&self) {
+        if let Some(own) = &self.own
+            && let Err(error) = own.renew_if_due()
+        {
+            tracing::error!(error, "the server's certificate cannot be renewed");
+        }
+        if let Some(agents) = &self.agents {
+            agents.reload_if_changed();
+        }
+        let mut files = self.files();
+        let now = stamp(&files.certificate, &files.key);
+        if now != files.stamp {
+            files.stamp = now;
+            match load(&files.certificate, &files.key) {
+                Ok(loaded) => {
+                    let until = minute(loaded.facts.not_after);
+                    tracing::info!(until, names = loaded.facts.names_in_words(), "serving a new certificate");
+                    *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(loaded);
+                    (files.refused, files.reminded) = (None, None);
+                }
+                Err(error) => {
+                    tracing::warn!(
+                        error,
+                        "the certificate's files have changed and are not used: the old certificate stays"
+                    );
+                    files.refused = Some(error);
+                }
+            }
+        }
+        let due = files.reminded.is_none_or(|last| last.elapsed() >= REMIND);
+        if due {
+            files.reminded = Some(Instant::now());
+            drop(files);
+            for remark in self.warnings() {
+                tracing::warn!("{remark}");
+            }
+        }
+    }
+}
+
+impl OwnAuthority {
+    fn open(config: &ServeConfig) -> Result<Self, String> {
+        let authority = if ca::exists(&config.data_dir) {
+            Authority::open(&config.data_dir)?
+        } else {
+            let made = Authority::init(&config.data_dir)?;
+            tracing::info!(
+                sha256 = made.fingerprint(),
+                "made a certificate authority; `lockstep ca show` prints what clients need to trust it"
+            );
+            made
+        };
+        let mut names = names::of_this_machine();
+        let host = config.public_url.as_ref().map(|url| url.host().to_owned());
+        let listened = config.listen.ip();
+        let listened = (!listened.is_unspecified()).then(|| listened.to_string());
+        for name in host.into_iter().chain(listened) {
+            if !names.contains(&name) {
+                names.insert(0, name);
+            }
+        }
+        Ok(Self { authority, names })
+    }
+
+    /// Issues a certificate when there is none that is good for long enough and for all names.
+    fn renew_if_due(&self) -> Result<(), String> {
+        let path = self.authority.server_file();
+        let good = path.exists()
+            && load(&path, &path).is_ok_and(|loaded| {
+                let has = |name: &String| loaded.facts.names.iter().any(|n| n.matches(name));
+                loaded.facts.days_left(crate::now()) >= RENEW_BEFORE_DAYS
+                    && self.names.iter().all(has)
+                    && loaded.key.cert.len() > 1
+                    && loaded.key.cert.last().map(|c| files::fingerprint(c)).as_deref()
+                        == Some(self.authority.fingerprint())
+            });
+        if good { Ok(()) } else { self.authority.issue_for_server(&self.names) }
+    }
+}
+
+/// A sentence about a certificate that ends soon.
+pub fn ends_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<String> {
+    facts.ends_soon(now).then(|| {
+        let days = facts.days_left(now);
+        format!("{what} ends in {days} days, at {}; renew it", minute(facts.not_after))
+    })
+}
+
+/// The facts of the certificate in a file.
+///
+/// # Errors
+/// It cannot be read.
+pub fn examine(certificate: &Path) -> Result<Facts, String> {
+    let chain = files::certificates(certificate)?;
+    let facts = chain.first().and_then(|leaf| Facts::read(leaf));
+    facts.ok_or_else(|| format!("{} has a certificate that cannot be read", certificate.display()))
+}
+
+impl ResolvesServerCert for ServerCertificate {
+    fn resolve(&self, _hello: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.current().key.clone())
+    }
+}
+
+impl fmt::Debug for ServerCertificate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerCertificate").field("facts", &self.current().facts).finish_non_exhaustive()
+    }
+}

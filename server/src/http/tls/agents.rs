@@ -1,0 +1,355 @@
+//! Agents that show who they are by a certificate (mutual TLS): which authorities and revocation lists decide, and why one is
+//! refused.
+//!
+//! A certificate is examined twice, with the same rules: in the handshake, which ends with an alert that the agent puts into words,
+//! and when the agent's connection begins, as a handshake that resumes an earlier one examines nothing. While an agent is connected
+//! its certificate is examined again with each new revocation list, and when it ends.
+
+mod handshake;
+
+pub(super) use handshake::handshake;
+
+use super::{
+    ca,
+    certificate::{Facts, next_update},
+    ends_soon,
+    files::{self, minute},
+    stamp_of,
+};
+use crate::config::{ServeConfig, TlsConfig, tls_suites};
+use jiff::Timestamp;
+use lockstep_protocol::numbers::plural;
+use rustls::{
+    CertificateError, DistinguishedName, Error as TlsError, RootCertStore,
+    pki_types::{CertificateDer, UnixTime},
+    server::{WebPkiClientVerifier, danger::ClientCertVerifier},
+};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError, RwLock},
+    time::Duration,
+};
+use tokio::sync::watch;
+
+/// Agents whose certificates end soon that a warning names; the rest is counted.
+const NAMED: usize = 20;
+/// Of a serial number, what a log has: RFC 5280 allows no more.
+const SERIAL_DIGITS: usize = 40;
+/// A certificate's end is looked for at least so often: the clock may be set.
+const LOOK_EVERY: Duration = Duration::from_secs(60);
+
+/// A certificate that was not taken.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refused {
+    /// The name in it, or what else it is known by.
+    pub(crate) who: String,
+    pub(crate) why: String,
+}
+
+/// The certificate of the other end of a connection.
+#[derive(Debug)]
+pub(crate) struct ClientCertificate {
+    chain: Vec<CertificateDer<'static>>,
+    /// The name in it.
+    pub(crate) name: Option<String>,
+    pub(crate) facts: Facts,
+}
+
+impl ClientCertificate {
+    /// What a client has shown in its handshake.
+    pub(crate) fn of(chain: &[CertificateDer<'_>]) -> Option<Self> {
+        let facts = Facts::read(chain.first()?)?;
+        let chain = chain.iter().map(|der| der.clone().into_owned()).collect();
+        Some(Self { chain, name: name_of(&facts), facts })
+    }
+
+    /// For logs.
+    pub(crate) fn who(&self) -> String {
+        who(&self.facts)
+    }
+}
+
+/// The name that a certificate is bound by: its common name, or its first other name.
+fn name_of(facts: &Facts) -> Option<String> {
+    let name = facts.subject_name.clone().or_else(|| facts.names.first().map(ToString::to_string))?;
+    let is_plain = !name.trim().is_empty() && name.len() <= 100;
+    (is_plain && lockstep_protocol::unseen::first_unseen(&name).is_none()).then_some(name)
+}
+
+fn who(facts: &Facts) -> String {
+    let name = name_of(facts).unwrap_or_else(|| "(no name)".into());
+    let serial: String = ca::serial_text(&facts.serial).chars().take(SERIAL_DIGITS).collect();
+    format!("{name}, serial {serial}")
+}
+
+/// Whom the server takes for an agent.
+pub(crate) struct AgentTrust {
+    authorities: PathBuf,
+    /// It is there from the first revocation on, where the authority is the server's own.
+    revoked: Option<PathBuf>,
+    is_own: bool,
+    /// Sent to clients, whose browsers then offer no certificate of anybody else.
+    hints: Vec<DistinguishedName>,
+    current: RwLock<Arc<Trust>>,
+    files: Mutex<Watched>,
+    changed: watch::Sender<()>,
+    /// Certificates of agents that have joined since this server started, by the agent's id.
+    seen: Mutex<BTreeMap<String, (String, Facts)>>,
+}
+
+struct Trust {
+    verifier: Arc<dyn ClientCertVerifier>,
+    authorities: Vec<Facts>,
+    /// When the first of the revocation lists is to be replaced.
+    next_update: Option<Timestamp>,
+}
+
+struct Watched {
+    stamp: [Option<super::FileStamp>; 2],
+    /// Why the files that are there now are not used.
+    refused: Option<String>,
+    /// The log has said that the revocation list is out of date.
+    is_outdated: bool,
+}
+
+impl AgentTrust {
+    /// What is configured; none where agents show no certificates.
+    ///
+    /// # Errors
+    /// A sentence that says what to change.
+    pub(super) fn open(config: &ServeConfig, tls: &TlsConfig) -> Result<Option<Self>, String> {
+        let (authorities, revoked, is_own) = match (&config.agent_ca, tls) {
+            _ if !config.agents_show_certificates() => return Ok(None),
+            (Some(file), _) => (file.clone(), config.agent_crl.clone(), false),
+            (None, TlsConfig::OwnCa) => {
+                let certificate = ca::folder(&config.data_dir).join("ca.crt");
+                (certificate, Some(ca::revocation_list(&config.data_dir)), true)
+            }
+            (None, TlsConfig::Files { .. }) => return Ok(None),
+        };
+        let mut trust = Self {
+            authorities,
+            revoked,
+            is_own,
+            hints: Vec::new(),
+            current: RwLock::new(Arc::new(Trust {
+                verifier: WebPkiClientVerifier::no_client_auth(),
+                authorities: Vec::new(),
+                next_update: None,
+            })),
+            files: Mutex::new(Watched { stamp: [None; 2], refused: None, is_outdated: false }),
+            changed: watch::Sender::new(()),
+            seen: Mutex::default(),
+        };
+        let stamp = trust.stamp();
+        let read = trust.read()?;
+        trust.hints = read.verifier.root_hint_subjects().to_vec();
+        trust.current = RwLock::new(Arc::new(read));
+        trust.files = Mutex::new(Watched { stamp, refused: None, is_outdated: false });
+        Ok(Some(trust))
+    }
+
+    fn stamp(&self) -> [Option<super::FileStamp>; 2] {
+        [stamp_of(&self.authorities), self.revoked.as_deref().and_then(stamp_of)]
+    }
+
+    fn read(&self) -> Result<Trust, String> {
+        let shown = self.authorities.display();
+        let mut roots = RootCertStore::empty();
+        let mut authorities = Vec::new();
+        for certificate in files::certificates(&self.authorities)? {
+            let facts = Facts::read(&certificate)
+                .ok_or_else(|| format!("{shown} has a certificate that cannot be read"))?;
+            roots.add(certificate).map_err(|error| {
+                format!("{shown} has a certificate that cannot be used as an authority: {error}")
+            })?;
+            authorities.push(facts);
+        }
+        let lists = match &self.revoked {
+            // Of the server's own authority nothing may have been revoked yet.
+            Some(path) if !self.is_own || path.exists() => files::revocation_lists(path)?,
+            Some(path) if ca::has_revoked(path) => {
+                return Err(format!(
+                    "{} is missing, and certificates were revoked: put it back, or revoke one of them again",
+                    path.display()
+                ));
+            }
+            _ => Vec::new(),
+        };
+        let next_update = lists.iter().filter_map(|list| next_update(list)).min();
+        // A list that is out of date is used nevertheless: it still refuses whom it revokes, and without it every agent would be refused at
+        // the minute at which a job of the authority's has failed.
+        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), tls_suites::provider())
+            .with_crls(lists)
+            .only_check_end_entity_revocation()
+            .allow_unauthenticated()
+            .build();
+        let verifier = verifier.map_err(|error| match &self.revoked {
+            Some(list) => format!("{shown} with {}: {error}", list.display()),
+            None => format!("{shown}: {error}"),
+        })?;
+        Ok(Trust { verifier, authorities, next_update })
+    }
+
+    fn current(&self) -> Arc<Trust> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Follows the files. What cannot be used is not, and the old stays: a list that is torn revokes nobody, and lets nobody in who
+    /// was revoked before.
+    pub(super) fn reload_if_changed(&self) {
+        self.read_if_changed();
+        let outdated = self.outdated(crate::now());
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(warning) = outdated.as_ref().filter(|_| !files.is_outdated) {
+            tracing::warn!("{warning}");
+        }
+        files.is_outdated = outdated.is_some();
+    }
+
+    /// That the revocation list should have been replaced by now.
+    fn outdated(&self, now: Timestamp) -> Option<String> {
+        let due = self.current().next_update.filter(|due| *due < now)?;
+        Some(format!(
+            "the revocation list {} of agents' certificates is out of date: the next one was due at {}. It is still used, so whoever was \
+             revoked since is let in; put the newest list of the authority in its place",
+            self.revoked.as_deref().unwrap_or_else(|| Path::new("")).display(),
+            minute(due)
+        ))
+    }
+
+    fn read_if_changed(&self) {
+        let mut files = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = self.stamp();
+        if now == files.stamp {
+            return;
+        }
+        files.stamp = now;
+        match self.read() {
+            Ok(read) => {
+                tracing::info!(
+                    "agents' certificates are examined with new authorities or a new revocation list"
+                );
+                *self.current.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(read);
+                files.refused = None;
+                self.changed.send_replace(());
+            }
+            Err(error) => {
+                tracing::warn!(
+                    error,
+                    "the files by which agents' certificates are examined have changed and are not used: the old ones stay"
+                );
+                files.refused = Some(error);
+            }
+        }
+    }
+
+    /// Whether a certificate is one of an agent now.
+    ///
+    /// # Errors
+    /// Why not, in words.
+    pub(crate) fn check(&self, certificate: &ClientCertificate) -> Result<(), String> {
+        let Some((leaf, rest)) = certificate.chain.split_first() else { return Err("it is empty".into()) };
+        let verified = self.current().verifier.verify_client_cert(leaf, rest, UnixTime::now());
+        verified.map(drop).map_err(|error| self.in_words(&error, Some(&certificate.facts)))
+    }
+
+    /// Returns, with the reason, when a certificate is no longer one of an agent.
+    pub(crate) async fn ended(&self, certificate: &ClientCertificate) -> String {
+        let mut changed = self.changed.subscribe();
+        loop {
+            if let Err(why) = self.check(certificate) {
+                return why;
+            }
+            let left = certificate.facts.not_after.as_second() - crate::now().as_second();
+            let left = Duration::from_secs(left.max(0).unsigned_abs() + 1);
+            tokio::select! {
+                _ = changed.changed() => {}
+                () = tokio::time::sleep(left.min(LOOK_EVERY)) => {}
+            }
+        }
+    }
+
+    fn in_words(&self, error: &TlsError, facts: Option<&Facts>) -> String {
+        let TlsError::InvalidCertificate(problem) = error else { return error.to_string() };
+        match problem {
+            CertificateError::Revoked => "its certificate was revoked".into(),
+            CertificateError::Expired | CertificateError::ExpiredContext { .. } => match facts {
+                Some(facts) => format!("its certificate expired at {}", minute(facts.not_after)),
+                None => "its certificate has expired".into(),
+            },
+            CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => {
+                "its certificate is not valid yet; are the clocks of both machines right?".into()
+            }
+            CertificateError::UnknownIssuer | CertificateError::BadSignature => {
+                format!("its certificate is of an authority that is not in {}", self.authorities.display())
+            }
+            CertificateError::UnknownRevocationStatus => {
+                let list = self.revoked.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+                format!("the revocation list {list} says nothing about the authority of its certificate")
+            }
+            CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => {
+                "its certificate is not for clients (extended key usage clientAuth)".into()
+            }
+            other => format!("its certificate is not accepted: {other}"),
+        }
+    }
+
+    /// Notes the certificate that an agent has joined with, if it has one, for [`AgentTrust::warnings`].
+    pub(crate) fn joined(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
+        let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        match certificate {
+            Some(certificate) => {
+                seen.insert(agent_id.to_owned(), (name.to_owned(), certificate.facts.clone()));
+            }
+            None => {
+                seen.remove(agent_id);
+            }
+        }
+    }
+
+    /// That the certificate by which an agent came last ends soon.
+    pub(crate) fn warning_of(&self, agent_id: &str) -> Option<String> {
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, facts) = seen.get(agent_id)?;
+        ends_soon("its certificate", facts, crate::now())
+    }
+
+    /// What somebody has to see to.
+    pub(super) fn warnings(&self) -> Vec<String> {
+        let now = crate::now();
+        let mut warnings = Vec::new();
+        // The server's own is among the server's warnings.
+        if !self.is_own {
+            let authorities = &self.current().authorities;
+            let what = "the authority of agents' certificates";
+            warnings.extend(authorities.iter().filter_map(|facts| ends_soon(what, facts, now)));
+        }
+        if let Some(refused) = &self.files.lock().unwrap_or_else(PoisonError::into_inner).refused {
+            warnings.push(format!("what agents' certificates are examined with is out of date: {refused}"));
+        }
+        warnings.extend(self.outdated(now));
+        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let ending: Vec<_> = seen
+            .values()
+            .filter_map(|(name, facts)| {
+                ends_soon(&format!("the certificate of the agent {name}"), facts, now)
+            })
+            .collect();
+        let more = ending.len().saturating_sub(NAMED);
+        warnings.extend(ending.into_iter().take(NAMED));
+        if more > 0 {
+            let agents = plural(more as u64, "more agent");
+            warnings.push(format!("the certificates of {agents} end soon; see the page Machines"));
+        }
+        warnings
+    }
+}
+
+impl fmt::Debug for AgentTrust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AgentTrust").field("authorities", &self.authorities).finish_non_exhaustive()
+    }
+}

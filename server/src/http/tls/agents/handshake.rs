@@ -1,0 +1,73 @@
+//! What rustls asks of [`AgentTrust`] in a handshake, and the reason for which a certificate was refused there.
+
+use super::{AgentTrust, Refused, who};
+use crate::http::tls::certificate::Facts;
+use rustls::{
+    DigitallySignedStruct, DistinguishedName, Error as TlsError, SignatureScheme,
+    client::danger::HandshakeSignatureValid,
+    pki_types::{CertificateDer, UnixTime},
+    server::danger::{ClientCertVerified, ClientCertVerifier},
+};
+use std::cell::RefCell;
+
+tokio::task_local! {
+    /// Where a handshake leaves the reason for which it refuses a certificate.
+    static REFUSED: RefCell<Option<Refused>>;
+}
+
+/// Runs a handshake; gives the reason, too, when it was the client's certificate that was refused.
+pub(in crate::http::tls) async fn handshake<T>(work: impl Future<Output = T>) -> (T, Option<Refused>) {
+    let watched = async {
+        let result = work.await;
+        (result, REFUSED.with(|refused| refused.borrow_mut().take()))
+    };
+    REFUSED.scope(RefCell::default(), watched).await
+}
+
+impl ClientCertVerifier for AgentTrust {
+    fn client_auth_mandatory(&self) -> bool {
+        // Browsers come without one.
+        false
+    }
+
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        &self.hints
+    }
+
+    fn verify_client_cert(
+        &self,
+        end_entity: &CertificateDer<'_>,
+        intermediates: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, TlsError> {
+        self.current().verifier.verify_client_cert(end_entity, intermediates, now).inspect_err(|error| {
+            let facts = Facts::read(end_entity);
+            let who = facts.as_ref().map_or_else(|| "(unreadable)".to_owned(), who);
+            let refused = Refused { who, why: self.in_words(error, facts.as_ref()) };
+            // Outside of a handshake of ours nobody asks.
+            let _ = REFUSED.try_with(|place| *place.borrow_mut() = Some(refused));
+        })
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, TlsError> {
+        self.current().verifier.verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, TlsError> {
+        self.current().verifier.verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.current().verifier.supported_verify_schemes()
+    }
+}

@@ -1,0 +1,306 @@
+//! What an authority has issued, and what of it was revoked.
+//!
+//! `issued.jsonl` in the authority's folder has a line for each certificate; `ca.crl` is the certificate revocation list (CRL)
+//! that follows from it, signed by the authority. Both are replaced as a whole.
+
+use super::{Authority, not_ours};
+use crate::http::tls::files::minute;
+use jiff::Timestamp;
+use rcgen::{CertificateRevocationListParams, KeyIdMethod, RevokedCertParams, SerialNumber};
+use serde::{Deserialize, Serialize};
+use std::{
+    fmt::Write as _,
+    fs,
+    path::{Path, PathBuf},
+};
+use time::{Duration, OffsetDateTime};
+
+/// Certificates that are remembered, also those that are over.
+const MOST: usize = 10_000;
+/// The shortest serial number that is revoked without being known here, in hexadecimal digits: a word must not be taken for one.
+const LEAST_DIGITS: usize = 16;
+/// The longest serial number there may be (RFC 5280: 20 bytes).
+const MOST_DIGITS: usize = 40;
+/// Those whose time has long been over are forgotten: nobody takes them, revoked or not.
+const FORGOTTEN_AFTER_DAYS: i64 = 365;
+/// The list is signed anew with each change. Those who demand a date (openssl does) get one that does not pass by itself.
+const LIST_DAYS: i64 = 3650;
+
+/// For whom a certificate was issued.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// A server: clients trust it.
+    Server,
+    /// An agent: the server trusts it.
+    Agent,
+    /// One that is known by its serial number alone.
+    Unknown,
+}
+
+/// A certificate that was issued.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Its serial number, in hexadecimal digits.
+    pub serial: String,
+    /// Its first name.
+    pub name: String,
+    /// For whom.
+    pub kind: Kind,
+    /// When it begins.
+    pub not_before: Timestamp,
+    /// When it ends.
+    pub not_after: Timestamp,
+    /// Since when it is no longer to be trusted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub revoked_at: Option<Timestamp>,
+}
+
+impl Record {
+    /// What it is now, in a word.
+    pub fn state(&self, now: Timestamp) -> &'static str {
+        match self.revoked_at {
+            Some(_) => "revoked",
+            None if self.not_after < now => "expired",
+            None => "valid",
+        }
+    }
+}
+
+/// A serial number as people compare it: lower case, without separators and leading zeros.
+pub fn serial_text(bytes: &[u8]) -> String {
+    let mut text = String::new();
+    for byte in bytes {
+        let _ = write!(text, "{byte:02x}");
+    }
+    plain_serial(&text)
+}
+
+fn plain_serial(text: &str) -> String {
+    let digits: String = text.chars().filter(|c| *c != ':').map(|c| c.to_ascii_lowercase()).collect();
+    digits.trim_start_matches('0').to_owned()
+}
+
+fn serial_bytes(text: &str) -> Vec<u8> {
+    let even = if text.len() % 2 == 1 { format!("0{text}") } else { text.to_owned() };
+    (0..even.len()).step_by(2).filter_map(|at| u8::from_str_radix(&even[at..at + 2], 16).ok()).collect()
+}
+
+/// The revocation list of a data directory's authority; it is there once something was revoked.
+pub fn revocation_list(data_dir: &Path) -> PathBuf {
+    super::folder(data_dir).join("ca.crl")
+}
+
+/// Whether the records in the revocation list's folder (`issued.jsonl`) name a certificate that was revoked.
+pub fn has_revoked(list: &Path) -> bool {
+    let records = fs::read_to_string(list.with_file_name("issued.jsonl")).unwrap_or_default();
+    let revoked =
+        |line: &str| serde_json::from_str::<Record>(line).is_ok_and(|record| record.revoked_at.is_some());
+    records.lines().any(revoked)
+}
+
+impl Authority {
+    fn records_file(&self) -> PathBuf {
+        self.folder.join("issued.jsonl")
+    }
+
+    /// Every certificate that this authority has issued, the oldest first. Those of before such a list was kept are not in it.
+    ///
+    /// # Errors
+    /// The list cannot be read.
+    pub fn issued(&self) -> Result<Vec<Record>, String> {
+        let path = self.records_file();
+        if !path.exists() {
+            return Ok(Vec::new());
+        }
+        let text = fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        let records: Result<Vec<_>, _> = text.lines().map(serde_json::from_str).collect();
+        records.map_err(|_| not_ours(&path))
+    }
+
+    /// Notes a certificate that was issued.
+    ///
+    /// # Errors
+    /// There are too many, or the list cannot be written.
+    pub(super) fn note(&self, record: Record) -> Result<(), String> {
+        let _one_at_a_time = self.lock()?;
+        let mut records = self.issued()?;
+        let forgotten = crate::now().as_second() - FORGOTTEN_AFTER_DAYS * 86_400;
+        records.retain(|record| record.not_after.as_second() > forgotten);
+        if records.len() >= MOST {
+            return Err(format!(
+                "this authority has issued {MOST} certificates, which is the most it keeps a list of; make another with \
+                 `lockstep ca init --data-dir DIR` and name its certificate with `serve --agent-ca`, too"
+            ));
+        }
+        records.push(record);
+        self.write_records(&records)
+    }
+
+    /// Revokes every certificate of a name that is still valid, or the one with a serial number, and writes the revocation list.
+    /// Gives what was revoked.
+    ///
+    /// # Errors
+    /// There is none, or the list cannot be written.
+    pub fn revoke(&self, name_or_serial: &str) -> Result<Vec<Record>, String> {
+        let _one_at_a_time = self.lock()?;
+        let now = crate::now();
+        let mut records = self.issued()?;
+        let serial = plain_serial(name_or_serial);
+        let is_named = |r: &Record| r.name == name_or_serial || r.serial == serial;
+        let mut revoked = Vec::new();
+        for record in records.iter_mut().filter(|r| is_named(r) && r.state(now) == "valid") {
+            record.revoked_at = Some(now);
+            revoked.push(record.clone());
+        }
+        if revoked.is_empty() {
+            if let Some(known) = records.iter().rev().find(|r| is_named(r)) {
+                let when = known.revoked_at.unwrap_or(known.not_after);
+                return Err(format!(
+                    "no certificate of {name_or_serial} is valid: the last is {} since {}",
+                    known.state(now),
+                    minute(when)
+                ));
+            }
+            let is_serial = (LEAST_DIGITS..=MOST_DIGITS).contains(&serial.len())
+                && serial.bytes().all(|byte| byte.is_ascii_hexdigit());
+            if !is_serial {
+                return Err(format!(
+                    "this authority has issued no certificate to {name_or_serial}; `lockstep ca list` has all. One that is not in \
+                     the list is revoked by its serial number, as `openssl x509 -noout -serial` prints it"
+                ));
+            }
+            let (name, kind, not_after) = (String::new(), Kind::Unknown, self.facts.not_after);
+            let record = Record { serial, name, kind, not_before: now, not_after, revoked_at: Some(now) };
+            records.push(record.clone());
+            revoked.push(record);
+        }
+        // The list first: what is noted as revoked is refused.
+        self.write_list(&records)?;
+        self.write_records(&records)?;
+        Ok(revoked)
+    }
+
+    fn write_list(&self, records: &[Record]) -> Result<(), String> {
+        let now = OffsetDateTime::now_utc();
+        let revoked = records.iter().filter_map(|record| {
+            let at = OffsetDateTime::from_unix_timestamp(record.revoked_at?.as_second()).ok()?;
+            Some(RevokedCertParams {
+                serial_number: SerialNumber::from(serial_bytes(&record.serial)),
+                revocation_time: at,
+                reason_code: None,
+                invalidity_date: None,
+            })
+        });
+        let list = CertificateRevocationListParams {
+            this_update: now,
+            next_update: now + Duration::days(LIST_DAYS),
+            // Grows with every list, also when the clock is set back by less than a list takes to make.
+            crl_number: SerialNumber::from(now.unix_timestamp().unsigned_abs()),
+            issuing_distribution_point: None,
+            revoked_certs: revoked.collect(),
+            key_identifier_method: KeyIdMethod::Sha256,
+        };
+        let signed = list.signed_by(&self.issuer).and_then(|list| list.pem());
+        let signed = signed.map_err(|error| error.to_string())?;
+        self.replace("ca.crl", signed.as_bytes())
+    }
+
+    fn write_records(&self, records: &[Record]) -> Result<(), String> {
+        let mut text = String::new();
+        for record in records {
+            let line = serde_json::to_string(record).map_err(|error| error.to_string())?;
+            let _ = writeln!(text, "{line}");
+        }
+        self.replace("issued.jsonl", text.as_bytes())
+    }
+
+    /// The file is the old one or the new one at any moment.
+    pub(super) fn replace(&self, name: &str, content: &[u8]) -> Result<(), String> {
+        let path = self.folder.join(name);
+        let unfinished = self.folder.join(format!("{name}.{}", uuid::Uuid::new_v4().simple()));
+        let written = super::write(&unfinished, content).and_then(|()| fs::rename(&unfinished, &path));
+        written.map_err(|error| {
+            // What is left of it is of no use.
+            let _ = fs::remove_file(&unfinished);
+            format!("{}: {error}", path.display())
+        })
+    }
+
+    /// Held while the list is read and written: a server and a command may do so at the same moment.
+    fn lock(&self) -> Result<fs::File, String> {
+        let path = self.folder.join("issued.lock");
+        let file =
+            crate::util::private::lock_file(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+        file.lock().map_err(|error| format!("{}: {error}", path.display()))?;
+        Ok(file)
+    }
+}
+
+/// The serial number of a new certificate: positive, 16 bytes.
+pub(super) fn new_serial() -> Vec<u8> {
+    let mut bytes = uuid::Uuid::new_v4().into_bytes();
+    // No leading zero and no sign, which would lengthen it.
+    bytes[0] = bytes[0] & 0x7f | 0x40;
+    bytes.to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::http::tls::files;
+
+    fn authority(dir: &Path) -> Authority {
+        Authority::init(dir).unwrap()
+    }
+
+    #[test]
+    fn what_is_revoked_is_in_the_list_by_name_and_by_serial() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = authority(dir.path());
+        assert_eq!(authority.issued().unwrap(), []);
+        assert!(!revocation_list(dir.path()).exists());
+        for _ in 0..2 {
+            authority.issue_agent("node-a", 30).unwrap();
+        }
+        authority.issue_agent("node-b", 30).unwrap();
+        assert!(authority.revoke("node-c").unwrap_err().contains("lockstep ca list"));
+        assert_eq!(authority.revoke("node-a").unwrap().len(), 2);
+        assert!(authority.revoke("node-a").unwrap_err().contains("revoked since"));
+        let left = authority.issued().unwrap();
+        let states: Vec<_> = left.iter().map(|r| (r.name.as_str(), r.state(crate::now()))).collect();
+        assert_eq!(states, [("node-a", "revoked"), ("node-a", "revoked"), ("node-b", "valid")]);
+        // As openssl prints it.
+        let serial = left[2].serial.to_uppercase();
+        assert_eq!(authority.revoke(&serial).unwrap()[0].name, "node-b");
+        assert_eq!(files::revocation_lists(&revocation_list(dir.path())).unwrap().len(), 1);
+    }
+
+    #[test]
+    fn a_serial_that_is_not_in_the_list_has_16_to_40_digits() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = authority(dir.path());
+        for (digits, taken) in
+            [(LEAST_DIGITS - 1, false), (LEAST_DIGITS, true), (MOST_DIGITS, true), (MOST_DIGITS + 1, false)]
+        {
+            assert_eq!(authority.revoke(&"a".repeat(digits)).is_ok(), taken, "{digits}");
+        }
+    }
+
+    #[test]
+    fn an_authority_keeps_a_list_of_so_many_and_no_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = authority(dir.path());
+        let record = |n: usize| Record {
+            serial: format!("{n:x}"),
+            name: format!("node-{n}"),
+            kind: Kind::Agent,
+            not_before: crate::now(),
+            not_after: crate::now(),
+            revoked_at: None,
+        };
+        authority.write_records(&(0..MOST - 1).map(record).collect::<Vec<_>>()).unwrap();
+        authority.note(record(MOST)).unwrap();
+        assert!(authority.note(record(MOST + 1)).unwrap_err().contains("10000"));
+    }
+}

@@ -1,0 +1,172 @@
+//! A certificate and its key as they lie in files (PEM), checked before anything is served with them.
+
+use super::certificate::Facts;
+use crate::config::tls_suites::provider;
+use jiff::Timestamp;
+use rustls::{
+    pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer, pem::PemObject},
+    sign::CertifiedKey,
+};
+use sha2::{Digest, Sha256};
+use std::{fmt::Write as _, fs::File, io::Read, os::unix::fs::MetadataExt, path::Path, sync::Arc};
+
+/// The longest file that is read: a chain has a few kilobytes.
+const FILE_BYTES: u64 = 1 << 20;
+
+/// A certificate that can be served.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub(super) key: Arc<CertifiedKey>,
+    pub(super) facts: Facts,
+}
+
+/// Reads a chain and its key, which may be one file.
+///
+/// # Errors
+/// A sentence that says what to change.
+pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
+    let shown = certificate.display();
+    let certified = pair(certificate, key)?;
+    let facts = certified
+        .cert
+        .first()
+        .and_then(|leaf| Facts::read(leaf))
+        .ok_or_else(|| format!("{shown} has a certificate that cannot be read"))?;
+    if facts.names.is_empty() {
+        return Err(format!(
+            "the certificate in {shown} has no subject alternative name, and clients look at nothing else; have it \
+             issued with the names of this server"
+        ));
+    }
+    let now = crate::now();
+    if facts.not_after < now {
+        return Err(format!("the certificate in {shown} expired at {}; renew it", minute(facts.not_after)));
+    }
+    if facts.not_before > now {
+        return Err(format!(
+            "the certificate in {shown} is not valid before {}; is this machine's clock right?",
+            minute(facts.not_before)
+        ));
+    }
+    Ok(Loaded { key: Arc::new(certified), facts })
+}
+
+/// A chain with the key that belongs to its first certificate.
+///
+/// # Errors
+/// As [`load`].
+pub(super) fn pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, String> {
+    let chain = certificates(certificate)?;
+    CertifiedKey::from_der(chain, private_key(key)?, &provider()).map_err(|error| match error {
+        rustls::Error::InconsistentKeys(_) => format!(
+            "the key in {} is not the one of the certificate in {}; name the two that belong together",
+            key.display(),
+            certificate.display()
+        ),
+        other => format!("{} with {}: {other}", certificate.display(), key.display()),
+    })
+}
+
+/// To the minute, as people write it.
+pub(super) fn minute(time: Timestamp) -> String {
+    let text = time.to_string();
+    format!("{} UTC", text.get(..16).unwrap_or(&text).replace('T', " "))
+}
+
+/// The certificates of a file, at least one.
+///
+/// # Errors
+/// As [`load`].
+pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+    let shown = path.display();
+    let pem = read(path, false)?;
+    let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
+    match chain {
+        Ok(chain) if !chain.is_empty() => Ok(chain),
+        Ok(_) => Err(format!("{shown} has no certificate (PEM, \"BEGIN CERTIFICATE\")")),
+        Err(error) => Err(format!("{shown} cannot be read as PEM: {error}")),
+    }
+}
+
+/// The revocation lists of a file (PEM, or one in DER), at least one.
+///
+/// # Errors
+/// As [`load`].
+pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationListDer<'static>>, String> {
+    const SEQUENCE: u8 = 0x30;
+    let shown = path.display();
+    let content = read(path, false)?;
+    if content.first() == Some(&SEQUENCE) {
+        return Ok(vec![CertificateRevocationListDer::from(content)]);
+    }
+    let lists: Result<Vec<_>, _> = CertificateRevocationListDer::pem_slice_iter(&content).collect();
+    match lists {
+        Ok(lists) if !lists.is_empty() => Ok(lists),
+        Ok(_) => Err(format!("{shown} has no revocation list (PEM, \"BEGIN X509 CRL\", or DER)")),
+        Err(error) => Err(format!("{shown} cannot be read as PEM: {error}")),
+    }
+}
+
+/// The key of a file that nobody else can read.
+///
+/// # Errors
+/// As [`load`].
+fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
+    let pem = read(path, true)?;
+    PrivateKeyDer::from_pem_slice(&pem).map_err(|_| {
+        format!("{} has no private key (PEM, \"BEGIN PRIVATE KEY\", without a passphrase)", path.display())
+    })
+}
+
+/// A file's content. A private one must be closed to others: `0600`, or `0640` where it is root's, as Debian's group `ssl-cert`
+/// and Postgres have it.
+///
+/// # Errors
+/// It cannot be read, is too long, or is open to others.
+pub(super) fn read(path: &Path, private: bool) -> Result<Vec<u8>, String> {
+    let shown = path.display();
+    let failed = |error: std::io::Error| format!("{shown}: {error}");
+    let file = File::open(path).map_err(failed)?;
+    let about = file.metadata().map_err(failed)?;
+    if !about.is_file() {
+        return Err(format!("{shown} is no regular file"));
+    }
+    if about.len() > FILE_BYTES {
+        return Err(format!("{shown} has more than {} KiB", FILE_BYTES >> 10));
+    }
+    let open_to = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
+    if private && open_to != 0 {
+        return Err(format!(
+            "the key {shown} can be read by others (mode {:04o}); close it with `chmod 600 {shown}`",
+            about.mode() & 0o7777
+        ));
+    }
+    let mut content = Vec::new();
+    file.take(FILE_BYTES).read_to_end(&mut content).map_err(failed)?;
+    Ok(content)
+}
+
+/// SHA-256 of a certificate, as browsers show it.
+pub(super) fn fingerprint(der: &[u8]) -> String {
+    let mut text = String::new();
+    for byte in Sha256::digest(der) {
+        let _ = write!(text, "{}{byte:02X}", if text.is_empty() { "" } else { ":" });
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_up_to_a_mebibyte() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("chain.pem");
+        std::fs::write(&path, vec![b'#'; FILE_BYTES as usize]).unwrap();
+        assert_eq!(read(&path, false).unwrap().len() as u64, FILE_BYTES);
+        std::fs::write(&path, vec![b'#'; FILE_BYTES as usize + 1]).unwrap();
+        let why = read(&path, false).unwrap_err();
+        assert!(why.contains("chain.pem has more than 1024 KiB"), "{why}");
+    }
+}

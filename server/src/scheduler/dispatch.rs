@@ -1,0 +1,343 @@
+//! Dispatch: carries out what the scheduler plans, and fences attempts whose lease has expired.
+
+use crate::{
+    agents::leases::{EndAt, Expired},
+    checkpoints::{Wait, artifact_fetches::CheckWait},
+    config::FairShare,
+    lifecycle::{self, PlaceEnd},
+    scheduler::{AgentState, Plan, Scheduler, Snapshot, Yielding, plan},
+    store::{AttemptRow, JobRow, Occupant, Result, quarantine},
+    util::failing::Failing,
+};
+use ends::{end_attempt, end_place, order_stop};
+use lockstep_protocol::{
+    agent::ToAgent,
+    job::{Job, JobId},
+    reason::{Facts, Reason, ReasonCode},
+};
+use preempt::preempt;
+use reasons::Unstored;
+use start::start_all;
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
+
+mod ends;
+mod needs;
+mod preempt;
+mod reasons;
+mod resume_point;
+mod start;
+mod unreported;
+
+pub(crate) use ends::{declined, ended_at, leaves, left, ready, wanted};
+pub(crate) use needs::is_checkpoint_id;
+
+/// Time between two rounds without a notification.
+const POLL: Duration = Duration::from_millis(500);
+/// How often all waiting jobs are compared with the store.
+const COMPARE_EVERY: Duration = Duration::from_secs(2);
+
+/// Time between two rounds while ranks of an attempt have lost each other, so that an agent that is gone is given up at once.
+const POLL_LOST: Duration = Duration::from_millis(100);
+/// Longest wait of a round for reported ends of attempts that are not stored yet. A slow database does not delay the round further.
+const ENDS_WAIT: Duration = Duration::from_millis(100);
+/// Heartbeats after which a silent agent counts as gone, if ranks of its attempt have lost each other.
+const LATE: f64 = 1.25;
+/// Shortest silence after which an agent counts as gone.
+const SILENT: Duration = Duration::from_secs(1);
+/// Time in which agents reconnect after the start of the server: they try every 3 s.
+const BACK_WITHIN: Duration = Duration::from_secs(4);
+
+/// At start, gives every attempt that may write one full lease, within which its agent must report.
+pub(crate) async fn restore(scheduler: &Scheduler) -> Result<()> {
+    for AttemptRow { attempt, places, .. } in scheduler.store.live_attempts().await? {
+        let agents: Vec<_> = places.iter().map(|place| place.agent_id.clone()).collect();
+        // Whether its agents got the order to start is known once they have reconnected.
+        scheduler.agents.leases.hold(attempt.clone(), places, false);
+        // The `Welcome` of an agent repeats the request to stop.
+        scheduler.agents.leases.note_stop_requested(&attempt);
+        if agents.len() > 1
+            && let Some(row) = scheduler.store.job(&attempt.job).await?
+        {
+            for agent in &agents {
+                if let Some(end) = lifecycle::end_at(&row, agent) {
+                    scheduler.agents.leases.ended_at(&attempt, agent, EndAt::of(end));
+                }
+            }
+            let unreachable: Vec<_> = row.progress.unreachable.iter().copied().collect();
+            scheduler.agents.leases.mark_unreachable(&attempt, &unreachable);
+        }
+    }
+    Ok(())
+}
+
+/// Checks leases and queue until dropped.
+pub(crate) async fn run(scheduler: Arc<Scheduler>) {
+    let unstored = Unstored::default();
+    tokio::join!(rounds(&scheduler, &unstored), comparisons(&scheduler), unstored.store_all(&scheduler));
+}
+
+/// Compares the queue with the store. A task of its own, because the comparison of a long queue would delay rounds.
+async fn comparisons(scheduler: &Scheduler) {
+    let mut failing = Failing::default();
+    loop {
+        tokio::time::sleep(COMPARE_EVERY).await;
+        match scheduler.waiting.compare(&*scheduler.store).await {
+            Ok(true) => scheduler.agents.leases.poke(),
+            Ok(false) => {}
+            Err(error) => {
+                if failing.is_new(&error) {
+                    tracing::warn!(%error, "the queue could not be compared with the store; trying again");
+                }
+                continue;
+            }
+        }
+        if let Some(failures) = failing.ended() {
+            tracing::info!(failures, "the queue is compared with the store again");
+        }
+    }
+}
+
+async fn rounds(scheduler: &Scheduler, unstored: &Unstored) {
+    let mut failing = Failing::default();
+    loop {
+        match round(scheduler, unstored).await {
+            Ok(()) => {
+                if let Some(failures) = failing.ended() {
+                    tracing::info!(failures, "dispatch does its rounds again");
+                }
+            }
+            Err(error) if failing.is_new(&error) => {
+                tracing::warn!(%error, "dispatch could not do its round; trying again");
+            }
+            Err(_) => {}
+        }
+        let poll = if scheduler.agents.leases.is_contact_lost() { POLL_LOST } else { POLL };
+        tokio::select! {
+            () = scheduler.agents.leases.wake.notified() => {}
+            () = tokio::time::sleep(poll) => {}
+        }
+    }
+}
+
+async fn round(scheduler: &Scheduler, unstored: &Unstored) -> Result<()> {
+    for expired in scheduler.agents.leases.expired() {
+        // Its agent may have come back while others were given up.
+        if scheduler.agents.leases.is_renewed(&expired) {
+            continue;
+        }
+        let job = expired.attempt.job.clone();
+        let secs = scheduler.agents.leases.duration.as_secs_f64();
+        skip_permanent_error(&job, expire(scheduler, expired, secs, None).await)?;
+    }
+    let limit = scheduler.config.heartbeat.mul_f64(LATE).max(SILENT);
+    // An agent that was connected before this server was started may be reconnecting.
+    let up = scheduler.up_since.elapsed();
+    let silence = |id: &str| scheduler.agents.silence(id).or_else(|| up.checked_sub(BACK_WITHIN));
+    let is_silent = |id: &str| silence(id).is_some_and(|silence| silence > limit);
+    for expired in scheduler.agents.leases.abandoned(is_silent, |id| scheduler.agents.is_connected(id)) {
+        let job = expired.attempt.job.clone();
+        let silence = scheduler.agents.silence(&expired.place.agent_id).unwrap_or(up).as_secs_f64();
+        scheduler.agents.leases.give_up(&expired);
+        let how = "the ranks of other machines have lost those on it";
+        let ended = expire(scheduler, expired, (silence * 10.0).round() / 10.0, Some(how)).await;
+        skip_permanent_error(&job, ended)?;
+    }
+    // Claims would wait for the transaction of these ends anyway, and the freed slots would wait for the next round.
+    if scheduler.agents.inbox.has_ends() {
+        let _ = tokio::time::timeout(ENDS_WAIT, scheduler.agents.inbox.flush()).await;
+    }
+    let (snapshot, plan) = make_plan(scheduler).await?;
+    carry_out(scheduler, &snapshot, plan, unstored).await
+}
+
+/// Plans again and again until all checkpoints that the planned starts need are known.
+async fn make_plan(scheduler: &Scheduler) -> Result<(Snapshot, Plan)> {
+    let mut snapshot = take_snapshot(scheduler).await?;
+    let mut patience = CheckWait::default();
+    loop {
+        let plan = plan(&snapshot);
+        if plan.unknown.is_empty() {
+            return Ok((snapshot, plan));
+        }
+        for (row, reader) in plan.unknown {
+            let wait = match scheduler.checkpoints.wait_for_newer(&row, &reader, &mut patience).await {
+                Err(error) if !error.may_pass() => {
+                    let why = Reason::from(error.to_string()).into();
+                    skip_permanent_error(&row.job.id, Err(error))?;
+                    Some(Wait { why, is_kept: false })
+                }
+                found => found?,
+            };
+            snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
+        }
+    }
+}
+
+async fn take_snapshot(scheduler: &Scheduler) -> Result<Snapshot> {
+    let now = crate::now();
+    let mut held = scheduler.agents.leases.all_slots_in_use();
+    let agents = scheduler.agents.online().into_iter().map(|agent| {
+        let id = &agent.row.id;
+        let is_drained = scheduler.agents.is_draining(id);
+        let takes_work = agent.leaving.is_none()
+            && agent.no_work.is_none()
+            // An agent that was cut off is online until its connection times out, but no start would reach it.
+            && agent.row.last_seen_at > now - scheduler.agents.leases.duration
+            && !scheduler.agents.leases.is_cut_off(id)
+            && !is_drained;
+        let in_use = held.remove(id).unwrap_or_default();
+        Arc::new(AgentState { only_job: agent.only_job, takes_work, is_drained, in_use, row: agent.row })
+    });
+    let agents = agents.collect();
+    let fair_share = match scheduler.config.fair_share {
+        // Without authentication, jobs have no owner.
+        FairShare::Owner if scheduler.config.no_auth => FairShare::Project,
+        by => by,
+    };
+    let slots_of_shares = scheduler.store.slots_of_shares(fair_share).await?;
+    let waiting = scheduler.waiting.read(&*scheduler.store).await?;
+    let yielding = if waiting.is_empty() { Vec::new() } else { yielding(scheduler).await? };
+    let (started_at, checkpoints) = (scheduler.started_at, HashMap::new());
+    Ok(Snapshot { now, started_at, agents, waiting, yielding, fair_share, slots_of_shares, checkpoints })
+}
+
+/// Running jobs whose slots other jobs may count on, by priority.
+async fn yielding(scheduler: &Scheduler) -> Result<Vec<Yielding>> {
+    let (mut by, ending) = (scheduler.store.yielding().await?, scheduler.agents.leases.ending());
+    let known: HashSet<JobId> = by.iter().map(|by| by.job.clone()).collect();
+    // Jobs whose ranks have ended on one of their agents will end everywhere. They need no preemption, so their priority does not matter.
+    let also = ending.iter().filter(|job| !known.contains(*job)).map(|job| Occupant {
+        job: job.clone(),
+        priority: i32::MAX,
+        preemptible: false,
+        ends: false,
+        preempted: false,
+    });
+    by.extend(also);
+    let ending: HashSet<JobId> = ending.into_iter().collect();
+    let with_slots = |by: Occupant| {
+        let places = scheduler.agents.leases.places_of(&by.job);
+        let slots = places
+            .into_iter()
+            .flat_map(|place| place.ranks.into_iter().map(move |(_, slot)| (place.agent_id.clone(), slot)));
+        let ends = by.ends || ending.contains(&by.job);
+        Yielding { slots: slots.collect(), by, ends }
+    };
+    Ok(by.into_iter().map(with_slots).collect())
+}
+
+/// Starts and preempts jobs as planned, then publishes the plan.
+async fn carry_out(
+    scheduler: &Scheduler,
+    snapshot: &Snapshot,
+    mut plan: Plan,
+    unstored: &Unstored,
+) -> Result<()> {
+    let planned = plan.starts.len();
+    let mut starts = std::mem::take(&mut plan.starts).into_iter();
+    for preemption in std::mem::take(&mut plan.preemptions) {
+        // Earlier starts come first: if one of them fails, its slots are free, and this preemption is not needed.
+        let before = preemption.starts_before - (planned - starts.len());
+        let before = starts.by_ref().take(before).collect();
+        if !start_all(scheduler, before).await? || !preempt(scheduler, snapshot, &preemption).await? {
+            // The next plan says why the job waits.
+            let id = &preemption.row.job.id;
+            plan.waiting.iter_mut().filter(|of| of.row.job.id == *id).for_each(|of| of.why = None);
+        }
+    }
+    // Starts come before everything else.
+    start_all(scheduler, starts.collect()).await?;
+    let waiting: Vec<_> = plan.waiting.iter().map(|waiting| waiting.row.job.id.clone()).collect();
+    scheduler.checkpoints.waits.keep(&waiting);
+    for (row, why) in plan.waiting.iter().filter_map(|of| Some((&of.row, of.why.as_ref()?))) {
+        unstored.note(scheduler, row, why);
+    }
+    scheduler.last_plan.replace(plan);
+    Ok(())
+}
+
+/// Logs a permanent error of one job, so that the others are still dispatched. Transient errors end the round.
+fn skip_permanent_error(job: &JobId, done: Result<()>) -> Result<()> {
+    match done {
+        Err(error) if !error.may_pass() => {
+            quarantine::log_once(&format!("job {job} cannot be dispatched: {error}"));
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+/// Fences an attempt whose lease has expired on one of its agents. Its job is restarted, or fails without restarts left. An attempt on
+/// several agents ends once the other agents have ended their ranks. `how` says why an agent that has been silent for `secs` is given up
+/// before its lease has expired.
+async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<&str>) -> Result<()> {
+    let Expired { attempt, place, places, had_order } = expired;
+    // A silent connection ends a moment later than the lease.
+    let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
+    let online = scheduler.agents.online();
+    let is_heard = online.iter().any(|o| o.row.id == place.agent_id && o.row.last_seen_at >= heard_since);
+    let code = match is_heard && how.is_none() {
+        true if had_order => ReasonCode::AgentWithoutRanks,
+        true => ReasonCode::StartLost,
+        false => ReasonCode::AgentLost,
+    };
+    let facts = Facts {
+        agent: Some(place.agent.clone()),
+        attempt: Some(attempt.attempt),
+        secs: (code == ReasonCode::AgentLost).then_some(secs),
+        detail: how.map(Into::into),
+        ..Facts::default()
+    };
+    let why = move |row: &JobRow| {
+        // The ranks may have trained before this server was started.
+        let has_trained = row.progress.has_trained();
+        let code = match &code {
+            ReasonCode::StartLost if has_trained => &ReasonCode::AgentWithoutRanks,
+            code => code,
+        };
+        Reason::new(code.clone(), Facts { step: Some(row.job.step), ..facts.clone() })
+    };
+    if places > 1 {
+        end_place(scheduler, &attempt, (&place, places), false, move |row| PlaceEnd::Lost(why(row))).await?;
+    } else {
+        end_attempt(scheduler, &attempt, move |row| lifecycle::lost(row, &why(row), crate::now())).await?;
+    }
+    let reason = if how.is_some() { "the attempt has ended without it" } else { "its lease ran out" };
+    let reason = reason.to_owned();
+    scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient: false });
+    Ok(())
+}
+
+/// The reason of a job whose agent was stopped in an orderly way.
+pub(crate) fn leaving_reason(agent: &str, reason: &str) -> Reason {
+    let facts = Facts { agent: Some(agent.into()), detail: Some(reason.into()), ..Facts::default() };
+    Reason::new(ReasonCode::AgentStopped, facts)
+}
+
+/// What a user requests for a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wish {
+    Cancel,
+    Pause,
+}
+
+/// Cancels or pauses a job: at once if none of its ranks run, otherwise by ordering its agents to stop them.
+///
+/// # Errors
+/// The job's state forbids it, or there is no such job.
+pub(crate) async fn stop(scheduler: &Scheduler, id: &JobId, wish: Wish) -> Result<Job> {
+    let places = scheduler.agents.leases.places_of(id);
+    let online = scheduler.agents.online();
+    let reachable = places.iter().any(|p| online.iter().any(|o| o.row.id == p.agent_id));
+    let change = move |row: &mut JobRow| match wish {
+        Wish::Cancel => lifecycle::cancel(row, reachable, crate::now()),
+        Wish::Pause => lifecycle::pause(row, crate::now()),
+    };
+    let changed = scheduler.events.change_job(id, Box::new(change)).await?;
+    order_stop(scheduler, id).await?;
+    Ok(changed.job)
+}

@@ -1,0 +1,207 @@
+//! Ends of attempts that the server or a user causes, not the ranks.
+
+use super::leaving_reason;
+use crate::{
+    agents::{Online, leases::EndAt},
+    lifecycle::{self, PlaceEnd},
+    scheduler::Scheduler,
+    store::{JobRow, Place, Result, StoreError},
+};
+use lockstep_protocol::{
+    agent::{AttemptRef, Ending, ToAgent},
+    job::{JobId, JobState},
+    reason::{Facts, Reason, ReasonCode},
+    stream::EventBody,
+};
+use std::{sync::Arc, time::Duration};
+
+/// Silence after which a leaving agent whose connection was cut off counts as gone.
+const GONE: Duration = Duration::from_secs(10);
+
+/// Puts the unfinished attempts of an agent that was stopped in an orderly way back into the queue. An agent that was `cut_off`, because
+/// one of its records could not be stored, reconnects, sends its last reports again, and repeats that it leaves.
+pub(crate) async fn left(scheduler: &Arc<Scheduler>, agent: Online, reason: String, cut_off: bool) {
+    if !cut_off {
+        let why = leaving_reason(&agent.row.name, &reason);
+        return requeue(scheduler, &agent.row.id, why, |_| true).await;
+    }
+    let (scheduler, id) = (Arc::clone(scheduler), agent.row.id.clone());
+    let had: Vec<_> = scheduler.agents.leases.of_agent(&id).into_iter().map(|(attempt, _)| attempt).collect();
+    tokio::spawn(async move {
+        while scheduler.agents.leases.of_agent(&id).iter().any(|(attempt, _)| had.contains(attempt)) {
+            let is_silent = scheduler.agents.silence(&id).is_none_or(|silence| silence >= GONE);
+            if is_silent && !scheduler.agents.is_connected(&id) {
+                let why = leaving_reason(&agent.row.name, &reason);
+                return requeue(&scheduler, &id, why, |attempt| had.contains(attempt)).await;
+            }
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(500)) => {}
+                () = scheduler.tasks.stopping.cancelled() => return,
+            }
+        }
+    });
+}
+
+/// Puts an attempt back into the queue whose agent has declined to start it.
+pub(crate) async fn declined(scheduler: &Scheduler, agent_id: &str, declined: &AttemptRef, reason: String) {
+    let places = scheduler.agents.leases.places_of(&declined.job);
+    let agent = places.into_iter().find(|place| place.agent_id == agent_id).map(|place| place.agent);
+    let why =
+        Reason::new(ReasonCode::AgentDeclined, Facts { agent, detail: Some(reason), ..Facts::default() });
+    requeue(scheduler, agent_id, why, |attempt| attempt == declined).await;
+}
+
+/// Puts attempts of an agent that has left back into the queue.
+async fn requeue(scheduler: &Scheduler, agent_id: &str, why: Reason, concerns: impl Fn(&AttemptRef) -> bool) {
+    scheduler.agents.inbox.flush().await;
+    for (attempt, held) in scheduler.agents.leases.of_agent(agent_id) {
+        if !concerns(&attempt) {
+            continue;
+        }
+        let places = scheduler.agents.leases.places(&attempt);
+        let mine = held.iter().find(|place| place.agent_id == agent_id);
+        let why = why.clone();
+        let done = if places > 1
+            && let Some(place) = mine
+        {
+            end_place(scheduler, &attempt, (place, places), true, move |_| PlaceEnd::Left(why.clone())).await
+        } else {
+            end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await
+        };
+        if let Err(error) = done {
+            return tracing::warn!(%error, "the jobs of an agent that left wait for their leases");
+        }
+    }
+}
+
+/// Changes the job of an attempt, if that attempt may still write.
+pub(super) async fn end_attempt(
+    scheduler: &Scheduler,
+    attempt: &AttemptRef,
+    change: impl Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, lifecycle::Refused>
+    + Send
+    + Sync
+    + 'static,
+) -> Result<()> {
+    let expected = attempt.clone();
+    let change = move |row: &mut JobRow| {
+        if row.live().as_ref() == Some(&expected) { change(row) } else { Ok(Vec::new()) }
+    };
+    match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
+        Ok(_) => {
+            // This attempt is over, whatever the job does now.
+            scheduler.agents.leases.release(&attempt.job, attempt.attempt);
+            Ok(())
+        }
+        Err(StoreError::NotFound(_)) => {
+            scheduler.agents.leases.release(&attempt.job, attempt.attempt);
+            Ok(())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Notes that the ranks of an attempt on `places` agents have ended on one of them, which has not reported how. The other agents are
+/// ordered to end theirs; the attempt ends with the last. `patient`: the others may write a checkpoint first.
+pub(super) async fn end_place(
+    scheduler: &Scheduler,
+    attempt: &AttemptRef,
+    (place, places): (&Place, usize),
+    patient: bool,
+    end: impl Fn(&JobRow) -> PlaceEnd + Send + Sync + 'static,
+) -> Result<()> {
+    let (expected, agent_id) = (attempt.clone(), place.agent_id.clone());
+    let change = move |row: &mut JobRow| {
+        if row.live().as_ref() != Some(&expected) {
+            return Ok(Vec::new());
+        }
+        let end = end(row);
+        lifecycle::place_ended(row, places, &agent_id, end, crate::now())
+    };
+    match scheduler.events.change_job(&attempt.job, Box::new(change)).await {
+        Ok(changed) => {
+            // If the attempt is over, the publication has released all of its slots.
+            if changed.job.attempt != attempt.attempt {
+                scheduler.agents.leases.release(&attempt.job, attempt.attempt);
+            }
+            let others = scheduler.agents.leases.ended_at(attempt, &place.agent_id, EndAt::Lost);
+            stop_others(scheduler, attempt, &place.agent, &others, patient);
+            Ok(())
+        }
+        Err(StoreError::NotFound(_)) => {
+            scheduler.agents.leases.release(&attempt.job, attempt.attempt);
+            Ok(())
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Handles the end of an attempt's ranks on an agent, once it is stored. If the ranks failed, the other agents are ordered to stop theirs:
+/// their ranks may not notice, because a machine that disappears closes no connection.
+pub(crate) fn ended_at(scheduler: &Scheduler, attempt: &AttemptRef, agent_id: &str, ending: &Ending) {
+    let failed = !matches!(ending, Ending::Succeeded { .. } | Ending::Stopped);
+    let agent =
+        scheduler.agents.leases.places_of(&attempt.job).into_iter().find(|place| place.agent_id == agent_id);
+    let how = match ending {
+        Ending::Secondary { .. } => EndAt::LostContact,
+        _ => EndAt::ByThemselves,
+    };
+    let others = scheduler.agents.leases.ended_at(attempt, agent_id, how);
+    if failed && let Some(agent) = agent {
+        stop_others(scheduler, attempt, &agent.agent, &others, false);
+    }
+}
+
+fn stop_others(scheduler: &Scheduler, attempt: &AttemptRef, agent: &str, others: &[Place], patient: bool) {
+    for other in others {
+        let reason = format!("its ranks on {agent:?} have ended");
+        scheduler.agents.send(&other.agent_id, ToAgent::Stop { attempt: attempt.clone(), reason, patient });
+    }
+}
+
+/// Orders the other agents of a leaving agent's attempts to end their ranks with a checkpoint, as the leaving agent does.
+pub(crate) fn leaves(scheduler: &Scheduler, agent_id: &str, agent: &str) {
+    for (attempt, places) in scheduler.agents.leases.of_agent(agent_id) {
+        for other in places.iter().filter(|place| place.agent_id != agent_id) {
+            let (attempt, reason) = (attempt.clone(), format!("{agent:?} is being stopped in order"));
+            scheduler.agents.send(&other.agent_id, ToAgent::Stop { attempt, reason, patient: true });
+        }
+    }
+}
+
+/// Notes that an agent has finished its preflight check. Once all agents of the attempt have, the ranks start.
+pub(crate) fn ready(scheduler: &Scheduler, attempt: AttemptRef, agent_id: &str, port: Option<u16>) {
+    let Some((master_port, places)) = scheduler.agents.leases.ready(&attempt, agent_id, port) else { return };
+    for place in places {
+        // An agent that has started its ranks already ignores it.
+        scheduler.agents.send(&place.agent_id, ToAgent::Launch { attempt: attempt.clone(), master_port });
+    }
+}
+
+/// Orders the agents of a job to end its ranks, if they must.
+pub(super) async fn order_stop(scheduler: &Scheduler, job: &JobId) -> Result<()> {
+    let places = scheduler.agents.leases.places_of(job);
+    if let Some(row) = scheduler.store.job(job).await?
+        && let (Some(attempt), Some((reason, patient))) = (row.live(), wanted(&row))
+    {
+        for place in &places {
+            let (attempt, reason) = (attempt.clone(), reason.clone());
+            scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
+        }
+        scheduler.agents.leases.note_stop_requested(&attempt);
+    }
+    Ok(())
+}
+
+/// The reason why a job's ranks must end, if they must, and whether they write a checkpoint first.
+pub(crate) fn wanted(row: &JobRow) -> Option<(String, bool)> {
+    match (&row.stop, row.job.state) {
+        (Some(stop), _) => Some((stop.words().to_owned(), false)),
+        (None, JobState::Pausing) => {
+            let preempting = row.job.cause.clone().filter(|cause| *cause.code() == ReasonCode::Preempting);
+            let why = preempting.unwrap_or_else(|| ReasonCode::PausedByUser.into());
+            Some((why.words().to_owned(), true))
+        }
+        (None, _) => None,
+    }
+}

@@ -1,0 +1,101 @@
+//! What a job needs besides slots: its dataset, and the checkpoint or weights that it begins from.
+
+use crate::{
+    lifecycle,
+    scheduler::Scheduler,
+    store::{JobRow, Result},
+};
+use lockstep_protocol::{
+    agent::AllowedFolders,
+    dataset::Dataset,
+    job::{Job, JobId},
+    reason::{Facts, Reason, ReasonCode},
+    spec::JobSpec,
+};
+use serde_json::Value;
+use std::collections::{HashMap, HashSet};
+
+/// Everything that a job needs, found.
+pub(super) struct Needs {
+    /// With the checkpoint's folder instead of its id.
+    pub(super) spec: JobSpec,
+    /// The dataset's path.
+    pub(super) dataset_path: String,
+    /// The dataset's fingerprint when it was registered.
+    pub(super) registered: Option<Value>,
+    /// The checkpoint's id, if `model.pretrained` is one.
+    pub(super) pretrained: Option<String>,
+    /// Folders in which the file that `model.pretrained` names may lie.
+    pub(super) weights_in: Option<AllowedFolders>,
+    /// Folders in which the dataset may lie.
+    pub(super) dataset_in: Option<AllowedFolders>,
+}
+
+/// The datasets of jobs, by name. Each is read once.
+pub(super) async fn datasets<'a>(
+    scheduler: &Scheduler,
+    jobs: impl IntoIterator<Item = &'a Job>,
+) -> Result<HashMap<String, Dataset>> {
+    let mut found = HashMap::new();
+    let names: HashSet<&str> = jobs.into_iter().map(|job| job.spec.data.dataset.as_str()).collect();
+    for name in names {
+        if let Some(dataset) = scheduler.store.dataset(name).await? {
+            found.insert(name.to_owned(), dataset);
+        }
+    }
+    Ok(found)
+}
+
+/// Finds what a job needs, or the reason why it cannot start.
+pub(super) async fn needs(
+    scheduler: &Scheduler,
+    job: &Job,
+    datasets: &HashMap<String, Dataset>,
+) -> Result<std::result::Result<Needs, Reason>> {
+    let Some(dataset) = datasets.get(&job.spec.data.dataset) else {
+        let facts = Facts { dataset: Some(job.spec.data.dataset.clone()), ..Facts::default() };
+        return Ok(Err(Reason::new(ReasonCode::DatasetMissing, facts)));
+    };
+    let mut spec = job.spec.clone();
+    let pretrained = spec.model.pretrained.clone().filter(|given| is_checkpoint_id(given));
+    if let Some(given) = &pretrained {
+        let Some(row) = scheduler.store.checkpoint(given).await? else {
+            let facts = Facts { checkpoint: Some(given.clone()), ..Facts::default() };
+            return Ok(Err(Reason::new(ReasonCode::CheckpointMissing, facts)));
+        };
+        spec.model.pretrained = Some(scheduler.checkpoints.folder(&row).to_string_lossy().into_owned());
+    }
+    let not_allowed = |detail: String| {
+        let facts = Facts { detail: Some(detail), ..Facts::default() };
+        Ok(Err(Reason::new(ReasonCode::PathNotAllowed, facts)))
+    };
+    if let Err(detail) = scheduler.datasets.roots.check_registered(&dataset.path).await {
+        return not_allowed(format!("data.dataset: {detail}"));
+    }
+    let mut weights_in = None;
+    if let Some(path) = job.spec.model.pretrained.as_deref().filter(|_| pretrained.is_none()) {
+        if let Err(detail) = scheduler.datasets.roots.check_weights_again(path).await {
+            return not_allowed(format!("model.pretrained: {detail}"));
+        }
+        weights_in = scheduler.datasets.roots.allowed_weights(path);
+    }
+    Ok(Ok(Needs {
+        spec,
+        dataset_path: dataset.path.clone(),
+        registered: dataset.info.fingerprint.clone(),
+        pretrained,
+        weights_in,
+        dataset_in: scheduler.datasets.roots.allowed(),
+    }))
+}
+
+/// Fails a job that cannot start.
+pub(super) async fn fail(scheduler: &Scheduler, job: &JobId, why: Reason) -> Result<()> {
+    let fail = move |row: &mut JobRow| lifecycle::cannot_start(row, &why, crate::now());
+    scheduler.events.change_job(job, Box::new(fail)).await.map(drop)
+}
+
+/// Whether `model.pretrained` is a checkpoint's id, not a path.
+pub(crate) fn is_checkpoint_id(given: &str) -> bool {
+    given.get(..27).is_some_and(|id| id.parse::<JobId>().is_ok()) && given.as_bytes().get(27) == Some(&b'-')
+}

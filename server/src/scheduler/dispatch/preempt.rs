@@ -1,0 +1,99 @@
+//! Preemption as the scheduler plans it: orders running jobs to end in favour of a waiting one.
+
+use super::{
+    ends::order_stop,
+    needs::{datasets, fail, needs},
+};
+use crate::{
+    agents::leases::Leases,
+    lifecycle,
+    scheduler::{Preemption, Scheduler, Snapshot},
+    store::{JobRow, Result, StoreError},
+};
+use lockstep_protocol::job::JobId;
+use std::collections::HashSet;
+
+/// Orders jobs to end; false if it did not. No job is preempted for a job that cannot start, nor while slots become free that the plan does
+/// not know of: those wake dispatch for the next round.
+pub(super) async fn preempt(
+    scheduler: &Scheduler,
+    snapshot: &Snapshot,
+    preemption: &Preemption,
+) -> Result<bool> {
+    let Preemption { row, victims, ending, .. } = preemption;
+    let mut is_done = true;
+    if !victims.is_empty() {
+        let job = &row.job;
+        if let Err(why) = needs(scheduler, job, &datasets(scheduler, [job]).await?).await? {
+            return fail(scheduler, &job.id, why).await.map(|()| false);
+        }
+        let live = scheduler.store.occupants().await?.into_iter().map(|by| by.job).collect();
+        let agents = snapshot.agents.iter().filter(|agent| agent.takes_work);
+        let held = agents.map(|agent| (agent.row.id.as_str(), &agent.in_use));
+        is_done = all_still_held(held, &scheduler.agents.leases, &live);
+    }
+    for victim in victims.iter().filter(|_| is_done) {
+        let by = row.job.clone();
+        let change = move |row: &mut JobRow| lifecycle::preempt(row, &by, crate::now());
+        match scheduler.events.change_job(victim, Box::new(change)).await {
+            Ok(_) => {}
+            Err(StoreError::NotFound(_)) => continue,
+            Err(error) => return Err(error),
+        }
+        order_stop(scheduler, victim).await?;
+    }
+    // Their end was stored, but the order did not reach their agents.
+    for job in ending.iter().filter(|job| !scheduler.agents.leases.is_stop_requested(job)) {
+        order_stop(scheduler, job).await?;
+    }
+    Ok(is_done)
+}
+
+/// Whether all slots that agents `held` in the snapshot are still in use. An attempt ends in the store before its slots are released, so
+/// `live`, the jobs whose attempt may still write, counts as well.
+fn all_still_held<'a>(
+    held: impl IntoIterator<Item = (&'a str, &'a HashSet<u32>)>,
+    leases: &Leases,
+    live: &HashSet<JobId>,
+) -> bool {
+    let now = leases.jobs_in_slots();
+    held.into_iter().all(|(agent, slots)| {
+        let now = now.get(agent);
+        let is_held = |slot: &u32| now.and_then(|now| now.get(slot)).is_some_and(|job| live.contains(job));
+        slots.iter().all(is_held)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Place;
+    use lockstep_protocol::agent::{AttemptRef, FencingToken};
+    use std::time::Duration;
+
+    #[test]
+    fn nobody_is_stopped_while_slots_become_free_that_the_plan_does_not_know_of() {
+        let leases = Leases::new(Duration::from_secs(15));
+        let hold = |agent: &str, slot: u32| {
+            let job = JobId::generate();
+            let attempt = AttemptRef { job: job.clone(), attempt: 1, fencing_token: FencingToken::NONE };
+            let place = Place { agent_id: agent.to_owned(), agent: agent.to_owned(), ranks: vec![(0, slot)] };
+            leases.hold(attempt, vec![place], true);
+            job
+        };
+        let (first, second, elsewhere) = (hold("a", 0), hold("a", 1), hold("b", 0));
+        let held = HashSet::from([0, 1]);
+        let is_current = |live: &[&JobId]| {
+            let live = live.iter().map(|job| (*job).clone()).collect();
+            all_still_held([("a", &held)], &leases, &live)
+        };
+        // What another agent has, and what was given away since then, does not matter.
+        hold("a", 2);
+        leases.release(&elsewhere, 1);
+        assert!(is_current(&[&first, &second]));
+        // Its end is stored, and its slot not let go of yet; then it is.
+        assert!(!is_current(&[&second]));
+        leases.release(&first, 1);
+        assert!(!is_current(&[&first, &second]));
+    }
+}

@@ -1,0 +1,121 @@
+//! Events that say why jobs wait. A task of its own stores them, so that starts do not wait for these writes.
+
+use super::BACK_WITHIN;
+use crate::{
+    lifecycle,
+    scheduler::Scheduler,
+    store::{Change, JobRow, StoreError, quarantine},
+};
+use lockstep_protocol::{
+    job::{Job, JobId},
+    reason::{Facts, Reason, ReasonCode},
+};
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+use tokio::sync::Notify;
+
+/// Pause after the database could not store reasons.
+const PAUSE: Duration = Duration::from_millis(500);
+/// Most reasons in one transaction. A claim may have to wait for its end.
+const TOGETHER: usize = 16;
+
+/// The newest reason of each job, to be stored; the oldest jobs first.
+#[derive(Debug, Default)]
+pub(super) struct Unstored {
+    reasons: Mutex<BTreeMap<JobId, Reason>>,
+    wake: Notify,
+}
+
+impl Unstored {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<JobId, Reason>> {
+        self.reasons.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues the reason why a job waits, if it is worth an event.
+    pub(super) fn note(&self, scheduler: &Scheduler, row: &JobRow, why: &Reason) {
+        let is_event = !machines_may_come_back(scheduler, &row.job)
+            && lifecycle::tells_wait(&row.job, why)
+            && row.job.reason.as_deref() != Some(why.words())
+            && !row.job.cause.as_ref().is_some_and(|known| is_steady(known, why));
+        if is_event {
+            self.lock().insert(row.job.id.clone(), why.clone());
+            self.wake.notify_one();
+        }
+    }
+
+    /// Stores reasons until dropped.
+    pub(super) async fn store_all(&self, scheduler: &Scheduler) {
+        loop {
+            let reasons: Vec<_> = {
+                let mut reasons = self.lock();
+                std::iter::from_fn(|| reasons.pop_first()).take(TOGETHER).collect()
+            };
+            if reasons.is_empty() {
+                self.wake.notified().await;
+            } else {
+                store_each(scheduler, &reasons).await;
+            }
+        }
+    }
+}
+
+/// Whether the server was started a moment ago and the job was waiting before. Its machines are still reconnecting, so its reason is about to
+/// change: storing it now would write several events for each waiting job.
+fn machines_may_come_back(scheduler: &Scheduler, job: &Job) -> bool {
+    let up = scheduler.up_since.elapsed();
+    up < BACK_WITHIN && crate::now().duration_since(job.created_at).unsigned_abs() > up
+}
+
+/// Whether two reasons differ at most in numbers of slots. That is not worth an event: the last plan shows these numbers, and each machine that
+/// comes or goes changes them for all waiting jobs.
+fn is_steady(known: &Reason, why: &Reason) -> bool {
+    // The names of drained machines.
+    let is_named = matches!(why.code(), ReasonCode::NoAgentAccepts | ReasonCode::TooFewSlots);
+    let steady = |facts: &Facts| Facts {
+        detail: facts.detail.clone().filter(|_| !is_named),
+        agent: None,
+        machines: None,
+        slots_total: None,
+        slots_free: None,
+        slots_kept: None,
+        kept_for: Vec::new(),
+        ..facts.clone()
+    };
+    known.code() == why.code() && steady(known.facts()) == steady(why.facts())
+}
+
+async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {
+    match store(scheduler, reasons).await {
+        Ok(()) => {}
+        // The next round queues them again.
+        Err(error) if error.may_pass() => {
+            tracing::warn!(%error, "why jobs wait could not be stored");
+            tokio::time::sleep(PAUSE).await;
+        }
+        // A refused reason does not keep the others from being stored.
+        Err(_) => {
+            for reason in reasons {
+                if let Err(error) = store(scheduler, std::slice::from_ref(reason)).await {
+                    quarantine::log_once(&format!("why job {} waits cannot be stored: {error}", reason.0));
+                }
+            }
+        }
+    }
+}
+
+async fn store(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) -> Result<(), StoreError> {
+    let change = |(job, why): &(JobId, Reason)| -> (JobId, Change) {
+        let why = why.clone();
+        (job.clone(), Box::new(move |row| lifecycle::waits(row, &why)))
+    };
+    let changes: Vec<_> = reasons.iter().map(change).collect();
+    // A job that was deleted meanwhile has no change.
+    for changed in scheduler.store.change_jobs(&changes).await?.into_iter().flatten() {
+        scheduler.waiting.note(&changed.job);
+        scheduler.events.hub.publish(&changed);
+    }
+    Ok(())
+}

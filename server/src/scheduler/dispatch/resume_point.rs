@@ -1,0 +1,122 @@
+//! The checkpoint from which a job's next attempt continues.
+
+use super::unreported;
+use crate::{
+    lifecycle,
+    scheduler::Scheduler,
+    store::{CheckpointRow, JobRow, Result},
+};
+use lockstep_protocol::{
+    agent::{AttemptEvent, CheckpointInfo},
+    job::Job,
+};
+use std::collections::BTreeSet;
+
+/// Why a job fails whose checkpoints are all lost; ranks that find only damaged checkpoints say the same.
+pub(super) const ALL_LOST: &str = "no whole checkpoint is left to continue from: neither the server's disk nor the object store has one; submit the job \
+                         anew to begin from the start";
+
+/// Whether a job can continue.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum ResumePoint {
+    /// It has a checkpoint, or begins from the start because it never had one.
+    Available,
+    /// An object store was to keep its checkpoints, and all of them are gone. Training must not silently begin from the start.
+    AllLost,
+}
+
+/// Removes the rows of checkpoints that the next attempt on `agent` cannot read, before one is chosen to continue from: those whose folder is
+/// gone (a user removed it, or a rank died before it reported the removal), and those that another machine never uploaded. If the newest
+/// checkpoint is among them, a newer unreported one on this disk takes its place.
+pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str) -> Result<ResumePoint> {
+    // Without any folder, checkpoints are on another disk, unless there is an object store, which has all of them.
+    let checkpoints = scheduler.config.job_dir(&job.id).join("checkpoints");
+    let is_stored = |row: &CheckpointRow| {
+        scheduler.checkpoints.artifact_store.as_deref().is_some_and(|store| store.has(&row.id))
+    };
+    let is_here = scheduler.checkpoints.artifact_store.is_some()
+        || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
+    let mut missing = Vec::new();
+    let rows = scheduler.store.checkpoints(&job.id).await?;
+    let (all, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
+    let newest = rows.iter().map(|row| row.info.step).max();
+    let mut left = BTreeSet::new();
+    for row in rows {
+        let holders = scheduler.checkpoints.on_its_way(&row);
+        let is_missing = match holders.is_empty() {
+            false => holders.iter().all(|holder| holder.agent_id != agent),
+            true => {
+                is_here
+                    && !is_stored(&row)
+                    && matches!(tokio::fs::try_exists(scheduler.checkpoints.folder(&row)).await, Ok(false))
+            }
+        };
+        if is_missing {
+            missing.push((row.info.epoch, row.info.step));
+            lost += usize::from(holders.is_empty());
+            elsewhere.extend(holders.into_iter().map(|holder| holder.agent));
+        } else {
+            left.insert((row.info.step, row.info.epoch));
+        }
+    }
+    let newest_left = left.last().map(|(step, _)| *step);
+    if newest_left.is_some() && newest_left == newest {
+        return forget(scheduler, job, missing, Vec::new(), None).await;
+    }
+    let mut found = unreported::find(checkpoints).await;
+    found.retain(|one| !left.contains(&(one.step, one.epoch)));
+    if let Some(newest) = found.last().filter(|newest| Some(newest.step) > newest_left) {
+        let mut text = format!(
+            "checkpoint {}-{} was written and never reported: training continues from there",
+            newest.epoch, newest.step
+        );
+        if newest.step > job.step {
+            text += &format!("; there are no points of steps {} to {}", job.step + 1, newest.step);
+        }
+        return forget(scheduler, job, missing, found, Some(text)).await;
+    }
+    if missing.len() < all || missing.is_empty() {
+        return forget(scheduler, job, missing, Vec::new(), None).await;
+    }
+    // Their rows stay: a disk that was not mounted may come back.
+    if scheduler.checkpoints.artifact_store.is_some() && lost == all {
+        return Ok(ResumePoint::AllLost);
+    }
+    let text = if elsewhere.is_empty() {
+        "the checkpoints that are known are not on the server's disk any more: training begins from the start"
+            .to_owned()
+    } else {
+        let names: Vec<_> = elsewhere.into_iter().collect();
+        format!("{} did not upload a checkpoint: training begins from the start", names.join(", "))
+    };
+    forget(scheduler, job, missing, Vec::new(), Some(text)).await
+}
+
+/// Removes rows of checkpoints and adds others, with a line in the job's log.
+async fn forget(
+    scheduler: &Scheduler,
+    job: &Job,
+    missing: Vec<(u32, u64)>,
+    found: Vec<CheckpointInfo>,
+    text: Option<String>,
+) -> Result<ResumePoint> {
+    if missing.is_empty() && found.is_empty() {
+        return Ok(ResumePoint::Available);
+    }
+    let change = move |row: &mut JobRow| {
+        let removed = missing
+            .iter()
+            .map(|(epoch, step)| AttemptEvent::CheckpointRemoved { epoch: *epoch, step: *step });
+        let added = found.iter().cloned().map(AttemptEvent::Checkpoint);
+        let mut events = Vec::new();
+        for event in removed.chain(added) {
+            events.extend(lifecycle::report(row, event, None, crate::now())?);
+        }
+        Ok(events)
+    };
+    scheduler.events.change_job(&job.id, Box::new(change)).await?;
+    if let Some(text) = text {
+        scheduler.events.log(&job.id, text).await;
+    }
+    Ok(ResumePoint::Available)
+}

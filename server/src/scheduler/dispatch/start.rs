@@ -1,0 +1,383 @@
+//! Starts: claims jobs that have been given slots, then notifies their agents. If the transaction of a claim fails, the jobs are read again,
+//! because it may have been committed nevertheless.
+
+use super::{
+    ends::{end_attempt, wanted},
+    needs::{Needs, datasets, fail, needs},
+    resume_point::{ALL_LOST, ResumePoint, forget_missing},
+    skip_permanent_error,
+};
+use crate::{
+    checkpoints::holders::Holder,
+    datasets::notes,
+    lifecycle,
+    scheduler::{AgentState, Scheduler, Start, address, device_for},
+    store::{Changed, Claim, Claimed, JobRow, Place, Result, StoreError},
+};
+use futures_util::future::join_all;
+use lockstep_protocol::{
+    agent::{AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
+    dataset::Dataset,
+    job::{Job, JobId, JobState},
+    reason::{Facts, Reason, ReasonCode},
+};
+use std::{
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+/// Most jobs that are claimed in one transaction. Each transaction costs a sync of the disk, but the first job waits for the last.
+const TOGETHER: usize = 64;
+
+/// Pauses between attempts to find out what became of claims: the first and the longest.
+const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+
+/// A job that may be claimed, with what it needs.
+struct Prepared {
+    start: Start,
+    needs: Needs,
+    claim: Claim,
+}
+
+/// Starts jobs in the order of the plan; false if not all of them started. A start that fails does not delay the others.
+///
+/// # Errors
+/// The first transient error, after all other jobs were started.
+pub(super) async fn start_all(scheduler: &Scheduler, mut starts: Vec<Start>) -> Result<bool> {
+    let wanted = starts.len();
+    let mut started = 0;
+    let mut passing = Ok(());
+    while !starts.is_empty() {
+        let later = starts.split_off(TOGETHER.min(starts.len()));
+        let now = std::mem::replace(&mut starts, later);
+        let (prepared, failed) = prepare_all(scheduler, now).await?;
+        passing = passing.and(failed);
+        if prepared.is_empty() {
+            continue;
+        }
+        // Files of a job that turns out not to wait any more are overwritten at its next start.
+        let (claimed, files) = tokio::join!(claim(scheduler, &prepared), start_files(scheduler, &prepared));
+        let claimed = claimed?;
+        // All jobs hold their slots before another task may look which slots are free.
+        let mut orders = Vec::with_capacity(claimed.len());
+        for ((prepared, files), claimed) in prepared.into_iter().zip(files).zip(claimed) {
+            match claimed {
+                Some(claimed) => {
+                    started += 1;
+                    scheduler.agents.leases.hold(
+                        claimed.attempt.clone(),
+                        prepared.claim.places.clone(),
+                        false,
+                    );
+                    scheduler.waiting.remove(&prepared.claim.job);
+                    orders.push((prepared, files, claimed));
+                }
+                // It does not wait any more, so the queue must read it again.
+                None => scheduler.waiting.note(&prepared.start.row.job),
+            }
+        }
+        // Agents are notified before anything that takes long.
+        let order = |(prepared, files, claimed)| order(scheduler, prepared, files, claimed);
+        let ordered: Vec<_> = orders.into_iter().map(order).collect();
+        passing = passing.and(follow_up(scheduler, ordered).await);
+    }
+    passing.map(|()| started == wanted)
+}
+
+/// Whether a job may start as planned, given what is stored of it now.
+fn may_start(stored: &Job, known: &Job) -> bool {
+    matches!(stored.state, JobState::Queued | JobState::Restarting)
+        && stored.unreadable.is_none()
+        && stored.ranks == known.ranks
+        && device_for(&stored.spec) == device_for(&known.spec)
+        && stored.spec.data.dataset == known.spec.data.dataset
+}
+
+/// Finds what attempts need before they are claimed, and the first transient error. Jobs that have failed, or must be planned again, are left
+/// out.
+async fn prepare_all(scheduler: &Scheduler, starts: Vec<Start>) -> Result<(Vec<Prepared>, Result<()>)> {
+    let ids: Vec<_> = starts.iter().map(|start| start.row.job.id.clone()).collect();
+    // The queue in memory may be behind the store.
+    let known = starts.iter().map(|start| &start.row.job);
+    let (stored, datasets) = tokio::try_join!(scheduler.store.jobs_of(&ids), datasets(scheduler, known))?;
+    let mut stored: HashMap<JobId, JobRow> =
+        stored.into_iter().map(|row| (row.job.id.clone(), row)).collect();
+    let mut ready = Vec::with_capacity(starts.len());
+    for start in starts {
+        let is_draining = start.chosen.iter().any(|(agent, _)| scheduler.agents.is_draining(&agent.row.id));
+        let stored = stored.remove(&start.row.job.id);
+        match stored.filter(|stored| !is_draining && may_start(&stored.job, &start.row.job)) {
+            Some(row) => ready.push(Start { row: Arc::new(row), ..start }),
+            None => {
+                scheduler.waiting.note(&start.row.job);
+                // Its slots are free.
+                scheduler.agents.leases.poke();
+            }
+        }
+    }
+    let ids: Vec<_> = ready.iter().map(|start| start.row.job.id.clone()).collect();
+    let prepared = join_all(ready.into_iter().map(|start| prepare(scheduler, start, &datasets))).await;
+    let (mut found, mut passing) = (Vec::with_capacity(prepared.len()), Ok(()));
+    for (job, done) in ids.iter().zip(prepared) {
+        match done {
+            Ok(Some(prepared)) => found.push(prepared),
+            Ok(None) => scheduler.agents.leases.poke(),
+            Err(error) => passing = passing.and(skip_permanent_error(job, Err(error))),
+        }
+    }
+    Ok((found, passing))
+}
+
+/// Finds what an attempt needs before it is claimed; `None` if its job has failed instead.
+async fn prepare(
+    scheduler: &Scheduler,
+    start: Start,
+    datasets: &HashMap<String, Dataset>,
+) -> Result<Option<Prepared>> {
+    let job = &start.row.job;
+    let mut needs = match needs(scheduler, job, datasets).await? {
+        Ok(needs) => needs,
+        Err(why) => return fail(scheduler, &job.id, why).await.map(|()| None),
+    };
+    // A job that has never run and is no fork has no checkpoint.
+    if job.attempt > 0 || start.row.is_fork() {
+        // Rank 0 reads the checkpoint and sends it to the others.
+        let reader = start.chosen.first().map_or("", |(agent, _)| agent.row.id.as_str());
+        if forget_missing(scheduler, job, reader).await? == ResumePoint::AllLost {
+            return fail(scheduler, &job.id, ALL_LOST.into()).await.map(|()| None);
+        }
+    }
+    if let Some(ranks) = start.fewer.as_ref().and_then(|fewer| fewer.facts().ranks) {
+        needs.spec = needs.spec.on_ranks(ranks);
+    }
+    // Ranks are numbered machine by machine.
+    let mut ranks = 0..needs.spec.parallel.ranks;
+    let place = |(agent, slots): &(Arc<AgentState>, Vec<u32>)| Place {
+        agent_id: agent.row.id.clone(),
+        agent: agent.row.name.clone(),
+        ranks: slots.iter().filter_map(|slot| Some((ranks.next()?, *slot))).collect(),
+    };
+    let places = start.chosen.iter().map(place).collect();
+    let claim = Claim {
+        job: job.id.clone(),
+        after_attempt: job.attempt,
+        places,
+        fewer: start.fewer.clone(),
+        at: crate::now(),
+    };
+    Ok(Some(Prepared { start, needs, claim }))
+}
+
+/// Claims jobs, all in one transaction. If one of them is refused permanently, each is claimed separately.
+async fn claim(scheduler: &Scheduler, prepared: &[Prepared]) -> Result<Vec<Option<Claimed>>> {
+    let claims: Vec<_> = prepared.iter().map(|prepared| prepared.claim.clone()).collect();
+    match scheduler.store.claim_all(&claims).await {
+        Err(error) if error.may_pass() => return find_claimed(scheduler, &claims, error).await,
+        Err(_) => {}
+        Ok(done) => return Ok(done),
+    }
+    let mut claimed = Vec::with_capacity(claims.len());
+    for claim in claims {
+        let job = claim.job.clone();
+        claimed.push(match scheduler.store.claim(claim.clone()).await {
+            Ok(done) => done,
+            // Earlier jobs are claimed, and their agents must be notified in any case.
+            Err(error) if error.may_pass() => {
+                let found = find_claimed(scheduler, &[claim], error).await;
+                found.ok().and_then(|mut found| found.pop()).flatten()
+            }
+            Err(error) => skip_permanent_error(&job, Err(error)).map(|()| None)?,
+        });
+    }
+    Ok(claimed)
+}
+
+/// Finds out which claims were made although their transaction failed with `error`, as when the connection broke at its end. Their attempts may
+/// write, so they need a lease. Asks until the database answers.
+///
+/// # Errors
+/// `error`, if nothing was claimed or the server stops.
+async fn find_claimed(
+    scheduler: &Scheduler,
+    claims: &[Claim],
+    error: StoreError,
+) -> Result<Vec<Option<Claimed>>> {
+    let (mut pause, longest) = ASK_AGAIN;
+    let found = loop {
+        match read_claimed(scheduler, claims).await {
+            Err(again) if again.may_pass() => {
+                tracing::warn!(error = %again, "what became of a claim is not known; asking again");
+                tokio::select! {
+                    () = tokio::time::sleep(pause) => {}
+                    () = scheduler.tasks.stopping.cancelled() => return Err(error),
+                }
+                pause = (pause * 2).min(longest);
+            }
+            found => break found?,
+        }
+    };
+    if found.iter().all(Option::is_none) { Err(error) } else { Ok(found) }
+}
+
+async fn read_claimed(scheduler: &Scheduler, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
+    // A commit that is still in progress would not be visible.
+    scheduler.store.settled().await?;
+    let ids: Vec<_> = claims.iter().map(|claim| claim.job.clone()).collect();
+    let rows = scheduler.store.jobs_of(&ids).await?;
+    let mut found = Vec::with_capacity(claims.len());
+    for claim in claims {
+        let row = rows.iter().find(|row| row.job.id == claim.job);
+        // Nothing else claims jobs.
+        let attempt = row.and_then(JobRow::live).filter(|live| live.attempt == claim.after_attempt + 1);
+        let (Some(row), Some(attempt)) = (row, attempt) else {
+            found.push(None);
+            continue;
+        };
+        let attempts = scheduler.store.attempts(&claim.job).await?;
+        let made = attempts.into_iter().find(|made| made.attempt == attempt.attempt);
+        let from = made.and_then(|made| made.checkpoint);
+        let resume = from.and_then(|id| Some(id.strip_prefix(&format!("{}-", claim.job))?.to_owned()));
+        // Its events are stored; followers read them from the store.
+        scheduler.events.hub.catch_up(&row.job);
+        let changed = Changed { job: row.job.clone(), events: Vec::new() };
+        found.push(Some(Claimed { attempt, resume, changed }));
+    }
+    Ok(found)
+}
+
+/// A claimed job whose agents were notified. `gone`: the agent that was not connected.
+struct Ordered {
+    attempt: AttemptRef,
+    places: Vec<Place>,
+    gone: Option<String>,
+}
+
+/// Orders the agents of a claimed job to start it.
+fn order(scheduler: &Scheduler, prepared: Prepared, files: StartFiles, claimed: Claimed) -> Ordered {
+    let Prepared { start: Start { row, chosen, .. }, needs, claim: Claim { places, .. } } = prepared;
+    let (job, attempt) = (&row.job, claimed.attempt);
+    scheduler.checkpoints.waits.forget(&job.id);
+    scheduler.last_plan.release(&job.id);
+    scheduler.events.publish(&claimed.changed);
+    let mut start = StartAttempt {
+        attempt: attempt.clone(),
+        world_size: needs.spec.parallel.ranks,
+        spec: needs.spec,
+        dataset_path: needs.dataset_path,
+        ranks: Vec::new(),
+        // Ranks of one machine meet on its loopback. The agent of rank 0 chooses a free port.
+        master_addr: master_address(&chosen).unwrap_or("127.0.0.1").into(),
+        master_port: 0,
+        secret: format!("{:032x}{:032x}", uuid::Uuid::new_v4().as_u128(), uuid::Uuid::new_v4().as_u128()),
+        // An agent that does not find the mark in this folder uses a folder of its own.
+        job_dir: Some(scheduler.config.job_dir(&job.id).to_string_lossy().into_owned()),
+        resume: claimed.resume,
+        network: None,
+        files: StartFiles {
+            pretrained: needs.pretrained,
+            registered: needs.registered,
+            weights_in: needs.weights_in,
+            dataset_in: needs.dataset_in,
+            ..files
+        },
+    };
+    let meets_at_loopback = master_address(&chosen).is_none();
+    let mut gone = None;
+    for ((agent, _), place) in chosen.iter().zip(&places) {
+        let machine = &agent.row.machine;
+        start.ranks.clone_from(&place.ranks);
+        start.network = address(machine).filter(|_| !meets_at_loopback).map(|address| RankNetwork {
+            address: address.into(),
+            interface: machine.interface.clone(),
+            named_by: None,
+        });
+        if !scheduler.agents.send(&place.agent_id, ToAgent::Start(Box::new(start.clone()))) {
+            gone = Some(agent.row.name.clone());
+            break;
+        }
+    }
+    Ordered { attempt, places, gone }
+}
+
+/// Handles what happened between claims and orders: agents that disconnected, and jobs that were cancelled or paused.
+///
+/// # Errors
+/// The first transient error, after all jobs were looked at.
+async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
+    let mut passing = Ok(());
+    let (ordered, failed): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|order| order.gone.is_none());
+    for Ordered { attempt, places, gone } in failed {
+        let facts = Facts { agent: gone, ..Facts::default() };
+        let why = Reason::new(ReasonCode::AgentLeft, facts);
+        // No rank has started, because not all agents are ready.
+        let ended =
+            end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
+        passing = passing.and(skip_permanent_error(&attempt.job, ended));
+        stop(scheduler, &attempt, &places, "an agent went away before it could start", false);
+    }
+    let ids: Vec<_> = ordered.iter().map(|ordered| ordered.attempt.job.clone()).collect();
+    let rows = scheduler.store.jobs_of(&ids).await?;
+    let rows: HashMap<&JobId, &JobRow> = rows.iter().map(|row| (&row.job.id, row)).collect();
+    for Ordered { attempt, places, .. } in ordered {
+        let row = rows.get(&attempt.job).copied();
+        let live = row.is_some_and(|r| r.live().as_ref() == Some(&attempt));
+        if !live {
+            scheduler.agents.leases.release(&attempt.job, attempt.attempt);
+        }
+        let wish = match row {
+            Some(row) if live => wanted(row),
+            // The job may have ended by now; its agent knows.
+            Some(row) if row.job.state != JobState::Cancelled => None,
+            _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
+        };
+        if let Some((reason, patient)) = wish {
+            stop(scheduler, &attempt, &places, &reason, patient);
+        }
+    }
+    passing
+}
+
+fn stop(scheduler: &Scheduler, attempt: &AttemptRef, places: &[Place], reason: &str, patient: bool) {
+    for place in places {
+        let (attempt, reason) = (attempt.clone(), reason.to_owned());
+        scheduler.agents.send(&place.agent_id, ToAgent::Stop { attempt, reason, patient });
+    }
+}
+
+/// The address at which rank 0 listens; `None` if all agents are on one machine.
+fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
+    let (first, _) = chosen.first()?;
+    let network = |agent: &AgentState| agent.row.machine.network_id.clone();
+    let is_here = |(agent, _): &(Arc<AgentState>, Vec<u32>)| {
+        network(agent).is_some() && network(agent) == network(first)
+    };
+    if chosen.len() == 1 || chosen.iter().all(is_here) { None } else { address(&first.row.machine) }
+}
+
+/// The files of each job that agents without the server's disk need. By the mark an agent sees whether it has this disk.
+async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartFiles> {
+    let folder = |claim: &Claim| (scheduler.config.job_dir(&claim.job), claim.after_attempt + 1);
+    let folders: Vec<_> = prepared.iter().map(|prepared| folder(&prepared.claim)).collect();
+    let number = folders.len();
+    // The other fields are set when the order is sent.
+    let files = |(folder, attempt): (PathBuf, u32)| {
+        Holder::forget_all(&folder, attempt);
+        StartFiles { mark: mark(&folder), dataset: notes::dataset_note(&folder), ..StartFiles::default() }
+    };
+    let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
+    all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])
+}
+
+/// Writes a random word into a job's folder, by which agents recognise the server's disk.
+fn mark(folder: &Path) -> Option<String> {
+    let word = uuid::Uuid::new_v4().simple().to_string();
+    // The folder is missing if the data directory was lost.
+    let marked = fs::create_dir_all(folder).and_then(|()| fs::write(folder.join(MARK), &word));
+    if let Err(error) = &marked {
+        tracing::warn!(%error, folder = %folder.display(), "the job's folder cannot be marked");
+    }
+    marked.is_ok().then_some(word)
+}

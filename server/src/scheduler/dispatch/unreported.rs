@@ -1,0 +1,101 @@
+//! Checkpoints on the server's disk that were never reported: their ranks trained on while the server or their agent was away, removed the
+//! older, reported ones, and ended.
+
+use crate::checkpoints::{
+    artifact_checks::looks_whole,
+    manifest::{MANIFEST, Manifest},
+};
+use lockstep_protocol::{agent::CheckpointInfo, dataset::ValidationSet, limits::STATE_FILE_BYTES};
+use serde::Deserialize;
+use std::{
+    fs::{self, File},
+    io::{self, Read as _},
+    path::{Path, PathBuf},
+};
+
+/// Most checkpoints that are looked at, the newest first. Some may be incomplete, because their ranks died.
+const TRIED: usize = 5;
+
+/// The results of the evaluation in a checkpoint's `state.json`.
+#[derive(Deserialize)]
+struct State {
+    val_accuracy: Option<f64>,
+    val_loss: Option<f64>,
+    #[serde(default)]
+    validation: Option<ValidationSet>,
+    best: Option<Best>,
+}
+
+/// The best checkpoint when it was written.
+#[derive(Deserialize)]
+struct Best {
+    epoch: u32,
+    step: u64,
+}
+
+/// The newest checkpoint in `checkpoints` that has all of its files, and before it the best one if it is another. Rank 0 compares checksums,
+/// and takes the previous checkpoint if they are wrong.
+pub(super) async fn find(checkpoints: PathBuf) -> Vec<CheckpointInfo> {
+    let work = move || {
+        let mut found: Vec<(u64, u32)> = fs::read_dir(&checkpoints)
+            .into_iter()
+            .flatten()
+            .filter_map(|entry| named(&entry.ok()?.file_name().to_string_lossy()))
+            .collect();
+        found.sort_unstable_by(|a, b| b.cmp(a));
+        let newest = found.into_iter().take(TRIED).find_map(|(step, epoch)| {
+            let folder = checkpoints.join(format!("{epoch}-{step}"));
+            let failed = |error: &io::Error| {
+                tracing::warn!(folder = %folder.display(), %error, "no checkpoint to continue from");
+            };
+            read(&checkpoints, epoch, step).inspect_err(failed).ok()
+        });
+        let Some((newest, best)) = newest else { return Vec::new() };
+        let other = best.filter(|best| best.step != newest.step);
+        let other = other.and_then(|best| Some(read(&checkpoints, best.epoch, best.step).ok()?.0));
+        let best = other.map(|other| CheckpointInfo { best: true, ..other });
+        best.into_iter().chain([newest]).collect()
+    };
+    tokio::task::spawn_blocking(work).await.unwrap_or_default()
+}
+
+/// Step and epoch of a checkpoint's folder, `<epoch>-<step>`.
+fn named(folder: &str) -> Option<(u64, u32)> {
+    let (epoch, step) = folder.split_once('-')?;
+    let (epoch, step) = (epoch.parse().ok()?, step.parse().ok()?);
+    (format!("{epoch}-{step}") == folder).then_some((step, epoch))
+}
+
+fn read(checkpoints: &Path, epoch: u32, step: u64) -> io::Result<(CheckpointInfo, Option<Best>)> {
+    let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
+    let folder = checkpoints.join(format!("{epoch}-{step}"));
+    if !looks_whole(&folder) {
+        return Err(wrong("a file is missing, or has another size than was written"));
+    }
+    let text = fs::read(folder.join(MANIFEST))?;
+    let manifest: Manifest = serde_json::from_slice(&text)?;
+    if (manifest.epoch, manifest.step) != (epoch, step) {
+        return Err(wrong("it is of another step than its name says"));
+    }
+    let mut state = Vec::new();
+    File::open(folder.join("state.json"))?.take(STATE_FILE_BYTES).read_to_end(&mut state)?;
+    let State { val_accuracy, val_loss, validation, best } = serde_json::from_slice(&state)?;
+    let files: u64 = manifest.files.values().map(|file| file.size_bytes).sum();
+    let is_best = best.as_ref().is_some_and(|best| best.step == step);
+    let size_bytes = files + text.len() as u64;
+    let info = CheckpointInfo { epoch, step, val_accuracy, val_loss, validation, best: is_best, size_bytes };
+    Ok((info, best))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::named;
+
+    #[test]
+    fn only_whole_checkpoints_have_such_names() {
+        assert_eq!(named("2-460"), Some((460, 2)));
+        for name in ["", "2", "2-", "-2", "02-460", "2-460-1", ".tmp-2-460", "2-460.bad", "2-+460"] {
+            assert_eq!(named(name), None, "{name}");
+        }
+    }
+}

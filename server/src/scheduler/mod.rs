@@ -1,0 +1,244 @@
+//! The scheduler: which waiting job gets which slots, and why the others wait.
+//!
+//! [`plan`] is a pure function from a [`Snapshot`] to a [`Plan`]. Dispatch takes the snapshot and carries out the plan; pages and REST show
+//! the newest plan ([`LastPlan`]). The rules, in the order in which a job meets them:
+//!
+//! 1. Jobs are looked at by priority, then fair share (`share.rs`), then age. Slots that a job gets or keeps are gone for those behind it.
+//! 2. A job that cannot be read never starts. A restarting job first waits for its backoff.
+//! 3. A job gets all of its slots or none: of one agent, else of the fewest that reach each other (`gang.rs`). An agent that is drained,
+//!    leaves, is silent or was given up takes no job, and an agent of a launch takes that launch's job only.
+//! 4. A job that does not fit counts on slots of jobs that end, then on those of preemptible jobs of lower priority (`preempt.rs`). These
+//!    slots are kept for it.
+//! 5. A job that has lost an attempt takes fewer ranks once it has waited for `recovery.wait_seconds` (`fewer.rs`).
+//! 6. Otherwise the agents that will have room for the job soonest are kept for it, so that small jobs do not starve a large one.
+//! 7. A job that has its slots may have to wait for its newest checkpoint. Others get the slots meanwhile, unless the checkpoint is only
+//!    being checked.
+
+use crate::{
+    agents::Agents,
+    checkpoints::{Checkpoints, Wait},
+    config::{FairShare, ServeConfig},
+    datasets::Datasets,
+    events::Events,
+    store::{AgentRow, JobRow, Occupant, Store},
+    util::tasks::Tasks,
+};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    job::{JobId, JobState},
+    reason::Reason,
+};
+use place::place;
+use round::Round;
+use share::{Queue, share};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+mod candidates;
+pub(crate) mod dispatch;
+mod fewer;
+mod gang;
+mod last_plan;
+mod place;
+mod preempt;
+mod reasons;
+mod round;
+mod share;
+mod waiting_jobs;
+
+pub(crate) use candidates::address;
+pub(crate) use gang::most_slots;
+pub(crate) use last_plan::LastPlan;
+pub(crate) use round::device_for;
+pub(crate) use waiting_jobs::WaitingJobs;
+
+/// Restart backoff: the first restart is immediate, the second waits this long, each later one twice as long, up to
+/// [`MAX_BACKOFF`].
+const FIRST_BACKOFF: Duration = Duration::from_secs(1);
+const MAX_BACKOFF: Duration = Duration::from_secs(60);
+
+/// The queue, the newest plan, and what carries plans out.
+pub(crate) struct Scheduler {
+    pub(crate) config: Arc<ServeConfig>,
+    pub(crate) store: Arc<dyn Store>,
+    pub(crate) events: Arc<Events>,
+    pub(crate) agents: Arc<Agents>,
+    pub(crate) checkpoints: Arc<Checkpoints>,
+    pub(crate) datasets: Arc<Datasets>,
+    /// The queue.
+    pub(crate) waiting: Arc<WaitingJobs>,
+    pub(crate) last_plan: LastPlan,
+    pub(crate) tasks: Tasks,
+    /// When this server started: by the wall clock, and on the monotonic clock.
+    started_at: Timestamp,
+    up_since: Instant,
+}
+
+impl Scheduler {
+    pub(crate) fn new(
+        checkpoints: Arc<Checkpoints>,
+        datasets: Arc<Datasets>,
+        waiting: Arc<WaitingJobs>,
+        tasks: Tasks,
+    ) -> Self {
+        Self {
+            config: Arc::clone(&checkpoints.config),
+            store: Arc::clone(&checkpoints.store),
+            events: Arc::clone(&checkpoints.events),
+            agents: Arc::clone(&checkpoints.agents),
+            checkpoints,
+            datasets,
+            waiting,
+            last_plan: LastPlan::default(),
+            tasks,
+            started_at: crate::now(),
+            up_since: Instant::now(),
+        }
+    }
+}
+
+/// Everything that decides which job gets which slots.
+#[derive(Debug)]
+pub(crate) struct Snapshot {
+    pub(crate) now: Timestamp,
+    /// When the server started. It does not know at once which agents are there.
+    pub(crate) started_at: Timestamp,
+    /// The connected agents, by name.
+    pub(crate) agents: Vec<Arc<AgentState>>,
+    /// Waiting jobs: the highest priority first, then the oldest.
+    pub(crate) waiting: Vec<Arc<JobRow>>,
+    /// Running jobs whose slots other jobs may count on: the lowest priority first, then the newest.
+    pub(crate) yielding: Vec<Yielding>,
+    pub(crate) fair_share: FairShare,
+    /// Slots in use by owner or project, as `fair_share` says.
+    pub(crate) slots_of_shares: HashMap<String, u64>,
+    /// Whether jobs must wait for a checkpoint, by job and the agent of rank 0, which reads it. `None`: the job need not wait.
+    pub(crate) checkpoints: HashMap<(JobId, String), Option<Wait>>,
+}
+
+/// A connected agent.
+#[derive(Debug, Clone)]
+pub(crate) struct AgentState {
+    pub(crate) row: Arc<AgentRow>,
+    /// The only job that it takes.
+    pub(crate) only_job: Option<JobId>,
+    pub(crate) takes_work: bool,
+    pub(crate) is_drained: bool,
+    /// Slots that attempts hold.
+    pub(crate) in_use: HashSet<u32>,
+}
+
+/// A running job that ends or may be preempted, and its slots: agent and slot.
+#[derive(Debug, Clone)]
+pub(crate) struct Yielding {
+    pub(crate) by: Occupant,
+    /// Its slots become free soon without preemption.
+    pub(crate) ends: bool,
+    pub(crate) slots: Vec<(String, u32)>,
+}
+
+/// What follows from a snapshot.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    /// In the order in which the jobs were looked at.
+    pub(crate) starts: Vec<Start>,
+    pub(crate) preemptions: Vec<Preemption>,
+    /// Jobs that wait on, in the order in which they were looked at.
+    pub(crate) waiting: Vec<WaitingJob>,
+    pub(crate) reservations: Vec<Reservation>,
+    /// Jobs that have slots and may have to wait for a checkpoint, with the agent of rank 0, where the snapshot does not know. The plan
+    /// assumes that they need not wait, and must not be carried out before the snapshot knows.
+    pub(crate) unknown: Vec<(Arc<JobRow>, String)>,
+}
+
+/// A job that starts, with the agents and their slots, rank 0's first.
+#[derive(Debug)]
+pub(crate) struct Start {
+    pub(crate) row: Arc<JobRow>,
+    pub(crate) chosen: Vec<(Arc<AgentState>, Vec<u32>)>,
+    /// With how many ranks and why, if these are fewer than the job's.
+    pub(crate) fewer: Option<Reason>,
+}
+
+/// Running jobs that end in favour of a waiting one.
+#[derive(Debug)]
+pub(crate) struct Preemption {
+    pub(crate) row: Arc<JobRow>,
+    pub(crate) victims: Vec<JobId>,
+    /// Jobs that end already, and whose slots are counted on.
+    pub(crate) ending: Vec<JobId>,
+    /// How many of the plan's starts come before it.
+    pub(crate) starts_before: usize,
+}
+
+/// A job that waits on.
+#[derive(Debug)]
+pub(crate) struct WaitingJob {
+    pub(crate) row: Arc<JobRow>,
+    /// `None` while the job's own cause says it: the job waits for its backoff, or its lost attempt is not dealt with yet.
+    pub(crate) why: Option<Arc<Reason>>,
+}
+
+/// What is kept for a waiting job on one agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Reservation {
+    pub(crate) job: JobId,
+    pub(crate) agent_id: String,
+    /// Reserved slots that are free.
+    pub(crate) free: Vec<u32>,
+    /// Reserved slots of jobs that are ending.
+    pub(crate) ending: Vec<u32>,
+    /// Jobs behind this one get nothing of the agent.
+    pub(crate) whole_machine: bool,
+    /// When the first of successive plans reserved something on the agent for the job.
+    pub(crate) since: Timestamp,
+}
+
+/// Decides which waiting jobs start where, which running jobs end for others, and why every other job waits.
+pub(crate) fn plan(snapshot: &Snapshot) -> Plan {
+    let mut round = Round::new(snapshot);
+    let mut queue = Queue::new(snapshot.slots_of_shares.clone());
+    // Jobs take turns only with those of their priority.
+    for level in snapshot.waiting.chunk_by(|one, next| one.job.spec.priority == next.job.spec.priority) {
+        queue.fill(level.iter().map(|row| (share(snapshot.fair_share, &row.job), row)));
+        let mut given = 0;
+        while let Some(row) = queue.next(given) {
+            let wait = match is_due(row, snapshot.now) {
+                true => place(&mut round, row).map(|wait| (Some(wait.why), wait.is_kept)),
+                false => Some((None, false)),
+            };
+            given = if wait.as_ref().is_none_or(|(_, is_kept)| *is_kept) { row.job.ranks } else { 0 };
+            if let Some((why, _)) = wait {
+                round.plan.waiting.push(WaitingJob { row: Arc::clone(row), why });
+            }
+        }
+    }
+    round.plan
+}
+
+/// Whether a job may start now. A lost attempt is dealt with first, and a restart waits for its backoff.
+fn is_due(row: &JobRow, now: Timestamp) -> bool {
+    match row.job.state {
+        JobState::Queued => true,
+        JobState::Restarting => {
+            let since = row.waiting_since.unwrap_or(row.job.created_at);
+            // A clock that is set back must not prolong the backoff by as much.
+            now.duration_since(since).unsigned_abs() >= backoff(row.restarts)
+        }
+        _ => false,
+    }
+}
+
+/// The delay before the restart of this number, from 1.
+fn backoff(restarts: u32) -> Duration {
+    match restarts {
+        0 | 1 => Duration::ZERO,
+        n => (FIRST_BACKOFF * 2u32.saturating_pow(n - 2)).min(MAX_BACKOFF),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -4,7 +4,8 @@
 //! `POINT:ACTION[:FILE]`, several separated by commas. `ACTION` is `kill` (SIGKILL to this process), `abort` (like a
 //! failed assertion), `error` (the disk is full), `error*` (from then on, every time) or `hold` (waits until something
 //! is written to `FILE`), each with `@N` for the N-th time that the point is reached. With `FILE`, a fault takes effect
-//! only once, in the process that reaches the point first: it creates the file. `slow` takes 20 ms every time.
+//! only once, in the process that reaches the point first: it creates the file. `slow` takes 20 ms from the N-th time on,
+//! every time.
 
 use std::{
     fs::File,
@@ -74,11 +75,13 @@ static FAULTS: LazyLock<Vec<Fault>> =
 /// A fault says that the disk is full at this point.
 pub fn point(point: &str) -> io::Result<()> {
     for fault in FAULTS.iter().filter(|f| f.point == point) {
+        let time = fault.reached.fetch_add(1, Ordering::Relaxed) + 1;
         if fault.action == "slow" {
-            std::thread::sleep(Duration::from_millis(20));
+            if time >= fault.at {
+                std::thread::sleep(Duration::from_millis(20));
+            }
             continue;
         }
-        let time = fault.reached.fetch_add(1, Ordering::Relaxed) + 1;
         let lasting = fault.action == "error*" && time > fault.at;
         if time != fault.at && !lasting {
             continue;

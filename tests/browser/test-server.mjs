@@ -62,7 +62,8 @@ export class TestServer {
 
   async start() {
     this.process = spawn(BINARY, ["serve", "--listen", `127.0.0.1:${this.port}`, "--data-dir", this.dir, ...(this.agent ? ["--cpu-slots", String(this.slots)] : ["--no-local-agent"]), ...(this.auth ? [] : ["--no-auth"]), ...this.options],
-      { stdio: ["ignore", "pipe", "pipe"] });
+      // A job that lasts until the test ends it does not take a processor all the while.
+      { stdio: ["ignore", "pipe", "pipe"], env: { LOCKSTEP_FAULT: "step:slow@100", ...process.env } });
     for (const out of [this.process.stdout, this.process.stderr]) out.on("data", (text) => { this.output += text; });
     this.ended = new Promise((done) => this.process.once("exit", done));
     await until("the server answers", () => this.process.exitCode === null && this.fetch(`${this.url}/readyz`).then((r) => r.ok))

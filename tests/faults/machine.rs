@@ -267,7 +267,7 @@ impl Drop for Disk {
 async fn root_the_disk_is_really_full_for_a_while() {
     let _turn = turn().await;
     // Longer than the disk is full.
-    let steps = 30 * STEPS;
+    let steps = 3 * STEPS;
     let model = undisturbed(steps).await;
     let mut disk = None;
     let prepare = |data: &Path| disk = Some(Disk::mount(data, 64));

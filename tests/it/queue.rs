@@ -101,7 +101,7 @@ async fn a_drained_agent_ends_what_it_has_and_begins_nothing_until_it_is_undrain
         });
         assert!(found, "{}", printed.stdout);
     };
-    let running = server.submit(&specs::short("running", "fashion", 1, 800)).await;
+    let running = server.submit(&specs::short("running", "fashion", 1, 400)).await;
     server.job_when(&running, "it trains", |job| number(&job["step"]) >= 3).await;
     let drained = server.cli(&["machine", "drain", &name]);
     assert!(drained.ok().contains("takes no new work; the rank that runs there runs to its end"));
@@ -111,7 +111,7 @@ async fn a_drained_agent_ends_what_it_has_and_begins_nothing_until_it_is_undrain
     is_taken_by_nobody(&server, &first).await;
     assert_eq!(server.job(&running).await["state"], "running");
     let job = server.succeeded(&running).await;
-    assert_eq!((number(&job["attempt"]), number(&job["step"])), (1, 800), "it was left alone: {job:#}");
+    assert_eq!((number(&job["attempt"]), number(&job["step"])), (1, 400), "it was left alone: {job:#}");
     // Dispatch looks at this one when all slots are free.
     let second = server.submit(&specs::short("second", "fashion", 2, 5)).await;
     is_taken_by_nobody(&server, &second).await;

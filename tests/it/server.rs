@@ -110,6 +110,8 @@ fn by_itself(mut command: Command) -> Command {
     ] {
         command.env_remove(name);
     }
+    // A job that is to last until the test ends it, or while something happens beside it, does not take a processor all the while.
+    command.env("LOCKSTEP_FAULT", "step:slow@100");
     command
 }
 

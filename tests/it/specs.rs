@@ -8,7 +8,7 @@ pub(crate) fn short(name: &str, dataset: &str, ranks: u32, steps: u64) -> Value 
     json!({
         "name": name,
         "model": {"arch": "resnet20"},
-        "data": {"dataset": dataset, "image_size": 16},
+        "data": {"dataset": dataset, "image_size": 8},
         "train": {"steps": steps, "batch_size": 8},
         "parallel": {"ranks": ranks, "device": "cpu"},
         "checkpoint": {"every_epochs": 0},

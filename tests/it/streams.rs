@@ -123,7 +123,7 @@ async fn two_clients_stay_in_step_and_the_list_follows() {
     let server = Server::start().await;
     server.register("fashion", &pictures::idx_dataset(server.folder().path(), 320, 64)).await;
     let mut list = Socket::of_list(&server).await;
-    let id = server.submit(&specs::short("twice-watched", "fashion", 1, 1000)).await;
+    let id = server.submit(&specs::short("twice-watched", "fashion", 1, 400)).await;
     let (mut a, mut b) = (Socket::of_job(&server, &id, 0).await, Socket::of_job(&server, &id, 0).await);
     tokio::join!(a.read_to_end(), b.read_to_end());
     assert_eq!(a.events(), b.events());

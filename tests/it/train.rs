@@ -8,7 +8,7 @@ mod refusals;
 mod sharded;
 mod stops;
 
-use crate::{pages, pictures, server::turn};
+use crate::{pages, pictures, server::{free_port, turn}};
 use std::{
     fs,
     path::PathBuf,
@@ -25,7 +25,7 @@ impl Bench {
         let folder = tempfile::tempdir().expect("a folder");
         let dataset = pictures::idx_dataset(folder.path(), 400, 100);
         let job = format!(
-            "name = \"bench\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = {dataset:?}\nimage_size = 16\n\
+            "name = \"bench\"\n[model]\narch = \"resnet20\"\n[data]\ndataset = {dataset:?}\nimage_size = 8\n\
              [train]\nepochs = 2\nglobal_batch_size = 32\nlr = 0.05\nschedule = \"cosine\"\nseed = 3\n\
              [parallel]\nranks = 2\n[checkpoint]\nevery_steps = 7\nkeep = 9\n[log]\nevery_steps = 1\n"
         );
@@ -201,8 +201,7 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_
 async fn under_torchrun_each_process_is_a_rank() {
     let _turn = turn().await;
     let bench = Bench::new();
-    let port =
-        std::net::TcpListener::bind("127.0.0.1:0").and_then(|l| l.local_addr()).expect("a port").port();
+    let port = free_port();
     let start = |rank: &str| {
         bench
             .train("out", &[])

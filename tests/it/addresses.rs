@@ -16,7 +16,10 @@ async fn an_address_in_place_of_a_path_is_refused_and_never_asked() {
     let at = listener.local_addr().expect("its address");
     let weights = |url: &str| {
         let spec = specs::short("weights", "fashion", 1, 1);
-        specs::with(spec, json!({"model": {"arch": "resnet18", "pretrained": url}}))
+        specs::with(
+            spec,
+            json!({"data": {"image_size": 16}, "model": {"arch": "resnet18", "pretrained": url}}),
+        )
     };
     for scheme in ["http", "https", "ftp", "HTTP"] {
         let url = format!("{scheme}://{at}/pictures");

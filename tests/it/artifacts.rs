@@ -153,7 +153,10 @@ async fn an_upload_whose_connection_breaks_sends_the_parts_again_that_are_not_th
     let _turn = turn().await;
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let server = start(bucket.environment(), &kept).await;
-    let large = specs::with(specs::short("large", "fashion", 1, 2), json!({"model": {"arch": "resnet18"}}));
+    let large = specs::with(
+        specs::short("large", "fashion", 1, 2),
+        json!({"data": {"image_size": 16}, "model": {"arch": "resnet18"}}),
+    );
     // The connection breaks in the third part of the first of its files.
     bucket.gate.pass_only(2 * PART + PART / 2);
     let id = server.submit(&large).await;
@@ -176,7 +179,10 @@ async fn an_upload_that_was_killed_is_continued() {
     let (kept, bucket) = (Folder::new(), Bucket::new().await);
     let mut server = start(bucket.environment(), &kept).await;
     // Its weights and its optimizer's state are 45 MB each: several parts.
-    let large = specs::with(specs::short("large", "fashion", 1, 2), json!({"model": {"arch": "resnet18"}}));
+    let large = specs::with(
+        specs::short("large", "fashion", 1, 2),
+        json!({"data": {"image_size": 16}, "model": {"arch": "resnet18"}}),
+    );
     bucket.gate.pass_only(70 << 20);
     let id = server.submit(&large).await;
     server.succeeded(&id).await;

@@ -32,7 +32,11 @@ async fn every_mistake_of_a_specification_is_named_at_once() {
     mistakes(json!({"train": {"learning_rte": 1}}), &[("/train/learning_rte", &["no key"])]).await;
     mistakes(json!({"train": {"batchsize": 8}}), &[("/train/batchsize", &["batch_size"])]).await;
     mistakes(json!({"modle": {}}), &[("/modle", &["model"])]).await;
-    mistakes(json!({"model": {"arch": "resnet51"}}), &[("/model/arch", &["resnet50", "resnet18"])]).await;
+    mistakes(
+        json!({"data": {"image_size": 16}, "model": {"arch": "resnet51"}}),
+        &[("/model/arch", &["resnet50", "resnet18"])],
+    )
+    .await;
     let sgd = ["\"momentum\" is SGD with momentum", "train.momentum = 0"];
     mistakes(json!({"train": {"optimizer": "sgd"}}), &[("/train/optimizer", &sgd)]).await;
     mistakes(json!({"train": {"lr": "fast"}}), &[("/train/lr", &["number", "fast"])]).await;

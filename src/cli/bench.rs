@@ -46,6 +46,9 @@ pub(crate) struct Args {
     /// Ranks that share a copy of the network, each with some of its classes (GPUs): a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
+    /// Share of its classes that a rank has in a step, above 0 and at most 1, as loss.sample_share (GPUs)
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
+    sample_share: f64,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -61,6 +64,11 @@ pub(crate) struct Args {
     /// Print one line of JSON per case
     #[arg(long)]
     json: bool,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "not a number above 0 and at most 1".into())
 }
 
 /// The kinds of devices that there are, and `auto`.
@@ -115,8 +123,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "--parallel-model {parallel_model}: {ranks} ranks cannot be divided into groups of that many"
         )));
     }
-    if devices.is_empty() && (args.parallel_model, args.classes) != (1, bench::CLASSES as u32) {
-        return Err(wrong("--classes, --parallel-model: they are measured on GPUs only"));
+    let is_plain =
+        (args.parallel_model, args.classes) == (1, bench::CLASSES as u32) && args.sample_share == 1.0;
+    if devices.is_empty() && !is_plain {
+        return Err(wrong("--classes, --parallel-model, --sample-share: they are measured on GPUs only"));
     }
     let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
     for case in &cases {
@@ -201,6 +211,7 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--deterministic={}", args.deterministic),
         format!("--classes={}", args.classes),
         format!("--parallel-model={}", args.parallel_model),
+        format!("--sample-share={}", args.sample_share),
     ]
     .map(OsString::from)
     .into();
@@ -224,6 +235,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         sync_batch_norm: args.sync_batch_norm,
         classes: args.classes as usize,
         model: args.parallel_model,
+        sample_share: args.sample_share,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

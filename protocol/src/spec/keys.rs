@@ -176,6 +176,10 @@ pub const KEYS: &[Section] = &[
         ],
     },
     Section {
+        name: "loss",
+        keys: &[("sample_share", Kind::Number { min: 0.0, max: 1.0, above: true, below: false })],
+    },
+    Section {
         name: "parallel",
         keys: &[
             ("ranks", whole(1, 1024)),

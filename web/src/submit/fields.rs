@@ -161,6 +161,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "",
             ),
             more("train.label_smoothing", "Label smoothing", Kind::Number, "0 to 1"),
+            more(
+                "loss.sample_share",
+                "Share of the classes in a step",
+                Kind::Number,
+                "Partial FC, for very many; 1: all",
+            ),
             more("train.mixup", "Mixup", Kind::Number, "alpha, such as 0.2; 0: off"),
             more("train.cutmix", "Cutmix", Kind::Number, "alpha, such as 1; 0: off"),
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),

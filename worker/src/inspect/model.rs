@@ -3,7 +3,7 @@
 use crate::checkpoint;
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
-use lockstep_engine::{Engine, EngineConfig, Optimizer, net};
+use lockstep_engine::{Engine, EngineConfig, LossConfig, Optimizer, net};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::ModelSpec;
 use serde::de::DeserializeOwned;
@@ -72,7 +72,7 @@ impl Model {
             batch_size: BATCH,
             // It does not matter, as the model is never trained.
             optimizer: Optimizer::default(),
-            label_smoothing: 0.0,
+            loss: LossConfig::default(),
             accumulate: 1,
             sync_batch_norm: false,
             gradients_mean: true,

@@ -126,14 +126,14 @@ fn limits(groups: &str, root: &Path, swap: u64) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_engine::{Optimizer, net::resnet};
+    use lockstep_engine::{LossConfig, Optimizer, net::resnet};
     use lockstep_protocol::spec::{Arch, ModelSpec};
 
     fn config(batch_size: usize) -> EngineConfig {
         EngineConfig {
             batch_size,
             optimizer: Optimizer::default(),
-            label_smoothing: 0.0,
+            loss: LossConfig::default(),
             accumulate: 1,
             sync_batch_norm: true,
             gradients_mean: true,

@@ -194,21 +194,34 @@ impl Executor {
                 }
                 self.gradient_parts[*input].push(dx);
             }
-            FusedOp::Linear { name, input, output, .. } => {
+            FusedOp::Linear { name, input, output, is_head } => {
                 let slots = self.slots(name)?;
-                let (inputs, outputs) = (shapes[*input].len(), shapes[*output].len());
+                let sample = self.sample.clone().filter(|_| *is_head);
+                let inputs = shapes[*input].len();
+                let outputs = sample.as_ref().map_or(shapes[*output].len(), |sample| sample.rows.len());
                 let mut dx = self.pool.alloc(len(*input));
                 let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];
-                linear::backward_input(&dy, weight, outputs, &mut dx);
+                match &sample {
+                    None => linear::backward_input(&dy, weight, outputs, &mut dx),
+                    Some(of) => linear::backward_input(&dy, &of.rows_of(weight, inputs), outputs, &mut dx),
+                }
                 self.gradient_parts[*input].push(dx);
                 let x = std::mem::take(&mut self.activations[*input]);
                 let dy_of = |share: &Range<usize>| &dy[share.start * outputs..share.end * outputs];
                 self.add_gradient(slots[0], micro_batch, pictures, |share, out, _| {
                     let x = &x[share.start * inputs..share.end * inputs];
-                    linear::backward_weight(x, dy_of(&share), outputs, out);
+                    let compute = |rows: &mut [f32]| linear::backward_weight(x, dy_of(&share), outputs, rows);
+                    match &sample {
+                        None => compute(out),
+                        Some(sample) => sample.fill(out, inputs, compute),
+                    }
                 });
                 self.add_gradient(slots[1], micro_batch, pictures, |share, out, _| {
-                    linear::backward_bias(dy_of(&share), out);
+                    let compute = |rows: &mut [f32]| linear::backward_bias(dy_of(&share), rows);
+                    match &sample {
+                        None => compute(out),
+                        Some(sample) => sample.fill(out, 1, compute),
+                    }
                 });
                 self.activations[*input] = x;
             }

@@ -84,8 +84,12 @@ impl Executor {
                 max_pool(&self.network, op).forward(x(*input), y, &mut self.argmax[*output][..len]);
             }
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
-            FusedOp::Linear { name, input, .. } => {
+            FusedOp::Linear { name, input, is_head, .. } => {
                 let bias = weight(name, "bias")?;
+                if let Some(sample) = self.sample.as_ref().filter(|_| *is_head) {
+                    sample.forward(x(*input), weight(name, "weight")?, bias, y);
+                    return Ok(());
+                }
                 // Of ranks that compute parts of a sum, the first one adds the bias.
                 let adds_bias =
                     *self.network.placement(op.output()) != Placement::Partial || self.pictures.rank == 0;

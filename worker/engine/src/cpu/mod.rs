@@ -20,6 +20,7 @@ mod pieces;
 #[cfg(test)]
 mod plain_graph;
 mod reduce;
+mod sample;
 mod split_loss;
 mod stages;
 mod state;

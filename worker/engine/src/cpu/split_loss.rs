@@ -1,7 +1,7 @@
 //! Cross-entropy of logits whose classes are split over the ranks of a model group. Ranks exchange three numbers a picture: the largest
 //! logit, the sum of exponentials and the logits of the labels. The logits themselves stay where they are.
 
-use super::{exchange::Pictures, groups::Group, loss::Loss};
+use super::{exchange::Pictures, groups::Group, loss::Loss, sample::Sample};
 use lockstep_comm::{CommError, Reduction};
 use lockstep_data::loader::Batch;
 use std::ops::Range;
@@ -42,20 +42,32 @@ pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels),
     Ok((Pictures::of_group(counts, group.rank() as usize), labels))
 }
 
-/// A row of logits, of which this rank has the classes `classes`.
-struct Row<'a> {
-    logits: &'a [f32],
-    classes: &'a Range<usize>,
+/// The classes of a rank's logits: its own ones, or those of them that a step has.
+#[derive(Debug, Clone)]
+pub(super) struct Classes<'a> {
+    pub(super) own: Range<usize>,
+    pub(super) sample: Option<&'a Sample>,
 }
 
-impl Row<'_> {
-    fn logit(&self, label: usize) -> f64 {
-        if self.classes.contains(&label) { f64::from(self.logits[label - self.classes.start]) } else { 0.0 }
+impl Classes<'_> {
+    pub(super) fn len(&self) -> usize {
+        self.sample.map_or(self.own.len(), |sample| sample.rows.len())
+    }
+
+    /// The class of the logit at `place`.
+    fn class(&self, place: usize) -> usize {
+        self.own.start + self.sample.map_or(place, |sample| sample.rows[place] as usize)
+    }
+
+    /// The place of a class's logit, if it is here.
+    pub(super) fn place(&self, class: usize) -> Option<usize> {
+        let row = self.own.contains(&class).then(|| class - self.own.start)?;
+        self.sample.map_or(Some(row), |sample| sample.place(row))
     }
 }
 
-/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has `classes` of
-/// `all_classes`. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
+/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of `classes`. All
+/// ranks have `all_classes`, which counts for `smoothing` alone. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
 ///
 /// # Errors
 /// As [`lockstep_comm::ProcessGroup::all_reduce`].
@@ -63,21 +75,23 @@ pub(super) fn cross_entropy(
     group: &Group,
     logits: &[f32],
     (pictures, labels): (&Pictures, &Labels),
-    (classes, all_classes): (Range<usize>, usize),
+    (classes, all_classes): (Classes<'_>, usize),
     smoothing: f32,
     (gradient, scale): (&mut [f32], f64),
 ) -> Result<Loss, CommError> {
-    let rows = || logits.chunks_exact(classes.len()).map(|logits| Row { logits, classes: &classes });
+    let rows = || logits.chunks_exact(classes.len());
+    let logit_of =
+        |row: &[f32], class: usize| classes.place(class).map_or(0.0, |place| f64::from(row[place]));
     // The largest logit, the first of equals, and its class.
     let own: Vec<f64> = rows()
         .flat_map(|row| {
             let mut best = 0;
-            for (class, logit) in row.logits.iter().enumerate() {
-                if *logit > row.logits[best] {
-                    best = class;
+            for (place, logit) in row.iter().enumerate() {
+                if *logit > row[best] {
+                    best = place;
                 }
             }
-            [f64::from(row.logits[best]), (classes.start + best) as f64]
+            [f64::from(row[best]), classes.class(best) as f64]
         })
         .collect();
     let mut all = vec![0.0; own.len() * group.size() as usize];
@@ -96,9 +110,10 @@ pub(super) fn cross_entropy(
         .enumerate()
         .flat_map(|(picture, row)| {
             let largest = best[picture][0];
-            let exponentials: f64 = row.logits.iter().map(|v| (f64::from(*v) - largest).exp()).sum();
-            let logits: f64 = row.logits.iter().map(|v| f64::from(*v)).sum();
-            [exponentials, logits, row.logit(label(picture)), other(picture).map_or(0.0, |o| row.logit(o))]
+            let exponentials: f64 = row.iter().map(|v| (f64::from(*v) - largest).exp()).sum();
+            let logits: f64 = row.iter().map(|v| f64::from(*v)).sum();
+            let other = other(picture).map_or(0.0, |other| logit_of(row, other));
+            [exponentials, logits, logit_of(row, label(picture)), other]
         })
         .collect();
     group.all_reduce((&mut sums).into(), Reduction::Sum)?;
@@ -124,12 +139,13 @@ pub(super) fn cross_entropy(
             };
             loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
         }
-        for (class, (gradient, logit)) in classes.clone().zip(gradient.iter_mut().zip(row.logits)) {
+        let (label, other) = (classes.place(label), other.and_then(|other| classes.place(other)));
+        for (place, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
             let mut target = even;
-            if class == label {
+            if label == Some(place) {
                 target += (1.0 - smoothing) * lambda;
             }
-            if other == Some(class) {
+            if other == Some(place) {
                 target += (1.0 - smoothing) * (1.0 - lambda);
             }
             *gradient = (scale * ((f64::from(*logit) - log_sum).exp() - target)) as f32;

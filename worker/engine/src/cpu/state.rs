@@ -21,6 +21,7 @@ use super::{
     layout::{Layout, Slot},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
+    sample::SampledRows,
 };
 use crate::sharding::Share;
 use bucket_sum::{first, keep, sum};
@@ -77,8 +78,9 @@ pub(super) struct State {
     /// Whether this step keeps its reduced gradients.
     keeps_gradients: bool,
     optimizer: Optimizer,
-    /// The update of this step.
+    /// The update of this step, and what it changes where that is not all.
     update: Update,
+    sampled: Option<SampledRows>,
     /// For each parameter.
     policies: Vec<ParameterPolicy>,
     /// The pieces of each parameter.
@@ -223,6 +225,7 @@ impl State {
             keeps_gradients: false,
             optimizer,
             update: Update::new(&optimizer, 0.0, 1),
+            sampled: None,
             policies,
             slot_pieces,
             pieces,
@@ -247,9 +250,10 @@ impl State {
         &mut self.gradients[self.own][bucket]
     }
 
-    /// Begins a step.
-    pub(super) fn begin(&mut self, lr: f32) {
+    /// Begins a step, which updates all values, or those of `sampled` rows and all other parameters.
+    pub(super) fn begin(&mut self, lr: f32, sampled: Option<SampledRows>) {
         self.update = Update::new(&self.optimizer, lr, self.updates + 1);
+        self.sampled = sampled;
     }
 
     /// Says that this rank's gradients of a bucket are complete, and that it will not read the bucket's weights again in this step.
@@ -394,7 +398,7 @@ impl State {
             }
             let weights = &mut weights[from..to];
             // Those that the optimizer does not have are empty.
-            let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
+            let mut slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
             if policy.frozen {
                 // Its gradient is summed with its bucket's, and is zero.
             } else if work == Work::Sum {
@@ -404,7 +408,17 @@ impl State {
                 // SAFETY: it takes the place of rank 0's own part of the sum.
                 unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
             } else {
-                self.update.apply(rate, decay, weights, slots, gradient);
+                let mut update = |part: Range<usize>| {
+                    let slots = slots.each_mut().map(|slot| slot.get_mut(part.clone()).unwrap_or_default());
+                    self.update.apply(rate, decay, &mut weights[part.clone()], slots, &gradient[part]);
+                };
+                match &self.sampled {
+                    None => update(0..to - from),
+                    Some(sampled) => {
+                        let begin = piece.range.start;
+                        sampled.each_part(piece.slot, begin + from..begin + to, update);
+                    }
+                }
             }
         }
         if work != Work::Update {

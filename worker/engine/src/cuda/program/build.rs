@@ -19,7 +19,8 @@ impl Program {
             config.batch_size,
             dtype,
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
-        )?;
+        )?
+        .with_sample(&config.loss);
         let layout = Layout::new(&network, &plan.ops, plan.padded_input, plan.padded_classes, plan.folded);
         let kernels = Kernels::load(device, dtype)?;
         let ops = Ops::new(dtype, device.multiprocessors, device.capability);
@@ -59,10 +60,9 @@ impl Program {
             _ => Some(device.zeros(4 * layout.matrices)?),
         };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        let recomputed = match plan.recomputes(accumulated.is_some(), data_ranks) {
-            true => layout.split_matrices,
-            false => 0,
-        };
+        // That of a sample is among the activations.
+        let is_elsewhere = plan.recomputes(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
+        let recomputed = if is_elsewhere { layout.split_matrices } else { 0 };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - recomputed))?;
         let segments: Vec<u64> = layout
             .trained_slots()
@@ -176,6 +176,10 @@ impl Program {
             if !trains {
                 continue;
             }
+            let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
+            let sampled = self.plan.sampled_convolution().filter(|_| is_head);
+            wanted.extend(sampled);
+            let convolution = sampled.unwrap_or(convolution);
             if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. })) && self.takes_sums(&convolution)
             {
                 wanted.push(Convolution { sums: true, ..convolution });

@@ -16,6 +16,7 @@ use crate::{
     fuse::Norm,
     net::TensorId,
 };
+use std::ops::Range;
 
 pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) plan: &'a StepPlan,
@@ -106,8 +107,14 @@ impl Facts<'_> {
         }
     }
 
-    pub(super) fn optimizer_slot(&self, slot: usize) -> Operand {
-        Operand::new(Region::OptimizerSlot(slot), 0, 4 * self.layout.trained)
+    pub(super) fn optimizer_slots(&self) -> impl Iterator<Item = Operand> + use<> {
+        let bytes = 4 * self.layout.trained;
+        (0..self.optimizer.slots().len()).map(move |slot| Operand::new(Region::OptimizerSlot(slot), 0, bytes))
+    }
+
+    /// Where the weights of the head and its biases are among all values.
+    pub(super) fn head_ranges(&self) -> [Range<usize>; 2] {
+        ["weight", "bias"].map(|suffix| self.slot(self.plan.network.head(), suffix).range.clone())
     }
 
     /// Where a convolution leaves the sums of its output for the batch norm after it.

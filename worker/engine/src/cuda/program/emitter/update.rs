@@ -60,6 +60,7 @@ impl GraphEmitter<'_> {
             let [matrices, vectors] = &layout.split_and_whole()[which];
             gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained))
         });
+        let split = self.sampled_gradients().unwrap_or(split);
         if accumulates {
             let size = self.plan.dtype.size();
             let own = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
@@ -104,9 +105,16 @@ impl GraphEmitter<'_> {
                 self.free_now(at);
             }
         }
-        let split = layout.split_matrices;
-        self.update_weights(gradients.part(split..layout.matrices, layout.matrices..layout.trained), split);
-        self.update_head(gradients)?;
+        let (split, matrices) = (layout.split_matrices, layout.matrices);
+        if let Some(sampled) = self.sampled.take() {
+            let vectors = matrices + layout.split_vectors;
+            self.update_weights(gradients.part(split..matrices, matrices..matrices), split);
+            self.update_weights(gradients.part(matrices..matrices, vectors..layout.trained), vectors);
+            self.update_sampled(sampled);
+        } else {
+            self.update_weights(gradients.part(split..matrices, matrices..layout.trained), split);
+            self.update_head(gradients)?;
+        }
         self.main(ops.stamp(stamp(3), Operand::NONE));
         self.main(ops.record(rings::record()));
         Ok(())
@@ -115,7 +123,6 @@ impl GraphEmitter<'_> {
     /// The optimizer's step of the values from `from` on, by gradients whose norm is known.
     pub(super) fn update_weights(&mut self, gradients: ops::Gradients, from: usize) {
         let (facts, layout) = (self.facts, self.facts.layout);
-        let (ops, optimizer) = (facts.ops, &facts.optimizer);
         let (length, bytes) = (gradients.length as usize, 4 * gradients.length as usize);
         let planar = self.plan.is_planar() && from < layout.split_matrices;
         let [low_precision, weights] = match self.plan.dtype {
@@ -127,11 +134,19 @@ impl GraphEmitter<'_> {
                 [copy, Operand::new(Region::Weights, 4 * from, bytes)]
             }
         };
-        let slot = |number: usize| facts.optimizer_slot(number).part(4 * from, bytes);
+        let slots = facts.optimizer_slots().map(|slot| slot.part(4 * from, bytes)).collect();
+        self.update(Trained { weights, low_precision, planar, slots }, gradients);
+    }
+
+    /// The optimizer's step.
+    pub(super) fn update(&mut self, trained: Trained, gradients: ops::Gradients) {
+        let (facts, layout) = (self.facts, self.facts.layout);
+        let (ops, optimizer) = (facts.ops, &facts.optimizer);
+        let slot = |number: usize| trained.slots[number];
         let flat = ops::Flat {
-            weights,
-            low_precision,
-            planar,
+            weights: trained.weights,
+            low_precision: trained.low_precision,
+            planar: trained.planar,
             gradients,
             control: CONTROL,
             scaler: Operand::whole(Region::LossScale),
@@ -163,4 +178,13 @@ impl GraphEmitter<'_> {
         let (velocity, momentum) = (slot(0), optimizer.momentum);
         self.main(ops.sgd(ops::Sgd { update, flat, velocity, momentum }));
     }
+}
+
+/// What a step of the optimizer changes; see [`ops::Flat`].
+pub(super) struct Trained {
+    pub(super) weights: Operand,
+    pub(super) low_precision: Operand,
+    pub(super) planar: bool,
+    /// Of the optimizer.
+    pub(super) slots: Vec<Operand>,
 }

@@ -26,7 +26,7 @@ pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};
-pub use loss::LossSpec;
+pub use loss::{LossKind, LossSpec};
 pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;

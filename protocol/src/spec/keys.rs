@@ -1,7 +1,7 @@
 //! The table of keys: the values that each may have, and the error for a value that does not fit.
 
 use super::{
-    Arch, DEVICE_NAMES, OptimizerKind, Recipe, Stem, image_size,
+    Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
     nearest::nearest,
     shard,
@@ -177,7 +177,12 @@ pub const KEYS: &[Section] = &[
     },
     Section {
         name: "loss",
-        keys: &[("sample_share", Kind::Number { min: 0.0, max: 1.0, above: true, below: false })],
+        keys: &[
+            ("sample_share", Kind::Number { min: 0.0, max: 1.0, above: true, below: false }),
+            ("kind", Kind::Word(&LossKind::NAMES)),
+            ("scale", Kind::Number { min: 0.0, max: 1000.0, above: true, below: false }),
+            ("margin", number(0.0, 1.5)),
+        ],
     },
     Section {
         name: "parallel",

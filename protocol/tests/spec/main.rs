@@ -89,6 +89,7 @@ fn every_key_is_known_to_the_structs_and_back() {
             sharded: true,
             ..Default::default()
         },
+        loss: lockstep_protocol::spec::LossSpec { margin: Some(0.5), ..Default::default() },
         recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
         parallel: lockstep_protocol::spec::ParallelSpec {
             model: 2,
@@ -283,6 +284,17 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "random_erasing = -0.1", "random_erasing", &["at least 0"]),
         ("loss", "sample_share = 0.0", "sample_share", &["above 0"]),
         ("loss", "sample_share = 1.1", "sample_share", &["at most 1"]),
+        ("loss", "kind = \"arc\"", "kind", &["softmax, arcface, cosface", "did you mean \"arcface\""]),
+        ("loss", "kind = \"arcface\"", "kind", &["only CPU ranks", "parallel.device = \"cpu\""]),
+        ("loss", "scale = 0", "scale", &["above 0"]),
+        ("loss", "margin = 1.6", "margin", &["at most 1.5"]),
+        ("loss", "margin = 0.5", "margin", &["needs loss.kind"]),
+        (
+            "train",
+            "mixup = 0.2\n[loss]\nkind = \"cosface\"\n[parallel]\ndevice = \"cpu\"",
+            "mixup",
+            &["the margin of cosface is for one"],
+        ),
         (
             "train",
             "optimizer = \"lamb\"\n[loss]\nsample_share = 0.1",

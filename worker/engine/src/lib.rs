@@ -34,7 +34,7 @@ pub use cpu::MOST_CPU_SLOTS;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
-pub use loss::LossConfig;
+pub use loss::{LossConfig, Margin};
 pub use measure::{Sample, measure};
 pub use optimizer::{Optimizer, OptimizerState, slot_name, slots};
 pub use state_dict::{AverageOn, Contribution, StateDict, Writers};

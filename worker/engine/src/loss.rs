@@ -3,7 +3,7 @@
 //! A rank's random classes follow from the seed, the number of updates before the step, and the rank's first class. A run that continues
 //! has the same ones. `worker/kernels/sample.cu` computes the same numbers.
 
-use lockstep_protocol::spec::JobSpec;
+use lockstep_protocol::spec::{JobSpec, LossKind, LossSpec};
 
 /// What stays the same over a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -13,18 +13,37 @@ pub struct LossConfig {
     pub sample_share: f64,
     /// Of the classes that are drawn.
     pub seed: u64,
+    /// Absent: logits are those of the last layer.
+    pub margin: Option<Margin>,
+}
+
+/// Logits are scaled cosines, of which the label's has a margin.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Margin {
+    pub(crate) kind: LossKind,
+    pub(crate) scale: f32,
+    pub(crate) margin: f32,
+}
+
+impl Margin {
+    /// That of a job, if it has one.
+    pub fn of(loss: &LossSpec) -> Option<Self> {
+        let LossSpec { kind, scale, .. } = *loss;
+        (kind != LossKind::Softmax).then(|| Self { kind, scale, margin: loss.margin() })
+    }
 }
 
 impl Default for LossConfig {
     fn default() -> Self {
-        Self { label_smoothing: 0.0, sample_share: 1.0, seed: 0 }
+        Self { label_smoothing: 0.0, sample_share: 1.0, seed: 0, margin: None }
     }
 }
 
 impl From<&JobSpec> for LossConfig {
     fn from(spec: &JobSpec) -> Self {
         let JobSpec { train, loss, .. } = spec;
-        Self { label_smoothing: train.label_smoothing, sample_share: loss.sample_share, seed: train.seed }
+        let (label_smoothing, sample_share) = (train.label_smoothing, loss.sample_share);
+        Self { label_smoothing, sample_share, seed: train.seed, margin: Margin::of(loss) }
     }
 }
 

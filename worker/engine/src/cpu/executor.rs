@@ -299,21 +299,25 @@ impl Executor {
         let classes = Classes { own: self.own_classes(), sample: self.sample.as_deref() };
         let len = self.pictures.of(self.network.placement(tensor)) * classes.len();
         let mut gradient = self.pool.alloc(len);
-        let logits = &self.activations[tensor][..len];
+        let mut values = std::mem::take(&mut self.activations[tensor]);
+        let logits = &mut values[..len];
+        let put_margin = |logits: &mut [f32], labels: &[u32]| {
+            let labels = labels.iter().map(|label| classes.place(*label as usize));
+            let margin = self.config.loss.margin.as_ref();
+            margin.map_or_else(Vec::new, |margin| margin.put_on(logits, classes.len(), labels))
+        };
+        let mut with_margin = Vec::new();
         let smoothing = self.config.loss.label_smoothing;
         let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
         let loss = match (own, &self.groups) {
             (Some(_), Some(_)) if self.pictures.all() == 0 => loss::Loss::default(),
             (Some(_), Some(groups)) => {
+                // The accuracy is that without the margin.
+                let best = split_loss::largest(&groups.model, logits, &classes)?;
+                with_margin = put_margin(logits, &labels.own);
                 let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
-                split_loss::cross_entropy(
-                    &groups.model,
-                    logits,
-                    all,
-                    (classes, all_classes),
-                    smoothing,
-                    into,
-                )?
+                let of = (&classes, all_classes);
+                split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?
             }
             _ => {
                 // Every label is among a sample's classes.
@@ -323,9 +327,16 @@ impl Executor {
                 let (labels, mixed) = (places(&batch.labels), batch.mixed().map(|(of, by)| (places(of), by)));
                 let (mixed, into) =
                     (mixed.as_ref().map(|(of, by)| (&of[..], *by)), (&mut gradient[..], scale));
-                loss::cross_entropy(logits, &labels, mixed, classes.len(), smoothing, Some(into))
+                let has_margin = self.config.loss.margin.is_some();
+                let without =
+                    has_margin.then(|| loss::cross_entropy(logits, &labels, None, classes.len(), 0.0, None));
+                with_margin = put_margin(logits, &batch.labels);
+                let loss = loss::cross_entropy(logits, &labels, mixed, classes.len(), smoothing, Some(into));
+                loss::Loss { correct: without.unwrap_or(loss).correct, ..loss }
             }
         };
+        with_margin.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);
+        self.activations[tensor] = values;
         self.gradient_parts[tensor].push(gradient);
         Ok(loss)
     }

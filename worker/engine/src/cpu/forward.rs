@@ -8,6 +8,7 @@ use super::{
     executor::Executor,
     linear,
     pool::{self, MaxPool},
+    sample,
 };
 use crate::{
     EngineError,
@@ -86,8 +87,9 @@ impl Executor {
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
             FusedOp::Linear { name, input, is_head, .. } => {
                 let bias = weight(name, "bias")?;
-                if let Some(sample) = self.sample.as_ref().filter(|_| *is_head) {
-                    sample.forward(x(*input), weight(name, "weight")?, bias, y);
+                let (sample, margin) = (self.sample.as_deref(), self.config.loss.margin.as_ref());
+                if *is_head && (sample.is_some() || margin.is_some()) {
+                    sample::forward((sample, margin), x(*input), (weight(name, "weight")?, bias), y);
                     return Ok(());
                 }
                 // Of ranks that compute parts of a sum, the first one adds the bias.

@@ -16,6 +16,7 @@ mod in_flight;
 #[cfg(test)]
 mod kept;
 mod layout;
+mod margin;
 mod pieces;
 #[cfg(test)]
 mod plain_graph;

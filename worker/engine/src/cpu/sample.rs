@@ -1,10 +1,13 @@
 //! The classes that a step has where it samples them ([`crate::loss`]): their rows of the last layer's weights.
 
-use super::executor::Executor;
-use crate::{EngineError, loss::Order};
+use super::{executor::Executor, margin::Unit};
+use crate::{
+    EngineError,
+    loss::{Margin, Order},
+};
 use lockstep_data::loader::Batch;
 use lockstep_kernels::linear;
-use std::{ops::Range, sync::Arc};
+use std::{borrow::Cow, ops::Range, sync::Arc};
 
 /// Those of this rank.
 #[derive(Debug)]
@@ -28,13 +31,6 @@ impl Sample {
         rows
     }
 
-    /// Logits `[batch, rows]` of `x` `[batch, in]`.
-    pub(super) fn forward(&self, x: &[f32], weight: &[f32], bias: &[f32], logits: &mut [f32]) {
-        let inputs = weight.len() / bias.len();
-        let logits = &mut logits[..x.len() / inputs * self.rows.len()];
-        linear::forward(x, &self.rows_of(weight, inputs), &self.rows_of(bias, 1), logits);
-    }
-
     /// Fills `all` with what `compute` makes of the sample's rows, each of `width` values, and with 0 in all others.
     pub(super) fn fill(&self, all: &mut [f32], width: usize, compute: impl FnOnce(&mut [f32])) {
         let mut rows = vec![0.0; self.rows.len() * width];
@@ -43,6 +39,24 @@ impl Sample {
         for (row, values) in self.rows.iter().zip(rows.chunks_exact(width)) {
             all[*row as usize * width..][..width].copy_from_slice(values);
         }
+    }
+}
+
+/// Logits `[batch, classes]` of `x` `[batch, in]`: of all classes or of a sample, and with `margin` scaled cosines.
+pub(super) fn forward(
+    (sample, margin): (Option<&Sample>, Option<&Margin>),
+    x: &[f32],
+    (weight, bias): (&[f32], &[f32]),
+    logits: &mut [f32],
+) {
+    let inputs = weight.len() / bias.len();
+    let rows_of =
+        |all, width| sample.map_or(Cow::Borrowed(all), |sample| Cow::Owned(sample.rows_of(all, width)));
+    let (weight, bias) = (rows_of(weight, inputs), rows_of(bias, 1));
+    let logits = &mut logits[..x.len() / inputs * bias.len()];
+    match margin {
+        None => linear::forward(x, &weight, &bias, logits),
+        Some(margin) => margin.forward(&Unit::of(x, inputs), &Unit::of(&weight, inputs), logits),
     }
 }
 

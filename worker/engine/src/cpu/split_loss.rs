@@ -9,7 +9,7 @@ use std::ops::Range;
 /// The labels of all pictures of a model group.
 #[derive(Debug, Default)]
 pub(super) struct Labels {
-    own: Vec<u32>,
+    pub(super) own: Vec<u32>,
     /// The other label of each picture and how much the own one weighs, where pictures are mixed.
     mixed: Option<(Vec<u32>, f32)>,
 }
@@ -66,24 +66,17 @@ impl Classes<'_> {
     }
 }
 
-/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of `classes`. All
-/// ranks have `all_classes`, which counts for `smoothing` alone. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
+/// Collective: the largest logit of each picture of the group, the first of equals, and its class.
 ///
 /// # Errors
-/// As [`lockstep_comm::ProcessGroup::all_reduce`].
-pub(super) fn cross_entropy(
+/// As [`lockstep_comm::ProcessGroup::all_gather`].
+pub(super) fn largest(
     group: &Group,
     logits: &[f32],
-    (pictures, labels): (&Pictures, &Labels),
-    (classes, all_classes): (Classes<'_>, usize),
-    smoothing: f32,
-    (gradient, scale): (&mut [f32], f64),
-) -> Result<Loss, CommError> {
-    let rows = || logits.chunks_exact(classes.len());
-    let logit_of =
-        |row: &[f32], class: usize| classes.place(class).map_or(0.0, |place| f64::from(row[place]));
-    // The largest logit, the first of equals, and its class.
-    let own: Vec<f64> = rows()
+    classes: &Classes<'_>,
+) -> Result<Vec<[f64; 2]>, CommError> {
+    let own: Vec<f64> = logits
+        .chunks_exact(classes.len())
         .flat_map(|row| {
             let mut best = 0;
             for (place, logit) in row.iter().enumerate() {
@@ -104,6 +97,26 @@ pub(super) fn cross_entropy(
             }
         }
     }
+    Ok(best)
+}
+
+/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of `classes`. All
+/// ranks have `all_classes`, which counts for `smoothing` alone. `best`: what [`largest`] has found, where no logit is larger now. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
+///
+/// # Errors
+/// As [`lockstep_comm::ProcessGroup::all_reduce`].
+pub(super) fn cross_entropy(
+    group: &Group,
+    logits: &[f32],
+    (pictures, labels): (&Pictures, &Labels),
+    (classes, all_classes): (&Classes<'_>, usize),
+    best: &[[f64; 2]],
+    smoothing: f32,
+    (gradient, scale): (&mut [f32], f64),
+) -> Result<Loss, CommError> {
+    let rows = || logits.chunks_exact(classes.len());
+    let logit_of =
+        |row: &[f32], class: usize| classes.place(class).map_or(0.0, |place| f64::from(row[place]));
     let label = |picture: usize| labels.own[picture] as usize;
     let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
     let mut sums: Vec<f64> = rows()

@@ -4,6 +4,7 @@
 mod frozen;
 mod hybrid;
 mod kept;
+mod margin;
 mod optimizers;
 mod pipeline;
 mod sampled;

@@ -4,8 +4,8 @@ use super::{
     hybrid::{beyond, data_rank, data_ranks, plan, staged},
     *,
 };
-use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
-use lockstep_protocol::spec::Split;
+use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
+use lockstep_protocol::spec::{LossKind, LossSpec, Split};
 use std::ops::Range;
 
 const CLASSES: usize = 41;
@@ -141,19 +141,24 @@ fn sampled(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
 
 #[test]
 fn a_step_is_that_of_a_classifier_of_the_chosen_classes() {
-    for (plan, kind, accumulate) in [
-        (Plan::data(1), OptimizerKind::Momentum, 1),
-        (Plan::data(1), OptimizerKind::AdamW, 2),
-        (Plan::data(2), OptimizerKind::Nesterov, 1),
-        (Plan { optimizer_sharding: true, ..plan([2, 1, 2], &[]) }, OptimizerKind::AdamW, 1),
-        (plan([1, 1, 2], &[]), OptimizerKind::Momentum, 2),
-        (plan([1, 1, 4], &[("fc", Split::Out)]), OptimizerKind::AdamW, 1),
-        (staged(2, plan([1, 1, 2], &[])), OptimizerKind::Momentum, 2),
+    let margin = LossSpec { kind: LossKind::ArcFace, scale: 8.0, ..LossSpec::default() };
+    let (none, margin) = (None, Margin::of(&margin));
+    for (plan, kind, accumulate, margin) in [
+        (Plan::data(1), OptimizerKind::Momentum, 1, none),
+        (Plan::data(1), OptimizerKind::Momentum, 1, margin),
+        (plan([1, 1, 2], &[]), OptimizerKind::Momentum, 1, margin),
+        (Plan::data(1), OptimizerKind::AdamW, 2, none),
+        (Plan::data(2), OptimizerKind::Nesterov, 1, none),
+        (Plan { optimizer_sharding: true, ..plan([2, 1, 2], &[]) }, OptimizerKind::AdamW, 1, none),
+        (plan([1, 1, 2], &[]), OptimizerKind::Momentum, 2, none),
+        (plan([1, 1, 4], &[("fc", Split::Out)]), OptimizerKind::AdamW, 1, none),
+        (staged(2, plan([1, 1, 2], &[])), OptimizerKind::Momentum, 2, none),
     ] {
-        let config = sampled(kind, accumulate);
+        let mut config = sampled(kind, accumulate);
+        config.loss.margin = margin;
         let trained = run(&plan, &config, 0..STEPS, None);
-        let all =
-            EngineConfig { batch_size: GLOBAL / accumulate, loss: LossConfig::default(), ..config.clone() };
+        let loss = LossConfig { sample_share: 1.0, ..config.loss };
+        let all = EngineConfig { batch_size: GLOBAL / accumulate, loss, ..config.clone() };
         let ranks = plan.mesh.model;
         let drawn = ranks * (SHARE * (CLASSES / ranks) as f64).round() as usize;
         let mut chosen = Vec::new();

@@ -10,6 +10,7 @@ mod document;
 mod fewer_ranks;
 mod image_size;
 mod keys;
+mod loss;
 mod mistake;
 mod model;
 mod named;
@@ -25,6 +26,7 @@ pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};
+pub use loss::{LossKind, LossSpec};
 pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
@@ -65,6 +67,7 @@ pub struct JobSpec {
     pub model: ModelSpec,
     pub data: DataSpec,
     pub train: TrainSpec,
+    pub loss: LossSpec,
     pub parallel: ParallelSpec,
     pub checkpoint: CheckpointSpec,
     pub recovery: RecoverySpec,
@@ -182,6 +185,7 @@ impl Default for JobSpec {
             model: ModelSpec::default(),
             data: DataSpec::default(),
             train: TrainSpec::default(),
+            loss: LossSpec::default(),
             parallel: ParallelSpec::default(),
             checkpoint: CheckpointSpec::default(),
             recovery: RecoverySpec::default(),

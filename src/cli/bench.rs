@@ -49,6 +49,9 @@ pub(crate) struct Args {
     /// Divide optimizer state over the ranks (ZeRO-1, GPUs)
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     optimizer_sharding: bool,
+    /// Share of its classes that a rank samples in each step, above 0 and at most 1, as loss.sample_share (GPUs only)
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
+    sample_share: f64,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -64,6 +67,11 @@ pub(crate) struct Args {
     /// Print one line of JSON per case
     #[arg(long)]
     json: bool,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "not a number above 0 and at most 1".into())
 }
 
 /// The kinds of devices, and `auto`.
@@ -118,12 +126,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             "--parallel-model {parallel_model}: {ranks} ranks cannot be divided into groups of that many"
         )));
     }
-    let Args { classes, parallel_model, optimizer_sharding, .. } = args;
-    if devices.is_empty()
-        && (classes, parallel_model, optimizer_sharding) != (bench::CLASSES as u32, 1, false)
-    {
+    let Args { classes, parallel_model, optimizer_sharding, sample_share, .. } = args;
+    let is_plain = (classes, parallel_model, optimizer_sharding) == (bench::CLASSES as u32, 1, false)
+        && sample_share == 1.0;
+    if devices.is_empty() && !is_plain {
         return Err(wrong(
-            "--classes, --parallel-model, --optimizer-sharding: they are measured on GPUs only",
+            "--classes, --parallel-model, --optimizer-sharding, --sample-share: they are measured on GPUs only",
         ));
     }
     if parallel_model > 1 && optimizer_sharding {
@@ -213,6 +221,7 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--deterministic={}", args.deterministic),
         format!("--classes={}", args.classes),
         format!("--parallel-model={}", args.parallel_model),
+        format!("--sample-share={}", args.sample_share),
     ]
     .map(OsString::from)
     .into();
@@ -237,6 +246,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         classes: args.classes as usize,
         model: args.parallel_model,
         optimizer_sharding: args.optimizer_sharding,
+        sample_share: args.sample_share,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

@@ -1,7 +1,7 @@
 //! Training throughput of named cases on synthetic pictures.
 
 use super::{
-    BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult,
+    BuildArgs, DeviceChoice, Engine, EngineConfig, LossConfig, Optimizer, StepResult,
     plan::{Mesh, Plan},
     registry,
 };
@@ -155,7 +155,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
     let config = EngineConfig {
         batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
-        label_smoothing: 0.0,
+        loss: LossConfig::default(),
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,
@@ -223,6 +223,8 @@ pub struct OnDevice {
     pub model: u32,
     /// Ranks divide the optimizer's state.
     pub optimizer_sharding: bool,
+    /// The share of the classes that a step samples; 1: all.
+    pub sample_share: f64,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
@@ -300,7 +302,7 @@ fn on_device(
     let config = EngineConfig {
         batch_size: case.batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
-        label_smoothing: 0.0,
+        loss: LossConfig { sample_share: how.sample_share, ..LossConfig::default() },
         accumulate: 1,
         sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,

@@ -8,6 +8,7 @@ use super::{
     executor::Executor,
     linear,
     pool::{self, MaxPool},
+    sample,
 };
 use crate::{
     EngineError,
@@ -84,8 +85,13 @@ impl Executor {
                 max_pool(&self.network, op).forward(x(*input), y, &mut self.argmax[*output][..len]);
             }
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
-            FusedOp::Linear { name, input, .. } => {
+            FusedOp::Linear { name, input, is_head, .. } => {
                 let bias = weight(name, "bias")?;
+                let (sample, margin) = (self.sample.as_deref(), self.config.loss.margin.as_ref());
+                if *is_head && (sample.is_some() || margin.is_some()) {
+                    sample::forward((sample, margin), x(*input), (weight(name, "weight")?, bias), y);
+                    return Ok(());
+                }
                 // Of ranks that compute parts of a sum, the first one adds the bias.
                 let adds_bias =
                     *self.network.placement(op.output()) != Placement::Partial || self.pictures.rank == 0;

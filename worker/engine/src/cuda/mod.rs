@@ -102,6 +102,16 @@ fn build(
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
     let groups = Groups::split(gpu.plan.mesh, comm.as_ref())?;
+    if config.loss.samples() {
+        // The sample of a step is made of the labels of one model group, and of one micro-batch.
+        let has_all_labels = groups.as_ref().is_some_and(|groups| groups.data.size() == 1);
+        if !has_all_labels || config.accumulate > 1 {
+            let text = "loss.sample_share: GPUs sample classes where all ranks share one copy of the network, in steps of one micro-batch. \
+                Set parallel.mode = \"hybrid\", parallel.model to parallel.ranks (2 or more) and train.accumulate = 1, or \
+                parallel.device = \"cpu\"";
+            return Err(CudaError::Unsupported(text.into()).into());
+        }
+    }
     let part = match &groups {
         None => network.clone(),
         Some(_) => {

@@ -225,7 +225,7 @@ impl Program {
             norms: &self.norms,
             ops: self.ops,
             optimizer: self.config.optimizer,
-            label_smoothing: self.config.label_smoothing,
+            label_smoothing: self.config.loss.label_smoothing,
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
             ranks: self.reducer.as_ref().map(|reducer| &reducer.statistics),

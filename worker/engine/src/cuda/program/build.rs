@@ -19,7 +19,8 @@ impl Program {
             config.batch_size,
             dtype,
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
-        )?;
+        )?
+        .with_sample(&config.loss);
         let share = (gpu.plan.optimizer_sharding && groups.is_none() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
@@ -64,10 +65,9 @@ impl Program {
             _ => Some(device.zeros(4 * layout.matrices)?),
         };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        let recomputed = match plan.recomputes(accumulated.is_some(), data_ranks) {
-            true => layout.split_matrices,
-            false => 0,
-        };
+        // That of a sample is among the activations.
+        let is_elsewhere = plan.recomputes(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
+        let recomputed = if is_elsewhere { layout.split_matrices } else { 0 };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - recomputed))?;
         let slots = layout.trained_slots();
         let whole = slots.iter().map(|slot| slot.range.clone()).collect();
@@ -192,6 +192,10 @@ impl Program {
             if !trains {
                 continue;
             }
+            let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
+            let sampled = self.plan.sampled_convolution().filter(|_| is_head);
+            wanted.extend(sampled);
+            let convolution = sampled.unwrap_or(convolution);
             if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. })) && self.takes_sums(&convolution)
             {
                 wanted.push(Convolution { sums: true, ..convolution });

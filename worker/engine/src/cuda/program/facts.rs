@@ -17,6 +17,7 @@ use crate::{
     net::TensorId,
     sharding::Share,
 };
+use std::ops::Range;
 
 /// A range of all that an update works on.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +113,15 @@ impl Facts<'_> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
         let (split, matrices) = (layout.split_matrices, layout.matrices);
         let Some(share) = self.share else {
+            let none = matrices..matrices;
+            if self.plan.sampled().is_some() {
+                // The biases of a sampled head lie between the two, and are updated with its rows.
+                let vectors = matrices + layout.split_vectors;
+                return vec![
+                    self.updated_from(gradients.part(split..matrices, none.clone()), split, split),
+                    self.updated_from(gradients.part(none, vectors..layout.trained), vectors, vectors),
+                ];
+            }
             let gradients = gradients.part(split..matrices, matrices..layout.trained);
             return vec![self.updated_from(gradients, split, split)];
         };
@@ -199,6 +209,11 @@ impl Facts<'_> {
             kept_of: Operand::whole(Region::KeptOf),
             finished: Operand::new(Region::ResultCounter, 0, 4),
         }
+    }
+
+    /// Where the weights of the head and its biases are among all values.
+    pub(super) fn head_ranges(&self) -> [Range<usize>; 2] {
+        ["weight", "bias"].map(|suffix| self.slot(self.plan.network.head(), suffix).range.clone())
     }
 
     /// Where a convolution leaves the sums of its output for the batch norm after it.

@@ -5,6 +5,7 @@ use super::{Convolution, DType, Direction};
 use crate::{
     cuda::error::CudaError,
     fuse::{Capabilities, Conv, FusedOp, Norm, fuse},
+    loss::LossConfig,
     net::{Network, Op, Placement, TensorId},
 };
 use std::{ops::Range, sync::Arc};
@@ -30,6 +31,17 @@ pub(in crate::cuda) struct SplitHead {
     pub(in crate::cuda) bounds: Vec<usize>,
     /// Number of chunks of the logits in memory, each `[pictures, classes of a chunk]`.
     pub(in crate::cuda) chunks: usize,
+    pub(in crate::cuda) sampled: Option<SampledClasses>,
+}
+
+/// Which of its classes a rank has in a training step: those that are drawn, and those of labels.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::cuda) struct SampledClasses {
+    pub(in crate::cuda) drawn: usize,
+    /// Room for them, in so many parts.
+    pub(in crate::cuda) slots: usize,
+    pub(in crate::cuda) chunks: usize,
+    pub(in crate::cuda) seed: u64,
 }
 
 impl SplitHead {
@@ -37,9 +49,8 @@ impl SplitHead {
     fn of(network: &Network) -> Option<Self> {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
-        let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
-        let chunks = (most_classes(&bounds) * inputs).div_ceil(CHUNK).max(1);
-        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks })
+        let chunks = chunks_of(network, most_classes(&bounds));
+        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks, sampled: None })
     }
 
     /// This rank's classes.
@@ -51,6 +62,12 @@ impl SplitHead {
     pub(in crate::cuda) fn most(&self) -> usize {
         most_classes(&self.bounds)
     }
+}
+
+/// Parts in which so many classes are multiplied.
+fn chunks_of(network: &Network, classes: usize) -> usize {
+    let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
+    (classes * inputs).div_ceil(CHUNK).max(1)
 }
 
 /// The first ranks have one more where classes do not come out even.
@@ -116,6 +133,22 @@ impl StepPlan {
         Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, head, folded })
     }
 
+    /// The same with the classes of a split head sampled in training, if `loss` says so.
+    pub(in crate::cuda) fn with_sample(mut self, loss: &LossConfig) -> Self {
+        if let (true, Some(head)) = (loss.samples(), &mut self.head) {
+            // Every label of the group may be one that is not drawn. The same on every rank.
+            let slots = loss.drawn(head.most()) + 2 * head.ranks * self.batch;
+            let (drawn, chunks) = (loss.drawn(head.own().len()), chunks_of(&self.network, slots));
+            let slots = slots.next_multiple_of(PADDED_CLASSES * chunks);
+            head.sampled = Some(SampledClasses { drawn, slots, chunks, seed: loss.seed });
+        }
+        self
+    }
+
+    pub(super) fn sampled(&self) -> Option<&SampledClasses> {
+        self.head.as_ref()?.sampled.as_ref()
+    }
+
     /// Continues with pictures of another size.
     pub(super) fn set_network(&mut self, network: Arc<Network>) {
         self.ops = fuse(&network, &self.capabilities);
@@ -168,9 +201,15 @@ impl StepPlan {
 
     /// Whether the gradient of a split head's weights is stored nowhere whole: it is computed twice, a chunk at a time, for its norm and for
     /// the update. A third of the head's multiplications are added, and a sixth of its memory is saved. Not where gradients are added up
-    /// over micro-batches or ranks.
+    /// over micro-batches or ranks, nor of a sample.
     pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
-        self.chunks().0 > 1 && !accumulates && data_ranks == 1
+        self.chunks().0 > 1 && !accumulates && data_ranks == 1 && self.sampled().is_none()
+    }
+
+    /// The convolution that a chunk of sampled classes is, forward.
+    pub(super) fn sampled_convolution(&self) -> Option<Convolution> {
+        let (sampled, (convolution, _)) = (self.sampled()?, self.convolution(self.ops.last()?)?);
+        Some(Convolution { out_c: sampled.slots / sampled.chunks, ..convolution })
     }
 
     /// Number of values per picture in memory, including padding.

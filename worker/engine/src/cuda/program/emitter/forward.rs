@@ -83,6 +83,9 @@ impl<'a> GraphEmitter<'a> {
                 _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
             },
             FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
+                if training {
+                    self.sample_classes(name);
+                }
                 self.split_forward(op, name, [*input, *output])?;
             }
             FusedOp::Linear { name, input, output, is_head } => {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{
+    LossConfig,
     net::init,
     plan::{self, Mesh, Plan},
 };
@@ -136,6 +137,54 @@ fn its_kernels_have_the_arguments_that_they_declare() {
         }
     }
     assert!(launched >= 5 * (4 + 2 + 3), "{launched}");
+}
+
+/// With sampled classes, whose rows are less or more than this rank's classes.
+#[test]
+fn rows_of_sampled_classes_are_gathered_and_put_back() {
+    let declared = signatures::declared();
+    use OptimizerKind::{AdamW, Momentum, Nesterov};
+    for (classes, chunks) in [(1001, 6), (7, 5)] {
+        let network = build(Arch::ResNet18, Stem::Cifar, 32, classes);
+        for (dtype, optimizer, slots) in [
+            (DType::F32, Momentum, 1),
+            (DType::F16, AdamW, 2),
+            (DType::Bf16, Nesterov, 1),
+            (DType::Bf16, AdamW, 2),
+        ] {
+            let met = |rank: usize| {
+                let part = part(&network, 2, rank, &[]);
+                let mut setting =
+                    Setting { optimizer, ..Setting::new(&part, 32, dtype, 90, Ranks::Exchanged) };
+                let loss = LossConfig { sample_share: 0.1, ..LossConfig::default() };
+                setting.plan = setting.plan.clone().with_sample(&loss);
+                assert_eq!(setting.plan.sampled().unwrap().chunks, chunks);
+                for side_stream in [false, true] {
+                    let commands = setting.sound(Phase::Train(ONLY), side_stream).commands;
+                    for command in &commands {
+                        if let Command::Kernel { kernel, .. } = command {
+                            signatures::check(kernel, &declared);
+                        }
+                    }
+                    // Of the matrix: weights, what is computed with, and what the optimizer keeps.
+                    let copies = if dtype == DType::F32 { 1 } else { 2 };
+                    for (name, wanted) in [
+                        ("sample_classes", 1),
+                        ("gather_rows", copies + slots),
+                        ("scatter_rows", copies + slots),
+                        ("gather_values", 1 + slots),
+                        ("scatter_values", 1 + slots),
+                    ] {
+                        assert_eq!(count(&commands, name), wanted, "{name}, {dtype:?}, {optimizer:?}");
+                    }
+                }
+                let evaluated = setting.sound(Phase::Evaluate, true).commands;
+                assert_eq!(count(&evaluated, "sample_classes"), 0);
+                [meetings(&setting.sound(Phase::Train(ONLY), true).commands), meetings(&evaluated)]
+            };
+            assert_eq!(met(0), met(1));
+        }
+    }
 }
 
 #[test]

@@ -87,8 +87,8 @@ pub struct ParallelSpec {
     /// them; for all others every rank has its own pictures, so batch sizes are those of mode `data`.
     #[serde(skip_serializing_if = "is_one")]
     pub model: u32,
-    /// Ranks that share the rows of each picture (mode `hybrid`, on CPU ranks), 1 when absent; `model` x `height` must divide `ranks`. They have the same pictures, so a
-    /// step has `ranks / height` micro-batches of pictures.
+    /// Ranks that share the rows of each picture (mode `hybrid`), 1 when absent; `model` x `height` must divide `ranks`. They have the same
+    /// pictures, so a step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
     /// Stages of the network (mode `hybrid`), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`. Each rank has the layers of one

@@ -46,6 +46,9 @@ pub(crate) struct Args {
     /// Ranks that share a copy of the network, each with some of its classes (GPUs): a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
+    /// Ranks that share the rows of pictures (GPUs): --parallel-model times that is a divisor of --ranks
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    parallel_height: u32,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -109,14 +112,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ));
     }
     let devices = devices(&args)?;
-    if !args.ranks.is_multiple_of(args.parallel_model) {
-        let Args { ranks, parallel_model, .. } = args;
+    let Args { ranks, parallel_model, parallel_height, classes, .. } = args;
+    if !ranks.is_multiple_of(parallel_model * parallel_height) {
         return Err(wrong(format!(
-            "--parallel-model {parallel_model}: {ranks} ranks cannot be divided into groups of that many"
+            "--parallel-model {parallel_model}, --parallel-height {parallel_height}: {ranks} ranks cannot be divided into groups of \
+             {parallel_model} x {parallel_height}"
         )));
     }
-    if devices.is_empty() && (args.parallel_model, args.classes) != (1, bench::CLASSES as u32) {
-        return Err(wrong("--classes, --parallel-model: they are measured on GPUs only"));
+    if devices.is_empty() && (parallel_model, parallel_height, classes) != (1, 1, bench::CLASSES as u32) {
+        return Err(wrong("--classes, --parallel-model, --parallel-height: they are measured on GPUs only"));
     }
     let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
     for case in &cases {
@@ -201,6 +205,7 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--deterministic={}", args.deterministic),
         format!("--classes={}", args.classes),
         format!("--parallel-model={}", args.parallel_model),
+        format!("--parallel-height={}", args.parallel_height),
     ]
     .map(OsString::from)
     .into();
@@ -224,6 +229,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         sync_batch_norm: args.sync_batch_norm,
         classes: args.classes as usize,
         model: args.parallel_model,
+        height: args.parallel_height,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

@@ -1,9 +1,11 @@
 //! NVIDIA's GPUs as a backend.
 
-use super::{CudaError, GpuConfig, build, build_decoder};
+use super::{CudaError, GpuConfig, build, build_decoder, program};
 use crate::{
     Engine, EngineError,
     backend::{Backend, BuildArgs, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory},
+    net::Network,
+    plan::{self, Plan},
 };
 use lockstep_comm::nccl;
 use lockstep_data::device::DeviceDecoder;
@@ -107,10 +109,7 @@ impl Backend for Cuda {
         if spec.parallel.optimizer_sharding && spec.parallel.ranks > 1 {
             return Err("parallel.optimizer_sharding is done by CPU ranks only: leave it out, or set parallel.device = \"cpu\"".into());
         }
-        let ParallelSpec { model, height, .. } = spec.parallel;
-        if height > 1 {
-            return Err("parallel.height: only CPU ranks share the rows of pictures. Leave it out, or set parallel.device = \"cpu\"".into());
-        }
+        let ParallelSpec { model, .. } = spec.parallel;
         let adapts = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
         if model > 1 && adapts {
             return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
@@ -118,6 +117,10 @@ impl Backend for Cuda {
                 .into());
         }
         Ok(())
+    }
+
+    fn check_plan(&self, network: &Network, plan: &Plan) -> Result<(), String> {
+        program::check(&plan::lower(network, plan, 0)?).map_err(|error| error.to_string())
     }
 
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {

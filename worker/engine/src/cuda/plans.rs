@@ -102,6 +102,7 @@ fn gpu_a_step_tells_where_its_time_goes() {
             sync_batch_norm: true,
             classes: bench::CLASSES,
             model: 1,
+            height: 1,
             store: None,
         };
         let calls = bench::profile(&case.parse().unwrap(), how).unwrap();

@@ -36,6 +36,7 @@ pub(in crate::cuda) fn meetings(commands: &[Command]) -> Vec<String> {
             Command::Collective { stream, kind, group, count, dtype, .. } => {
                 Some(format!("{kind:?} {group:?} {stream:?} {count} {dtype:?}"))
             }
+            Command::Exchange { stream, group, .. } => Some(format!("Exchange {group:?} {stream:?}")),
             Command::Kernel { .. } => {
                 let accesses = command.accesses();
                 let (operand, _) = accesses.iter().find(|(operand, _)| exchange(operand))?;
@@ -53,6 +54,7 @@ fn name(command: &Command) -> String {
         Command::Collective { stream, kind, group, to, .. } => {
             format!("{kind}{group} to {to:?} on {stream:?}")
         }
+        Command::Exchange { stream, group, .. } => format!("exchange{group} on {stream:?}"),
         other => format!("{other:?}"),
     }
 }
@@ -148,7 +150,7 @@ impl Check {
                 self.touch(operand, place, true)?;
             }
         }
-        if matches!(command, Command::Collective { .. }) {
+        if command.meets_ranks() {
             if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("the collective before it may still run".into());
             }
@@ -164,8 +166,7 @@ impl Check {
         stream: usize,
     ) -> Result<(), String> {
         let written = || accesses.iter().filter(|(_, access)| *access != Access::Read).map(|(o, _)| *o);
-        let waits = matches!(command, Command::Collective { .. })
-            || written().any(|operand| operand.region == Region::PeerSequences);
+        let waits = command.meets_ranks() || written().any(|operand| operand.region == Region::PeerSequences);
         let trained = |operand: Operand| {
             matches!(operand.region, Region::Weights | Region::LowPrecision | Region::OptimizerSlot(_))
         };

@@ -72,7 +72,13 @@ pub fn search(
                 1 => candidate(network, Plan::on(mesh, Vec::new()), machine, work),
                 _ => best_splits(network, mesh, (machine, work), &pinned.shard),
             };
-            found.extend(best.filter(|best| runs(&best.plan)));
+            // What is split without strategies, every backend splits.
+            let plain = || candidate(network, Plan::on(mesh, pinned.shard.clone()), machine, work);
+            let best = best.filter(|best| runs(&best.plan));
+            found.extend(match model {
+                1 => best,
+                _ => best.or_else(|| plain().filter(|plain| runs(&plain.plan))),
+            });
         }
     }
     found.sort_by(|a, b| a.compare(b, machine));

@@ -91,8 +91,8 @@ pub struct ParallelSpec {
     /// split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in mode `data`.
     #[serde(skip_serializing_if = "is_one")]
     pub model: u32,
-    /// Number of ranks that share the rows of each picture (mode `hybrid`, CPU ranks only), 1 when absent; `model` x `height`
-    /// must divide `ranks`. These ranks have the same pictures, so a step has `ranks / height` micro-batches of pictures.
+    /// Number of ranks that share the rows of each picture (mode `hybrid`), 1 when absent; `model` x `height` must divide `ranks`.
+    /// These ranks have the same pictures, so a step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
     /// Number of stages of the network (mode `hybrid`, CPU ranks only), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`.

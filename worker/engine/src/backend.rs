@@ -64,6 +64,13 @@ pub trait Backend: Debug + Sync {
     fn check(&self, _spec: &JobSpec) -> Result<(), String> {
         Ok(())
     }
+    /// Looks whether the engine computes a network as a plan spreads it.
+    ///
+    /// # Errors
+    /// What it does not compute, and what to change.
+    fn check_plan(&self, _network: &Network, _plan: &Plan) -> Result<(), String> {
+        Ok(())
+    }
     /// Builds the engine.
     ///
     /// # Errors

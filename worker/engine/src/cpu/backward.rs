@@ -143,7 +143,7 @@ impl Executor {
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::MeanOfRows { input, .. } => {
-                let share = self.share_of_rows(*input);
+                let share = network.share_of_rows(*input);
                 dy.iter_mut().for_each(|d| *d *= share);
                 self.gradient_parts[*input].push(dy);
                 return Ok(());

@@ -406,10 +406,7 @@ impl Executor {
 
 /// This rank's part of `network` under `plan`.
 pub(super) fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, EngineError> {
-    if plan.is_data() {
-        return Ok(network.clone());
-    }
-    plan::lower(network, plan, rank as usize).map(Arc::new).map_err(EngineError::Parameters)
+    plan::part_of(network, plan, rank).map_err(EngineError::Parameters)
 }
 
 fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {

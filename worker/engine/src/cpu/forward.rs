@@ -225,16 +225,9 @@ impl Executor {
         Ok(())
     }
 
-    /// The share of this rank in the mean over all rows: that of the global pooling, of which `input` is this rank's mean.
-    pub(super) fn share_of_rows(&self, pooled: TensorId) -> f32 {
-        let pooling = self.ops.iter().find(|op| op.output() == pooled);
-        let Some(FusedOp::GlobalAveragePool { input, .. }) = pooling else { return 1.0 };
-        self.network.tensors[*input].pixels() as f32 / self.network.whole_pixels(*input) as f32
-    }
-
     fn mean_of_rows(&self, input: TensorId, x: &[f32], y: &mut [f32]) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };
-        let share = self.share_of_rows(input);
+        let share = self.network.share_of_rows(input);
         y.iter_mut().zip(x).for_each(|(y, x)| *y = x * share);
         if !y.is_empty() {
             groups.height.all_reduce(y.into(), Reduction::Sum)?;

@@ -208,7 +208,9 @@ pub(super) enum Group {
     World,
     /// The ranks that share this rank's copy of the network.
     Model,
-    /// Those that have the same part of it as this one.
+    /// Those that share the rows of this one's pictures.
+    Height,
+    /// Those that have the same part of the network as this one.
     Data,
 }
 
@@ -249,6 +251,8 @@ pub(super) enum Content {
     Argmax(usize),
     /// Memory of a split head, except for the logits and their gradient.
     OfHead,
+    /// Whole pictures, of which this rank takes its rows, or the gradient of its rows that another rank gives.
+    OfRows,
 }
 
 /// A part of the step, for readers of the list.
@@ -306,6 +310,14 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
+    /// By NCCL: what this rank gives to others of a group and takes from them, all at once. By number of the rank in the group.
+    Exchange {
+        stream: StreamId,
+        group: Group,
+        gives: Vec<(u32, Operand)>,
+        takes: Vec<(u32, Operand)>,
+        dtype: DType,
+    },
 }
 
 impl Command {
@@ -344,8 +356,14 @@ impl Command {
             | Command::Convolution { stream, .. }
             | Command::Record { stream, .. }
             | Command::Wait { stream, .. }
-            | Command::Collective { stream, .. } => Some(*stream),
+            | Command::Collective { stream, .. }
+            | Command::Exchange { stream, .. } => Some(*stream),
         }
+    }
+
+    /// Whether NCCL waits for other ranks in it.
+    pub(super) fn meets_ranks(&self) -> bool {
+        matches!(self, Command::Collective { .. } | Command::Exchange { .. })
     }
 
     /// The memory that it works on: read, written.
@@ -372,6 +390,10 @@ impl Command {
             }
             Command::Collective { kind: Collective::AllReduce, to, .. } => vec![(*to, Access::Change)],
             Command::Collective { from, to, .. } => vec![(*from, Access::Read), (*to, Access::Write)],
+            Command::Exchange { gives, takes, .. } => {
+                let read = gives.iter().map(|(_, at)| (*at, Access::Read));
+                read.chain(takes.iter().map(|(_, at)| (*at, Access::Write))).collect()
+            }
         };
         all.into_iter().filter(|(operand, _)| !operand.is_none()).collect()
     }

@@ -36,6 +36,7 @@ pub(super) const SOURCE: &str = concat!(
     include_str!("../../../kernels/block_end.cu"),
     include_str!("../../../kernels/pool.cu"),
     include_str!("../../../kernels/elementwise.cu"),
+    include_str!("../../../kernels/rows.cu"),
     include_str!("../../../kernels/loss.cu"),
     include_str!("../../../kernels/optimizer.cu"),
     include_str!("../../../kernels/sample.cu"),

@@ -48,7 +48,7 @@ use super::{
     prologue::{Prologue, StepPart},
     unknown_size,
 };
-use crate::net::Network;
+use crate::{net::Network, plan::Plan};
 pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use held::RecoveryStream;
@@ -112,16 +112,10 @@ fn build(
             return Err(CudaError::Unsupported(text.into()).into());
         }
     }
-    let part = match &groups {
-        None => network.clone(),
-        Some(_) => {
-            let part = plan::lower(&network, &gpu.plan, comm.rank() as usize);
-            Arc::new(part.map_err(EngineError::Parameters)?)
-        }
-    };
+    let part = part_of(&network, &gpu.plan, comm.as_ref())?;
     let device = Device::open(gpu.ordinal)?;
     let (free_before, total) = device.memory();
-    fits(&network, config.batch_size, dtype, (free_before, total))?;
+    fits(&part, config.batch_size, dtype, (free_before, total))?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let program =
@@ -145,12 +139,22 @@ fn build(
         steps: (counted, counted),
         config,
         network,
+        plan: gpu.plan.clone(),
         comm,
         groups,
         device,
     };
     engine.set_parameters(initial)?;
     Ok(engine)
+}
+
+/// What this rank has of `network` under `plan`.
+fn part_of(
+    network: &Arc<Network>,
+    plan: &Plan,
+    comm: &dyn ProcessGroup,
+) -> Result<Arc<Network>, EngineError> {
+    plan::part_of(network, plan, comm.rank()).map_err(EngineError::Parameters)
 }
 
 /// Whether the GPU has room for what batch norm's backward pass needs, before plans are timed with tensors of that size. Half of
@@ -227,8 +231,10 @@ struct CudaEngine {
     config: EngineConfig,
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
+    /// How it is spread over the ranks.
+    plan: Plan,
     comm: Arc<dyn ProcessGroup>,
-    /// Where ranks share copies of the network.
+    /// Where ranks share copies of the network, or rows of pictures.
     groups: Option<Groups>,
     device: Device,
 }

@@ -45,7 +45,7 @@ mod facts;
 mod step_plan;
 mod text;
 
-pub(super) use step_plan::{SplitHead, StepPlan, capabilities};
+pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check};
 
 /// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -182,7 +182,9 @@ impl Program {
 
     /// Number of values of a picture of the largest size.
     pub(super) fn most_values(&self) -> usize {
-        self.sizes.iter().map(|network| network.tensors[network.input()].len()).max().unwrap_or(0)
+        // Ranks that share rows are given whole pictures, too.
+        let values = |network: &Arc<Network>| network.image_size.pow(2) * network.channels;
+        self.sizes.iter().map(values).max().unwrap_or(0)
     }
 
     pub(super) fn dtype(&self) -> DType {

@@ -22,6 +22,7 @@ mod layers;
 mod mixing;
 mod networks;
 mod optimizers;
+mod rows;
 mod runs;
 mod scaling;
 mod sharded;

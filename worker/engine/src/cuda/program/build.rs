@@ -21,7 +21,7 @@ impl Program {
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
         )?
         .with_sample(&config.loss);
-        let share = (gpu.plan.optimizer_sharding && groups.is_none() && comm.size() > 1)
+        let share = (gpu.plan.optimizer_sharding && plan.head.is_none() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
@@ -143,18 +143,18 @@ impl Program {
         Ok(program)
     }
 
-    /// Prepares for more sizes of pictures, some of which are never trained on. No graph may be captured yet, as memory
-    /// moves.
+    /// Prepares for more sizes of pictures, some of which are never trained on: what this rank has of the network for each. No graph may be
+    /// captured yet, as memory moves.
     pub(in crate::cuda) fn take_sizes(
         &mut self,
         device: &Device,
-        training: &[usize],
-        evaluation: &[usize],
+        training: &[Arc<Network>],
+        evaluation: &[Arc<Network>],
     ) -> Result<(), EngineError> {
         let own = self.plan.network.clone();
-        if let Some(odd) =
-            training.iter().chain(evaluation).find(|size| self.plan.folded && !size.is_multiple_of(2))
-        {
+        let is_odd = |network: &&Arc<Network>| self.plan.folded && !network.image_size.is_multiple_of(2);
+        if let Some(odd) = training.iter().chain(evaluation).find(is_odd) {
+            let odd = odd.image_size;
             let text = format!(
                 "pictures of {odd} pixels beside those of {}: sizes of one run are even",
                 own.image_size
@@ -163,11 +163,11 @@ impl Program {
         }
         // Memory suffices for the largest size.
         let mut bytes = self.arena.bytes;
-        for (sizes, trains) in [(training, true), (evaluation, false)] {
-            for size in sizes {
-                let network = Arc::new(own.resized(*size));
+        for (networks, trains) in [(training, true), (evaluation, false)] {
+            for network in networks {
+                check(network)?;
                 self.sizes.push(network.clone());
-                self.plan.set_network(network);
+                self.plan.set_network(network.clone());
                 self.prepare_plans(device, trains)?;
                 bytes = bytes.max(self.arena_bytes(trains)?);
             }

@@ -10,6 +10,7 @@ mod forward;
 mod fused;
 mod loss;
 mod plain;
+mod rows;
 mod sampled_head;
 mod split_head;
 #[cfg(test)]

@@ -218,8 +218,8 @@ impl Facts<'_> {
 
     /// Where a convolution leaves the sums of its output for the batch norm after it.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
-        let ordered = self.ranks.is_some_and(Statistics::is_ordered);
-        let region = if ordered { Region::StatisticsSums } else { Region::ChannelSums };
+        let by_nccl = matches!(self.ranks, Some(Statistics::ByNccl));
+        let region = if by_nccl { Region::StatisticsSums } else { Region::ChannelSums };
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }
 

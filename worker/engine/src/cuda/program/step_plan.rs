@@ -118,6 +118,7 @@ impl StepPlan {
         let padded_input = network.channels.next_multiple_of(PADDED_INPUT);
         let folded = padded_input == 4
             && network.image_size.is_multiple_of(2)
+            && network.rows(network.input()).is_none()
             && ops.iter().any(|op| match op {
                 FusedOp::Conv(Conv { shape, needs_input_gradient: false, .. }) => {
                     (shape.kernel, shape.stride, shape.padding) == (7, 2, 3)
@@ -188,6 +189,11 @@ impl StepPlan {
         }
     }
 
+    /// Whether ranks share the rows of pictures.
+    pub(super) fn shares_rows(&self) -> bool {
+        self.network.rows(self.network.input()).is_some()
+    }
+
     /// Parts that the logits have in memory, and classes of each.
     pub(super) fn chunks(&self) -> (usize, usize) {
         let chunks = self.head.as_ref().map_or(1, |head| head.chunks);
@@ -219,7 +225,7 @@ impl StepPlan {
             return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.padded_input;
         }
         let channels = match tensor {
-            t if t == self.network.input() => self.padded_input,
+            t if self.network.is_pictures(t) => self.padded_input,
             t if t == self.network.logits() => self.padded_classes,
             _ => shape.channels,
         };
@@ -228,12 +234,13 @@ impl StepPlan {
 
     /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk of classes.
     pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
-        let (input, output, kernel, stride, padding, groups, first) = match *op {
+        let (input, output, kernel, stride, [row_padding, padding], groups, first) = match *op {
             FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
-                let (kernel, stride, padding) = (shape.kernel, shape.stride, shape.padding);
-                (input, output, kernel, stride, padding, shape.groups, !needs_input_gradient)
+                let (kernel, stride, paddings) =
+                    (shape.kernel, shape.stride, [shape.row_padding, shape.padding]);
+                (input, output, kernel, stride, paddings, shape.groups, !needs_input_gradient)
             }
-            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, 0, 1, false),
+            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, [0, 0], 1, false),
             _ => return None,
         };
         let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
@@ -251,13 +258,22 @@ impl StepPlan {
             kernel,
             stride,
             padding,
+            row_padding,
             groups,
             sums: false,
         };
         if first && self.folded {
             let (side, in_c) = (from.height / 2 + 3, 4 * self.padded_input);
-            let folded =
-                Convolution { in_h: side, in_w: side, in_c, kernel: 4, stride: 1, padding: 0, ..convolution };
+            let folded = Convolution {
+                in_h: side,
+                in_w: side,
+                in_c,
+                kernel: 4,
+                stride: 1,
+                padding: 0,
+                row_padding: 0,
+                ..convolution
+            };
             return Some((folded, first));
         }
         Some((convolution, first))
@@ -265,12 +281,15 @@ impl StepPlan {
 }
 
 /// Whether this engine runs `network`.
-fn check(network: &Network) -> Result<(), CudaError> {
+///
+/// # Errors
+/// What it does not run; the text says which layer it is about.
+pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     let refuse = |what: String| Err(CudaError::Unsupported(what));
     if let Some(name) = split_elsewhere(network) {
         return refuse(format!(
             "parallel: {name} is split, and GPUs split only the last layer, over its classes ([[parallel.shard]] with split = \"out\"). Leave \
-             other strategies and parallel.height out, or set parallel.device = \"cpu\""
+             other strategies out, or set parallel.device = \"cpu\""
         ));
     }
     if network.head().is_empty() {
@@ -281,8 +300,8 @@ fn check(network: &Network) -> Result<(), CudaError> {
             Op::Linear { name, input, .. } if network.tensors[*input].pixels() != 1 => {
                 return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
             }
-            Op::Conv { .. } => {}
-            _ if op.inputs().contains(&network.input()) => {
+            Op::Conv { .. } | Op::Halo { .. } => {}
+            _ if op.inputs().iter().any(|input| network.is_pictures(*input)) => {
                 return refuse(format!(
                     "{}, in which something else than a convolution reads the pictures",
                     network.arch
@@ -294,8 +313,9 @@ fn check(network: &Network) -> Result<(), CudaError> {
             _ => {}
         }
     }
+    check_rows(network)?;
     for (tensor, shape) in network.tensors.iter().enumerate() {
-        let padded = tensor == network.input() || tensor == network.logits();
+        let padded = network.is_pictures(tensor) || tensor == network.logits();
         if !padded && !shape.channels.is_multiple_of(CHANNELS) {
             return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
         }
@@ -303,19 +323,44 @@ fn check(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
+/// Whether this engine runs what ranks have that share the rows of pictures.
+fn check_rows(network: &Network) -> Result<(), CudaError> {
+    let Some(pictures) = network.rows(network.input()) else { return Ok(()) };
+    let ranks = pictures.of_rank.len();
+    for op in &network.ops {
+        let name = match op {
+            Op::Conv { name, .. } | Op::BatchNorm { name, .. } => name.as_str(),
+            _ => "a pooling",
+        };
+        match network.rows(op.output()) {
+            Some(rows) if rows.whole < ranks => {
+                return Err(CudaError::Unsupported(format!(
+                    "parallel.height: {ranks} GPUs cannot share the {} rows that {name} makes of a picture, since each needs one. Set \
+                     parallel.height to {} or less, train on larger pictures, or set parallel.device = \"cpu\"",
+                    rows.whole, rows.whole
+                )));
+            }
+            None if matches!(op, Op::BatchNorm { .. }) => {
+                return Err(CudaError::Unsupported(format!(
+                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm behind the global pooling. Leave the key out, \
+                     or set parallel.device = \"cpu\""
+                )));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// What of a network that ranks share is split otherwise than the last layer over its classes: the name of an operator.
 fn split_elsewhere(network: &Network) -> Option<&str> {
-    let part = network.part.as_ref()?;
     let head = network.ops.last()?;
     let is_of_head = |tensor: TensorId| {
         let placement = network.placement(tensor);
         tensor == head.output() && matches!(placement, Placement::Channels(_))
             || head.inputs() == [tensor] && *placement == Placement::Whole
     };
-    let is_plain = |op: &Op| {
-        let tensor = op.output();
-        part.rows[tensor].is_none() && (*network.placement(tensor) == Placement::Batch || is_of_head(tensor))
-    };
+    let is_plain = |op: &Op| *network.placement(op.output()) == Placement::Batch || is_of_head(op.output());
     let mut names = network.ops.iter().filter(|op| !is_plain(op)).filter_map(|op| match op {
         Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
         _ => None,

@@ -15,7 +15,10 @@ const STEPS: usize = 6;
 const LR: f32 = 0.001;
 
 /// What `work` comes to on a rank for each of `size` GPUs. None, and a word of it, where there are fewer.
-fn on_gpus<T: Send>(size: u32, work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync) -> Option<Vec<T>> {
+pub(super) fn on_gpus<T: Send>(
+    size: u32,
+    work: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync,
+) -> Option<Vec<T>> {
     if (0..size.cast_signed()).any(|ordinal| crate::cuda::device::Device::open(ordinal).is_err()) {
         eprintln!("there are not {size} GPUs: left out");
         return None;

@@ -227,9 +227,6 @@ fn other_splits_are_refused_by_the_operator_s_name() {
         let error = refused(part(&network, 2, 0, shards));
         assert!(error.contains(&format!("{name} is split")) && error.contains("device = \"cpu\""), "{error}");
     }
-    let plan = Plan::on(Mesh { stage: 1, data: 1, height: 2, model: 1 }, Vec::new());
-    let rows = plan::lower(&network, &plan, 0).unwrap();
-    assert!(refused(Arc::new(rows)).contains("conv1 is split"));
     let named = part(&network, 2, 0, &[("fc", Split::Out)]);
     assert_eq!(named, part(&network, 2, 0, &[]));
 }

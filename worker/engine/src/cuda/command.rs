@@ -3,7 +3,10 @@
 //! Operands are ranges of [`Region`]s, not addresses, so a list can be created, printed and checked without a GPU.
 //! `program/emitter.rs` creates a list, [`verify`] checks it, and `program/execute.rs` launches it.
 
-use super::convolution::{Convolution, Direction, Tensors};
+use super::{
+    convolution::{Convolution, Direction, Tensors},
+    dtype::DType,
+};
 use crate::{net::TensorId, sharding::Share};
 use lockstep_comm::DataType;
 

@@ -64,10 +64,10 @@ pub trait Backend: Debug + Sync {
     fn check(&self, _spec: &JobSpec) -> Result<(), String> {
         Ok(())
     }
-    /// Looks whether the engine computes a network as a plan spreads it.
+    /// Checks that the engine supports a network under a plan.
     ///
     /// # Errors
-    /// What it does not compute, and what to change.
+    /// The engine does not support a part of the plan; the error says what to change.
     fn check_plan(&self, _network: &Network, _plan: &Plan) -> Result<(), String> {
         Ok(())
     }

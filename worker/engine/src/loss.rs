@@ -1,23 +1,23 @@
 //! Settings of the loss, and which classes a step samples: Partial FC (An et al. 2022, "Killing Two Birds with One Stone").
 //!
-//! A rank's random classes follow from the seed, the number of updates before the step, and the rank's first class. A run that continues
-//! has the same ones. `worker/kernels/sample.cu` computes the same numbers.
+//! A rank's random classes depend only on the seed, the number of updates before the step, and the rank's first class, so a resumed run
+//! draws the same classes. `worker/kernels/sample.cu` computes the same numbers.
 
 use lockstep_protocol::spec::{JobSpec, LossKind, LossSpec};
 
-/// What stays the same over a run.
+/// Settings of the loss, which stay the same during a run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LossConfig {
     pub label_smoothing: f32,
     /// See [`lockstep_protocol::spec::LossSpec::sample_share`].
     pub sample_share: f64,
-    /// Of the classes that are drawn.
+    /// Seed of the classes that are drawn.
     pub seed: u64,
-    /// Absent: logits are those of the last layer.
+    /// Absent: the logits are the last layer's output.
     pub margin: Option<Margin>,
 }
 
-/// Logits are scaled cosines, of which the label's has a margin.
+/// Logits are scaled cosines, and the label's logit has a margin.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Margin {
     pub(crate) kind: LossKind,
@@ -26,7 +26,7 @@ pub struct Margin {
 }
 
 impl Margin {
-    /// That of a job, if it has one.
+    /// The margin of a job, if it has one.
     pub fn of(loss: &LossSpec) -> Option<Self> {
         let LossSpec { kind, scale, .. } = *loss;
         (kind != LossKind::Softmax).then(|| Self { kind, scale, margin: loss.margin() })
@@ -48,18 +48,18 @@ impl From<&JobSpec> for LossConfig {
 }
 
 impl LossConfig {
-    /// Whether a step has some of the classes.
+    /// Whether a step samples classes.
     pub(crate) fn samples(&self) -> bool {
         self.sample_share < 1.0
     }
 
-    /// How many of a rank's `classes` are drawn, at least one.
+    /// Number of a rank's `classes` that are drawn, at least one.
     pub(crate) fn drawn(&self, classes: usize) -> usize {
         ((self.sample_share * classes as f64).round() as usize).clamp(1, classes)
     }
 }
 
-/// Rounds of the network. With 8, pairs of few classes are not drawn equally often.
+/// Rounds of the Feistel network. With 8 rounds, pairs of few classes are not drawn equally often.
 pub(crate) const ROUNDS: usize = 10;
 /// The step from one input of [`mix`] to the next, as in SplitMix64.
 const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
@@ -82,7 +82,7 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    /// Of so many `classes` from number `first` on, in the step after `updates`.
+    /// The order of `classes` classes from number `first` on, in the step after `updates` updates.
     pub(crate) fn new(seed: u64, updates: u64, first: usize, classes: usize) -> Self {
         let classes = classes as u32;
         let bits = u32::BITS - (classes.max(2) - 1).leading_zeros();

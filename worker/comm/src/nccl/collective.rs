@@ -192,8 +192,8 @@ impl Nccl {
         })
     }
 
-    /// Gives values to other ranks and takes theirs, all at once and in the order of `stream`: `(rank, address, count)` of each. What two
-    /// ranks give each other, they give and take in the same order.
+    /// Sends `gives` to other ranks and receives `takes` from them, all at once and in the order of `stream`. Each message is `(rank, address,
+    /// count)`. Two ranks list the messages between them in the same order.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].

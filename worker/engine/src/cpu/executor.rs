@@ -80,7 +80,7 @@ pub(super) struct Executor {
     pub(super) groups: Option<Groups>,
     /// Pictures of the current micro-batch.
     pub(super) pictures: Pictures,
-    /// The classes of the step that is under way, where it has not all of them.
+    /// The sampled classes of the current step, if the step samples classes.
     pub(super) sample: Option<Arc<Sample>>,
     pub(super) ops: Vec<FusedOp>,
     capabilities: Capabilities,
@@ -312,7 +312,7 @@ impl Executor {
         let loss = match (own, &self.groups) {
             (Some(_), Some(_)) if self.pictures.all() == 0 => loss::Loss::default(),
             (Some(_), Some(groups)) => {
-                // The accuracy is that without the margin.
+                // Accuracy is computed without the margin.
                 let best = split_loss::largest(&groups.model, logits, &classes)?;
                 with_margin = put_margin(logits, &labels.own);
                 let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
@@ -320,7 +320,7 @@ impl Executor {
                 split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?
             }
             _ => {
-                // Every label is among a sample's classes.
+                // A sample includes every label.
                 let places = |labels: &[u32]| -> Vec<u32> {
                     labels.iter().map(|label| classes.place(*label as usize).unwrap_or(0) as u32).collect()
                 };

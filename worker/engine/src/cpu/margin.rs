@@ -1,12 +1,12 @@
-//! Logits that are cosines between features and the weights of a class, times a scale, of which the label's has a margin in training:
-//! ArcFace (Deng et al. 2019) and CosFace (Wang et al. 2018).
+//! ArcFace (Deng et al. 2019) and CosFace (Wang et al. 2018): logits are scaled cosines between features and the weights of a class, and in
+//! training the label's logit has a margin.
 
 use crate::loss::Margin;
 use lockstep_kernels::linear;
 use lockstep_protocol::spec::LossKind;
 use std::{f64::consts::PI, ops::Range};
 
-/// The shortest length that rows are divided by, as in PyTorch's `normalize`.
+/// Minimum divisor of a row's length, as in PyTorch's `normalize`.
 const SHORTEST: f64 = 1e-12;
 
 /// Rows divided by their lengths.
@@ -32,7 +32,7 @@ impl Unit {
         &self.rows[rows.start * self.width..rows.end * self.width]
     }
 
-    /// From the gradient of all rows to that of what they were before: `(g - u (u . g)) / length`.
+    /// Converts the gradient of the normalised rows to the gradient of the original rows: `(g - u (u . g)) / length`.
     pub(super) fn backward(&self, gradient: &mut [f32]) {
         let rows = self.rows.chunks_exact(self.width).zip(&self.lengths);
         for (gradient, (row, length)) in gradient.chunks_exact_mut(self.width).zip(rows) {
@@ -55,8 +55,8 @@ impl Margin {
         values.iter_mut().for_each(|value| *value *= self.scale);
     }
 
-    /// Puts the margin on the logit of each picture's label, and gives the places of these logits with their derivatives by what they
-    /// were. `labels`: of each of `width` logits, if it is here.
+    /// Applies the margin to the logit of each picture's label. Returns the index of each changed logit with the derivative of its new value
+    /// by its old one. `labels`: for each row of `width` logits, the label's position, if this rank has the label.
     pub(super) fn put_on(
         &self,
         logits: &mut [f32],
@@ -72,14 +72,14 @@ impl Margin {
         labels.enumerate().filter_map(put).collect()
     }
 
-    /// The logit of the label with its margin, and its derivative by that without.
+    /// The label's logit with the margin, and its derivative by the logit without it.
     fn of_label(&self, logit: f32) -> (f32, f64) {
         let (scale, margin) = (f64::from(self.scale), f64::from(self.margin));
         let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
         let (with, slope) = match self.kind {
-            // Beyond this angle a larger one would have a smaller margin.
+            // Beyond this angle, cos(angle + margin) would increase again.
             LossKind::ArcFace if cos > (PI - margin).cos() => {
-                // The derivative has no limit at 1, where float32 has no angle.
+                // The derivative has no limit at a cosine of 1.
                 let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
                 (cos * margin.cos() - sin * margin.sin(), margin.cos() + margin.sin() * cos / sin)
             }

@@ -1,4 +1,4 @@
-//! The classes that a step has where it samples them ([`crate::loss`]): their rows of the last layer's weights.
+//! The sampled classes of a step ([`crate::loss`]), and their rows of the last layer's parameters.
 
 use super::{executor::Executor, margin::Unit};
 use crate::{
@@ -9,7 +9,7 @@ use lockstep_data::loader::Batch;
 use lockstep_kernels::linear;
 use std::{borrow::Cow, ops::Range, sync::Arc};
 
-/// Those of this rank.
+/// The sampled classes of this rank.
 #[derive(Debug)]
 pub(super) struct Sample {
     /// Ascending, counted from the first class of this rank.
@@ -17,12 +17,12 @@ pub(super) struct Sample {
 }
 
 impl Sample {
-    /// Where the row of a class is among those of the sample; the class is counted as they are.
+    /// Position of a class in the sample. `class` counts from the first class of this rank.
     pub(super) fn place(&self, row: usize) -> Option<usize> {
         self.rows.binary_search(&(row as u32)).ok()
     }
 
-    /// The sample's rows of `all`, each of `width` values.
+    /// Copies the sample's rows of `all`, each of `width` values.
     pub(super) fn rows_of(&self, all: &[f32], width: usize) -> Vec<f32> {
         let mut rows = Vec::with_capacity(self.rows.len() * width);
         for row in &self.rows {
@@ -31,7 +31,7 @@ impl Sample {
         rows
     }
 
-    /// Fills `all` with what `compute` makes of the sample's rows, each of `width` values, and with 0 in all others.
+    /// Has `compute` write the sample's rows of `all`, each of `width` values, and sets all other rows to 0.
     pub(super) fn fill(&self, all: &mut [f32], width: usize, compute: impl FnOnce(&mut [f32])) {
         let mut rows = vec![0.0; self.rows.len() * width];
         compute(&mut rows);
@@ -60,17 +60,17 @@ pub(super) fn forward(
     }
 }
 
-/// The parameters that a step updates in part.
+/// The parameters of which a step updates only the sampled rows.
 #[derive(Debug)]
 pub(super) struct SampledRows {
     sample: Arc<Sample>,
-    /// Number, place of the first value in the flat buffer, and values of a row: of the weight and of the bias.
+    /// For the weight and the bias: slot number, offset in the flat buffer, and number of values of a row.
     parameters: [(usize, usize, usize); 2],
 }
 
 impl SampledRows {
-    /// Calls `update` with each part of a `range` of the flat buffer that the step updates, counted from the begin of the range. The range is
-    /// of parameter number `slot`.
+    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a range of the flat buffer
+    /// within parameter number `slot`.
     pub(super) fn each_part(&self, slot: usize, range: Range<usize>, mut update: impl FnMut(Range<usize>)) {
         let Some((_, first, width)) = self.parameters.iter().find(|(of, ..)| *of == slot) else {
             return update(0..range.len());
@@ -88,15 +88,15 @@ impl SampledRows {
 }
 
 impl Executor {
-    /// The classes of this rank, where it has the last layer.
+    /// The classes of this rank, if it has the last layer.
     pub(super) fn own_classes(&self) -> Range<usize> {
         let part = self.network.part.as_ref();
         let split = part.and_then(|part| part.channels(self.network.logits()));
         split.map_or(0..self.network.classes, |(own, _)| own)
     }
 
-    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels and add up their gradients,
-    /// so the labels are those of all ranks, and of all micro-batches.
+    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their gradients, so
+    /// the sample includes the labels of all ranks and of all micro-batches.
     pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
         let loss = self.config.loss;
         if !loss.samples() {

@@ -42,7 +42,7 @@ pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels),
     Ok((Pictures::of_group(counts, group.rank() as usize), labels))
 }
 
-/// The classes of a rank's logits: its own ones, or those of them that a step has.
+/// The classes of a rank's logits: all classes of the rank, or a sample of them.
 #[derive(Debug, Clone)]
 pub(super) struct Classes<'a> {
     pub(super) own: Range<usize>,
@@ -59,7 +59,7 @@ impl Classes<'_> {
         self.own.start + self.sample.map_or(place, |sample| sample.rows[place] as usize)
     }
 
-    /// The place of a class's logit, if it is here.
+    /// The position of a class's logit, if this rank has it.
     pub(super) fn place(&self, class: usize) -> Option<usize> {
         let row = self.own.contains(&class).then(|| class - self.own.start)?;
         self.sample.map_or(Some(row), |sample| sample.place(row))

@@ -78,7 +78,7 @@ pub(super) struct State {
     /// Whether this step keeps its reduced gradients.
     keeps_gradients: bool,
     optimizer: Optimizer,
-    /// The update of this step, and what it changes where that is not all.
+    /// The update of the current step, and the rows that it changes if it does not change all.
     update: Update,
     sampled: Option<SampledRows>,
     /// For each parameter.
@@ -250,7 +250,7 @@ impl State {
         &mut self.gradients[self.own][bucket]
     }
 
-    /// Begins a step, which updates all values, or those of `sampled` rows and all other parameters.
+    /// Begins a step. It updates all values, or of the parameters in `sampled` only the sampled rows.
     pub(super) fn begin(&mut self, lr: f32, sampled: Option<SampledRows>) {
         self.update = Update::new(&self.optimizer, lr, self.updates + 1);
         self.sampled = sampled;

@@ -254,7 +254,7 @@ pub(super) enum Content {
     Argmax(usize),
     /// Memory of a split head, except for the logits and their gradient.
     OfHead,
-    /// Whole pictures, of which this rank takes its rows, or the gradient of its rows that another rank gives.
+    /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
     OfRows,
 }
 
@@ -313,7 +313,7 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
-    /// By NCCL: what this rank gives to others of a group and takes from them, all at once. By number of the rank in the group.
+    /// By NCCL: sends `gives` to other ranks of a group and receives `takes` from them, all at once. Ranks are numbers in the group.
     Exchange {
         stream: StreamId,
         group: Group,
@@ -364,7 +364,7 @@ impl Command {
         }
     }
 
-    /// Whether NCCL waits for other ranks in it.
+    /// Whether NCCL waits for other ranks in this command.
     pub(super) fn meets_ranks(&self) -> bool {
         matches!(self, Command::Collective { .. } | Command::Exchange { .. })
     }

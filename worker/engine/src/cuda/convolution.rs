@@ -29,9 +29,9 @@ pub(super) struct Convolution {
     pub(super) out_c: usize,
     pub(super) kernel: usize,
     pub(super) stride: usize,
-    /// Columns of padding on both sides.
+    /// Number of padding columns on either side.
     pub(super) padding: usize,
-    /// Rows of it: none where the input has them.
+    /// Number of padding rows on either side: 0 if the input includes them.
     pub(super) row_padding: usize,
     /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
     pub(super) groups: usize,
@@ -64,7 +64,7 @@ impl std::fmt::Debug for Convolution {
         text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
         text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
         text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
-        // What every convolution had before has its old name, so that its stored choice stays known.
+        // Printed only if set, so that stored choices of other convolutions stay valid.
         if self.row_padding != self.padding {
             text.field("row_padding", &self.row_padding);
         }

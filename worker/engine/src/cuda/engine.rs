@@ -44,7 +44,7 @@ impl Engine for CudaEngine {
         let height = self.plan.mesh.height as u32;
         let Prologue { parts, gradient_scale } =
             Prologue::of(micro_batches, &self.config, self.comm.size() / height)?;
-        // Gradients are added over all ranks, and those that share rows compute the same loss.
+        // Gradients are added over all ranks, and ranks that share rows compute the same loss.
         let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {
             self.under_way.push_back(UnderWay::Empty);

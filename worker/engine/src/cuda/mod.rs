@@ -103,7 +103,7 @@ fn build(
     libraries::ready(&needed).map_err(CudaError::Missing)?;
     let groups = Groups::split(gpu.plan.mesh, comm.as_ref())?;
     if config.loss.samples() {
-        // The sample of a step is made of the labels of one model group, and of one micro-batch.
+        // A sample includes the labels of one model group and of one micro-batch only.
         let has_all_labels = groups.as_ref().is_some_and(|groups| groups.data.size() == 1);
         if !has_all_labels || config.accumulate > 1 {
             let text = "loss.sample_share: GPUs sample classes where all ranks share one copy of the network, in steps of one micro-batch. \
@@ -148,7 +148,7 @@ fn build(
     Ok(engine)
 }
 
-/// What this rank has of `network` under `plan`.
+/// This rank's part of `network` under `plan`.
 fn part_of(
     network: &Arc<Network>,
     plan: &Plan,
@@ -231,7 +231,7 @@ struct CudaEngine {
     config: EngineConfig,
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
-    /// How it is spread over the ranks.
+    /// How the network is parallelised over the ranks.
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
     /// Where ranks share copies of the network, or rows of pictures.

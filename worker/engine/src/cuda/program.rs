@@ -182,7 +182,7 @@ impl Program {
 
     /// Number of values of a picture of the largest size.
     pub(super) fn most_values(&self) -> usize {
-        // Ranks that share rows are given whole pictures, too.
+        // Ranks that share rows also receive whole pictures.
         let values = |network: &Arc<Network>| network.image_size.pow(2) * network.channels;
         self.sizes.iter().map(values).max().unwrap_or(0)
     }

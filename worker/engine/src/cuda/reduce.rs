@@ -92,7 +92,7 @@ impl Reducer {
         };
         let model = of(groups.map(|groups| &groups.model), "model")?;
         let height = of(groups.map(|groups| &groups.height), "height")?;
-        // Where each rank has the whole network, these are all ranks.
+        // If each rank has the whole network, these are all ranks.
         let data = of(groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data), "data")?;
         device.bind()?;
         let abort = Pinned::new(256)?;
@@ -185,7 +185,7 @@ impl Reducer {
         }?)
     }
 
-    /// Gives values to other ranks of a group, and takes theirs: rank, place and count of each.
+    /// Sends values to other ranks of a group and receives theirs; each message is (rank, address, number of values).
     pub(super) fn give_and_take(
         &self,
         stream: Stream,

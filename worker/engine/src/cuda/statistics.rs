@@ -18,7 +18,7 @@ pub(super) struct Meeting {
 pub(super) enum Statistics {
     /// Each rank has its own.
     Apart,
-    /// Each rank has its own, and ranks meet between kernels for something else.
+    /// Each rank has its own, and ranks exchange other values between kernels.
     ApartInOrder,
     /// Through each other's memory, inside the kernels: by batch norm, forward's meeting and backward's.
     Exchanged(Vec<[Meeting; 2]>),
@@ -68,8 +68,8 @@ impl Statistics {
         matches!(self, Statistics::Exchanged(_))
     }
 
-    /// Whether ranks meet through NCCL between kernels. One group of ranks must not be used from two streams at once, and two groups that
-    /// wait for each other's ranks neither, so gradients then go from the main stream alone, too.
+    /// Whether ranks meet through NCCL between kernels. Neither one group of ranks nor two groups that wait for each other's ranks may be used
+    /// from two streams at once, so gradients are then sent from the main stream, too.
     pub(super) fn is_ordered(&self) -> bool {
         matches!(self, Statistics::ByNccl | Statistics::ApartInOrder)
     }

@@ -230,7 +230,7 @@ impl Network {
         self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
     }
 
-    /// The share of this rank in the mean over all rows: that of the global pooling which makes `pooled`, this rank's mean.
+    /// The weight of this rank in the mean over all rows. `pooled` is this rank's mean, the output of the global pooling.
     pub fn share_of_rows(&self, pooled: TensorId) -> f32 {
         let pooling = self.ops.iter().find(|op| op.output() == pooled);
         let Some(Op::GlobalAveragePool { input, .. }) = pooling else { return 1.0 };

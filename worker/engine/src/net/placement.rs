@@ -66,7 +66,7 @@ impl Rows {
         Self { whole: self.whole, of_rank: output.of_rank.iter().map(of).collect() }
     }
 
-    /// The rows that rank `from` has, and of which rank `to` wants some: those of `wanted`.
+    /// The rows of rank `from` that rank `to` needs for its rows in `wanted`.
     pub fn given(&self, from: usize, wanted: &Self, to: usize) -> Range<isize> {
         let (has, wants) = (&self.of_rank[from], &wanted.of_rank[to]);
         let start = has.start.max(wants.start);

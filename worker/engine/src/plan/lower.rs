@@ -62,10 +62,10 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
     Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
 }
 
-/// [`lower()`] where ranks share the network, else all of it.
+/// The part of `network` that `rank` computes: the whole network under data parallelism, else that of [`lower()`].
 ///
 /// # Errors
-/// As [`lower()`].
+/// As for [`lower()`].
 pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, String> {
     if plan.is_data() {
         return Ok(network.clone());

@@ -24,12 +24,12 @@ impl Mesh {
         self.data * self.height * self.model
     }
 
-    /// Which group of ranks that share one copy of the network `rank` is in.
+    /// Number of the model group of `rank`: the ranks that share one copy of the network.
     pub fn model_group(self, rank: usize) -> usize {
         rank / self.model
     }
 
-    /// Which group of ranks that share the rows of the same pictures `rank` is in.
+    /// Number of the height group of `rank`: the ranks that share the rows of the same pictures.
     pub fn height_group(self, rank: usize) -> usize {
         rank / (self.height * self.model) * self.model + self.model_rank(rank)
     }

@@ -11,7 +11,7 @@ pub(in crate::cuda) struct PlainPool {
     pub(in crate::cuda) output: [u32; 2],
     pub(in crate::cuda) kernel: u32,
     pub(in crate::cuda) stride: u32,
-    /// Of columns, and of rows.
+    /// Padding of columns, and of rows.
     pub(in crate::cuda) padding: u32,
     pub(in crate::cuda) row_padding: u32,
     /// A multiple of 8.

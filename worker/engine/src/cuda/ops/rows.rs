@@ -2,7 +2,7 @@
 
 use super::{Arg, Kernel, Operand, Ops, kernel, plain};
 
-/// Rows of each of `from`'s pictures, and what is around them.
+/// Copies a range of rows of each picture; the range may extend beyond the picture.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct TakeRows {
     /// T `[pictures, from_rows, length]`.
@@ -14,13 +14,13 @@ pub(in crate::cuda) struct TakeRows {
     pub(in crate::cuda) length: usize,
     pub(in crate::cuda) from_rows: usize,
     pub(in crate::cuda) to_rows: usize,
-    /// The row of `from` that `to` begins with. It may lie before the first one.
+    /// Number of the row of `from` with which `to` begins. It may be negative.
     pub(in crate::cuda) offset: isize,
-    /// What rows are that `from` does not have.
+    /// Value of the rows that `from` does not have.
     pub(in crate::cuda) fill: f32,
 }
 
-/// Adds to rows of each of `to`'s pictures.
+/// Adds `part` to a range of rows of each picture of `to`.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct AddRows {
     /// T `[pictures, rows, length]`.
@@ -32,7 +32,7 @@ pub(in crate::cuda) struct AddRows {
     pub(in crate::cuda) length: usize,
     pub(in crate::cuda) rows: usize,
     pub(in crate::cuda) to_rows: usize,
-    /// The row of `to` that the first one is added to.
+    /// Number of the row of `to` to which the first row is added.
     pub(in crate::cuda) first: usize,
 }
 
@@ -53,7 +53,7 @@ impl Ops {
         self.lines("add_rows", p.pictures * p.rows, args)
     }
 
-    /// A kernel whose blocks share `lines`.
+    /// A kernel whose blocks divide `lines` among themselves.
     fn lines(&self, name: &'static str, lines: usize, args: Vec<Arg>) -> Kernel {
         let blocks = (lines as u32).clamp(1, self.multiprocessors * 8);
         kernel(name, plain([blocks, 1, 1], [256, 1, 1]), args)

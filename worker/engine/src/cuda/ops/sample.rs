@@ -7,26 +7,26 @@ const HEADER: usize = 16;
 /// Threads of a block that draws classes.
 const THREADS: u32 = 1024;
 
-/// What is sampled of which classes.
+/// Samples classes of a split head.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct SampleClasses {
-    /// As of [`super::SplitLogits`].
+    /// As in [`super::SplitLogits`].
     pub(in crate::cuda) controls: Operand,
     pub(in crate::cuda) words: u32,
     pub(in crate::cuda) batch: u32,
     pub(in crate::cuda) ranks: u32,
     pub(in crate::cuda) classes: u32,
     pub(in crate::cuda) first: u32,
-    /// Classes that are drawn, of this rank's.
+    /// Number of this rank's classes that are drawn at random.
     pub(in crate::cuda) drawn: u32,
     pub(in crate::cuda) seed: u64,
-    /// Says how many updates there were.
+    /// `Scaler`, which has the number of updates.
     pub(in crate::cuda) scaler: Operand,
-    /// Of [`SampleClasses::bytes`].
+    /// The sample, [`SampleClasses::bytes`] long.
     pub(in crate::cuda) sample: Operand,
-    /// Two `u32` for each picture of the group: where its labels are in the sample.
+    /// Two `u32` for each picture of the group: positions of its labels in the sample.
     pub(in crate::cuda) places: Operand,
-    /// Four `u32` for each, for the kernel alone.
+    /// Four `u32` for each picture: scratch memory of the kernel.
     pub(in crate::cuda) found: Operand,
 }
 
@@ -37,18 +37,18 @@ impl SampleClasses {
     }
 }
 
-/// Rows of a parameter: all of them, and as many as a sample may have, one after another.
+/// All rows of a parameter, and memory for the rows of a sample.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::cuda) struct Rows {
     pub(in crate::cuda) all: Operand,
     pub(in crate::cuda) some: Operand,
-    /// Of a row: 4, or a multiple of 16.
+    /// Bytes of a row: 4, or a multiple of 16.
     pub(in crate::cuda) row_bytes: usize,
     pub(in crate::cuda) slots: usize,
 }
 
 impl Rows {
-    /// Elements of a row as the kernels move them, whether each has 16 bytes, and elements of all slots.
+    /// Number of elements of a row, whether an element has 16 bytes (else 4), and number of elements of all slots.
     fn elements(&self) -> (u32, bool, u64) {
         let wide = self.row_bytes.is_multiple_of(16);
         let width = self.row_bytes / if wide { 16 } else { 4 };
@@ -76,7 +76,7 @@ impl Ops {
         kernel("sample_classes", plain([blocks, 1, 1], [THREADS, 1, 1]), args)
     }
 
-    /// The rows of a sample, and zeros behind them. Moves: them once.
+    /// Gathers the rows of a sample, followed by zeros. Moves: these rows once.
     pub(in crate::cuda) fn gather_rows(&self, rows: Rows, sample: Operand) -> Kernel {
         let (width, wide, length) = rows.elements();
         let args =
@@ -84,7 +84,7 @@ impl Ops {
         kernel(if wide { "gather_rows" } else { "gather_values" }, self.items(length, 8), args)
     }
 
-    /// Puts the rows of a sample back.
+    /// Writes the rows of a sample back to the parameter. Moves: these rows once.
     pub(in crate::cuda) fn scatter_rows(&self, rows: Rows, sample: Operand) -> Kernel {
         let (width, wide, length) = rows.elements();
         let args = [Arg::InOut(rows.all), Arg::In(rows.some), Arg::In(sample), Arg::U32(width)];

@@ -17,7 +17,7 @@ pub(in crate::cuda) struct SplitLogits {
     pub(in crate::cuda) logits: Operand,
     /// float32, this rank's classes and padding.
     pub(in crate::cuda) bias: Operand,
-    /// What [`Ops::sample_classes`] has made, where the classes are a sample; may be 0.
+    /// Results of [`Ops::sample_classes`] if the classes are a sample; may be absent.
     pub(in crate::cuda) sample: Operand,
     pub(in crate::cuda) places: Operand,
     /// Control blocks of all ranks of the group.

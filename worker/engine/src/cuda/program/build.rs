@@ -65,7 +65,7 @@ impl Program {
             _ => Some(device.zeros(4 * layout.matrices)?),
         };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        // That of a sample is among the activations.
+        // The gradient of a sample is in the arena.
         let is_elsewhere = plan.recomputes(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
         let recomputed = if is_elsewhere { layout.split_matrices } else { 0 };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - recomputed))?;
@@ -143,8 +143,8 @@ impl Program {
         Ok(program)
     }
 
-    /// Prepares for more sizes of pictures, some of which are never trained on: what this rank has of the network for each. No graph may be
-    /// captured yet, as memory moves.
+    /// Prepares for more image sizes, some of which are never trained on, from this rank's part of the network for each size. No graph may be
+    /// captured yet, because memory moves.
     pub(in crate::cuda) fn take_sizes(
         &mut self,
         device: &Device,

@@ -115,7 +115,7 @@ impl Facts<'_> {
         let Some(share) = self.share else {
             let none = matrices..matrices;
             if self.plan.sampled().is_some() {
-                // The biases of a sampled head lie between the two, and are updated with its rows.
+                // The biases of a sampled head lie between both ranges and are updated with the sampled rows.
                 let vectors = matrices + layout.split_vectors;
                 return vec![
                     self.updated_from(gradients.part(split..matrices, none.clone()), split, split),
@@ -211,7 +211,7 @@ impl Facts<'_> {
         }
     }
 
-    /// Where the weights of the head and its biases are among all values.
+    /// Ranges of the head's weights and biases in the flat layout.
     pub(super) fn head_ranges(&self) -> [Range<usize>; 2] {
         ["weight", "bias"].map(|suffix| self.slot(self.plan.network.head(), suffix).range.clone())
     }

@@ -34,11 +34,11 @@ pub(in crate::cuda) struct SplitHead {
     pub(in crate::cuda) sampled: Option<SampledClasses>,
 }
 
-/// Which of its classes a rank has in a training step: those that are drawn, and those of labels.
+/// The classes of a rank that a training step samples: some are drawn at random, and those of the labels are added.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in crate::cuda) struct SampledClasses {
     pub(in crate::cuda) drawn: usize,
-    /// Room for them, in so many parts.
+    /// Maximum number of sampled classes, and number of chunks in which they are multiplied.
     pub(in crate::cuda) slots: usize,
     pub(in crate::cuda) chunks: usize,
     pub(in crate::cuda) seed: u64,
@@ -64,7 +64,7 @@ impl SplitHead {
     }
 }
 
-/// Parts in which so many classes are multiplied.
+/// Number of chunks in which `classes` classes are multiplied.
 fn chunks_of(network: &Network, classes: usize) -> usize {
     let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
     (classes * inputs).div_ceil(CHUNK).max(1)
@@ -134,10 +134,10 @@ impl StepPlan {
         Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, head, folded })
     }
 
-    /// The same with the classes of a split head sampled in training, if `loss` says so.
+    /// The same plan, in which training samples the classes of a split head if `loss` asks for it.
     pub(in crate::cuda) fn with_sample(mut self, loss: &LossConfig) -> Self {
         if let (true, Some(head)) = (loss.samples(), &mut self.head) {
-            // Every label of the group may be one that is not drawn. The same on every rank.
+            // No label of the group need be among the drawn classes. The number is the same on every rank.
             let slots = loss.drawn(head.most()) + 2 * head.ranks * self.batch;
             let (drawn, chunks) = (loss.drawn(head.own().len()), chunks_of(&self.network, slots));
             let slots = slots.next_multiple_of(PADDED_CLASSES * chunks);
@@ -212,7 +212,7 @@ impl StepPlan {
         self.chunks().0 > 1 && !accumulates && data_ranks == 1 && self.sampled().is_none()
     }
 
-    /// The convolution that a chunk of sampled classes is, forward.
+    /// The forward convolution of a chunk of sampled classes.
     pub(super) fn sampled_convolution(&self) -> Option<Convolution> {
         let (sampled, (convolution, _)) = (self.sampled()?, self.convolution(self.ops.last()?)?);
         Some(Convolution { out_c: sampled.slots / sampled.chunks, ..convolution })
@@ -283,7 +283,7 @@ impl StepPlan {
 /// Whether this engine runs `network`.
 ///
 /// # Errors
-/// What it does not run; the text says which layer it is about.
+/// The engine does not support the network; the error names the layer.
 pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     let refuse = |what: String| Err(CudaError::Unsupported(what));
     if let Some(name) = split_elsewhere(network) {
@@ -323,7 +323,7 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
-/// Whether this engine runs what ranks have that share the rows of pictures.
+/// Checks the part of a rank that shares the rows of pictures.
 fn check_rows(network: &Network) -> Result<(), CudaError> {
     let Some(pictures) = network.rows(network.input()) else { return Ok(()) };
     let ranks = pictures.of_rank.len();

@@ -15,7 +15,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Takes the next micro-batch in, whole pictures.
+    /// Takes the next micro-batch in, as whole pictures.
     pub(super) fn take_in(&mut self, phase: Phase, input: Input, allocation: Allocation) {
         let (facts, plan) = (self.facts, self.plan);
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
@@ -344,7 +344,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The same with the pixels of all ranks that share a picture's rows: what sums over all ranks are of.
+    /// The same with the pixels of all ranks that share a picture's rows, over which sums over all ranks are taken.
     pub(super) fn whole_shape(&self, tensor: TensorId) -> ops::Shape {
         ops::Shape { pixels: self.plan.network.whole_pixels(tensor) as u32, ..self.shape(tensor) }
     }

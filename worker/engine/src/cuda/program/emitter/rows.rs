@@ -1,6 +1,7 @@
-//! Rows of pictures that several ranks share. What windows reach of other ranks' rows comes before each convolution and pooling, and its
-//! gradient goes back. Behind the global pooling every rank has the features of whole pictures and computes the same as the others. Its
-//! gradients there are an even share of theirs (`grad_scale` of the control block), since gradients are added over all ranks.
+//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach; the
+//! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and computes
+//! the same values as the others. Its gradients there are multiplied by 1 / ranks (`grad_scale` of the control block), because gradients are
+//! added over all ranks.
 
 use super::*;
 use crate::net::Rows;
@@ -13,7 +14,7 @@ struct Halo<'a> {
 }
 
 impl Halo<'_> {
-    /// By other rank: the rows that it gets from this one, and those that this one gets from it.
+    /// For each other rank: the rows that it receives from this rank, and the rows that this rank receives from it.
     fn others(&self) -> impl Iterator<Item = (u32, [Range<isize>; 2])> {
         let given = |from: usize, to: usize| self.own.given(from, self.reached, to);
         let of = move |peer: usize| (peer as u32, [given(self.rank, peer), given(peer, self.rank)]);
@@ -33,7 +34,7 @@ impl Lines {
         self.at.operand().part(0, pictures * self.rows.len() * self.row_bytes)
     }
 
-    /// Where some of the rows lie, picture by picture, for a rank.
+    /// The memory of some of the rows of each picture, as messages to or from `peer`.
     fn pieces(
         &self,
         peer: u32,
@@ -48,7 +49,7 @@ impl Lines {
 }
 
 impl<'a> GraphEmitter<'a> {
-    /// Takes whole pictures in, and this rank's rows of them.
+    /// Takes whole pictures in, and copies this rank's rows.
     pub(super) fn begin_with_own_rows(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         let (plan, tensor) = (self.plan, self.plan.network.input());
         let side = plan.network.image_size;
@@ -64,7 +65,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The rows that windows reach.
+    /// Extends an activation by the rows of other ranks that windows reach.
     pub(super) fn halo_forward(
         &mut self,
         input: TensorId,
@@ -84,11 +85,11 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// Drops what operation `index` is the last to read in training: where rows of other ranks were added to an activation, the backward
-    /// pass does not look at what it was before, nor behind a pooling at what it is then.
+    /// In training: drops the inputs and outputs of [`FusedOp::Halo`] that operation `index` is the last one to read. The backward pass reads
+    /// neither an activation before it was extended nor the input of a pooling.
     pub(super) fn drop_rows(&mut self, index: usize) {
         let ops = &self.plan.ops;
-        // The operation behind it computes it, and reads what it reads.
+        // The next operation computes this batch norm and reads its inputs.
         if matches!(&ops[index], FusedOp::Norm(norm) if norm.forward != NormForward::Here) {
             return;
         }
@@ -104,7 +105,7 @@ impl<'a> GraphEmitter<'a> {
         }
     }
 
-    /// The gradient of a rank's own rows, also from the windows of other ranks.
+    /// The gradient of this rank's rows: the sum of the gradients from its own windows and from those of other ranks.
     pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
         let batch = self.plan.batch;
         let (from, to) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
@@ -139,7 +140,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The mean over the rows of all ranks, from that over each rank's own.
+    /// The mean over all rows, from each rank's mean over its own rows.
     pub(super) fn mean_of_rows_forward(
         &mut self,
         input: TensorId,
@@ -155,7 +156,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The gradient of this rank's mean, from its even share of that of all ranks.
+    /// The gradient of this rank's mean, from its part (1 / ranks) of the gradient of the mean over all rows.
     pub(super) fn mean_of_rows_backward(
         &mut self,
         input: TensorId,
@@ -171,7 +172,7 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
-    /// The rows that each rank has of a tensor, and which of them this rank is.
+    /// The rows of a tensor that each rank has, and this rank's number in the height group.
     fn rows(&self, tensor: TensorId) -> Result<(&'a Rows, usize), EngineError> {
         let network = &self.plan.network;
         match (network.rows(tensor), &network.part) {
@@ -196,7 +197,7 @@ impl<'a> GraphEmitter<'a> {
         self.plan.values(tensor) / rows * self.plan.dtype.size()
     }
 
-    /// The rows of `to`, as far as `from` has them.
+    /// Copies the rows of `to` that `from` has, and fills the others.
     fn take_rows(&mut self, from: &Lines, to: &Lines, fill: f32) {
         let take = ops::TakeRows {
             from: from.at.operand(),
@@ -211,7 +212,7 @@ impl<'a> GraphEmitter<'a> {
         self.main(self.facts.ops.take_rows(take));
     }
 
-    /// Ranks give each other rows, where there are any to give.
+    /// Exchanges rows with other ranks, if there are any to exchange.
     fn exchange(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>) {
         if gives.is_empty() && takes.is_empty() {
             return;

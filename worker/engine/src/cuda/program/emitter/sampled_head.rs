@@ -1,5 +1,5 @@
-//! A split head in steps that sample its classes: their rows of the weights are gathered for the forward and backward pass, and gathered
-//! again with the optimizer's state for the update, which puts them back.
+//! A split head in steps that sample its classes. The sampled rows of the weights are gathered for the forward and backward pass. For the
+//! update, the optimizer's state of these rows is gathered too, and both are written back.
 
 use super::{
     split_head::{CONTROLS, HeadPart},
@@ -7,27 +7,27 @@ use super::{
 };
 use crate::cuda::program::facts::Updated;
 
-/// What a step has of the sampled classes.
+/// Memory of a step for the sampled classes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SampledHead {
     sample: Allocation,
-    /// Where labels are in it.
+    /// Positions of the labels in the sample.
     places: Allocation,
-    /// Rows of the weights, in the type that is computed in.
+    /// Rows of the weights, in the activations' format.
     weights: Allocation,
-    /// Of the biases, float32.
+    /// Rows of the biases, float32.
     bias: Allocation,
     gradient: Option<Allocation>,
     bias_gradient: Option<Allocation>,
 }
 
 impl GraphEmitter<'_> {
-    /// Values of a row of the head's weights.
+    /// Number of values of a row of the head's weights.
     fn row_values(&self) -> usize {
         self.plan.sampled_convolution().map_or(0, |convolution| convolution.in_c)
     }
 
-    /// Gathers the labels of the group, and samples the classes of the layer `name` if steps do.
+    /// If steps sample classes: gathers the labels of the group and samples the classes of the layer `name`.
     pub(super) fn sample_classes(&mut self, name: &str) {
         let (facts, plan) = (self.facts, self.plan);
         let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
@@ -58,7 +58,7 @@ impl GraphEmitter<'_> {
         self.sampled = Some(SampledHead { sample, places, weights, bias, gradient, bias_gradient });
     }
 
-    /// The sampled classes, where a pass has no others.
+    /// The sampled classes, in a pass over these only.
     pub(super) fn sampled_part(&self) -> Option<HeadPart> {
         let (plan, of) = (self.plan, self.sampled.as_ref()?);
         Some(HeadPart {
@@ -71,7 +71,7 @@ impl GraphEmitter<'_> {
         })
     }
 
-    /// Room for the gradient of the sampled rows.
+    /// Allocates the gradient of the sampled rows.
     pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
         let bytes = self.sampled.as_ref()?.weights.bytes;
         let at = self.alloc_bytes(bytes, Content::OfHead);
@@ -79,7 +79,7 @@ impl GraphEmitter<'_> {
         Some(at)
     }
 
-    /// The same of the sampled biases.
+    /// Allocates the gradient of the sampled biases.
     pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
         let bytes = self.sampled.as_ref()?.bias.bytes;
         let at = self.alloc_bytes(bytes, Content::OfHead);
@@ -114,7 +114,7 @@ impl GraphEmitter<'_> {
         {
             let width = if is_matrix { self.row_values() } else { 1 };
             let all = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
-            // All rows, the sampled ones, and the bytes of one: of what is trained, then of what is computed with where that is another.
+            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the optimizer's slots.
             let mut rows = Vec::new();
             let planar = is_matrix && plan.is_planar();
             let has_copy = is_matrix && plan.dtype != DType::F32;
@@ -166,7 +166,7 @@ impl GraphEmitter<'_> {
         ops::Rows { all, some: some.operand(), row_bytes, slots }
     }
 
-    /// Rows of a parameter, or of what is kept of it, by a sample.
+    /// Gathers the sampled rows of a parameter or of an optimizer slot.
     fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
         let slots = self.plan.sampled().map_or(0, |sampled| sampled.slots);
         let some = self.alloc_bytes(slots * row_bytes, Content::OfHead);

@@ -57,7 +57,7 @@ impl GraphEmitter<'_> {
     ) -> Result<(), EngineError> {
         let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
-        // Before the side stream joins: what is freed later may still be in use when it writes.
+        // Allocated before the side stream joins, which may write to memory before the main stream has freed it.
         let of_sample = self.alloc_sampled_gradient();
         self.fork();
         let dx = self.alloc(input, Content::Gradient);
@@ -246,7 +246,7 @@ impl GraphEmitter<'_> {
         self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
     }
 
-    /// What the features are multiplied with: the sampled classes in training, or all of this rank.
+    /// The weights by which features are multiplied: those of the sampled classes in training, otherwise of all classes of this rank.
     fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
         if let Some(part) = self.sampled_part() {
             return Some(part);
@@ -257,12 +257,12 @@ impl GraphEmitter<'_> {
         Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, places: Operand::NONE })
     }
 
-    /// Words of a control block.
+    /// Number of `u32` words of a control block.
     pub(super) fn words(&self) -> u32 {
         rings::fetch(self.plan.batch, None).words
     }
 
-    /// What the host has said to each rank of the model group.
+    /// Gathers the control blocks of all ranks of the model group.
     pub(super) fn gather_controls(&mut self) {
         self.in_group(Collective::AllGather, CONTROL, CONTROLS, self.words() as usize, DType::F32);
     }
@@ -273,12 +273,12 @@ pub(super) const CONTROLS: Operand = Operand::whole(Region::GroupControls);
 
 /// The classes of a pass, in chunks.
 pub(super) struct HeadPart {
-    /// Of a chunk, forward.
+    /// The forward convolution of a chunk.
     pub(super) convolution: Convolution,
     pub(super) chunks: usize,
     pub(super) w: Operand,
     pub(super) bias: Operand,
-    /// Which they are, and where labels are among them, where they are a sample.
+    /// The sample and the positions of the labels in it; absent for all classes.
     pub(super) sample: Operand,
     pub(super) places: Operand,
 }

@@ -175,9 +175,7 @@ impl Check {
         let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
         let waits = match *command {
             Command::Collective { to, .. } => !of_update(to),
-            _ => {
-                command.meets_ranks() || written().any(|operand| operand.region == Region::PeerSequences)
-            }
+            _ => command.meets_ranks() || written().any(|operand| operand.region == Region::PeerSequences),
         };
         if self.updates && waits {
             return Err("it waits for other ranks after an update may have begun".into());

@@ -117,10 +117,7 @@ impl Case {
 
     fn gpu(&self, comm: &Arc<dyn ProcessGroup>) -> GpuConfig {
         GpuConfig {
-            plan: Plan {
-                optimizer_sharding: self.optimizer_sharding,
-                ..Plan::on(self.mesh(), Vec::new())
-            },
+            plan: Plan { optimizer_sharding: self.optimizer_sharding, ..Plan::on(self.mesh(), Vec::new()) },
             ordinal: comm.rank().cast_signed(),
             precision: self.precision,
             ..deterministic()

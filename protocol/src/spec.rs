@@ -10,6 +10,7 @@ mod document;
 mod fewer_ranks;
 mod image_size;
 mod keys;
+mod loss;
 mod mistake;
 mod model;
 mod named;
@@ -25,6 +26,7 @@ pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};
+pub use loss::{LossKind, LossSpec};
 pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
@@ -65,6 +67,7 @@ pub struct JobSpec {
     pub model: ModelSpec,
     pub data: DataSpec,
     pub train: TrainSpec,
+    pub loss: LossSpec,
     pub parallel: ParallelSpec,
     pub checkpoint: CheckpointSpec,
     pub recovery: RecoverySpec,
@@ -88,8 +91,8 @@ pub struct ParallelSpec {
     /// split over these ranks. For other operators every rank has its own pictures, so batch sizes mean the same as in mode `data`.
     #[serde(skip_serializing_if = "is_one")]
     pub model: u32,
-    /// Number of ranks that share the rows of each picture (mode `hybrid`, CPU ranks only), 1 when absent; `model` x `height`
-    /// must divide `ranks`. These ranks have the same pictures, so a step has `ranks / height` micro-batches of pictures.
+    /// Number of ranks that share the rows of each picture (mode `hybrid`), 1 when absent; `model` x `height` must divide `ranks`.
+    /// These ranks have the same pictures, so a step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
     /// Number of stages of the network (mode `hybrid`, CPU ranks only), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`.
@@ -182,6 +185,7 @@ impl Default for JobSpec {
             model: ModelSpec::default(),
             data: DataSpec::default(),
             train: TrainSpec::default(),
+            loss: LossSpec::default(),
             parallel: ParallelSpec::default(),
             checkpoint: CheckpointSpec::default(),
             recovery: RecoverySpec::default(),

@@ -49,6 +49,12 @@ pub(crate) struct Args {
     /// Divide optimizer state over the ranks (ZeRO-1, GPUs)
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     optimizer_sharding: bool,
+    /// Share of its classes that a rank samples in each step, above 0 and at most 1, as loss.sample_share (GPUs only)
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
+    sample_share: f64,
+    /// Number of ranks that share the rows of pictures (GPUs only); --parallel-model times this is a divisor of --ranks
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    parallel_height: u32,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -64,6 +70,11 @@ pub(crate) struct Args {
     /// Print one line of JSON per case
     #[arg(long)]
     json: bool,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
+    share.ok_or_else(|| "not a number above 0 and at most 1".into())
 }
 
 /// The kinds of devices, and `auto`.
@@ -112,18 +123,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ));
     }
     let devices = devices(&args)?;
-    if !args.ranks.is_multiple_of(args.parallel_model) {
-        let Args { ranks, parallel_model, .. } = args;
+    let Args { ranks, parallel_model, parallel_height, classes, .. } = args;
+    if !ranks.is_multiple_of(parallel_model * parallel_height) {
         return Err(wrong(format!(
-            "--parallel-model {parallel_model}: {ranks} ranks cannot be divided into groups of that many"
+            "--parallel-model {parallel_model}, --parallel-height {parallel_height}: {ranks} ranks cannot be divided into groups of \
+             {parallel_model} x {parallel_height}"
         )));
     }
-    let Args { classes, parallel_model, optimizer_sharding, .. } = args;
-    if devices.is_empty()
-        && (classes, parallel_model, optimizer_sharding) != (bench::CLASSES as u32, 1, false)
-    {
+    let Args { optimizer_sharding, sample_share, .. } = args;
+    let is_plain = (classes, parallel_model, parallel_height) == (bench::CLASSES as u32, 1, 1)
+        && !optimizer_sharding
+        && sample_share == 1.0;
+    if devices.is_empty() && !is_plain {
         return Err(wrong(
-            "--classes, --parallel-model, --optimizer-sharding: they are measured on GPUs only",
+            "--classes, --parallel-model, --parallel-height, --optimizer-sharding, --sample-share: they are measured on GPUs only",
         ));
     }
     if parallel_model > 1 && optimizer_sharding {
@@ -213,6 +226,8 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--deterministic={}", args.deterministic),
         format!("--classes={}", args.classes),
         format!("--parallel-model={}", args.parallel_model),
+        format!("--sample-share={}", args.sample_share),
+        format!("--parallel-height={}", args.parallel_height),
     ]
     .map(OsString::from)
     .into();
@@ -237,6 +252,8 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         classes: args.classes as usize,
         model: args.parallel_model,
         optimizer_sharding: args.optimizer_sharding,
+        sample_share: args.sample_share,
+        height: args.parallel_height,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

@@ -5,6 +5,7 @@ mod average;
 mod hybrid;
 mod layers;
 mod refusals;
+mod sampled;
 mod sharded;
 mod stops;
 

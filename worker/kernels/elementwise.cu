@@ -28,6 +28,19 @@ extern "C" __global__ void __launch_bounds__(256) relu_backward(const T* y, cons
     }
 }
 
+// y = factor x.
+extern "C" __global__ void __launch_bounds__(256) scale_values(const T* x, T* y, u64 length, float factor) {
+    pdl_wait();
+    u64 groups = length / 8, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < groups; i += step) {
+        float v[8];
+        unpack(load(x, i), v);
+#pragma unroll
+        for (int k = 0; k < 8; k++) v[k] *= factor;
+        store(y, i, pack(v));
+    }
+}
+
 // sum = a + b.
 extern "C" __global__ void __launch_bounds__(256) add_forward(const T* a, const T* b, T* sum, u64 length) {
     pdl_wait();
@@ -96,14 +109,15 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// A square max pooling of any window of up to 15 x 15 pixels.
+// A square max pooling of any window of up to 15 x 15 pixels. Rows may have another padding than columns.
 struct PlainPool {
-    u32 pictures, height, width, out_height, out_width, kernel, stride, padding;
+    u32 pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding;
 };
 #define PLAIN_POOL_PARAMETERS                                                                                       \
-    u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 kernel, u32 stride, u32 padding, u32 channels
+    u32 pictures, u32 height, u32 width, u32 out_height, u32 out_width, u32 kernel, u32 stride, u32 padding,         \
+        u32 row_padding, u32 channels
 #define PLAIN_POOL \
-    PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding }
+    PlainPool { pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding }
 
 // y and, unless null, argmax: the window position a * kernel + b of each maximum, the first of equals. A NaN wins.
 extern "C" __global__ void __launch_bounds__(256)
@@ -120,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(256)
         u8 where[8];
         bool first = true;
         for (u32 a = 0; a < p.kernel; a++) {
-            u32 r = row * p.stride + a - p.padding; // below 0 wraps to above the height
+            u32 r = row * p.stride + a - p.row_padding; // below 0 wraps to above the height
             if (r >= p.height) continue;
             for (u32 b = 0; b < p.kernel; b++) {
                 u32 c = column * p.stride + b - p.padding;
@@ -158,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(256)
         float g[8] = {};
         for (u32 a = 0; a < p.kernel; a++) {
             // The window in which this pixel is in row a, if there is one.
-            if (row + p.padding < a) break;
-            u32 r = row + p.padding - a;
+            if (row + p.row_padding < a) break;
+            u32 r = row + p.row_padding - a;
             if (r % p.stride || r / p.stride >= p.out_height) continue;
             for (u32 b = 0; b < p.kernel; b++) {
                 if (column + p.padding < b) break;

@@ -5,6 +5,8 @@
 // last ones of a rank may be padding. Its classes are `classes` from `first` on. Logits lie in chunks of `chunk` classes, a
 // multiple of 8, each [rows, chunk]; what is behind the last class is padding. `controls` are the control blocks of all ranks
 // of the group, `words` u32 apart. Ranks tell each other a ClassRecord for each row and never logits.
+//
+// With a `sample`, the rank's classes are those of the sample, in its order, and `places` [2, rows] says where the labels are in it.
 
 // What a range of a row's classes comes to.
 struct ClassPart {
@@ -29,10 +31,6 @@ struct ClassRow {
     float own_share, other_share;
     u32 pad;
 };
-
-__device__ __forceinline__ const Control* control_of(const u32* controls, u32 words, u32 rank) {
-    return (const Control*)(controls + (u64)rank * words);
-}
 
 // A sum of exp(v - from) as one of exp(v - to). Nothing stays nothing: `from` is minus infinity then.
 __device__ __forceinline__ float rebased(float exps, float from, float to) { return exps == 0 ? 0.0f : exps * expf(from - to); }
@@ -59,8 +57,9 @@ __device__ __forceinline__ ClassPart joined_lanes(ClassPart p) {
 
 // Each chunk's classes of a row (blockIdx.y) in `pieces` pieces, a block a piece: parts [rows, gridDim.x].
 extern "C" __global__ void __launch_bounds__(256)
-    class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 pieces, u32 classes) {
+    class_parts(const T* logits, const float* bias, ClassPart* parts, u32 chunk, u32 pieces, u32 classes, const Sample* sample) {
     pdl_wait();
+    if (sample) classes = sample->count;
     SHARED(ClassPart, of_warp, 8);
     u32 row = blockIdx.y, rows = gridDim.y, number = blockIdx.x / pieces, piece = blockIdx.x % pieces;
     const T* from = logits + ((u64)number * rows + row) * chunk;
@@ -104,8 +103,9 @@ extern "C" __global__ void __launch_bounds__(256)
 // The record of each row (blockIdx.x) from its `count` parts. A warp a row.
 extern "C" __global__ void __launch_bounds__(32)
     class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
-                  u32 batch, u32 chunk, u32 classes, u32 first, ClassRecord* records) {
+                  u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* places, ClassRecord* records) {
     pdl_wait();
+    if (sample) classes = sample->count;
     u32 row = blockIdx.x, rows = gridDim.x, picture = row % batch;
     ClassPart p = no_classes();
     for (u32 i = threadIdx.x; i < count; i += 32) join(p, parts[(u64)row * count + i]);
@@ -113,15 +113,17 @@ extern "C" __global__ void __launch_bounds__(32)
     if (threadIdx.x > 0) return;
     const Control* control = control_of(controls, words, row / batch);
     const u32* labels = indices(control) + 2 * (u64)batch;
-    ClassRecord r = {p.best, p.where == 0xffffffffu ? -1.0 : (double)first + p.where, p.exps, p.sum, 0.0, 0.0};
+    u32 where = p.where == 0xffffffffu || !sample ? p.where : classes_of(sample)[p.where];
+    ClassRecord r = {p.best, where == 0xffffffffu ? -1.0 : (double)first + where, p.exps, p.sum, 0.0, 0.0};
     if (picture < control->valid) {
-        auto logit = [&](u32 label) {
-            u32 own = label - first; // below the first class it is a large number
+        auto logit = [&](u32 which) {
+            u32 label = labels[which * batch + picture];
+            u32 own = sample ? places[which * rows + row] : label - first; // below the first class it is a large number
             if (own >= classes) return 0.0;
             return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + bias[own]);
         };
-        r.own = logit(labels[picture]);
-        if (control->mixed) r.other = logit(labels[batch + picture]);
+        r.own = logit(0);
+        if (control->mixed) r.other = logit(1);
     }
     records[row] = r;
 }
@@ -191,8 +193,9 @@ extern "C" __global__ void __launch_bounds__(256)
 // has 8 of them, each warp every eighth row. With `accumulate`, the bias's is added to.
 extern "C" __global__ void __launch_bounds__(256)
     class_gradient(T* logits, const float* bias, const ClassRow* rows, u32 count, u32 chunk, u32 classes, u32 first, float even,
-                   float* dbias, u32 accumulate) {
+                   const Sample* sample, const u32* places, float* dbias, u32 accumulate) {
     pdl_wait();
+    if (sample) classes = sample->count;
     SHARED(float, sums, 8 * 256);
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.x * 32 + lane, c = blockIdx.y * chunk + group * 8;
     float s[8] = {};
@@ -202,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (u32 row = warp; row < count; row += 8) {
             ClassRow of = rows[row];
             T* at = logits + ((u64)blockIdx.y * count + row) * chunk;
-            u32 label = of.label - first, other = of.other - first;
+            u32 label = sample ? places[row] : of.label - first, other = sample ? places[count + row] : of.other - first;
             float v[8], d[8];
             unpack(load(at, group), v);
 #pragma unroll
@@ -219,10 +222,10 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int k = 0; k < 8; k++) sums[warp * 256 + lane * 8 + k] = s[k];
     __syncthreads();
     u32 own = blockIdx.x * 256 + threadIdx.x, class_ = blockIdx.y * chunk + own;
-    if (own >= chunk || class_ >= classes) return;
+    if (own >= chunk) return;
     float sum = 0;
     for (u32 w = 0; w < 8; w++) sum += sums[w * 256 + threadIdx.x];
-    dbias[class_] = accumulate ? dbias[class_] + sum : sum;
+    dbias[class_] = accumulate ? dbias[class_] + sum : sum; // 0 behind the last class
 }
 
 // to = the sum of `count` parts, `length` values each, a multiple of 8.

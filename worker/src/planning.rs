@@ -153,7 +153,10 @@ impl Planned {
             state: slots(spec.train.optimizer).len() as u64 + u64::from(spec.train.ema_decay > 0.0),
             sync_batch_norm: parallel.sync_batch_norm,
         };
-        let runs = |plan: &Plan| can_run(&with_plan(spec, plan, machine), machine);
+        let runs = |plan: &Plan| {
+            can_run(&with_plan(spec, plan, machine), machine)?;
+            registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check_plan(network, plan))
+        };
         // Results that depend on how pictures are divided over ranks stay what they are.
         let is_free = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
         let may_run = |plan: &Plan| (is_free || plan.is_data()) && runs(plan).is_ok();
@@ -377,6 +380,21 @@ mod tests {
         assert_eq!((resolved.parallel.is_hybrid(), resolved.parallel.device), (true, Device::Cpu));
         let resolved = with_plan(&spec, &Plan::data(4), &machine("cpu"));
         assert_eq!((resolved.parallel.mode.as_str(), resolved.train), ("data", spec.train));
+    }
+
+    /// They split no other layer than the last one, and each has a row of every activation.
+    #[test]
+    fn gpus_choose_among_the_plans_that_they_compute() {
+        let (spec, network) = job();
+        let rows_of_two = super::network(&spec.model, (8, 8), 3, 10).unwrap();
+        for (network, meshes) in [(&network, 6), (&rows_of_two, 5)] {
+            let planned = Planned::of(&spec, network, &machine("cuda")).unwrap();
+            assert_eq!(planned.considered.len(), meshes, "{:?}", planned.considered);
+            for Candidate { plan, .. } in &planned.considered {
+                assert!(plan.shards.iter().all(|shard| shard.pattern == "fc"), "{plan}");
+                assert!(network.image_size > 8 || plan.mesh.height <= 2, "{plan}");
+            }
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ use super::{
     document::toml_document,
     fewer_ranks,
     keys::{KEYS, MAX_LR, Section},
+    loss,
     mistake::{SpecError, shortened, type_of},
     nearest::nearest,
     shard,
@@ -300,6 +301,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
     check_sizes(spec, &mut mistake);
     shard::check_combinations(spec, &mut mistake);
+    loss::check_combinations(spec, &mut mistake);
     if let Some(detail) = fewer_ranks::mistake(spec) {
         mistake("/recovery/min_ranks", detail);
     }

@@ -1,7 +1,7 @@
 //! The table of keys: the values that each key accepts, and the error for any other value.
 
 use super::{
-    Arch, DEVICE_NAMES, OptimizerKind, Recipe, Stem, image_size,
+    Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, Stem, image_size,
     mistake::{shortened, shown},
     nearest::nearest,
     shard,
@@ -173,6 +173,15 @@ pub const KEYS: &[Section] = &[
             ("loss_scale", Kind::LossScale),
             ("deterministic", Kind::Bool),
             ("seed", Kind::Seed),
+        ],
+    },
+    Section {
+        name: "loss",
+        keys: &[
+            ("sample_share", Kind::Number { min: 0.0, max: 1.0, above: true, below: false }),
+            ("kind", Kind::Word(&LossKind::NAMES)),
+            ("scale", Kind::Number { min: 0.0, max: 1000.0, above: true, below: false }),
+            ("margin", number(0.0, 1.5)),
         ],
     },
     Section {

@@ -25,7 +25,7 @@ pub(super) use named;
 
 #[cfg(test)]
 mod tests {
-    use crate::spec::{Arch, OptimizerKind, Recipe, Split, Stem};
+    use crate::spec::{Arch, LossKind, OptimizerKind, Recipe, Split, Stem};
     use serde_json::json;
 
     #[test]
@@ -37,6 +37,6 @@ mod tests {
                 })+
             };
         }
-        compare!(Arch, Stem, OptimizerKind, Recipe, Split);
+        compare!(Arch, Stem, OptimizerKind, Recipe, Split, LossKind);
     }
 }

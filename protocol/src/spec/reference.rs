@@ -2,8 +2,8 @@
 //! [`JobSpec::default`], and meanings from the doc comments of the fields, through the OpenAPI schema.
 
 use super::{
-    CheckpointSpec, DataSpec, EvaluateSpec, JobSpec, KEYS, Kind, LogSpec, MAX_SIZES, ModelSpec, ParallelSpec,
-    Recipe, RecoverySpec, TrainSpec,
+    CheckpointSpec, DataSpec, EvaluateSpec, JobSpec, KEYS, Kind, LogSpec, LossSpec, MAX_SIZES, ModelSpec,
+    ParallelSpec, Recipe, RecoverySpec, TrainSpec,
     image_size::SIDES,
     keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, grouped},
     shard::MOST_SHARDS,
@@ -88,6 +88,7 @@ fn schema(section: &str) -> Value {
         "model" => ModelSpec::schema(),
         "data" => DataSpec::schema(),
         "train" => TrainSpec::schema(),
+        "loss" => LossSpec::schema(),
         "parallel" => ParallelSpec::schema(),
         "checkpoint" => CheckpointSpec::schema(),
         "recovery" => RecoverySpec::schema(),

@@ -190,14 +190,10 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         return;
     }
     // On a machine with GPUs, `auto` would choose the GPUs.
-    for (key, ranks, what) in [
-        ("height", height, "share the rows of pictures"),
-        ("pipeline", pipeline, "have stages of the network"),
-    ] {
-        if ranks > 1 && parallel.device != Device::Cpu {
-            let detail = format!("only CPU ranks {what}: set parallel.device = \"cpu\", or leave {key} out");
-            mistake(&format!("/parallel/{key}"), detail);
-        }
+    if pipeline > 1 && parallel.device != Device::Cpu {
+        let detail =
+            "only CPU ranks have stages of the network: set parallel.device = \"cpu\", or leave pipeline out";
+        mistake("/parallel/pipeline", detail.into());
     }
     if !ranks.is_multiple_of(model) {
         let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);

@@ -89,6 +89,7 @@ fn every_key_is_known_to_the_structs_and_back() {
             sharded: true,
             ..Default::default()
         },
+        loss: lockstep_protocol::spec::LossSpec { margin: Some(0.5), ..Default::default() },
         recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
         parallel: lockstep_protocol::spec::ParallelSpec {
             model: 2,
@@ -281,6 +282,31 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("data", "augment = \"randaugment\"", "augment", &["none, trivial, rand", "did you mean \"rand\""]),
         ("data", "random_erasing = 1.1", "random_erasing", &["at most 1"]),
         ("data", "random_erasing = -0.1", "random_erasing", &["at least 0"]),
+        ("loss", "sample_share = 0.0", "sample_share", &["above 0"]),
+        ("loss", "sample_share = 1.1", "sample_share", &["at most 1"]),
+        ("loss", "kind = \"arc\"", "kind", &["softmax, arcface, cosface", "did you mean \"arcface\""]),
+        ("loss", "kind = \"arcface\"", "kind", &["only CPU ranks", "parallel.device = \"cpu\""]),
+        ("loss", "scale = 0", "scale", &["above 0"]),
+        ("loss", "margin = 1.6", "margin", &["at most 1.5"]),
+        ("loss", "margin = 0.5", "margin", &["needs loss.kind"]),
+        (
+            "train",
+            "mixup = 0.2\n[loss]\nkind = \"cosface\"\n[parallel]\ndevice = \"cpu\"",
+            "mixup",
+            &["the margin of cosface is for one"],
+        ),
+        (
+            "train",
+            "optimizer = \"lamb\"\n[loss]\nsample_share = 0.1",
+            "optimizer",
+            &["lamb needs the norms", "momentum, nesterov or adamw"],
+        ),
+        (
+            "train",
+            "label_smoothing = 0.1\n[loss]\nsample_share = 0.1",
+            "label_smoothing",
+            &["has only some", "give 0"],
+        ),
         ("parallel", "ranks = 0", "ranks", &["from 1 to 1,024"]),
         ("parallel", "mode = \"pipeline\"", "mode", &["data, hybrid"]),
         ("parallel", "model = 2\nranks = 2", "model", &["needs parallel.mode = \"hybrid\""]),
@@ -297,12 +323,6 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             "device = \"cpu\"\nmode = \"hybrid\"\nmodel = 4\nranks = 6",
             "model",
             &["6 ranks", "such as 3"],
-        ),
-        (
-            "parallel",
-            "mode = \"hybrid\"\nheight = 2\nranks = 2",
-            "height",
-            &["only CPU ranks", "set parallel.device = \"cpu\""],
         ),
         ("parallel", "pipeline = 2\nranks = 2", "pipeline", &["needs parallel.mode = \"hybrid\""]),
         (
@@ -382,6 +402,7 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
     ] {
         one_mistake(&with(section, line), &format!("/{section}/{key}"), words);
     }
+    assert!(from_toml(&with("parallel", "mode = \"hybrid\"\nheight = 2\nranks = 2")).is_ok(), "on GPUs, too");
     one_mistake("name = \"\"\n[data]\ndataset = \"d\"", "/name", &["1 to 200 characters"]);
     one_mistake("name = \"a\\u0007b\"\n[data]\ndataset = \"d\"", "/name", &["control characters"]);
     for (document, pointer) in [

@@ -1,6 +1,6 @@
 //! The fields of the form: every key of a specification, in groups.
 
-use lockstep_protocol::spec::{Arch, DEVICE_NAMES, OptimizerKind, Recipe};
+use lockstep_protocol::spec::{Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe};
 use serde_json::{Value, json};
 
 /// The type of a field, which decides how its text becomes JSON.
@@ -161,6 +161,20 @@ pub(super) const GROUPS: [(&str, &[Field]); 4] = [
                 "",
             ),
             more("train.label_smoothing", "Label smoothing", Kind::Number, "0 to 1"),
+            more(
+                "loss.sample_share",
+                "Share of the classes in a step",
+                Kind::Number,
+                "Partial FC, for very many; 1: all",
+            ),
+            more(
+                "loss.kind",
+                "Loss",
+                Kind::Choice(&LossKind::NAMES),
+                "arcface, cosface: margins for embeddings",
+            ),
+            more("loss.scale", "Scale of cosines", Kind::Number, "arcface, cosface"),
+            more("loss.margin", "Margin", Kind::Number, "arcface: 0.5, cosface: 0.4 when empty"),
             more("train.mixup", "Mixup", Kind::Number, "alpha, such as 0.2; 0: off"),
             more("train.cutmix", "Cutmix", Kind::Number, "alpha, such as 1; 0: off"),
             more("train.warmup_epochs", "Warm-up", Kind::Number, "epochs, from 0"),

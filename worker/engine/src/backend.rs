@@ -64,6 +64,13 @@ pub trait Backend: Debug + Sync {
     fn check(&self, _spec: &JobSpec) -> Result<(), String> {
         Ok(())
     }
+    /// Checks that the engine supports a network under a plan.
+    ///
+    /// # Errors
+    /// The engine does not support a part of the plan; the error says what to change.
+    fn check_plan(&self, _network: &Network, _plan: &Plan) -> Result<(), String> {
+        Ok(())
+    }
     /// Builds the engine.
     ///
     /// # Errors

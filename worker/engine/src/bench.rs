@@ -1,7 +1,7 @@
 //! Training throughput of named cases on synthetic pictures.
 
 use super::{
-    BuildArgs, DeviceChoice, Engine, EngineConfig, Optimizer, StepResult,
+    BuildArgs, DeviceChoice, Engine, EngineConfig, LossConfig, Optimizer, StepResult,
     plan::{Mesh, Plan},
     registry,
 };
@@ -155,7 +155,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
     let config = EngineConfig {
         batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
-        label_smoothing: 0.0,
+        loss: LossConfig::default(),
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,
@@ -223,6 +223,10 @@ pub struct OnDevice {
     pub model: u32,
     /// Ranks divide the optimizer's state.
     pub optimizer_sharding: bool,
+    /// The share of the classes that a step samples; 1: all.
+    pub sample_share: f64,
+    /// Number of ranks that share the rows of pictures.
+    pub height: u32,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
@@ -233,9 +237,9 @@ pub struct OnDevice {
 /// # Errors
 /// The engine cannot be built or a step fails.
 pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
-    let began = Instant::now();
+    let (began, mesh) = (Instant::now(), how.mesh(comm.as_ref()));
     let (mut engine, data) = on_device(case, comm.clone(), how)?;
-    let mut batches = batches(&data, case, comm.as_ref());
+    let mut batches = batches(&data, case, mesh, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
         let mut results = Vec::new();
         for _ in 0..steps {
@@ -262,7 +266,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
         device: engine.device_name(),
         threads: 1,
         ranks: comm.size(),
-        images_per_second: f64::from(comm.size()) * case.batch_size as f64 / secs,
+        images_per_second: (mesh.data * mesh.model * case.batch_size) as f64 / secs,
         step_ms: 1e3 * median,
         fastest_step_ms: 1e3 * steps[0].0,
         all_reduce_ms: 1e3 * waited,
@@ -277,14 +281,22 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
 /// The engine cannot be built or the step fails.
 #[cfg(test)]
 pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
+    let mesh = how.mesh(&SingleRank);
     let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
-    let mut batches = batches(&data, case, &SingleRank);
+    let mut batches = batches(&data, case, mesh, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
     // The first steps load kernels.
     for _ in 0..3 {
         engine.train_step(&[next()?], 0.01).map_err(|e| e.to_string())?;
     }
     engine.profile_step(&next()?).map_err(|e| e.to_string())
+}
+
+impl OnDevice {
+    fn mesh(&self, comm: &dyn ProcessGroup) -> Mesh {
+        let [height, model] = [self.height, self.model].map(|ranks| ranks as usize);
+        Mesh { stage: 1, data: comm.size() as usize / (height * model), height, model }
+    }
 }
 
 /// The engine, and CIFAR-10 as far as speed is concerned.
@@ -294,13 +306,12 @@ fn on_device(
     how: OnDevice,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
     let network = Arc::new(net::build(&case.model, case.image_size, 3, how.classes)?);
-    let mesh =
-        Mesh { stage: 1, data: (comm.size() / how.model) as usize, height: 1, model: how.model as usize };
+    let mesh = how.mesh(comm.as_ref());
     let initial = init::initial_parameters(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
-        label_smoothing: 0.0,
+        loss: LossConfig { sample_share: how.sample_share, ..LossConfig::default() },
         accumulate: 1,
         sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,
@@ -330,13 +341,15 @@ fn on_device(
 fn batches<'a>(
     data: &'a DataSource,
     case: &Case,
+    mesh: Mesh,
     comm: &dyn ProcessGroup,
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
+    let rank = comm.rank() as usize;
     let plan = EpochPlan {
         epoch: 0,
         first_step: 0,
-        rank: comm.rank(),
-        world_size: comm.size(),
+        rank: (mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)) as u32,
+        world_size: (mesh.data * mesh.model) as u32,
         batch_size: case.batch_size,
         accumulate: 1,
         drop_remainder: true,

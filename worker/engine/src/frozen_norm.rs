@@ -1,7 +1,7 @@
 //! Tests of networks with frozen batch norms, on the CPU engine: gradients are the derivatives of the loss with running
 //! statistics, and no tensor of a batch norm changes.
 
-use super::{Engine, EngineConfig, Optimizer, build_cpu, unfused};
+use super::{Engine, EngineConfig, LossConfig, Optimizer, build_cpu, unfused};
 use crate::net::{Network, Role, init, resnet};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
@@ -54,7 +54,7 @@ fn config(optimizer: Optimizer) -> EngineConfig {
     EngineConfig {
         batch_size: 6,
         optimizer,
-        label_smoothing: 0.0,
+        loss: LossConfig::default(),
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,

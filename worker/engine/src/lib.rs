@@ -14,6 +14,7 @@ mod finite;
 mod frozen_norm;
 mod fuse;
 mod layers;
+mod loss;
 mod measure;
 pub mod net;
 pub mod nvjpeg;
@@ -33,6 +34,7 @@ pub use cpu::MOST_CPU_SLOTS;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
+pub use loss::{LossConfig, Margin};
 pub use measure::{Sample, measure};
 pub use optimizer::{Optimizer, OptimizerState, slots};
 pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
@@ -49,7 +51,7 @@ pub struct EngineConfig {
     /// Pictures of this rank in a micro-batch (the last micro-batch of an epoch may be smaller).
     pub batch_size: usize,
     pub optimizer: Optimizer,
-    pub label_smoothing: f32,
+    pub loss: LossConfig,
     /// Micro-batches a step.
     pub accumulate: usize,
     pub sync_batch_norm: bool,

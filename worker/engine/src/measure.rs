@@ -1,7 +1,7 @@
 //! Measures a device's speed: steps of a network on synthetic pictures, and the time of each operation in one step.
 
 use super::{
-    BuildArgs, DeviceChoice, EngineConfig, EngineError, Optimizer,
+    BuildArgs, DeviceChoice, EngineConfig, EngineError, LossConfig, Optimizer,
     plan::{Plan, Rates},
 };
 use crate::net::{self, init};
@@ -44,7 +44,7 @@ pub fn measure(sample: &Sample, device: DeviceChoice) -> Result<(String, Rates),
         config: EngineConfig {
             batch_size: pictures,
             optimizer,
-            label_smoothing: 0.0,
+            loss: LossConfig::default(),
             accumulate: 1,
             sync_batch_norm: false,
             gradients_mean: true,

@@ -10,7 +10,7 @@ mod stages;
 mod tests;
 
 pub use cost::{Cost, Link, Machine, OperatorCost, Rates, Workload, cost};
-pub use lower::lower;
+pub use lower::{lower, part_of};
 pub use mesh::Mesh;
 pub use search::{Candidate, search};
 pub use stages::{Pass, cuts, schedule};

@@ -66,13 +66,13 @@ impl<'a> Prologue<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Optimizer;
+    use crate::{LossConfig, Optimizer};
 
     fn config(accumulate: usize) -> EngineConfig {
         EngineConfig {
             batch_size: 8,
             optimizer: Optimizer::default(),
-            label_smoothing: 0.0,
+            loss: LossConfig::default(),
             accumulate,
             sync_batch_norm: true,
             gradients_mean: true,

@@ -1,6 +1,6 @@
 //! Tests of networks with operations that cannot be fused, on the CPU engine: against PyTorch, and fused against unfused.
 
-use super::{Engine, EngineConfig, Optimizer, build_cpu};
+use super::{Engine, EngineConfig, LossConfig, Optimizer, build_cpu};
 use crate::net::{Network, Role};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
@@ -89,7 +89,7 @@ pub(super) fn config(batch_size: usize) -> EngineConfig {
     EngineConfig {
         batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
-        label_smoothing: 0.0,
+        loss: LossConfig::default(),
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,

@@ -3,9 +3,9 @@
 use crate::checkpoint;
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
-use lockstep_engine::{Engine, EngineConfig, Optimizer, net};
+use lockstep_engine::{Engine, EngineConfig, LossConfig, Margin, Optimizer, net};
 use lockstep_protocol::numbers::plural;
-use lockstep_protocol::spec::ModelSpec;
+use lockstep_protocol::spec::{LossSpec, ModelSpec};
 use serde::de::DeserializeOwned;
 use std::{ops::RangeInclusive, path::Path, sync::Arc};
 
@@ -61,6 +61,12 @@ impl Model {
         let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
             .map_err(|e| naming(e.to_string()))?;
+        let loss: Option<LossSpec> = spec
+            .get("loss")
+            .cloned()
+            .map(serde_json::from_value)
+            .transpose()
+            .map_err(|e| naming(e.to_string()))?;
         let network = net::build(&model, image_size, channels, classes.len()).map_err(naming)?;
         let weights = checkpoint::read_files(&files)?;
         if let Some(found) = lockstep_engine::first_not_finite(&weights) {
@@ -72,7 +78,7 @@ impl Model {
             batch_size: BATCH,
             // It does not matter, as the model is never trained.
             optimizer: Optimizer::default(),
-            label_smoothing: 0.0,
+            loss: LossConfig { margin: Margin::of(&loss.unwrap_or_default()), ..LossConfig::default() },
             accumulate: 1,
             sync_batch_norm: false,
             gradients_mean: true,

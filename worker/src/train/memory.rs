@@ -81,14 +81,14 @@ fn gigabytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_engine::{Optimizer, net::resnet};
+    use lockstep_engine::{LossConfig, Optimizer, net::resnet};
     use lockstep_protocol::spec::{Arch, ModelSpec};
 
     fn config(batch_size: usize) -> EngineConfig {
         EngineConfig {
             batch_size,
             optimizer: Optimizer::default(),
-            label_smoothing: 0.0,
+            loss: LossConfig::default(),
             accumulate: 1,
             sync_batch_norm: true,
             gradients_mean: true,

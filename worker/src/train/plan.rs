@@ -4,7 +4,7 @@ use super::{TrainError, Training, memory::RequiredMemory};
 use crate::planning;
 use lockstep_data::loader::{DataSource, EpochPlan, Shape};
 use lockstep_engine::{
-    BuildArgs, DeviceChoice, Engine, EngineConfig, Needs, Optimizer,
+    BuildArgs, DeviceChoice, Engine, EngineConfig, LossConfig, Needs, Optimizer,
     net::{self, Network},
     plan as parallel,
 };
@@ -73,7 +73,7 @@ impl RunPlan {
         let config = EngineConfig {
             batch_size: spec.micro_batch_size() as usize,
             optimizer: Optimizer::from(&spec.train),
-            label_smoothing: spec.train.label_smoothing,
+            loss: LossConfig::from(*spec),
             accumulate: spec.train.accumulate.max(1) as usize,
             sync_batch_norm: spec.parallel.sync_batch_norm,
             gradients_mean: spec.parallel.gradients_mean,

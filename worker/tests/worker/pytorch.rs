@@ -3,7 +3,7 @@
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::{Batch, Mix};
 use lockstep_engine::{
-    Engine, EngineConfig, Optimizer, build_cpu,
+    Engine, EngineConfig, LossConfig, Optimizer, build_cpu,
     net::{Network, resnet},
 };
 use lockstep_host::tensors::{HostTensor, NamedTensors};
@@ -109,7 +109,7 @@ fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
     EngineConfig {
         batch_size,
         optimizer,
-        label_smoothing: 0.0,
+        loss: LossConfig::default(),
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,
@@ -235,7 +235,10 @@ struct Mixed {
 impl SmoothedRun {
     fn engine(&self) -> Box<dyn Engine> {
         let network = network("resnet20", "cifar", self.run.image_size, 3, 10);
-        let config = EngineConfig { label_smoothing: self.label_smoothing, ..config(32, sgd(5e-4)) };
+        let config = EngineConfig {
+            loss: LossConfig { label_smoothing: self.label_smoothing, ..LossConfig::default() },
+            ..config(32, sgd(5e-4))
+        };
         build_cpu(Arc::new(network.clone()), &weights(&network), config, Arc::new(SingleRank)).unwrap()
     }
 }

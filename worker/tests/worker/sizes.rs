@@ -4,7 +4,7 @@
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::{Batch, DataSource, EpochPlan};
 use lockstep_engine::{
-    Engine, EngineConfig, Optimizer, build_cpu,
+    Engine, EngineConfig, LossConfig, Optimizer, build_cpu,
     net::{Network, init, resnet},
 };
 use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, ModelSpec, SizeFrom, Stem};
@@ -21,7 +21,7 @@ fn engine(network: Arc<Network>) -> Box<dyn Engine> {
     let config = EngineConfig {
         batch_size: BATCH,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 1e-4, ..Optimizer::default() },
-        label_smoothing: 0.1,
+        loss: LossConfig { label_smoothing: 0.1, ..LossConfig::default() },
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,

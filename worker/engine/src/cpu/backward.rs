@@ -6,7 +6,9 @@ use super::{
     elementwise, exchange,
     executor::{Executor, MicroBatch},
     forward::max_pool,
-    linear, pool,
+    linear,
+    margin::Unit,
+    pool,
 };
 use crate::{
     EngineError,
@@ -141,7 +143,7 @@ impl Executor {
                 self.gradient_parts[*input].push(dx);
             }
             FusedOp::MeanOfRows { input, .. } => {
-                let share = self.share_of_rows(*input);
+                let share = network.share_of_rows(*input);
                 dy.iter_mut().for_each(|d| *d *= share);
                 self.gradient_parts[*input].push(dy);
                 return Ok(());
@@ -194,21 +196,61 @@ impl Executor {
                 }
                 self.gradient_parts[*input].push(dx);
             }
-            FusedOp::Linear { name, input, output, .. } => {
+            FusedOp::Linear { name, input, output, is_head } => {
                 let slots = self.slots(name)?;
-                let (inputs, outputs) = (shapes[*input].len(), shapes[*output].len());
+                let sample = self.sample.clone().filter(|_| *is_head);
+                let inputs = shapes[*input].len();
+                let outputs = sample.as_ref().map_or(shapes[*output].len(), |sample| sample.rows.len());
                 let mut dx = self.pool.alloc(len(*input));
-                let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];
-                linear::backward_input(&dy, weight, outputs, &mut dx);
-                self.gradient_parts[*input].push(dx);
                 let x = std::mem::take(&mut self.activations[*input]);
+                let weight = &self.state.weights[self.layout.slots[slots[0]].range.clone()];
+                let rows = sample.as_ref().map(|sample| sample.rows_of(weight, inputs));
+                let weight = rows.as_deref().unwrap_or(weight);
+                // Features and weights of length 1, where logits are their cosines.
+                let margin = self.config.loss.margin.filter(|_| *is_head);
+                let units = margin.map(|margin| {
+                    margin.scale(&mut dy);
+                    [Unit::of(&x[..len(*input)], inputs), Unit::of(weight, inputs)]
+                });
+                match &units {
+                    None => linear::backward_input(&dy, weight, outputs, &mut dx),
+                    Some([features, weights]) => {
+                        linear::backward_input(&dy, &weights.rows, outputs, &mut dx);
+                        features.backward(&mut dx);
+                    }
+                }
+                self.gradient_parts[*input].push(dx);
                 let dy_of = |share: &Range<usize>| &dy[share.start * outputs..share.end * outputs];
                 self.add_gradient(slots[0], micro_batch, pictures, |share, out, _| {
-                    let x = &x[share.start * inputs..share.end * inputs];
-                    linear::backward_weight(x, dy_of(&share), outputs, out);
+                    let compute = |rows: &mut [f32]| match &units {
+                        None => {
+                            let x = &x[share.start * inputs..share.end * inputs];
+                            linear::backward_weight(x, dy_of(&share), outputs, rows);
+                        }
+                        Some([features, weights]) => {
+                            linear::backward_weight(
+                                features.part(share.clone()),
+                                dy_of(&share),
+                                outputs,
+                                rows,
+                            );
+                            weights.backward(rows);
+                        }
+                    };
+                    match &sample {
+                        None => compute(out),
+                        Some(sample) => sample.fill(out, inputs, compute),
+                    }
                 });
                 self.add_gradient(slots[1], micro_batch, pictures, |share, out, _| {
-                    linear::backward_bias(dy_of(&share), out);
+                    let compute = |rows: &mut [f32]| match &units {
+                        None => linear::backward_bias(dy_of(&share), rows),
+                        Some(_) => rows.fill(0.0),
+                    };
+                    match &sample {
+                        None => compute(out),
+                        Some(sample) => sample.fill(out, 1, compute),
+                    }
                 });
                 self.activations[*input] = x;
             }

@@ -323,8 +323,10 @@ mod tests {
                     logits.chunks(classes).flat_map(|row| row[range.clone()].to_vec()).collect();
                 let mut gradient = vec![0.0; part.len()];
                 let (which, into) = ((&pictures, &labels), (&mut gradient[..], 0.2));
-                let loss =
-                    split_loss::cross_entropy(&group, &part, which, (range, classes), 0.1, into).unwrap();
+                let own = split_loss::Classes { own: range, sample: None };
+                let best = split_loss::largest(&group, &part, &own).unwrap();
+                let of = (&own, classes);
+                let loss = split_loss::cross_entropy(&group, &part, which, of, &best, 0.1, into).unwrap();
                 (loss, gradient)
             });
             let sum: f64 = ranks.iter().map(|(loss, _)| loss.sum).sum();

@@ -9,7 +9,8 @@ use super::{
     layout::Layout,
     loss,
     reduce::Reducer,
-    split_loss::{self, Labels},
+    sample::Sample,
+    split_loss::{self, Classes, Labels},
     state::{Sharding, State},
 };
 use crate::{
@@ -74,10 +75,13 @@ pub(super) struct Executor {
     pub(super) config: EngineConfig,
     /// Number of ranks that see different pictures.
     data_ranks: u32,
+    pub(super) all_ranks: Arc<dyn ProcessGroup>,
     /// Where ranks share copies of the network.
     pub(super) groups: Option<Groups>,
     /// Pictures of the current micro-batch.
     pub(super) pictures: Pictures,
+    /// The sampled classes of the current step, if the step samples classes.
+    pub(super) sample: Option<Arc<Sample>>,
     pub(super) ops: Vec<FusedOp>,
     capabilities: Capabilities,
     pub(super) layout: Layout,
@@ -121,6 +125,10 @@ impl Executor {
         capabilities: Capabilities,
     ) -> Result<Self, EngineError> {
         let network = part_of(&network, plan, comm.rank())?;
+        if config.loss.samples() && network.is_last_stage() && network.head().is_empty() {
+            let text = "loss.sample_share: the last layer is split over its inputs. Split it over its classes (split = \"out\"), or not at all";
+            return Err(EngineError::Parameters(text.into()));
+        }
         let ops = fuse::fuse(&network, &capabilities);
         let layout = Layout::new(&network, &ops);
         let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;
@@ -169,8 +177,10 @@ impl Executor {
             network,
             config,
             data_ranks,
+            all_ranks: comm.clone(),
             groups,
             pictures,
+            sample: None,
             ops,
             capabilities,
             layout,
@@ -216,7 +226,8 @@ impl Executor {
         if parts.is_empty() {
             return Ok(StepResult::default());
         }
-        self.state.begin(lr);
+        let sampled = self.choose_classes(batches)?;
+        self.state.begin(lr, sampled);
         if self.groups.is_some() || self.data_ranks > 1 {
             let running = |norm: &Norm| [norm.running_mean.clone(), norm.running_var.clone()];
             self.norms_before = Some(self.norms.iter().map(running).collect());
@@ -246,7 +257,7 @@ impl Executor {
         }
         self.send_input_gradient()?;
         let square_sum = self.update()?;
-        self.norms_before = None;
+        (self.norms_before, self.sample) = (None, None);
         // Only the last stage has measured something, and each has the gradient of its own parameters.
         let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
@@ -284,23 +295,48 @@ impl Executor {
         labels: &Labels,
         scale: f64,
     ) -> Result<loss::Loss, EngineError> {
-        let (tensor, classes) = (self.network.logits(), self.network.classes);
-        let len = self.pictures.of(self.network.placement(tensor)) * self.network.tensors[tensor].len();
+        let (tensor, all_classes) = (self.network.logits(), self.network.classes);
+        let classes = Classes { own: self.own_classes(), sample: self.sample.as_deref() };
+        let len = self.pictures.of(self.network.placement(tensor)) * classes.len();
         let mut gradient = self.pool.alloc(len);
-        let logits = &self.activations[tensor][..len];
-        let smoothing = self.config.label_smoothing;
+        let mut values = std::mem::take(&mut self.activations[tensor]);
+        let logits = &mut values[..len];
+        let put_margin = |logits: &mut [f32], labels: &[u32]| {
+            let labels = labels.iter().map(|label| classes.place(*label as usize));
+            let margin = self.config.loss.margin.as_ref();
+            margin.map_or_else(Vec::new, |margin| margin.put_on(logits, classes.len(), labels))
+        };
+        let mut with_margin = Vec::new();
+        let smoothing = self.config.loss.label_smoothing;
         let own = self.network.part.as_ref().and_then(|part| part.channels(tensor));
         let loss = match (own, &self.groups) {
             (Some(_), Some(_)) if self.pictures.all() == 0 => loss::Loss::default(),
-            (Some((own, _)), Some(groups)) => {
+            (Some(_), Some(groups)) => {
+                // Accuracy is computed without the margin.
+                let best = split_loss::largest(&groups.model, logits, &classes)?;
+                with_margin = put_margin(logits, &labels.own);
                 let (all, into) = ((&self.pictures, labels), (&mut gradient[..], scale));
-                split_loss::cross_entropy(&groups.model, logits, all, (own, classes), smoothing, into)?
+                let of = (&classes, all_classes);
+                split_loss::cross_entropy(&groups.model, logits, all, of, &best, smoothing, into)?
             }
             _ => {
-                let into = Some((&mut gradient[..], scale));
-                loss::cross_entropy(logits, &batch.labels, batch.mixed(), classes, smoothing, into)
+                // A sample includes every label.
+                let places = |labels: &[u32]| -> Vec<u32> {
+                    labels.iter().map(|label| classes.place(*label as usize).unwrap_or(0) as u32).collect()
+                };
+                let (labels, mixed) = (places(&batch.labels), batch.mixed().map(|(of, by)| (places(of), by)));
+                let (mixed, into) =
+                    (mixed.as_ref().map(|(of, by)| (&of[..], *by)), (&mut gradient[..], scale));
+                let has_margin = self.config.loss.margin.is_some();
+                let without =
+                    has_margin.then(|| loss::cross_entropy(logits, &labels, None, classes.len(), 0.0, None));
+                with_margin = put_margin(logits, &batch.labels);
+                let loss = loss::cross_entropy(logits, &labels, mixed, classes.len(), smoothing, Some(into));
+                loss::Loss { correct: without.unwrap_or(loss).correct, ..loss }
             }
         };
+        with_margin.into_iter().for_each(|(at, slope)| gradient[at] *= slope as f32);
+        self.activations[tensor] = values;
         self.gradient_parts[tensor].push(gradient);
         Ok(loss)
     }
@@ -370,10 +406,7 @@ impl Executor {
 
 /// This rank's part of `network` under `plan`.
 pub(super) fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, EngineError> {
-    if plan.is_data() {
-        return Ok(network.clone());
-    }
-    plan::lower(network, plan, rank as usize).map(Arc::new).map_err(EngineError::Parameters)
+    plan::part_of(network, plan, rank).map_err(EngineError::Parameters)
 }
 
 fn norms(network: &Network, ops: &[FusedOp]) -> Vec<Norm> {

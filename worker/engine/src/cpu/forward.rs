@@ -8,6 +8,7 @@ use super::{
     executor::Executor,
     linear,
     pool::{self, MaxPool},
+    sample,
 };
 use crate::{
     EngineError,
@@ -84,8 +85,13 @@ impl Executor {
                 max_pool(&self.network, op).forward(x(*input), y, &mut self.argmax[*output][..len]);
             }
             FusedOp::GlobalAveragePool { input, .. } => pool::global_average(x(*input), shapes[*input], y),
-            FusedOp::Linear { name, input, .. } => {
+            FusedOp::Linear { name, input, is_head, .. } => {
                 let bias = weight(name, "bias")?;
+                let (sample, margin) = (self.sample.as_deref(), self.config.loss.margin.as_ref());
+                if *is_head && (sample.is_some() || margin.is_some()) {
+                    sample::forward((sample, margin), x(*input), (weight(name, "weight")?, bias), y);
+                    return Ok(());
+                }
                 // Of ranks that compute parts of a sum, the first one adds the bias.
                 let adds_bias =
                     *self.network.placement(op.output()) != Placement::Partial || self.pictures.rank == 0;
@@ -219,16 +225,9 @@ impl Executor {
         Ok(())
     }
 
-    /// The share of this rank in the mean over all rows: that of the global pooling, of which `input` is this rank's mean.
-    pub(super) fn share_of_rows(&self, pooled: TensorId) -> f32 {
-        let pooling = self.ops.iter().find(|op| op.output() == pooled);
-        let Some(FusedOp::GlobalAveragePool { input, .. }) = pooling else { return 1.0 };
-        self.network.tensors[*input].pixels() as f32 / self.network.whole_pixels(*input) as f32
-    }
-
     fn mean_of_rows(&self, input: TensorId, x: &[f32], y: &mut [f32]) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };
-        let share = self.share_of_rows(input);
+        let share = self.network.share_of_rows(input);
         y.iter_mut().zip(x).for_each(|(y, x)| *y = x * share);
         if !y.is_empty() {
             groups.height.all_reduce(y.into(), Reduction::Sum)?;

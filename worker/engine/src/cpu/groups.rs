@@ -139,8 +139,8 @@ impl Groups {
             })))
         };
         Ok(Self {
-            model: of(&|rank| rank / mesh.model)?,
-            height: of(&|rank| rank / (mesh.height * mesh.model) * mesh.model + model(rank))?,
+            model: of(&|rank| mesh.model_group(rank))?,
+            height: of(&|rank| mesh.height_group(rank))?,
             stage: of(&|rank| rank % mesh.ranks_of_stage())?,
             gradients: by_axes()?,
             statistics: by_axes()?,

@@ -16,10 +16,12 @@ mod in_flight;
 #[cfg(test)]
 mod kept;
 mod layout;
+mod margin;
 mod pieces;
 #[cfg(test)]
 mod plain_graph;
 mod reduce;
+mod sample;
 mod split_loss;
 mod stages;
 mod state;

@@ -1,7 +1,7 @@
 //! Cross-entropy of logits whose classes are split over the ranks of a model group. Ranks exchange three numbers a picture: the largest
 //! logit, the sum of exponentials and the logits of the labels. The logits themselves stay where they are.
 
-use super::{exchange::Pictures, groups::Group, loss::Loss};
+use super::{exchange::Pictures, groups::Group, loss::Loss, sample::Sample};
 use lockstep_comm::{CommError, Reduction};
 use lockstep_data::loader::Batch;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use std::ops::Range;
 /// The labels of all pictures of a model group.
 #[derive(Debug, Default)]
 pub(super) struct Labels {
-    own: Vec<u32>,
+    pub(super) own: Vec<u32>,
     /// The other label of each picture and how much the own one weighs, where pictures are mixed.
     mixed: Option<(Vec<u32>, f32)>,
 }
@@ -42,42 +42,49 @@ pub(super) fn gather(group: &Group, batch: &Batch) -> Result<(Pictures, Labels),
     Ok((Pictures::of_group(counts, group.rank() as usize), labels))
 }
 
-/// A row of logits, of which this rank has the classes `classes`.
-struct Row<'a> {
-    logits: &'a [f32],
-    classes: &'a Range<usize>,
+/// The classes of a rank's logits: all classes of the rank, or a sample of them.
+#[derive(Debug, Clone)]
+pub(super) struct Classes<'a> {
+    pub(super) own: Range<usize>,
+    pub(super) sample: Option<&'a Sample>,
 }
 
-impl Row<'_> {
-    fn logit(&self, label: usize) -> f64 {
-        if self.classes.contains(&label) { f64::from(self.logits[label - self.classes.start]) } else { 0.0 }
+impl Classes<'_> {
+    pub(super) fn len(&self) -> usize {
+        self.sample.map_or(self.own.len(), |sample| sample.rows.len())
+    }
+
+    /// The class of the logit at `place`.
+    fn class(&self, place: usize) -> usize {
+        self.own.start + self.sample.map_or(place, |sample| sample.rows[place] as usize)
+    }
+
+    /// The position of a class's logit, if this rank has it.
+    pub(super) fn place(&self, class: usize) -> Option<usize> {
+        let row = self.own.contains(&class).then(|| class - self.own.start)?;
+        self.sample.map_or(Some(row), |sample| sample.place(row))
     }
 }
 
-/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has `classes` of
-/// `all_classes`. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
+/// Collective: the largest logit of each picture of the group, the first of equals, and its class.
 ///
 /// # Errors
-/// As [`lockstep_comm::ProcessGroup::all_reduce`].
-pub(super) fn cross_entropy(
+/// As [`lockstep_comm::ProcessGroup::all_gather`].
+pub(super) fn largest(
     group: &Group,
     logits: &[f32],
-    (pictures, labels): (&Pictures, &Labels),
-    (classes, all_classes): (Range<usize>, usize),
-    smoothing: f32,
-    (gradient, scale): (&mut [f32], f64),
-) -> Result<Loss, CommError> {
-    let rows = || logits.chunks_exact(classes.len()).map(|logits| Row { logits, classes: &classes });
-    // The largest logit, the first of equals, and its class.
-    let own: Vec<f64> = rows()
+    classes: &Classes<'_>,
+) -> Result<Vec<[f64; 2]>, CommError> {
+    let own: Vec<f64> = logits
+        .chunks_exact(classes.len())
         .flat_map(|row| {
             let mut best = 0;
-            for (class, logit) in row.logits.iter().enumerate() {
-                if *logit > row.logits[best] {
-                    best = class;
+            for (place, logit) in row.iter().enumerate() {
+                if *logit > row[best] {
+                    best = place;
                 }
             }
-            [f64::from(row.logits[best]), (classes.start + best) as f64]
+            [f64::from(row[best]), classes.class(best) as f64]
         })
         .collect();
     let mut all = vec![0.0; own.len() * group.size() as usize];
@@ -90,15 +97,36 @@ pub(super) fn cross_entropy(
             }
         }
     }
+    Ok(best)
+}
+
+/// Collective: as [`super::loss::cross_entropy`] of all `pictures` of the group, of whose logits this rank has those of `classes`. All
+/// ranks have `all_classes`, which counts for `smoothing` alone. `best`: what [`largest`] has found, where no logit is larger now. The gradient, times `scale`, is written for all pictures; the loss is that of this rank's own.
+///
+/// # Errors
+/// As [`lockstep_comm::ProcessGroup::all_reduce`].
+pub(super) fn cross_entropy(
+    group: &Group,
+    logits: &[f32],
+    (pictures, labels): (&Pictures, &Labels),
+    (classes, all_classes): (&Classes<'_>, usize),
+    best: &[[f64; 2]],
+    smoothing: f32,
+    (gradient, scale): (&mut [f32], f64),
+) -> Result<Loss, CommError> {
+    let rows = || logits.chunks_exact(classes.len());
+    let logit_of =
+        |row: &[f32], class: usize| classes.place(class).map_or(0.0, |place| f64::from(row[place]));
     let label = |picture: usize| labels.own[picture] as usize;
     let other = |picture: usize| labels.mixed.as_ref().map(|(others, _)| others[picture] as usize);
     let mut sums: Vec<f64> = rows()
         .enumerate()
         .flat_map(|(picture, row)| {
             let largest = best[picture][0];
-            let exponentials: f64 = row.logits.iter().map(|v| (f64::from(*v) - largest).exp()).sum();
-            let logits: f64 = row.logits.iter().map(|v| f64::from(*v)).sum();
-            [exponentials, logits, row.logit(label(picture)), other(picture).map_or(0.0, |o| row.logit(o))]
+            let exponentials: f64 = row.iter().map(|v| (f64::from(*v) - largest).exp()).sum();
+            let logits: f64 = row.iter().map(|v| f64::from(*v)).sum();
+            let other = other(picture).map_or(0.0, |other| logit_of(row, other));
+            [exponentials, logits, logit_of(row, label(picture)), other]
         })
         .collect();
     group.all_reduce((&mut sums).into(), Reduction::Sum)?;
@@ -124,12 +152,13 @@ pub(super) fn cross_entropy(
             };
             loss.correct += u64::from(predicted == wanted as f64 && !logit.is_nan());
         }
-        for (class, (gradient, logit)) in classes.clone().zip(gradient.iter_mut().zip(row.logits)) {
+        let (label, other) = (classes.place(label), other.and_then(|other| classes.place(other)));
+        for (place, (gradient, logit)) in gradient.iter_mut().zip(row).enumerate() {
             let mut target = even;
-            if class == label {
+            if label == Some(place) {
                 target += (1.0 - smoothing) * lambda;
             }
-            if other == Some(class) {
+            if other == Some(place) {
                 target += (1.0 - smoothing) * (1.0 - lambda);
             }
             *gradient = (scale * ((f64::from(*logit) - log_sum).exp() - target)) as f32;

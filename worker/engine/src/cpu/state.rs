@@ -21,6 +21,7 @@ use super::{
     layout::{Layout, Slot},
     pieces::{self, Piece, Task, Work},
     reduce::Bucket,
+    sample::SampledRows,
 };
 use crate::sharding::Share;
 use bucket_sum::{first, keep, sum};
@@ -77,8 +78,9 @@ pub(super) struct State {
     /// Whether this step keeps its reduced gradients.
     keeps_gradients: bool,
     optimizer: Optimizer,
-    /// The update of this step.
+    /// The update of the current step, and the rows that it changes if it does not change all.
     update: Update,
+    sampled: Option<SampledRows>,
     /// For each parameter.
     policies: Vec<ParameterPolicy>,
     /// By parameter: the range of its pieces.
@@ -223,6 +225,7 @@ impl State {
             keeps_gradients: false,
             optimizer,
             update: Update::new(&optimizer, 0.0, 1),
+            sampled: None,
             policies,
             slot_pieces,
             pieces,
@@ -247,9 +250,10 @@ impl State {
         &mut self.gradients[self.own][bucket]
     }
 
-    /// Begins a step.
-    pub(super) fn begin(&mut self, lr: f32) {
+    /// Begins a step. It updates all values, or of the parameters in `sampled` only the sampled rows.
+    pub(super) fn begin(&mut self, lr: f32, sampled: Option<SampledRows>) {
         self.update = Update::new(&self.optimizer, lr, self.updates + 1);
+        self.sampled = sampled;
     }
 
     /// Marks this rank's gradients of a bucket as complete. The rank must not read the bucket's weights again in this step.
@@ -393,7 +397,7 @@ impl State {
             }
             let weights = &mut weights[from..to];
             // Those that the optimizer does not have are empty.
-            let slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
+            let mut slots = slots.each_mut().map(|slot| slot.get_mut(from..to).unwrap_or_default());
             if policy.frozen {
                 // A frozen parameter's gradient is zero; it needs no update.
             } else if work == Work::Sum {
@@ -403,7 +407,17 @@ impl State {
                 // SAFETY: as above. The prepared gradient replaces rank 0's gradient.
                 unsafe { keep(&self.gradients[0][piece.bucket], place, gradient) };
             } else {
-                self.update.apply(rate, decay, weights, slots, gradient);
+                let mut update = |part: Range<usize>| {
+                    let slots = slots.each_mut().map(|slot| slot.get_mut(part.clone()).unwrap_or_default());
+                    self.update.apply(rate, decay, &mut weights[part.clone()], slots, &gradient[part]);
+                };
+                match &self.sampled {
+                    None => update(0..to - from),
+                    Some(sampled) => {
+                        let begin = piece.range.start;
+                        sampled.each_part(piece.slot, begin + from..begin + to, update);
+                    }
+                }
             }
         }
         if work != Work::Update {

@@ -1,9 +1,11 @@
 //! NVIDIA's GPUs as a backend.
 
-use super::{CudaError, GpuConfig, build, build_decoder};
+use super::{CudaError, GpuConfig, build, build_decoder, program};
 use crate::{
     Engine, EngineError,
     backend::{Backend, BuildArgs, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory},
+    net::Network,
+    plan::{self, Plan},
 };
 use lockstep_comm::nccl;
 use lockstep_data::device::DeviceDecoder;
@@ -104,10 +106,7 @@ impl Backend for Cuda {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
-        let ParallelSpec { ranks, model, height, optimizer_sharding, .. } = spec.parallel;
-        if height > 1 {
-            return Err("parallel.height: only CPU ranks share the rows of pictures. Leave it out, or set parallel.device = \"cpu\"".into());
-        }
+        let ParallelSpec { ranks, model, optimizer_sharding, .. } = spec.parallel;
         let adapts = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
         if model > 1 && adapts {
             return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
@@ -130,6 +129,10 @@ impl Backend for Cuda {
             }
         }
         Ok(())
+    }
+
+    fn check_plan(&self, network: &Network, plan: &Plan) -> Result<(), String> {
+        program::check(&plan::lower(network, plan, 0)?).map_err(|error| error.to_string())
     }
 
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {
@@ -202,8 +205,7 @@ mod tests {
             change(&mut spec);
             Cuda.check(&spec).err()
         };
-        let cases: [(fn(&mut JobSpec), &[&str]); 5] = [
-            (|spec| spec.parallel.height = 2, &["parallel.height", "Leave it out"]),
+        let cases: [(fn(&mut JobSpec), &[&str]); 4] = [
             (
                 |spec| (spec.parallel.model, spec.train.optimizer) = (2, OptimizerKind::Lamb),
                 &["train.optimizer", "Choose one of them"],
@@ -228,5 +230,9 @@ mod tests {
         }
         assert_eq!(refusal(|spec| spec.parallel.optimizer_sharding = true), None);
         assert_eq!(refusal(|spec| spec.parallel.model = 2), None);
+        assert_eq!(
+            refusal(|spec| (spec.parallel.height, spec.parallel.optimizer_sharding) = (2, true)),
+            None
+        );
     }
 }

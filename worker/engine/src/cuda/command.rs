@@ -3,7 +3,10 @@
 //! Operands are ranges of [`Region`]s, not addresses, so a list can be created, printed and checked without a GPU.
 //! `program/emitter.rs` creates a list, [`verify`] checks it, and `program/execute.rs` launches it.
 
-use super::convolution::{Convolution, Direction, Tensors};
+use super::{
+    convolution::{Convolution, Direction, Tensors},
+    dtype::DType,
+};
 use crate::{net::TensorId, sharding::Share};
 use lockstep_comm::DataType;
 
@@ -208,7 +211,9 @@ pub(super) enum Group {
     World,
     /// The ranks that share this rank's copy of the network.
     Model,
-    /// Those that have the same part of it as this one.
+    /// Those that share the rows of this one's pictures.
+    Height,
+    /// Those that have the same part of the network as this one.
     Data,
 }
 
@@ -249,6 +254,8 @@ pub(super) enum Content {
     Argmax(usize),
     /// Memory of a split head, except for the logits and their gradient.
     OfHead,
+    /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
+    OfRows,
 }
 
 /// A part of the step, for readers of the list.
@@ -306,6 +313,14 @@ pub(super) enum Command {
         count: usize,
         dtype: DataType,
     },
+    /// By NCCL: sends `gives` to other ranks of a group and receives `takes` from them, all at once. Ranks are numbers in the group.
+    Exchange {
+        stream: StreamId,
+        group: Group,
+        gives: Vec<(u32, Operand)>,
+        takes: Vec<(u32, Operand)>,
+        dtype: DType,
+    },
 }
 
 impl Command {
@@ -344,8 +359,14 @@ impl Command {
             | Command::Convolution { stream, .. }
             | Command::Record { stream, .. }
             | Command::Wait { stream, .. }
-            | Command::Collective { stream, .. } => Some(*stream),
+            | Command::Collective { stream, .. }
+            | Command::Exchange { stream, .. } => Some(*stream),
         }
+    }
+
+    /// Whether NCCL waits for other ranks in this command.
+    pub(super) fn meets_ranks(&self) -> bool {
+        matches!(self, Command::Collective { .. } | Command::Exchange { .. })
     }
 
     /// The memory that it works on: read, written.
@@ -372,6 +393,10 @@ impl Command {
             }
             Command::Collective { kind: Collective::AllReduce, to, .. } => vec![(*to, Access::Change)],
             Command::Collective { from, to, .. } => vec![(*from, Access::Read), (*to, Access::Write)],
+            Command::Exchange { gives, takes, .. } => {
+                let read = gives.iter().map(|(_, at)| (*at, Access::Read));
+                read.chain(takes.iter().map(|(_, at)| (*at, Access::Write))).collect()
+            }
         };
         all.into_iter().filter(|(operand, _)| !operand.is_none()).collect()
     }

@@ -29,7 +29,10 @@ pub(super) struct Convolution {
     pub(super) out_c: usize,
     pub(super) kernel: usize,
     pub(super) stride: usize,
+    /// Number of padding columns on either side.
     pub(super) padding: usize,
+    /// Number of padding rows on either side: 0 if the input includes them.
+    pub(super) row_padding: usize,
     /// Each makes its share of the output's channels from its share of the input's; both are multiples of it.
     pub(super) groups: usize,
     /// Forward only: also computes the sums of y and of y * y per channel, for the batch norm after it. cuDNN
@@ -61,7 +64,10 @@ impl std::fmt::Debug for Convolution {
         text.field("in_h", &self.in_h).field("in_w", &self.in_w).field("in_c", &self.in_c);
         text.field("out_h", &self.out_h).field("out_w", &self.out_w).field("out_c", &self.out_c);
         text.field("kernel", &self.kernel).field("stride", &self.stride).field("padding", &self.padding);
-        // Choices that were stored before there were groups stay known.
+        // Printed only if set, so that stored choices of other convolutions stay valid.
+        if self.row_padding != self.padding {
+            text.field("row_padding", &self.row_padding);
+        }
         if self.groups != 1 {
             text.field("groups", &self.groups);
         }
@@ -110,6 +116,7 @@ mod tests {
         kernel: 3,
         stride: 2,
         padding: 1,
+        row_padding: 1,
         groups: 1,
         sums: false,
     };
@@ -137,6 +144,8 @@ mod tests {
             Convolution { kernel: 5, ..PLAIN },
             Convolution { stride: 1, ..PLAIN },
             Convolution { padding: 0, ..PLAIN },
+            Convolution { row_padding: 0, ..PLAIN },
+            Convolution { padding: 0, row_padding: 0, ..PLAIN },
             Convolution { groups: 32, ..PLAIN },
             Convolution { groups: 64, ..PLAIN },
             Convolution { sums: true, ..PLAIN },

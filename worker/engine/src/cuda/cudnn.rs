@@ -174,13 +174,13 @@ impl Cudnn {
         let mode = [sys::cudnnConvolutionMode_t::CUDNN_CROSS_CORRELATION];
         convolution.set(Name::CUDNN_ATTR_CONVOLUTION_CONV_MODE, Type::CUDNN_TYPE_CONVOLUTION_MODE, &mode)?;
         convolution.set(Name::CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, Type::CUDNN_TYPE_INT64, &[2i64])?;
-        for (name, value) in [
-            (Name::CUDNN_ATTR_CONVOLUTION_DILATIONS, 1),
-            (Name::CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, c.stride),
-            (Name::CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, c.padding),
-            (Name::CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, c.padding),
+        for (name, values) in [
+            (Name::CUDNN_ATTR_CONVOLUTION_DILATIONS, [1, 1]),
+            (Name::CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, [c.stride; 2]),
+            (Name::CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, [c.row_padding, c.padding]),
+            (Name::CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, [c.row_padding, c.padding]),
         ] {
-            convolution.set(name, Type::CUDNN_TYPE_INT64, &[value as i64; 2])?;
+            convolution.set(name, Type::CUDNN_TYPE_INT64, &values.map(|value| value as i64))?;
         }
         convolution.finalize("a convolution")?;
 

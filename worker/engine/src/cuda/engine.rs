@@ -9,7 +9,15 @@ impl Engine for CudaEngine {
         self.device.bind()?;
         self.device.synchronize()?;
         self.graphs.clear();
-        self.program.take_sizes(&self.device, training, evaluation)
+        let parts = |sizes: &[usize]| -> Result<Vec<_>, EngineError> {
+            let part = |size: &usize| {
+                let network = Arc::new(self.network.resized(*size));
+                part_of(&network, &self.plan, self.comm.as_ref())
+            };
+            sizes.iter().map(part).collect()
+        };
+        let (training, evaluation) = (parts(training)?, parts(evaluation)?);
+        self.program.take_sizes(&self.device, &training, &evaluation)
     }
 
     fn set_image_size(&mut self, image_size: usize) -> Result<(), EngineError> {
@@ -33,7 +41,11 @@ impl Engine for CudaEngine {
 
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
         self.device.bind()?;
-        let Prologue { parts, gradient_scale } = Prologue::of(micro_batches, &self.config, self.comm.size())?;
+        let height = self.plan.mesh.height as u32;
+        let Prologue { parts, gradient_scale } =
+            Prologue::of(micro_batches, &self.config, self.comm.size() / height)?;
+        // Gradients are added over all ranks, and ranks that share rows compute the same loss.
+        let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {
             self.under_way.push_back(UnderWay::Empty);
             return if self.under_way.len() > AHEAD { self.result() } else { Ok(None) };
@@ -119,8 +131,10 @@ impl Engine for CudaEngine {
             let control = Control { valid: part.labels.len() as u32, ..Control::default() };
             self.run(Phase::Evaluate, control, &part)?;
             logits.extend(match &self.groups {
-                None => self.program.logits(part.labels.len())?,
-                Some(groups) => split_logits(&mut self.program, groups, part.labels.len())?,
+                Some(groups) if self.program.head().is_some() => {
+                    split_logits(&mut self.program, groups, part.labels.len())?
+                }
+                _ => self.program.logits(part.labels.len())?,
             });
         }
         Ok(logits)

@@ -1,4 +1,4 @@
-//! The groups of ranks of a plan in which ranks share copies of the network, for what they exchange on the host.
+//! The groups of ranks of a plan in which ranks share copies of the network or rows of pictures, for what they exchange on the host.
 
 use crate::{EngineError, plan::Mesh};
 use lockstep_comm::{CommError, ProcessGroup};
@@ -7,14 +7,16 @@ use std::sync::Arc;
 pub(super) struct Groups {
     /// The ranks that share this rank's copy of the network.
     pub(super) model: Arc<dyn ProcessGroup>,
-    /// The ranks that have the same part of it.
+    /// The ranks that share the rows of its pictures.
+    pub(super) height: Arc<dyn ProcessGroup>,
+    /// The ranks that have the same part of the network.
     pub(super) data: Arc<dyn ProcessGroup>,
 }
 
 impl Groups {
     /// Collective over all ranks of the mesh: creates the groups. `None` if every rank has the whole network.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Option<Self>, EngineError> {
-        if mesh.model == 1 {
+        if mesh.height * mesh.model == 1 {
             return Ok(None);
         }
         let rank = all.rank() as usize;
@@ -22,6 +24,8 @@ impl Groups {
             let group = all.split(Some(color as u32), rank as i32)?;
             group.ok_or(CommError::Failed { operation: "split", detail: "there is no group".into() })
         };
-        Ok(Some(Self { model: of(rank / mesh.model)?, data: of(mesh.model_rank(rank))? }))
+        let [model, height, data] =
+            [mesh.model_group(rank), mesh.height_group(rank), mesh.model_rank(rank)].map(of);
+        Ok(Some(Self { model: model?, height: height?, data: data? }))
     }
 }

@@ -48,7 +48,7 @@ use super::{
     prologue::{Prologue, StepPart},
     unknown_size,
 };
-use crate::net::Network;
+use crate::{net::Network, plan::Plan};
 pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use held::RecoveryStream;
@@ -102,16 +102,20 @@ fn build(
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
     let groups = Groups::split(gpu.plan.mesh, comm.as_ref())?;
-    let part = match &groups {
-        None => network.clone(),
-        Some(_) => {
-            let part = plan::lower(&network, &gpu.plan, comm.rank() as usize);
-            Arc::new(part.map_err(EngineError::Parameters)?)
+    if config.loss.samples() {
+        // A sample includes the labels of one model group and of one micro-batch only.
+        let has_all_labels = groups.as_ref().is_some_and(|groups| groups.data.size() == 1);
+        if !has_all_labels || config.accumulate > 1 {
+            let text = "loss.sample_share: GPUs sample classes where all ranks share one copy of the network, in steps of one micro-batch. \
+                Set parallel.mode = \"hybrid\", parallel.model to parallel.ranks (2 or more) and train.accumulate = 1, or \
+                parallel.device = \"cpu\"";
+            return Err(CudaError::Unsupported(text.into()).into());
         }
-    };
+    }
+    let part = part_of(&network, &gpu.plan, comm.as_ref())?;
     let device = Device::open(gpu.ordinal)?;
     let (free_before, total) = device.memory();
-    fits(&network, config.batch_size, dtype, (free_before, total))?;
+    fits(&part, config.batch_size, dtype, (free_before, total))?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
     let program =
@@ -135,12 +139,22 @@ fn build(
         steps: (counted, counted),
         config,
         network,
+        plan: gpu.plan.clone(),
         comm,
         groups,
         device,
     };
     engine.set_parameters(initial)?;
     Ok(engine)
+}
+
+/// This rank's part of `network` under `plan`.
+fn part_of(
+    network: &Arc<Network>,
+    plan: &Plan,
+    comm: &dyn ProcessGroup,
+) -> Result<Arc<Network>, EngineError> {
+    plan::part_of(network, plan, comm.rank()).map_err(EngineError::Parameters)
 }
 
 /// Whether the GPU has room for what batch norm's backward pass needs, before plans are timed with tensors of that size. Half of
@@ -217,8 +231,10 @@ struct CudaEngine {
     config: EngineConfig,
     /// The whole network (not this rank's part) for the current image size.
     network: Arc<Network>,
+    /// How the network is parallelised over the ranks.
+    plan: Plan,
     comm: Arc<dyn ProcessGroup>,
-    /// Where ranks share copies of the network.
+    /// Where ranks share copies of the network, or rows of pictures.
     groups: Option<Groups>,
     device: Device,
 }

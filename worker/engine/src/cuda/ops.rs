@@ -25,6 +25,8 @@ mod loss;
 mod norm;
 mod optimizer;
 mod pool;
+mod rows;
+mod sample;
 mod split_loss;
 mod step;
 mod through;
@@ -40,6 +42,8 @@ pub(super) use norm::{
 };
 pub(super) use optimizer::{Flat, GradientNorm, Gradients, LarsRates, NORM_PARTS, Rates, Sgd, Update};
 pub(super) use pool::{GlobalAverage, MaxPool, NormBackwardMaxPool, Pool};
+pub(super) use rows::{AddRows, TakeRows};
+pub(super) use sample::{Rows, SampleClasses};
 pub(super) use split_loss::{SplitLogits, SplitLoss};
 pub(super) use step::{Fetch, Keep, Record};
 pub(super) use through::{ROW_PADDING, TILE_CHANNELS, TILE_ROWS, Through};

@@ -103,6 +103,8 @@ fn gpu_a_step_tells_where_its_time_goes() {
             classes: bench::CLASSES,
             model: 1,
             optimizer_sharding: false,
+            sample_share: 1.0,
+            height: 1,
             store: None,
         };
         let calls = bench::profile(&case.parse().unwrap(), how).unwrap();

@@ -45,7 +45,7 @@ mod facts;
 mod step_plan;
 mod text;
 
-pub(super) use step_plan::{SplitHead, StepPlan, capabilities};
+pub(super) use step_plan::{SplitHead, StepPlan, capabilities, check};
 
 /// Position of a micro-batch in its step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -182,7 +182,9 @@ impl Program {
 
     /// Number of values of a picture of the largest size.
     pub(super) fn most_values(&self) -> usize {
-        self.sizes.iter().map(|network| network.tensors[network.input()].len()).max().unwrap_or(0)
+        // Ranks that share rows also receive whole pictures.
+        let values = |network: &Arc<Network>| network.image_size.pow(2) * network.channels;
+        self.sizes.iter().map(values).max().unwrap_or(0)
     }
 
     pub(super) fn dtype(&self) -> DType {
@@ -225,7 +227,7 @@ impl Program {
             norms: &self.norms,
             ops: self.ops,
             optimizer: self.config.optimizer,
-            label_smoothing: self.config.label_smoothing,
+            label_smoothing: self.config.loss.label_smoothing,
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
             ranks: self.reducer.as_ref().map(|reducer| &reducer.statistics),

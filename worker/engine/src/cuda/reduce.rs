@@ -6,6 +6,7 @@
 use super::{
     command::{Collective, Group, Region},
     device::{Buffer, Device, Event, OwnedStream, Pinned, Ptr, Stream},
+    dtype::DType,
     groups::Groups,
     statistics::Statistics,
 };
@@ -53,6 +54,8 @@ pub(super) struct Reducer {
     /// If ranks share the network: the ranks of this copy, and, if there are several copies, the ranks with the same part.
     model: Option<Arc<Nccl>>,
     data: Option<Arc<Nccl>>,
+    /// Where ranks share the rows of pictures.
+    height: Option<Arc<Nccl>>,
     pub(super) statistics: Statistics,
     memory: Memory,
     /// A nonzero value ends all waits for other ranks.
@@ -80,20 +83,29 @@ impl Reducer {
         let place = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
         let nccl = Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout())?;
-        let of = |group: &dyn ProcessGroup, what: &str| {
-            Nccl::connect(Exchange::Group(group), &name(what), gpu.ordinal, comm.timeout())
+        let of = |group: Option<&Arc<dyn ProcessGroup>>, what: &str| {
+            let connect = |group: &Arc<dyn ProcessGroup>| {
+                let place = Exchange::Group(group.as_ref());
+                Nccl::connect(place, &name(what), gpu.ordinal, comm.timeout())
+            };
+            group.filter(|group| group.size() > 1).map(connect).transpose()
         };
-        let model = groups.map(|groups| of(groups.model.as_ref(), "model")).transpose()?;
-        let several = groups.filter(|groups| groups.data.size() > 1);
-        let data = several.map(|groups| of(groups.data.as_ref(), "data")).transpose()?;
+        let model = of(groups.map(|groups| &groups.model), "model")?;
+        let height = of(groups.map(|groups| &groups.height), "height")?;
+        // If each rank has the whole network, these are all ranks.
+        let data = of(groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data), "data")?;
         device.bind()?;
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match sync {
+            None if height.is_some() => (Statistics::ApartInOrder, Memory::None),
             None => (Statistics::Apart, Memory::None),
             Some(channels) => {
                 let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
+                    _ if height.is_some() => {
+                        Err("GPUs that share rows of pictures meet between kernels anyway".into())
+                    }
                     None => Ok(()),
                     Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
                 };
@@ -131,6 +143,7 @@ impl Reducer {
             nccl,
             model,
             data,
+            height,
             statistics,
             memory,
             abort,
@@ -159,17 +172,7 @@ impl Reducer {
         count: usize,
         dtype: DataType,
     ) -> Result<(), EngineError> {
-        let nccl = match group {
-            Group::World => Some(&self.nccl),
-            Group::Model => self.model.as_ref(),
-            Group::Data => self.data.as_ref(),
-        };
-        let Some(nccl) = nccl else {
-            return Err(EngineError::Device(format!(
-                "a step with a collective{group}, which this engine does not have"
-            )));
-        };
-        let stream = stream.0;
+        let (nccl, stream) = (self.of(group)?, stream.0);
         // SAFETY: ranges of buffers of this engine, which outlive the stream's work; as long as the command says, which is checked.
         Ok(unsafe {
             match kind {
@@ -182,13 +185,37 @@ impl Reducer {
         }?)
     }
 
+    /// Sends values to other ranks of a group and receives theirs; each message is (rank, address, number of values).
+    pub(super) fn give_and_take(
+        &self,
+        stream: Stream,
+        group: Group,
+        [gives, takes]: [&[(u32, Ptr, usize)]; 2],
+        dtype: DType,
+    ) -> Result<(), EngineError> {
+        // SAFETY: as in `collective`.
+        Ok(unsafe { self.of(group)?.exchange(gives, takes, dtype.into(), stream.0) }?)
+    }
+
+    fn of(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {
+        let nccl = match group {
+            Group::World => Some(&self.nccl),
+            Group::Model => self.model.as_ref(),
+            Group::Height => self.height.as_ref(),
+            Group::Data => self.data.as_ref(),
+        };
+        let absent = || format!("a step with a collective{group}, which this engine does not have");
+        nccl.ok_or_else(|| EngineError::Device(absent()))
+    }
+
     fn all(&self) -> impl Iterator<Item = &Arc<Nccl>> {
-        std::iter::once(&self.nccl).chain(&self.model).chain(&self.data)
+        std::iter::once(&self.nccl).chain(&self.model).chain(&self.data).chain(&self.height)
     }
 
     /// How gradients and statistics are exchanged between ranks, for the log.
     pub(super) fn exchange(&self) -> String {
         let split = if self.model.is_some() { "classes are split over ranks; " } else { "" };
+        let rows = if self.height.is_some() { "ranks share the rows of pictures; " } else { "" };
         let rest = match &self.memory {
             Memory::None => {
                 String::from("gradients go through NCCL; each rank has its own batch norm statistics")
@@ -202,7 +229,7 @@ impl Reducer {
                 )
             }
         };
-        format!("{split}{rest}")
+        format!("{rows}{split}{rest}")
     }
 
     /// Checks for asynchronous NCCL errors.

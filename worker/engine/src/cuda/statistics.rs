@@ -18,6 +18,8 @@ pub(super) struct Meeting {
 pub(super) enum Statistics {
     /// Each rank has its own.
     Apart,
+    /// Each rank has its own, and ranks exchange other values between kernels.
+    ApartInOrder,
     /// Through each other's memory, inside the kernels: by batch norm, forward's meeting and backward's.
     Exchanged(Vec<[Meeting; 2]>),
     ByNccl,
@@ -50,7 +52,7 @@ impl Statistics {
     /// What becomes of the sums of batch norm number `norm`, which has `channels`.
     pub(super) fn reduction(&self, norm: usize, channels: usize, backward: bool) -> Reduce {
         match self {
-            Statistics::Apart => Reduce::Local,
+            Statistics::Apart | Statistics::ApartInOrder => Reduce::Local,
             Statistics::Exchanged(meetings) => {
                 let Meeting { offset, sequence } = meetings[norm][usize::from(backward)];
                 Reduce::Exchange { peers: Operand::whole(Region::PeerTable), at: offset, sequence }
@@ -66,10 +68,10 @@ impl Statistics {
         matches!(self, Statistics::Exchanged(_))
     }
 
-    /// Whether NCCL adds statistics between kernels. One group of ranks must not be used from two streams at once, so gradients
-    /// then go from the main stream alone, too.
+    /// Whether ranks meet through NCCL between kernels. Neither one group of ranks nor two groups that wait for each other's ranks may be used
+    /// from two streams at once, so gradients are then sent from the main stream, too.
     pub(super) fn is_ordered(&self) -> bool {
-        matches!(self, Statistics::ByNccl)
+        matches!(self, Statistics::ByNccl | Statistics::ApartInOrder)
     }
 }
 

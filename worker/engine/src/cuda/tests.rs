@@ -2,7 +2,7 @@
 //! `tests/gpu/bundle` packs them for a machine with a GPU.
 
 use crate::{
-    Engine, EngineConfig, Optimizer,
+    Engine, EngineConfig, LossConfig, Optimizer,
     cuda::GpuConfig,
     net::{Network, init, resnet},
     plan::Plan,
@@ -22,6 +22,7 @@ mod layers;
 mod mixing;
 mod networks;
 mod optimizers;
+mod rows;
 mod runs;
 mod scaling;
 mod sharded;
@@ -63,7 +64,7 @@ fn config(batch_size: usize) -> EngineConfig {
     EngineConfig {
         batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 1e-4, ..Optimizer::default() },
-        label_smoothing: 0.1,
+        loss: LossConfig { label_smoothing: 0.1, ..LossConfig::default() },
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,

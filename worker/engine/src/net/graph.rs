@@ -230,6 +230,13 @@ impl Network {
         self.rows(tensor).map_or(shape.height, |rows| rows.whole) * shape.width
     }
 
+    /// The weight of this rank in the mean over all rows. `pooled` is this rank's mean, the output of the global pooling.
+    pub fn share_of_rows(&self, pooled: TensorId) -> f32 {
+        let pooling = self.ops.iter().find(|op| op.output() == pooled);
+        let Some(Op::GlobalAveragePool { input, .. }) = pooling else { return 1.0 };
+        self.tensors[*input].pixels() as f32 / self.whole_pixels(*input) as f32
+    }
+
     /// Which stage of the whole network it is, of how many. The input of all but the first is what the stage before makes, and the last one's
     /// last tensor are the logits.
     pub fn stage(&self) -> (usize, usize) {

@@ -65,6 +65,13 @@ impl Rows {
         };
         Self { whole: self.whole, of_rank: output.of_rank.iter().map(of).collect() }
     }
+
+    /// The rows of rank `from` that rank `to` needs for its rows in `wanted`.
+    pub fn given(&self, from: usize, wanted: &Self, to: usize) -> Range<isize> {
+        let (has, wants) = (&self.of_rank[from], &wanted.of_rank[to]);
+        let start = has.start.max(wants.start);
+        start..has.end.min(wants.end).max(start)
+    }
 }
 
 /// Bounds of `parts` ranges that divide `count`, each a multiple of `unit`. The first ranges are longer if `count` does not divide evenly.
@@ -158,6 +165,23 @@ mod tests {
         assert_eq!(rows.reached(&Rows::shared(4, 2), 7, 2, 3).of_rank, [-3..6, 1..10]);
         assert_eq!(rows.reached(&Rows::shared(1, 2), 1, 8, 0).of_rank, [0..1, 8..8]);
         assert_eq!(rows.reached(&rows, 1, 1, 0), rows);
+    }
+
+    /// Every row that a window reaches comes from one rank, or lies outside the picture.
+    #[test]
+    fn each_row_that_a_window_reaches_is_given_by_one_rank() {
+        for (whole, ranks, kernel, stride, padding) in
+            [(7, 2, 3, 1, 1), (8, 4, 7, 2, 3), (5, 3, 1, 2, 0), (4, 4, 5, 1, 2)]
+        {
+            let rows = Rows::shared(whole, ranks);
+            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, ranks);
+            let wanted = rows.reached(&made, kernel, stride, padding);
+            for to in 0..ranks {
+                let given: Vec<isize> = (0..ranks).flat_map(|from| rows.given(from, &wanted, to)).collect();
+                let inside = wanted.of_rank[to].clone().filter(|row| (0..whole as isize).contains(row));
+                assert_eq!(given, inside.collect::<Vec<_>>(), "{whole} rows, rank {to}");
+            }
+        }
     }
 
     #[test]

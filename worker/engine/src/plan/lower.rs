@@ -62,6 +62,17 @@ pub fn lower(network: &Network, plan: &Plan, rank: usize) -> Result<Network, Str
     Ok(stage_of(&local, &part, bounds[stage]..bounds[stage + 1], (stage, stages)))
 }
 
+/// The part of `network` that `rank` computes: the whole network under data parallelism, else that of [`lower()`].
+///
+/// # Errors
+/// As for [`lower()`].
+pub fn part_of(network: &Arc<Network>, plan: &Plan, rank: u32) -> Result<Arc<Network>, String> {
+    if plan.is_data() {
+        return Ok(network.clone());
+    }
+    lower(network, plan, rank as usize).map(Arc::new)
+}
+
 /// Names in a list of all operators.
 const NAMED: usize = 10;
 

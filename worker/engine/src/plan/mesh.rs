@@ -24,6 +24,16 @@ impl Mesh {
         self.data * self.height * self.model
     }
 
+    /// Number of the model group of `rank`: the ranks that share one copy of the network.
+    pub fn model_group(self, rank: usize) -> usize {
+        rank / self.model
+    }
+
+    /// Number of the height group of `rank`: the ranks that share the rows of the same pictures.
+    pub fn height_group(self, rank: usize) -> usize {
+        rank / (self.height * self.model) * self.model + self.model_rank(rank)
+    }
+
     /// The place of a rank on the axis `model`.
     pub fn model_rank(self, rank: usize) -> usize {
         rank % self.model

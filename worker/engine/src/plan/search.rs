@@ -66,18 +66,24 @@ pub fn search(
     let is_free = |pin: u32, ranks: usize| pin <= 1 || pin as usize == ranks;
     let mut found = Vec::new();
     let is_pinned = pinned.pipeline > 1 || pinned.model > 1;
+    let runnable = |best: Candidate| {
+        let best = divided(network, best, (machine, work), pinned, &runs);
+        runs(&best.plan).then_some(best)
+    };
     for stage in divisors(ranks).filter(|ranks| is_free(pinned.pipeline, *ranks)) {
         for height in divisors(ranks / stage).filter(|ranks| is_free(pinned.height, *ranks)) {
             for model in divisors(ranks / (stage * height)).filter(|ranks| is_free(pinned.model, *ranks)) {
                 let mesh = Mesh { stage, data: ranks / (stage * height * model), height, model };
-                let best = match model {
-                    1 if !pinned.shard.is_empty() => None,
-                    1 => candidate(network, Plan::on(mesh, Vec::new()), machine, work),
-                    _ if stage > 1 && !is_pinned => None,
-                    _ => best_splits(network, mesh, (machine, work), &pinned.shard),
-                };
-                let best = best.map(|best| divided(network, best, (machine, work), pinned, &runs));
-                found.extend(best.filter(|best| runs(&best.plan)));
+                if model == 1 {
+                    let plain = pinned.shard.is_empty().then(|| Plan::on(mesh, Vec::new()));
+                    let plain = plain.and_then(|plan| candidate(network, plan, machine, work));
+                    found.extend(plain.and_then(runnable));
+                } else if stage == 1 || is_pinned {
+                    let best = best_splits(network, mesh, (machine, work), &pinned.shard);
+                    // Some backends support only the split without strategies.
+                    let plain = || candidate(network, Plan::on(mesh, pinned.shard.clone()), machine, work);
+                    found.extend(best.and_then(runnable).or_else(|| plain().and_then(runnable)));
+                }
             }
         }
     }

@@ -8,7 +8,7 @@ use lockstep_kernels::synthetic;
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     inspect::{EvaluateModel, ModelEvaluation, NamedPicture, Pick, Samples},
-    spec::{Arch, DataSpec, JobSpec, ModelSpec, Stem, Validation},
+    spec::{Arch, DataSpec, JobSpec, LossKind, LossSpec, ModelSpec, Stem, Validation},
 };
 use lockstep_worker::inspect;
 use serde::Deserialize;
@@ -159,6 +159,35 @@ fn predictions_are_pytorch_s_to_four_digits() {
     }
     let missing = inspect::predict(&dir.path().join("nowhere"), Vec::new()).unwrap_err();
     assert!(missing.contains("nowhere"), "{missing}");
+}
+
+/// Cosines do not depend on the lengths of a class's weights, and have no bias.
+#[test]
+fn predictions_of_a_loss_with_a_margin_are_by_cosines() {
+    let of = expected();
+    let predicted = |kind: LossKind, changed: bool| {
+        let dir = tempfile::tempdir().unwrap();
+        let loss = LossSpec { kind, ..LossSpec::default() };
+        let about = |about: &mut serde_json::Value| {
+            about["spec"] =
+                serde_json::to_string(&JobSpec { loss: loss.clone(), ..spec(&of) }).unwrap().into();
+        };
+        let change = |name: &str, values: &mut Vec<f32>| match name {
+            "fc.weight" if changed => {
+                values.iter_mut().enumerate().for_each(|(at, v)| *v *= (2 << (at / 64)) as f32)
+            }
+            "fc.bias" if changed => values.fill(7.0),
+            _ => {}
+        };
+        write_changed(dir.path(), &of, about, change);
+        let found = inspect::predict(dir.path(), vec![("0.png".into(), png(&of, 0))]).unwrap();
+        let of_classes = found[0].classes.iter();
+        of_classes.map(|one| (one.class.clone(), one.probability)).collect::<Vec<_>>()
+    };
+    let arcface = predicted(LossKind::ArcFace, false);
+    assert_eq!(predicted(LossKind::ArcFace, true), arcface);
+    assert_eq!(predicted(LossKind::CosFace, false), arcface, "no margin is in them");
+    assert!(predicted(LossKind::Softmax, false) != arcface);
 }
 
 #[test]

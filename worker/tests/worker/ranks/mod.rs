@@ -5,8 +5,10 @@ mod frozen;
 mod full;
 mod hybrid;
 mod kept;
+mod margin;
 mod optimizers;
 mod pipeline;
+mod sampled;
 mod sharded;
 
 use lockstep_comm::{
@@ -17,7 +19,7 @@ use lockstep_comm::{
 };
 use lockstep_data::loader::Batch;
 use lockstep_engine::{
-    Engine, EngineConfig, EngineError, Optimizer, OptimizerState, StepResult, build_cpu,
+    Engine, EngineConfig, EngineError, LossConfig, Optimizer, OptimizerState, StepResult, build_cpu,
     net::{Network, init, resnet},
     slots,
 };
@@ -39,7 +41,7 @@ fn config(batch_size: usize) -> EngineConfig {
     EngineConfig {
         batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 1e-4, ..Optimizer::default() },
-        label_smoothing: 0.1,
+        loss: LossConfig { label_smoothing: 0.1, ..LossConfig::default() },
         accumulate: 1,
         sync_batch_norm: true,
         gradients_mean: true,

@@ -67,6 +67,9 @@ pub(in crate::cuda) fn print(commands: &[Command], names: &Names, title: impl Fn
                 let what = accesses(command, &names);
                 format!("  {stream}: {kind}{group} of {count} {}: {what}", dtype.name())
             }
+            Command::Exchange { stream, group, .. } => {
+                format!("  {stream}: exchange{group}: {}", accesses(command, &names))
+            }
         };
         let _ = writeln!(text, "{line}");
     }
@@ -99,6 +102,7 @@ impl Display for Content {
             Content::ReluMask(norm) => write!(f, "relu_mask of norm {norm}"),
             Content::Argmax(number) => write!(f, "argmax {number}"),
             Content::OfHead => f.write_str("of the split head"),
+            Content::OfRows => f.write_str("of shared rows"),
         }
     }
 }
@@ -119,6 +123,7 @@ impl Display for Group {
         f.write_str(match self {
             Group::World => "",
             Group::Model => " in the model group",
+            Group::Height => " in the height group",
             Group::Data => " in the data group",
         })
     }

@@ -38,6 +38,7 @@ pub(in crate::cuda) fn meetings(commands: &[Command]) -> Vec<String> {
             Command::Collective { stream, kind, group, count, dtype, .. } => {
                 Some(format!("{kind:?} {group:?} {stream:?} {count} {dtype:?}"))
             }
+            Command::Exchange { stream, group, .. } => Some(format!("Exchange {group:?} {stream:?}")),
             Command::Kernel { .. } => {
                 let accesses = command.accesses();
                 let (operand, _) = accesses.iter().find(|(operand, _)| exchange(operand))?;
@@ -55,6 +56,7 @@ fn name(command: &Command) -> String {
         Command::Collective { stream, kind, group, to, .. } => {
             format!("{kind}{group} to {to:?} on {stream:?}")
         }
+        Command::Exchange { stream, group, .. } => format!("exchange{group} on {stream:?}"),
         other => format!("{other:?}"),
     }
 }
@@ -150,7 +152,7 @@ impl Check {
                 self.touch(operand, place, true)?;
             }
         }
-        if matches!(command, Command::Collective { .. }) {
+        if command.meets_ranks() {
             if self.collective.is_some_and(|last| !last.is_before(stream, &self.clocks[stream])) {
                 return Err("the collective before it may still run".into());
             }
@@ -173,7 +175,7 @@ impl Check {
         let of_update = |to: Operand| trained(to) || to.region == Region::SegmentSquares;
         let waits = match *command {
             Command::Collective { to, .. } => !of_update(to),
-            _ => written().any(|operand| operand.region == Region::PeerSequences),
+            _ => command.meets_ranks() || written().any(|operand| operand.region == Region::PeerSequences),
         };
         if self.updates && waits {
             return Err("it waits for other ranks after an update may have begun".into());

@@ -6,12 +6,13 @@ use crate::{
         ops::{LOSS_ROWS, NORM_PARTS, ROW_PADDING, SMALL_GROUPS, TILE_CHANNELS, TILE_ROWS, in_flight},
     },
     fuse::{EXPANDED, REDUCED},
+    loss::ROUNDS,
 };
 use lockstep_comm::peers::MAX_PEERS;
 use lockstep_kernels::batch_norm::{EPSILON, MOMENTUM};
 
 /// Names, and values as C++ has them, for kernels that compute in `dtype`.
-pub(super) fn of(dtype: DType) -> [(&'static str, String); 13] {
+pub(super) fn of(dtype: DType) -> [(&'static str, String); 14] {
     [
         ("DTYPE", dtype.number().to_string()),
         ("IN_FLIGHT", in_flight(dtype).to_string()),
@@ -27,5 +28,6 @@ pub(super) fn of(dtype: DType) -> [(&'static str, String); 13] {
         ("NORM_PARTS", NORM_PARTS.to_string()),
         ("LOSS_ROWS", LOSS_ROWS.to_string()),
         ("MAX_PEERS", MAX_PEERS.to_string()),
+        ("ORDER_ROUNDS", ROUNDS.to_string()),
     ]
 }

@@ -11,16 +11,19 @@ pub(in crate::cuda) struct PlainPool {
     pub(in crate::cuda) output: [u32; 2],
     pub(in crate::cuda) kernel: u32,
     pub(in crate::cuda) stride: u32,
+    /// Padding of columns, and of rows.
     pub(in crate::cuda) padding: u32,
+    pub(in crate::cuda) row_padding: u32,
     /// A multiple of 8.
     pub(in crate::cuda) channels: u32,
 }
 
 impl PlainPool {
-    fn args(self) -> [Arg; 9] {
+    fn args(self) -> [Arg; 10] {
         let ([height, width], [out_height, out_width]) = (self.input, self.output);
-        let Self { pictures, kernel, stride, padding, channels, .. } = self;
-        [pictures, height, width, out_height, out_width, kernel, stride, padding, channels].map(Arg::U32)
+        let Self { pictures, kernel, stride, padding, row_padding, channels, .. } = self;
+        [pictures, height, width, out_height, out_width, kernel, stride, padding, row_padding, channels]
+            .map(Arg::U32)
     }
 
     fn items(self, [height, width]: [u32; 2]) -> u64 {
@@ -33,6 +36,12 @@ impl Ops {
     pub(in crate::cuda) fn relu(&self, [x, y]: [Operand; 2], length: u64) -> Kernel {
         let args = [Arg::In(x), Arg::Out(y), Arg::U64(length)];
         kernel("relu_forward", self.items(length / 8, 8), args)
+    }
+
+    /// y = factor x. Moves: x and y once.
+    pub(in crate::cuda) fn scale_values(&self, [x, y]: [Operand; 2], length: u64, factor: f32) -> Kernel {
+        let args = [Arg::In(x), Arg::Out(y), Arg::U64(length), Arg::F32(factor)];
+        kernel("scale_values", self.items(length / 8, 8), args)
     }
 
     /// dx = dy where y = relu(x) is above 0. Moves: y, dy and dx once.

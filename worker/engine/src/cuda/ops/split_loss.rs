@@ -17,6 +17,9 @@ pub(in crate::cuda) struct SplitLogits {
     pub(in crate::cuda) logits: Operand,
     /// float32, this rank's classes and padding.
     pub(in crate::cuda) bias: Operand,
+    /// Results of [`Ops::sample_classes`] if the classes are a sample; may be absent.
+    pub(in crate::cuda) sample: Operand,
+    pub(in crate::cuda) places: Operand,
     /// Control blocks of all ranks of the group.
     pub(in crate::cuda) controls: Operand,
     /// `u32`s of one of them.
@@ -93,6 +96,7 @@ impl Ops {
             Arg::U32(p.chunk),
             Arg::U32(pieces),
             Arg::U32(p.classes),
+            Arg::In(p.sample),
         ];
         let of_parts = kernel("class_parts", plain([p.chunks * pieces, rows, 1], [256, 1, 1]), args);
         let args = [
@@ -106,6 +110,8 @@ impl Ops {
             Arg::U32(p.chunk),
             Arg::U32(p.classes),
             Arg::U32(p.first),
+            Arg::In(p.sample),
+            Arg::In(p.places),
             Arg::Out(records),
         ];
         [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
@@ -149,6 +155,8 @@ impl Ops {
             Arg::U32(p.classes),
             Arg::U32(p.first),
             Arg::F32(smoothing / p.all_classes as f32),
+            Arg::In(p.sample),
+            Arg::In(p.places),
             Arg::out(dbias, accumulate),
             Arg::U32(accumulate.into()),
         ];

@@ -19,8 +19,9 @@ impl Program {
             config.batch_size,
             dtype,
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
-        )?;
-        let share = (gpu.plan.optimizer_sharding && groups.is_none() && comm.size() > 1)
+        )?
+        .with_sample(&config.loss);
+        let share = (gpu.plan.optimizer_sharding && plan.head.is_none() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;
         let layout =
@@ -64,10 +65,9 @@ impl Program {
             _ => Some(device.zeros(4 * layout.matrices)?),
         };
         let data_ranks = groups.map_or(1, |groups| groups.data.size() as usize);
-        let recomputed = match plan.recomputes(accumulated.is_some(), data_ranks) {
-            true => layout.split_matrices,
-            false => 0,
-        };
+        // The gradient of a sample is in the arena.
+        let is_elsewhere = plan.recomputes(accumulated.is_some(), data_ranks) || plan.sampled().is_some();
+        let recomputed = if is_elsewhere { layout.split_matrices } else { 0 };
         let matrix_gradients = device.zeros(dtype.size() * (layout.matrices - recomputed))?;
         let slots = layout.trained_slots();
         let whole = slots.iter().map(|slot| slot.range.clone()).collect();
@@ -143,18 +143,18 @@ impl Program {
         Ok(program)
     }
 
-    /// Prepares for more sizes of pictures, some of which are never trained on. No graph may be captured yet, as memory
-    /// moves.
+    /// Prepares for more image sizes, some of which are never trained on, from this rank's part of the network for each size. No graph may be
+    /// captured yet, because memory moves.
     pub(in crate::cuda) fn take_sizes(
         &mut self,
         device: &Device,
-        training: &[usize],
-        evaluation: &[usize],
+        training: &[Arc<Network>],
+        evaluation: &[Arc<Network>],
     ) -> Result<(), EngineError> {
         let own = self.plan.network.clone();
-        if let Some(odd) =
-            training.iter().chain(evaluation).find(|size| self.plan.folded && !size.is_multiple_of(2))
-        {
+        let is_odd = |network: &&Arc<Network>| self.plan.folded && !network.image_size.is_multiple_of(2);
+        if let Some(odd) = training.iter().chain(evaluation).find(is_odd) {
+            let odd = odd.image_size;
             let text = format!(
                 "pictures of {odd} pixels beside those of {}: sizes of one run are even",
                 own.image_size
@@ -163,11 +163,11 @@ impl Program {
         }
         // Memory suffices for the largest size.
         let mut bytes = self.arena.bytes;
-        for (sizes, trains) in [(training, true), (evaluation, false)] {
-            for size in sizes {
-                let network = Arc::new(own.resized(*size));
+        for (networks, trains) in [(training, true), (evaluation, false)] {
+            for network in networks {
+                check(network)?;
                 self.sizes.push(network.clone());
-                self.plan.set_network(network);
+                self.plan.set_network(network.clone());
                 self.prepare_plans(device, trains)?;
                 bytes = bytes.max(self.arena_bytes(trains)?);
             }
@@ -192,6 +192,10 @@ impl Program {
             if !trains {
                 continue;
             }
+            let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
+            let sampled = self.plan.sampled_convolution().filter(|_| is_head);
+            wanted.extend(sampled);
+            let convolution = sampled.unwrap_or(convolution);
             if matches!(op, FusedOp::Conv(Conv { norm_after: Some(_), .. })) && self.takes_sums(&convolution)
             {
                 wanted.push(Convolution { sums: true, ..convolution });

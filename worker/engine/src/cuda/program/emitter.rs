@@ -10,6 +10,8 @@ mod forward;
 mod fused;
 mod loss;
 mod plain;
+mod rows;
+mod sampled_head;
 mod split_head;
 #[cfg(test)]
 mod tests;
@@ -74,6 +76,8 @@ struct GraphEmitter<'a> {
     sent: usize,
     /// Features and gradient of the logits, where the gradient of a split head's weights is still to come.
     head: Option<[Allocation; 2]>,
+    /// The sampled classes of a split head, in training.
+    sampled: Option<sampled_head::SampledHead>,
     /// The convolution output whose sums cuDNN has taken along.
     summed: Option<TensorId>,
 }
@@ -119,6 +123,7 @@ impl<'a> GraphEmitter<'a> {
             shared: Vec::new(),
             sent: 0,
             head: None,
+            sampled: None,
             summed: None,
         }
     }

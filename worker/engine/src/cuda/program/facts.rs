@@ -17,6 +17,7 @@ use crate::{
     net::TensorId,
     sharding::Share,
 };
+use std::ops::Range;
 
 /// A range of all that an update works on.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +113,15 @@ impl Facts<'_> {
         let (layout, gradients, rates) = (self.layout, self.gradients(), self.all_rates());
         let (split, matrices) = (layout.split_matrices, layout.matrices);
         let Some(share) = self.share else {
+            let none = matrices..matrices;
+            if self.plan.sampled().is_some() {
+                // The biases of a sampled head lie between both ranges and are updated with the sampled rows.
+                let vectors = matrices + layout.split_vectors;
+                return vec![
+                    self.updated_from(gradients.part(split..matrices, none.clone()), split, split),
+                    self.updated_from(gradients.part(none, vectors..layout.trained), vectors, vectors),
+                ];
+            }
             let gradients = gradients.part(split..matrices, matrices..layout.trained);
             return vec![self.updated_from(gradients, split, split)];
         };
@@ -201,10 +211,15 @@ impl Facts<'_> {
         }
     }
 
+    /// Ranges of the head's weights and biases in the flat layout.
+    pub(super) fn head_ranges(&self) -> [Range<usize>; 2] {
+        ["weight", "bias"].map(|suffix| self.slot(self.plan.network.head(), suffix).range.clone())
+    }
+
     /// Where a convolution leaves the sums of its output for the batch norm after it.
     pub(super) fn channel_sums(&self, tensor: TensorId) -> Operand {
-        let ordered = self.ranks.is_some_and(Statistics::is_ordered);
-        let region = if ordered { Region::StatisticsSums } else { Region::ChannelSums };
+        let by_nccl = matches!(self.ranks, Some(Statistics::ByNccl));
+        let region = if by_nccl { Region::StatisticsSums } else { Region::ChannelSums };
         Operand::new(region, 0, 8 * self.plan.network.tensors[tensor].channels)
     }
 

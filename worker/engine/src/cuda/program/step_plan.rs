@@ -5,6 +5,7 @@ use super::{Convolution, DType, Direction};
 use crate::{
     cuda::error::CudaError,
     fuse::{Capabilities, Conv, FusedOp, Norm, fuse},
+    loss::LossConfig,
     net::{Network, Op, Placement, TensorId},
 };
 use std::{ops::Range, sync::Arc};
@@ -30,6 +31,17 @@ pub(in crate::cuda) struct SplitHead {
     pub(in crate::cuda) bounds: Vec<usize>,
     /// Number of chunks of the logits in memory, each `[pictures, classes of a chunk]`.
     pub(in crate::cuda) chunks: usize,
+    pub(in crate::cuda) sampled: Option<SampledClasses>,
+}
+
+/// The classes of a rank that a training step samples: some are drawn at random, and those of the labels are added.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in crate::cuda) struct SampledClasses {
+    pub(in crate::cuda) drawn: usize,
+    /// Maximum number of sampled classes, and number of chunks in which they are multiplied.
+    pub(in crate::cuda) slots: usize,
+    pub(in crate::cuda) chunks: usize,
+    pub(in crate::cuda) seed: u64,
 }
 
 impl SplitHead {
@@ -37,9 +49,8 @@ impl SplitHead {
     fn of(network: &Network) -> Option<Self> {
         let Placement::Channels(bounds) = network.placement(network.logits()) else { return None };
         let (bounds, rank) = (bounds.clone(), network.part.as_ref()?.rank);
-        let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
-        let chunks = (most_classes(&bounds) * inputs).div_ceil(CHUNK).max(1);
-        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks })
+        let chunks = chunks_of(network, most_classes(&bounds));
+        Some(Self { ranks: bounds.len() - 1, rank, bounds, chunks, sampled: None })
     }
 
     /// This rank's classes.
@@ -51,6 +62,12 @@ impl SplitHead {
     pub(in crate::cuda) fn most(&self) -> usize {
         most_classes(&self.bounds)
     }
+}
+
+/// Number of chunks in which `classes` classes are multiplied.
+fn chunks_of(network: &Network, classes: usize) -> usize {
+    let inputs = network.ops.last().map_or(0, |op| network.tensors[op.inputs()[0]].channels);
+    (classes * inputs).div_ceil(CHUNK).max(1)
 }
 
 /// The first ranks have one more where classes do not come out even.
@@ -101,6 +118,7 @@ impl StepPlan {
         let padded_input = network.channels.next_multiple_of(PADDED_INPUT);
         let folded = padded_input == 4
             && network.image_size.is_multiple_of(2)
+            && network.rows(network.input()).is_none()
             && ops.iter().any(|op| match op {
                 FusedOp::Conv(Conv { shape, needs_input_gradient: false, .. }) => {
                     (shape.kernel, shape.stride, shape.padding) == (7, 2, 3)
@@ -114,6 +132,22 @@ impl StepPlan {
             Some(head) => head.most().next_multiple_of(PADDED_CLASSES * head.chunks),
         };
         Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, head, folded })
+    }
+
+    /// The same plan, in which training samples the classes of a split head if `loss` asks for it.
+    pub(in crate::cuda) fn with_sample(mut self, loss: &LossConfig) -> Self {
+        if let (true, Some(head)) = (loss.samples(), &mut self.head) {
+            // No label of the group need be among the drawn classes. The number is the same on every rank.
+            let slots = loss.drawn(head.most()) + 2 * head.ranks * self.batch;
+            let (drawn, chunks) = (loss.drawn(head.own().len()), chunks_of(&self.network, slots));
+            let slots = slots.next_multiple_of(PADDED_CLASSES * chunks);
+            head.sampled = Some(SampledClasses { drawn, slots, chunks, seed: loss.seed });
+        }
+        self
+    }
+
+    pub(super) fn sampled(&self) -> Option<&SampledClasses> {
+        self.head.as_ref()?.sampled.as_ref()
     }
 
     /// Continues with pictures of another size.
@@ -155,6 +189,11 @@ impl StepPlan {
         }
     }
 
+    /// Whether ranks share the rows of pictures.
+    pub(super) fn shares_rows(&self) -> bool {
+        self.network.rows(self.network.input()).is_some()
+    }
+
     /// Parts that the logits have in memory, and classes of each.
     pub(super) fn chunks(&self) -> (usize, usize) {
         let chunks = self.head.as_ref().map_or(1, |head| head.chunks);
@@ -168,9 +207,15 @@ impl StepPlan {
 
     /// Whether the gradient of a split head's weights is stored nowhere whole: it is computed twice, a chunk at a time, for its norm and for
     /// the update. A third of the head's multiplications are added, and a sixth of its memory is saved. Not where gradients are added up
-    /// over micro-batches or ranks.
+    /// over micro-batches or ranks, nor of a sample.
     pub(super) fn recomputes(&self, accumulates: bool, data_ranks: usize) -> bool {
-        self.chunks().0 > 1 && !accumulates && data_ranks == 1
+        self.chunks().0 > 1 && !accumulates && data_ranks == 1 && self.sampled().is_none()
+    }
+
+    /// The forward convolution of a chunk of sampled classes.
+    pub(super) fn sampled_convolution(&self) -> Option<Convolution> {
+        let (sampled, (convolution, _)) = (self.sampled()?, self.convolution(self.ops.last()?)?);
+        Some(Convolution { out_c: sampled.slots / sampled.chunks, ..convolution })
     }
 
     /// Number of values per picture in memory, including padding.
@@ -180,7 +225,7 @@ impl StepPlan {
             return (shape.height / 2 + 3) * (shape.width / 2 + 3) * 4 * self.padded_input;
         }
         let channels = match tensor {
-            t if t == self.network.input() => self.padded_input,
+            t if self.network.is_pictures(t) => self.padded_input,
             t if t == self.network.logits() => self.padded_classes,
             _ => shape.channels,
         };
@@ -189,12 +234,13 @@ impl StepPlan {
 
     /// The forward convolution of an operation, and whether it reads the pictures. For a split head: the convolution of one chunk of classes.
     pub(super) fn convolution(&self, op: &FusedOp) -> Option<(Convolution, bool)> {
-        let (input, output, kernel, stride, padding, groups, first) = match *op {
+        let (input, output, kernel, stride, [row_padding, padding], groups, first) = match *op {
             FusedOp::Conv(Conv { input, output, shape, needs_input_gradient, .. }) => {
-                let (kernel, stride, padding) = (shape.kernel, shape.stride, shape.padding);
-                (input, output, kernel, stride, padding, shape.groups, !needs_input_gradient)
+                let (kernel, stride, paddings) =
+                    (shape.kernel, shape.stride, [shape.row_padding, shape.padding]);
+                (input, output, kernel, stride, paddings, shape.groups, !needs_input_gradient)
             }
-            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, 0, 1, false),
+            FusedOp::Linear { input, output, .. } => (input, output, 1, 1, [0, 0], 1, false),
             _ => return None,
         };
         let (from, to) = (self.network.tensors[input], self.network.tensors[output]);
@@ -212,13 +258,22 @@ impl StepPlan {
             kernel,
             stride,
             padding,
+            row_padding,
             groups,
             sums: false,
         };
         if first && self.folded {
             let (side, in_c) = (from.height / 2 + 3, 4 * self.padded_input);
-            let folded =
-                Convolution { in_h: side, in_w: side, in_c, kernel: 4, stride: 1, padding: 0, ..convolution };
+            let folded = Convolution {
+                in_h: side,
+                in_w: side,
+                in_c,
+                kernel: 4,
+                stride: 1,
+                padding: 0,
+                row_padding: 0,
+                ..convolution
+            };
             return Some((folded, first));
         }
         Some((convolution, first))
@@ -226,12 +281,15 @@ impl StepPlan {
 }
 
 /// Whether this engine runs `network`.
-fn check(network: &Network) -> Result<(), CudaError> {
+///
+/// # Errors
+/// The engine does not support the network; the error names the layer.
+pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     let refuse = |what: String| Err(CudaError::Unsupported(what));
     if let Some(name) = split_elsewhere(network) {
         return refuse(format!(
             "parallel: {name} is split, and GPUs split only the last layer, over its classes ([[parallel.shard]] with split = \"out\"). Leave \
-             other strategies and parallel.height out, or set parallel.device = \"cpu\""
+             other strategies out, or set parallel.device = \"cpu\""
         ));
     }
     if network.head().is_empty() {
@@ -242,8 +300,8 @@ fn check(network: &Network) -> Result<(), CudaError> {
             Op::Linear { name, input, .. } if network.tensors[*input].pixels() != 1 => {
                 return refuse(format!("the linear layer {name} over more than one pixel: pool them first"));
             }
-            Op::Conv { .. } => {}
-            _ if op.inputs().contains(&network.input()) => {
+            Op::Conv { .. } | Op::Halo { .. } => {}
+            _ if op.inputs().iter().any(|input| network.is_pictures(*input)) => {
                 return refuse(format!(
                     "{}, in which something else than a convolution reads the pictures",
                     network.arch
@@ -255,8 +313,9 @@ fn check(network: &Network) -> Result<(), CudaError> {
             _ => {}
         }
     }
+    check_rows(network)?;
     for (tensor, shape) in network.tensors.iter().enumerate() {
-        let padded = tensor == network.input() || tensor == network.logits();
+        let padded = network.is_pictures(tensor) || tensor == network.logits();
         if !padded && !shape.channels.is_multiple_of(CHANNELS) {
             return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
         }
@@ -264,19 +323,44 @@ fn check(network: &Network) -> Result<(), CudaError> {
     Ok(())
 }
 
+/// Checks the part of a rank that shares the rows of pictures.
+fn check_rows(network: &Network) -> Result<(), CudaError> {
+    let Some(pictures) = network.rows(network.input()) else { return Ok(()) };
+    let ranks = pictures.of_rank.len();
+    for op in &network.ops {
+        let name = match op {
+            Op::Conv { name, .. } | Op::BatchNorm { name, .. } => name.as_str(),
+            _ => "a pooling",
+        };
+        match network.rows(op.output()) {
+            Some(rows) if rows.whole < ranks => {
+                return Err(CudaError::Unsupported(format!(
+                    "parallel.height: {ranks} GPUs cannot share the {} rows that {name} makes of a picture, since each needs one. Set \
+                     parallel.height to {} or less, train on larger pictures, or set parallel.device = \"cpu\"",
+                    rows.whole, rows.whole
+                )));
+            }
+            None if matches!(op, Op::BatchNorm { .. }) => {
+                return Err(CudaError::Unsupported(format!(
+                    "parallel.height: GPUs that share rows do not compute {name}, a batch norm behind the global pooling. Leave the key out, \
+                     or set parallel.device = \"cpu\""
+                )));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// What of a network that ranks share is split otherwise than the last layer over its classes: the name of an operator.
 fn split_elsewhere(network: &Network) -> Option<&str> {
-    let part = network.part.as_ref()?;
     let head = network.ops.last()?;
     let is_of_head = |tensor: TensorId| {
         let placement = network.placement(tensor);
         tensor == head.output() && matches!(placement, Placement::Channels(_))
             || head.inputs() == [tensor] && *placement == Placement::Whole
     };
-    let is_plain = |op: &Op| {
-        let tensor = op.output();
-        part.rows[tensor].is_none() && (*network.placement(tensor) == Placement::Batch || is_of_head(tensor))
-    };
+    let is_plain = |op: &Op| *network.placement(op.output()) == Placement::Batch || is_of_head(op.output());
     let mut names = network.ops.iter().filter(|op| !is_plain(op)).filter_map(|op| match op {
         Op::Conv { name, .. } | Op::BatchNorm { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
         _ => None,

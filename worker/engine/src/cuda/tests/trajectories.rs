@@ -42,7 +42,7 @@ impl Job {
         let train = TrainSpec::default();
         let config = EngineConfig {
             optimizer: Optimizer::from(&train),
-            label_smoothing: train.label_smoothing,
+            loss: LossConfig { label_smoothing: train.label_smoothing, ..LossConfig::default() },
             ..config(BATCH)
         };
         let initial = init::initial_parameters(&network, model.zero_init_residual, train.seed);

@@ -34,8 +34,9 @@ impl<'a> GraphEmitter<'a> {
             | FusedOp::Add { .. }
             | FusedOp::MaxPool { .. } => self.plain_backward(op)?,
             FusedOp::Redistribute { input, output } => self.scatter_gradient(*input, *output)?,
-            // The step's plan refuses it.
-            FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
+            FusedOp::Halo { input, .. } if self.plan.network.is_pictures(*input) => {}
+            FusedOp::Halo { input, output, .. } => self.halo_backward(*input, *output)?,
+            FusedOp::MeanOfRows { input, output } => self.mean_of_rows_backward(*input, *output)?,
         }
         // What only the forward pass has read; the output of a ReLU is read for the last time here.
         if let Some(allocation) = self.activations[op.output()].take() {
@@ -192,7 +193,8 @@ impl<'a> GraphEmitter<'a> {
         let local = ops::NormBackward { reduce: ops::Reduce::Local, ..backward };
         let left = self.added_sums(backward.reduce);
         if let Some(sums) = left {
-            self.main(ops.norm_backward_finish(sums, local));
+            let whole = ops::NormBackward { shape: self.whole_shape(node.input), ..local };
+            self.main(ops.norm_backward_finish(sums, whole));
         }
         if !node.backward_in_conv && (!whole || left.is_some()) {
             self.main(ops.norm_backward_apply(local));
@@ -249,7 +251,7 @@ impl<'a> GraphEmitter<'a> {
                 dz: Operand::NONE,
                 dx: dx.operand(),
                 control: CONTROL,
-                shape: self.shape(node.input),
+                shape: self.whole_shape(node.input),
                 site: backward.site,
                 accumulate: backward.accumulate,
                 reduce: ops::Reduce::Local,

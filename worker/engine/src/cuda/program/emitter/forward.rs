@@ -5,16 +5,25 @@ use super::*;
 impl<'a> GraphEmitter<'a> {
     /// Takes the next micro-batch in and makes its pictures the network's input.
     pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+        if self.plan.shares_rows() {
+            return self.begin_with_own_rows(phase, input);
+        }
+        let tensor = self.plan.network.input();
+        let pictures = self.alloc(tensor, Content::Activation);
+        self.activations[tensor] = Some(pictures);
+        self.take_in(phase, input, pictures);
+        Ok(())
+    }
+
+    /// Takes the next micro-batch in, as whole pictures.
+    pub(super) fn take_in(&mut self, phase: Phase, input: Input, allocation: Allocation) {
         let (facts, plan) = (self.facts, self.plan);
-        let tensor = plan.network.input();
-        let allocation = self.alloc(tensor, Content::Activation);
-        self.activations[tensor] = Some(allocation);
         let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
         self.main(facts.ops.fetch(rings::fetch(plan.batch, begins_step.then(|| facts.kept()))));
         self.main(facts.ops.stamp(stamp(0), Operand::NONE));
-        let shape = plan.network.tensors[tensor];
         let (control, pictures, to) = (CONTROL, plan.batch as u32, allocation.operand());
-        let (side, channels, padded) = (shape.height as u32, shape.channels as u32, plan.padded_input as u32);
+        let [side, channels, padded] =
+            [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);
         let folded = plan.folded;
         if folded {
             self.main(facts.ops.fold_border(to, pictures, side));
@@ -25,7 +34,7 @@ impl<'a> GraphEmitter<'a> {
                 let pad =
                     ops::PadChannels { from: source, to, control, pictures, side, channels, padded, folded };
                 self.main(facts.ops.pad_channels(pad));
-                return Ok(());
+                return;
             }
             Input::Staged { format: BatchFormat::Bytes, .. } => (side, side, ops::GatherMode::InOrder, None),
             Input::Dataset { height, width, crop_padding, training, mixes, .. } => {
@@ -61,7 +70,6 @@ impl<'a> GraphEmitter<'a> {
             folded,
         };
         self.main(facts.ops.gather(gather));
-        Ok(())
     }
 
     pub(super) fn forward(&mut self, index: usize, phase: Phase) -> Result<(), EngineError> {
@@ -83,6 +91,9 @@ impl<'a> GraphEmitter<'a> {
                 _ => self.convolution_forward(op, conv.input, conv.output, phase)?,
             },
             FusedOp::Linear { name, input, output, is_head: true } if self.plan.head.is_some() => {
+                if training {
+                    self.sample_classes(name);
+                }
                 self.split_forward(op, name, [*input, *output])?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
@@ -108,11 +119,13 @@ impl<'a> GraphEmitter<'a> {
                 self.plain_forward(op, training)?;
             }
             FusedOp::Redistribute { input, output } => self.gather_features(*input, *output)?,
-            // The step's plan refuses it.
-            FusedOp::Halo { .. } | FusedOp::MeanOfRows { .. } => {}
+            FusedOp::Halo { input, output, lowest } => self.halo_forward(*input, *output, *lowest)?,
+            FusedOp::MeanOfRows { input, output } => self.mean_of_rows_forward(*input, *output)?,
         }
         if !training {
             op.reads().into_iter().for_each(|tensor| self.evaluated(tensor));
+        } else if self.plan.shares_rows() {
+            self.drop_rows(index);
         }
         Ok(())
     }
@@ -211,7 +224,7 @@ impl<'a> GraphEmitter<'a> {
             self.main(self.facts.ops.norm_statistics(norm));
         }
         if matches!(norm.reduce, ops::Reduce::Leave { .. }) {
-            self.statistics_left(norm);
+            self.statistics_left(norm, node);
         } else if summed {
             let [sum, square] = halves(self.facts.channel_sums(node.input));
             self.main(self.facts.ops.norm_finish(sum, square, norm));
@@ -219,10 +232,11 @@ impl<'a> GraphEmitter<'a> {
     }
 
     /// What a kernel has left of statistics, over all ranks, by NCCL; where they are not left, nothing.
-    pub(super) fn statistics_left(&mut self, norm: ops::NormForward) {
+    pub(super) fn statistics_left(&mut self, norm: ops::NormForward, node: &Norm) {
         let ops::Reduce::Leave { sums } = norm.reduce else { return };
         self.all_reduce(StreamId::Main, sums, DType::F32);
-        let norm = ops::NormForward { reduce: ops::Reduce::Local, ..norm };
+        let shape = self.whole_shape(node.input);
+        let norm = ops::NormForward { reduce: ops::Reduce::Local, shape, ..norm };
         let [sum, square] = halves(sums);
         self.main(self.facts.ops.norm_finish(sum, square, norm));
     }
@@ -328,6 +342,11 @@ impl<'a> GraphEmitter<'a> {
             pixels: shape.pixels() as u32,
             channels: shape.channels as u32,
         }
+    }
+
+    /// The same with the pixels of all ranks that share a picture's rows, over which sums over all ranks are taken.
+    pub(super) fn whole_shape(&self, tensor: TensorId) -> ops::Shape {
+        ops::Shape { pixels: self.plan.network.whole_pixels(tensor) as u32, ..self.shape(tensor) }
     }
 
     /// A mean over all pixels of `x`, which is `tensor`; `y` has one a picture.

@@ -26,7 +26,7 @@ impl<'a> GraphEmitter<'a> {
             reduce: facts.reduction(behind, false),
         };
         self.main(facts.ops.bottleneck_forward(bottleneck));
-        self.statistics_left(self.norm_alone(behind)?);
+        self.statistics_left(self.norm_alone(behind)?, behind);
         Ok(())
     }
 
@@ -53,7 +53,7 @@ impl<'a> GraphEmitter<'a> {
             reduce: facts.reduction(behind, false),
         };
         self.main(facts.ops.block_end(block_end));
-        self.statistics_left(self.norm_alone(behind)?);
+        self.statistics_left(self.norm_alone(behind)?, behind);
         Ok(())
     }
 

@@ -142,6 +142,7 @@ impl<'a> GraphEmitter<'a> {
             kernel: kernel as u32,
             stride: stride as u32,
             padding: padding as u32,
+            row_padding: self.plan.network.row_padding(op.reads()[0], padding) as u32,
             channels: from.channels as u32,
         }
     }

@@ -37,12 +37,12 @@ impl GraphEmitter<'_> {
         name: &str,
         [input, output]: [TensorId; 2],
     ) -> Result<(), EngineError> {
-        let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
-        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
+        let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
+        let [.., bytes] = convolution.bytes();
+        let (x, y) = (self.activation(input)?, self.alloc_bytes(chunks * bytes, Content::Activation(output)));
         self.activations[output] = Some(y);
-        let w = self.facts.matrix(name);
-        for chunk in 0..self.plan.chunks().0 {
-            let tensors = self.of_chunk(&convolution, chunk, x.operand(), w, y.operand());
+        for chunk in 0..chunks {
+            let tensors = of_chunk(&convolution, (chunk, chunks), x.operand(), w, y.operand());
             self.convolve(StreamId::Main, convolution, tensors);
         }
         Ok(())
@@ -55,18 +55,18 @@ impl GraphEmitter<'_> {
         name: &str,
         [input, output]: [TensorId; 2],
     ) -> Result<(), EngineError> {
-        let Some((convolution, _)) = self.plan.convolution(op) else { return Ok(()) };
+        let Some(HeadPart { convolution, chunks, w, .. }) = self.head_part(op, name) else { return Ok(()) };
         let (dy, x) = (self.gradient(output)?, self.activation(input)?);
-        let (chunks, _) = self.plan.chunks();
+        // Allocated before the side stream joins, which may write to memory before the main stream has freed it.
+        let of_sample = self.alloc_sampled_gradient();
         self.fork();
         let dx = self.alloc(input, Content::Gradient);
         let [bytes, ..] = convolution.bytes();
         let parts = (chunks > 1).then(|| self.alloc_bytes(chunks * bytes, Content::Gradient(input)));
         let dgrad = Convolution { direction: Direction::Input, ..convolution };
-        let w = self.facts.matrix(name);
         for chunk in 0..chunks {
             let to = parts.map_or(dx.operand(), |parts| piece(parts.operand(), (chunk, chunks), bytes));
-            let tensors = self.of_chunk(&dgrad, chunk, to, w, dy.operand());
+            let tensors = of_chunk(&dgrad, (chunk, chunks), to, w, dy.operand());
             self.convolve(StreamId::Main, dgrad, tensors);
         }
         if let Some(parts) = parts {
@@ -84,9 +84,9 @@ impl GraphEmitter<'_> {
         }
         let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let w = self.facts.matrix_gradient(name);
+        let w = of_sample.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
-            let tensors = self.of_chunk(&wgrad, chunk, x.operand(), w, dy.operand());
+            let tensors = of_chunk(&wgrad, (chunk, chunks), x.operand(), w, dy.operand());
             self.convolve(stream, wgrad, tensors);
         }
         self.free_after_weight_gradient(vec![x, dy]);
@@ -98,14 +98,18 @@ impl GraphEmitter<'_> {
         let (facts, plan) = (self.facts, self.plan);
         let Some(head) = &plan.head else { return Ok(()) };
         let logits = self.activation(plan.network.logits())?;
-        let words = rings::fetch(plan.batch, None).words;
-        let controls = Operand::whole(Region::GroupControls);
-        self.in_group(Collective::AllGather, CONTROL, controls, words as usize, DType::F32);
-        let (chunks, chunk) = plan.chunks();
+        let Some(op) = plan.ops.last() else { return Ok(()) };
+        let Some(part) = self.head_part(op, plan.network.head()) else { return Ok(()) };
+        let (controls, words) = (CONTROLS, self.words());
+        if self.sampled.is_none() {
+            self.gather_controls();
+        }
         let own = head.own();
         let split = ops::SplitLogits {
             logits: logits.operand(),
-            bias: facts.vector(plan.network.head(), "bias"),
+            bias: part.bias,
+            sample: part.sample,
+            places: part.places,
             controls,
             words,
             batch: plan.batch as u32,
@@ -114,8 +118,8 @@ impl GraphEmitter<'_> {
             all_classes: plan.network.classes as u32,
             classes: own.len() as u32,
             first: own.start as u32,
-            chunk: chunk as u32,
-            chunks: chunks as u32,
+            chunk: part.convolution.out_c as u32,
+            chunks: part.chunks as u32,
         };
         let bytes = split.record_bytes();
         let parts = self.alloc_bytes(split.part_bytes(), Content::OfHead);
@@ -134,7 +138,8 @@ impl GraphEmitter<'_> {
         };
         self.main(facts.ops.class_loss(split, loss));
         if let (Some(first), Some(rows)) = (first, rows) {
-            let dbias = facts.vector_gradient(plan.network.head(), "bias");
+            let of_all = facts.vector_gradient(plan.network.head(), "bias");
+            let dbias = self.alloc_sampled_bias_gradient().map_or(of_all, Allocation::operand);
             self.main(facts.ops.class_gradient(split, rows.operand(), smoothing, dbias, !first));
         }
         [parts, records, all].into_iter().chain(rows).for_each(|at| self.free_now(at));
@@ -229,24 +234,65 @@ impl GraphEmitter<'_> {
         Ok(())
     }
 
-    fn in_group(&mut self, kind: Collective, from: Operand, to: Operand, count: usize, dtype: DType) {
+    pub(super) fn in_group(
+        &mut self,
+        kind: Collective,
+        from: Operand,
+        to: Operand,
+        count: usize,
+        dtype: DType,
+    ) {
         let (stream, group, dtype) = (StreamId::Main, Group::Model, dtype.into());
         self.commands.push(Command::Collective { stream, kind, group, from, to, count, dtype });
     }
 
-    /// The operands of a chunk of the classes: `x`, and its parts of the weights and of the logits, or of their gradients.
-    fn of_chunk(
-        &self,
-        convolution: &Convolution,
-        chunk: usize,
-        x: Operand,
-        w: Operand,
-        y: Operand,
-    ) -> Tensors<Operand> {
-        let [_, of_w, of_y] = convolution.bytes();
-        let place = (chunk, self.plan.chunks().0);
-        Tensors { x, w: piece(w, place, of_w), y: piece(y, place, of_y), sums: Operand::NONE }
+    /// The weights by which features are multiplied: those of the sampled classes in training, otherwise of all classes of this rank.
+    fn head_part(&self, op: &FusedOp, name: &str) -> Option<HeadPart> {
+        if let Some(part) = self.sampled_part() {
+            return Some(part);
+        }
+        let (convolution, _) = self.plan.convolution(op)?;
+        let (w, bias) = (self.facts.matrix(name), self.facts.vector(name, "bias"));
+        let chunks = self.plan.chunks().0;
+        Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, places: Operand::NONE })
     }
+
+    /// Number of `u32` words of a control block.
+    pub(super) fn words(&self) -> u32 {
+        rings::fetch(self.plan.batch, None).words
+    }
+
+    /// Gathers the control blocks of all ranks of the model group.
+    pub(super) fn gather_controls(&mut self) {
+        self.in_group(Collective::AllGather, CONTROL, CONTROLS, self.words() as usize, DType::F32);
+    }
+}
+
+/// Control blocks of all ranks of the model group.
+pub(super) const CONTROLS: Operand = Operand::whole(Region::GroupControls);
+
+/// The classes of a pass, in chunks.
+pub(super) struct HeadPart {
+    /// The forward convolution of a chunk.
+    pub(super) convolution: Convolution,
+    pub(super) chunks: usize,
+    pub(super) w: Operand,
+    pub(super) bias: Operand,
+    /// The sample and the positions of the labels in it; absent for all classes.
+    pub(super) sample: Operand,
+    pub(super) places: Operand,
+}
+
+/// The operands of a chunk of the classes: `x`, and its parts of the weights and of the logits, or of their gradients.
+fn of_chunk(
+    convolution: &Convolution,
+    place: (usize, usize),
+    x: Operand,
+    w: Operand,
+    y: Operand,
+) -> Tensors<Operand> {
+    let [_, of_w, of_y] = convolution.bytes();
+    Tensors { x, w: piece(w, place, of_w), y: piece(y, place, of_y), sums: Operand::NONE }
 }
 
 /// Piece `number` of `count`, each of `bytes`; the last one with what is behind it.

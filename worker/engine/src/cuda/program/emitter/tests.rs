@@ -14,6 +14,7 @@ use lockstep_protocol::spec::{Arch, ModelSpec, OptimizerKind, Stem};
 use std::path::Path;
 
 mod mutations;
+mod rows;
 mod sharded;
 mod signatures;
 mod split_head;

@@ -72,6 +72,7 @@ impl GraphEmitter<'_> {
             let [matrices, vectors] = &layout.split_and_whole()[which];
             gradients.part(matrices.clone(), vectors.start..vectors.end.min(layout.trained))
         });
+        let split = self.sampled_gradients().unwrap_or(split);
         if accumulates {
             let size = self.plan.dtype.size();
             let own = Operand::new(Region::MatrixGradients, 0, size * layout.matrices);
@@ -123,7 +124,10 @@ impl GraphEmitter<'_> {
             }
         }
         self.update_weights(&updated);
-        self.update_head(gradients)?;
+        match self.sampled.take() {
+            Some(sampled) => self.update_sampled(sampled),
+            None => self.update_head(gradients)?,
+        }
         if let Some(share) = self.facts.share {
             self.gather_weights(share);
         }
@@ -208,4 +212,13 @@ impl GraphEmitter<'_> {
             self.commands.push(Command::in_parts(StreamId::Main, Collective::AllGather, share, at, dtype));
         }
     }
+}
+
+/// What a step of the optimizer changes; see [`ops::Flat`].
+pub(super) struct Trained {
+    pub(super) weights: Operand,
+    pub(super) low_precision: Operand,
+    pub(super) planar: bool,
+    /// Of the optimizer.
+    pub(super) slots: Vec<Operand>,
 }

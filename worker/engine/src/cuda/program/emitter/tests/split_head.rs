@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{
+    LossConfig,
     net::init,
     plan::{self, Mesh, Plan},
 };
@@ -138,6 +139,54 @@ fn its_kernels_have_the_arguments_that_they_declare() {
     assert!(launched >= 5 * (4 + 2 + 3), "{launched}");
 }
 
+/// With sampled classes, whose rows are less or more than this rank's classes.
+#[test]
+fn rows_of_sampled_classes_are_gathered_and_put_back() {
+    let declared = signatures::declared();
+    use OptimizerKind::{AdamW, Momentum, Nesterov};
+    for (classes, chunks) in [(1001, 6), (7, 5)] {
+        let network = build(Arch::ResNet18, Stem::Cifar, 32, classes);
+        for (dtype, optimizer, slots) in [
+            (DType::F32, Momentum, 1),
+            (DType::F16, AdamW, 2),
+            (DType::Bf16, Nesterov, 1),
+            (DType::Bf16, AdamW, 2),
+        ] {
+            let met = |rank: usize| {
+                let part = part(&network, 2, rank, &[]);
+                let mut setting =
+                    Setting { optimizer, ..Setting::new(&part, 32, dtype, 90, Ranks::Exchanged) };
+                let loss = LossConfig { sample_share: 0.1, ..LossConfig::default() };
+                setting.plan = setting.plan.clone().with_sample(&loss);
+                assert_eq!(setting.plan.sampled().unwrap().chunks, chunks);
+                for side_stream in [false, true] {
+                    let commands = setting.sound(Phase::Train(ONLY), side_stream).commands;
+                    for command in &commands {
+                        if let Command::Kernel { kernel, .. } = command {
+                            signatures::check(kernel, &declared);
+                        }
+                    }
+                    // Of the matrix: weights, what is computed with, and what the optimizer keeps.
+                    let copies = if dtype == DType::F32 { 1 } else { 2 };
+                    for (name, wanted) in [
+                        ("sample_classes", 1),
+                        ("gather_rows", copies + slots),
+                        ("scatter_rows", copies + slots),
+                        ("gather_values", 1 + slots),
+                        ("scatter_values", 1 + slots),
+                    ] {
+                        assert_eq!(count(&commands, name), wanted, "{name}, {dtype:?}, {optimizer:?}");
+                    }
+                }
+                let evaluated = setting.sound(Phase::Evaluate, true).commands;
+                assert_eq!(count(&evaluated, "sample_classes"), 0);
+                [meetings(&setting.sound(Phase::Train(ONLY), true).commands), meetings(&evaluated)]
+            };
+            assert_eq!(met(0), met(1));
+        }
+    }
+}
+
 #[test]
 fn parameters_of_all_ranks_add_up_to_the_network_s() {
     let network = build(Arch::ResNet20, Stem::Cifar, 32, 11);
@@ -178,9 +227,6 @@ fn other_splits_are_refused_by_the_operator_s_name() {
         let error = refused(part(&network, 2, 0, shards));
         assert!(error.contains(&format!("{name} is split")) && error.contains("device = \"cpu\""), "{error}");
     }
-    let plan = Plan::on(Mesh { stage: 1, data: 1, height: 2, model: 1 }, Vec::new());
-    let rows = plan::lower(&network, &plan, 0).unwrap();
-    assert!(refused(Arc::new(rows)).contains("conv1 is split"));
     let named = part(&network, 2, 0, &[("fc", Split::Out)]);
     assert_eq!(named, part(&network, 2, 0, &[]));
 }

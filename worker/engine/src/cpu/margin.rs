@@ -1,0 +1,117 @@
+//! ArcFace (Deng et al. 2019) and CosFace (Wang et al. 2018): logits are scaled cosines between features and the weights of a class, and in
+//! training the label's logit has a margin.
+
+use crate::loss::Margin;
+use lockstep_kernels::linear;
+use lockstep_protocol::spec::LossKind;
+use std::{f64::consts::PI, ops::Range};
+
+/// Minimum divisor of a row's length, as in PyTorch's `normalize`.
+const SHORTEST: f64 = 1e-12;
+
+/// Rows divided by their lengths.
+pub(super) struct Unit {
+    pub(super) rows: Vec<f32>,
+    lengths: Vec<f64>,
+    width: usize,
+}
+
+impl Unit {
+    pub(super) fn of(values: &[f32], width: usize) -> Self {
+        let length =
+            |row: &[f32]| row.iter().map(|v| f64::from(*v) * f64::from(*v)).sum::<f64>().sqrt().max(SHORTEST);
+        let lengths: Vec<f64> = values.chunks_exact(width).map(length).collect();
+        let rows = values.chunks_exact(width).zip(&lengths);
+        let rows =
+            rows.flat_map(|(row, length)| row.iter().map(move |v| (f64::from(*v) / length) as f32)).collect();
+        Self { rows, lengths, width }
+    }
+
+    /// Some of the rows.
+    pub(super) fn part(&self, rows: Range<usize>) -> &[f32] {
+        &self.rows[rows.start * self.width..rows.end * self.width]
+    }
+
+    /// Converts the gradient of the normalised rows to the gradient of the original rows: `(g - u (u . g)) / length`.
+    pub(super) fn backward(&self, gradient: &mut [f32]) {
+        let rows = self.rows.chunks_exact(self.width).zip(&self.lengths);
+        for (gradient, (row, length)) in gradient.chunks_exact_mut(self.width).zip(rows) {
+            let along: f64 = gradient.iter().zip(row).map(|(g, u)| f64::from(*g) * f64::from(*u)).sum();
+            for (g, u) in gradient.iter_mut().zip(row) {
+                *g = ((f64::from(*g) - f64::from(*u) * along) / length) as f32;
+            }
+        }
+    }
+}
+
+impl Margin {
+    /// Scaled cosines `[pictures, classes]`.
+    pub(super) fn forward(&self, features: &Unit, weights: &Unit, logits: &mut [f32]) {
+        linear::forward(&features.rows, &weights.rows, &vec![0.0; weights.lengths.len()], logits);
+        self.scale(logits);
+    }
+
+    pub(super) fn scale(&self, values: &mut [f32]) {
+        values.iter_mut().for_each(|value| *value *= self.scale);
+    }
+
+    /// Applies the margin to the logit of each picture's label. Returns the index of each changed logit with the derivative of its new value
+    /// by its old one. `labels`: for each row of `width` logits, the label's position, if this rank has the label.
+    pub(super) fn put_on(
+        &self,
+        logits: &mut [f32],
+        width: usize,
+        labels: impl Iterator<Item = Option<usize>>,
+    ) -> Vec<(usize, f64)> {
+        let put = |(picture, label): (usize, Option<usize>)| {
+            let at = picture * width + label?;
+            let (logit, slope) = self.of_label(logits[at]);
+            logits[at] = logit;
+            Some((at, slope))
+        };
+        labels.enumerate().filter_map(put).collect()
+    }
+
+    /// The label's logit with the margin, and its derivative by the logit without it.
+    fn of_label(&self, logit: f32) -> (f32, f64) {
+        let (scale, margin) = (f64::from(self.scale), f64::from(self.margin));
+        let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
+        let (with, slope) = match self.kind {
+            // Beyond this angle, cos(angle + margin) would increase again.
+            LossKind::ArcFace if cos > (PI - margin).cos() => {
+                // The derivative has no limit at a cosine of 1.
+                let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
+                (cos * margin.cos() - sin * margin.sin(), margin.cos() + margin.sin() * cos / sin)
+            }
+            LossKind::ArcFace => (cos - (PI - margin).sin() * margin, 1.0),
+            LossKind::CosFace | LossKind::Softmax => (cos - margin, 1.0),
+        };
+        ((scale * with) as f32, slope)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_margin_is_added_to_the_angle_or_taken_from_the_cosine() {
+        let (arcface, cosface) = (
+            Margin { kind: LossKind::ArcFace, scale: 64.0, margin: 0.5 },
+            Margin { kind: LossKind::CosFace, scale: 30.0, margin: 0.4 },
+        );
+        for angle in [0.01, 0.3, 1.0, 1.57, 2.0, 2.6, 2.7, 3.0] {
+            let cos = f64::cos(angle);
+            let (logit, slope) = arcface.of_label((64.0 * cos) as f32);
+            let (wanted, by_angle) = match angle + 0.5 < PI {
+                true => ((angle + 0.5).cos(), (angle + 0.5).sin() / angle.sin()),
+                false => (cos - 0.5 * 0.5f64.sin(), 1.0),
+            };
+            assert!((f64::from(logit) - 64.0 * wanted).abs() < 1e-2, "{angle}: {logit} {}", 64.0 * wanted);
+            assert!((slope / by_angle - 1.0).abs() < 1e-2, "{angle}: {slope} {by_angle}");
+            let (logit, slope) = cosface.of_label((30.0 * cos) as f32);
+            assert!((f64::from(logit) - 30.0 * (cos - 0.4)).abs() < 1e-5 && slope == 1.0, "{angle}: {logit}");
+        }
+        assert!(arcface.of_label(64.0).1.is_finite() && arcface.of_label(64.1).0.is_finite());
+    }
+}

@@ -1,0 +1,128 @@
+//! The sampled classes of a step ([`crate::loss`]), and their rows of the last layer's parameters.
+
+use super::{executor::Executor, margin::Unit};
+use crate::{
+    EngineError,
+    loss::{Margin, Order},
+};
+use lockstep_data::loader::Batch;
+use lockstep_kernels::linear;
+use std::{borrow::Cow, ops::Range, sync::Arc};
+
+/// The sampled classes of this rank.
+#[derive(Debug)]
+pub(super) struct Sample {
+    /// Ascending, counted from the first class of this rank.
+    pub(super) rows: Vec<u32>,
+}
+
+impl Sample {
+    /// Position of a class in the sample. `class` counts from the first class of this rank.
+    pub(super) fn place(&self, row: usize) -> Option<usize> {
+        self.rows.binary_search(&(row as u32)).ok()
+    }
+
+    /// Copies the sample's rows of `all`, each of `width` values.
+    pub(super) fn rows_of(&self, all: &[f32], width: usize) -> Vec<f32> {
+        let mut rows = Vec::with_capacity(self.rows.len() * width);
+        for row in &self.rows {
+            rows.extend_from_slice(&all[*row as usize * width..][..width]);
+        }
+        rows
+    }
+
+    /// Has `compute` write the sample's rows of `all`, each of `width` values, and sets all other rows to 0.
+    pub(super) fn fill(&self, all: &mut [f32], width: usize, compute: impl FnOnce(&mut [f32])) {
+        let mut rows = vec![0.0; self.rows.len() * width];
+        compute(&mut rows);
+        all.fill(0.0);
+        for (row, values) in self.rows.iter().zip(rows.chunks_exact(width)) {
+            all[*row as usize * width..][..width].copy_from_slice(values);
+        }
+    }
+}
+
+/// Logits `[batch, classes]` of `x` `[batch, in]`: of all classes or of a sample, and with `margin` scaled cosines.
+pub(super) fn forward(
+    (sample, margin): (Option<&Sample>, Option<&Margin>),
+    x: &[f32],
+    (weight, bias): (&[f32], &[f32]),
+    logits: &mut [f32],
+) {
+    let inputs = weight.len() / bias.len();
+    let rows_of =
+        |all, width| sample.map_or(Cow::Borrowed(all), |sample| Cow::Owned(sample.rows_of(all, width)));
+    let (weight, bias) = (rows_of(weight, inputs), rows_of(bias, 1));
+    let logits = &mut logits[..x.len() / inputs * bias.len()];
+    match margin {
+        None => linear::forward(x, &weight, &bias, logits),
+        Some(margin) => margin.forward(&Unit::of(x, inputs), &Unit::of(&weight, inputs), logits),
+    }
+}
+
+/// The parameters of which a step updates only the sampled rows.
+#[derive(Debug)]
+pub(super) struct SampledRows {
+    sample: Arc<Sample>,
+    /// For the weight and the bias: slot number, offset in the flat buffer, and number of values of a row.
+    parameters: [(usize, usize, usize); 2],
+}
+
+impl SampledRows {
+    /// Calls `update` with each part of `range` that the step updates, relative to the start of `range`. `range` is a range of the flat buffer
+    /// within parameter number `slot`.
+    pub(super) fn each_part(&self, slot: usize, range: Range<usize>, mut update: impl FnMut(Range<usize>)) {
+        let Some((_, first, width)) = self.parameters.iter().find(|(of, ..)| *of == slot) else {
+            return update(0..range.len());
+        };
+        let (from, to) = (range.start - first, range.end - first);
+        let begin = self.sample.rows.partition_point(|row| (*row as usize + 1) * width <= from);
+        for row in &self.sample.rows[begin..] {
+            let row = *row as usize * width;
+            if row >= to {
+                break;
+            }
+            update(row.max(from) - from..(row + width).min(to) - from);
+        }
+    }
+}
+
+impl Executor {
+    /// The classes of this rank, if it has the last layer.
+    pub(super) fn own_classes(&self) -> Range<usize> {
+        let part = self.network.part.as_ref();
+        let split = part.and_then(|part| part.channels(self.network.logits()));
+        split.map_or(0..self.network.classes, |(own, _)| own)
+    }
+
+    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their gradients, so
+    /// the sample includes the labels of all ranks and of all micro-batches.
+    pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
+        let loss = self.config.loss;
+        if !loss.samples() {
+            return Ok(None);
+        }
+        let labels = batches.iter().flat_map(|batch| batch.labels.iter().chain(&batch.mixed_labels));
+        let labels: Vec<u8> = labels.flat_map(|label| label.to_le_bytes()).collect();
+        let all = self.all_ranks.all_gather_bytes(&labels)?;
+        if !self.network.is_last_stage() {
+            return Ok(None);
+        }
+        let own = self.own_classes();
+        let order = Order::new(loss.seed, self.state.updates, own.start, own.len());
+        let mut rows: Vec<u32> = (0..loss.drawn(own.len()) as u32).map(|place| order.class(place)).collect();
+        let labels = all.iter().flat_map(|labels| labels.as_chunks::<4>().0);
+        let labels = labels.map(|label| u32::from_le_bytes(*label) as usize);
+        rows.extend(labels.filter(|label| own.contains(label)).map(|label| (label - own.start) as u32));
+        rows.sort_unstable();
+        rows.dedup();
+        let sample = Arc::new(Sample { rows });
+        self.sample = Some(sample.clone());
+        let parameter = |suffix: &str| -> Result<_, EngineError> {
+            let slot = self.layout.slot(&format!("{}.{suffix}", self.network.head()))?;
+            let range = &self.layout.slots[slot].range;
+            Ok((slot, range.start, range.len() / own.len()))
+        };
+        Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
+    }
+}

@@ -1,0 +1,93 @@
+//! The classes of a split head that a step samples, and their rows of parameters; `sample.cu`.
+
+use super::{Arg, Kernel, Operand, Ops, kernel, plain};
+
+/// Bytes before a sample's classes.
+const HEADER: usize = 16;
+/// Threads of a block that draws classes.
+const THREADS: u32 = 1024;
+
+/// Samples classes of a split head.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct SampleClasses {
+    /// As in [`super::SplitLogits`].
+    pub(in crate::cuda) controls: Operand,
+    pub(in crate::cuda) words: u32,
+    pub(in crate::cuda) batch: u32,
+    pub(in crate::cuda) ranks: u32,
+    pub(in crate::cuda) classes: u32,
+    pub(in crate::cuda) first: u32,
+    /// Number of this rank's classes that are drawn at random.
+    pub(in crate::cuda) drawn: u32,
+    pub(in crate::cuda) seed: u64,
+    /// `Scaler`, which has the number of updates.
+    pub(in crate::cuda) scaler: Operand,
+    /// The sample, [`SampleClasses::bytes`] long.
+    pub(in crate::cuda) sample: Operand,
+    /// Two `u32` for each picture of the group: positions of its labels in the sample.
+    pub(in crate::cuda) places: Operand,
+    /// Four `u32` for each picture: scratch memory of the kernel.
+    pub(in crate::cuda) found: Operand,
+}
+
+impl SampleClasses {
+    /// Bytes of a sample of at most `slots` classes.
+    pub(in crate::cuda) fn bytes(slots: usize) -> usize {
+        HEADER + 4 * slots
+    }
+}
+
+/// All rows of a parameter, and memory for the rows of a sample.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Rows {
+    pub(in crate::cuda) all: Operand,
+    pub(in crate::cuda) some: Operand,
+    /// Bytes of a row: 4, or a multiple of 16.
+    pub(in crate::cuda) row_bytes: usize,
+    pub(in crate::cuda) slots: usize,
+}
+
+impl Rows {
+    /// Number of elements of a row, whether an element has 16 bytes (else 4), and number of elements of all slots.
+    fn elements(&self) -> (u32, bool, u64) {
+        let wide = self.row_bytes.is_multiple_of(16);
+        let width = self.row_bytes / if wide { 16 } else { 4 };
+        (width as u32, wide, width as u64 * self.slots as u64)
+    }
+}
+
+impl Ops {
+    pub(in crate::cuda) fn sample_classes(&self, p: SampleClasses) -> Kernel {
+        let args = [
+            Arg::In(p.controls),
+            Arg::U32(p.words),
+            Arg::U32(p.batch),
+            Arg::U32(p.ranks),
+            Arg::U32(p.first),
+            Arg::U32(p.classes),
+            Arg::U32(p.drawn),
+            Arg::U64(p.seed),
+            Arg::In(p.scaler),
+            Arg::Out(p.sample),
+            Arg::Out(p.places),
+            Arg::Out(p.found),
+        ];
+        let blocks = 1 + p.drawn.div_ceil(THREADS).clamp(1, self.multiprocessors);
+        kernel("sample_classes", plain([blocks, 1, 1], [THREADS, 1, 1]), args)
+    }
+
+    /// Gathers the rows of a sample, followed by zeros. Moves: these rows once.
+    pub(in crate::cuda) fn gather_rows(&self, rows: Rows, sample: Operand) -> Kernel {
+        let (width, wide, length) = rows.elements();
+        let args =
+            [Arg::In(rows.all), Arg::Out(rows.some), Arg::In(sample), Arg::U32(width), Arg::U64(length)];
+        kernel(if wide { "gather_rows" } else { "gather_values" }, self.items(length, 8), args)
+    }
+
+    /// Writes the rows of a sample back to the parameter. Moves: these rows once.
+    pub(in crate::cuda) fn scatter_rows(&self, rows: Rows, sample: Operand) -> Kernel {
+        let (width, wide, length) = rows.elements();
+        let args = [Arg::InOut(rows.all), Arg::In(rows.some), Arg::In(sample), Arg::U32(width)];
+        kernel(if wide { "scatter_rows" } else { "scatter_values" }, self.items(length, 8), args)
+    }
+}

@@ -1,0 +1,223 @@
+//! Rows of pictures that several ranks share. Before each convolution and pooling, ranks exchange the rows that their windows reach; the
+//! backward pass sends the gradients of these rows back. After the global pooling every rank has the features of whole pictures and computes
+//! the same values as the others. Its gradients there are multiplied by 1 / ranks (`grad_scale` of the control block), because gradients are
+//! added over all ranks.
+
+use super::*;
+use crate::net::Rows;
+
+/// The rows of an activation before and behind a [`FusedOp::Halo`], by rank.
+struct Halo<'a> {
+    own: &'a Rows,
+    reached: &'a Rows,
+    rank: usize,
+}
+
+impl Halo<'_> {
+    /// For each other rank: the rows that it receives from this rank, and the rows that this rank receives from it.
+    fn others(&self) -> impl Iterator<Item = (u32, [Range<isize>; 2])> {
+        let given = |from: usize, to: usize| self.own.given(from, self.reached, to);
+        let of = move |peer: usize| (peer as u32, [given(self.rank, peer), given(peer, self.rank)]);
+        (0..self.own.of_rank.len()).filter(|peer| *peer != self.rank).map(of)
+    }
+}
+
+/// Rows of each picture's activation, or of its gradient, in memory.
+struct Lines {
+    at: Allocation,
+    rows: Range<isize>,
+    row_bytes: usize,
+}
+
+impl Lines {
+    fn operand(&self, pictures: usize) -> Operand {
+        self.at.operand().part(0, pictures * self.rows.len() * self.row_bytes)
+    }
+
+    /// The memory of some of the rows of each picture, as messages to or from `peer`.
+    fn pieces(
+        &self,
+        peer: u32,
+        rows: &Range<isize>,
+        pictures: usize,
+    ) -> impl Iterator<Item = (u32, Operand)> {
+        let pictures = if rows.is_empty() { 0 } else { pictures };
+        let (first, bytes) = (rows.start - self.rows.start, rows.len() * self.row_bytes);
+        let offset = move |picture: usize| (picture * self.rows.len() + first as usize) * self.row_bytes;
+        (0..pictures).map(move |picture| (peer, self.at.operand().part(offset(picture), bytes)))
+    }
+}
+
+impl<'a> GraphEmitter<'a> {
+    /// Takes whole pictures in, and copies this rank's rows.
+    pub(super) fn begin_with_own_rows(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+        let (plan, tensor) = (self.plan, self.plan.network.input());
+        let side = plan.network.image_size;
+        let row_bytes = self.row_bytes(tensor);
+        let at = self.alloc_bytes(plan.batch * side * row_bytes, Content::OfRows);
+        self.take_in(phase, input, at);
+        let own = self.alloc(tensor, Content::Activation);
+        self.activations[tensor] = Some(own);
+        let whole = Lines { at, rows: 0..side as isize, row_bytes };
+        let own = self.lines(tensor, own)?;
+        self.take_rows(&whole, &own, 0.0);
+        self.free_now(at);
+        Ok(())
+    }
+
+    /// Extends an activation by the rows of other ranks that windows reach.
+    pub(super) fn halo_forward(
+        &mut self,
+        input: TensorId,
+        output: TensorId,
+        lowest: bool,
+    ) -> Result<(), EngineError> {
+        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
+        self.activations[output] = Some(y);
+        let (x, y, halo) = (self.lines(input, x)?, self.lines(output, y)?, self.halo(input, output)?);
+        self.take_rows(&x, &y, if lowest { f32::NEG_INFINITY } else { 0.0 });
+        let (mut gives, mut takes) = (Vec::new(), Vec::new());
+        for (peer, [given, taken]) in halo.others() {
+            gives.extend(x.pieces(peer, &given, self.plan.batch));
+            takes.extend(y.pieces(peer, &taken, self.plan.batch));
+        }
+        self.exchange(gives, takes);
+        Ok(())
+    }
+
+    /// In training: drops the inputs and outputs of [`FusedOp::Halo`] that operation `index` is the last one to read. The backward pass reads
+    /// neither an activation before it was extended nor the input of a pooling.
+    pub(super) fn drop_rows(&mut self, index: usize) {
+        let ops = &self.plan.ops;
+        // The next operation computes this batch norm and reads its inputs.
+        if matches!(&ops[index], FusedOp::Norm(norm) if norm.forward != NormForward::Here) {
+            return;
+        }
+        let is_of_halo = |tensor: TensorId| {
+            let of_halo = |op: &FusedOp| matches!(op, FusedOp::Halo { input, output, .. } if [*input, *output].contains(&tensor));
+            ops.iter().any(of_halo)
+        };
+        let is_read_later = |tensor: TensorId| ops[index + 1..].iter().any(|op| op.reads().contains(&tensor));
+        for tensor in ops[index].reads() {
+            if self.readers[tensor] == 0 && is_of_halo(tensor) && !is_read_later(tensor) {
+                self.drop_activation(tensor);
+            }
+        }
+    }
+
+    /// The gradient of this rank's rows: the sum of the gradients from its own windows and from those of other ranks.
+    pub(super) fn halo_backward(&mut self, input: TensorId, output: TensorId) -> Result<(), EngineError> {
+        let batch = self.plan.batch;
+        let (from, to) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
+        let (dy, dx, halo) = (self.lines(output, from)?, self.lines(input, to)?, self.halo(input, output)?);
+        self.take_rows(&dy, &dx, 0.0);
+        let (mut gives, mut takes, mut parts) = (Vec::new(), Vec::new(), Vec::new());
+        for (peer, [given, taken]) in halo.others() {
+            gives.extend(dy.pieces(peer, &taken, batch));
+            if !given.is_empty() {
+                let at = self.alloc_bytes(batch * given.len() * dx.row_bytes, Content::OfRows);
+                let part = Lines { at, rows: given.clone(), ..dx };
+                takes.extend(part.pieces(peer, &given, batch));
+                parts.push(part);
+            }
+        }
+        self.exchange(gives, takes);
+        for part in parts {
+            let add = ops::AddRows {
+                part: part.operand(batch),
+                to: to.operand(),
+                pictures: batch,
+                length: dx.row_bytes / self.plan.dtype.size(),
+                rows: part.rows.len(),
+                to_rows: dx.rows.len(),
+                first: (part.rows.start - dx.rows.start) as usize,
+            };
+            self.main(self.facts.ops.add_rows(add));
+            self.free_now(part.at);
+        }
+        self.free(from);
+        self.gradients[input].push(Gradient::Whole(to));
+        Ok(())
+    }
+
+    /// The mean over all rows, from each rank's mean over its own rows.
+    pub(super) fn mean_of_rows_forward(
+        &mut self,
+        input: TensorId,
+        output: TensorId,
+    ) -> Result<(), EngineError> {
+        let (x, y) = (self.activation(input)?, self.alloc(output, Content::Activation));
+        self.activations[output] = Some(y);
+        let (dtype, values) = (self.plan.dtype, self.plan.batch * self.plan.values(input));
+        let share = self.plan.network.share_of_rows(input);
+        self.main(self.facts.ops.scale_values([x, y].map(Allocation::operand), values as u64, share));
+        let mean = y.operand().part(0, values * dtype.size());
+        self.commands.push(Command::all_reduce(StreamId::Main, Group::Height, mean, dtype));
+        Ok(())
+    }
+
+    /// The gradient of this rank's mean, from its part (1 / ranks) of the gradient of the mean over all rows.
+    pub(super) fn mean_of_rows_backward(
+        &mut self,
+        input: TensorId,
+        output: TensorId,
+    ) -> Result<(), EngineError> {
+        let (dy, dx) = (self.gradient(output)?, self.alloc(input, Content::Gradient));
+        let ranks = self.plan.network.rows(self.plan.network.input()).map_or(1, |rows| rows.of_rank.len());
+        let factor = self.plan.network.share_of_rows(input) * ranks as f32;
+        let values = (self.plan.batch * self.plan.values(input)) as u64;
+        self.main(self.facts.ops.scale_values([dy, dx].map(Allocation::operand), values, factor));
+        self.free(dy);
+        self.gradients[input].push(Gradient::Whole(dx));
+        Ok(())
+    }
+
+    /// The rows of a tensor that each rank has, and this rank's number in the height group.
+    fn rows(&self, tensor: TensorId) -> Result<(&'a Rows, usize), EngineError> {
+        let network = &self.plan.network;
+        match (network.rows(tensor), &network.part) {
+            (Some(rows), Some(part)) => Ok((rows, part.height_rank)),
+            _ => Err(EngineError::Parameters(format!("ranks do not share the rows of tensor {tensor}"))),
+        }
+    }
+
+    fn halo(&self, input: TensorId, output: TensorId) -> Result<Halo<'a>, EngineError> {
+        let ((own, rank), (reached, _)) = (self.rows(input)?, self.rows(output)?);
+        Ok(Halo { own, reached, rank })
+    }
+
+    /// An activation of `tensor`, or its gradient.
+    fn lines(&self, tensor: TensorId, at: Allocation) -> Result<Lines, EngineError> {
+        let (rows, rank) = self.rows(tensor)?;
+        Ok(Lines { at, rows: rows.of_rank[rank].clone(), row_bytes: self.row_bytes(tensor) })
+    }
+
+    fn row_bytes(&self, tensor: TensorId) -> usize {
+        let rows = self.plan.network.tensors[tensor].height.max(1);
+        self.plan.values(tensor) / rows * self.plan.dtype.size()
+    }
+
+    /// Copies the rows of `to` that `from` has, and fills the others.
+    fn take_rows(&mut self, from: &Lines, to: &Lines, fill: f32) {
+        let take = ops::TakeRows {
+            from: from.at.operand(),
+            to: to.at.operand(),
+            pictures: self.plan.batch,
+            length: to.row_bytes / self.plan.dtype.size(),
+            from_rows: from.rows.len(),
+            to_rows: to.rows.len(),
+            offset: to.rows.start - from.rows.start,
+            fill,
+        };
+        self.main(self.facts.ops.take_rows(take));
+    }
+
+    /// Exchanges rows with other ranks, if there are any to exchange.
+    fn exchange(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>) {
+        if gives.is_empty() && takes.is_empty() {
+            return;
+        }
+        let (stream, group, dtype) = (StreamId::Main, Group::Height, self.plan.dtype);
+        self.commands.push(Command::Exchange { stream, group, gives, takes, dtype });
+    }
+}

@@ -1,0 +1,177 @@
+//! A split head in steps that sample its classes. The sampled rows of the weights are gathered for the forward and backward pass. For the
+//! update, the optimizer's state of these rows is gathered too, and both are written back.
+
+use super::{
+    split_head::{CONTROLS, HeadPart},
+    *,
+};
+use crate::cuda::program::facts::Updated;
+
+/// Memory of a step for the sampled classes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SampledHead {
+    sample: Allocation,
+    /// Positions of the labels in the sample.
+    places: Allocation,
+    /// Rows of the weights, in the activations' format.
+    weights: Allocation,
+    /// Rows of the biases, float32.
+    bias: Allocation,
+    gradient: Option<Allocation>,
+    bias_gradient: Option<Allocation>,
+}
+
+impl GraphEmitter<'_> {
+    /// Number of values of a row of the head's weights.
+    fn row_values(&self) -> usize {
+        self.plan.sampled_convolution().map_or(0, |convolution| convolution.in_c)
+    }
+
+    /// If steps sample classes: gathers the labels of the group and samples the classes of the layer `name`.
+    pub(super) fn sample_classes(&mut self, name: &str) {
+        let (facts, plan) = (self.facts, self.plan);
+        let Some((head, sampled)) = plan.head.as_ref().zip(plan.sampled()) else { return };
+        self.gather_controls();
+        let (slots, labels) = (sampled.slots, 2 * head.ranks * plan.batch);
+        let sample = self.alloc_bytes(ops::SampleClasses::bytes(slots), Content::OfHead);
+        let [places, found] = [1, 2].map(|words| self.alloc_bytes(4 * words * labels, Content::OfHead));
+        let own = head.own();
+        self.main(facts.ops.sample_classes(ops::SampleClasses {
+            controls: CONTROLS,
+            words: self.words(),
+            batch: plan.batch as u32,
+            ranks: head.ranks as u32,
+            classes: own.len() as u32,
+            first: own.start as u32,
+            drawn: sampled.drawn as u32,
+            seed: sampled.seed,
+            scaler: Operand::whole(Region::LossScale),
+            sample: sample.operand(),
+            places: places.operand(),
+            found: found.operand(),
+        }));
+        self.free_now(found);
+        let row_bytes = plan.dtype.size() * self.row_values();
+        let weights = self.gather_rows(sample, facts.matrix(name), row_bytes);
+        let bias = self.gather_rows(sample, facts.vector(name, "bias"), 4);
+        let (gradient, bias_gradient) = (None, None);
+        self.sampled = Some(SampledHead { sample, places, weights, bias, gradient, bias_gradient });
+    }
+
+    /// The sampled classes, in a pass over these only.
+    pub(super) fn sampled_part(&self) -> Option<HeadPart> {
+        let (plan, of) = (self.plan, self.sampled.as_ref()?);
+        Some(HeadPart {
+            convolution: plan.sampled_convolution()?,
+            chunks: plan.sampled()?.chunks,
+            w: of.weights.operand(),
+            bias: of.bias.operand(),
+            sample: of.sample.operand(),
+            places: of.places.operand(),
+        })
+    }
+
+    /// Allocates the gradient of the sampled rows.
+    pub(super) fn alloc_sampled_gradient(&mut self) -> Option<Allocation> {
+        let bytes = self.sampled.as_ref()?.weights.bytes;
+        let at = self.alloc_bytes(bytes, Content::OfHead);
+        self.sampled.as_mut()?.gradient = Some(at);
+        Some(at)
+    }
+
+    /// Allocates the gradient of the sampled biases.
+    pub(super) fn alloc_sampled_bias_gradient(&mut self) -> Option<Allocation> {
+        let bytes = self.sampled.as_ref()?.bias.bytes;
+        let at = self.alloc_bytes(bytes, Content::OfHead);
+        self.sampled.as_mut()?.bias_gradient = Some(at);
+        Some(at)
+    }
+
+    /// The gradients of the sampled rows: of weights, then of biases.
+    pub(super) fn sampled_gradients(&self) -> Option<ops::Gradients> {
+        let (of, slots) = (self.sampled.as_ref()?, self.plan.sampled()?.slots as u64);
+        let first_length = slots * self.row_values() as u64;
+        Some(ops::Gradients {
+            first: of.gradient?.operand(),
+            second: of.bias_gradient?.operand(),
+            first_length,
+            length: first_length + slots,
+            in_float32: self.plan.dtype == DType::F32,
+        })
+    }
+
+    /// Updates the weights and biases of the sampled classes.
+    pub(super) fn update_sampled(&mut self, of: SampledHead) {
+        let (facts, plan) = (self.facts, self.plan);
+        let (Some(sampled), [Some(gradient), Some(bias_gradient)]) =
+            (plan.sampled(), [of.gradient, of.bias_gradient])
+        else {
+            return;
+        };
+        let (name, [weight, bias]) = (plan.network.head(), facts.head_ranges());
+        for (range, is_matrix, own, gradient) in
+            [(weight, true, of.weights, gradient), (bias, false, of.bias, bias_gradient)]
+        {
+            let width = if is_matrix { self.row_values() } else { 1 };
+            let all = |operand: Operand| operand.part(4 * range.start, 4 * range.len());
+            // (All rows, sampled rows, bytes of a row) of the trained weights, of their copy in the activations' format, and of the optimizer's slots.
+            let mut rows = Vec::new();
+            let planar = is_matrix && plan.is_planar();
+            let has_copy = is_matrix && plan.dtype != DType::F32;
+            if has_copy {
+                let (trained, bytes) = match planar {
+                    true => (facts.layout.planes(range.clone())[1], 2 * width),
+                    false => (all(Operand::whole(Region::Weights)), 4 * width),
+                };
+                rows.push((trained, self.gather_rows(of.sample, trained, bytes), bytes));
+            }
+            rows.push(match is_matrix {
+                true => (facts.matrix(name), own, plan.dtype.size() * width),
+                false => (facts.vector(name, "bias"), own, 4),
+            });
+            let before_slots = rows.len();
+            for slot in 0..facts.optimizer.slots().len() {
+                let slot = all(Operand::whole(Region::OptimizerSlot(slot)));
+                rows.push((slot, self.gather_rows(of.sample, slot, 4 * width), 4 * width));
+            }
+            let length = (sampled.slots * width) as u64;
+            let gradients = ops::Gradients {
+                first: if is_matrix { gradient.operand() } else { Operand::NONE },
+                second: if is_matrix { Operand::NONE } else { gradient.operand() },
+                first_length: if is_matrix { length } else { 0 },
+                length,
+                in_float32: plan.dtype == DType::F32,
+            };
+            let low_precision = if has_copy { own.operand() } else { Operand::NONE };
+            let mut slots = [Operand::NONE; 2];
+            for (slot, (_, some, _)) in slots.iter_mut().zip(&rows[before_slots..]) {
+                *slot = some.operand();
+            }
+            let of_all = facts.updated_from(gradients, range.start, range.start);
+            let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..of_all.flat };
+            self.update_weights(&[Updated { flat, slots, ..of_all }]);
+            for (all, some, row_bytes) in rows {
+                let rows = self.rows(all, some, row_bytes);
+                self.main(facts.ops.scatter_rows(rows, of.sample.operand()));
+                self.free_now(some);
+            }
+            self.free_now(gradient);
+        }
+        self.free_now(of.places);
+        self.free_now(of.sample);
+    }
+
+    fn rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {
+        let slots = self.plan.sampled().map_or(0, |sampled| sampled.slots);
+        ops::Rows { all, some: some.operand(), row_bytes, slots }
+    }
+
+    /// Gathers the sampled rows of a parameter or of an optimizer slot.
+    fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
+        let slots = self.plan.sampled().map_or(0, |sampled| sampled.slots);
+        let some = self.alloc_bytes(slots * row_bytes, Content::OfHead);
+        let rows = self.rows(all, some, row_bytes);
+        self.main(self.facts.ops.gather_rows(rows, sample.operand()));
+        some
+    }
+}

@@ -1,0 +1,327 @@
+//! Rows of pictures that ranks share.
+
+use super::{signatures, *};
+use crate::{
+    cuda::command::Arg,
+    net::Rows,
+    plan::{self, Mesh, Plan},
+};
+
+const PICTURES: usize = 2;
+
+/// What each rank of a mesh of `height` x `model` has of a network.
+fn parts(network: &Network, height: usize, model: usize) -> Vec<Arc<Network>> {
+    let plan = Plan::on(Mesh { stage: 1, data: 1, height, model }, Vec::new());
+    (0..height * model).map(|rank| Arc::new(plan::lower(network, &plan, rank).unwrap())).collect()
+}
+
+/// Windows of several sizes and strides, which reach over several ranks.
+fn large_windows() -> Arc<Network> {
+    let mut net = Network::new("large windows", 26, 3, 10);
+    let x = net.conv("conv1", net.input(), 8, 7, 2);
+    let x = net.batch_norm("bn1", x);
+    let x = net.relu(x);
+    let x = net.max_pool(x, 5, 2);
+    let shortcut = net.max_pool(x, 3, 1);
+    let x = net.conv("conv2", shortcut, 16, 5, 1);
+    let x = net.batch_norm("bn2", x);
+    let other = net.conv("conv3", shortcut, 16, 1, 1);
+    let x = net.add(x, other);
+    let x = net.conv("conv4", x, 16, 1, 2);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 10);
+    Arc::new(net)
+}
+
+fn setting(part: &Arc<Network>, dtype: DType, statistics: Statistics) -> Setting {
+    Setting { statistics: Some(statistics), ..Setting::new(part, PICTURES, dtype, 90, Ranks::Apart) }
+}
+
+/// Lists are sound; all ranks take the same collectives, and what a rank gives to another one, that one takes.
+#[test]
+fn their_commands_are_sound_and_meet_those_of_the_other_ranks() {
+    let declared = signatures::declared();
+    let (bottleneck, pooled) =
+        (build(Arch::ResNet50, Stem::Cifar, 32, 10), build(Arch::ResNet18, Stem::Imagenet, 96, 1001));
+    for (network, height, model) in
+        [(&bottleneck, 3, 1), (&pooled, 2, 1), (&pooled, 3, 2), (&large_windows(), 4, 1)]
+    {
+        for (dtype, accumulates) in [(DType::F32, false), (DType::F16, false), (DType::Bf16, true)] {
+            for apart in [false, true] {
+                let phases = [
+                    Phase::Train(ONLY),
+                    Phase::Train(MicroBatch { last: false, whole: false, ..ONLY }),
+                    Phase::Evaluate,
+                ];
+                for phase in phases {
+                    if phase == phases[1] && !accumulates {
+                        continue;
+                    }
+                    let (mut collectives, mut pieces) = (Vec::new(), Vec::new());
+                    for part in parts(network, height, model) {
+                        let statistics = if apart { Statistics::ApartInOrder } else { Statistics::ByNccl };
+                        let setting = setting(&part, dtype, statistics);
+                        let setting = Setting { accumulates, sums: true, data_ranks: height, ..setting };
+                        setting.sound(phase, false);
+                        let commands = setting.sound(phase, true).commands;
+                        let mut met = meetings(&commands);
+                        met.retain(|meeting| !meeting.starts_with("Exchange"));
+                        collectives.push(met);
+                        pieces.push(pieces_of(&commands, height));
+                        for command in commands {
+                            let Command::Kernel { kernel, .. } = command else { continue };
+                            signatures::check(&kernel, &declared);
+                        }
+                    }
+                    assert!(collectives.iter().all(|met| *met == collectives[0]), "{phase:?}");
+                    for rank in 0..height {
+                        for peer in 0..height {
+                            let [gives, takes] =
+                                [&pieces[rank * model][peer][0], &pieces[peer * model][rank][1]];
+                            assert_eq!(gives, takes, "{}: {rank} to {peer}, {phase:?}", network.arch);
+                        }
+                        let given = pieces[rank * model].iter().any(|[gives, _]| !gives.is_empty());
+                        assert!(given, "rank {rank} gives nothing");
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// By peer: bytes of what a rank gives it and takes from it, in order.
+fn pieces_of(commands: &[Command], height: usize) -> Vec<[Vec<usize>; 2]> {
+    let mut all = vec![[Vec::new(), Vec::new()]; height];
+    for command in commands {
+        let Command::Exchange { gives, takes, group: Group::Height, .. } = command else { continue };
+        for (which, pieces) in [gives, takes].into_iter().enumerate() {
+            for (peer, at) in pieces {
+                all[*peer as usize][which].push(at.bytes);
+            }
+        }
+    }
+    all
+}
+
+/// A rank's memory, and what it runs of one operation.
+struct Rank {
+    arena: Vec<f32>,
+    commands: Vec<Command>,
+}
+
+impl Rank {
+    /// Runs kernels up to the exchange, or those behind it.
+    fn run(&mut self, behind: bool) {
+        let at = self.commands.iter().position(|c| matches!(c, Command::Exchange { .. }));
+        let at = at.unwrap_or(self.commands.len());
+        let commands = if behind { self.commands.split_off(at) } else { self.commands[..at].to_vec() };
+        for command in commands {
+            let Command::Kernel { kernel, .. } = command else { continue };
+            self.launch(&kernel);
+        }
+    }
+
+    /// As `rows.cu` does it.
+    fn launch(&mut self, kernel: &Kernel) {
+        let place = |arg: &Arg| match arg {
+            Arg::In(at) | Arg::Out(at) | Arg::InOut(at) => at.offset / 4,
+            other => panic!("{other:?}"),
+        };
+        let number = |arg: &Arg| match arg {
+            Arg::U32(number) => *number as usize,
+            other => panic!("{other:?}"),
+        };
+        let (from, to) = (place(&kernel.args[0]), place(&kernel.args[1]));
+        let [pictures, quads, from_rows, to_rows] = [2, 3, 4, 5].map(|arg| number(&kernel.args[arg]));
+        let length = 4 * quads;
+        let line = |from: usize| from..from + length;
+        match kernel.name {
+            "take_rows" => {
+                let offset = (number(&kernel.args[6]) as u32).cast_signed() as isize;
+                let Arg::F32(fill) = kernel.args[7] else { panic!("{kernel:?}") };
+                for (picture, row) in (0..pictures).flat_map(|p| (0..to_rows).map(move |row| (p, row))) {
+                    let target = line(to + (picture * to_rows + row) * length);
+                    let of = row as isize + offset;
+                    if (0..from_rows as isize).contains(&of) {
+                        let source = line(from + (picture * from_rows + of as usize) * length);
+                        self.arena.copy_within(source, target.start);
+                    } else {
+                        self.arena[target].fill(fill);
+                    }
+                }
+            }
+            "add_rows" => {
+                let first = number(&kernel.args[6]);
+                for (picture, row) in (0..pictures).flat_map(|p| (0..from_rows).map(move |row| (p, row))) {
+                    let source = self.arena[line(from + (picture * from_rows + row) * length)].to_vec();
+                    let target = line(to + (picture * to_rows + first + row) * length);
+                    self.arena[target].iter_mut().zip(source).for_each(|(to, value)| *to += value);
+                }
+            }
+            other => panic!("{other}"),
+        }
+    }
+}
+
+/// What `rows.cu` and NCCL make of an operation on all ranks: `given` is what is in row `row` of each picture on a rank before. Gives each
+/// rank's rows afterwards, the first value of each.
+fn exchanged(
+    ranks: &mut [Rank],
+    [from, to]: [&Rows; 2],
+    length: usize,
+    given: impl Fn(usize, usize, isize) -> f32,
+) -> Vec<Vec<f32>> {
+    let ends: Vec<[usize; 2]> = ranks
+        .iter()
+        .map(|rank| {
+            let first = rank.commands.iter().find_map(|command| match command {
+                Command::Kernel { kernel, .. } if kernel.name == "take_rows" => Some(kernel.args.clone()),
+                _ => None,
+            });
+            [0, 1].map(|arg| match first.as_ref().unwrap()[arg] {
+                Arg::In(at) | Arg::Out(at) => at.offset / 4,
+                other => panic!("{other:?}"),
+            })
+        })
+        .collect();
+    for (number, rank) in ranks.iter_mut().enumerate() {
+        let rows = from.of_rank[number].clone();
+        for picture in 0..PICTURES {
+            for (line, row) in rows.clone().enumerate() {
+                let at = ends[number][0] + (picture * rows.len() + line) * length;
+                rank.arena[at..at + length].fill(given(number, picture, row));
+            }
+        }
+        rank.run(false);
+    }
+    let pieces = |rank: &Rank, peer: usize, takes: bool| -> Vec<Operand> {
+        let found = rank.commands.iter().find_map(|command| match command {
+            Command::Exchange { gives, takes: taken, .. } => Some(if takes { taken } else { gives }),
+            _ => None,
+        });
+        let of_peer = found.into_iter().flatten().filter(|(of, _)| *of as usize == peer);
+        of_peer.map(|(_, at)| *at).collect()
+    };
+    for rank in 0..ranks.len() {
+        for peer in 0..ranks.len() {
+            let (gives, takes) = (pieces(&ranks[peer], rank, false), pieces(&ranks[rank], peer, true));
+            assert_eq!(gives.len(), takes.len());
+            for (give, take) in gives.into_iter().zip(takes) {
+                let values = ranks[peer].arena[give.offset / 4..give.end() / 4].to_vec();
+                ranks[rank].arena[take.offset / 4..take.end() / 4].copy_from_slice(&values);
+            }
+        }
+    }
+    let rows_of = |(number, rank): (usize, &mut Rank)| {
+        rank.run(true);
+        let rows = to.of_rank[number].len();
+        (0..PICTURES * rows).map(|line| rank.arena[ends[number][1] + line * length]).collect()
+    };
+    ranks.iter_mut().enumerate().map(rows_of).collect()
+}
+
+/// Every rank gets the rows that its windows reach, and of the gradients of all windows those of its rows.
+#[test]
+fn rows_come_from_the_ranks_that_have_them_and_gradients_go_back() {
+    let networks = [large_windows(), build(Arch::ResNet18, Stem::Imagenet, 96, 10)];
+    for (network, height) in [(&networks[0], 2), (&networks[0], 3), (&networks[0], 4), (&networks[1], 3)] {
+        let settings: Vec<Setting> = parts(network, height, 1)
+            .iter()
+            .map(|part| setting(part, DType::F32, Statistics::ByNccl))
+            .collect();
+        let emitted: Vec<Emitted> =
+            settings.iter().map(|setting| setting.sound(Phase::Train(ONLY), true)).collect();
+        let plan = &settings[0].plan;
+        let (mut halos, mut lowest_ones) = (0, 0);
+        for (index, op) in plan.ops.iter().enumerate() {
+            let FusedOp::Halo { input, output, lowest } = *op else { continue };
+            let [own, reached] = [input, output].map(|tensor| plan.network.rows(tensor).unwrap());
+            let length = plan.values(output) / plan.network.tensors[output].height;
+            let ranks = |part: Part| -> Vec<Rank> {
+                emitted
+                    .iter()
+                    .map(|emitted| {
+                        let of_part = |c: &Command| matches!(c, Command::Part(of) if *of == part);
+                        let from = emitted.commands.iter().position(of_part).unwrap() + 1;
+                        let inside = emitted.commands[from..].iter();
+                        let commands = inside.take_while(|c| !matches!(c, Command::Part(_)));
+                        let arena = vec![f32::NAN; emitted.arena_bytes / 4];
+                        Rank { arena, commands: commands.cloned().collect() }
+                    })
+                    .collect()
+            };
+            let value = |picture: usize, row: isize| (1000 * picture) as f32 + row as f32;
+            let found =
+                exchanged(&mut ranks(Part::Forward(index)), [own, reached], length, |_, picture, row| {
+                    value(picture, row)
+                });
+            let outside = if lowest { f32::NEG_INFINITY } else { 0.0 };
+            for (rank, found) in found.iter().enumerate() {
+                let inside = 0..own.whole as isize;
+                let wanted: Vec<f32> = (0..PICTURES)
+                    .flat_map(|picture| reached.of_rank[rank].clone().map(move |row| (picture, row)))
+                    .map(|(picture, row)| if inside.contains(&row) { value(picture, row) } else { outside })
+                    .collect();
+                assert_eq!(*found, wanted, "{}, {index}, rank {rank} of {height}", network.arch);
+            }
+            (halos, lowest_ones) = (halos + 1, lowest_ones + usize::from(lowest));
+            if plan.network.is_pictures(input) {
+                continue;
+            }
+            let gradient =
+                |rank: usize, picture: usize, row: isize| (1 + rank * 100 + picture * 10) as f32 + row as f32;
+            let back = [reached, own];
+            let found = exchanged(&mut ranks(Part::Backward(index)), back, length, gradient);
+            for (rank, found) in found.iter().enumerate() {
+                let of_all = |picture: usize, row: isize| -> f32 {
+                    let reach = (0..height).filter(|peer| reached.of_rank[*peer].contains(&row));
+                    reach.map(|peer| gradient(peer, picture, row)).sum()
+                };
+                let wanted: Vec<f32> = (0..PICTURES)
+                    .flat_map(|picture| own.of_rank[rank].clone().map(move |row| (picture, row)))
+                    .map(|(picture, row)| of_all(picture, row))
+                    .collect();
+                assert_eq!(*found, wanted, "{}, {index}, rank {rank} of {height}", network.arch);
+            }
+        }
+        assert!(halos > 4 && lowest_ones > 0, "{halos} {lowest_ones}");
+    }
+}
+
+/// Each rank has its share of the memory for activations, and the rows that its windows reach of others.
+#[test]
+fn ranks_that_share_rows_need_less_memory() {
+    let network = build(Arch::ResNet50, Stem::Imagenet, 1024, 10);
+    let bytes = |part: &Arc<Network>, statistics: Statistics| {
+        setting(part, DType::Bf16, statistics).with_facts(|facts| arena_bytes(facts, true)).unwrap() as f64
+    };
+    let whole = bytes(&network, Statistics::ByNccl);
+    for height in [2, 4] {
+        for part in parts(&network, height, 1) {
+            let share = bytes(&part, Statistics::ByNccl) / whole * height as f64;
+            assert!((0.9..1.3).contains(&share), "{height}: {share}");
+        }
+    }
+}
+
+#[test]
+fn rows_that_gpus_cannot_share_are_refused_with_what_to_do() {
+    let refused = |network: &Network, height: usize| {
+        let part = parts(network, height, 1).swap_remove(0);
+        StepPlan::new(part, 8, DType::F32, capabilities(false)).unwrap_err().to_string()
+    };
+    let network = build(Arch::ResNet18, Stem::Imagenet, 96, 10);
+    let error = refused(&network, 4);
+    assert!(
+        error.contains("4 GPUs cannot share the 3 rows that layer4.0.conv1 makes")
+            && error.contains("height to 3"),
+        "{error}"
+    );
+    let mut net = Network::new("a norm behind the pooling", 16, 3, 10);
+    let x = net.conv("conv1", net.input(), 8, 3, 1);
+    let x = net.global_average_pool(x);
+    let x = net.batch_norm("bn1", x);
+    net.linear("fc", x, 10);
+    let error = refused(&net, 2);
+    assert!(error.contains("bn1, a batch norm behind the global pooling"), "{error}");
+}

@@ -1,0 +1,260 @@
+//! GPUs that share the rows of pictures, next to one CPU rank that has all of them.
+
+use super::{split_head::on_gpus, *};
+use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
+use lockstep_comm::ProcessGroup;
+
+/// Pictures of ranks that share their rows.
+const OWN: usize = 8;
+const STEPS: usize = 6;
+const LR: f32 = 0.001;
+/// By how many pixels pictures are larger in the evaluation.
+const LARGER: usize = 6;
+
+/// What is trained, and how.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    network: fn() -> Network,
+    /// Data, height and model.
+    mesh: [usize; 3],
+    accumulate: usize,
+    /// The last micro-batch of each second step has fewer pictures.
+    ragged: bool,
+    precision: Precision,
+    optimizer_sharding: bool,
+}
+
+const CASE: Case = Case {
+    network: block,
+    mesh: [1, 2, 1],
+    accumulate: 1,
+    ragged: false,
+    precision: Precision::Fp32,
+    optimizer_sharding: false,
+};
+
+/// A residual block, of 18 and 9 rows. By [`initial`] values stay away from zero.
+fn block() -> Network {
+    let mut net = Network::new("rows of a block", 18, 3, 10);
+    let x = net.conv("conv1", net.input(), 32, 3, 1);
+    let x = net.batch_norm("bn1", x);
+    let shortcut = net.relu(x);
+    let x = net.conv("conv2", shortcut, 64, 3, 2);
+    let x = net.batch_norm("bn2", x);
+    let x = net.relu(x);
+    let x = net.conv("conv3", x, 64, 3, 1);
+    let branch = net.batch_norm("bn3", x);
+    let x = net.conv("down.0", shortcut, 64, 1, 2);
+    let shortcut = net.batch_norm("down.1", x);
+    let x = net.add(branch, shortcut);
+    let x = net.relu(x);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 10);
+    net
+}
+
+/// Windows of 7, 3 and 5 pixels, of 26, 13, 7 and 4 rows.
+fn large_windows() -> Network {
+    let mut net = Network::new("rows of large windows", 26, 3, 10);
+    let x = net.conv("conv1", net.input(), 16, 7, 2);
+    let x = net.batch_norm("bn1", x);
+    let x = net.relu(x);
+    let pooled = net.max_pool(x, 3, 2);
+    let x = net.conv("conv2", pooled, 32, 5, 1);
+    let x = net.batch_norm("bn2", x);
+    let x = net.relu(x);
+    let x = net.conv("conv3", x, 64, 3, 2);
+    let branch = net.batch_norm("bn3", x);
+    let x = net.conv("down.0", pooled, 64, 1, 2);
+    let shortcut = net.batch_norm("down.1", x);
+    let x = net.add(branch, shortcut);
+    let x = net.relu(x);
+    let x = net.global_average_pool(x);
+    net.linear("fc", x, 10);
+    net
+}
+
+impl Case {
+    fn mesh(&self) -> Mesh {
+        let [data, height, model] = self.mesh;
+        Mesh { stage: 1, data, height, model }
+    }
+
+    /// Sets of ranks with different pictures.
+    fn sets(&self) -> usize {
+        self.mesh[0] * self.mesh[2]
+    }
+
+    fn set_of(&self, rank: usize) -> usize {
+        self.mesh().data_rank(rank) * self.mesh[2] + self.mesh().model_rank(rank)
+    }
+
+    /// The pictures of a micro-batch: those of a set of ranks, or all.
+    fn batch(&self, network: &Network, number: usize, few: bool, set: Option<usize>) -> Batch {
+        let all = pictures(network, self.sets() * OWN, number);
+        let count = |set: usize| if few { [OWN / 2, 3].get(set).copied().unwrap_or(0) } else { OWN };
+        let size = network.tensors[0].len();
+        let mut batch = Batch::default();
+        for of in 0..self.sets() {
+            batch.global_samples += count(of);
+            if set.is_none_or(|set| set == of) {
+                let range = of * OWN..of * OWN + count(of);
+                batch.images.extend(&all.images[range.start * size..range.end * size]);
+                batch.labels.extend(&all.labels[range.clone()]);
+                batch.indices.extend(&all.indices[range]);
+            }
+        }
+        batch
+    }
+
+    fn step(&self, network: &Network, number: usize, set: Option<usize>) -> Vec<Batch> {
+        let micro_batch = |micro: usize| {
+            let few = self.ragged && micro + 1 == self.accumulate && number % 2 == 1;
+            self.batch(network, number * self.accumulate + micro, few, set)
+        };
+        (0..self.accumulate).map(micro_batch).collect()
+    }
+
+    fn gpu(&self, comm: &Arc<dyn ProcessGroup>) -> GpuConfig {
+        GpuConfig {
+            plan: Plan { optimizer_sharding: self.optimizer_sharding, ..Plan::on(self.mesh(), Vec::new()) },
+            ordinal: comm.rank().cast_signed(),
+            precision: self.precision,
+            ..deterministic()
+        }
+    }
+}
+
+/// What a run comes to on one rank.
+struct Run {
+    steps: Vec<StepResult>,
+    checksum: [u64; 2],
+    logits: Vec<f32>,
+    /// The loss of pictures of the network's size and of larger ones.
+    evaluated: [f64; 2],
+    state: Option<StateDict>,
+}
+
+fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usize>) -> Run {
+    let larger = network.resized(network.image_size + LARGER);
+    engine.take_sizes(&[], &[larger.image_size]).unwrap();
+    let mut step = |number| engine.train_step(&case.step(network, number, set), LR).unwrap();
+    let steps = (0..STEPS).map(&mut step).collect();
+    let evaluated = [network, &larger].map(|network| {
+        engine.set_image_size(network.image_size).unwrap();
+        engine.eval_step(&case.batch(network, 99, true, set)).unwrap().loss_sum
+    });
+    engine.set_image_size(network.image_size).unwrap();
+    let logits = engine.predict(&case.batch(network, 99, false, set)).unwrap();
+    let state = match engine.state_dict(&Writers::default()).unwrap() {
+        Contribution::Whole(state) => Some(*state),
+        Contribution::Part(_) | Contribution::Replica => None,
+    };
+    Run { steps, checksum: engine.checksum().unwrap(), logits, evaluated, state }
+}
+
+/// Trains a case on GPUs and on one CPU rank, and compares: losses by `loss` and weights by `way`, relative to how far they moved.
+fn compare(case: Case, loss: f32, way: f64) {
+    let network = Arc::new((case.network)());
+    let of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
+    let start = initial(&network);
+    let Some(runs) = on_gpus(case.mesh().ranks() as u32, |comm| {
+        let (gpu, set) = (case.gpu(&comm), case.set_of(comm.rank() as usize));
+        let mut engine = crate::cuda::build(network.clone(), &start, of(OWN), comm, &gpu).unwrap();
+        run(&mut engine, &case, &network, Some(set))
+    }) else {
+        return;
+    };
+    let mut alone = cpu_from(&start, &network, &of(case.sets() * OWN));
+    let wanted = run(alone.as_mut(), &case, &network, None);
+    // Ranks that share rows have the same results.
+    let sets: Vec<&Run> =
+        (0..runs.len()).filter(|rank| case.mesh().height_rank(*rank) == 0).map(|rank| &runs[rank]).collect();
+    for (step, theirs) in wanted.steps.iter().enumerate() {
+        let samples: u32 = sets.iter().map(|run| run.steps[step].samples).sum();
+        let sum: f32 = sets.iter().map(|run| run.steps[step].loss * run.steps[step].samples as f32).sum();
+        let ours = sum / samples as f32;
+        let norms: Vec<f32> = runs.iter().map(|run| run.steps[step].grad_norm).collect();
+        eprintln!(
+            "{case:?}, step {step}: loss {ours} / {}, gradient {norms:?} / {}",
+            theirs.loss, theirs.grad_norm
+        );
+        assert!(samples == theirs.samples && (ours - theirs.loss).abs() < loss * theirs.loss, "{case:?}");
+        assert!(norms.iter().all(|norm| *norm == norms[0]), "{norms:?}");
+        assert!((norms[0] - theirs.grad_norm).abs() < 100.0 * loss * theirs.grad_norm, "{case:?}");
+        for (rank, run) in runs.iter().enumerate() {
+            let same = sets[case.set_of(rank)].steps[step].loss;
+            assert!((run.steps[step].loss - same).abs() <= loss * same, "{case:?}, rank {rank}");
+        }
+    }
+    for (rank, run) in runs.iter().enumerate() {
+        let wanted = [runs[0].checksum[0], runs[rank % case.mesh[2]].checksum[1]];
+        assert_eq!(run.checksum, wanted, "{case:?}: rank {rank}");
+    }
+    let logits: Vec<f32> = sets.iter().flat_map(|run| run.logits.iter().copied()).collect();
+    assert_eq!(logits.len(), wanted.logits.len(), "{case:?}");
+    let apart = (difference(&logits, &wanted.logits) / square(&wanted.logits)).sqrt();
+    let evaluated = [0, 1].map(|of| sets.iter().map(|run| run.evaluated[of]).sum::<f64>());
+    let state = runs[0].state.as_ref().unwrap();
+    let weights = apart_of_way(&state.parameters, &wanted.state.unwrap().parameters, &start);
+    eprintln!(
+        "{case:?}: logits {apart:.1e}, weights {weights:.1e} of their way apart; evaluated {evaluated:?} / {:?}",
+        wanted.evaluated
+    );
+    assert!(weights < way && apart < way, "{case:?}");
+    for (ours, theirs) in evaluated.iter().zip(wanted.evaluated) {
+        assert!((ours - theirs).abs() < way * theirs, "{case:?}");
+    }
+    // A single rank continues from their checkpoint.
+    alone.load_state_dict(state).unwrap();
+    assert!(alone.train_step(&case.step(&network, 0, None), LR).unwrap().loss.is_finite());
+}
+
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_that_share_rows_train_as_one_rank() {
+    compare(CASE, 1e-5, 1e-3);
+    compare(Case { accumulate: 2, ragged: true, ..CASE }, 1e-5, 1e-3);
+    compare(Case { network: large_windows, ..CASE }, 1e-5, 1e-3);
+    compare(Case { optimizer_sharding: true, ..CASE }, 1e-5, 1e-3);
+}
+
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_that_share_rows_in_16_bits_are_near_one_rank() {
+    for precision in [Precision::Bf16, Precision::Fp16] {
+        for network in [block, large_windows] {
+            compare(Case { precision, network, ..CASE }, 2e-2, 0.5);
+        }
+    }
+}
+
+/// More copies of the network, a split head, and windows that reach beyond a neighbour.
+#[test]
+#[ignore = "needs 4 GPUs"]
+fn gpus_in_a_mesh_with_rows_train_as_one_rank() {
+    compare(Case { mesh: [2, 2, 1], ragged: true, ..CASE }, 1e-5, 1e-3);
+    compare(Case { mesh: [1, 2, 2], network: large_windows, ..CASE }, 1e-5, 1e-3);
+    compare(Case { mesh: [1, 4, 1], network: large_windows, ..CASE }, 1e-5, 1e-3);
+}
+
+/// Each rank has the statistics of its own rows, as on CPU ranks.
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_that_share_rows_have_statistics_of_their_own_if_asked() {
+    let network = Arc::new(block());
+    let (start, config) = (initial(&network), EngineConfig { sync_batch_norm: false, ..config(OWN) });
+    on_gpus(2, |comm| {
+        let gpu = CASE.gpu(&comm);
+        let (network, config) = (network.clone(), config.clone());
+        let mut cpu =
+            crate::build_cpu_with(network.clone(), &start, config.clone(), comm.clone(), &gpu.plan).unwrap();
+        let mut ours = crate::cuda::build(network.clone(), &start, config, comm, &gpu).unwrap();
+        for number in 0..STEPS {
+            let step = CASE.step(&network, number, Some(0));
+            let [wanted, is] =
+                [cpu.train_step(&step, LR), ours.train_step(&step, LR)].map(|result| result.unwrap().loss);
+            assert!((is - wanted).abs() < 1e-5 * wanted, "step {number}: {is} / {wanted}");
+        }
+    });
+}

@@ -1,0 +1,194 @@
+//! Settings of the loss, and which classes a step samples: Partial FC (An et al. 2022, "Killing Two Birds with One Stone").
+//!
+//! A rank's random classes depend only on the seed, the number of updates before the step, and the rank's first class, so a resumed run
+//! draws the same classes. `worker/kernels/sample.cu` computes the same numbers.
+
+use lockstep_protocol::spec::{JobSpec, LossKind, LossSpec};
+
+/// Settings of the loss, which stay the same during a run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LossConfig {
+    pub label_smoothing: f32,
+    /// See [`lockstep_protocol::spec::LossSpec::sample_share`].
+    pub sample_share: f64,
+    /// Seed of the classes that are drawn.
+    pub seed: u64,
+    /// Absent: the logits are the last layer's output.
+    pub margin: Option<Margin>,
+}
+
+/// Logits are scaled cosines, and the label's logit has a margin.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Margin {
+    pub(crate) kind: LossKind,
+    pub(crate) scale: f32,
+    pub(crate) margin: f32,
+}
+
+impl Margin {
+    /// The margin of a job, if it has one.
+    pub fn of(loss: &LossSpec) -> Option<Self> {
+        let LossSpec { kind, scale, .. } = *loss;
+        (kind != LossKind::Softmax).then(|| Self { kind, scale, margin: loss.margin() })
+    }
+}
+
+impl Default for LossConfig {
+    fn default() -> Self {
+        Self { label_smoothing: 0.0, sample_share: 1.0, seed: 0, margin: None }
+    }
+}
+
+impl From<&JobSpec> for LossConfig {
+    fn from(spec: &JobSpec) -> Self {
+        let JobSpec { train, loss, .. } = spec;
+        let (label_smoothing, sample_share) = (train.label_smoothing, loss.sample_share);
+        Self { label_smoothing, sample_share, seed: train.seed, margin: Margin::of(loss) }
+    }
+}
+
+impl LossConfig {
+    /// Whether a step samples classes.
+    pub(crate) fn samples(&self) -> bool {
+        self.sample_share < 1.0
+    }
+
+    /// Number of a rank's `classes` that are drawn, at least one.
+    pub(crate) fn drawn(&self, classes: usize) -> usize {
+        ((self.sample_share * classes as f64).round() as usize).clamp(1, classes)
+    }
+}
+
+/// Rounds of the Feistel network. With 8 rounds, pairs of few classes are not drawn equally often.
+pub(crate) const ROUNDS: usize = 10;
+/// The step from one input of [`mix`] to the next, as in SplitMix64.
+const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// SplitMix64's output function (Steele, Lea, Flood 2014).
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// A random order of a rank's classes, of which a step takes the first ones. It is a Feistel network over the next power of four, applied
+/// until it gives a class ("cycle walking", Black and Rogaway 2002): any class, and the place of any class, is found without the others.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Order {
+    classes: u32,
+    /// Bits of each half of a number.
+    half: u32,
+    keys: [u32; ROUNDS],
+}
+
+impl Order {
+    /// The order of `classes` classes from number `first` on, in the step after `updates` updates.
+    pub(crate) fn new(seed: u64, updates: u64, first: usize, classes: usize) -> Self {
+        let classes = classes as u32;
+        let bits = u32::BITS - (classes.max(2) - 1).leading_zeros();
+        let key = mix(mix(mix(seed.wrapping_add(GOLDEN)) ^ updates).wrapping_add(GOLDEN) ^ first as u64);
+        let of_round =
+            |round: usize| (mix(key.wrapping_add(GOLDEN.wrapping_mul(round as u64 + 1))) >> 32) as u32;
+        Self { classes, half: bits.div_ceil(2), keys: std::array::from_fn(of_round) }
+    }
+
+    fn scramble(&self, half: u32, key: u32) -> u32 {
+        let mut h = half.wrapping_add(key);
+        h = (h ^ (h >> 16)).wrapping_mul(0x7FEB_352D);
+        h = (h ^ (h >> 15)).wrapping_mul(0x846C_A68B);
+        (h ^ (h >> 16)) & self.mask()
+    }
+
+    fn mask(&self) -> u32 {
+        (1 << self.half) - 1
+    }
+
+    /// The class at `place`, counted from the first one.
+    pub(crate) fn class(&self, place: u32) -> u32 {
+        let mut number = place;
+        loop {
+            let (mut left, mut right) = (number >> self.half, number & self.mask());
+            for key in self.keys {
+                (left, right) = (right, left ^ self.scramble(right, key));
+            }
+            number = left << self.half | right;
+            if number < self.classes {
+                return number;
+            }
+        }
+    }
+
+    /// The place of `class`: the inverse of [`Order::class`].
+    #[cfg(test)]
+    fn place(&self, class: u32) -> u32 {
+        let mut number = class;
+        loop {
+            let (mut left, mut right) = (number >> self.half, number & self.mask());
+            for key in self.keys.into_iter().rev() {
+                (left, right) = (right ^ self.scramble(left, key), left);
+            }
+            number = left << self.half | right;
+            if number < self.classes {
+                return number;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_order_has_each_class_once_and_finds_its_place() {
+        for classes in [1, 2, 3, 4, 5, 16, 17, 1000, 4097] {
+            let order = Order::new(7, 3, 40, classes);
+            let mut all: Vec<u32> = (0..classes as u32).map(|place| order.class(place)).collect();
+            assert!((0..classes as u32).all(|place| order.place(all[place as usize]) == place), "{classes}");
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..classes as u32), "{classes}");
+        }
+    }
+
+    /// Each class about as often as any other, each pair of classes, too, and other ones with another seed, step or rank.
+    #[test]
+    fn classes_are_drawn_equally_often() {
+        const STEPS: usize = 20_000;
+        for (classes, drawn) in [(5, 2), (40, 4), (300, 30)] {
+            let mut counts = vec![0usize; classes];
+            let mut pairs = 0usize;
+            for step in 0..STEPS {
+                let order = Order::new(1, step as u64, 0, classes);
+                let sample: Vec<u32> = (0..drawn as u32).map(|place| order.class(place)).collect();
+                sample.iter().for_each(|class| counts[*class as usize] += 1);
+                pairs += usize::from(sample.contains(&0) && sample.contains(&1));
+            }
+            // Five standard deviations of a binomial count.
+            let near = |count: usize, share: f64| {
+                let expected = STEPS as f64 * share;
+                (count as f64 - expected).abs() < 5.0 * (expected * (1.0 - share)).sqrt()
+            };
+            let share = drawn as f64 / classes as f64;
+            assert!(counts.iter().all(|count| near(*count, share)), "{classes}: {counts:?}");
+            let both = share * (drawn - 1) as f64 / (classes - 1) as f64;
+            assert!(near(pairs, both), "{classes}: {pairs} instead of {}", STEPS as f64 * both);
+        }
+        let sample = |seed, step, first| {
+            let order = Order::new(seed, step, first, 1000);
+            (0..100).map(|place| order.class(place)).collect::<Vec<_>>()
+        };
+        let one = sample(1, 0, 0);
+        assert!([sample(2, 0, 0), sample(1, 1, 0), sample(1, 0, 1000)].iter().all(|other| *other != one));
+    }
+
+    #[test]
+    fn at_least_one_class_is_drawn_and_at_most_all() {
+        let drawn =
+            |sample_share, classes| LossConfig { sample_share, ..LossConfig::default() }.drawn(classes);
+        for (share, classes, wanted) in
+            [(0.1, 2_000_000, 200_000), (0.1, 10, 1), (0.001, 10, 1), (0.999, 10, 10), (1.0, 7, 7)]
+        {
+            assert_eq!(drawn(share, classes), wanted, "{share} of {classes}");
+        }
+    }
+}

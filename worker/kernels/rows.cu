@@ -1,0 +1,50 @@
+// Rows of activations that ranks share: a rank has some rows of each picture, and gets from other ranks those that its windows
+// reach. A line is one row of one picture: `quads` times four values.
+
+#if DTYPE == 0
+typedef uint4 Quad;
+__device__ __forceinline__ Quad quad_of(float v) {
+    u32 bits = __float_as_uint(v);
+    return {bits, bits, bits, bits};
+}
+__device__ __forceinline__ Quad sum_of(const Quad& a, const Quad& b) {
+    return {__float_as_uint(__uint_as_float(a.x) + __uint_as_float(b.x)),
+            __float_as_uint(__uint_as_float(a.y) + __uint_as_float(b.y)),
+            __float_as_uint(__uint_as_float(a.z) + __uint_as_float(b.z)),
+            __float_as_uint(__uint_as_float(a.w) + __uint_as_float(b.w))};
+}
+#else
+typedef uint2 Quad;
+__device__ __forceinline__ Quad quad_of(float v) { return {pair(v, v), pair(v, v)}; }
+__device__ __forceinline__ Quad sum_of(const Quad& a, const Quad& b) {
+    return {pair(low(a.x) + low(b.x), high(a.x) + high(b.x)), pair(low(a.y) + low(b.y), high(a.y) + high(b.y))};
+}
+#endif
+
+// to [pictures, to_rows] = from [pictures, from_rows], of whose rows it begins with number `offset`, which may be below 0. Rows that
+// `from` does not have are `fill`. A block has every gridDim.x-th line.
+extern "C" __global__ void __launch_bounds__(256)
+    take_rows(const T* from, T* to, u32 pictures, u32 quads, u32 from_rows, u32 to_rows, u32 offset, float fill) {
+    pdl_wait();
+    u32 lines = pictures * to_rows;
+    Quad nothing = quad_of(fill);
+    for (u32 line = blockIdx.x; line < lines; line += gridDim.x) {
+        u32 row = line % to_rows + offset; // below 0 wraps to above all rows
+        bool there = row < from_rows;
+        const Quad* source = (const Quad*)from + ((u64)(line / to_rows) * from_rows + (there ? row : 0)) * quads;
+        Quad* target = (Quad*)to + (u64)line * quads;
+        for (u32 i = threadIdx.x; i < quads; i += blockDim.x) target[i] = there ? source[i] : nothing;
+    }
+}
+
+// to [pictures, to_rows] += part [pictures, rows], from row `first` on. A block has every gridDim.x-th line of the part.
+extern "C" __global__ void __launch_bounds__(256)
+    add_rows(const T* part, T* to, u32 pictures, u32 quads, u32 rows, u32 to_rows, u32 first) {
+    pdl_wait();
+    u32 lines = pictures * rows;
+    for (u32 line = blockIdx.x; line < lines; line += gridDim.x) {
+        const Quad* source = (const Quad*)part + (u64)line * quads;
+        Quad* target = (Quad*)to + ((u64)(line / rows) * to_rows + first + line % rows) * quads;
+        for (u32 i = threadIdx.x; i < quads; i += blockDim.x) target[i] = sum_of(target[i], source[i]);
+    }
+}

@@ -1,0 +1,143 @@
+// Partial FC: the classes of a rank that a step samples (`worker/engine/src/loss.rs` says how), and their rows of parameters.
+
+#define NO_CLASS 0xffffffffu
+
+// `count` classes, counted from the first one of this rank, follow.
+struct Sample {
+    u32 count, pad[3];
+};
+__device__ __forceinline__ const u32* classes_of(const Sample* s) { return (const u32*)(s + 1); }
+
+__device__ __forceinline__ const Control* control_of(const u32* controls, u32 words, u32 rank) {
+    return (const Control*)(controls + (u64)rank * words);
+}
+
+__device__ __forceinline__ u64 mix64(u64 z) {
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+    return z ^ z >> 31;
+}
+
+// A random order of a rank's classes, as the CPU engine's `Order`.
+struct Order {
+    u32 classes, half, mask, keys[ORDER_ROUNDS];
+
+    __device__ Order(u64 seed, u64 updates, u64 first, u32 classes) : classes(classes), half(1) {
+        const u64 golden = 0x9e3779b97f4a7c15ull;
+        while (1ull << 2 * half < classes) half++;
+        mask = (1u << half) - 1;
+        u64 key = mix64((mix64(mix64(seed + golden) ^ updates) + golden) ^ first);
+        for (int round = 0; round < ORDER_ROUNDS; round++) keys[round] = (u32)(mix64(key + golden * (round + 1)) >> 32);
+    }
+    __device__ u32 scramble(u32 h, u32 key) const {
+        h += key;
+        h = (h ^ h >> 16) * 0x7feb352du;
+        h = (h ^ h >> 15) * 0x846ca68bu;
+        return (h ^ h >> 16) & mask;
+    }
+    // The class at a place, and the place of a class.
+    __device__ u32 class_at(u32 number) const {
+        do {
+            u32 left = number >> half, right = number & mask;
+#pragma unroll
+            for (int round = 0; round < ORDER_ROUNDS; round++) {
+                u32 next = left ^ scramble(right, keys[round]);
+                left = right;
+                right = next;
+            }
+            number = left << half | right;
+        } while (number >= classes);
+        return number;
+    }
+    __device__ u32 place_of(u32 number) const {
+        do {
+            u32 left = number >> half, right = number & mask;
+#pragma unroll
+            for (int round = ORDER_ROUNDS - 1; round >= 0; round--) {
+                u32 before = right ^ scramble(left, keys[round]);
+                right = left;
+                left = before;
+            }
+            number = left << half | right;
+        } while (number >= classes);
+        return number;
+    }
+};
+
+// Samples `drawn` of this rank's `classes` from number `first` on, and the classes of the labels of all pictures of the group, `batch`
+// a rank. `places` has two words a picture: where its label and the label of the other picture are in the sample, or NO_CLASS.
+// `found` has four words a picture, for this kernel alone. The first block has the labels, the others the random classes.
+extern "C" __global__ void __launch_bounds__(1024)
+    sample_classes(const u32* controls, u32 words, u32 batch, u32 ranks, u32 first, u32 classes, u32 drawn, u64 seed,
+                   const Scaler* scaler, Sample* sample, u32* places, u32* found) {
+    pdl_wait();
+    SHARED(u32, added, 1);
+    Order order(seed, scaler->updates, first, classes);
+    u32* rows = (u32*)(sample + 1);
+    if (blockIdx.x > 0) {
+        u32 step = (gridDim.x - 1) * blockDim.x;
+        for (u32 i = (blockIdx.x - 1) * blockDim.x + threadIdx.x; i < drawn; i += step) rows[i] = order.class_at(i);
+        return;
+    }
+    if (threadIdx.x == 0) added[0] = 0;
+    u32 count = batch * ranks, all = 2 * count;
+    for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
+        u32 row = i % count, picture = row % batch;
+        const Control* control = control_of(controls, words, row / batch);
+        bool other = i >= count, is = picture < control->valid && (!other || control->mixed);
+        u32 own = is ? indices(control)[(other ? 3 : 2) * (u64)batch + picture] - first : NO_CLASS;
+        u32 place = own < classes ? order.place_of(own) : NO_CLASS;
+        places[i] = place < drawn ? place : NO_CLASS;
+        found[i] = own < classes && place >= drawn ? own : NO_CLASS;
+    }
+    __syncthreads();
+    // Those that are not drawn come behind those that are, each once and in ascending order.
+    for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
+        u32 own = found[i];
+        bool is_first = own != NO_CLASS;
+        for (u32 j = 0; j < i && is_first; j++) is_first = found[j] != own;
+        found[all + i] = is_first;
+        if (is_first) atomicAdd(added, 1u);
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
+        u32 own = found[i], before = 0;
+        if (own == NO_CLASS) continue;
+        for (u32 j = 0; j < all; j++) before += found[all + j] != 0 && found[j] < own;
+        places[i] = drawn + before;
+        rows[drawn + before] = own;
+    }
+    if (threadIdx.x == 0) sample->count = drawn + added[0];
+}
+
+// Rows of `width` elements each: those of a sample out of all, with zeros behind the last one, or back. `length`: elements of `some`.
+template <class V>
+__device__ __forceinline__ void gather_elements(const V* all, V* some, const Sample* sample, u32 width, u64 length) {
+    u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step) {
+        u32 row = (u32)i / width;
+        some[i] = row < sample->count ? all[(u64)classes_of(sample)[row] * width + (u32)i % width] : V{};
+    }
+}
+template <class V>
+__device__ __forceinline__ void scatter_elements(V* all, const V* some, const Sample* sample, u32 width) {
+    u64 length = (u64)sample->count * width, step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < length; i += step)
+        all[(u64)classes_of(sample)[(u32)i / width] * width + (u32)i % width] = some[i];
+}
+extern "C" __global__ void __launch_bounds__(256) gather_rows(const uint4* all, uint4* some, const Sample* sample, u32 width, u64 length) {
+    pdl_wait();
+    gather_elements(all, some, sample, width, length);
+}
+extern "C" __global__ void __launch_bounds__(256) scatter_rows(uint4* all, const uint4* some, const Sample* sample, u32 width) {
+    pdl_wait();
+    scatter_elements(all, some, sample, width);
+}
+extern "C" __global__ void __launch_bounds__(256) gather_values(const u32* all, u32* some, const Sample* sample, u32 width, u64 length) {
+    pdl_wait();
+    gather_elements(all, some, sample, width, length);
+}
+extern "C" __global__ void __launch_bounds__(256) scatter_values(u32* all, const u32* some, const Sample* sample, u32 width) {
+    pdl_wait();
+    scatter_elements(all, some, sample, width);
+}

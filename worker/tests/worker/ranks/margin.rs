@@ -1,0 +1,139 @@
+//! Losses with a margin (ArcFace, CosFace): their gradients by finite differences, and the same training on ranks that share the classes.
+
+use super::{
+    hybrid::{beyond, data_rank, data_ranks, plan},
+    *,
+};
+use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
+use lockstep_protocol::spec::{LossKind, LossSpec};
+
+const CLASSES: usize = 9;
+const GLOBAL: usize = 16;
+const STEPS: usize = 3;
+
+/// Without batch norms, so that a training step has the loss of its weights alone.
+fn plain() -> Arc<Network> {
+    let mut network = Network::new("plain", SIDE, 3, CLASSES);
+    let conv = network.conv("conv1", network.input(), 8, 3, 2);
+    let relu = network.relu(conv);
+    let average = network.global_average_pool(relu);
+    network.linear("fc", average, CLASSES);
+    Arc::new(network)
+}
+
+fn batch(from: usize, to: usize) -> Batch {
+    Batch {
+        images: values("margin.images", GLOBAL * PICTURE)[from * PICTURE..to * PICTURE].to_vec(),
+        labels: labels("margin.labels", GLOBAL, CLASSES)[from..to].to_vec(),
+        global_samples: GLOBAL,
+        ..Batch::default()
+    }
+}
+
+fn with_margin(kind: LossKind) -> EngineConfig {
+    let margin = Margin::of(&LossSpec { kind, scale: 8.0, ..LossSpec::default() });
+    let loss = LossConfig { margin, ..LossConfig::default() };
+    let optimizer = Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() };
+    EngineConfig { loss, optimizer, ..config(GLOBAL) }
+}
+
+/// The loss of these weights, and its gradient.
+fn step(kind: LossKind, weights: &NamedTensors) -> (StepResult, NamedTensors) {
+    let mut engine = build_cpu(plain(), weights, with_margin(kind), Arc::new(SingleRank)).unwrap();
+    let result = engine.train_step(&[batch(0, GLOBAL)], 1e-3).unwrap();
+    // Momentum is the gradient after the first step.
+    (result, engine.optimizer_state().unwrap().slots)
+}
+
+#[test]
+fn gradients_are_those_of_finite_differences() {
+    const H: f32 = 4e-3;
+    for kind in [LossKind::ArcFace, LossKind::CosFace] {
+        let initial = init::initial_parameters(&plain(), false, 1);
+        let (_, gradients) = step(kind, &initial);
+        for name in ["fc.weight", "conv1.weight"] {
+            let gradient = &gradients[&format!("{name}.momentum")].values;
+            let length = gradient.iter().map(|v| v * v).sum::<f32>().sqrt();
+            // Along the gradient, and along a random direction.
+            let along: Vec<f32> = gradient.iter().map(|v| v / length).collect();
+            let random = values(&format!("margin.{name}"), gradient.len());
+            for direction in [along, random] {
+                let loss = |distance: f32| {
+                    let mut moved = initial.clone();
+                    let weights = &mut moved.get_mut(name).unwrap().values;
+                    weights.iter_mut().zip(&direction).for_each(|(w, d)| *w += distance * d);
+                    step(kind, &moved).0.loss
+                };
+                let measured = (loss(H) - loss(-H)) / (2.0 * H);
+                let wanted: f32 = gradient.iter().zip(&direction).map(|(g, d)| g * d).sum();
+                assert!(
+                    (measured - wanted).abs() < 0.01 * length,
+                    "{kind:?} {name}: {measured} where the gradient says {wanted}, of length {length}"
+                );
+            }
+        }
+        assert!(gradients["fc.bias.momentum"].values.iter().all(|v| *v == 0.0));
+    }
+}
+
+/// Loss and right answers of each step and of an evaluation, over all ranks, and the state.
+struct Run {
+    steps: Vec<(f32, u32)>,
+    evaluated: (f64, u64),
+    state: StateDict,
+}
+
+fn trained(kind: LossKind, plan: &Plan) -> Run {
+    let (network, own) = (plain(), GLOBAL / data_ranks(plan));
+    let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
+        let from = data_rank(plan, &comm) * own;
+        let config = EngineConfig { batch_size: own, ..with_margin(kind) };
+        let initial = init::initial_parameters(&network, false, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config, comm, plan).unwrap();
+        let own = batch(from, from + own);
+        let step = |_| engine.train_step(std::slice::from_ref(&own), 0.02).unwrap();
+        let steps: Vec<StepResult> = (0..STEPS).map(step).collect();
+        let evaluated = engine.eval_step(&own).unwrap();
+        (steps, evaluated, engine.state_dict(&Writers::default()).unwrap())
+    });
+    let of_step = |step: usize| {
+        let all = || of_ranks.iter().map(|(steps, ..)| &steps[step]);
+        let loss = all().map(|result| result.loss * result.samples as f32).sum::<f32>() / GLOBAL as f32;
+        (loss, all().map(|result| result.correct).sum())
+    };
+    let steps = (0..STEPS).map(of_step).collect();
+    let evaluated = of_ranks
+        .iter()
+        .fold((0.0, 0), |(loss, correct), (_, of, _)| (loss + of.loss_sum, correct + of.correct));
+    let Some((.., Contribution::Whole(state))) = of_ranks.into_iter().next() else {
+        panic!("rank 0 has all")
+    };
+    Run { steps, evaluated, state: *state }
+}
+
+#[test]
+fn ranks_that_share_the_classes_train_as_one_rank() {
+    for kind in [LossKind::ArcFace, LossKind::CosFace] {
+        let wanted = trained(kind, &Plan::data(1));
+        let last = f64::from(wanted.steps[STEPS - 1].0) * GLOBAL as f64;
+        assert!(
+            last > wanted.evaluated.0 + 1.0,
+            "an evaluation has no margin: {last} {:?}",
+            wanted.evaluated
+        );
+        for plan in [Plan::data(2), plan([1, 1, 2], &[]), plan([2, 1, 2], &[])] {
+            let Run { steps, evaluated, state } = trained(kind, &plan);
+            for ((loss, correct), (wanted, wanted_correct)) in steps.iter().zip(&wanted.steps) {
+                assert!((loss - wanted).abs() < 1e-5 * wanted, "{kind:?} {plan:?}: {loss} {wanted}");
+                assert_eq!(correct, wanted_correct, "{kind:?} {plan:?}");
+            }
+            let (apart, name) = beyond(&state.parameters, &wanted.state.parameters);
+            assert!(apart <= 1e-6, "{kind:?} {plan:?}: {name} by {apart:e}");
+            let (loss, correct) = wanted.evaluated;
+            assert!(
+                (evaluated.0 - loss).abs() < 1e-4 * loss && evaluated.1 == correct,
+                "{kind:?} {plan:?}: {evaluated:?}"
+            );
+        }
+    }
+}

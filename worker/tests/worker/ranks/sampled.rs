@@ -1,0 +1,233 @@
+//! Steps that sample the classes (Partial FC): each is a step of a classifier of these classes alone, and the others stay as they are.
+
+use super::{
+    hybrid::{beyond, data_rank, data_ranks, plan, staged},
+    *,
+};
+use lockstep_engine::{Contribution, Margin, StateDict, Writers, build_cpu_with, plan::Plan};
+use lockstep_protocol::spec::{LossKind, LossSpec, Split};
+use std::ops::Range;
+
+const CLASSES: usize = 41;
+const SHARE: f64 = 0.25;
+const STEPS: usize = 3;
+/// Eight for each of four ranks: float64 sums of gradients are then those of one rank.
+const GLOBAL: usize = 32;
+const LR: f32 = 0.05;
+
+fn wide(classes: usize) -> Arc<Network> {
+    let mut network = Network::new("wide", SIDE, 3, classes);
+    let conv = network.conv("conv1", network.input(), 8, 3, 1);
+    let norm = network.batch_norm("bn1", conv);
+    let relu = network.relu(norm);
+    let conv = network.conv("conv2", relu, 16, 3, 2);
+    let norm = network.batch_norm("bn2", conv);
+    let relu = network.relu(norm);
+    let average = network.global_average_pool(relu);
+    network.linear("fc", average, classes);
+    Arc::new(network)
+}
+
+/// Pictures of a step. Few of the classes have any.
+fn part(number: usize, own: Range<usize>, global_samples: usize) -> Batch {
+    let all = labels(&format!("sampled.labels.{number}"), GLOBAL, 6);
+    let images = values(&format!("sampled.images.{number}"), GLOBAL * PICTURE);
+    Batch {
+        images: images[own.start * PICTURE..own.end * PICTURE].to_vec(),
+        labels: all[own].iter().map(|label| 7 * label).collect(),
+        global_samples,
+        ..Batch::default()
+    }
+}
+
+/// The parts that rank `rank` of `ranks` has of a step's micro-batches.
+fn step(number: usize, (rank, ranks): (usize, usize), accumulate: usize) -> Vec<Batch> {
+    let (all, own) = (GLOBAL / accumulate, GLOBAL / accumulate / ranks);
+    let from = |micro: usize| micro * all + rank * own;
+    (0..accumulate).map(|micro| part(number, from(micro)..from(micro) + own, all)).collect()
+}
+
+struct Run {
+    results: Vec<StepResult>,
+    /// Before the first step, and after each.
+    states: Vec<StateDict>,
+    /// Of all pictures of the first step, by the last state.
+    logits: Vec<f32>,
+}
+
+/// Trains the steps `steps`, from `state` if there is one.
+fn run(plan: &Plan, config: &EngineConfig, steps: Range<usize>, state: Option<&StateDict>) -> Run {
+    let (network, ranks) = (wide(CLASSES), data_ranks(plan));
+    let own = GLOBAL / ranks;
+    let of_ranks = on_ranks(plan.mesh.ranks() as u32, |comm| {
+        let rank = data_rank(plan, &comm);
+        let accumulate = config.accumulate;
+        let config = EngineConfig { batch_size: own / accumulate, ..config.clone() };
+        let initial = init::initial_parameters(&network, false, 1);
+        let mut engine = build_cpu_with(network.clone(), &initial, config, comm.clone(), plan).unwrap();
+        if let Some(state) = state {
+            comm.barrier().unwrap();
+            engine.load_state_dict(state).unwrap();
+            comm.barrier().unwrap();
+        }
+        let mut of_steps = vec![(None, engine.state_dict(&Writers::default()).unwrap())];
+        for number in steps.clone() {
+            let result = engine.train_step(&step(number, (rank, ranks), accumulate), LR).unwrap();
+            of_steps.push((Some(result), engine.state_dict(&Writers::default()).unwrap()));
+        }
+        let logits = engine.predict(&part(0, rank * own..(rank + 1) * own, GLOBAL)).unwrap();
+        (of_steps, logits)
+    });
+    // Of ranks with the last stage, which alone have measured something.
+    let last_stage = plan.mesh.ranks() - plan.mesh.ranks_of_stage();
+    let of = |step: usize, value: &dyn Fn(&StepResult) -> f32| -> f32 {
+        of_ranks[last_stage..].iter().filter_map(|(steps, _)| steps[step].0.as_ref()).map(value).sum()
+    };
+    let results = (1..=steps.len()).map(|step| StepResult {
+        loss: of(step, &|r| r.loss * r.samples as f32) / GLOBAL as f32,
+        correct: of(step, &|r| r.correct as f32) as u32,
+        grad_norm: of(step, &|r| r.grad_norm) / plan.mesh.ranks_of_stage() as f32,
+        ..StepResult::default()
+    });
+    let (results, logits) =
+        (results.collect(), of_ranks.iter().flat_map(|(_, logits)| logits.clone()).collect());
+    let whole = |(_, contribution): (_, Contribution)| match contribution {
+        Contribution::Whole(state) => *state,
+        Contribution::Part(_) | Contribution::Replica => panic!("rank 0 has all"),
+    };
+    let states = of_ranks.into_iter().next().unwrap().0.into_iter().map(whole).collect();
+    Run { results, states, logits }
+}
+
+/// The classes of which something differs: weights, biases or what the optimizer keeps.
+fn changed(before: &StateDict, after: &StateDict) -> Vec<usize> {
+    let all = |state: &StateDict| {
+        let slots = state.optimizer.clone().unwrap().slots;
+        let of_head =
+            state.parameters.clone().into_iter().chain(slots).filter(|(name, _)| name.starts_with("fc."));
+        of_head.map(|(_, tensor)| tensor).collect::<Vec<_>>()
+    };
+    let row = |tensor: &HostTensor, class: usize| {
+        let width = tensor.values.len() / CLASSES;
+        tensor.values[class * width..][..width].iter().map(|value| value.to_bits()).collect::<Vec<_>>()
+    };
+    let (before, after) = (all(before), all(after));
+    let differs = |class: &usize| before.iter().zip(&after).any(|(b, a)| row(b, *class) != row(a, *class));
+    (0..CLASSES).filter(differs).collect()
+}
+
+/// The state of a classifier of some of the classes.
+fn cut(state: &StateDict, classes: &[usize]) -> StateDict {
+    let mut state = state.clone();
+    let slots = state.optimizer.iter_mut().map(|optimizer| &mut optimizer.slots);
+    for tensors in std::iter::once(&mut state.parameters).chain(slots) {
+        for (_, tensor) in tensors.iter_mut().filter(|(name, _)| name.starts_with("fc.")) {
+            let width = tensor.values.len() / CLASSES;
+            let rows = classes.iter().flat_map(|class| &tensor.values[class * width..][..width]);
+            tensor.values = rows.copied().collect();
+            tensor.shape[0] = classes.len();
+        }
+    }
+    state
+}
+
+fn sampled(kind: OptimizerKind, accumulate: usize) -> EngineConfig {
+    let loss = LossConfig { sample_share: SHARE, seed: 3, ..LossConfig::default() };
+    // With a smaller epsilon the sign of a gradient that is almost 0 decides.
+    let optimizer =
+        Optimizer { kind, momentum: 0.9, weight_decay: 1e-2, epsilon: 1e-3, ..Optimizer::default() };
+    EngineConfig { loss, optimizer, accumulate, ..config(0) }
+}
+
+#[test]
+fn a_step_is_that_of_a_classifier_of_the_chosen_classes() {
+    let margin = LossSpec { kind: LossKind::ArcFace, scale: 8.0, ..LossSpec::default() };
+    let (none, margin) = (None, Margin::of(&margin));
+    for (plan, kind, accumulate, margin) in [
+        (Plan::data(1), OptimizerKind::Momentum, 1, none),
+        (Plan::data(1), OptimizerKind::Momentum, 1, margin),
+        (plan([1, 1, 2], &[]), OptimizerKind::Momentum, 1, margin),
+        (Plan::data(1), OptimizerKind::AdamW, 2, none),
+        (Plan::data(2), OptimizerKind::Nesterov, 1, none),
+        (Plan { optimizer_sharding: true, ..plan([2, 1, 2], &[]) }, OptimizerKind::AdamW, 1, none),
+        (plan([1, 1, 2], &[]), OptimizerKind::Momentum, 2, none),
+        (plan([1, 1, 4], &[("fc", Split::Out)]), OptimizerKind::AdamW, 1, none),
+        (staged(2, plan([1, 1, 2], &[])), OptimizerKind::Momentum, 2, none),
+    ] {
+        let mut config = sampled(kind, accumulate);
+        config.loss.margin = margin;
+        let trained = run(&plan, &config, 0..STEPS, None);
+        let loss = LossConfig { sample_share: 1.0, ..config.loss };
+        let all = EngineConfig { batch_size: GLOBAL / accumulate, loss, ..config.clone() };
+        let ranks = plan.mesh.model;
+        let drawn = ranks * (SHARE * (CLASSES / ranks) as f64).round() as usize;
+        let mut chosen = Vec::new();
+        for (number, states) in trained.states.windows(2).enumerate() {
+            let case = format!("{plan:?}, {kind:?}, step {number}");
+            let classes = changed(&states[0], &states[1]);
+            let mut batches = step(number, (0, 1), accumulate);
+            for label in batches.iter_mut().flat_map(|batch| &mut batch.labels) {
+                *label = classes.iter().position(|class| *class == *label as usize).expect("a label's class")
+                    as u32;
+            }
+            assert!((drawn..=drawn + 6).contains(&classes.len()), "{case}: {drawn} and labels: {classes:?}");
+
+            let (before, after) = (cut(&states[0], &classes), cut(&states[1], &classes));
+            let network = wide(classes.len());
+            let mut plain =
+                build_cpu(network, &before.parameters, all.clone(), Arc::new(SingleRank)).unwrap();
+            plain.load_state_dict(&before).unwrap();
+            let (wanted, ours) = (plain.train_step(&batches, LR).unwrap(), trained.results[number]);
+            let near = |a: f32, b: f32| (a - b).abs() < 1e-5 * b;
+            assert!(
+                near(ours.loss, wanted.loss) && near(ours.grad_norm, wanted.grad_norm),
+                "{case}: {ours:?} {wanted:?}"
+            );
+            assert_eq!(ours.correct, wanted.correct, "{case}");
+            let wanted = plain.own_state().unwrap();
+            assert_eq!(after.optimizer.as_ref().unwrap().updates, wanted.optimizer.as_ref().unwrap().updates);
+            if plan.mesh.ranks() == 1 {
+                assert!(after == wanted, "{case}: other bits");
+            } else {
+                let (apart, name) = beyond(&after.parameters, &wanted.parameters);
+                assert!(apart <= 0.0, "{case}: {name} by {apart:e} more than 1e-6");
+            }
+            chosen.push(classes);
+        }
+        assert!(chosen[0] != chosen[1] && chosen[1] != chosen[2], "{chosen:?}");
+
+        // All classes take part in a prediction.
+        let last = trained.states.last().unwrap();
+        let mut plain = build_cpu(wide(CLASSES), &last.parameters, all, Arc::new(SingleRank)).unwrap();
+        let wanted = plain.predict(&part(0, 0..GLOBAL, GLOBAL)).unwrap();
+        assert_eq!(trained.logits.len(), wanted.len());
+        let apart = trained.logits.iter().zip(&wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(apart < 1e-4, "{plan:?}: {apart}");
+    }
+}
+
+#[test]
+fn a_sample_is_the_same_after_a_resume() {
+    for plan in [Plan::data(1), plan([1, 1, 2], &[])] {
+        let config = sampled(OptimizerKind::AdamW, 1);
+        let whole = run(&plan, &config, 0..3, None);
+        let resumed = run(&plan, &config, 2..3, Some(&whole.states[2]));
+        assert!(resumed.states[1] == whole.states[3], "{plan:?}");
+        let other = LossConfig { seed: 4, ..config.loss };
+        let other = run(&plan, &EngineConfig { loss: other, ..config }, 2..3, Some(&whole.states[2]));
+        assert!(other.states[1] != whole.states[3], "the seed counts");
+    }
+}
+
+#[test]
+fn a_head_that_is_split_over_its_inputs_is_refused() {
+    let errors = on_ranks(2, |comm| {
+        let (network, plan) = (wide(CLASSES), plan([1, 1, 2], &[("fc", Split::In)]));
+        let initial = init::initial_parameters(&network, false, 1);
+        build_cpu_with(network, &initial, sampled(OptimizerKind::Momentum, 1), comm, &plan)
+            .err()
+            .unwrap()
+            .to_string()
+    });
+    assert!(errors[0].contains("loss.sample_share") && errors[0].contains("split = \"out\""), "{errors:?}");
+}

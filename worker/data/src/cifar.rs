@@ -2,7 +2,7 @@
 //! 3,072 bytes of red, green and blue planes.
 
 use super::{Catalog, DataError, Format, Samples, Split, names_from, packed};
-use lockstep_host::files::{self, Found};
+use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::dataset::BrokenFile;
 use std::{
     fs,
@@ -60,7 +60,7 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         }
         // The pictures, and the largest file while it is read. What cannot be read is named below.
         let size = |path: &PathBuf| match files::stat(path) {
-            Ok(Found::File { size_bytes }) => size_bytes,
+            Ok(FileKind::File { size_bytes }) => size_bytes,
             _ => 0,
         };
         let (all, largest) = paths.iter().map(size).fold((0, 0), |(all, most), n| (all + n, n.max(most)));

@@ -5,7 +5,7 @@
 //! so has one whose files were only touched.
 
 use super::{Catalog, ChangeDetection, DataError, Format, Samples, pattern};
-use lockstep_host::files::{self, Found};
+use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::{dataset::PicturesFingerprint, numbers::plural};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -167,10 +167,10 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
         return Err(wrong(format!("lies deeper than {DEPTH} folders; is a link leading round in circles?")));
     }
     let listed = match files::stat(path) {
-        Ok(Found::Folder) => fs::read_dir(path)
+        Ok(FileKind::Folder) => fs::read_dir(path)
             .and_then(Iterator::collect::<io::Result<Vec<_>>>)
             .map_err(files::cannot_be_read),
-        Ok(Found::File { size_bytes }) => {
+        Ok(FileKind::File { size_bytes }) => {
             found.push(Entry { path: path.into(), size_bytes: Ok(size_bytes) });
             return Ok(());
         }

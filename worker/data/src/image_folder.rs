@@ -13,7 +13,7 @@ use super::{
     listing::{Listing, Place},
     picture::{self, is_named_like_one},
 };
-use lockstep_host::files::{self, Found};
+use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::dataset::BrokenFile;
 use lockstep_protocol::numbers::plural;
 use rayon::prelude::*;
@@ -59,8 +59,8 @@ fn holds_folders(dir: &Path) -> bool {
 pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let train = training_folder(dir)?;
     match files::stat(&train) {
-        Ok(Found::Folder) => holds_folders(&train).then(|| read(dir, &train, store)),
-        Ok(Found::File { .. }) => None,
+        Ok(FileKind::Folder) => holds_folders(&train).then(|| read(dir, &train, store)),
+        Ok(FileKind::File { .. }) => None,
         // A link that leads nowhere, and the like.
         Err(detail) => Some(Err(DataError::File { path: train.display().to_string(), detail })),
     }
@@ -111,7 +111,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
         let split = split_of(&path).unwrap_or(name);
         let always = split_of(&path).is_some();
         match files::stat(&path) {
-            Ok(Found::Folder) => {}
+            Ok(FileKind::Folder) => {}
             Err(detail) if always => {
                 broken.push(named(&path, detail));
                 continue;
@@ -260,7 +260,7 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
     let mut found = Classes { folders: BTreeMap::new(), broken: Vec::new() };
     for path in entries(split).map_err(|detail| at(split, detail))? {
         match files::stat(&path) {
-            Ok(Found::Folder) => match path.file_name().and_then(|n| n.to_str()) {
+            Ok(FileKind::Folder) => match path.file_name().and_then(|n| n.to_str()) {
                 Some(name) => match found.folders.entry(composed(name)) {
                     Entry::Vacant(class) => drop(class.insert(path)),
                     Entry::Occupied(first) => {
@@ -282,7 +282,7 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
                     ));
                 }
             },
-            Ok(Found::File { .. }) => {
+            Ok(FileKind::File { .. }) => {
                 if is_picture(&path).unwrap_or(true) {
                     let detail = "lies in no class folder; move it into one, or out of the dataset".into();
                     found.broken.push(named(&path, detail));
@@ -302,13 +302,13 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
     };
     let opened = files::Folder::open(folder);
     let look = |path: &PathBuf| match opened.stat_with_time(path)? {
-        (Found::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
+        (FileKind::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,
             modified_ns,
             unsure: !is_named_like_one(path),
         })),
-        (Found::Folder, _) => match entries(path)?.len() {
+        (FileKind::Folder, _) => match entries(path)?.len() {
             0 => Ok(None),
             inside => Err(format!(
                 "is a folder inside a class folder ({} in it); move its pictures up, or it out of the dataset",

@@ -252,8 +252,8 @@ impl Found {
 
 fn stamp(path: &Path) -> Result<Stamp, String> {
     match files::stat_with_time(path)? {
-        (files::Found::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
-        (files::Found::Folder, _) => Err("is a folder, not a file".into()),
+        (files::FileKind::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
+        (files::FileKind::Folder, _) => Err("is a folder, not a file".into()),
     }
 }
 

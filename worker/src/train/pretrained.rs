@@ -210,7 +210,7 @@ mod tests {
     fn another_first_convolution_is_summed_for_grey_or_refused_with_what_to_do() {
         let of = |stem: Stem, channels: usize| network(Arch::ResNet18, stem, channels, 10, 1);
         let (weights, mapping) = take_over(of(Stem::Imagenet, 3), of(Stem::Imagenet, 1), "fc").unwrap();
-        assert!(mapping.notes("fc")[0].contains("conv1.weight takes colour and the pictures are grey"));
+        assert!(mapping.notes("fc")[0].contains("conv1.weight takes RGB and the pictures are grey"));
         let (theirs, ours) = (&of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
         assert_eq!(ours.shape, [64, 1, 7, 7]);
         for (at, sum) in ours.values.iter().enumerate() {

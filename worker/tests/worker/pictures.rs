@@ -272,7 +272,7 @@ fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
     folder(dir.path(), 1);
     let sparse = fs::File::create(dir.path().join("train/cat/sparse.jpg")).expect("writes");
     sparse.set_len((512 << 20) + 1).expect("writes");
-    assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; up to 536870912 are read"));
+    assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; at most 536870912 are allowed"));
     sparse.set_len(512 << 20).expect("writes");
     assert!(refused(dir.path()).contains("sparse.jpg is not a JPEG, PNG"), "it is read, and is no picture");
 }

@@ -128,7 +128,7 @@ fn entry(row: u64, picture: Option<ByteArray>, label: Option<String>) -> Entry {
         return Entry { broken: Some(NO_LABEL.into()), ..entry };
     }
     if entry.size > picture::MAX_BYTES {
-        let detail = format!("has {} bytes; up to {} are read", entry.size, picture::MAX_BYTES);
+        let detail = format!("has {} bytes; at most {} are allowed", entry.size, picture::MAX_BYTES);
         return Entry { broken: Some(detail), ..entry };
     }
     described(Path::new(""), bytes, entry)

@@ -90,9 +90,9 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
             .is_some_and(|n| split_in_path(Path::new(n)).is_some())
         {
             let inside = match files::stat(&path) {
-                Ok(files::Found::Folder) => listed(&path),
+                Ok(files::FileKind::Folder) => listed(&path),
                 // A list of names, or a link whose name is that of a folder of shards.
-                Ok(files::Found::File { .. }) => continue,
+                Ok(files::FileKind::File { .. }) => continue,
                 Err(_) if path.extension().is_some() => continue,
                 Err(detail) => Err(detail),
             };

@@ -314,7 +314,7 @@ impl Sample {
             return Some(Entry { broken, ..entry });
         }
         if size > picture::MAX_BYTES {
-            let detail = format!("has {size} bytes; up to {} are read", picture::MAX_BYTES);
+            let detail = format!("has {size} bytes; at most {} are allowed", picture::MAX_BYTES);
             return Some(Entry { broken: Some(detail), ..entry });
         }
         let mut bytes = vec![0; size as usize];

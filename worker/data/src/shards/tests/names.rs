@@ -52,7 +52,7 @@ fn a_split_that_cannot_be_listed_is_named() {
     fs::write(dir.path().join("test"), "").unwrap();
     std::os::unix::fs::symlink("gone", dir.path().join("train.txt")).unwrap();
     let words = open(dir.path()).unwrap_err().to_string();
-    assert!(words.ends_with("val is a link to gone, which is not there; mend the link"), "{words}");
+    assert!(words.ends_with("val is a link to gone, which does not exist; repair the link"), "{words}");
     fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("train.tar")).unwrap();
     let words = broken(&open(dir.path()).expect("opens"));
     assert!(words.len() == 1 && words[0].contains("val is a link to gone"), "{words:?}");

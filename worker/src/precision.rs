@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 /// So many skipped steps in a row are too many: the scale has shrunk to a thirty-second without effect.
 const IN_A_ROW: u64 = 5;
 /// So are more than one in a hundred of the last [`WINDOW`] steps.
-const MOST_IN_WINDOW: usize = (WINDOW / 100) as usize;
+const MAX_IN_WINDOW: usize = (WINDOW / 100) as usize;
 const WINDOW: u64 = 500;
 
 /// The skipped steps of a run; part of a checkpoint, so that a run that was stopped decides as one that was not.
@@ -38,7 +38,7 @@ impl SkippedSteps {
             return Some(format!("{IN_A_ROW} steps in a row"));
         }
         let count = self.recent.len();
-        (count > MOST_IN_WINDOW).then(|| format!("{count} of the last {WINDOW} steps"))
+        (count > MAX_IN_WINDOW).then(|| format!("{count} of the last {WINDOW} steps"))
     }
 }
 

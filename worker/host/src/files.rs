@@ -256,7 +256,7 @@ mod tests {
             ("pipe", "is a named pipe (FIFO), not a regular file"),
             ("socket", "is a socket, not a regular file"),
             ("zero", "is a device, not a regular file"),
-            ("dangling", "is a link to gone, which is not there"),
+            ("dangling", "is a link to gone, which does not exist"),
             ("loop", "is a link that leads back to itself"),
             ("inner/up", "is a link to a folder that it lies in"),
             ("nothing", "cannot be read: No such file"),

@@ -26,9 +26,9 @@ use std::{
 /// Pauses before trying again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// How often a copy is started again because the dataset changed meanwhile, or because data arrived damaged.
-const MOST_RESTARTS: u32 = 3;
+const MAX_RESTARTS: u32 = 3;
 /// Tries in a row in which the server answers and no further data arrives, at most.
-const MOST_WITHOUT_PROGRESS: u32 = 10;
+const MAX_TRIES_WITHOUT_PROGRESS: u32 = 10;
 /// How a user says where a machine has a dataset.
 pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
@@ -147,13 +147,13 @@ impl RetryCounts {
                     PullProgress { advanced: true, .. } => 0,
                     PullProgress { answered, .. } => self.without_progress + u32::from(answered),
                 };
-                if self.without_progress < MOST_WITHOUT_PROGRESS {
+                if self.without_progress < MAX_TRIES_WITHOUT_PROGRESS {
                     return Ok(why);
                 }
-                let why = format!("{why}; in {MOST_WITHOUT_PROGRESS} tries nothing more has come");
+                let why = format!("{why}; in {MAX_TRIES_WITHOUT_PROGRESS} tries nothing more has come");
                 Err(CopyError::Refused(ReasonCode::DatasetUnusable, why))
             }
-            CopyError::Changed(why) | CopyError::Damaged(why) if self.restarts < MOST_RESTARTS => {
+            CopyError::Changed(why) | CopyError::Damaged(why) if self.restarts < MAX_RESTARTS => {
                 self.restarts += 1;
                 Ok(why)
             }
@@ -225,7 +225,7 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal
     match error {
         CopyError::Server(failed) => unusable(failed.words()),
         CopyError::Changed(why) => {
-            let times = MOST_RESTARTS + 1;
+            let times = MAX_RESTARTS + 1;
             unusable(&format!(
                 "{why}; it changed in each of {times} tries to copy it: retry the job when nothing writes into it"
             ))

@@ -32,7 +32,7 @@ const WARM: Duration = Duration::from_millis(400);
 const MEASURED: Duration = Duration::from_millis(600);
 const BLOCK: usize = 256 << 10;
 /// Callers at once; a machine is in one pair at a time.
-const MOST_CALLERS: usize = 8;
+const MAX_CALLERS: usize = 8;
 /// A caller that does not go away by itself.
 const LONGEST: Duration = Duration::from_secs(60);
 
@@ -83,7 +83,7 @@ pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
                 std::thread::sleep(Duration::from_millis(50));
                 continue;
             };
-            if callers.fetch_add(1, Ordering::SeqCst) >= MOST_CALLERS {
+            if callers.fetch_add(1, Ordering::SeqCst) >= MAX_CALLERS {
                 callers.fetch_sub(1, Ordering::SeqCst);
                 continue;
             }
@@ -270,7 +270,7 @@ mod tests {
             let mut stream = TcpStream::connect(to).unwrap();
             HandshakeTerms { secret: b"secret", purpose: PURPOSE }.call(&mut stream, 0).map(|()| stream)
         };
-        let mut callers: Vec<_> = (0..MOST_CALLERS).map(|_| call().unwrap()).collect();
+        let mut callers: Vec<_> = (0..MAX_CALLERS).map(|_| call().unwrap()).collect();
         assert!(call().is_err(), "one more");
         callers.pop();
         let until = Instant::now() + Duration::from_secs(10);

@@ -19,7 +19,7 @@ const FEW_RANKS: u32 = 16;
 /// Time between two votes, as predicted from the duration of the last steps.
 const EVERY: Duration = Duration::from_millis(250);
 /// Steps between two votes, at most: the prediction fails when steps become slower.
-const MOST_STEPS: u64 = 256;
+const MAX_STEPS: u64 = 256;
 
 /// The votes of a run of steps (or of an evaluation's batches), which are counted from 1.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl Votes {
     /// All ranks have voted after step `step`, and their steps take `mean_secs`.
     pub(super) fn voted(&mut self, step: u64, mean_secs: f64) {
         let steps = (EVERY.as_secs_f64() / mean_secs.max(1e-9)) as u64;
-        self.next = step + steps.clamp(1, MOST_STEPS);
+        self.next = step + steps.clamp(1, MAX_STEPS);
         self.last = (Instant::now(), step);
     }
 }
@@ -202,7 +202,7 @@ mod tests {
         let mut many = Votes::of_steps(17, 40);
         assert!(many.is_due(41), "the first step, whose time nobody knows");
         for (step_secs, next) in
-            [(0.01, 25), (0.1, 2), (0.2, 1), (60.0, 1), (1e-6, MOST_STEPS), (f64::NAN, MOST_STEPS)]
+            [(0.01, 25), (0.1, 2), (0.2, 1), (60.0, 1), (1e-6, MAX_STEPS), (f64::NAN, MAX_STEPS)]
         {
             many.voted(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");

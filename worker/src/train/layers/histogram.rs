@@ -8,7 +8,7 @@ use lockstep_protocol::{
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Most threads that look at tensors: they are bound by memory.
-const MOST_THREADS: usize = 8;
+const MAX_THREADS: usize = 8;
 
 /// The histograms of `step`: of each trained tensor of `weights`, and of its gradient where there is one. The result does not
 /// depend on `threads`.
@@ -37,7 +37,7 @@ pub(super) fn histograms(
         done
     };
     let mut layers: Vec<LayerHistogram> = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.clamp(1, MOST_THREADS)).map(|_| scope.spawn(work)).collect();
+        let others: Vec<_> = (1..threads.clamp(1, MAX_THREADS)).map(|_| scope.spawn(work)).collect();
         let own = work();
         own.into_iter().chain(others.into_iter().filter_map(|thread| thread.join().ok()).flatten()).collect()
     });

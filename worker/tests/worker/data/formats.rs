@@ -179,7 +179,7 @@ fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
     for (files, words) in [
         (
             &["train/1.jpg", "val/2.jpg"][..],
-            "; it has train/, val/; pictures lie directly in train/, val/, and a picture's class is the folder that it lies in: \
+            "; it has train/, val/; pictures lie directly in train/, val/, but a picture's class is the name of its folder: \
              move them to train/<class>/",
         ),
         (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, and "),

@@ -20,14 +20,14 @@ fn a_server_that_is_away_is_waited_for_and_one_that_sends_nothing_is_not() {
         tries.note(later(), nothing).unwrap();
         tries.note(later(), away).unwrap();
     }
-    // Something comes: it begins anew.
+    // Data arrives, so the count starts again.
     tries.note(later(), more).unwrap();
     for _ in 1..MAX_TRIES_WITHOUT_PROGRESS {
         tries.note(later(), nothing).unwrap();
     }
     match tries.note(later(), nothing) {
         Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)) => {
-            assert_eq!(why, "the files are cut off; in 10 tries nothing more has come");
+            assert_eq!(why, "the files are cut off; no further data arrived in 10 attempts");
         }
         other => panic!("{other:?}"),
     }

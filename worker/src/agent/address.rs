@@ -49,14 +49,14 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
         .into_client_request()
         .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
     let host = request.uri().host().unwrap_or_default().trim_matches(['[', ']']);
-    let in_clear = request.uri().scheme_str() != Some("wss");
-    if in_clear && options.identity.is_some() {
+    let is_unencrypted = request.uri().scheme_str() != Some("wss");
+    if is_unencrypted && options.identity.is_some() {
         return Err(format!(
             "--server {server}: a client certificate requires TLS; begin the address with https://, or leave out --cert-file and \
              --pkcs12-file"
         ));
     }
-    if in_clear && !options.insecure_http && !is_loopback(host) {
+    if is_unencrypted && !options.insecure_http && !is_loopback(host) {
         return Err(format!(
             "--server {server}: refusing to join another machine's server without TLS: whoever can listen to the network could read \
              the token and what is trained; begin the address with https:// (`lockstep serve --tls-own-ca` makes its own \

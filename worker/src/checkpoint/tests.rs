@@ -305,8 +305,8 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
         (4, OPTIMIZER, "conv1.weight.exp_avg_sq", -1.0),
     ] {
         let mut saved = snapshot(1, step, None);
-        tensors.get_mut(tensor).unwrap().values[1] = value;
         let tensors = if file == MODEL { &mut saved.parameters } else { &mut saved.optimizer };
+        tensors.get_mut(tensor).unwrap().values[1] = value;
         // As written by an older program: intact, with the right checksums.
         write(dir.path(), &saved, None).unwrap();
         let folder = dir.path().join(folder_name(1, step));

@@ -191,7 +191,7 @@ async fn adamw_and_lamb_continue_to_the_same_bytes_and_another_optimizer_begins_
 
         let other = bench.train(&format!("{kind}-then-momentum"), &resume).output().expect("it runs");
         let said = succeeded(&other);
-        let line = format!("train.optimizer is momentum and was {kind}, which kept other numbers");
+        let line = format!("train.optimizer is momentum and was {kind}, whose state is different");
         assert!(said.contains(&line), "{said}");
     }
 }

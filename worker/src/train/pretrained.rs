@@ -1,5 +1,5 @@
-//! Weights given by the user (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
-//! timm has the same names for these networks.
+//! Weights given by the user (`model.pretrained`): a checkpoint, or a safetensors file with torchvision's names,
+//! which timm also uses for these networks.
 
 use super::{TrainError, Training};
 use crate::checkpoint;
@@ -13,11 +13,11 @@ use lockstep_host::{
 };
 use std::path::Path;
 
-/// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the file has none
-/// that fits. With lines for the log about what is not taken as the file has it.
+/// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the
+/// file's does not fit. Also returns log lines about differences between the file and the network.
 ///
 /// # Errors
-/// The file cannot be read, or a tensor of it does not fit, is missing or is not of this network.
+/// The file cannot be read, or a tensor does not fit, is missing, or does not belong to this network.
 pub(super) fn weights(
     training: &Training<'_>,
     path: &Path,
@@ -32,7 +32,7 @@ pub(super) fn weights(
         let (file, opened) = allowed::open(file, training.weights_in).map_err(wrong)?;
         given.extend(checkpoint::read_opened_tensors(&file, opened).map_err(wrong)?);
     }
-    // Its only file, or the folder of several.
+    // The only file, or the folder of several files.
     let path = if let [file] = &files[..] { file } else { &path };
     let (weights, mapping) = take_over(given, initial, head).map_err(|problems| {
         let arch = training.spec.model.arch.name();
@@ -51,7 +51,7 @@ pub(super) fn weights(
 /// Replaces `initial` by `given`, tensor by tensor.
 ///
 /// # Errors
-/// Tensors that do not fit, in words.
+/// The tensors that do not fit, in a sentence.
 fn take_over(
     mut given: NamedTensors,
     initial: NamedTensors,
@@ -70,7 +70,7 @@ fn take_over(
     Ok((taken.collect(), mapping))
 }
 
-/// The weights of a convolution (OIHW) summed over its input channels.
+/// Sums the weights of a convolution (OIHW) over its input channels.
 fn sum_channels(weights: &HostTensor, shape: Vec<usize>) -> HostTensor {
     let area: usize = weights.shape[2..].iter().product();
     let filters = weights.values.chunks_exact(area * weights.shape[1]);

@@ -118,12 +118,12 @@ async fn a_run_that_continues_says_what_has_changed() {
         said.contains("the learning rate changes where the run continues: it was 0 at the last step"),
         "{said}"
     );
-    assert!(!said.contains("other pictures measure") && !said.contains("counts as"), "{said}");
+    assert!(!said.contains("is validated with other pictures") && !said.contains("counts as"), "{said}");
     let other = ["--resume", "latest", "--set", "train.epochs=4", "--set", "data.validation_seed=1"];
     let said =
         succeeded(&bench.train("held-out", &[&held_out[..], &other].concat()).output().expect("it runs"));
     for words in
-        ["other pictures measure this run than measured the checkpoint", "were training pictures of the run"]
+        ["this run is validated with other pictures than the checkpoint", "were training pictures of the run"]
     {
         assert!(said.contains(words), "{words} in {said}");
     }
@@ -136,7 +136,7 @@ async fn a_run_that_continues_says_what_has_changed() {
     let words = "an epoch has 15 steps now and had 12: step 24 counts as 30, the same place in epoch 2";
     assert!(said.contains(words) && !said.contains("a step takes"), "{said}");
     // The test split is the same.
-    assert!(!said.contains("other pictures measure"), "{said}");
+    assert!(!said.contains("is validated with other pictures"), "{said}");
 }
 
 #[tokio::test]

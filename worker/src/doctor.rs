@@ -79,7 +79,7 @@ fn cpu() -> Finding {
     let this = machine::describe(Path::new("/"));
     let found = format!("{}, {} cores for this process", this.cpu, this.cores);
     if this.cores == 1 {
-        let advice = "Ranks share one core: more ranks train the same, not faster.";
+        let advice = "Ranks share one core: more ranks do not train faster.";
         return finding("CPU", Grade::Note, found, advice);
     }
     finding("CPU", Grade::Ok, found, "")

@@ -301,10 +301,10 @@ fn warn_if_unencrypted(
 /// The warning. Neither the ring nor NCCL encrypts, even if the server and its agents use certificates.
 fn unencrypted_warning(on_cores: bool) -> &'static str {
     if on_cores {
-        "ranks are on several machines, and what they send each other is not encrypted: keep these machines in a private network or \
+        "ranks are on several machines, and their connections are not encrypted: keep these machines in a private network or \
          behind WireGuard (docs/team.md, What is not encrypted)"
     } else {
-        "ranks are on several machines, and what they send each other is not encrypted, nor does NCCL check who sends: keep these \
+        "ranks are on several machines, and their connections are not encrypted, nor does NCCL authenticate them: keep these \
          machines in a private network or behind WireGuard (docs/team.md, What is not encrypted)"
     }
 }

@@ -157,7 +157,7 @@ fn certificate_in_words(problem: &CertificateError) -> String {
             }
         ),
         CertificateError::NotValidForName => {
-            "its certificate is not for the name in this address; use one that it is for".into()
+            "its certificate is not for the name in this address; use a name that it is for".into()
         }
         CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
             "its certificate has expired; renew it there (or is the clock of this machine wrong?)".into()

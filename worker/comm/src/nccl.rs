@@ -239,7 +239,7 @@ fn exchange_id(operation: &'static str, place: Exchange<'_>, name: &str) -> Resu
     }
     let bytes = place.exchange(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
     if bytes.len() != id.internal.len() {
-        let detail = format!("gave an NCCL id of {} bytes", bytes.len());
+        let detail = format!("sent an NCCL id of {} bytes", bytes.len());
         return Err(CommError::Mismatch { operation, peer: 0, detail });
     }
     for (into, byte) in id.internal.iter_mut().zip(bytes) {

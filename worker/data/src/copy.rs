@@ -42,7 +42,7 @@ pub(super) fn damage(dir: &Path, all: bool, size_of: impl Fn(&str) -> Option<u64
         None => None,
     })?;
     Some(format!(
-        "is a copy that is incomplete: {found}. Run `lockstep dataset prepare` again to create what is missing, or \
+        "is an incomplete copy: {found}. Run `lockstep dataset prepare` again to create what is missing, or \
          remove {PREPARED} if that is intended"
     ))
 }

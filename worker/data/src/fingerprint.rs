@@ -168,7 +168,9 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
     go_on(cancelled)?;
     let wrong = |what: String| io::Error::other(format!("{} {what}", path.display()));
     if depth > DEPTH {
-        return Err(wrong(format!("lies deeper than {DEPTH} folders; is a link leading round in circles?")));
+        return Err(wrong(format!(
+            "is deeper than {DEPTH} folders; does a link lead back to a folder that contains it?"
+        )));
     }
     let listed = match files::stat(path) {
         Ok(FileKind::Folder) => fs::read_dir(path)
@@ -184,7 +186,7 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
         Ok(inside) => {
             for entry in inside {
                 if found.len() >= FILES {
-                    return Err(wrong(format!("is one of more than {FILES} files")));
+                    return Err(wrong(format!("belongs to a dataset of more than {FILES} files")));
                 }
                 collect(&entry.path(), depth + 1, found, cancelled)?;
             }

@@ -172,7 +172,7 @@ impl IdxFile {
         }
         let follow = if more.is_empty() { read.to_string() } else { "more".to_owned() };
         Err(self.broken(format!(
-            "says that it holds {:?} bytes, but {follow} follow its header: it is cut off or damaged; get it again",
+            "has a header for {:?} bytes, but {follow} follow it: it is cut off or damaged; get it again",
             self.shape
         )))
     }
@@ -193,7 +193,7 @@ impl IdxFile {
             }
             Reading::Measure => {
                 if let Some(words) = too_large(width as u32, height as u32) {
-                    return Err(self.broken(format!("has pictures of which each {words}")));
+                    return Err(self.broken(format!("has pictures each of which {words}")));
                 }
                 measured = Some(self.measure(count, size)?);
             }
@@ -224,7 +224,7 @@ impl IdxFile {
 fn not_read(error: io::Error) -> String {
     match error.kind() {
         ErrorKind::InvalidInput | ErrorKind::InvalidData | ErrorKind::UnexpectedEof => {
-            format!("cannot be unpacked: {error}; get it again")
+            format!("cannot be decompressed: {error}; get it again")
         }
         _ => files::cannot_be_read(error),
     }

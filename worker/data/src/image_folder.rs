@@ -77,7 +77,7 @@ pub(super) fn only_measures(dir: &Path) -> Option<String> {
     let is_alone = all.iter().filter(|path| path.is_dir()).count() == 1 && training_folder(dir).is_none();
     let link = if is_alone {
         format!(
-            ". Where {split}/ is only to be evaluated on (`lockstep evaluate JOB --dataset NAME`), let it stand for both: ln -s \
+            ". If {split}/ is used only for evaluation (`lockstep evaluate JOB --dataset NAME`), link it as the training split: ln -s \
              {split} '{}'",
             dir.join("train").display()
         )
@@ -134,7 +134,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
                 continue;
             }
             return Err(DataError::Invalid(format!(
-                "{} has a second folder for the split {split:?}, {name}/: put their classes together, or give one another name",
+                "{} has a second folder for the split {split:?}, {name}/: merge the two, or rename one of them",
                 dir.display()
             )));
         }
@@ -284,7 +284,7 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
             },
             Ok(FileKind::File { .. }) => {
                 if is_picture(&path).unwrap_or(true) {
-                    let detail = "lies in no class folder; move it into one, or out of the dataset".into();
+                    let detail = "is not in a class folder; move it into one, or out of the dataset".into();
                     found.broken.push(named(&path, detail));
                 }
             }

@@ -222,7 +222,7 @@ impl Catalog {
         };
         let it_has = if there.is_empty() { String::new() } else { format!("; it has {}", some_of(&there)) };
         Err(DataError::Invalid(format!(
-            "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
+            "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
              train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
              *.parquet{it_has}{hint}",
             path.display()

@@ -135,7 +135,7 @@ impl ParquetFile {
             let rows = u64::try_from(group.num_rows()).ok();
             let end = rows.and_then(|rows| first_rows.last()?.checked_add(rows));
             first_rows.push(
-                end.ok_or_else(|| UnusableFile::lasting("is damaged: its numbers of rows make no sense"))?,
+                end.ok_or_else(|| UnusableFile::lasting("is damaged: its numbers of rows are inconsistent"))?,
             );
         }
         // A null takes almost no space, so a footer could claim any number of rows.
@@ -274,7 +274,7 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
     if footer > MAX_FOOTER_BYTES {
         return Err(UnusableFile::lasting(format!(
-            "has a footer of {footer} bytes; up to {MAX_FOOTER_BYTES} are read: write larger row groups, or more files"
+            "has a footer of {footer} bytes; at most {MAX_FOOTER_BYTES} are allowed: write larger row groups, or more files"
         )));
     }
     Ok(())

@@ -103,7 +103,7 @@ fn prepare_with(
     let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(of_splits).cloned().collect();
     if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
-            "{file} {detail}{}; mend it, move it out of the dataset, or leave out what is broken (--broken-files skip)",
+            "{file} {detail}{}; repair it, move it out of the dataset, or leave out what is broken (--broken-files skip)",
             if broken.len() > 1 {
                 format!(" (and {} more are broken)", broken.len() - 1)
             } else {
@@ -207,7 +207,7 @@ fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
     if let Some(name) =
         classes.iter().find(|name| name.trim() != **name || name.is_empty() || name.contains('\n'))
     {
-        return wrong(format!("class {name:?} cannot stand in a line of classes.txt; rename it"));
+        return wrong(format!("class {name:?} cannot be a line of classes.txt; rename it"));
     }
     let text: String = classes.iter().flat_map(|name| [name.as_str(), "\n"]).collect();
     if text.len() as u64 > MAX_NAMES_BYTES {
@@ -248,7 +248,7 @@ fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item =
 /// The reason why a picture could not be read, as a phrase to follow its name.
 fn unread(detail: &str) -> String {
     format!(
-        "{detail}. It is not left out of the copy, as it may be whole. Is the dataset's disk still there? The same command \
+        "{detail}. It is not left out of the copy, because it may be intact. Is the dataset's disk still there? The same command \
          continues from the shards that are finished"
     )
 }

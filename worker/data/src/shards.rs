@@ -64,7 +64,7 @@ fn find_kind(
         Err(detail) => return Some(Err(wrong(detail))),
     };
     if shards.len() > SHARDS {
-        return Some(Err(wrong(format!("holds {} shards; up to {SHARDS} are read", shards.len()))));
+        return Some(Err(wrong(format!("holds {} shards; at most {SHARDS} are allowed", shards.len()))));
     }
     if shards.is_empty() {
         let first = unread.into_iter().next();
@@ -99,9 +99,7 @@ fn read(
     if is_unfinished(root) {
         return Err(DataError::File {
             path: root.display().to_string(),
-            detail:
-                "is a copy that is not whole: run its `lockstep dataset prepare` again, which continues it"
-                    .into(),
+            detail: "is an incomplete copy: run its `lockstep dataset prepare` again to continue it".into(),
         });
     }
     let any = shards.iter().any(|shard| split_in_path(shard).is_some());
@@ -243,7 +241,7 @@ impl Found {
     fn leave_out(&mut self, is_none: impl Fn(&str) -> bool) {
         let keep: Vec<bool> = self.labels.iter().map(|label| !is_none(label)).collect();
         for (number, label) in self.labels.iter().enumerate().filter(|(number, _)| !keep[*number]) {
-            let detail = format!("has the label {label}, which is no class of the training split");
+            let detail = format!("has the label {label}, which is not a class of the training split");
             self.broken.push(BrokenFile { file: self.listing.name(number), detail });
             self.without_label += 1;
         }

@@ -60,7 +60,7 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
         return Err(format!(
             "--server {server}: refusing to join another machine's server without TLS: whoever can listen to the network could read \
              the token and what is trained; begin the address with https:// (`lockstep serve --tls-own-ca` makes its own \
-             certificate), or take an ssh tunnel; --insecure-http joins in clear nevertheless"
+             certificate), or use an SSH tunnel; --insecure-http joins without encryption"
         ));
     }
     if let Some(token) = &options.token {

@@ -56,7 +56,7 @@ impl Agent {
             match free_port(&start.master_addr) {
                 Ok(port) => start.master_port = port,
                 Err(error) => {
-                    no_port = Some(format!("{} has no free port for them: {error}", start.master_addr))
+                    no_port = Some(format!("{} has no free port for the ranks: {error}", start.master_addr))
                 }
             }
         }
@@ -189,7 +189,7 @@ impl Agent {
         if bytes > self.spool_bytes {
             let facts = Facts { agent: Some(self.name.clone()), size_bytes: Some(bytes), ..Facts::default() };
             let reason = Reason::new(ReasonCode::SpoolFull, facts);
-            tracing::error!(%reason, "the ranks keep a checkpoint and end");
+            tracing::error!(%reason, "the ranks write a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
                 attempt.order(Order::Full(reason.clone()));
             }

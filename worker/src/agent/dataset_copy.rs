@@ -208,7 +208,7 @@ async fn copy(
         let now = list::fetch(&client, copies.dir(), &start.dataset_path, progress).await?;
         if now.key != key {
             return Err(CopyError::Changed(
-                "its files are not those that were listed when the copy began".into(),
+                "its files have changed since they were listed for the copy".into(),
             ));
         }
     }

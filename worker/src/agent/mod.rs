@@ -325,7 +325,7 @@ impl Agent {
     /// Handles a signal.
     fn signalled(&mut self, let_go: bool) -> LoopControl {
         if let_go {
-            tracing::info!("letting go: the ranks stay for the next agent");
+            tracing::info!("detaching: the ranks stay for the next agent");
             return LoopControl::End;
         }
         if self.leaving.is_some() {

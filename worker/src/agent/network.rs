@@ -74,7 +74,7 @@ impl Network {
             Source::Advertise => "named by --advertise",
             Source::Interface => "named by --interface",
             Source::Variable => "named by NCCL_SOCKET_IFNAME",
-            Source::Route => "of the route to the server",
+            Source::Route => "from the route to the server",
         }
     }
 
@@ -122,8 +122,8 @@ mod tests {
             network.said.unwrap()
         };
         for (advertise, interface, variable, said) in [
-            (None, None, None, "127.0.0.1 (lo), of the route to the server"),
-            (None, None, Some("^lo"), "127.0.0.1 (lo), of the route to the server"),
+            (None, None, None, "127.0.0.1 (lo), from the route to the server"),
+            (None, None, Some("^lo"), "127.0.0.1 (lo), from the route to the server"),
             (None, None, Some("=lo"), "127.0.0.1 (lo), named by NCCL_SOCKET_IFNAME"),
             (None, Some("lo"), Some("=none-such"), "127.0.0.1 (lo), named by --interface"),
             (Some("node-7"), None, Some("=none-such"), "node-7, named by --advertise"),

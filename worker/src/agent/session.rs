@@ -182,7 +182,7 @@ struct Connected {
 impl Connected {
     async fn serve(mut self, agent: &mut Agent, signals: &mut Signals, revoked: Vec<AttemptRef>) -> Outcome {
         for attempt in revoked {
-            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "no longer ours: ending its ranks");
+            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server has given the attempt to another agent: ending its ranks");
             self.end(agent, &attempt, false);
             self.unwanted.insert(attempt);
         }

@@ -21,7 +21,8 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
     let all = match devices::all(&libraries) {
         Ok(all) if !all.is_empty() => all,
         other => {
-            let found = other.err().unwrap_or_else(|| "NVIDIA's driver is there, but shows no GPU".into());
+            let found =
+                other.err().unwrap_or_else(|| "NVIDIA's driver is installed, but shows no GPU".into());
             let advice = "Check whether nvidia-smi lists GPUs; in a container pass them in (docker run --gpus all). \
                           Until then jobs train on the CPU.";
             return vec![finding("GPUs", Grade::Note, found, advice)];
@@ -68,8 +69,7 @@ fn gpu(gpu: &Gpu) -> Finding {
     let used = gib(*memory_used_bytes);
     let found = format!("{name}, {used} in use of {}, {pci}, {uuid}", gib(*memory_bytes));
     if *divided {
-        let advice =
-            "It is divided (MIG), which Lockstep does not use: `nvidia-smi -mig 0` as root makes it whole.";
+        let advice = "It is divided (MIG), which Lockstep does not use: `nvidia-smi -mig 0` as root ends the division.";
         return finding(&what, Grade::Note, found, advice);
     }
     if *memory_used_bytes > memory_bytes / 10 {

@@ -36,7 +36,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
-            "the model was trained on pictures of {}, those of {} have {}",
+            "the model was trained on pictures of {}, but the pictures of {} have {}",
             plural(model.channels as u64, "channel"),
             spec.data.dataset,
             data.shape.channels
@@ -113,10 +113,10 @@ fn compare(
     let mut notes = Vec::new();
     if state.validation != now {
         notes.push(state.validation.map_or_else(
-            || "none measured the checkpoint in its run".to_owned(),
+            || "the checkpoint's run was not validated".to_owned(),
             |before| {
                 let pictures = plural(before.pictures, "picture");
-                format!("the checkpoint's run was measured by another set of {pictures}")
+                format!("the checkpoint's run was validated with another set of {pictures}")
             },
         ));
     }

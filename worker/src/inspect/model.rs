@@ -111,7 +111,7 @@ fn check_sizes(
 ) -> Result<(), String> {
     if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes) {
         return Err(format!(
-            "is no model of ours: {image_size} pixels, {}, {}",
+            "is not a valid model: {image_size} pixels, {}, {}",
             plural(channels as u64, "channel"),
             plural(classes as u64, "class")
         ));
@@ -128,7 +128,7 @@ fn check_resize(resize: usize, image_size: usize) -> Result<u32, String> {
     match u32::try_from(resize) {
         Ok(side) if (image_size..=MAX_RESIZE).contains(&resize) => Ok(side),
         _ => Err(format!(
-            "is no model of ours: pictures resized to {resize} pixels before a crop of {image_size} pixels"
+            "is not a valid model: pictures resized to {resize} pixels before a crop of {image_size} pixels"
         )),
     }
 }
@@ -169,7 +169,7 @@ mod tests {
             [(7, 1, 1), (4097, 1, 1), (28, 2, 1), (28, 0, 1), (28, 1, 0), (28, 1, 100_001)]
         {
             let error = check_sizes(side, channels, classes, &grey, &grey).unwrap_err();
-            assert!(error.contains("no model of ours"), "{error}");
+            assert!(error.contains("is not a valid model"), "{error}");
         }
         let unfit: [(&[f32], &[f32]); 5] =
             [(&[], &grey), (&grey, &[]), (&colour, &grey), (&grey, &[0.0]), (&grey, &[f32::NAN])];

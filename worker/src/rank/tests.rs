@@ -164,8 +164,8 @@ fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
 fn what_leaves_the_machine_in_clear_is_said_with_what_to_do() {
     for on_cores in [true, false] {
         let words = unencrypted_warning(on_cores);
-        assert!(words.contains("is not encrypted") && words.contains("private network"), "{words}");
-        assert_eq!(words.contains("nor does NCCL check who sends"), !on_cores, "{words}");
+        assert!(words.contains("are not encrypted") && words.contains("private network"), "{words}");
+        assert_eq!(words.contains("nor does NCCL authenticate them"), !on_cores, "{words}");
         assert_eq!(words.lines().count(), 1);
     }
 }

@@ -44,7 +44,7 @@ impl Run<'_> {
         };
         if let Err(error) = kept {
             let step = self.step;
-            self.training.observer.log(&format!("step {step}, the last, is not kept: {error}"));
+            self.training.observer.log(&format!("no checkpoint of the last step, {step}: {error}"));
         }
     }
 
@@ -103,7 +103,9 @@ impl Run<'_> {
             return Err(self.diverged(detail));
         }
         let size_bytes = checkpoint::write(directory, &snapshot, self.best.as_ref())?;
-        self.training.observer.log(&format!("another rank is gone: step {step}, the last, is kept"));
+        self.training
+            .observer
+            .log(&format!("another rank is lost: wrote a checkpoint of the last step, {step}"));
         let info = snapshot.state.info(self.best.as_ref(), size_bytes);
         announce(self.training, vec![CheckpointEvent::Written(info)]);
         if is_own_folder {

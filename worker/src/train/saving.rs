@@ -187,7 +187,7 @@ fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
     (took > within / 2).then(|| {
         format!(
             "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their agent is \
-             stopped) have {} s for their step and its checkpoint: it may not be done by then, and the job continues from the one before. Give \
+             stopped) have {} s for their step and its checkpoint: it may not be done by then, and the job continues from the previous one. Give \
              them more time (Slurm's KillWait, or --killed-after of the agent), or write checkpoints more often (checkpoint.every_steps)",
             took.as_secs_f64(),
             within.as_secs()
@@ -254,7 +254,7 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
             CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
-                "checkpoint {epoch}-{step} was dropped: an earlier one is still being written to {}. Training continues; the newest complete \
+                "checkpoint {epoch}-{step} was dropped: an earlier one is still being written to {}. Training continues, and the newest complete \
                  checkpoint stays",
                 training.checkpoints.display()
             )),

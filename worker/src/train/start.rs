@@ -268,7 +268,7 @@ fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State)
     let were = before
         .map_or("none".into(), |before| format!("{} (fingerprint {})", before.pictures, before.fingerprint));
     let differ = format!(
-        "other pictures measure this run than measured the checkpoint: {} (fingerprint {}), before {were}. Do not compare accuracies \
+        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {were}. Do not compare accuracies \
          before and after this step",
         now.pictures, now.fingerprint
     );

@@ -106,7 +106,7 @@ fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_w
         ("heic by another name.jpg", "is a HEIF or AVIF picture, which is not supported"),
         ("drawing.svg", "is a svg file, which is not supported"),
         ("cat/more", "is a folder inside a class folder (1 file in it)"),
-        ("contact sheet.png", "lies in no class folder"),
+        ("contact sheet.png", "is not in a class folder"),
         ("train/caf\u{fffd}", "is a class folder whose name is not UTF-8 (1 file in it); rename it"),
         ("train/fox", "is a link to gone, which does not exist"),
         ("train/round", "is a link to a folder that it lies in"),

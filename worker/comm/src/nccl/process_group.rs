@@ -229,7 +229,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
                 let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
                 Call::describe([word(0), word(8)])
             };
-            let detail = format!("is at {}; this rank at {}", words(theirs), words(wanted));
+            let detail = format!("is at {}; this rank is at {}", words(theirs), words(wanted));
             let error = self.ring.failed(CommError::Mismatch { operation: "recv", peer: from, detail });
             self.nccl.abort(&error.to_string());
             return Err(error);

@@ -64,7 +64,7 @@ impl End {
         drop(split);
         if self.aborted.load(Ordering::SeqCst) {
             group.abort(
-                self.reason.get().map_or("the group that it was split from was aborted", String::as_str),
+                self.reason.get().map_or("the group from which it was split was aborted", String::as_str),
             );
         }
     }

@@ -124,7 +124,7 @@ pub(super) fn compare(
         "sent bytes that are not the header of a call".to_string()
     } else {
         format!(
-            "is at call {}: {}; this rank at call {sequence}: {}",
+            "is at call {}: {}; this rank is at call {sequence}: {}",
             long(16),
             words(word(4), word(12), word(8), long(24)),
             words(call.operation as u32, call.data_type as u32, call.detail, call.length as u64),

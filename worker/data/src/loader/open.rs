@@ -84,7 +84,7 @@ impl DataSource {
         let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
-                "{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
+                "{}: {}{}. Repair or remove {}, or set data.broken_files = \"skip\"",
                 plural(skipped.len() as u64, "broken file"),
                 skipped.iter().take(5).cloned().collect::<Vec<_>>().join("; "),
                 if skipped.len() > 5 { "; ..." } else { "" },

@@ -87,7 +87,7 @@ pub(super) fn next<T: DataType>(
     let (mut levels, mut values) = (Vec::new(), Vec::new());
     let (records, ..) = column.read_records(count, Some(&mut levels), None, &mut values)?;
     if records != count {
-        return Err(ParquetError::EOF(format!("{records} of {count} rows are there")));
+        return Err(ParquetError::EOF(format!("only {records} of {count} rows exist")));
     }
     // Without definition levels, no value can be null.
     let Some(highest) = levels.iter().max().copied().filter(|_| values.len() < count) else {

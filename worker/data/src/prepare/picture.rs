@@ -37,7 +37,7 @@ impl Encoder {
             return Ok(bytes);
         }
         let side = |length: u32| {
-            let too_long = || format!("is {width} x {height} pixels, and JPEG has up to {}", u16::MAX);
+            let too_long = || format!("is {width} x {height} pixels; JPEG allows at most {}", u16::MAX);
             u16::try_from(length).map_err(|_| too_long())
         };
         let (jpeg_width, jpeg_height) = (side(width)?, side(height)?);

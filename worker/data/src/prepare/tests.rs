@@ -359,7 +359,7 @@ fn what_cannot_be_copied_is_refused_before_anything_is_written() {
     fs::remove_dir_all(from.path().join("holdout")).unwrap();
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
-    assert!(words.contains("class \"cat \" cannot stand in a line"), "{words}");
+    assert!(words.contains("class \"cat \" cannot be a line of classes.txt"), "{words}");
     let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/fashion-mnist");
     assert!(refused(&bundled, &to, &settings(16)).contains("train on it as it is"));
     assert!(!to.exists());

@@ -351,7 +351,7 @@ fn negative_labels_outside_of_the_training_split_are_none() {
         let catalog = open(dir.path()).expect("opens");
         assert_eq!((catalog.splits[1].labels.len(), catalog.unlabelled.len()), (1, 0));
         let words = broken(&catalog).join("\n");
-        assert!(words.contains("test.tar/b.png has the label -1, which is no class"), "{words}");
+        assert!(words.contains("test.tar/b.png has the label -1, which is not a class"), "{words}");
         std::fs::remove_file(dir.path().join("test.tar")).unwrap();
     }
     // Two classes whose names are negative numbers.

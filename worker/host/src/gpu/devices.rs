@@ -247,7 +247,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
 /// # Errors
 /// NVML does not answer; a sentence.
 pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
-    let nvml = libraries.get(Library::Nvml).ok_or("NVML is not there")?;
+    let nvml = libraries.get(Library::Nvml).ok_or("NVML was not found")?;
     let ask = || -> Result<Vec<Link>, NvmlError> {
         let nvml = Nvml::builder().lib_path(nvml.path.as_os_str()).init()?;
         let devices = gpus

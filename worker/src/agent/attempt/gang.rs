@@ -48,7 +48,7 @@ impl Gang {
     pub(super) async fn meet(&self, start: &StartAttempt) -> Result<u16, Refusal> {
         let has_first = start.ranks.iter().any(|(rank, _)| *rank == 0);
         let port = has_first.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
-            Refusal::other(format!("{} has no free port for them: {error}", start.master_addr))
+            Refusal::other(format!("{} has no free port for the ranks: {error}", start.master_addr))
         })?;
         let _ = self.ready.set(port);
         let mut launch = self.launch.subscribe();

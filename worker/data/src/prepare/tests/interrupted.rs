@@ -23,7 +23,7 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     assert_eq!(names, ["classes.txt", "train-000000.tar", "train-000001.tar", "unfinished.json"]);
     // An incomplete copy is not used for training by mistake.
     let words = open(to.path()).unwrap_err().to_string();
-    assert!(words.contains("is a copy that is not whole"), "{words}");
+    assert!(words.contains("is an incomplete copy"), "{words}");
     let shard = |number: u32| to.path().join(format!("train-{number:06}.tar"));
     let first = fs::metadata(shard(0)).unwrap();
     // A finished shard has been truncated since.
@@ -74,7 +74,7 @@ fn nobody_trains_unawares_on_a_copy_that_lost_something() {
     fs::write(&shard, &content[..2048]).unwrap();
     let words = open(to.path()).unwrap_err().to_string();
     let said = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());
-    assert!(words.contains("is a copy that is incomplete") && words.contains(&said), "{words}");
+    assert!(words.contains("is an incomplete copy") && words.contains(&said), "{words}");
     fs::remove_file(&shard).unwrap();
     let words = open(to.path()).unwrap_err().to_string();
     assert!(words.contains("train-000001.tar is missing") && words.contains("prepare` again"), "{words}");

@@ -18,7 +18,7 @@ use lockstep_host::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Maximum number of ranks; kernels are compiled for this number.
+/// Maximum number of ranks; kernels are compiled for at most this many.
 pub const MAX_PEERS: usize = 8;
 /// CUDA's allocation granularity. A smaller allocation would share a block with others, and an IPC handle opens whole
 /// blocks.

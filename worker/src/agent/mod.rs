@@ -348,7 +348,7 @@ impl Agent {
         self.uploaded.is_done_since(moment) || uploads::is_empty(self.state_dir.dir())
     }
 
-    /// Whether to continue, reconnect or end.
+    /// Checks whether it is time to end.
     fn poll(&mut self, connected: bool) -> LoopControl {
         let all_over = self.attempts.values().all(Attempt::is_over);
         if !connected && !all_over {

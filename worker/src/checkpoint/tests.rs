@@ -440,7 +440,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
     let folder = sharded.path().join("theirs");
     fs::create_dir(&folder).unwrap();
     for (text, words) in [
-        (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "no plain file name"),
+        (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "not a plain file name"),
         (r#"{"weight_map": {}}"#, "it names no file"),
         ("{}", "weight_map"),
     ] {

@@ -255,7 +255,7 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
             }
             CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
                 "checkpoint {epoch}-{step} was dropped: an earlier one is still being written to {}. Training continues, and the newest complete \
-                 checkpoint stays",
+                 checkpoint is kept",
                 training.checkpoints.display()
             )),
             CheckpointEvent::Failed { epoch, step, reason, again: false } => observer.log(&format!(

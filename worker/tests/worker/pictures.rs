@@ -375,7 +375,7 @@ fn a_class_without_a_picture_is_refused_wherever_the_dataset_is_looked_at() {
         inspect(dir.path()).expect("readable");
         let class = dir.path().join(class);
         fs::create_dir(&class).expect("a folder");
-        all(&format!("class folder {} has no picture: put some", class.display()));
+        all(&format!("class folder {} has no picture: add pictures", class.display()));
         fs::write(class.join("notes.txt"), "no picture").expect("writes");
         fs::create_dir(class.join("nothing in it")).expect("a folder");
         all(&format!("class folder {} has no picture", class.display()));

@@ -454,5 +454,5 @@ fn a_shard_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is
     let words = listing.read(2).unwrap_err().to_string();
     assert!(words.contains("000002.jpg has changed since it was first inspected"), "{words}");
     fs::write(&shard, &bytes[..2000]).unwrap();
-    assert!(listing.read(2).unwrap_err().to_string().contains("its shard has 2000 bytes now"));
+    assert!(listing.read(2).unwrap_err().to_string().contains("its shard now has 2000 bytes"));
 }

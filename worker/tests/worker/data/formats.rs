@@ -246,7 +246,7 @@ fn what_is_no_dataset_says_what_was_looked_for() {
     fs::write(path.join("data_batch_1"), "pickle").expect("writes");
     says(&refuses(), &["Python version", "binary version"]);
     fs::create_dir_all(path.join("train/cat")).expect("a folder");
-    says(&refuses(), &["train/cat has no picture", "put some"]);
+    says(&refuses(), &["train/cat has no picture", "add pictures"]);
     fs::remove_dir_all(path.join("train")).expect("removes");
     folder(path, "train", &["cat"], 2, &[28]);
     says(&refuses(), &["has one class, \"cat\": there is nothing to tell apart"]);

@@ -185,7 +185,7 @@ impl Allocated {
             if descriptor.host != *here {
                 return Err(format!("rank {other} is on another machine"));
             }
-            self.reaches(other, descriptor.gpu)?;
+            self.check_access(other, descriptor.gpu)?;
             let mut handle = CUipcMemHandle { reserved: [0; 64] };
             if bytes.len() != handle.reserved.len() {
                 return Err(format!("rank {other} sent an IPC handle of {} bytes", bytes.len()));
@@ -205,7 +205,7 @@ impl Allocated {
     }
 
     /// Fails if this GPU cannot access the memory of the GPU `gpu`, which is rank `rank`'s.
-    fn reaches(&self, rank: u32, gpu: [u8; 16]) -> Result<(), String> {
+    fn check_access(&self, rank: u32, gpu: [u8; 16]) -> Result<(), String> {
         if gpu == self.gpu {
             return Err(format!("rank {rank} has the same GPU"));
         }

@@ -132,27 +132,27 @@ fn is_lfs_pointer(file: &File, size: u64) -> bool {
     size < LIMIT && file.read_exact_at(&mut head, 0).is_ok() && head == FIRST_LINE
 }
 
-/// Reads a regular file of at most `most` bytes.
+/// Reads a regular file of at most `max_bytes` bytes.
 ///
 /// # Errors
 /// Why the file cannot be used, as a phrase to follow its name.
-pub fn read(path: &Path, most: u64) -> Result<Vec<u8>, String> {
-    read_opened(open(path)?, most)
+pub fn read(path: &Path, max_bytes: u64) -> Result<Vec<u8>, String> {
+    read_opened(open(path)?, max_bytes)
 }
 
 /// As [`read`], for a file opened by [`open`].
 ///
 /// # Errors
 /// Why the file cannot be used, as a phrase to follow its name.
-pub fn read_opened((file, size): (File, u64), most: u64) -> Result<Vec<u8>, String> {
-    let too_large = |size: u64| format!("has {size} bytes; at most {most} are allowed");
-    if size > most {
+pub fn read_opened((file, size): (File, u64), max_bytes: u64) -> Result<Vec<u8>, String> {
+    let too_large = |size: u64| format!("has {size} bytes; at most {max_bytes} are allowed");
+    if size > max_bytes {
         return Err(too_large(size));
     }
     let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or(0));
-    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(cannot_be_read)?;
+    file.take(max_bytes.saturating_add(1)).read_to_end(&mut bytes).map_err(cannot_be_read)?;
     // The file may have grown, or the system may not report its size.
-    if bytes.len() as u64 > most { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
+    if bytes.len() as u64 > max_bytes { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
 }
 
 pub fn cannot_be_read(error: io::Error) -> String {
@@ -204,15 +204,15 @@ fn leads_back(path: &Path) -> bool {
             .is_ok_and(|home| path.canonicalize().is_ok_and(|target| home.starts_with(target)))
 }
 
-/// The last `most` bytes of a file of any length. The output of a process, for example, has no limit. Empty if the
+/// The last `max_bytes` bytes of a file of any length. The output of a process, for example, has no limit. Empty if the
 /// file cannot be read.
-pub fn end_of(path: &Path, most: u64) -> Vec<u8> {
+pub fn end_of(path: &Path, max_bytes: u64) -> Vec<u8> {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = File::open(path)?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+        file.seek(SeekFrom::Start(length.saturating_sub(max_bytes)))?;
         let mut bytes = Vec::new();
-        file.take(most).read_to_end(&mut bytes)?;
+        file.take(max_bytes).read_to_end(&mut bytes)?;
         Ok(bytes)
     };
     read().unwrap_or_default()

@@ -165,7 +165,7 @@ impl Run<'_> {
         group.all_reduce((&mut sums).into(), Reduction::Sum)?;
         let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {
-            return Err(DataError::Invalid(replaced::gone(all - seen, all, None)).into());
+            return Err(DataError::Invalid(replaced::too_many_text(all - seen, all, None)).into());
         }
         if !sums[0].is_finite() {
             return Err(self.diverged(format!("{what} is not finite")));

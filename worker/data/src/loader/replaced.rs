@@ -55,7 +55,11 @@ impl Part {
             }
             let counts = self.broken.counts();
             if too_many(counts.broken.len(), asked, self.chosen.len()) {
-                return Err(DataError::Invalid(gone(counts.broken.len(), asked, counts.news.last())));
+                return Err(DataError::Invalid(too_many_text(
+                    counts.broken.len(),
+                    asked,
+                    counts.news.last(),
+                )));
             }
         }
     }
@@ -111,7 +115,7 @@ impl Part {
 }
 
 /// The error text for too many broken pictures.
-pub fn gone(broken: usize, all: usize, last: Option<&String>) -> String {
+pub fn too_many_text(broken: usize, all: usize, last: Option<&String>) -> String {
     let last = last.map(|words| format!(", the last one {words}")).unwrap_or_default();
     format!(
         "{broken} of {all} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \

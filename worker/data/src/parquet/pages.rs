@@ -29,15 +29,15 @@ const BEGINS: usize = 16;
 pub(super) struct TooLarge {
     /// As far as it is known.
     bytes: u64,
-    most: u64,
+    max_bytes: u64,
 }
 
 impl fmt::Display for TooLarge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { bytes, most } = self;
+        let Self { bytes, max_bytes } = self;
         write!(
             f,
-            "has a page of {bytes} bytes or more, decompressed; at most {most} are allowed: write smaller pages \
+            "has a page of {bytes} bytes or more, decompressed; at most {max_bytes} are allowed: write smaller pages \
              (pyarrow's write_batch_size or data_page_size) or row groups"
         )
     }
@@ -51,12 +51,12 @@ pub(super) struct Pages {
     /// Whether an offset index tells where pages are. Pages are then read together with their headers.
     indexed: bool,
     gzip: bool,
-    most: u64,
+    max_bytes: u64,
 }
 
 impl Pages {
-    pub(super) fn new(source: Arc<Source>, indexed: bool, gzip: bool, most: u64) -> Self {
-        Self { source, indexed, gzip, most }
+    pub(super) fn new(source: Arc<Source>, indexed: bool, gzip: bool, max_bytes: u64) -> Self {
+        Self { source, indexed, gzip, max_bytes }
     }
 
     /// Decompresses gzip data to its end, whatever a header says. The stream follows the page header and, in pages of
@@ -64,11 +64,11 @@ impl Pages {
     fn check_gzip(&self, data: &[u8]) -> Result<(), TooLarge> {
         let begins = data.windows(GZIP.len()).enumerate().filter(|(_, bytes)| *bytes == GZIP);
         for (begin, _) in begins.take(BEGINS) {
-            let mut decoder = MultiGzDecoder::new(&data[begin..]).take(self.most + 1);
+            let mut decoder = MultiGzDecoder::new(&data[begin..]).take(self.max_bytes + 1);
             // Other errors are reported by the code that decompresses the page.
             let _ = io::copy(&mut decoder, &mut io::sink());
             if decoder.limit() == 0 {
-                return Err(TooLarge { bytes: self.most + 1, most: self.most });
+                return Err(TooLarge { bytes: self.max_bytes + 1, max_bytes: self.max_bytes });
             }
         }
         Ok(())
@@ -76,9 +76,9 @@ impl Pages {
 }
 
 /// Checks the size in a page's header, if `head` is a header.
-fn check_header(head: &[u8], most: u64) -> Result<(), TooLarge> {
+fn check_header(head: &[u8], max_bytes: u64) -> Result<(), TooLarge> {
     match uncompressed(head) {
-        Some(bytes) if bytes > most => Err(TooLarge { bytes, most }),
+        Some(bytes) if bytes > max_bytes => Err(TooLarge { bytes, max_bytes }),
         // Other errors are reported by the code that reads the page.
         _ => Ok(()),
     }
@@ -94,12 +94,12 @@ impl ChunkReader for Pages {
     type T = Header;
 
     fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
-        Ok(Header { from: self.source.get_read(start)?, most: Some(self.most) })
+        Ok(Header { from: self.source.get_read(start)?, max_bytes: Some(self.max_bytes) })
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
         let bytes = self.source.get_bytes(start, length)?;
-        let header = if self.indexed { check_header(&bytes, self.most) } else { Ok(()) };
+        let header = if self.indexed { check_header(&bytes, self.max_bytes) } else { Ok(()) };
         let all = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
         all.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
         Ok(bytes)
@@ -111,13 +111,13 @@ impl ChunkReader for Pages {
 pub(super) struct Header {
     from: BufReader<Cursor>,
     /// The limit. `None` after the check.
-    most: Option<u64>,
+    max_bytes: Option<u64>,
 }
 
 impl Read for Header {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        if let Some(most) = self.most.take() {
-            check_header(self.from.fill_buf()?, most).map_err(io::Error::other)?;
+        if let Some(max_bytes) = self.max_bytes.take() {
+            check_header(self.from.fill_buf()?, max_bytes).map_err(io::Error::other)?;
         }
         self.from.read(buffer)
     }
@@ -167,10 +167,10 @@ mod tests {
         head
     }
 
-    fn pages(content: &[u8], indexed: bool, gzip: bool, most: u64) -> Pages {
+    fn pages(content: &[u8], indexed: bool, gzip: bool, max_bytes: u64) -> Pages {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(content).unwrap();
-        Pages::new(Arc::new(Source::new(file, content.len() as u64)), indexed, gzip, most)
+        Pages::new(Arc::new(Source::new(file, content.len() as u64)), indexed, gzip, max_bytes)
     }
 
     #[test]
@@ -220,7 +220,9 @@ mod tests {
         // The stream alone; after a gzip header that claims less; after levels and the first bytes of another stream.
         for (before, holds) in [(&b""[..], 5000), (&header(9)[..], 5000), (&b"\x03\x1f\x8b\x08"[..], 5000)] {
             let content = [before, &data].concat();
-            let read = |most: u64| pages(&content, false, true, most).get_bytes(0, content.len()).map(drop);
+            let read = |max_bytes: u64| {
+                pages(&content, false, true, max_bytes).get_bytes(0, content.len()).map(drop)
+            };
             assert!(read(holds).is_ok());
             let words = super::super::UnusableFile::from(read(holds - 1).unwrap_err()).detail;
             assert!(words.contains("has a page of 5000 bytes or more"), "{words}");

@@ -66,11 +66,11 @@ struct ListReader {
 }
 
 impl ListReader {
-    fn new(path: &str, most: u64) -> Self {
+    fn new(path: &str, max_bytes: u64) -> Self {
         let mut sum = Sha256::new();
         sum.update(path.as_bytes());
         sum.update([0]);
-        Self { left: most, sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
+        Self { left: max_bytes, sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
     }
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
@@ -168,8 +168,8 @@ mod tests {
         read_of(chunks, LIST_BYTES)
     }
 
-    fn read_of(chunks: &[&str], most: u64) -> Result<List, CopyError> {
-        let mut reading = ListReader::new("/data/x", most);
+    fn read_of(chunks: &[&str], max_bytes: u64) -> Result<List, CopyError> {
+        let mut reading = ListReader::new("/data/x", max_bytes);
         for chunk in chunks {
             reading.take(chunk.as_bytes())?;
         }

@@ -25,11 +25,11 @@ impl Queue {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Claims up to `most` pictures, and returns their range in `numbers`.
-    pub(super) fn claim(&self, most: usize) -> (usize, usize) {
+    /// Claims up to `max` pictures, and returns their range in `numbers`.
+    pub(super) fn claim(&self, max: usize) -> (usize, usize) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let from = left.start;
-        left.start += most.min(left.len());
+        left.start += max.min(left.len());
         (from, left.start)
     }
 

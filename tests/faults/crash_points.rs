@@ -69,7 +69,7 @@ async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
         let response = logged.ok().lines().any(|line| {
             line.contains("could not be written")
                 && line.contains(point)
-                && line.contains("the one before it stands")
+                && line.contains("the previous checkpoint is kept")
         });
         assert!(response, "{point}: {}", logged.stdout);
     }

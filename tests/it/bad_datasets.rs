@@ -136,7 +136,7 @@ async fn what_cannot_be_read_is_named_when_registered_and_fatal_or_skipped_as_th
     let odd = [
         ("pipe.jpg", "named pipe"),
         ("looping.png", "leads back to itself"),
-        ("dangling.png", "nowhere.png, which is not there"),
+        ("dangling.png", "nowhere.png, which does not exist"),
         ("boot/up", "a folder that it lies in"),
         ("unreadable.png", "cannot be read"),
     ];

@@ -82,7 +82,7 @@ async fn where_it_is_not_known_which_copy_is_right_both_machines_are_named() {
         let job = server.ended(&id).await;
         let why = job["reason"].as_str().expect("a reason");
         assert_eq!(job["state"], "failed", "{job:#}");
-        assert!(why.contains("Which of the two is right is not known"), "{why}");
+        assert!(why.contains("Lockstep cannot tell which of the two is right"), "{why}");
         assert!(why.contains(own) && why.contains("machine-b"), "{why}");
     }
     // What the server has counts for its own machine.

@@ -54,7 +54,7 @@ async fn an_evaluation_says_which_pictures_it_is_of_and_how_many_were_trained_on
     let pictures = grown["validation"]["pictures"].as_u64().expect("a count");
     assert!(pictures > held_out && grown["samples"] == pictures, "{grown:#}");
     assert_eq!(grown["trained_on"], 0);
-    let note = format!("the checkpoint's run was measured by another set of {held_out} pictures");
+    let note = format!("the checkpoint's run was validated with another set of {held_out} pictures");
     assert_eq!(grown["note"], note);
     let said = server.cli(&["evaluate", &id]);
     assert!(

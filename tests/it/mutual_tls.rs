@@ -251,7 +251,7 @@ async fn expired_foreign_and_missing_certificates_are_refused_with_a_line_that_s
     for (name, why, reported) in [
         ("node-old", "certificate expired at", "it has expired"),
         ("node-x", "of an authority that is not in", "of an authority (CA) that it does not know"),
-        ("proxy.example", "not for clients", "is not one that it takes"),
+        ("proxy.example", "not for clients", "is not acceptable to it"),
     ] {
         let certificate = files(name);
         let certificate: Vec<_> = certificate.iter().map(String::as_str).collect();

@@ -1,9 +1,8 @@
-//! Checkpoints: a folder `<epoch>-<step>` each, under the job's `checkpoints`, that appears complete
-//! or not at all.
+//! Checkpoints. Each is a folder `<epoch>-<step>` in the job's `checkpoints`, which appears atomically.
 //!
-//! Everything is written into `.tmp-<epoch>-<step>.<writer>` and synced (fsync), `MANIFEST.json` with sizes and checksums last of all; then
-//! the folder gets its name by a rename, and the rename is synced too. Equal jobs give equal `model.safetensors`, byte for byte:
-//! nothing in it comes from a clock, a name or an id.
+//! All files are written to `.tmp-<epoch>-<step>.<writer>` and synced (fsync), with `MANIFEST.json`, which has sizes
+//! and checksums, last. Then the folder is renamed to its final name, and the rename is synced as well. Equal jobs
+//! write identical bytes to `model.safetensors`: nothing in it depends on the time, a name or an id.
 
 mod files;
 mod folders;
@@ -35,19 +34,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// What names of folders begin with that are not complete; rank 0 removes them when it starts.
+/// The prefix of the names of incomplete folders. Rank 0 removes them when it starts.
 pub(crate) const TEMPORARY: &str = ".tmp-";
 
-/// Why a checkpoint could not be written or read; the sentence names the file.
+/// Why a checkpoint cannot be written or read. The sentence names the file.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     #[error("{}: {error}", path.display())]
     Io { path: PathBuf, error: io::Error },
-    /// Not what was written.
+    /// The content differs from what was written.
     #[error("checkpoint {name} is damaged: {detail}")]
     Damaged { name: String, detail: String },
-    /// Training had diverged: the values cannot be used to continue or to predict.
-    #[error("checkpoint {name} is of a training that has diverged: {detail}")]
+    /// Training has diverged: the values cannot be used to continue or to predict.
+    #[error("checkpoint {name} is from training that has diverged: {detail}")]
     NotFinite { name: String, detail: String },
 }
 

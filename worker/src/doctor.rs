@@ -1,4 +1,5 @@
-//! Checks a machine for training: what it has, what to do about what is missing, and whether ranks reach each other.
+//! Checks a machine for training: its hardware and software, how to fix what is missing, and whether ranks reach each
+//! other.
 
 mod facts;
 mod gpus;
@@ -27,37 +28,37 @@ use std::{
 };
 
 const GIB: u64 = 1 << 30;
-/// Below this a job's checkpoints and logs soon fill a disk.
+/// With less free space, a job's checkpoints and logs soon fill the disk.
 const LITTLE_DISK: u64 = 5 * GIB;
-/// A rank of ResNet-50 at batch 32 takes about this much.
+/// Approximate memory of a rank of ResNet-50 with a batch size of 32.
 const LITTLE_MEMORY: u64 = 2 * GIB;
-/// NCCL's own advice for `/dev/shm`.
+/// The size of `/dev/shm` that NCCL recommends.
 const LITTLE_SHM: u64 = GIB;
-/// A server with many open pages needs some.
+/// A server with many open pages needs more open files.
 const FEW_FILES: u64 = 1024;
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// How a finding is to be taken.
+/// The grade of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Grade {
-    /// As it should be.
+    /// Everything is in order.
     Ok,
-    /// Works, but.
+    /// Training works, with a limitation.
     Note,
-    /// Training will fail or crawl.
+    /// Training will fail or be very slow.
     Problem,
 }
 
 /// The result of one check.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Finding {
-    /// `CPU`, `memory`, ...
+    /// What was checked: `CPU`, `memory`, ...
     pub what: String,
     pub grade: Grade,
-    /// What is there.
+    /// What was found.
     pub found: String,
-    /// What to do about it, if anything.
+    /// What to do, if anything.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
 }
@@ -67,7 +68,7 @@ fn finding(what: &str, grade: Grade, found: String, advice: &str) -> Finding {
     Finding { what: what.into(), grade, found, advice }
 }
 
-/// Looks at everything; `dir` is where data would lie. `quick`: opens nothing on a GPU, which ranks may need all of.
+/// Runs all checks. `dir` is the folder for data. `quick`: uses no memory of GPUs, because ranks may need all of it.
 pub fn examine(dir: &Path, quick: bool) -> Vec<Finding> {
     let mut findings = vec![cpu(), simd(), memory(), disk(dir), shared_memory(), open_files(), loopback()];
     findings.extend(gpus::findings(quick));
@@ -78,7 +79,7 @@ fn cpu() -> Finding {
     let this = machine::describe(Path::new("/"));
     let found = format!("{}, {} cores for this process", this.cpu, this.cores);
     if this.cores == 1 {
-        let advice = "Ranks share one core: more ranks train the same, not faster.";
+        let advice = "Ranks share one core: more ranks do not train faster.";
         return finding("CPU", Grade::Note, found, advice);
     }
     finding("CPU", Grade::Ok, found, "")
@@ -182,7 +183,7 @@ fn loopback() -> Finding {
     }
 }
 
-/// Why ranks of this machine do not reach each other.
+/// Why ranks of this machine cannot reach each other.
 #[derive(Debug, thiserror::Error)]
 pub enum GatherError {
     #[error(transparent)]
@@ -193,10 +194,10 @@ pub enum GatherError {
     Libraries(String),
 }
 
-/// Meets the other ranks and gathers, over NCCL when this one has a GPU.
+/// Meets the other ranks and runs an all-gather, over NCCL if this rank has a GPU.
 ///
 /// # Errors
-/// They do not come, or do not answer.
+/// A rank does not arrive or does not respond.
 pub fn gather(member: &Member) -> Result<Gathered, GatherError> {
     if member.gpu.is_some() {
         libraries::ready(&[Library::Driver, Library::Nccl]).map_err(GatherError::Libraries)?;

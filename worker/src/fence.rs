@@ -1,8 +1,9 @@
-//! The deadline of the agent's lease, until which ranks may continue: one number in the agent's folder, in hundredths of a
-//! second since the machine was started, which setting the clock does not change.
+//! The deadline of the agent's lease, until which ranks may continue: a file in the agent's folder with the time in
+//! hundredths of a second since boot. Setting the clock does not affect it.
 //!
-//! The agent writes it anew while the server responds. An agent that is gone, stopped or cut off does not,
-//! and its ranks end themselves: by then the server has given the job to others.
+//! The agent updates the deadline while it is in contact with the server. If the agent has ended, is suspended or has
+//! lost the connection, the deadline expires, and its ranks end themselves. By then the server has given the job to
+//! others.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::{
@@ -13,16 +14,16 @@ use std::{
     time::Duration,
 };
 
-/// The file's length: digits and a newline.
+/// The length of the file: digits and a newline.
 const DIGITS: usize = 20;
 
-/// Hundredths of a second since the start of the machine.
+/// The time since boot, in hundredths of a second.
 fn uptime() -> u64 {
     let now = clock_gettime(ClockId::Boottime);
     (now.tv_sec * 100 + now.tv_nsec / 10_000_000) as u64
 }
 
-/// The agent's side.
+/// The agent's side: writes the deadline.
 #[derive(Debug)]
 pub(crate) struct Fence {
     file: File,
@@ -30,22 +31,23 @@ pub(crate) struct Fence {
 }
 
 impl Fence {
-    /// Makes or takes over the file in an agent's folder.
+    /// Opens or creates the file in an agent's folder.
     ///
     /// # Errors
-    /// It cannot be opened.
+    /// The file cannot be opened.
     pub(crate) fn open(agent_dir: &Path) -> io::Result<Self> {
         let path = agent_dir.join("lease");
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path)?;
         Ok(Self { file, path })
     }
 
-    /// Where ranks find it.
+    /// The path of the file, for ranks.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Ranks may continue for `left` from now. Written in place with a fixed length, so it works on a full disk and is never torn.
+    /// Lets ranks continue for `left` from now. The file is overwritten in place with a fixed length, so this works
+    /// on a full disk, and readers never see a partial number.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -55,8 +57,8 @@ impl Fence {
     }
 }
 
-/// A rank's side: by how much the deadline is past, if it is. A file that cannot be read fences nobody: a folder
-/// that was removed is no sign that others have the job.
+/// The ranks' side: by how much the deadline has passed, if it has. An unreadable file does not end ranks: a removed
+/// folder does not mean that others have the job.
 pub(crate) fn overdue(path: &Path) -> Option<Duration> {
     let deadline: u64 = fs::read_to_string(path).ok()?.trim().parse().ok()?;
     let past = uptime().checked_sub(deadline).filter(|past| *past > 0)?;

@@ -1,7 +1,7 @@
-//! Everything that runs on a training machine: the agent (one a machine) and ranks (one a slot), which train with the crates
-//! beside this one and keep checkpoints.
+//! Everything that runs on a training machine: the agent (one per machine), and ranks (one per slot), which train and
+//! write checkpoints.
 
-// What a call can fail with is part of what its caller has to know.
+// Callers need to know how a call can fail.
 #![warn(clippy::missing_errors_doc)]
 
 pub mod agent;

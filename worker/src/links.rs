@@ -1,29 +1,29 @@
-//! How ranks of a group reach each other: a real all-gather, and timed all-reduces.
+//! How ranks of a group reach each other: runs an all-gather and timed all-reduces.
 
 use lockstep_comm::{CommError, ProcessGroup, Reduction, rendezvous::Store};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
-/// What the ranks found.
+/// The results of the test.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Gathered {
     /// `CPU` or `GPU`.
     pub device: String,
-    /// Every rank's value: its own number.
+    /// The gathered values; rank `r` contributes the value `r`.
     pub values: Vec<f32>,
-    /// Time of an all-reduce of 1 KiB, in microseconds, the mean of many.
+    /// Mean time of an all-reduce of 1 KiB, in microseconds.
     pub short_us: f64,
-    /// All-reduced bytes of a 16 MiB vector, a second.
+    /// Throughput of an all-reduce of 16 MiB, in bytes per second.
     pub bytes_per_second: f64,
-    /// Why the GPUs do not share memory, if they do not.
+    /// Why the ranks cannot share GPU memory; absent if they can.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub no_peer_memory: Option<String>,
 }
 
-/// Collective: gathers and reduces in a group, over NCCL where ranks have the GPUs `ordinal`.
+/// Collective: runs the test in a group, over NCCL if ranks have the GPUs `ordinal`.
 ///
 /// # Errors
-/// Ranks do not answer.
+/// A rank does not respond.
 pub fn measure(
     comm: &dyn ProcessGroup,
     store: Option<&Store>,
@@ -61,7 +61,8 @@ fn over_tcp(comm: &dyn ProcessGroup) -> Result<Gathered, CommError> {
         Ok((best, sum / f64::from(rounds)))
     };
     all_reduces(256, 5)?;
-    // Where others are ahead one finds all that it needs; the next one waits the longer for it.
+    // If other ranks are ahead, a call finds their data and returns early; the next call then waits longer. So the
+    // mean is used.
     let short_us = all_reduces(256, 200)?.1 * 1e6;
     let bytes_per_second = f64::from(16u32 << 20) / all_reduces(4 << 20, 5)?.0.max(1e-9);
     Ok(Gathered { device: "CPU".into(), values, short_us, bytes_per_second, no_peer_memory: None })

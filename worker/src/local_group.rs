@@ -1,5 +1,5 @@
-//! Short-lived rank processes of this machine that measure something together and then end: those of
-//! `doctor` and of `bench`.
+//! Short-lived rank processes on this machine, which measure something together and then end. They are used by
+//! `doctor` and `bench`.
 
 use crate::supervisor::{Exit, Orphans, Policy, Rank, RankGroup, RankProcess, UnixProcessGroup, supervise};
 use lockstep_comm::{
@@ -25,7 +25,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Carries a member's part to its process; not an argument, because others can read those.
+/// The environment variable with a member's description for its process. It is not an argument, because other users
+/// can read arguments.
 const VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
 
 /// One rank of the group.
@@ -33,14 +34,14 @@ const VARIABLE: &str = "LOCKSTEP_LOCAL_GROUP";
 pub struct Member {
     pub rank: u32,
     pub world_size: u32,
-    /// Where rank 0 listens.
+    /// The address at which rank 0 listens.
     #[serde(default = "loopback")]
     pub addr: String,
     pub port: u16,
     pub secret: String,
-    /// Absent: it computes on CPU cores.
+    /// `None`: the rank computes on CPU cores.
     pub gpu: Option<RankGpu>,
-    /// For NCCL; absent: it chooses.
+    /// The network interface for NCCL. `None`: NCCL chooses.
     #[serde(default)]
     pub interface: Option<String>,
 }
@@ -49,27 +50,27 @@ fn loopback() -> String {
     "127.0.0.1".into()
 }
 
-/// A member among the others.
+/// A member that is connected to the others.
 pub struct JoinedGroup {
     pub comm: Arc<dyn ProcessGroup>,
-    /// Absent in a group of one.
+    /// `None` in a group of one.
     pub store: Option<Arc<Store>>,
 }
 
 impl Member {
-    /// This process's part, when it is one of a group.
+    /// The member that this process is, if it belongs to a group.
     ///
     /// # Errors
-    /// The variable that says so holds something else.
+    /// The environment variable is invalid.
     pub fn of_this_process() -> Result<Option<Self>, String> {
         let Ok(part) = std::env::var(VARIABLE) else { return Ok(None) };
         serde_json::from_str(&part).map(Some).map_err(|e| format!("{VARIABLE}: {e}"))
     }
 
-    /// Meets the others.
+    /// Connects to the other members.
     ///
     /// # Errors
-    /// They do not come within `patience`.
+    /// A member does not arrive within `patience`.
     pub fn meet(&self, patience: Duration) -> Result<JoinedGroup, RendezvousError> {
         if self.world_size == 1 {
             return Ok(JoinedGroup { comm: Arc::new(SingleRank), store: None });
@@ -88,7 +89,7 @@ impl Member {
     }
 }
 
-/// A group of `world_size`, on the first of `gpus` or, when there are none, on CPU cores.
+/// A group of `world_size` members, on the first of `gpus` or, if there are none, on CPU cores.
 ///
 /// # Errors
 /// No port is free.
@@ -97,8 +98,8 @@ pub fn members(world_size: u32, gpus: &[Gpu]) -> io::Result<Vec<Member>> {
     members_on(world_size, &gpus)
 }
 
-/// A group of `world_size`, on the first of `devices` (UUIDs of a [`Slot`](lockstep_protocol::agent::Slot)) or, when there are
-/// none, on CPU cores.
+/// A group of `world_size` members, on the first of `devices` (UUIDs of a [`Slot`](lockstep_protocol::agent::Slot))
+/// or, if there are none, on CPU cores.
 ///
 /// # Errors
 /// No port is free.
@@ -118,12 +119,12 @@ pub fn members_on(world_size: u32, devices: &[String]) -> io::Result<Vec<Member>
     Ok((0..world_size).map(member).collect())
 }
 
-/// Runs this very program with `arguments`, a process a member, and gives what rank 0 printed.
+/// Runs this program with `arguments`, one process per member, and returns the output of rank 0.
 ///
 /// # Errors
-/// The first member that fails, in its own words; the others are ended. Or `limit` has passed.
+/// The error message of the first member that fails; the others are ended. Or `limit` has passed.
 pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Result<Vec<u8>, String> {
-    // Whatever ends this, ends its processes.
+    // However this call ends, its processes end with it.
     let mut ranks = RankGroup::new(Orphans::Kill);
     let mut measuring = Measuring { outputs: Vec::new(), began: Instant::now(), limit };
     for member in members {
@@ -140,7 +141,7 @@ pub fn run(arguments: &[OsString], members: &[Member], limit: Duration) -> Resul
     Ok(first.map_or_else(Vec::new, joined))
 }
 
-/// Waits for members, and gives up with the first that fails.
+/// Waits for the members, and gives up when one fails.
 struct Measuring {
     outputs: Vec<Output>,
     began: Instant,
@@ -177,7 +178,7 @@ impl Policy for Measuring {
         Ok(())
     }
 
-    /// A failure ends all of them at once: nothing of theirs is kept.
+    /// A failure ends all of them at once, because none of their results is used.
     fn decide(&mut self, _ranks: &mut RankGroup<()>) {}
 
     fn grace(&self, _ranks: &RankGroup<()>) -> Duration {
@@ -185,7 +186,7 @@ impl Policy for Measuring {
     }
 }
 
-/// What a member prints meanwhile.
+/// The output of a member.
 struct Output {
     printed: Option<JoinHandle<Vec<u8>>>,
     errors: Option<JoinHandle<Vec<u8>>>,
@@ -202,10 +203,10 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
     let gpu = member.gpu.as_ref();
     command.envs(registry::device_of(gpu, Device::Auto).backend.environment(gpu)?);
     if let Some(interface) = &member.interface {
-        // Without `=` a name stands for all that begin with it.
+        // Without `=`, NCCL takes a name as a prefix.
         command.env(NCCL_INTERFACE, format!("={interface}"));
     }
-    // Ctrl-C ends them with who measures.
+    // Ctrl-C ends them together with this process.
     let mut process = RankProcess::spawn(member.rank, &mut command, UnixProcessGroup::Inherited)?;
     let (printed, errors) = process.take_output();
     let output = Output { printed: printed.map(read).transpose()?, errors: errors.map(read).transpose()? };
@@ -215,7 +216,7 @@ fn start(arguments: &[OsString], member: &Member) -> io::Result<(RankProcess, Ou
 fn read(mut from: impl Read + Send + 'static) -> io::Result<JoinHandle<Vec<u8>>> {
     std::thread::Builder::new().name("output".into()).spawn(move || {
         let mut bytes = Vec::new();
-        // What came before a failure is worth having.
+        // Keep the output before a failure.
         let _ = from.read_to_end(&mut bytes);
         bytes
     })

@@ -1,5 +1,6 @@
-//! The plan of a job: how its network is spread over its ranks, what that costs, and why it is this plan. For `lockstep plan`, and for the
-//! ranks of a job with `parallel.mode = "auto"`. The figures of a machine are measured once and kept in the cache.
+//! The plan of a job: how its network is distributed over its ranks, what that costs, and why the plan was chosen.
+//! Used by `lockstep plan`, and by the ranks of a job with `parallel.mode = "auto"`. A machine is measured once, and
+//! the figures are stored in the cache.
 
 use crate::links;
 use lockstep_comm::{ProcessGroup, rendezvous::Store};
@@ -17,13 +18,14 @@ use lockstep_protocol::{
 use sha2::{Digest, Sha256};
 use std::{fs, path::PathBuf};
 
-/// The most pictures of a measured step, on cores and on a device of its own: their speed hardly depends on more.
+/// Maximum number of pictures of a measured step: on CPU cores, and on a device with its own memory. The speed hardly
+/// depends on a larger number.
 const PICTURES: [u32; 2] = [8, 256];
 
-/// The network of a job for pictures of `side` pixels; evaluation's side decides the stem.
+/// The network of a job for pictures of `side` pixels. The evaluation side determines the stem.
 ///
 /// # Errors
-/// They are too small for it.
+/// The pictures are too small for the network.
 pub fn network(
     model: &ModelSpec,
     (evaluation_side, side): (usize, usize),
@@ -34,7 +36,7 @@ pub fn network(
     net::build(&model, side, channels, classes)
 }
 
-/// What is measured for a job that has `network`.
+/// The sample to measure for a job with `network`.
 pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: usize) -> Sample {
     let most = PICTURES[usize::from(!device.backend.needs().host_memory)];
     Sample {
@@ -50,10 +52,11 @@ pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: 
     }
 }
 
-/// Collective: measures how fast ranks compute, all at the same time, and how they reach each other. `local_ranks` are on this machine.
+/// Collective: measures how fast ranks compute at the same time, and how they reach each other. `local_ranks` are on
+/// this machine.
 ///
 /// # Errors
-/// As [`lockstep_engine::measure`]; ranks do not answer.
+/// As [`lockstep_engine::measure`], or a rank does not respond.
 pub fn measure(
     sample: &Sample,
     device: DeviceChoice,
@@ -72,7 +75,7 @@ pub fn measure(
         }
     };
     let (name, rates) = lockstep_engine::measure(sample, device)?;
-    // The process of the first rank that is done may end others' connections.
+    // When the process of the first rank ends, the connections of the others may break.
     group.barrier()?;
     Ok(Machine {
         device: name,
@@ -86,7 +89,7 @@ pub fn measure(
     })
 }
 
-/// A device's name, and the memory that a rank on it has.
+/// A device's name, and the memory of a rank on it.
 fn facts(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
     if device.backend.needs().host_memory {
         return (cpu_name(), memory_free().1 / u64::from(local_ranks.max(1)));
@@ -96,20 +99,20 @@ fn facts(device: DeviceChoice, local_ranks: u32) -> (String, u64) {
     slot.map_or((String::new(), u64::MAX), |slot| (slot.name, slot.memory_bytes))
 }
 
-/// Where the figures of `ranks` ranks that measure `sample` are kept.
+/// The file with the figures of `ranks` ranks for `sample`.
 fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
     let key = serde_json::to_string(&(sample, device.backend.name(), facts(device, 1), ranks)).ok()?;
     let digest = Sha256::digest(key.as_bytes());
     Some(cache::dir()?.join(format!("machine-{}.json", hex::encode(&digest[..8]))))
 }
 
-/// The figures that were measured before, if they were.
+/// The stored figures, if there are any.
 pub fn kept(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
     let machine: Machine = serde_json::from_slice(&fs::read(file(sample, device, ranks)?).ok()?).ok()?;
     machine.check().ok().map(|()| machine)
 }
 
-/// Keeps figures. Without a cache they are measured again.
+/// Stores figures. Without a cache directory they are measured again each time.
 pub fn keep(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32) {
     let Some(file) = file(sample, device, ranks) else { return };
     let write = || -> std::io::Result<()> {
@@ -117,11 +120,11 @@ pub fn keep(machine: &Machine, sample: &Sample, device: DeviceChoice, ranks: u32
         write_whole(&file, &serde_json::to_vec_pretty(machine)?)
     };
     if let Err(error) = write() {
-        tracing::warn!("{error}; the figures of this machine are measured again");
+        tracing::warn!("{error}; the figures of this machine will be measured again");
     }
 }
 
-/// A job's plan, and the others that were considered.
+/// A job's plan, and the alternatives that were considered.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Planned {
     pub chosen: Candidate,
@@ -129,15 +132,16 @@ pub struct Planned {
     pub considered: Vec<Candidate>,
     /// `computing`, `communication` or `memory`.
     pub limited_by: &'static str,
-    /// Why it is this plan.
+    /// Why this plan was chosen.
     pub why: String,
 }
 
 impl Planned {
-    /// The plan of a job on machines like `machine`: that which the job asks for, or with `parallel.mode = "auto"` the best one.
+    /// The plan of a job on machines like `machine`: the plan that the job asks for or, with `parallel.mode =
+    /// "auto"`, the best plan.
     ///
     /// # Errors
-    /// Nothing that the job allows can be run; a sentence.
+    /// No plan that the job allows can run; a sentence.
     pub fn of(spec: &JobSpec, network: &Network, machine: &Machine) -> Result<Self, String> {
         let parallel = &spec.parallel;
         let ranks = parallel.ranks as usize;
@@ -157,7 +161,7 @@ impl Planned {
             can_run(&with_plan(spec, plan, machine), machine)?;
             registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check_plan(network, plan))
         };
-        // Results that depend on how pictures are divided over ranks stay what they are.
+        // Plans must not change results that depend on how pictures are distributed over ranks.
         let is_free = parallel.gradients_mean && (parallel.sync_batch_norm || spec.model.freeze_norm);
         let may_run = |plan: &Plan| (is_free || plan.is_data()) && runs(plan).is_ok();
         let free = ParallelSpec::default();
@@ -180,12 +184,12 @@ impl Planned {
         Ok(Self { chosen, considered, limited_by, why })
     }
 
-    /// The job as ranks run it: the same training, with the plan in the place of `auto`.
+    /// The job as ranks run it: the same training, with the plan in place of `auto`.
     pub fn resolve(&self, spec: &JobSpec, machine: &Machine) -> JobSpec {
         with_plan(spec, &self.chosen.plan, machine)
     }
 
-    /// Why a rank of `machine` has too little memory for it, if so.
+    /// Why the memory of a rank of `machine` does not suffice for the plan. `None` if it does.
     pub fn lacks_memory(&self, machine: &Machine) -> Option<String> {
         (!self.chosen.fits(machine)).then(|| {
             format!(
@@ -198,7 +202,7 @@ impl Planned {
         })
     }
 
-    /// `network`, which may be for another size of pictures, with what the plan makes of each layer.
+    /// Describes how the plan distributes each layer of `network`, which may be for another size of pictures.
     pub fn describe(&self, network: &Network) -> NetworkDescription {
         let Candidate { plan, cost } = &self.chosen;
         let (mut description, _) = network.describe();
@@ -228,7 +232,8 @@ impl Planned {
         description
     }
 
-    /// `2 (data) x 1 (height) x 2 (model) ranks, fc split by out: 12.3 ms a step and ... as predicted`, for a log.
+    /// A summary for the log, such as `2 (data) x 1 (height) x 2 (model) ranks, fc split by out: 12.3 ms a step and
+    /// ... as predicted`.
     pub fn in_words(&self) -> String {
         let Candidate { plan, cost } = &self.chosen;
         format!(
@@ -242,7 +247,7 @@ impl Planned {
     }
 }
 
-/// The job that runs `plan`: pictures of a step and of a micro-batch over all ranks stay.
+/// The job that runs `plan`. The number of pictures in a step and in a micro-batch over all ranks is unchanged.
 fn with_plan(spec: &JobSpec, plan: &Plan, machine: &Machine) -> JobSpec {
     let mut resolved = spec.clone();
     let Mesh { stage, height, model, .. } = plan.mesh;
@@ -260,7 +265,7 @@ fn with_plan(spec: &JobSpec, plan: &Plan, machine: &Machine) -> JobSpec {
     resolved
 }
 
-/// Whether the ranks of a machine can run a job; else why not.
+/// Checks whether the ranks of a machine can run a job; the error tells why not.
 fn can_run(spec: &JobSpec, machine: &Machine) -> Result<(), String> {
     let document = serde_json::to_value(spec).map_err(|e| e.to_string())?;
     from_json(&document).map_err(|mistakes| {
@@ -332,7 +337,7 @@ fn placement(of: &OperatorCost, mesh: Mesh) -> String {
     words
 }
 
-/// `3.21 GB`.
+/// For example, `3.21 GB`.
 pub fn gigabytes(bytes: f64) -> String {
     format!("{:.2} GB", bytes / 1e9)
 }

@@ -1,25 +1,27 @@
-//! Steps that float16 could not hold. Each is skipped and the loss scale halved, as PyTorch's `GradScaler` does; when that
-//! persists, the run needs another format.
+//! Steps whose gradients overflow float16. Each is skipped and the loss scale is halved, as by PyTorch's
+//! `GradScaler`. If overflows persist, the run needs another format.
 
 use serde::{Deserialize, Serialize};
 
-/// So many skipped steps in a row are too many: the scale has shrunk to a thirty-second without effect.
+/// Number of consecutive skipped steps that is too high: by then the scale has been divided by thirty-two without
+/// effect.
 const IN_A_ROW: u64 = 5;
-/// So are more than one in a hundred of the last [`WINDOW`] steps.
-const MOST_IN_WINDOW: usize = (WINDOW / 100) as usize;
+/// Maximum number of skipped steps among the last [`WINDOW`] steps: one in a hundred.
+const MAX_IN_WINDOW: usize = (WINDOW / 100) as usize;
 const WINDOW: u64 = 500;
 
-/// The skipped steps of a run; part of a checkpoint, so that a run that was stopped decides as one that was not.
+/// The skipped steps of a run. They are part of a checkpoint, so that an interrupted run makes the same decisions as
+/// an uninterrupted one.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SkippedSteps {
-    /// Since the run began.
+    /// Number of skipped steps since the run began.
     pub total: u64,
-    /// Their numbers, ascending; those that are too old to count are forgotten.
+    /// The numbers of recent skipped steps, in ascending order. Steps that are too old to count are removed.
     pub recent: Vec<u64>,
 }
 
 impl SkippedSteps {
-    /// Takes down what became of `step`, which is later than all before.
+    /// Records whether `step` was skipped. `step` must be later than all previous ones.
     pub fn note(&mut self, step: u64, skipped: bool) {
         if skipped {
             self.total += 1;
@@ -28,7 +30,7 @@ impl SkippedSteps {
         self.recent.retain(|old| old + WINDOW > step);
     }
 
-    /// Why float16 will not do, if too many steps up to the newest were skipped.
+    /// Why float16 is unsuitable, if too many recent steps were skipped.
     pub fn persist(&self) -> Option<String> {
         let in_a_row = match *self.recent.as_slice() {
             [.., first, _, _, _, last] => last.checked_sub(first) == Some(IN_A_ROW - 1),
@@ -38,7 +40,7 @@ impl SkippedSteps {
             return Some(format!("{IN_A_ROW} steps in a row"));
         }
         let count = self.recent.len();
-        (count > MOST_IN_WINDOW).then(|| format!("{count} of the last {WINDOW} steps"))
+        (count > MAX_IN_WINDOW).then(|| format!("{count} of the last {WINDOW} steps"))
     }
 }
 
@@ -46,7 +48,7 @@ impl SkippedSteps {
 mod tests {
     use super::*;
 
-    /// After `steps` steps of which those in `skipped` were.
+    /// The state after `steps` steps, of which `skipped` were skipped.
     fn after(steps: u64, skipped: &[u64]) -> SkippedSteps {
         let mut all = SkippedSteps::default();
         (1..=steps).for_each(|step| all.note(step, skipped.contains(&step)));

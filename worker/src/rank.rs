@@ -1,13 +1,13 @@
-//! One rank of an attempt: rendezvous, engine, training, and how it ends.
+//! One rank of an attempt: rendezvous, engine, training, and the end.
 //!
-//! A rank always says why it ends: finished, stopped, or its reason as its last record. It ends in
-//! order on SIGTERM and SIGINT, and trains on when its terminal or its agent goes away.
+//! A rank always reports why it ends: finished, stopped, or failed with a reason, in its last record. It ends in
+//! order on SIGTERM and SIGINT. It continues if its terminal or its agent disappears.
 
 mod config;
 mod error;
 mod machine_metrics;
 mod signals;
-/// Resolves a name to an address that other machines reach, so not to loopback.
+/// Resolves a name to an address that other machines can reach, which excludes loopback.
 fn outside_address(address: &str) -> Option<std::net::IpAddr> {
     use std::net::ToSocketAddrs;
     if let Ok(ip) = address.parse() {
@@ -48,28 +48,29 @@ use std::{
     time::Duration,
 };
 
-/// Exit status of a rank whose training is done.
+/// The exit status of a rank whose training is complete.
 pub const EXIT_FINISHED: i32 = 0;
-/// Exit status of a rank that failed; its last record is `RankFailed`.
+/// The exit status of a rank that failed. Its last record is `RankFailed`.
 pub const EXIT_FAILED: i32 = 1;
-/// Exit status of a rank that was asked to stop (SIGTERM or SIGINT) and has lost no step.
+/// The exit status of a rank that was asked to stop (SIGTERM or SIGINT) and lost no step.
 pub const EXIT_STOPPED: i32 = 3;
 
-/// How long ranks wait for each other at the rendezvous.
+/// Time limit for ranks to meet at the rendezvous.
 const MEET_WITHIN: Duration = Duration::from_secs(30);
-/// Added to the time after which a silent rank counts as dead: its agent, which knows more, names it first.
+/// Added to the time after which a silent rank counts as dead, so that the agent, which knows more, reports it first.
 const AFTER_THE_AGENT: Duration = Duration::from_secs(15);
 /// Time from the end of the wait (for the step or the lease) to the end of the process.
 const LEAVE_WITHIN: Duration = Duration::from_millis(1000);
-/// Time for the system's part of an orderly end: freeing a GPU's memory.
+/// Time limit for the system's part of an orderly exit, such as freeing a GPU's memory.
 const EXIT_WITHIN: Duration = Duration::from_secs(20);
-/// The same for a rank that has failed and reported it. CUDA's exit handler would wait for a GPU that waits for lost ranks, so the process
-/// is killed; the driver frees its memory.
+/// The same limit for a rank that has reported its failure. CUDA's exit handler would wait for a GPU that waits for
+/// lost ranks. So the process is killed, and the driver frees its memory.
 const FAIL_WITHIN: Duration = Duration::from_millis(200);
-/// The watchdog reports this much before the agent does (or a tenth of the limit, if that is less), because it knows which ranks are behind.
+/// The watchdog reports this much earlier than the agent (or a tenth of the limit, if that is less), because it knows
+/// which ranks are behind.
 const BEFORE_THE_AGENT: Duration = Duration::from_secs(3);
 
-/// Runs the rank that the file at `config_path` describes, and exits with its status.
+/// Runs the rank configured in the file at `config_path`, and exits with its status.
 pub fn run(config_path: &Path) -> ! {
     let status = run_file(config_path);
     leave(status, if status == EXIT_FAILED { FAIL_WITHIN } else { EXIT_WITHIN })
@@ -89,7 +90,7 @@ fn run_file(config_path: &Path) -> i32 {
     run_config(&config)
 }
 
-/// Runs a rank in this process; gives the status to exit with.
+/// Runs a rank in this process, and returns its exit status.
 pub fn run_config(config: &RankConfig) -> i32 {
     let reporter = match Reporter::create(&config.attempt_dir(), config.rank) {
         Ok(reporter) => Arc::new(reporter),
@@ -99,7 +100,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
         }
     };
     let state = Arc::new(RankState::default());
-    remember_panics();
+    store_panic_message();
     let result = listen_to_signals(config, &state, &reporter).map_err(RankError::from).and_then(|()| {
         catch_unwind(AssertUnwindSafe(|| attempt(config, &state, &reporter))).unwrap_or_else(|_| {
             let message = PANIC.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -113,18 +114,18 @@ pub fn run_config(config: &RankConfig) -> i32 {
     let status = match result {
         Ok(Outcome::Finished { .. }) => EXIT_FINISHED,
         Ok(Outcome::Stopped { .. }) => EXIT_STOPPED,
-        // The others were asked to stop as well, and some had ended already.
+        // The other ranks were asked to stop as well, and some have already ended.
         Err(error) if asked_to_stop && error.is_secondary() => match state.lost(config.rank) {
             None => EXIT_STOPPED,
             Some(lost) => {
                 let (why, unreachable) = (error.to_string(), error.unreachable().to_vec());
                 let interrupted = RankError::Interrupted { why, lost, secondary: true, unreachable };
-                last_words(config, &state, &reporter, &interrupted);
+                report_failure(config, &state, &reporter, &interrupted);
                 EXIT_FAILED
             }
         },
         Err(error) => {
-            last_words(config, &state, &reporter, &error);
+            report_failure(config, &state, &reporter, &error);
             EXIT_FAILED
         }
     };
@@ -134,7 +135,7 @@ pub fn run_config(config: &RankConfig) -> i32 {
     status
 }
 
-fn last_words(config: &RankConfig, state: &RankState, reporter: &Reporter, error: &RankError) {
+fn report_failure(config: &RankConfig, state: &RankState, reporter: &Reporter, error: &RankError) {
     let rank = config.rank;
     if state.last_record_written.swap(true, Ordering::Relaxed) {
         return;
@@ -188,16 +189,16 @@ fn attempt(
         if let Some(ip) = start.network.as_ref().and_then(|network| outside_address(&network.address)) {
             store.listen_at(ip);
         }
-        say_where_ranks_listen(config, reporter);
+        log_listen_address(config, reporter);
         let ring = Ring::connect(&store, stall + AFTER_THE_AGENT)?;
         check_backends(&store, device.backend.name())?;
         let next_is_elsewhere = ring.next_is_elsewhere().unwrap_or(false);
         let comm: Arc<dyn ProcessGroup> =
             if needs.shared_memory { ShmProcessGroup::meet(&store, ring)? } else { ring };
         all_reduce_once(comm.as_ref())?;
-        say_what_is_in_clear(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
+        warn_if_unencrypted(comm.as_ref(), next_is_elsewhere, needs.shared_memory, reporter)?;
         let store = Arc::new(store);
-        // The store ends with rank 0's process, and others may still be asking.
+        // The store ends with the process of rank 0, and other ranks may still send requests.
         let _ = state.store.set(store.clone());
         met = Some(store);
         comm
@@ -242,13 +243,13 @@ fn attempt(
         stop_within: Duration::from_secs(config.stop_within_secs.into()),
     });
     match (outcome, watchdog.as_ref().and_then(|dog| dog.stall_reason())) {
-        // The step that the watchdog has ended was reported as an aborted collective: report the stall instead.
+        // The step that the watchdog has ended was reported as an aborted collective. Report the stall instead.
         (Err(_), Some(why)) => Err(RankError::Stalled(why.into())),
         (outcome, _) => Ok(outcome?),
     }
 }
 
-/// Collective: refuses ranks of different backends, which would not take part in the same collectives.
+/// Collective: fails if ranks have different backends, which would not call the same collectives.
 fn check_backends(store: &Store, name: &str) -> Result<(), RankError> {
     let names = store.exchange("backend", name.as_bytes())?;
     first_to_differ(&names).map_or(Ok(()), |rank| {
@@ -260,7 +261,7 @@ fn check_backends(store: &Store, name: &str) -> Result<(), RankError> {
     })
 }
 
-/// One all-reduce whose sum is known, before training depends on the connection.
+/// Runs an all-reduce with a known sum, before training depends on the connections.
 fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     let mut sum = [f64::from(comm.rank())];
     comm.all_reduce((&mut sum).into(), Reduction::Sum).map_err(TrainError::from)?;
@@ -272,8 +273,8 @@ fn all_reduce_once(comm: &dyn ProcessGroup) -> Result<(), RankError> {
     Err(RankError::System(std::io::Error::other(error)))
 }
 
-/// The first of a machine's ranks says where they listen for those of other machines.
-fn say_where_ranks_listen(config: &RankConfig, reporter: &Reporter) {
+/// The first rank of each machine logs the address at which its ranks listen for ranks of other machines.
+fn log_listen_address(config: &RankConfig, reporter: &Reporter) {
     let ranks: Vec<_> = config.start.ranks.iter().map(|(rank, _)| rank.to_string()).collect();
     let is_first = config.start.ranks.iter().all(|(rank, _)| *rank >= config.rank);
     if let Some(network) = config.start.network.as_ref().filter(|_| is_first) {
@@ -283,7 +284,7 @@ fn say_where_ranks_listen(config: &RankConfig, reporter: &Reporter) {
 }
 
 /// Collective: rank 0 logs a warning if any rank's connection sends gradients to another machine unencrypted.
-fn say_what_is_in_clear(
+fn warn_if_unencrypted(
     comm: &dyn ProcessGroup,
     next_is_elsewhere: bool,
     on_cores: bool,
@@ -292,23 +293,23 @@ fn say_what_is_in_clear(
     let mut any = [f64::from(u8::from(next_is_elsewhere))];
     comm.all_reduce((&mut any).into(), Reduction::Max).map_err(TrainError::from)?;
     if any[0] > 0.0 && comm.rank() == 0 {
-        reporter.log(in_clear(on_cores));
+        reporter.log(unencrypted_warning(on_cores));
     }
     Ok(())
 }
 
-/// Neither the ring nor NCCL encrypts, whatever certificates the server and its agents have.
-fn in_clear(on_cores: bool) -> &'static str {
+/// The warning. Neither the ring nor NCCL encrypts, even if the server and its agents use certificates.
+fn unencrypted_warning(on_cores: bool) -> &'static str {
     if on_cores {
-        "ranks are on several machines, and what they send each other is not encrypted: keep these machines in a private network or \
+        "ranks are on several machines, and their connections are not encrypted: keep these machines in a private network or \
          behind WireGuard (docs/team.md, What is not encrypted)"
     } else {
-        "ranks are on several machines, and what they send each other is not encrypted, nor does NCCL check who sends: keep these \
+        "ranks are on several machines, and their connections are not encrypted, nor does NCCL authenticate them: keep these \
          machines in a private network or behind WireGuard (docs/team.md, What is not encrypted)"
     }
 }
 
-/// Starts the watchdog, which ends this rank when its steps no longer complete, whatever its GPU is doing.
+/// Starts the watchdog. It ends this rank when steps no longer complete, whatever its GPU is doing.
 fn watch(
     config: &RankConfig,
     state: &Arc<RankState>,
@@ -317,26 +318,26 @@ fn watch(
     stall: Duration,
 ) -> std::io::Result<Arc<Watchdog>> {
     let (config, state, reporter) = (config.clone(), state.clone(), reporter.clone());
-    // Its agent, which sees silence but not why, waits a little longer.
+    // The agent notices the silence but not the reason, so it waits a little longer.
     let limit = stall - (stall / 10).min(BEFORE_THE_AGENT);
     Watchdog::start(store, limit, move |why| {
         reporter.log(why);
         state.abort(why);
         std::thread::sleep(LEAVE_WITHIN);
-        // The process still runs: a thread waits for the GPU and cannot be interrupted otherwise.
-        last_words(&config, &state, &reporter, &RankError::Stalled(why.into()));
+        // The process is still running: a thread waits for the GPU, and cannot be interrupted otherwise.
+        report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
         let _ = reporter.flush();
         leave(EXIT_FAILED, LEAVE_WITHIN);
     })
 }
 
-/// Exits, also when a device's own exit handler blocks.
+/// Exits, even if an exit handler of a device blocks.
 fn leave(status: i32, within: Duration) -> ! {
     end_by_force_within(within);
     registry::exit(status, within / 2)
 }
 
-/// Makes sure that this process ends in time, whatever its exit waits for.
+/// Ensures that this process ends within the time limit, even if its exit blocks.
 pub fn end_by_force_within(within: Duration) {
     let kill = move || {
         std::thread::sleep(within);
@@ -345,23 +346,23 @@ pub fn end_by_force_within(within: Duration) {
     let _ = std::thread::Builder::new().name("leave".into()).spawn(kill);
 }
 
-/// What the training thread shares with the threads for signals, the watchdog and the last record.
+/// State shared by the training thread, the threads for signals and the watchdog, and the last record.
 #[derive(Default)]
 struct RankState {
     stop: Arc<AtomicBool>,
     progress: Arc<AtomicU64>,
-    /// The step of the newest checkpoint that this rank has seen.
+    /// The step of the newest checkpoint known to this rank.
     kept: AtomicU64,
-    /// The last record is written.
+    /// Whether the last record has been written.
     last_record_written: AtomicBool,
-    /// It has ended in order: finished, or stopped with all others.
+    /// Whether the rank has ended in order: finished, or stopped together with all others.
     ended: AtomicBool,
     comm: OnceLock<Arc<dyn ProcessGroup>>,
     store: OnceLock<Arc<Store>>,
 }
 
 impl RankState {
-    /// Tells the backends that this process is about to exit, and ends the calls of the rank's process group.
+    /// Notifies the backends that this process is about to exit, and aborts the calls of the rank's process group.
     fn abort(&self, reason: &str) {
         registry::about_to_exit(reason);
         if let Some(comm) = self.comm.get() {
@@ -369,10 +370,10 @@ impl RankState {
         }
     }
 
-    /// A sentence about the steps that are lost if this process ends now; `None` if none are.
+    /// A sentence about the steps that are lost if this process ends now. `None` if none are.
     fn lost(&self, rank: u32) -> Option<String> {
         let (step, kept) = (self.progress.load(Ordering::Relaxed), self.kept.load(Ordering::Relaxed));
-        // Only rank 0 learns of checkpoints while it trains.
+        // During training, only rank 0 knows about checkpoints.
         match (step > kept, rank, kept) {
             (false, ..) => None,
             (true, 0, 0) => Some(format!("There is no checkpoint yet: steps 1 to {step} are lost")),
@@ -387,8 +388,8 @@ impl RankState {
 
 static PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Stores the message of the last panic in addition to printing it.
-fn remember_panics() {
+/// Stores the message of the last panic, in addition to printing it.
+fn store_panic_message() {
     static ONCE: OnceLock<()> = OnceLock::new();
     ONCE.get_or_init(|| {
         let print = std::panic::take_hook();

@@ -1,5 +1,5 @@
-//! A rank's reports to its agent: a file of records that one process appends and others read from any record on. The file is
-//! the spool: whichever process dies, nothing is lost or reported twice.
+//! A rank's reports to its agent: a file of records, which one process appends and others read from any record on.
+//! The file is the spool: whichever process dies, nothing is lost or reported twice.
 //!
 //! A record is `u32` length, `u32` CRC-32 of the payload (both little-endian), then the payload: an
 //! [`AttemptEvent`] as MessagePack with named fields. The same log lines are in a text file next to it.
@@ -24,14 +24,14 @@ mod tail;
 pub(crate) use sampler::Sampler;
 pub use tail::{Tail, TailError};
 
-/// How long a point or a line may wait for others before it is written: a live chart moves at
-/// 50 frames a second, and a fast job does not write a record a point.
+/// How long a point or a line may wait before it is written, so that several are written together. A live chart is
+/// updated 50 times a second, and a fast job does not write a record per point.
 const FLUSH_AFTER: Duration = Duration::from_millis(20);
-/// Points and lines that are written without waiting further.
+/// Number of points and lines that are written without further delay.
 const FLUSH_AT: usize = 4096;
-/// Longest text of a log line, in bytes; `LogLine` promises it.
+/// Maximum length of a log line in bytes, as documented for `LogLine`.
 const LONGEST_LINE: usize = 4096;
-/// A longer record counts as damage.
+/// A longer record is considered damaged.
 const LONGEST_RECORD: u32 = 64 << 20;
 const HEADER: usize = 8;
 
@@ -45,20 +45,19 @@ pub fn log_path(attempt_dir: &Path, rank: u32) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.log"))
 }
 
-/// A file of records, for its one writer.
+/// A file of records, for its only writer.
 #[derive(Debug)]
 pub struct Records {
     file: File,
     path: PathBuf,
-    /// Bytes of whole records in the file.
+    /// The size of the complete records in the file.
     length: u64,
-    /// Records that the disk has not taken yet (it may be full for a while).
+    /// Records that could not be written yet (the disk may be full for a while).
     pending: Vec<u8>,
 }
 
 impl Records {
-    /// Opens or creates the file to append to it. A torn last record, left by a writer that was
-    /// killed, is cut off.
+    /// Opens or creates the file for appending. An incomplete last record, left by a killed writer, is removed.
     ///
     /// # Errors
     /// The file cannot be opened, or is damaged before its end ([`io::ErrorKind::InvalidData`]).
@@ -80,7 +79,7 @@ impl Records {
     /// Appends a record.
     ///
     /// # Errors
-    /// The disk does not take it: it is kept and written before the next record.
+    /// The file cannot be written. The record is kept and written before the next one.
     pub fn append(&mut self, event: &AttemptEvent) -> io::Result<()> {
         let payload = lockstep_protocol::wire::encode(event).map_err(io::Error::other)?;
         let length = u32::try_from(payload.len()).ok().filter(|l| *l <= LONGEST_RECORD);
@@ -91,10 +90,10 @@ impl Records {
         self.retry()
     }
 
-    /// Writes what the disk did not take before.
+    /// Writes the records that could not be written before.
     ///
     /// # Errors
-    /// It still does not take it.
+    /// The file still cannot be written.
     pub fn retry(&mut self) -> io::Result<()> {
         if self.pending.is_empty() {
             return Ok(());
@@ -106,37 +105,38 @@ impl Records {
                 Ok(())
             }
             Err(error) => {
-                // Half a record must not stay in the middle of the file.
+                // An incomplete record must not stay in the middle of the file.
                 self.file.set_len(self.length)?;
                 Err(io::Error::new(error.kind(), format!("{}: {error}", self.path.display())))
             }
         }
     }
 
-    /// Syncs what is written, so that it survives a power failure.
+    /// Syncs the written records, so that they survive a power failure.
     ///
     /// # Errors
-    /// The disk does not take it.
+    /// The file cannot be written.
     pub fn sync(&mut self) -> io::Result<()> {
         self.retry()?;
         self.file.sync_data()
     }
 }
 
-/// Receives what a rank reports while it trains.
+/// Receives the reports of a rank during training.
 pub trait Observer: Send + Sync {
-    /// A point of a metric (a name of [`lockstep_protocol::metric::NAMES`]). NaN and infinities are kept: both arrive as NaN.
+    /// A point of a metric, whose name is in [`lockstep_protocol::metric::NAMES`]. NaN and infinities are kept; both
+    /// arrive as NaN.
     fn metric(&self, name: &str, step: u64, value: f32);
-    /// A line for people; several when `line` has several. Longer ones are cut at 4096 bytes.
+    /// A log line, or several if `line` has several. Lines are cut off at 4096 bytes.
     fn log(&self, line: &str);
-    /// Anything else, after what came before it; written at once.
+    /// Any other event. It is written at once, after everything that came before it.
     fn event(&self, event: &AttemptEvent);
 }
 
-/// A rank's reporter: metrics, log lines and events, in the order in which they were given.
+/// A rank's reporter: writes metrics, log lines and events, in the order of the calls.
 ///
-/// Metrics and lines are gathered and written at most 20 ms late by a thread of its own. A disk that
-/// is full for a while delays them; [`Reporter::flush`] says so.
+/// Metrics and lines are collected, and written by a separate thread after at most 20 ms. A full disk delays them;
+/// [`Reporter::flush`] reports that.
 #[derive(Debug)]
 pub struct Reporter {
     shared: Arc<Shared>,
@@ -159,24 +159,24 @@ struct State {
     columns: Vec<MetricColumn>,
     lines: Vec<LogLine>,
     lines_so_far: u64,
-    /// When the oldest of `columns` and `lines` came in.
+    /// When the oldest entry of `columns` and `lines` was added.
     since: Option<Instant>,
     closed: bool,
 }
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic of another thread leaves whole columns and whole lines behind. Continue: the reason of that panic has to be
-        // reported.
+        // A panic of another thread leaves only complete columns and lines behind. Continue, because the reason of
+        // that panic must be reported.
         self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
 impl Reporter {
-    /// Starts the files `rank.<rank>.events` and `rank.<rank>.log` in `attempt_dir`.
+    /// Creates the files `rank.<rank>.events` and `rank.<rank>.log` in `attempt_dir`.
     ///
     /// # Errors
-    /// The files exist already (a rank of an attempt runs once) or cannot be made.
+    /// The files already exist (a rank of an attempt runs only once), or cannot be created.
     pub fn create(attempt_dir: &Path, rank: u32) -> io::Result<Self> {
         let naming = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
         let events = events_path(attempt_dir, rank);
@@ -203,20 +203,20 @@ impl Reporter {
         Ok(Self { shared, flusher: Some(flusher), rank })
     }
 
-    /// The rank that reports.
+    /// The rank whose reports these are.
     pub fn rank(&self) -> u32 {
         self.rank
     }
 
-    /// Writes all that waits.
+    /// Writes all pending reports.
     ///
     /// # Errors
-    /// The disk does not take it (full, gone): it stays waiting and later calls try again.
+    /// The file cannot be written (the disk is full or gone). Reports stay pending, and later calls try again.
     pub fn flush(&self) -> io::Result<()> {
         self.shared.lock().flush()
     }
 
-    /// Writes all that waits and syncs it, so that it survives a power failure.
+    /// Writes all pending reports and syncs them, so that they survive a power failure.
     ///
     /// # Errors
     /// As [`Reporter::flush`].
@@ -295,7 +295,7 @@ impl State {
     fn flush(&mut self) -> io::Result<()> {
         self.since = None;
         let rank = self.rank;
-        // The text first: the file a person reads is never behind the page.
+        // The text first, so that the log file is never behind the page.
         let logged = match self.log.write(&self.log_pending) {
             Ok(written) => {
                 self.log_pending.drain(..written);
@@ -316,10 +316,10 @@ impl State {
     }
 }
 
-/// The rank's stderr is a file that its agent shows when the rank dies.
+/// The rank's stderr is a file, which its agent shows if the rank dies.
 fn complain(result: io::Result<()>) {
     if let Err(error) = result {
-        tracing::warn!(%error, "reports wait for the disk");
+        tracing::warn!(%error, "reports cannot be written yet");
     }
 }
 
@@ -341,7 +341,7 @@ fn flush_in_time(shared: &Shared) {
     }
 }
 
-/// Which steps get a loss line in the log (`log.every_steps`).
+/// Decides which steps get a loss line in the log (`log.every_steps`).
 #[derive(Debug)]
 pub struct LossLines {
     every_steps: u64,
@@ -349,12 +349,12 @@ pub struct LossLines {
 }
 
 impl LossLines {
-    /// The rule of a job: 0 is at most 10 a second and the last of each epoch, n every n-th step.
+    /// The rule of a job. 0: at most 10 lines a second, and the last step of each epoch. n: every n-th step.
     pub fn new(every_steps: u64) -> Self {
         Self { every_steps, last: None }
     }
 
-    /// The line of a step, which counts from the run's beginning as it does everywhere else, if it gets one.
+    /// The line of a step, if it gets one. `step` counts from the beginning of the run.
     pub fn line(&mut self, epoch: u32, step: u64, steps_per_epoch: u64, loss: f32) -> Option<String> {
         let due = match self.every_steps {
             0 => {

@@ -1,10 +1,11 @@
-//! Starts the rank processes of this machine, watches them, ends them in order or by force, and says why each ended. What differs
-//! between its callers (the agent, `lockstep train`, `doctor`, `bench`) is in their [`Policy`].
+//! Starts the rank processes of this machine, watches them, ends them in order or by force, and determines why each
+//! ended. The callers (the agent, `lockstep train`, `doctor`, `bench`) differ in their [`Policy`].
 //!
-//! - [`RankProcess`]: one process, started or adopted, which is signalled with what it has started
-//! - [`Rank`]: a process and its records in the attempt's folder
-//! - [`RankGroup`]: all of them, and the kinds of [`Stop`], from the least to the most urgent
-//! - [`failure_cause`]: which rank's end explains the others'
+//! - [`RankProcess`]: one process, started or adopted, which is signalled together with the processes that it has
+//!   started
+//! - [`Rank`]: a process, and its records in the attempt's folder
+//! - [`RankGroup`]: all ranks, and the kinds of [`Stop`], from the least to the most urgent
+//! - [`failure_cause`]: finds the rank whose end explains the others'
 
 mod cause;
 mod group;
@@ -23,41 +24,42 @@ pub use usage::{RankUsage, rank_usage};
 
 use std::{future::Future, time::Duration};
 
-/// What a caller of [`supervise`] decides about its ranks.
+/// The decisions that a caller of [`supervise`] makes about its ranks.
 pub trait Policy {
-    /// What the caller stores of each rank's records.
+    /// The records of each rank that the caller stores.
     type Records: RecordSink;
-    /// Orders that may arrive meanwhile: a signal, a message.
+    /// Orders that may arrive: a signal, or a message.
     type Order;
-    /// Why watching fails.
+    /// Why watching failed.
     type Error;
 
-    /// How often processes are polled.
+    /// Interval between two polls of the processes.
     const POLL_EVERY: Duration;
 
-    /// The next order; pending for ever if there are none. Cancel safe: the future may be dropped and requested again.
+    /// Waits for the next order; never completes if there are none. Cancel safe: the future may be dropped and
+    /// requested again.
     fn order(&mut self) -> impl Future<Output = Self::Order> + Send;
 
-    /// Does what an order says.
+    /// Carries out an order.
     fn obey(&mut self, order: Self::Order, ranks: &mut RankGroup<Self::Records>);
 
-    /// Reads what is new from the ranks; called after each poll of their processes, also the last.
+    /// Reads new records of the ranks. Called after each poll of their processes, including the last.
     ///
     /// # Errors
-    /// They cannot be watched any further; [`Orphans`] says what happens to them.
+    /// The ranks cannot be watched any further. [`Orphans`] decides what happens to them.
     fn observe(&mut self, ranks: &mut RankGroup<Self::Records>) -> Result<(), Self::Error>;
 
-    /// Decides whether the ranks have to end; called until they are ending.
+    /// Decides whether the ranks must end. Called until they are ending.
     fn decide(&mut self, ranks: &mut RankGroup<Self::Records>);
 
-    /// From SIGTERM to SIGKILL; asked repeatedly, as it may depend on what ranks still do.
+    /// Time from SIGTERM to SIGKILL. Requested repeatedly, because it may depend on what ranks are still doing.
     fn grace(&self, ranks: &RankGroup<Self::Records>) -> Duration;
 }
 
-/// Watches ranks until all have ended, or one cannot be killed ([`RankGroup::is_unkillable`]).
+/// Watches ranks until all have ended, or until one cannot be killed ([`RankGroup::is_unkillable`]).
 ///
 /// # Errors
-/// That of [`Policy::observe`].
+/// The error of [`Policy::observe`].
 pub async fn supervise<P: Policy>(policy: &mut P, ranks: &mut RankGroup<P::Records>) -> Result<(), P::Error> {
     loop {
         tokio::select! {

@@ -1,9 +1,9 @@
-//! Shell scripts that take the place of programs in tests.
+//! Shell scripts that replace programs in tests.
 
 use std::path::Path;
 
-/// Writes a shell script that is started next. Another process does: nobody here holds the file open for writing then, as a process that was
-/// forked meanwhile by another test would.
+/// Writes a shell script that is started next. It is written by another process: if this process had the file open
+/// for writing, a process forked by another test could inherit it, and the script could not be executed.
 pub(crate) fn write_script(path: &Path, body: &str) {
     let text = format!("#!/bin/sh\n{body}\n");
     let written = std::process::Command::new("sh")

@@ -1,4 +1,4 @@
-//! TLS of clients: whom an agent and the command line trust, as whom an agent comes, and what went wrong in words.
+//! TLS of clients: certificate authorities, client certificates, and error messages.
 
 mod identity;
 
@@ -16,36 +16,36 @@ use std::{
     sync::{Arc, LazyLock},
 };
 
-/// Names of a certificate that an error names.
+/// Maximum number of names in a certificate that an error lists.
 const NAMED: usize = 8;
-/// The longest file of authorities that is read.
+/// Maximum size of a file of certificate authorities.
 const FILE_BYTES: u64 = 16 << 20;
 
-/// Settings that trust the system's authorities and those in `ca_file`. The system's are where its programs look for them;
-/// `SSL_CERT_FILE` and `SSL_CERT_DIR` name others.
+/// Settings that trust the system's authorities and the authorities in `ca_file`. The system's are at the usual
+/// paths, or in `SSL_CERT_FILE` and `SSL_CERT_DIR`.
 ///
 /// # Errors
-/// A sentence: the file cannot be used.
+/// The file cannot be used; a sentence.
 pub fn client_config(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, String> {
     client_config_as(ca_file, None)
 }
 
-/// As [`client_config`], for a client that shows a certificate of its own when it is asked for one.
+/// As [`client_config`], for a client that presents a certificate if the server requests one.
 ///
 /// # Errors
-/// A sentence: a file cannot be used.
+/// A file cannot be used; a sentence.
 pub fn client_config_as(
     ca_file: Option<&Path>,
     identity: Option<&IdentityFiles>,
 ) -> Result<Arc<ClientConfig>, String> {
     let mut roots = RootCertStore::empty();
-    // What the system has and cannot be read is not trusted: an error comes when it is needed.
+    // Unreadable authorities of the system are not trusted. This causes an error only when they are needed.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if let Some(path) = ca_file {
         let shown = path.display();
         let about = std::fs::metadata(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
         if !about.is_file() || about.len() > FILE_BYTES {
-            return Err(format!("the CA file {shown} is no file of less than {} MiB", FILE_BYTES >> 20));
+            return Err(format!("the CA file {shown} is not a file of less than {} MiB", FILE_BYTES >> 20));
         }
         let pem = std::fs::read(path).map_err(|error| format!("the CA file {shown}: {error}"))?;
         let mut count = 0;
@@ -64,10 +64,10 @@ pub fn client_config_as(
     config(roots, identity)
 }
 
-/// Settings for a client that speaks plain HTTP: nobody is trusted, nothing is read.
+/// Settings for a client that uses plain HTTP: no authority is trusted, and no file is read.
 ///
 /// # Errors
-/// Never, as long as the cryptography has a version of TLS.
+/// Never, unless the cryptographic library supports no version of TLS.
 pub fn without_roots() -> Result<Arc<ClientConfig>, String> {
     static NONE: LazyLock<Result<Arc<ClientConfig>, String>> =
         LazyLock::new(|| config(RootCertStore::empty(), None));
@@ -84,8 +84,7 @@ fn config(roots: RootCertStore, identity: Option<&IdentityFiles>) -> Result<Arc<
         Some(identity) => {
             config.with_client_auth_cert(identity.chain, identity.key).map_err(|error| match error {
                 TlsError::InconsistentKeys(_) => {
-                    "this agent's key is not the one of its certificate; name the two that belong together"
-                        .to_owned()
+                    "this agent's key does not belong to its certificate; name a matching pair".to_owned()
                 }
                 other => format!("this agent's certificate cannot be used: {other}"),
             })?
@@ -95,7 +94,7 @@ fn config(roots: RootCertStore, identity: Option<&IdentityFiles>) -> Result<Arc<
     Ok(Arc::new(config))
 }
 
-/// What keeps a client from speaking TLS with the server that it knows as `server`; none when it is something else.
+/// Why TLS with the server `server` failed. `None` if the error has another cause.
 pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
     let why = match find(error)? {
         TlsError::InvalidCertificate(problem) => certificate_in_words(problem),
@@ -117,7 +116,7 @@ pub fn in_words(error: &(dyn Error + 'static), server: &str) -> Option<String> {
     Some(format!("{server}: {why}"))
 }
 
-/// Why a server does not take the certificate that this client shows, as far as TLS has a word for it.
+/// Why a server rejected this client's certificate, as far as the TLS alert tells.
 fn refusal_in_words(alert: AlertDescription) -> Option<String> {
     let why = match alert {
         AlertDescription::CertificateRevoked => "was revoked there",
@@ -131,7 +130,7 @@ fn refusal_in_words(alert: AlertDescription) -> Option<String> {
         | AlertDescription::UnsupportedCertificate
         | AlertDescription::CertificateUnknown
         | AlertDescription::AccessDenied
-        | AlertDescription::DecryptError => "is not one that it takes; its log says why",
+        | AlertDescription::DecryptError => "is not acceptable to it; its log gives the reason",
         _ => return None,
     };
     Some(format!(
@@ -158,7 +157,7 @@ fn certificate_in_words(problem: &CertificateError) -> String {
             }
         ),
         CertificateError::NotValidForName => {
-            "its certificate is not for the name in this address; use one that it is for".into()
+            "its certificate is not for the name in this address; use a name that it is for".into()
         }
         CertificateError::Expired | CertificateError::ExpiredContext { .. } => {
             "its certificate has expired; renew it there (or is the clock of this machine wrong?)".into()
@@ -170,12 +169,12 @@ fn certificate_in_words(problem: &CertificateError) -> String {
     }
 }
 
-/// `DnsName("a")` as the library writes it, without its wrapping.
+/// The name in the library's `DnsName("a")`.
 fn plain(presented: &str) -> String {
     presented.split_once('(').map_or(presented, |(_, rest)| rest).trim_matches([')', '"']).to_owned()
 }
 
-/// The TLS error among the causes; input and output have theirs inside.
+/// The TLS error among the causes. I/O errors contain theirs.
 fn find<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a TlsError> {
     let mut next = Some(error);
     while let Some(error) = next {

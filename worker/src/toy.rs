@@ -1,4 +1,4 @@
-//! A third backend, for tests: it shows what a backend has to provide, and computes with the CPU's functions.
+//! A third backend for tests. It shows what a backend must provide, and computes with the CPU engine.
 
 use lockstep_engine::{
     Backend, BuildArgs, Devices, Engine, EngineError, Needs, Selection, build_cpu, registry,
@@ -7,19 +7,19 @@ use lockstep_host::gpu::RankGpu;
 use lockstep_protocol::{agent::Slot, spec::Device};
 use std::{ffi::OsString, io, sync::Mutex};
 
-/// What its devices are called begins so.
+/// The prefix of its devices' names.
 const DEVICE: &str = "TOY-";
-/// Tells a rank's process which devices there are.
+/// The environment variable with the devices of a rank's process.
 pub(crate) const VISIBLE: &str = "LOCKSTEP_TOY_DEVICES";
 
-/// What this process has asked of it, in order.
+/// The calls in this process, in order.
 pub(crate) static ASKED: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn note(what: String) {
     ASKED.lock().unwrap().push(what);
 }
 
-/// Adds the backend to the registry; what its device of this name is called.
+/// Adds the backend to the registry, and returns the UUID of its device `name`.
 pub(crate) fn device(name: &str) -> String {
     registry::add(&Toy);
     format!("{DEVICE}{name}")
@@ -34,7 +34,7 @@ impl Backend for Toy {
         "toy"
     }
 
-    /// Those that somebody names: every machine has them all.
+    /// The devices that are selected: every machine has all of them.
     fn devices(&self, selection: Selection<'_>) -> Result<Devices, String> {
         let named = selection.list.into_iter().flat_map(|list| list.split(','));
         let slot = |(index, name): (u32, &str)| Slot {

@@ -1,8 +1,8 @@
-//! The training loop: read it from top to bottom to know what training does.
+//! The training loop. Read it from top to bottom to learn how training works.
 //!
-//! Nothing in it depends on where a run began: the order of pictures follows from the seed and the epoch, augmentation from
-//! the picture's place in its split, the learning rate from the step. So a run that continues from a checkpoint gets the same
-//! weights as one that never stopped.
+//! Nothing in it depends on where a run began: the order of pictures follows from the seed and the epoch,
+//! augmentation from the picture's place in its split, and the learning rate from the step. So a run that continues
+//! from a checkpoint gets the same weights as an uninterrupted run.
 
 mod auto;
 mod dataset;
@@ -55,54 +55,54 @@ use std::{
 use step::InFlight;
 use votes::{NotFinite, Votes};
 
-/// What a rank trains, with which other ranks, and where it reports to.
+/// What a rank trains, together with which ranks, and to which observer it reports.
 #[derive(Clone)]
 pub struct Training<'a> {
     pub spec: &'a JobSpec,
     /// The dataset on this machine.
     pub dataset: &'a Path,
-    /// Where the file may be that `model.pretrained` names; anywhere without it.
+    /// The folders in which the file named by `model.pretrained` may be. `None`: any folder.
     pub weights_in: Option<&'a AllowedFolders>,
-    /// How changes of its files are detected: by an agent before ranks start, or by the ranks.
+    /// How changes of the dataset's files are detected: by an agent before ranks start, or by the ranks.
     pub changes: ChangeDetection,
-    /// Where checkpoints are written: the job's `checkpoints`.
+    /// The folder for checkpoints: the job's `checkpoints`.
     pub checkpoints: &'a Path,
-    /// The checkpoint to continue from; only rank 0 reads it.
+    /// The checkpoint from which to continue. Only rank 0 reads it.
     pub resume: Option<&'a Path>,
     /// The device of this rank.
     pub device: DeviceChoice,
-    /// Ranks that share this machine's memory.
+    /// Number of ranks that share this machine's memory.
     pub local_ranks: u32,
-    /// Threads of this rank.
+    /// Number of threads of this rank.
     pub threads: usize,
-    /// This rank's number in the job, which reports name it by.
+    /// This rank's number in the job, as used in reports.
     pub rank: u32,
-    /// The ranks of the job. They see different pictures of a step and keep the same weights, or share copies of the network. Rank 0
-    /// reports what concerns all of them and writes checkpoints.
+    /// The ranks of the job. They see different pictures of a step and keep the same weights, or share copies of the
+    /// network. Rank 0 reports what concerns all ranks, and writes checkpoints.
     pub group: Arc<dyn ProcessGroup>,
-    /// The rendezvous store of all ranks of the job; absent for a single rank.
+    /// The rendezvous store of all ranks of the job. Absent for a single rank.
     pub store: Option<Arc<Store>>,
-    /// An engine whose collectives may hang reports its steps to it.
+    /// The watchdog to which an engine reports its steps, if its collectives may hang.
     pub watchdog: Option<Arc<Watchdog>>,
     pub observer: &'a dyn Observer,
-    /// Set from any thread of any rank: all ranks stop after the same step, with a checkpoint of it.
+    /// Set by any thread of any rank: all ranks then stop after the same step, with a checkpoint of it.
     pub stop: &'a AtomicBool,
-    /// Optimizer steps done, for reports about how the rank ended.
+    /// Number of optimizer steps done, for reports about the rank's end.
     pub progress: &'a AtomicU64,
-    /// The step of the newest checkpoint on disk as far as this rank knows (only rank 0 does), 0 for none. Later steps
-    /// are lost when the run does not end in order.
+    /// The step of the newest checkpoint on disk known to this rank (only rank 0 knows), or 0. Later steps are lost
+    /// if the run does not end in order.
     pub kept: &'a AtomicU64,
-    /// How long ranks that are asked to end have for their step and its checkpoint.
+    /// Time for ranks that are asked to end to finish their step and its checkpoint.
     pub stop_within: Duration,
 }
 
 impl Training<'_> {
-    /// Whether this rank does and says what concerns all of the group.
+    /// Whether this rank acts and reports for the whole group.
     fn is_first(&self) -> bool {
         self.group.rank() == 0
     }
 
-    /// Logs what concerns all ranks: once.
+    /// Logs lines that concern all ranks once.
     fn log<S: AsRef<str>>(&self, lines: impl IntoIterator<Item = S>) {
         if self.is_first() {
             lines.into_iter().for_each(|line| self.observer.log(line.as_ref()));
@@ -115,17 +115,18 @@ impl Training<'_> {
 pub enum Outcome {
     /// All steps are done.
     Finished { step: u64 },
-    /// The ranks were asked to stop, and did so after this step with a checkpoint of it.
+    /// The ranks were asked to stop. They stopped after this step, with a checkpoint of it.
     Stopped { step: u64 },
 }
 
-/// Builds an engine with initial weights, as [`plan::build_engine`] does; tests give engines whose float16 overflows.
+/// Builds an engine with initial weights, like [`plan::build_engine`]. Tests use engines whose float16 overflows.
 type BuildEngine<'a> = dyn Fn(&Training<'_>, &RunPlan, u32) -> Result<Box<dyn Engine>, TrainError> + 'a;
 
 /// Trains one rank from the beginning (or from a checkpoint) to the end.
 ///
 /// # Errors
-/// The first error that ends the run; [`TrainError::is_secondary`] when another rank's end is its cause.
+/// The first error that ends the run. [`TrainError::is_secondary`] tells whether it was caused by the end of another
+/// rank.
 pub fn train(training: &Training<'_>) -> Result<Outcome, TrainError> {
     train_with(training, &plan::build_engine)
 }
@@ -208,8 +209,8 @@ fn train_with<'a>(
         if error.has_lost_ranks() {
             run.keep_last_step();
         }
-        // The process is about to end. Work on the device may wait for other ranks that are gone, so it is abandoned. Dropping
-        // the writer waits for a checkpoint that is being written.
+        // The process is about to end. Work on the device may wait for ranks that have exited, so the engine is
+        // leaked. Dropping the writer waits for a checkpoint that is being written.
         let Run { engine: CurrentEngine(engine), writer, .. } = run;
         if let Some(engine) = engine {
             engine.abandon();
@@ -227,38 +228,38 @@ struct Run<'a> {
     engine: CurrentEngine,
     build_engine: &'a BuildEngine<'a>,
     schedule: Schedule,
-    /// Writes whole checkpoints; on rank 0 only.
+    /// Writes whole checkpoints. Only on rank 0.
     writer: Option<CheckpointWriter>,
-    /// Writes sharded ones.
+    /// Writes sharded checkpoints.
     parts: Option<Parts>,
-    /// Whether the log has the warning that a checkpoint may take longer than the time that ranks have at their end.
+    /// Whether the log has a warning that a checkpoint may take longer than ranks have at their end.
     slow_warned: bool,
     metadata: BTreeMap<String, String>,
     lines: LossLines,
     throughput: ThroughputMeter<'a>,
     votes: Votes,
-    /// The run continues from a checkpoint of a step that was not evaluated.
+    /// Whether the run continues from a checkpoint of a step that was not evaluated.
     unmeasured: bool,
-    /// The step that the run began after.
+    /// The step after which the run began.
     began_after: u64,
-    /// Optimizer steps started.
+    /// Number of optimizer steps started.
     step: u64,
-    /// The newest step whose weights were taken into their average, or that is not due.
+    /// The newest step for which the average of the weights was updated, or did not have to be.
     averaged: u64,
-    /// The best of the checkpoints that were saved.
+    /// The best of the saved checkpoints.
     best: Option<Best>,
     /// See [`State::divisions`](crate::checkpoint::State::divisions).
     divisions: Vec<Division>,
-    /// Whether the engine has the weights of the last step. False while their average is being evaluated in their place.
+    /// Whether the engine has the weights of the last step. False while their average is evaluated in their place.
     has_own_weights: bool,
-    /// Steps that were started and whose results are not reported yet, oldest first.
+    /// Steps that were started and whose results have not been reported yet, oldest first.
     in_flight: VecDeque<InFlight>,
     not_finite: Option<NotFinite>,
-    /// Steps that float16's loss scaling has skipped.
+    /// Steps skipped by the loss scaling of float16.
     skipped: SkippedSteps,
     /// The newest evaluation.
     evaluation: Option<Evaluation>,
-    /// How many reasons for decoding on cores, although the GPU decodes, were logged.
+    /// Number of reasons for decoding on cores, although the GPU decodes, that have been logged.
     decoder_reasons: usize,
 }
 
@@ -273,7 +274,7 @@ impl Run<'_> {
                 train_samples: self.data.shape.train_samples,
             });
         }
-        // The previous run was asked to stop when an evaluation was due; it is done now.
+        // The previous run was asked to stop when an evaluation was due. It is done now.
         let left_over = self.unmeasured
             && self.data.shape.validation_samples > 0
             && self.plan.evaluation_after_epoch(self.step);
@@ -291,7 +292,8 @@ impl Run<'_> {
             self.set_training_size(epoch as u32)?;
             while self.step < end {
                 let mut batches = self.data.epoch(self.plan.rest_of_epoch(&self.data, self.step));
-                // Ends early when float16 overflows too often: the rest of the epoch is then prepared again, for a bfloat16 engine.
+                // The loop ends early if float16 overflows too often. The rest of the epoch is then prepared again
+                // for a bfloat16 engine.
                 while self.step < end && self.skipped.persist().is_none() {
                     let continues = self.step(batches.as_mut())?;
                     if !continues {
@@ -321,7 +323,7 @@ impl Run<'_> {
         self.finished()
     }
 
-    /// Makes the engine train on pictures of the size that an epoch (from 0) has.
+    /// Sets the engine's picture size to the size of an epoch (from 0).
     fn set_training_size(&mut self, epoch: u32) -> Result<(), TrainError> {
         Ok(self.engine.set_image_size(self.data.shape.training_size(epoch))?)
     }

@@ -49,7 +49,7 @@ impl Site {
         let id = site.submit().await;
         let (job, model) = site.succeeded(&id).await;
         assert_eq!(job["agents"], json!(["whole"]));
-        assert_eq!(site.says(&id, "is not encrypted"), 0, "nothing leaves the machine");
+        assert_eq!(site.says(&id, "are not encrypted"), 0, "nothing leaves the machine");
         site.leave("whole");
         (site, model)
     }
@@ -266,10 +266,7 @@ async fn one_job_over_four_hosts_has_one_host_s_weights_also_when_cables_are_pul
     assert_eq!((&job["agents"], &job["attempt"]), (&json!(["h1", "h2", "h3", "h4"]), &json!(1)));
     assert!(same == model, "the same weights over four hosts");
     assert_eq!(
-        site.says(
-            &id,
-            "what they send each other is not encrypted: keep these machines in a private network"
-        ),
+        site.says(&id, "their connections are not encrypted: keep these machines in a private network"),
         1
     );
 

@@ -38,7 +38,7 @@ async fn nccl_s_variable_moves_the_ring_too_and_an_option_wins_over_it() {
     site.join_with(1, "h3", 2, &[("NCCL_SOCKET_IFNAME", "=eth1")], &["--interface", "eth0"]);
     site.join_with(2, "h4", 2, &[("NCCL_SOCKET_IFNAME", "^eth1")], &[]);
     site.online(&["h3", "h4"]).await;
-    for (host, named) in [(1, "named by --interface"), (2, "of the route to the server")] {
+    for (host, named) in [(1, "named by --interface"), (2, "from the route to the server")] {
         let words = format!("ranks listen at {} (eth0), {named}", site.network.address(host));
         assert!(site.logs().contains(&words), "{words}: {}", site.logs());
     }

@@ -62,7 +62,7 @@ async fn a_token_that_others_can_read_is_used_with_a_warning() {
     for (name, warns) in [("open", true), ("linked", true), ("closed", false)] {
         let agent = Agent::start(&serve, &format!("of-{name}"), &["--token-file", name]);
         agent.says("token").await;
-        agent.says("trying on").await;
+        agent.says("no connection to the server; retrying").await;
         let said = agent.said();
         assert_eq!(said.contains(&format!("close it with `chmod 600 {name}`")), warns, "{said}");
     }

@@ -103,7 +103,7 @@ async fn a_full_disk_is_logged_once_with_a_count() {
     let said = succeeded(&output);
     assert_eq!(said.matches("could not be written").count(), 1, "{said}");
     assert_eq!(said.matches("still cannot be written").count(), 1, "{said}");
-    assert!(said.contains("the last checkpoint took 3 more tries"), "{said}");
+    assert!(said.contains("the last checkpoint took 3 more attempts"), "{said}");
     assert!(!bench.model("out", "1-12").is_empty());
 }
 

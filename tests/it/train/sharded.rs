@@ -227,7 +227,7 @@ async fn a_full_disk_of_one_rank_fails_one_checkpoint_and_the_last_waits_for_roo
     for words in [
         "checkpoint 1-8 could not be written: ",
         "no space left on device",
-        "the last checkpoint took 1 more tries",
+        "the last checkpoint took 1 more attempts",
     ] {
         assert!(said.contains(words), "{words}: {said}");
     }

@@ -106,7 +106,7 @@ async fn a_stop_breaks_an_evaluation_off_and_the_next_run_makes_up_for_it() {
         assert!(said.contains("stopped after step 12; --resume latest continues from there"), "{said}");
         assert!(took < Duration::from_secs(30), "{took:?}");
         let log = fs::read_to_string(bench.out(out).join("attempts/1/rank.0.log")).expect("a log");
-        assert!(log.contains("the evaluation after step 12 is broken off"), "{log}");
+        assert!(log.contains("the evaluation after step 12 is interrupted"), "{log}");
         assert!(!log.contains("validation accuracy"), "{log}");
         assert!(state(&bench, out, "1-12")["val_accuracy"].is_null());
 

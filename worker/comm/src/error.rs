@@ -1,27 +1,27 @@
-//! Why a call of a group failed.
+//! The errors of process groups.
 
 use super::rendezvous::RendezvousError;
 
-/// Why a call of a group failed. After every kind but [`CommError::Invalid`] the group is unusable.
+/// Why a call of a process group failed. Except after [`CommError::Invalid`], the group is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum CommError {
-    /// The time-out of the group passed.
+    /// A rank did not answer within the group's time-out.
     #[error("{operation}: no answer from rank {peer} for {secs:.0} s")]
     TimedOut { operation: &'static str, peer: u32, secs: f64 },
     /// A rank closed its connection or died.
     #[error("{operation}: lost the connection to rank {peer}: {detail}")]
     Disconnected { operation: &'static str, peer: u32, detail: String },
-    /// The machines of these ranks do not answer.
+    /// The machines of the ranks `peers` do not answer.
     #[error("{operation}: {detail}")]
     Unreachable { operation: &'static str, peers: Vec<u32>, detail: String },
-    /// The group was asked to stop.
+    /// The group was aborted by [`ProcessGroup::abort`](crate::ProcessGroup::abort).
     #[error("{operation}: aborted: {reason}")]
     Aborted { operation: &'static str, reason: String },
-    /// The ranks disagree about what they are doing.
+    /// The ranks made calls that do not match.
     #[error("{operation}: rank {peer} {detail}")]
     Mismatch { operation: &'static str, peer: u32, detail: String },
-    /// This rank's call makes no sense: a peer that the group does not have, buffers that do not fit each other. Nothing was
-    /// sent, and the group can be used on.
+    /// An argument of this rank's call is invalid: for example, the group has no such rank, or the lengths of two
+    /// buffers do not match. Nothing was sent, and the group remains usable.
     #[error("{operation}: {detail}")]
     Invalid { operation: &'static str, detail: String },
     /// A device or its library failed.
@@ -30,7 +30,7 @@ pub enum CommError {
 }
 
 impl CommError {
-    /// The call that did not complete.
+    /// The name of the call that failed.
     pub fn operation(&self) -> &'static str {
         match self {
             CommError::TimedOut { operation, .. }
@@ -43,7 +43,8 @@ impl CommError {
         }
     }
 
-    /// The error of a group of these `ranks`, with their numbers in place of those in the group.
+    /// Converts rank numbers in the error from the numbering of a group to the numbering of its parent: rank `r` of
+    /// the group is rank `ranks[r]` of the parent.
     #[must_use]
     pub fn among(mut self, ranks: &[u32]) -> Self {
         let number = |rank: &mut u32| *rank = ranks.get(*rank as usize).copied().unwrap_or(*rank);
@@ -57,7 +58,7 @@ impl CommError {
         self
     }
 
-    /// The error of a call that needed the rendezvous.
+    /// The error of a call that failed at the rendezvous.
     pub(super) fn at_rendezvous(operation: &'static str, error: RendezvousError) -> Self {
         match error {
             RendezvousError::Stopped => CommError::Aborted { operation, reason: "asked to stop".into() },

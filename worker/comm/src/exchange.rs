@@ -1,20 +1,22 @@
-//! How members of a group exchange addresses and handles before they have a faster connection.
+//! How the members of a group exchange addresses and handles before they have a faster connection.
 
 use super::{CommError, ProcessGroup, rendezvous::Store};
 use std::time::Duration;
 
-/// Where ranks that are about to connect exchange what they need for it: the ranks of the store, or those of the group.
+/// An all-gather of bytes, used by ranks to exchange what they need in order to connect. It runs at the rendezvous
+/// store or over an existing group.
 #[derive(Clone, Copy)]
 pub enum Exchange<'a> {
-    /// The attempt's rendezvous, and how long to wait for the other ranks there. This may exceed the rendezvous timeout: a rank may compile
-    /// kernels first. A rank that is asked to stop gives up waiting there.
+    /// The attempt's rendezvous store, and how long to wait there for the other ranks. This time may exceed the
+    /// rendezvous time-out, because a rank may compile kernels first. A rank that is asked to stop gives up waiting.
     Store(&'a Store, Duration),
-    /// The ranks of a group that is connected already.
+    /// A group that is already connected.
     Group(&'a dyn ProcessGroup),
 }
 
 impl<'a> Exchange<'a> {
-    /// An exchange among the ranks of `group`: at `store` where all that meet there are in it.
+    /// Returns an exchange among the ranks of `group`. It uses `store` if the group contains all ranks that meet
+    /// there.
     pub fn of(group: &'a dyn ProcessGroup, store: Option<&'a Store>) -> Self {
         match store {
             Some(store) if store.config().world_size == group.size() => Self::Store(store, group.timeout()),
@@ -36,7 +38,7 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Whether this rank is asked to stop and should give up waiting for the others.
+    /// Whether this rank is asked to stop and should give up waiting for the other ranks.
     pub(crate) fn gives_up(&self) -> bool {
         match self {
             Self::Store(store, _) => store.gives_up(),
@@ -44,11 +46,11 @@ impl<'a> Exchange<'a> {
         }
     }
 
-    /// Collective: gives every rank the values of all, in rank order. `what` names the exchange and may be used once an
-    /// attempt; `operation` is what an error says was attempted.
+    /// Collective: returns the values of all ranks, in rank order. `what` names the exchange and must be unique
+    /// within an attempt. Errors name the call as `operation`.
     ///
     /// # Errors
-    /// Ranks do not come or are gone.
+    /// A rank does not arrive in time, or its connection is lost.
     pub fn exchange(
         &self,
         operation: &'static str,

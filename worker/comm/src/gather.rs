@@ -1,5 +1,6 @@
-//! A test of a machine's GPUs: a real all-gather and timed all-reduces over NCCL, and whether they share memory.
-#![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
+//! A test of the GPUs of a machine: runs an all-gather and timed all-reduces over NCCL, and checks whether the GPUs
+//! can share memory.
+#![allow(unsafe_code)] // Raw device addresses; all device memory is allocated here and outlives its use.
 
 use crate::{CommError, DataType, Exchange, Reduction, nccl::Nccl, peers::Peers, rendezvous::Store};
 use cudarc::driver::{
@@ -12,29 +13,30 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Longest wait for what was enqueued.
+/// Time limit for the work enqueued on a GPU.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Values of the short and the long all-reduce.
+/// Numbers of values in the short and in the long all-reduce.
 const SHORT: usize = 256;
 const LONG: usize = 4 << 20;
 
-/// What was found.
+/// Results of the test.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Found {
-    /// Every rank's value: its own number.
+    /// The gathered values; rank `r` contributes the value `r`.
     pub values: Vec<f32>,
-    /// Mean time of an all-reduce of 1 KiB in microseconds, one after the other in a recorded graph, as in training.
+    /// Mean time in microseconds of an all-reduce of 1 KiB. The all-reduces run one after the other in a CUDA graph,
+    /// as in training.
     pub short_us: f64,
-    /// All-reduced bytes of a 16 MiB vector, a second.
+    /// Throughput of an all-reduce of 16 MiB, in bytes per second.
     pub bytes_per_second: f64,
-    /// Why ranks do not share memory, if they do not.
+    /// Why the ranks cannot share GPU memory; `None` if they can.
     pub no_peer_memory: Option<String>,
 }
 
-/// Gathers over the GPUs of all ranks that meet at `store`.
+/// Collective: runs the test on the GPUs of all ranks that meet at `store`.
 ///
 /// # Errors
-/// NCCL or a GPU fails, or does not come to an end.
+/// NCCL or a GPU fails, or does not finish within a minute.
 pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     const OPERATION: &str = "all-gather over NCCL";
     let failed =
@@ -53,8 +55,8 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
         })
     };
     let mut values = vec![f32::NAN; ranks];
-    // SAFETY: `from`, `to` and `vector` are large enough for what is copied, gathered and reduced, and live until `finish` has
-    // waited for all of it.
+    // SAFETY: `from`, `to` and `vector` are large enough for the values that are copied, gathered and reduced. They
+    // live until `finish` has waited for this work.
     unsafe {
         result::memcpy_htod_sync(from.0, &[nccl.rank() as f32]).map_err(failed)?;
         nccl.all_gather(from.0, to.0, 1, DataType::F32, gpu.stream)?;
@@ -62,8 +64,8 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
         result::memcpy_dtoh_sync(&mut values, to.0).map_err(failed)?;
     }
     let mean_secs = |count: usize, rounds: u32| -> Result<f64, CommError> {
-        // SAFETY: as above; `count` is at most LONG. The graph is launched on the stream that it was recorded on, and lives until
-        // `finish` has waited for it.
+        // SAFETY: as above; `count` is at most LONG. The graph is launched on the stream on which it was recorded,
+        // and lives until `finish` has waited for it.
         unsafe {
             let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
             result::stream::begin_capture(gpu.stream, mode).map_err(failed)?;
@@ -94,7 +96,7 @@ pub fn gather(store: &Store, ordinal: i32) -> Result<Found, CommError> {
     Ok(Found { values, short_us, bytes_per_second, no_peer_memory })
 }
 
-/// A GPU with a stream of its own.
+/// A GPU and a stream on it.
 struct Gpu {
     context: Arc<CudaContext>,
     stream: CUstream,
@@ -107,7 +109,7 @@ impl Gpu {
     }
 
     fn memory(&self, bytes: usize) -> Result<Memory, DriverError> {
-        // SAFETY: the context is current on this thread; freed when the value goes.
+        // SAFETY: the context is current on this thread. `Memory` frees the allocation when dropped.
         unsafe {
             let memory = Memory(result::malloc_sync(bytes)?);
             result::memset_d8_sync(memory.0, 0, bytes)?;
@@ -116,7 +118,8 @@ impl Gpu {
         }
     }
 
-    /// Waits until the stream is done; not for ever, as a synchronisation would.
+    /// Waits until all work on the stream has completed, for at most `patience`. (`cuStreamSynchronize` has no time
+    /// limit.)
     fn finish(&self, patience: Duration) -> Result<(), Option<String>> {
         let began = Instant::now();
         loop {
@@ -133,7 +136,7 @@ impl Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // SAFETY: made by `open`. What is still on it is finished by CUDA before it goes.
+        // SAFETY: created by `open`. CUDA completes pending work before it destroys the stream.
         let _ = unsafe { result::stream::destroy(self.stream) };
     }
 }

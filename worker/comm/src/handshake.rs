@@ -1,7 +1,8 @@
-//! Both ends of a new connection prove that they know the attempt's secret before anything else is
-//! read: HMAC-SHA256 over both sides' random numbers, so nothing that was overheard helps.
+//! Mutual authentication of a new TCP connection. Before anything else is read, both ends prove that they know the
+//! attempt's secret, by HMAC-SHA256 over random numbers of both ends. A recorded handshake therefore cannot be
+//! replayed.
 //!
-//! caller: magic, nonce, rank | listener: nonce, proof | caller: proof | listener: one byte.
+//! Messages: caller: magic, nonce, rank | listener: nonce, proof | caller: proof | listener: one byte.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
@@ -14,21 +15,21 @@ use std::{
 const MAGIC: &[u8; 8] = b"lockstp1";
 const NONCE: usize = 32;
 const PROOF: usize = 32;
-/// An unknown peer that sends nothing is dropped after this.
+/// A peer that has not completed the handshake after this time is disconnected.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What must be the same at both ends of a connection.
+/// The values that must be equal at both ends of a connection.
 #[derive(Debug, Clone, Copy)]
 pub struct HandshakeTerms<'a> {
     /// The attempt's secret.
     pub secret: &'a [u8],
-    /// What the connection is for, such as `store` or `ring/gradients`.
+    /// The purpose of the connection, such as `store` or `ring/gradients`.
     pub purpose: &'a str,
 }
 
 impl HandshakeTerms<'_> {
     fn proof(&self, side: &str, caller: &[u8], listener: &[u8], rank: u32) -> Hmac<Sha256> {
-        // HMAC takes keys of any length.
+        // HMAC accepts keys of any length.
         let mut mac = Hmac::<Sha256>::new_from_slice(self.secret).unwrap_or_else(|_| unreachable!());
         for part in [side.as_bytes(), self.purpose.as_bytes(), caller, listener, &rank.to_le_bytes()] {
             mac.update(&(part.len() as u64).to_le_bytes());
@@ -37,10 +38,10 @@ impl HandshakeTerms<'_> {
         mac
     }
 
-    /// The caller's part; `rank` is the caller's. Afterwards the stream has no time-outs.
+    /// Runs the handshake as the caller, whose rank is `rank`. Afterwards the stream has no time-outs.
     ///
     /// # Errors
-    /// `PermissionDenied` when the other side has another secret or purpose.
+    /// `PermissionDenied` if the listener has another secret or purpose.
     pub fn call(&self, stream: &mut TcpStream, rank: u32) -> io::Result<()> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -62,11 +63,11 @@ impl HandshakeTerms<'_> {
         stream.set_write_timeout(None)
     }
 
-    /// The listener's part; gives the caller's rank. Afterwards the stream has no time-outs.
+    /// Runs the handshake as the listener, and returns the caller's rank. Afterwards the stream has no time-outs.
     ///
     /// # Errors
-    /// `PermissionDenied` when the caller has another secret or purpose, `InvalidData` when it
-    /// speaks something else.
+    /// `PermissionDenied` if the caller has another secret or purpose; `InvalidData` if the caller uses another
+    /// protocol.
     pub fn answer(&self, stream: &mut TcpStream) -> io::Result<u32> {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(PATIENCE))?;
@@ -75,7 +76,7 @@ impl HandshakeTerms<'_> {
         stream.read_exact(&mut hello)?;
         let (magic, rest) = hello.split_at(MAGIC.len());
         if magic != MAGIC {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "the caller is no rank"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the caller is not a rank of Lockstep"));
         }
         let (theirs, rank) = rest.split_at(NONCE);
         let rank = rank.iter().rev().fold(0, |n, byte| n << 8 | u32::from(*byte));
@@ -100,7 +101,7 @@ fn wrong_secret() -> io::Error {
     )
 }
 
-/// 244 random bits.
+/// Two version 4 UUIDs: 244 random bits.
 fn nonce() -> [u8; NONCE] {
     let mut nonce = [0; NONCE];
     let (left, right) = nonce.split_at_mut(16);

@@ -1,11 +1,14 @@
-//! Communication among the ranks of one attempt: groups of processes and their collectives.
+//! Communication among the ranks of one attempt: process groups and their collectives.
 //!
-//! Code is given groups and asks them for its rank and their size. Which ranks of the job a group has is decided where it is
-//! made ([`ProcessGroup::split`]). Implementations are a TCP ring ([`ring`]), shared memory on top of it where all ranks
-//! are on one machine ([`shm`]), NCCL on GPUs ([`nccl`], which also has calls on device memory in the order of a CUDA stream)
-//! and a single rank.
+//! Callers receive a group and ask it for their rank and its size. [`ProcessGroup::split`] decides which ranks of the
+//! job form a group. The implementations are:
+//!
+//! - a TCP ring ([`ring`]);
+//! - shared memory in addition to the ring, if all ranks run on one machine ([`shm`]);
+//! - NCCL for GPUs ([`nccl`]), which also operates on device memory in the order of a CUDA stream;
+//! - a single rank ([`SingleRank`]).
 
-// What a call can fail with is part of what its caller has to know.
+// Callers need to know how a call can fail.
 #![warn(clippy::missing_errors_doc)]
 
 mod error;
@@ -29,121 +32,133 @@ pub use values::{DataType, Reduction, Values, ValuesMut};
 use shm::SharedMemory;
 use std::{sync::Arc, time::Duration};
 
-/// Most bytes that a rank may give to [`ProcessGroup::all_gather_bytes`].
+/// Maximum number of bytes that a rank may pass to [`ProcessGroup::all_gather_bytes`].
 pub const LONGEST_MESSAGE: usize = 1 << 20;
 
-/// The first rank that said something else than rank 0, of what each rank said.
-pub fn first_to_differ(said: &[Vec<u8>]) -> Option<usize> {
-    said.iter().position(|other| *other != said[0])
+/// The first rank whose value differs from rank 0's. `values` is indexed by rank.
+pub fn first_to_differ(values: &[Vec<u8>]) -> Option<usize> {
+    values.iter().position(|value| *value != values[0])
 }
 
-/// Memory that all ranks see, or why there is none.
+/// Memory that all ranks share, or the reason why they cannot share memory.
 pub type SharedMemoryOrReason = Result<SharedMemory, String>;
 
-/// A group of processes, each of which is one rank of it.
+/// A group of processes. Each process is one rank of the group.
 ///
-/// *Collective* methods are called by every rank of the group, in the same order and with equal lengths, types, reductions
-/// and roots; each returns when this rank's part is done. Ranks that call different ones, or with different lengths or
-/// types, get [`CommError::Mismatch`] (or [`CommError::Disconnected`] where another rank found out first); one that never
-/// calls is a [`CommError::TimedOut`], one that is gone a [`CommError::Disconnected`]. Every call may fail with these three and
-/// with [`CommError::Aborted`], which all end the group here and at its neighbours; and with [`CommError::Invalid`], which
-/// ends nothing. Buffers may be empty. In a group of one all collectives return at once.
+/// Every rank of the group calls *collective* methods in the same order, with equal lengths, types, reductions and
+/// roots. Each call returns when this rank's part is done. Buffers may be empty. In a group of one rank, all
+/// collectives return at once.
 ///
-/// One thread calls at a time; [`ProcessGroup::abort`] and [`ProcessGroup::check`] may come from any thread.
+/// Every call may fail with one of these errors. All but the last end the group on this rank and on its neighbours:
+///
+/// - [`CommError::Mismatch`]: ranks made different calls, or passed different lengths or types. A rank may get
+///   [`CommError::Disconnected`] instead if another rank noticed first.
+/// - [`CommError::TimedOut`]: a rank did not make the call in time.
+/// - [`CommError::Disconnected`]: a rank has exited.
+/// - [`CommError::Aborted`]: the group was aborted.
+/// - [`CommError::Invalid`]: an argument is invalid. The group remains usable.
+///
+/// Only one thread may call a group at a time, except for [`ProcessGroup::abort`] and [`ProcessGroup::check`], which
+/// any thread may call.
 pub trait ProcessGroup: Send + Sync {
-    /// This process's rank in the group, from 0. Not collective.
+    /// Not collective: this process's rank in the group, from 0.
     fn rank(&self) -> u32;
-    /// Ranks in the group. Not collective.
+    /// Not collective: the number of ranks in the group.
     fn size(&self) -> u32;
-    /// Collective: replaces `values` by their reduction over all ranks; bit-identical on every rank.
+    /// Collective: replaces `values` by the reduction of all ranks' `values`. The result is bit-identical on every
+    /// rank.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] for bytes; else as said above.
+    /// [`CommError::Invalid`] if the values are bytes; also the errors of [every call](ProcessGroup).
     fn all_reduce(&self, values: ValuesMut<'_>, reduction: Reduction) -> Result<(), CommError>;
-    /// Collective: `input` has a part for each rank, in their order; `output` gets the reduction of all ranks' parts for this
-    /// one. The same bits in every run, but not always those of [`ProcessGroup::all_reduce`], which may add in another order.
+    /// Collective: `input` has one part for each rank, in rank order. `output` receives the reduction of all ranks'
+    /// parts for this rank. The result has the same bits in every run, but they may differ from the result of
+    /// [`ProcessGroup::all_reduce`], which may add in another order.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] for bytes, or where `input` is not as long as `size` times `output`, of one type.
+    /// [`CommError::Invalid`] if the values are bytes, the types differ, or `input` is not `size` times as long as
+    /// `output`.
     fn reduce_scatter(
         &self,
         input: Values<'_>,
         output: ValuesMut<'_>,
         reduction: Reduction,
     ) -> Result<(), CommError>;
-    /// Collective: `output` gets the `input` of every rank (equally long), in rank order.
+    /// Collective: `output` receives the `input` of every rank, in rank order. All inputs have the same length.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] where `output` is not as long as `size` times `input`, of one type.
+    /// [`CommError::Invalid`] if the types differ, or `output` is not `size` times as long as `input`.
     fn all_gather(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError>;
-    /// Collective: `input` has a part for each rank, in their order; `output` gets what each rank has for this one, in rank
-    /// order.
+    /// Collective: `input` has one part for each rank, in rank order. `output` receives the part that each rank has
+    /// for this rank, in rank order.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] where the two are not equally long, of one type, and a multiple of `size`.
+    /// [`CommError::Invalid`] if the types or lengths differ, or the length is not a multiple of `size`.
     fn all_to_all(&self, input: Values<'_>, output: ValuesMut<'_>) -> Result<(), CommError>;
-    /// Collective: replaces `values` by those of rank `root`.
+    /// Collective: replaces `values` by the `values` of rank `root`.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] where the group has no rank `root`.
+    /// [`CommError::Invalid`] if the group has no rank `root`.
     fn broadcast(&self, values: ValuesMut<'_>, root: u32) -> Result<(), CommError>;
     /// Collective: returns when every rank has called it.
     ///
     /// # Errors
-    /// As said above.
+    /// The errors of [every call](ProcessGroup).
     fn barrier(&self) -> Result<(), CommError>;
-    /// Not collective: gives `values` to rank `to`, which calls [`ProcessGroup::recv`] with as many of the same type.
-    /// Messages from one rank to another keep their order. A short one may be on its way when this returns; a long one waits
-    /// for the other side, so two ranks that both send first may wait for each other until the time-out.
+    /// Not collective: sends `values` to rank `to`, which calls [`ProcessGroup::recv`] with the same length and type.
+    /// Messages from one rank to another arrive in order. The call may return before a short message has arrived. For
+    /// a long message it waits for the receiver, so two ranks that both send first may block each other until the
+    /// time-out.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] where the group has no rank `to`, or it is this one.
+    /// [`CommError::Invalid`] if the group has no rank `to`, or `to` is this rank.
     fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError>;
-    /// Not collective: replaces `values` by what rank `from` sent.
+    /// Not collective: replaces `values` by the values that rank `from` sent.
     ///
     /// # Errors
-    /// [`CommError::Invalid`] where the group has no rank `from`, or it is this one. [`CommError::Mismatch`] where it sent
-    /// another number of values or another type.
+    /// [`CommError::Invalid`] if the group has no rank `from`, or `from` is this rank. [`CommError::Mismatch`] if the
+    /// message has another length or type.
     fn recv(&self, values: ValuesMut<'_>, from: u32) -> Result<(), CommError>;
-    /// Collective: a group of the ranks that give the same `color`, numbered by `key` and, where keys are equal, by their
-    /// rank here; `None` for those that give `None`. The new group has an order of calls, a failure and an end of its own: a
-    /// rank that fails in it, or aborts it, ends neither this group nor others that were split from it.
+    /// Collective: divides the group into one new group for each `color`. A rank's number in the new group follows
+    /// from `key`, and from its rank in this group where keys are equal. Ranks that pass no color get `None`. Calls,
+    /// failures and aborts of a new group affect neither this group nor other groups split from it.
     ///
     /// # Errors
-    /// [`CommError::Failed`] on every rank where any could not connect; this group can be used on then.
+    /// [`CommError::Failed`] on every rank if any rank could not connect. This group remains usable.
     fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError>;
-    /// Ends what is under way here with [`CommError::Aborted`], from any thread: in this group, in the one concurrent to it,
-    /// and in all that were split from either; not in the group that this one was split from. Other ranks see the connections
-    /// of this group end. Not collective.
+    /// Not collective, may be called by any thread: ends the calls in progress with [`CommError::Aborted`]. This ends
+    /// this group, its [concurrent](ProcessGroup::concurrent) group and all groups split from either, but not the
+    /// group from which this group was split. Other ranks see that their connections to this rank close.
     fn abort(&self, reason: &str);
-    /// Checks that the ranks which this one is connected to are alive, as far as their connections show, without sending anything:
-    /// for callers that wait for ranks by other means than a call (`operation`). Not collective.
+    /// Not collective: checks that the ranks to which this rank is connected are alive, without sending anything. It
+    /// is for callers that wait for ranks by other means than a collective, and name this wait `operation`.
     ///
     /// # Errors
-    /// One is gone, or the group was aborted.
+    /// A connection to a rank is lost, or the group was aborted.
     fn check(&self, _operation: &'static str) -> Result<(), CommError> {
         Ok(())
     }
-    /// Longest wait for another rank before [`CommError::TimedOut`]. Not collective.
+    /// Not collective: the longest wait for another rank before [`CommError::TimedOut`].
     fn timeout(&self) -> Duration;
-    /// A second group of the same ranks whose collectives run at the same time as this one's, in an
-    /// order of their own: a few statistics need not wait behind a bucket of gradients. `None`:
-    /// there is only this one, and calls from several threads must keep one order by themselves.
-    /// Messages of [`ProcessGroup::send`] are those of this group. The two end together. Not collective.
+    /// Not collective: a second group of the same ranks, whose collectives run at the same time as this group's and
+    /// in their own order. For example, short statistics need not wait behind a bucket of gradients. Returns `None`
+    /// if there is no second group: then calls from several threads need an order of their own. Messages sent over
+    /// the second group are messages of this group. The two groups end together.
     fn concurrent(&self) -> Option<Arc<dyn ProcessGroup>> {
         None
     }
-    /// Collective: `bytes` of zeroed memory that all ranks see, or why there is none; every rank gets the same answer.
+    /// Collective: allocates `bytes` of zeroed memory that all ranks share. Every rank gets the memory, or the same
+    /// reason why it is not available.
     ///
     /// # Errors
-    /// As said above.
+    /// The errors of [every call](ProcessGroup).
     fn shared_memory(&self, _bytes: usize) -> Result<SharedMemoryOrReason, CommError> {
         Ok(Err("the ranks are not known to be on one machine".into()))
     }
-    /// Collective: what every rank gives, in rank order; lengths may differ, up to [`LONGEST_MESSAGE`] each.
+    /// Collective: gathers the `value` of every rank, in rank order. Lengths may differ, up to [`LONGEST_MESSAGE`].
     ///
     /// # Errors
-    /// [`CommError::Invalid`] on every rank where one gives more.
+    /// [`CommError::Invalid`] on every rank if any `value` is longer.
     fn all_gather_bytes(&self, value: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let size = self.size() as usize;
         let mut lengths = vec![0u8; 8 * size];
@@ -153,7 +168,7 @@ pub trait ProcessGroup: Send + Sync {
         let longest = lengths.iter().copied().max().unwrap_or(0);
         if longest > LONGEST_MESSAGE as u64 {
             let rank = lengths.iter().position(|length| *length == longest).unwrap_or(0);
-            let detail = format!("rank {rank} gives {longest} bytes; {LONGEST_MESSAGE} at most");
+            let detail = format!("rank {rank} gives {longest} bytes; at most {LONGEST_MESSAGE} are allowed");
             return Err(CommError::Invalid { operation: "all_gather_bytes", detail });
         }
         let longest = longest as usize;

@@ -1,9 +1,9 @@
-//! Collectives between GPUs: NCCL, ordered by CUDA streams.
+//! Collectives between GPUs: NCCL, in the order of CUDA streams.
 //!
-//! [`Nccl`] is for device memory in the middle of a step; votes, checkpoints and the like go
-//! over the TCP ring ([`super::ring`]), which GPU ranks have, too. The communicator is non-blocking:
-//! every call returns, and what is under way can be aborted from another thread at any time. Who owns a communicator while
-//! another thread aborts is [`owner`]. [`NcclProcessGroup`] is for values in the host's memory.
+//! [`Nccl`] operates on device memory during a step. Votes, checkpoints and other host data use the TCP ring
+//! ([`super::ring`]), which GPU ranks also have. The communicator is non-blocking: every call returns, and another
+//! thread can abort the work in progress at any time. [`owner`] decides who frees a communicator that is aborted
+//! during a call. [`NcclProcessGroup`] operates on host memory.
 #![allow(unsafe_code)] // NCCL's calls take a communicator.
 
 mod abort;
@@ -33,19 +33,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two polls of an operation that takes longer than a moment.
+/// Interval between two polls of an operation that takes longer than 1 ms.
 const POLL: Duration = Duration::from_micros(50);
-/// For the end of a communicator: others may be gone.
+/// Time limit for the orderly end of a communicator. Other ranks may be gone.
 const GOODBYE: Duration = Duration::from_secs(2);
 
-/// Blocks of a collective at most, each of which takes a multiprocessor. Kernels that wait for other ranks leave as many free, so that a
-/// collective on another stream can run to its end meanwhile. NVIDIA's own choice on Hopper is up to as many.
+/// Maximum number of thread blocks of a collective, each of which occupies a multiprocessor. Kernels that wait for
+/// other ranks leave this many multiprocessors free, so that a collective on another stream can complete meanwhile.
+/// NCCL's own limit on Hopper is the same.
 pub const MAX_BLOCKS: u32 = 32;
 
-/// One rank's end of a group of GPUs.
+/// One rank of a group of GPUs.
 ///
-/// A captured CUDA graph that holds collectives refers to it: graphs are destroyed first. Two groups
-/// whose collectives run at the same time on two streams are two `Nccl`s of different names.
+/// Captured CUDA graphs with collectives refer to the communicator, so graphs must be destroyed before it. Two groups
+/// whose collectives run at the same time on two streams are two `Nccl`s with different names.
 #[derive(Debug)]
 pub struct Nccl {
     rank: u32,
@@ -55,21 +56,21 @@ pub struct Nccl {
     state: Arc<State>,
 }
 
-/// What an abort from another thread needs.
+/// The state that another thread needs in order to abort.
 #[derive(Debug)]
 struct State {
     name: String,
     comm: Owner<Comm>,
-    /// Held from a call until NCCL has taken it up: calls of several threads do not mix.
+    /// Held from a call until NCCL has enqueued it, so that calls of several threads are not interleaved.
     calls: Mutex<()>,
 }
 
 impl Nccl {
-    /// Collective: joins the ranks of `place` to a group; `name` may be used once an attempt. Every rank
-    /// calls it, with its own GPU's `ordinal` as CUDA numbers those that this process sees.
+    /// Collective: joins the ranks of `place` in a group. `name` must be unique within an attempt. `ordinal` is this
+    /// rank's GPU, as CUDA numbers the devices visible to this process.
     ///
     /// # Errors
-    /// NCCL is not there, ranks do not come within `timeout`, or this rank is asked to stop.
+    /// NCCL is not installed, a rank does not arrive within `timeout`, or this rank is asked to stop.
     pub fn connect(
         place: Exchange<'_>,
         name: &str,
@@ -85,7 +86,7 @@ impl Nccl {
         let id = exchange_id(OPERATION, place, name)?;
         let mut config = config();
         let mut comm: ncclComm_t = null_mut();
-        // SAFETY: `comm` and `config` outlive the call, which copies what it needs of `config`.
+        // SAFETY: `comm` and `config` outlive the call, which copies the values of `config` that it needs.
         let status = unsafe {
             sys::ncclCommInitRankConfig(&mut comm, size.cast_signed(), id, rank.cast_signed(), &mut config)
         };
@@ -105,15 +106,15 @@ impl Nccl {
         self.rank
     }
 
-    /// Ranks in the group.
+    /// The number of ranks in the group.
     pub fn size(&self) -> u32 {
         self.size
     }
 
-    /// Whether what was enqueued has failed meanwhile: on this rank, or on another as far as NCCL knows.
+    /// Checks whether enqueued work has failed, on this rank or (as far as NCCL knows) on another.
     ///
     /// # Errors
-    /// It has, or the group was aborted.
+    /// Enqueued work has failed, or the group was aborted.
     pub fn async_error(&self) -> Result<(), CommError> {
         const OPERATION: &str = "NCCL";
         match self.with(OPERATION, asynchronous)? {
@@ -122,25 +123,26 @@ impl Nccl {
         }
     }
 
-    /// Ends what is under way in this group, from any thread, and in no other: waiting calls return with
-    /// [`CommError::Aborted`], collectives that run on the GPU end, and streams behind them come free. What they leave is garbage, also
-    /// on ranks that have not aborted: those get what this one would have sent them, and take it for its values.
+    /// Ends the work in progress in this group, from any thread. Other groups continue. Waiting calls return
+    /// [`CommError::Aborted`], collectives that run on the GPU end, and work behind them on their streams continues.
+    /// Their results are undefined, also on ranks that have not aborted: those ranks use incomplete data as if this
+    /// rank had sent it.
     pub fn abort(&self, reason: &str) {
         self.state.comm.abort(reason);
     }
 
-    /// Makes one call with the communicator, which nobody else uses or frees meanwhile.
+    /// Makes one call with the communicator. No other thread uses or frees it meanwhile.
     fn with<R>(&self, operation: &'static str, call: impl FnOnce(ncclComm_t) -> R) -> Result<R, CommError> {
         let using = self.state.comm.using().map_err(|reason| CommError::Aborted { operation, reason })?;
         Ok(call(using.handle.0))
     }
 
-    /// What NCCL says of a status, if it can still be asked.
+    /// The error for `status`, with NCCL's text if the communicator still exists.
     fn failure(&self, operation: &'static str, status: ncclResult_t) -> CommError {
         self.with(operation, |comm| failure(operation, status, comm)).unwrap_or_else(|aborted| aborted)
     }
 
-    /// Makes a call and waits until NCCL has taken it up.
+    /// Makes a call and waits until NCCL has enqueued it.
     fn call(
         &self,
         operation: &'static str,
@@ -154,7 +156,7 @@ impl Nccl {
         self.wait_while_in_progress(operation, status, &|| false)
     }
 
-    /// Waits while NCCL is still at it.
+    /// Waits while NCCL reports that the call is in progress.
     fn wait_while_in_progress(
         &self,
         operation: &'static str,
@@ -177,13 +179,13 @@ impl Nccl {
                 let detail = format!("group {}: not done after {secs:.0} s", self.state.name);
                 return Err(CommError::Failed { operation, detail });
             }
-            // Most calls are taken up within microseconds.
+            // Most calls are enqueued within microseconds.
             if waited > Duration::from_millis(1) {
                 std::thread::sleep(POLL);
             } else {
                 std::thread::yield_now();
             }
-            // An abort from elsewhere shows here.
+            // Fails if another thread has aborted the group.
             status = self.with(operation, asynchronous)?;
         }
     }
@@ -192,13 +194,14 @@ impl Nccl {
 impl Drop for Nccl {
     fn drop(&mut self) {
         let Some(comm) = self.state.comm.take() else { return };
-        // With the others if they come, without them else; and never for long, whatever NCCL does.
+        // Ends the communicator together with the other ranks if they arrive in time, otherwise without them. The
+        // wait is bounded, whatever NCCL does.
         let (done, is_done) = mpsc::channel();
         let context = self.context.clone();
         let end = move || {
             let Comm(comm) = { comm };
             if context.bind_to_thread().is_ok() {
-                // SAFETY: nobody else has `comm` any more: it was taken above.
+                // SAFETY: `comm` was taken above, so no other thread has it.
                 unsafe {
                     let mut status = sys::ncclCommFinalize(comm);
                     let began = Instant::now();
@@ -206,8 +209,8 @@ impl Drop for Nccl {
                         std::thread::sleep(POLL);
                         status = asynchronous(comm);
                     }
-                    // Others are late or gone otherwise. An abort of what is being finalized has crashed (NCCL 2.28), so this is left
-                    // to the end of the process.
+                    // Otherwise another rank is late or gone. Aborting a communicator during finalization has crashed
+                    // (NCCL 2.28), so the end of the process frees it.
                     if status == ncclResult_t::ncclSuccess {
                         sys::ncclCommDestroy(comm);
                     }
@@ -215,19 +218,19 @@ impl Drop for Nccl {
             }
             let _ = done.send(());
         };
-        // Without a thread it goes with the process.
+        // If no thread can be started, the end of the process frees the communicator.
         if std::thread::Builder::new().name("nccl end".into()).spawn(end).is_ok() {
             let _ = is_done.recv_timeout(GOODBYE + Duration::from_secs(1));
         }
     }
 }
 
-/// Rank 0 makes the group's id, the others get it from there.
+/// Rank 0 creates the group's id and sends it to the other ranks.
 fn exchange_id(operation: &'static str, place: Exchange<'_>, name: &str) -> Result<ncclUniqueId, CommError> {
     let mut id = ncclUniqueId { internal: [0; 128] };
     let mut own = Vec::new();
     if place.rank() == 0 {
-        // SAFETY: `id` is where it writes to.
+        // SAFETY: `id` is valid for writes.
         let status = unsafe { sys::ncclGetUniqueId(&mut id) };
         if status != ncclResult_t::ncclSuccess {
             return Err(failure(operation, status, null_mut()));
@@ -236,7 +239,7 @@ fn exchange_id(operation: &'static str, place: Exchange<'_>, name: &str) -> Resu
     }
     let bytes = place.exchange(operation, &format!("nccl/{name}"), &own)?.swap_remove(0);
     if bytes.len() != id.internal.len() {
-        let detail = format!("gave an NCCL id of {} bytes", bytes.len());
+        let detail = format!("sent an NCCL id of {} bytes", bytes.len());
         return Err(CommError::Mismatch { operation, peer: 0, detail });
     }
     for (into, byte) in id.internal.iter_mut().zip(bytes) {

@@ -1,8 +1,9 @@
-//! Memory that the GPUs of one machine read and write in each other directly, for all-reduces that are
-//! too short for NCCL: a rank writes its few numbers into everybody's buffer, raises a flag, and adds up.
+//! Device memory that the GPUs of one machine read and write directly, for all-reduces that are too short for NCCL. A
+//! rank writes its values into the buffer of every rank, sets a flag, and adds the values up.
 //!
-//! Plain allocations shared by CUDA IPC handles, between processes; no multicast, no managed memory.
-#![allow(unsafe_code)] // CUDA's IPC calls; what they need is checked before each.
+//! The buffers are plain allocations, shared between processes by CUDA IPC handles. Multicast and managed memory are
+//! not used.
+#![allow(unsafe_code)] // CUDA's IPC calls; their preconditions are checked before each.
 
 use super::{CommError, Exchange};
 use cudarc::driver::{
@@ -17,48 +18,48 @@ use lockstep_host::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Ranks at most; kernels are compiled for so many.
+/// Maximum number of ranks; kernels are compiled for at most this many.
 pub const MAX_PEERS: usize = 8;
-/// CUDA hands out memory in blocks of this size: a smaller allocation would share one with others, and
-/// an IPC handle opens whole blocks.
+/// CUDA's allocation granularity. A smaller allocation would share a block with others, and an IPC handle opens whole
+/// blocks.
 const BLOCK: usize = 2 << 20;
-/// Data and flags lie on boundaries of this.
+/// Alignment of data and flags in the buffer.
 const ALIGNMENT: usize = 256;
 
-/// One rank's view of the buffers of all; zero at first.
+/// One rank's view of the buffers of all ranks. Buffers are zero at first.
 #[derive(Debug)]
 pub struct Peers {
     pub rank: u32,
     pub world: u32,
-    /// By rank: device addresses, as this rank's GPU sees them, of `data_bytes` each.
+    /// By rank: the address of the data on this rank's GPU, `data_bytes` each.
     pub data: [u64; MAX_PEERS],
-    /// By rank: of `flag_bytes` each.
+    /// By rank: the address of the flags on this rank's GPU, `flag_bytes` each.
     pub flags: [u64; MAX_PEERS],
     own: CUdeviceptr,
-    /// The memory of the others.
+    /// The buffers of other ranks, opened in this process.
     opened: Vec<CUdeviceptr>,
     context: Arc<CudaContext>,
 }
 
-/// What a rank sends to the others.
+/// A rank's description of its buffer, sent to the other ranks.
 #[derive(Debug, Serialize, Deserialize)]
 struct IpcDescriptor {
-    /// Boot and name of its machine.
+    /// Boot id and name of the machine or container.
     host: String,
     gpu: [u8; 16],
-    /// 64 bytes; or why there is none.
+    /// An IPC handle of 64 bytes, or the reason why there is none.
     handle: Result<Vec<u8>, String>,
 }
 
 impl Peers {
-    /// Collective: every rank of `place` calls it, and all get buffers or none does; then with the reason. `name` may be used
-    /// once an attempt. A rank that must not share its memory says why in `wanted`.
+    /// Collective among the ranks of `place`: either all ranks get buffers, or all get the reason why there are none.
+    /// `name` must be unique within an attempt. A rank that must not share its memory passes the reason in `wanted`.
     ///
-    /// Buffers are freed when it is dropped, which must not be before all ranks have done their last
-    /// step with them (a barrier between the two).
+    /// Dropping the value frees the buffer. Before that, all ranks must have finished their last step with the
+    /// buffers (for example, by a barrier).
     ///
     /// # Errors
-    /// Ranks do not come.
+    /// A rank does not arrive in time, or its connection is lost.
     pub fn connect(
         place: Exchange<'_>,
         name: &str,
@@ -70,7 +71,7 @@ impl Peers {
         const OPERATION: &str = "sharing GPU memory";
         let (rank, world) = (place.rank(), place.size());
         if world as usize > MAX_PEERS {
-            return Ok(Err(format!("{world} ranks; up to {MAX_PEERS} share memory")));
+            return Ok(Err(format!("{world} ranks; at most {MAX_PEERS} can share GPU memory")));
         }
         let flags_at = data_bytes.next_multiple_of(ALIGNMENT);
         let bytes = (flags_at + flag_bytes).next_multiple_of(BLOCK);
@@ -87,7 +88,7 @@ impl Peers {
             (Err(reason), _) => Err(reason.clone()),
             (_, Err(reason)) => Err(reason),
         };
-        // One that cannot open a buffer keeps all from using them.
+        // If one rank cannot open a buffer, no rank uses them.
         let reason = opened.as_ref().err().cloned().unwrap_or_default();
         let reasons = place.exchange(OPERATION, &format!("peers/{name}/opened"), reason.as_bytes())?;
         let failed = (0..).zip(&reasons).find(|(_, reason)| !reason.is_empty());
@@ -124,7 +125,7 @@ impl Drop for Peers {
         if self.context.bind_to_thread().is_err() {
             return;
         }
-        // SAFETY: opened and allocated by `connect`, and nobody else ends them.
+        // SAFETY: opened and allocated by `connect`, and freed only here.
         unsafe {
             for address in &self.opened {
                 let _ = sys::cuIpcCloseMemHandle(*address);
@@ -134,7 +135,7 @@ impl Drop for Peers {
     }
 }
 
-/// This rank's own buffer, freed unless it is released.
+/// This rank's own buffer, freed on drop unless it is released.
 struct Allocated {
     context: Arc<CudaContext>,
     gpu: [u8; 16],
@@ -148,8 +149,8 @@ impl Allocated {
         let number = usize::try_from(ordinal).map_err(|_| format!("no GPU {ordinal}"))?;
         let context = CudaContext::new(number).map_err(text)?;
         let gpu = result::device::get_uuid(context.cu_device()).map_err(text)?.bytes.map(|b| b as u8);
-        // SAFETY: the context is current on this thread since it was made; the address is the one just
-        // given, and the buffer is zero before anybody else can open it.
+        // SAFETY: the context is current on this thread. The address was just allocated, and the buffer is zeroed
+        // before another process can open it.
         let address = unsafe {
             let address = result::malloc_sync(bytes).map_err(text)?;
             let zeroed = result::memset_d8_sync(address, 0, bytes).and_then(|()| context.synchronize());
@@ -164,14 +165,14 @@ impl Allocated {
 
     fn handle(&self) -> Result<Vec<u8>, String> {
         let mut handle = CUipcMemHandle { reserved: [0; 64] };
-        // SAFETY: the address is that of a plain allocation of this process.
+        // SAFETY: the address is a plain allocation of this process.
         unsafe { sys::cuIpcGetMemHandle(&mut handle, self.address.get()) }
             .result()
-            .map_err(|e| format!("its memory cannot be shared: {e}"))?;
+            .map_err(|e| format!("GPU memory cannot be shared: {e}"))?;
         Ok(handle.reserved.iter().map(|byte| *byte as u8).collect())
     }
 
-    /// Opens the others' buffers; its own is `None`.
+    /// Opens the buffers of the other ranks. The entry of this rank is `None`.
     fn open(&self, rank: u32, descriptors: &[IpcDescriptor]) -> Result<Mapped, String> {
         let mut mapped = Mapped { addresses: Vec::new() };
         let here = &descriptors[rank as usize].host;
@@ -184,27 +185,27 @@ impl Allocated {
             if descriptor.host != *here {
                 return Err(format!("rank {other} is on another machine"));
             }
-            self.reaches(other, descriptor.gpu)?;
+            self.check_access(other, descriptor.gpu)?;
             let mut handle = CUipcMemHandle { reserved: [0; 64] };
             if bytes.len() != handle.reserved.len() {
-                return Err(format!("rank {other} gave a handle of {} bytes", bytes.len()));
+                return Err(format!("rank {other} sent an IPC handle of {} bytes", bytes.len()));
             }
             for (into, byte) in handle.reserved.iter_mut().zip(bytes) {
                 *into = *byte as _;
             }
             let mut address: CUdeviceptr = 0;
             let flags = sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
-            // SAFETY: the handle is one that its process has just given; it is alive, or CUDA says no.
+            // SAFETY: another live process has just exported the handle; CUDA reports an error if it is invalid.
             unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) }
                 .result()
-                .map_err(|e| format!("rank {other}'s memory cannot be opened: {e}"))?;
+                .map_err(|e| format!("the GPU memory of rank {other} cannot be opened: {e}"))?;
             mapped.addresses.push(Some(address));
         }
         Ok(mapped)
     }
 
-    /// Whether this GPU may access the memory of another one.
-    fn reaches(&self, rank: u32, gpu: [u8; 16]) -> Result<(), String> {
+    /// Fails if this GPU cannot access the memory of the GPU `gpu`, which is rank `rank`'s.
+    fn check_access(&self, rank: u32, gpu: [u8; 16]) -> Result<(), String> {
         if gpu == self.gpu {
             return Err(format!("rank {rank} has the same GPU"));
         }
@@ -215,16 +216,16 @@ impl Allocated {
                 continue;
             }
             let mut can = 0;
-            // SAFETY: both devices are ones that the driver gave.
+            // SAFETY: the driver returned both devices.
             unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.context.cu_device(), device) }
                 .result()
                 .map_err(text)?;
             return match can {
-                0 => Err(format!("its GPU does not reach that of rank {rank}")),
+                0 => Err(format!("no access to the memory of rank {rank}'s GPU")),
                 _ => Ok(()),
             };
         }
-        Err(format!("the GPU of rank {rank} is not visible to it"))
+        Err(format!("the GPU of rank {rank} is not visible"))
     }
 
     fn release(&self) -> CUdeviceptr {
@@ -241,7 +242,7 @@ impl Drop for Allocated {
     }
 }
 
-/// Opened buffers by rank, closed unless they are released.
+/// The opened buffers by rank, closed on drop unless they are released.
 struct Mapped {
     addresses: Vec<Option<CUdeviceptr>>,
 }
@@ -255,7 +256,7 @@ impl Mapped {
 impl Drop for Mapped {
     fn drop(&mut self) {
         for address in self.addresses.iter().flatten() {
-            // SAFETY: opened by `open`, not released; the context is current on this thread.
+            // SAFETY: opened by `open`, not released. The context is current on this thread.
             let _ = unsafe { sys::cuIpcCloseMemHandle(*address) };
         }
     }
@@ -264,11 +265,11 @@ impl Drop for Mapped {
 fn understood(said_by_all: &[Vec<u8>]) -> Result<Vec<IpcDescriptor>, String> {
     said_by_all
         .iter()
-        .map(|said| serde_json::from_slice(said).map_err(|e| format!("a descriptor of memory: {e}")))
+        .map(|said| serde_json::from_slice(said).map_err(|e| format!("invalid description of a buffer: {e}")))
         .collect()
 }
 
-/// Tells machines apart, also two containers' of one machine, which share no memory handles.
+/// Identifies the machine or container: containers of one machine do not share IPC handles.
 fn host() -> String {
     format!("{} {}", boot_id(), hostname())
 }
@@ -281,7 +282,7 @@ mod tests {
         loopback::{rendezvous_config, unused_port},
     };
 
-    /// Where a machine has GPUs two ranks on one of them must not share memory either.
+    /// Runs also on machines with GPUs: two ranks cannot share memory on the same GPU.
     #[test]
     fn ranks_that_cannot_share_all_learn_why() {
         let reasons = reasons([Ok(()), Ok(())]);
@@ -305,7 +306,7 @@ mod tests {
                         let store = Store::join(rendezvous_config(port, rank, 2)).unwrap();
                         let place = Exchange::Store(&store, store.config().timeout);
                         let peers = Peers::connect(place, "test", 0, 4096, 64, wanted).unwrap();
-                        // The store goes with rank 0's.
+                        // The store ends with rank 0's.
                         store.barrier("done").unwrap();
                         peers.unwrap_err()
                     })

@@ -1,5 +1,5 @@
-//! How the ranks of an attempt find each other: a key-value store that rank 0 keeps at
-//! `master_addr:master_port`. Every connection proves that it knows the attempt's secret first.
+//! How the ranks of an attempt find each other: a key-value store, which rank 0 serves at `master_addr:master_port`.
+//! Each connection starts with a [handshake](super::handshake).
 
 mod error;
 pub mod loopback;
@@ -17,32 +17,32 @@ use std::{
     time::Duration,
 };
 
-/// A request waits at most this long on rank 0, so that a rank that is asked to stop stops soon.
+/// The longest time that a request waits in the server, so that a rank that is asked to stop notices soon.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// Where and how the ranks of an attempt rendezvous.
+/// The address of an attempt's rendezvous, and this rank's place in it.
 #[derive(Debug, Clone)]
 pub struct RendezvousConfig {
-    /// Where rank 0 listens: an address or a name.
+    /// The address or name at which rank 0 listens.
     pub addr: String,
-    /// Its port.
+    /// The port at which rank 0 listens.
     pub port: u16,
-    /// Known to the ranks of this attempt alone.
+    /// The attempt's secret. Only its ranks know it.
     pub secret: Vec<u8>,
-    /// This process.
+    /// The rank of this process.
     pub rank: u32,
-    /// Ranks in all.
+    /// The number of ranks.
     pub world_size: u32,
-    /// Longest wait for others.
+    /// The longest wait for other ranks.
     pub timeout: Duration,
-    /// Set from any thread: waiting calls return an error, until [`Store::leave_stops_to_votes`].
+    /// A request to stop, set by any thread. It makes waiting calls fail, until [`Store::leave_stops_to_votes`].
     pub stop: Arc<AtomicBool>,
 }
 
-/// A port of this machine that is free now.
+/// Returns a port of this machine that is free now.
 ///
 /// # Errors
-/// None is, or `addr` is not of this machine.
+/// No port is free, or `addr` is not an address of this machine.
 pub fn free_port(addr: &str) -> io::Result<u16> {
     Ok(TcpListener::bind((addr, 0))?.local_addr()?.port())
 }

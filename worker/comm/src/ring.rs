@@ -1,12 +1,12 @@
-//! A ring over TCP: each rank sends to the next and receives from the one before.
+//! Collectives over TCP: each rank sends to the next rank of a ring and receives from the previous one.
 //!
-//! Long vectors take reduce-scatter and all-gather (Patarasuk and Yuan 2009): every rank sends
-//! `2 (n - 1) / n` of the vector whatever the number of ranks. Short ones are gathered and added up
-//! by everybody: half the hops. Either way a sum is formed in an order that depends only on the
-//! length and the number of ranks, so bits are equal on every rank and in every run.
+//! A long vector is reduced by reduce-scatter and all-gather (Patarasuk and Yuan 2009): every rank sends `2 (n - 1) /
+//! n` of the vector, for any number of ranks `n`. A short vector is gathered and summed by every rank, which takes
+//! half the hops. In both cases the order of additions depends only on the length and the number of ranks, so the
+//! bits are equal on every rank and in every run.
 //!
-//! Every call begins with a header that the neighbour checks: ranks that make different calls get an error instead of mixed-up
-//! numbers. Messages between two ranks use connections of their own ([`mesh`]).
+//! Every call begins with a header, which the next rank checks. Ranks that make different calls therefore get an
+//! error instead of wrong values. Messages between two ranks use separate connections ([`mesh`]).
 
 mod collective;
 mod connect;
@@ -34,14 +34,15 @@ use std::{
     time::Duration,
 };
 
-/// Vectors of up to this many bytes are all-gathered whole and summed by every rank. For n ranks that takes n - 1 hops, each of
-/// which sends the whole vector; reduce-scatter and all-gather take twice the hops and send less than two vectors in all. On
-/// loopback a hop costs about as much as sending 100 KiB, so whole is faster for short vectors at any number of ranks.
+/// Vectors of up to this many bytes are gathered whole and summed by every rank. For n ranks that takes n - 1 hops,
+/// each of which sends the whole vector. Reduce-scatter and all-gather take twice the hops, and send less than two
+/// vectors in all. On loopback a hop costs about as much as sending 100 KiB, so gathering is faster for short vectors
+/// at any number of ranks.
 const SHORT: usize = 32 << 10;
-/// Bytes received before they are added: they fit the second-level cache together with their target.
+/// Number of bytes received before they are added. A block and its target fit in the second-level cache.
 const BLOCK: usize = 128 << 10;
 
-/// One group of ranks in a ring. All-reduces run at about the speed of the slowest link.
+/// A group of ranks in a ring. All-reduces run at about the speed of the slowest link.
 #[derive(Debug)]
 pub struct Ring {
     rank: u32,
@@ -52,34 +53,34 @@ pub struct Ring {
     mesh: Arc<Mesh>,
     end: Arc<End>,
     concurrent: Option<Arc<Ring>>,
-    /// Groups split from this one so far; the same on every rank.
+    /// The number of groups split from this ring; the same on every rank.
     splits: AtomicU64,
     shm_unavailable_reason: OnceLock<String>,
 }
 
-/// What groups that are split from a ring connect with.
+/// What groups split from a ring need in order to connect.
 #[derive(Debug, Clone)]
 struct Identity {
-    /// Unique among the groups of an attempt, so that a connection of one is not taken for that of another.
+    /// Unique within an attempt, so that a connection of one group is not accepted by another group.
     name: String,
     secret: Vec<u8>,
     local_ip: IpAddr,
 }
 
-/// The two connections of a rank.
+/// The connections of a rank to its two neighbours.
 #[derive(Debug)]
 struct RingSockets {
     next: TcpStream,
     previous: TcpStream,
-    /// Calls so far.
+    /// The number of calls so far.
     sequence: u64,
-    /// [`BLOCK`] bytes.
+    /// A buffer of [`BLOCK`] bytes.
     block: Vec<f64>,
-    /// To the next rank, headers included.
+    /// The number of bytes sent to the next rank, including headers.
     sent_bytes: u64,
 }
 
-/// A call under way.
+/// A call in progress.
 struct Wire<'a> {
     ring: &'a Ring,
     sockets: &'a mut RingSockets,
@@ -89,7 +90,7 @@ struct Wire<'a> {
 }
 
 impl Ring {
-    /// Runs one call: header first, then what `body` sends. Any failure ends the group.
+    /// Runs one call: the header first, then `body`. A failure ends the group.
     fn call<T>(
         &self,
         what: Call,
@@ -104,29 +105,31 @@ impl Ring {
         result.map_err(|error| self.failed(error))
     }
 
-    /// Collective: checks that all ranks make the same call, for calls that then do their work in another way than over the ring.
+    /// Collective: checks that all ranks make the same call, for calls that do not exchange their values over the
+    /// ring.
     pub(super) fn announce(&self, what: Call) -> Result<(), CommError> {
-        // When an all-gather of one byte returns, every rank has checked the header.
+        // An all-gather of one byte returns after every rank has checked the header.
         self.call(what, |wire| wire.gather(&mut vec![0; wire.ring.size as usize]))
     }
 
-    /// Records why its ranks do not share memory; [`ProcessGroup::shared_memory`] returns it.
+    /// Records why the ranks do not share memory. [`ProcessGroup::shared_memory`] returns this reason.
     pub(super) fn set_shm_unavailable(&self, reason: String) {
         let _ = self.shm_unavailable_reason.set(reason);
     }
 
-    /// Whether the group was ended here.
+    /// Fails if the group has ended on this rank.
     pub(super) fn not_ended(&self, operation: &'static str) -> Result<(), CommError> {
         self.end.not_ended(operation)
     }
 
-    /// Checks that the neighbours' connections are open, for callers that wait for ranks in another way than by a call.
+    /// Checks that the connections to both neighbours are open, for callers that wait for ranks by other means than a
+    /// call.
     ///
     /// # Errors
     /// A neighbour has closed its connection, or the group has ended.
     pub(super) fn neighbours_are_there(&self, operation: &'static str) -> Result<(), CommError> {
         self.not_ended(operation)?;
-        // A call in progress notices a closed connection by itself.
+        // A call in progress notices a closed connection itself.
         let Ok(sockets) = self.sockets.try_lock() else { return Ok(()) };
         for (stream, peer) in [(&sockets.next, self.next_rank()), (&sockets.previous, self.previous_rank())] {
             let mut ready = [PollFd::new(stream, PollFlags::RDHUP)];
@@ -140,12 +143,12 @@ impl Ring {
         Ok(())
     }
 
-    /// Ends the group because of `error`, so that the neighbours notice at once and not by their time-outs.
+    /// Ends the group because of `error`. The neighbours notice at once, and not only after their time-outs.
     pub(super) fn failed(&self, error: CommError) -> CommError {
         self.end.failed(error)
     }
 
-    /// Whether the next rank is on another machine, as far as the addresses of the connection show.
+    /// Whether the next rank is on another machine, according to the addresses of the connection.
     ///
     /// # Errors
     /// The connection has ended.
@@ -166,7 +169,7 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The clones in `end` would keep the connections open.
+        // Otherwise the clones in `end` would keep the connections open.
         if self.concurrent.is_some() {
             self.end.call("this rank has left the group".into());
         }

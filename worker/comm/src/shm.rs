@@ -1,9 +1,9 @@
-//! Memory that the ranks of one machine share.
+//! Memory shared by the ranks of one machine.
 //!
-//! Rank 0 makes a file in memory that has no name, and the others open it through `/proc`: nothing is left behind
-//! however a rank ends. [`ShmProcessGroup`] makes the short collectives of it, which then need no system call while ranks
-//! come together; an engine may keep weights and gradients in it ([`SharedMemory`]). The ring's connections
-//! stay open: they carry long vectors (a checkpoint that is loaded), and show at once that a rank died.
+//! Rank 0 creates an anonymous file in memory, and the other ranks open it through `/proc`. No file is left behind,
+//! however a rank ends. [`ShmProcessGroup`] runs short collectives in this memory, without system calls as long as
+//! ranks arrive at about the same time. An engine may keep weights and gradients in it ([`SharedMemory`]). The ring
+//! stays connected: it carries long vectors, such as a loaded checkpoint, and shows at once that a rank has died.
 
 mod descriptor;
 mod layout;
@@ -19,10 +19,10 @@ pub use mapping::SharedSlice;
 pub use process_group::ShmProcessGroup;
 use std::{sync::Arc, time::Duration};
 
-/// Set to `0` in a rank's environment: its attempt does without shared memory.
+/// An environment variable. The value `0` disables shared memory for the rank's attempt.
 pub const VARIABLE: &str = "LOCKSTEP_SHARED_MEMORY";
 
-/// Zeroed memory that all ranks of a group see, and ways to wait for what others write there.
+/// Zeroed memory that all ranks of a group share, and functions to wait for the writes of other ranks.
 #[derive(Debug, Clone)]
 pub struct SharedMemory {
     mapping: Arc<Mapping>,
@@ -30,30 +30,31 @@ pub struct SharedMemory {
 }
 
 impl SharedMemory {
-    /// Values `offset` bytes from the beginning.
+    /// A slice of `len` values, which starts at byte `offset`.
     ///
     /// # Safety
-    /// Any bits make a `T`, all zeros too; and ranks take turns: nobody uses a slice of values while another
-    /// rank writes them.
+    /// Any bits, including all zeros, must be a valid `T`. Ranks must take turns: no rank uses a slice of values
+    /// while another rank writes them.
     ///
     /// # Panics
-    /// They are not inside, or not aligned.
+    /// The slice is not inside the memory, or not aligned.
     #[allow(unsafe_code)]
     pub unsafe fn view<T>(&self, offset: usize, len: usize) -> SharedSlice<T> {
-        // SAFETY: the caller's promise.
+        // SAFETY: as required of the caller.
         unsafe { self.mapping.view(offset, len) }
     }
 
-    /// Wakes waiting ranks to check their condition again; called after every write that one may wait for. Not collective.
+    /// Not collective: wakes waiting ranks, so that they check their condition again. Call it after every write for
+    /// which a rank may wait.
     pub fn notify_all(&self) {
         self.group.queue().notify_all();
     }
 
-    /// Waits until `ready` and does meanwhile what `idle` finds to do (false: nothing now). Gives the time in which
-    /// there was nothing. `behind` names the rank that is waited for.
+    /// Waits until `ready` returns true. Meanwhile, `idle` does a piece of useful work and returns whether there was
+    /// any. Returns the time without work. `behind` names the rank for which this rank waits.
     ///
     /// # Errors
-    /// A rank is gone, or nothing happened for the group's time-out; the group is ended then.
+    /// A rank has exited, or nothing happened within the group's time-out. The group is then ended.
     pub fn wait(
         &self,
         operation: &'static str,
@@ -64,10 +65,11 @@ impl SharedMemory {
         self.group.wait(operation, idle, ready, behind)
     }
 
-    /// Collective: [`super::ProcessGroup::all_reduce`] with a sum, which waits as [`SharedMemory::wait`] does.
+    /// Collective: [`super::ProcessGroup::all_reduce`] with [`Sum`](super::Reduction::Sum). It calls `idle` as
+    /// [`SharedMemory::wait`] does.
     ///
     /// # Errors
-    /// As there.
+    /// As [`super::ProcessGroup::all_reduce`].
     pub fn all_reduce_f64(
         &self,
         values: &mut [f64],

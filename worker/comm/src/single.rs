@@ -1,14 +1,14 @@
-//! A group of one.
+//! A process group of one rank.
 
 use super::{CommError, ProcessGroup, Reduction, Values, ValuesMut, values::check};
 use std::{sync::Arc, time::Duration};
 
-/// A group of one rank: what it gives is what it gets. It never fails but for calls that make no sense, which it refuses as
-/// every group does.
+/// A group of one rank: the result of each collective is this rank's own input. Calls fail only for invalid
+/// arguments, which are rejected as in every group.
 #[derive(Debug, Default)]
 pub struct SingleRank;
 
-/// The part of this rank is all there is.
+/// The only part is this rank's.
 fn copy(operation: &'static str, input: Values<'_>, mut output: ValuesMut<'_>) -> Result<(), CommError> {
     check::parts(operation, (&input, 1), (&output, 1))?;
     output.bytes_mut().copy_from_slice(input.bytes());

@@ -1,4 +1,4 @@
-//! What every implementation of a group does, as threads with real sockets between them.
+//! Tests of every kind of group. Ranks are threads, connected by real sockets.
 
 mod errors;
 mod split;
@@ -14,7 +14,7 @@ use shm::ShmProcessGroup;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What connects the ranks.
+/// The implementation of the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Ring,
@@ -23,7 +23,7 @@ enum Kind {
 
 const KINDS: [Kind; 2] = [Kind::Ring, Kind::Shm];
 
-/// Runs `body` on the ranks of a group, in a thread each, and gives what each returned.
+/// Runs `body` on the ranks of a group, one thread each, and returns their results by rank.
 fn on_ranks<T: Send>(
     kind: Kind,
     size: u32,
@@ -41,7 +41,8 @@ fn on_ranks<T: Send>(
     on_connected_ranks(size, timeout, connect, body)
 }
 
-/// Runs `body` on what `connect` makes of each rank's ring, in a thread each, and gives what each returned.
+/// Runs `body` on the group that `connect` makes from each rank's ring, one thread each, and returns their results by
+/// rank.
 pub(super) fn on_connected_ranks<G, T: Send>(
     size: u32,
     timeout: Duration,
@@ -64,13 +65,13 @@ pub(super) fn on_connected_ranks<G, T: Send>(
     })
 }
 
-/// `length` values of a rank that do not add up exactly, so that order shows.
+/// `length` values of a rank. Their sum is rounded, so that it depends on the order.
 pub(super) fn values(rank: u32, length: usize) -> Vec<f32> {
     let seed = |i: usize| (i as u32).wrapping_mul(2_654_435_761).wrapping_add(rank * 40_503);
     (0..length).map(|i| (seed(i) % 10_007) as f32 * 1.37e-3 - 5.0).collect()
 }
 
-/// The same as bytes of any type.
+/// The values of `values` as bytes.
 fn bytes(rank: u32, length: usize) -> Vec<u8> {
     (0..length).map(|i| (i as u32 * 7 + rank * 31) as u8).collect()
 }
@@ -142,7 +143,7 @@ fn parts_go_to_their_ranks_and_come_from_them_whatever_their_type() {
 #[test]
 fn sixteen_bit_sums_are_rounded_once_an_addition_and_equal_on_every_rank() {
     for kind in KINDS {
-        // Gathered whole, and in parts.
+        // A short vector, which is gathered whole, and a long one, which is cut into parts.
         for length in [100, 40_000] {
             let of_ranks = on_ranks(kind, 3, TIMEOUT, |group| {
                 let own = values(group.rank(), length);
@@ -156,7 +157,7 @@ fn sixteen_bit_sums_are_rounded_once_an_addition_and_equal_on_every_rank() {
             let (half, brain) = &of_ranks[0];
             for i in (0..length).step_by(97) {
                 let exact: f32 = (0..3).map(|rank| values(rank, length)[i]).sum();
-                // Three roundings of the values and two of the sums, each by half a unit in the last place of at most 32.
+                // Three roundings of values and two of sums, each by at most half a unit in the last place of 32.
                 let is = f16::from_bits(half[i]).to_f32();
                 assert!((is - exact).abs() <= 5.0 * 32.0 / 4096.0, "{kind:?} {length}: {is} {exact}");
                 let is = bf16::from_bits(brain[i]).to_f32();
@@ -218,7 +219,7 @@ fn messages_between_any_two_ranks_keep_their_order_beside_collectives() {
                     assert_eq!(last, [from as u16, 7]);
                 }
             }
-            // Longer than what is on its way: even ranks send first.
+            // Longer than the socket buffers, so even ranks send first.
             let long = values(rank, 2_000_000);
             let (to, from) = ((rank + 2) % size, (rank + size - 2) % size);
             let mut got = vec![0.0f32; long.len()];

@@ -1,22 +1,22 @@
-//! The buffers that collectives work on: a type and values, in the host's memory.
+//! Buffers of collectives in host memory: a type and values.
 
 use super::CommError;
 
-/// Type of the values of a buffer.
+/// The type of the values of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DataType {
-    /// Bytes: moved as they are, never added.
+    /// Bytes, which are moved but never reduced.
     U8,
     /// IEEE binary16.
     F16,
-    /// The upper half of a float32.
+    /// bfloat16: the upper half of a float32.
     Bf16,
     F32,
     F64,
 }
 
 impl DataType {
-    /// Bytes of a value.
+    /// The size of a value in bytes.
     pub fn size_bytes(self) -> usize {
         match self {
             Self::U8 => 1,
@@ -26,7 +26,7 @@ impl DataType {
         }
     }
 
-    /// `float16`.
+    /// The name, such as `float16`.
     pub fn name(self) -> &'static str {
         match self {
             Self::U8 => "uint8",
@@ -37,27 +37,27 @@ impl DataType {
         }
     }
 
-    /// The name of a code that a peer sent: `as u32`.
+    /// The name of a type code (`as u32`) from a peer.
     pub(super) fn name_of_code(code: u32) -> &'static str {
         let all = [Self::U8, Self::F16, Self::Bf16, Self::F32, Self::F64];
         all.into_iter().find(|t| *t as u32 == code).map_or("an unknown type", Self::name)
     }
 }
 
-/// How values of several ranks become one.
+/// How the values of several ranks are combined.
 ///
-/// 16-bit values are added in float32 and rounded to the nearest after each addition, as NCCL does it.
+/// 16-bit values are added in float32 and rounded to the nearest after each addition, as in NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
-    /// Added in a fixed order, so the bits are the same on every rank and in every run.
+    /// The sum. Values are added in a fixed order, so the bits are the same on every rank and in every run.
     Sum,
     /// The sum divided by the group's size.
     Mean,
-    /// The largest; NaN where any rank has NaN, except with NCCL, whose maximum leaves NaN out.
+    /// The maximum. It is NaN if any rank has NaN, except with NCCL, whose maximum ignores NaN.
     Max,
 }
 
-/// Values to read; 16-bit ones as their bit patterns.
+/// Values to read. 16-bit values are given by their bit patterns.
 #[derive(Debug, Clone, Copy)]
 pub enum Values<'a> {
     U8(&'a [u8]),
@@ -67,7 +67,7 @@ pub enum Values<'a> {
     F64(&'a [f64]),
 }
 
-/// Values that are written, or read and replaced; 16-bit ones by their bits.
+/// Values that are written, or read and replaced. 16-bit values are given by their bit patterns.
 #[derive(Debug)]
 pub enum ValuesMut<'a> {
     U8(&'a mut [u8]),
@@ -88,7 +88,7 @@ impl<'a> Values<'a> {
         }
     }
 
-    /// Number of values.
+    /// The number of values.
     pub fn len(&self) -> usize {
         self.bytes().len() / self.data_type().size_bytes()
     }
@@ -97,7 +97,7 @@ impl<'a> Values<'a> {
         self.len() == 0
     }
 
-    /// In the byte order of this machine.
+    /// The values in the byte order of this machine.
     pub fn bytes(&self) -> &'a [u8] {
         match self {
             Self::U8(values) => values,
@@ -109,7 +109,7 @@ impl<'a> Values<'a> {
 }
 
 impl ValuesMut<'_> {
-    /// The same values, to be read.
+    /// The same values, for reading.
     pub(crate) fn as_values(&self) -> Values<'_> {
         match self {
             Self::U8(values) => Values::U8(values),
@@ -124,7 +124,7 @@ impl ValuesMut<'_> {
         self.as_values().data_type()
     }
 
-    /// Number of values.
+    /// The number of values.
     pub fn len(&self) -> usize {
         self.as_values().len()
     }
@@ -133,7 +133,7 @@ impl ValuesMut<'_> {
         self.len() == 0
     }
 
-    /// In the byte order of this machine.
+    /// The values in the byte order of this machine.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             Self::U8(values) => values,
@@ -144,7 +144,7 @@ impl ValuesMut<'_> {
     }
 }
 
-/// Slices, arrays and vectors of the types that need no tag.
+/// Conversions from slices, arrays and vectors, for number types that determine the [`DataType`].
 macro_rules! from_slices {
     ($($variant:ident of $number:ty),*) => {$(
         impl<'a> From<&'a [$number]> for Values<'a> {
@@ -182,7 +182,7 @@ macro_rules! from_slices {
 
 from_slices!(U8 of u8, F32 of f32, F64 of f64);
 
-/// What every implementation checks of a call before it says a word to other ranks.
+/// The checks that every implementation makes before it sends anything to other ranks.
 pub(super) mod check {
     use super::{CommError, DataType, Values, ValuesMut};
 
@@ -190,17 +190,18 @@ pub(super) mod check {
         Err(CommError::Invalid { operation, detail })
     }
 
-    /// Bytes are moved, not added.
+    /// Fails for bytes, which can be moved but not reduced.
     pub(crate) fn reducible(operation: &'static str, of: DataType) -> Result<(), CommError> {
         match of {
-            DataType::U8 => {
-                invalid(operation, "bytes have no sum; give float16, bfloat16, float32 or float64".into())
-            }
+            DataType::U8 => invalid(
+                operation,
+                "bytes cannot be reduced; use float16, bfloat16, float32 or float64".into(),
+            ),
             _ => Ok(()),
         }
     }
 
-    /// `input` has `of_input` parts of equal length and `output` has `of_output`, all of one type.
+    /// Fails unless `input` has `of_input` and `output` has `of_output` parts of equal length and type.
     pub(crate) fn parts(
         operation: &'static str,
         (input, of_input): (&Values<'_>, u32),
@@ -210,7 +211,7 @@ pub(super) mod check {
             let (from, to) = (input.data_type().name(), output.data_type().name());
             return invalid(
                 operation,
-                format!("the input is {from} and the output {to}; they must be alike"),
+                format!("the input is {from} and the output is {to}; the types must be equal"),
             );
         }
         let (has, room) = (input.len() as u128, output.len() as u128);
@@ -227,7 +228,7 @@ pub(super) mod check {
         Ok(())
     }
 
-    /// `rank` is one of the group's.
+    /// Fails unless `rank` is a rank of the group.
     pub(crate) fn root(operation: &'static str, rank: u32, size: u32) -> Result<(), CommError> {
         if rank < size {
             return Ok(());
@@ -235,7 +236,7 @@ pub(super) mod check {
         invalid(operation, format!("there is no rank {rank} in a group of {size}"))
     }
 
-    /// `peer` is one of the group's, and another one than this.
+    /// Fails unless `peer` is another rank of the group.
     pub(crate) fn peer(operation: &'static str, peer: u32, own: u32, size: u32) -> Result<(), CommError> {
         root(operation, peer, size)?;
         if peer == own {

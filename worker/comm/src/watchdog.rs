@@ -1,8 +1,9 @@
-//! Notices when steps no longer complete, and says which ranks hold up the others.
+//! Detects that steps no longer complete, and reports which ranks delay the others.
 //!
-//! A collective that one rank never joins runs on the other GPUs for ever, and nothing in their
-//! processes fails. So every rank posts the last step that it finished at the rendezvous, about once a second. A rank whose steps
-//! stop for longer than the stall time-out compares these numbers, reports which ranks are behind, and ends its attempt.
+//! If one rank never joins a collective, the collective runs on the other GPUs forever, and nothing in their
+//! processes fails. So every rank posts the number of its last finished step at the rendezvous, about once a second.
+//! A rank whose steps stop for longer than the stall time-out compares these numbers, reports which ranks are behind,
+//! and ends its attempt.
 
 use crate::rendezvous::Store;
 use std::{
@@ -15,12 +16,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two posts.
+/// Interval between two posts of a rank.
 const POST_EVERY: Duration = Duration::from_secs(1);
-/// A rank whose posts have not changed for this long is silent.
+/// A rank counts as silent if its posts have not changed for this long.
 const SILENT: Duration = Duration::from_secs(5);
 
-/// Watches the steps of one rank, until it is dropped.
+/// Watches the steps of one rank until it is dropped.
 #[derive(Debug)]
 pub struct Watchdog {
     shared: Arc<Shared>,
@@ -41,21 +42,21 @@ struct Shared {
     stall_reason: OnceLock<String>,
 }
 
-/// What the ranks have posted.
+/// The newest posts of all ranks.
 #[derive(Debug, Default)]
 struct PostedSteps {
-    /// By rank: the last finished step, what was posted, and when that was first seen.
+    /// By rank: the last finished step, the post, and when this rank first saw that post.
     ranks: Vec<Option<(u64, Vec<u8>, Instant)>>,
     /// When rank 0, which stores the posts, last answered.
     answered: Option<Instant>,
 }
 
 impl Watchdog {
-    /// Starts watching. `stalled` is called once, on a thread of its own, with a sentence, when a step that
-    /// was submitted is not done within `limit` after the one before.
+    /// Starts watching. If a submitted step is not done within `limit` after the previous one, `stalled` is called
+    /// once, on a separate thread, with a sentence that describes the stall.
     ///
     /// # Errors
-    /// No thread can be had.
+    /// No thread can be started.
     pub fn start(
         store: Option<Arc<Store>>,
         limit: Duration,
@@ -85,7 +86,7 @@ impl Watchdog {
             stall_reason: OnceLock::new(),
         });
         if let Some(store) = store {
-            // A thread of its own: it blocks when rank 0's process is suspended.
+            // A separate thread, because it blocks while rank 0's process is suspended.
             let shared = shared.clone();
             let post = move || shared.post(&store, post_every);
             std::thread::Builder::new().name("watchdog post".into()).spawn(post)?;
@@ -96,12 +97,13 @@ impl Watchdog {
         Ok(Arc::new(Self { shared }))
     }
 
-    /// Steps are counted from here, when training continues from a checkpoint of step `base`.
+    /// Sets the step of the checkpoint from which training continues. Posted steps are counted from there.
     pub fn continues_from(&self, base: u64) {
         self.shared.base.store(base, Ordering::Release);
     }
 
-    /// Step number `step` (from 1, of this process) was submitted to the GPU: it has to complete within the limit.
+    /// Reports that step number `step` (of this process, from 1) was submitted to the GPU. It must complete within
+    /// the limit.
     pub fn submitted(&self, step: u64) {
         let shared = &self.shared;
         if shared.submitted.fetch_max(step, Ordering::AcqRel) <= shared.done.load(Ordering::Acquire) {
@@ -109,18 +111,18 @@ impl Watchdog {
         }
     }
 
-    /// Step number `step`, and all before it, are done.
+    /// Reports that step number `step` and all steps before it are done.
     pub fn done(&self, step: u64) {
         self.shared.done.fetch_max(step, Ordering::AcqRel);
         self.shared.moved();
     }
 
-    /// Steps of this process that are done.
+    /// The number of steps that this process has completed.
     pub fn steps_done(&self) -> u64 {
         self.shared.done.load(Ordering::Acquire)
     }
 
-    /// Why it ended the attempt, if it did.
+    /// Why the watchdog ended the attempt, if it did.
     pub fn stall_reason(&self) -> Option<&str> {
         self.shared.stall_reason.get().map(String::as_str)
     }
@@ -173,7 +175,7 @@ impl Shared {
             beat += 1;
             let at = self.base.load(Ordering::Acquire) + self.done.load(Ordering::Acquire);
             let mut value = at.to_le_bytes().to_vec();
-            // A counter, so that the posts of a live rank change even while its step does not.
+            // A counter, so that the posts of a live rank change even if its step does not.
             value.extend_from_slice(&beat.to_le_bytes());
             let posted = store.set(&key(self.rank), &value).and_then(|()| store.peek(&keys));
             let Ok(values) = posted else { return };
@@ -195,7 +197,7 @@ impl PostedSteps {
         }
     }
 
-    /// `no step for 120 s: rank 1 is at step 812, the others at 813`.
+    /// Describes a stall, for example `no step for 120 s: rank 1 is at step 812, the others at 813`.
     fn describe(&self, limit: Duration, own: u32, own_step: u64, now: Instant) -> String {
         let mut text = format!("no step for {:.0} s", limit.as_secs_f64());
         let away = self.answered.map(|at| now.saturating_duration_since(at));
@@ -204,7 +206,8 @@ impl PostedSteps {
             .map(|(rank, known)| match known {
                 _ if rank == own => (rank, Some(own_step), Duration::ZERO),
                 Some((step, _, at)) => {
-                    // While rank 0 does not answer, no post is seen: silence is measured up to its last answer.
+                    // While rank 0 does not answer, no posts arrive. So silence is measured up to rank 0's last
+                    // answer.
                     let seen = away.map_or(now, |away| now - away);
                     (rank, Some(*step), seen.saturating_duration_since(*at))
                 }
@@ -212,7 +215,7 @@ impl PostedSteps {
             })
             .collect();
         if steps.len() < 2 {
-            let _ = write!(text, " after step {own_step}: the GPU does not finish what it was given");
+            let _ = write!(text, " after step {own_step}: the GPU does not complete the submitted work");
             return text;
         }
         let ahead = steps.iter().filter_map(|(_, step, _)| *step).max().unwrap_or(own_step);
@@ -236,7 +239,9 @@ impl PostedSteps {
         }
         let others = steps.len() - behind.len();
         let _ = match (behind.is_empty(), others) {
-            (true, _) => write!(text, ": all ranks are at step {ahead}, in a collective that does not end"),
+            (true, _) => {
+                write!(text, ": all ranks are at step {ahead}, in a collective that does not complete")
+            }
             (false, 0) => write!(text, ": {}", behind.join(", ")),
             (false, 1) => write!(text, ": {}, the other at {ahead}", behind.join(", ")),
             (false, _) => write!(text, ": {}, the others at {ahead}", behind.join(", ")),
@@ -271,9 +276,9 @@ mod tests {
                 Watchdog::with(Some(store.clone()), limit, Duration::from_millis(5), stalled).unwrap()
             })
             .collect();
-        // Rank 1 never gets to step 813, and waits for nothing itself.
+        // Rank 1 never reaches step 813, and waits for nothing itself.
         for (rank, dog) in dogs.iter().enumerate() {
-            // From a checkpoint: a process counts its own steps.
+            // Training continues from a checkpoint: a process counts its own steps.
             dog.continues_from(800);
             dog.submitted(12);
             dog.done(12);
@@ -300,7 +305,7 @@ mod tests {
         let dog = Watchdog::with(None, limit, limit, stalled).unwrap();
         dog.submitted(1);
         dog.done(1);
-        // An evaluation, a checkpoint: longer than the limit, and nothing is waited for.
+        // An evaluation or a checkpoint takes longer than the limit, but no step is pending.
         assert!(receiver.recv_timeout(Duration::from_millis(500)).is_err());
         dog.submitted(2);
         let text = receiver.recv_timeout(PATIENCE).unwrap();
@@ -316,14 +321,14 @@ mod tests {
         let mut posted = PostedSteps { ranks: vec![at(7, now), at(7, now)], answered: Some(now) };
         assert_eq!(
             posted.describe(limit, 0, 7, now),
-            "no step for 120 s: all ranks are at step 7, in a collective that does not end"
+            "no step for 120 s: all ranks are at step 7, in a collective that does not complete"
         );
         posted.ranks[1] = at(7, long_ago);
         assert_eq!(
             posted.describe(limit, 0, 7, now),
             "no step for 120 s: rank 1 is at step 7 and silent for 60 s (suspended?), the other at 7"
         );
-        // Rank 0 stores the posts: suspended, it does not answer.
+        // Rank 0 stores the posts. While it is suspended, it does not answer.
         posted = PostedSteps { ranks: vec![at(7, long_ago), at(7, long_ago)], answered: Some(long_ago) };
         assert_eq!(
             posted.describe(limit, 1, 7, now),

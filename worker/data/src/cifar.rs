@@ -1,8 +1,8 @@
-//! CIFAR-10 and CIFAR-100, binary version (Krizhevsky 2009): records of one or two label bytes and
-//! 3,072 bytes of red, green and blue planes.
+//! CIFAR-10 and CIFAR-100 in the binary version (Krizhevsky 2009): records of one or two label bytes, then 3,072
+//! bytes in red, green and blue planes.
 
 use super::{Catalog, DataError, Format, Samples, Split, names_from, packed};
-use lockstep_host::files::{self, Found};
+use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::dataset::BrokenFile;
 use std::{
     fs,
@@ -11,12 +11,12 @@ use std::{
 
 const SIDE: usize = 32;
 const PLANE: usize = SIDE * SIDE;
-/// Larger files are none of CIFAR's, whose largest has 154 MB.
+/// Larger files do not belong to CIFAR; the largest has 154 MB.
 const MAX_BYTES: u64 = 8 << 30;
 
 struct Layout {
     format: Format,
-    /// Bytes before the pixels; the last one is the label.
+    /// Number of bytes before the pixels. The last of them is the label.
     label_bytes: usize,
     classes: usize,
     names: &'static str,
@@ -24,10 +24,10 @@ struct Layout {
     test: Vec<PathBuf>,
 }
 
-/// Finds the files in `dir`; `None` when there are none.
+/// Finds the files in `dir`; `None` if there are none.
 pub(super) fn find(dir: &Path) -> Option<Result<Catalog, DataError>> {
     let existing = |names: &[String]| -> Vec<PathBuf> {
-        // Also what cannot be read: it is named then, not left out.
+        // Unreadable files are included, so that an error names them.
         names.iter().map(|n| dir.join(n)).filter(|p| fs::symlink_metadata(p).is_ok()).collect()
     };
     let batches: Vec<String> = (1..=99).map(|i| format!("data_batch_{i}.bin")).collect();
@@ -58,9 +58,9 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
         if paths.is_empty() {
             continue;
         }
-        // The pictures, and the largest file while it is read. What cannot be read is named below.
+        // The pixels, and the largest file while it is read. Unreadable files are reported below.
         let size = |path: &PathBuf| match files::stat(path) {
-            Ok(Found::File { size_bytes }) => size_bytes,
+            Ok(FileKind::File { size_bytes }) => size_bytes,
             _ => 0,
         };
         let (all, largest) = paths.iter().map(size).fold((0, 0), |(all, most), n| (all + n, n.max(most)));
@@ -91,12 +91,12 @@ fn read(dir: &Path, layout: &Layout) -> Result<Catalog, DataError> {
     Ok(Catalog { format: layout.format, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
 }
 
-/// Checks a whole file before it takes anything of it.
+/// Checks the whole file before appending any record.
 fn append(bytes: &[u8], layout: &Layout, pixels: &mut Vec<u8>, labels: &mut Vec<u32>) -> Result<(), String> {
     let record = layout.label_bytes + 3 * PLANE;
     if bytes.is_empty() || !bytes.len().is_multiple_of(record) {
         return Err(format!(
-            "has {} bytes, which is no multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; get it again",
+            "has {} bytes, which is not a multiple of the {record} bytes of a record: it is cut off or not a CIFAR binary file; get it again",
             bytes.len()
         ));
     }

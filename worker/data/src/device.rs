@@ -1,7 +1,7 @@
-//! Decoding and resizing on a device: what a GPU takes, and who decodes the other pictures.
+//! Decoding and resizing on a device such as a GPU: the interface of the decoder, and statistics.
 //!
-//! A device's result is bytes in the host's memory, in the form in which cores make them. So everything after the crop is the
-//! same for both, and each picture of a batch may come from either.
+//! A device returns bytes in host memory, in the same form as the CPU path. All steps after the crop are the same for
+//! both, and a batch may contain pictures from both.
 
 use lockstep_protocol::numbers::plural;
 use std::{
@@ -13,40 +13,41 @@ use std::{
 pub use super::picture::{
     ScaleTable,
     decode::for_hardware,
-    jpeg::{CpuDecodeReason, MOST_SIDE, Stored, Subsampling},
+    jpeg::{CpuDecodeReason, MAX_SIDE, Stored, Subsampling},
 };
 
-/// A JPEG file and what is made of it: an upright part, resized, mirrored or not.
+/// A JPEG file, and the part to decode from it: an upright rectangle, which is resized and optionally mirrored.
 #[derive(Debug)]
 pub struct Encoded<'a> {
     pub bytes: &'a [u8],
     pub stored: Stored,
-    /// First column of the upright picture that the tables count from.
+    /// The column of the upright picture at which the column table begins.
     pub left: u32,
-    /// First row.
+    /// The row of the upright picture at which the row table begins.
     pub top: u32,
     pub rows: &'a ScaleTable,
     pub columns: &'a ScaleTable,
-    /// Mirrored left to right after resizing.
+    /// Whether the picture is mirrored left to right after resizing.
     pub flip: bool,
 }
 
-/// Decodes JPEG files on a device instead of the host's cores.
+/// Decodes JPEG files on a device instead of CPU cores.
 pub trait DeviceDecoder: Send + Sync + fmt::Debug {
-    /// For the log.
+    /// The name for the log.
     fn name(&self) -> String;
 
-    /// How many calls of [`DeviceDecoder::decode`] make progress at a time; others wait for their turn.
+    /// The number of calls of [`DeviceDecoder::decode`] that make progress at the same time. Other calls wait.
     fn at_a_time(&self) -> usize {
         1
     }
 
-    /// Asks `next` for pictures once it can begin, with how many it decodes together; makes `size` (width, height) RGB
-    /// pixels of each, and calls `then` once with them, in order: `None` where the device does not take a picture. Where
-    /// `next` has none, `then` is not called. May be called from several threads at a time.
+    /// When the device is ready, calls `next` with the number of pictures that it decodes together, and receives up
+    /// to that many. Makes RGB pixels of `size` (width, height) from each picture, and calls `then` once with the
+    /// results in order; the result is `None` for a picture that the device refuses. If `next` returns no pictures,
+    /// `then` is not called. Several threads may call this method at the same time.
     ///
     /// # Errors
-    /// None of the pictures that `next` gave could be made; `then` was not called.
+    /// All pictures from `next` failed; `then` was not called.
     fn decode<'a>(
         &self,
         size: (u32, u32),
@@ -54,25 +55,25 @@ pub trait DeviceDecoder: Send + Sync + fmt::Debug {
         then: &mut dyn FnMut(&[Option<&[u8]>]),
     ) -> Result<(), String>;
 
-    /// Waits for decoding in progress and closes the device; nothing can be decoded afterwards.
+    /// Waits for decoding in progress and closes the device. Nothing can be decoded afterwards.
     fn close(&self) {}
 }
 
-/// At most so many bytes of a batch's files wait in memory for the device. Cores decode the other files.
-pub(super) const MOST_HELD: usize = 512 << 20;
-/// Batches that may fail one after another before cores do everything.
-const MOST_FAILURES: u32 = 4;
+/// Maximum size of a batch's files held in memory for the device. Cores decode the other files.
+pub(super) const MAX_HELD_BYTES: usize = 512 << 20;
+/// Number of consecutive failed batches after which only cores decode.
+const MAX_FAILURES: u32 = 4;
 
-/// Where a job's pictures were decoded so far.
+/// Where a job's pictures have been decoded so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Decoded {
     pub by_device: u64,
     pub by_cores: BTreeMap<CpuDecodeReason, u64>,
-    /// The device's last error.
+    /// The most recent error of the device.
     pub failure: Option<String>,
-    /// It has failed too often: cores do everything from now on.
+    /// Whether the device has failed too often, so that only cores decode from now on.
     pub given_up: bool,
-    /// Batches that have failed since one did not.
+    /// The number of batches that failed since the last success.
     failures: u32,
 }
 
@@ -94,18 +95,18 @@ impl fmt::Display for Decoded {
     }
 }
 
-/// A device that decodes for a job, and what it has done.
+/// A device that decodes pictures for a job, and its statistics.
 #[derive(Debug)]
 pub(super) struct OnDevice {
     pub(super) decoder: Arc<dyn DeviceDecoder>,
-    /// Bytes of a batch's files, at most.
-    pub(super) most_held: usize,
+    /// Maximum size in bytes of a batch's files held in memory.
+    pub(super) max_held_bytes: usize,
     decoded: Mutex<Decoded>,
 }
 
 impl OnDevice {
-    pub(super) fn new(decoder: Arc<dyn DeviceDecoder>, most_held: usize) -> Self {
-        Self { decoder, most_held, decoded: Mutex::default() }
+    pub(super) fn new(decoder: Arc<dyn DeviceDecoder>, max_held_bytes: usize) -> Self {
+        Self { decoder, max_held_bytes, decoded: Mutex::default() }
     }
 
     pub(super) fn decoded(&self) -> Decoded {
@@ -116,7 +117,7 @@ impl OnDevice {
         self.with(|decoded| !decoded.given_up)
     }
 
-    /// Counts pictures that cores decode.
+    /// Counts pictures that are left to cores.
     pub(super) fn for_cores(&self, why: CpuDecodeReason, pictures: u64) {
         if pictures == 0 {
             return;
@@ -124,7 +125,7 @@ impl OnDevice {
         self.with(|decoded| *decoded.by_cores.entry(why).or_insert(0) += pictures);
     }
 
-    /// Counts pictures that the device has decoded, and some that it did not take.
+    /// Counts pictures that the device has decoded, and pictures that it refused.
     pub(super) fn done(&self, pictures: u64, refused: u64) {
         self.with(|decoded| {
             decoded.by_device += pictures;
@@ -135,14 +136,14 @@ impl OnDevice {
         }
     }
 
-    /// Counts pictures of a batch that failed; `is_first`: nothing else of it has.
+    /// Counts pictures of a batch that failed. `is_first`: no other pictures of the batch have failed before.
     pub(super) fn failed(&self, why: String, pictures: u64, is_first: bool) {
-        tracing::warn!("the GPU could not decode {pictures} pictures, cores do: {why}");
+        tracing::warn!("the GPU could not decode {pictures} pictures; CPU cores decode them: {why}");
         self.for_cores(CpuDecodeReason::Failed, pictures);
         self.with(|decoded| {
             decoded.failure = Some(why);
             decoded.failures += u32::from(is_first);
-            decoded.given_up |= decoded.failures >= MOST_FAILURES;
+            decoded.given_up |= decoded.failures >= MAX_FAILURES;
         });
     }
 

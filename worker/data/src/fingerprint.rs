@@ -1,11 +1,11 @@
-//! Whether a dataset is still the one that it was: its files' names, sizes and content.
+//! Fingerprints of datasets, which show whether a dataset has changed: names, sizes and contents of its files.
 //!
-//! The index has the contents of pictures in folders and shards, so only files are read whose size or time of change differs;
-//! with [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of a dataset has the same fingerprint, and
-//! so has one whose files were only touched.
+//! The index has the content hashes of pictures in folders and shards, so a file is read only if its size or time of
+//! change differs. With [`ChangeDetection::Folders`], files in unchanged folders are not examined. A copy of a
+//! dataset has the same fingerprint, and so has a dataset whose files only have new times.
 
 use super::{Catalog, ChangeDetection, DataError, Format, Samples, pattern};
-use lockstep_host::files::{self, Found};
+use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::{dataset::PicturesFingerprint, numbers::plural};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -16,10 +16,11 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// Up to this much is read whole; of more, the beginning and the end of every file.
+/// Datasets of up to this many bytes are read completely. Of larger ones, the beginning and end of each file are
+/// read.
 const WHOLE: u64 = 1 << 30;
 const EDGE: u64 = 64 << 10;
-/// Limit of folders within folders: links may make a few folders look like many.
+/// Maximum depth of folders. Links can make a few folders look like many.
 const DEPTH: usize = 32;
 const FILES: usize = 100_000_000;
 
@@ -28,22 +29,22 @@ const FILES: usize = 100_000_000;
 pub struct Fingerprint {
     pub files: u64,
     pub bytes: u64,
-    /// Hexadecimal.
+    /// In hexadecimal.
     pub sha256: String,
 }
 
-/// A dataset's fingerprint, in whichever form it is taken.
+/// A dataset's fingerprint, in one of two forms.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum DatasetFingerprint {
-    /// Of all files, computed by reading them.
+    /// A fingerprint of all files, computed by reading them.
     Files(Fingerprint),
-    /// Of the pictures, from their index.
+    /// A fingerprint of the pictures, computed from the index.
     Pictures(PicturesFingerprint),
 }
 
 impl DatasetFingerprint {
-    /// Of a dataset that this process has just inspected; none where its files cannot be read any more.
+    /// The fingerprint of a dataset that this process has just inspected. `None` if its files can no longer be read.
     pub fn of_inspected(path: &Path) -> Option<Self> {
         match of_pictures(path, ChangeDetection::Folders).ok()? {
             Some(found) => Some(Self::Pictures(found)),
@@ -51,7 +52,7 @@ impl DatasetFingerprint {
         }
     }
 
-    /// `640 pictures of 3 MB`.
+    /// A description, such as `640 pictures of 3 MB`.
     pub fn in_words(&self) -> String {
         let (count, what, bytes) = match self {
             Self::Files(found) => (found.files, "file", found.bytes),
@@ -61,17 +62,18 @@ impl DatasetFingerprint {
     }
 }
 
-/// What there is at a path; what cannot be read is part of it, in words: whether a job can do without is not decided here.
+/// A file or folder. If it cannot be read, the reason becomes part of the fingerprint: whether a job can do without
+/// the file is decided elsewhere.
 struct Entry {
     path: PathBuf,
     size_bytes: Result<u64, String>,
 }
 
 impl Fingerprint {
-    /// Looks at every file below `path`, until `cancelled`.
+    /// Examines every file below `path`, until `cancelled` is set.
     ///
     /// # Errors
-    /// There is no file at all, more than the limit, or `path` itself cannot be read; the sentence names it.
+    /// There is no file, there are too many files, or `path` itself cannot be read; the sentence names the path.
     pub fn of(path: &Path, cancelled: &AtomicBool) -> io::Result<Self> {
         let mut entries = Vec::new();
         collect(path, 0, &mut entries, cancelled)?;
@@ -101,15 +103,16 @@ impl Fingerprint {
     }
 }
 
-/// Which pictures the dataset at `path` holds; `None` of a format whose files are few: see [`Fingerprint`].
+/// The fingerprint of the pictures in the dataset at `path`. `None` for formats with few files: use [`Fingerprint`]
+/// for them.
 ///
 /// # Errors
-/// It is no dataset any more.
+/// `path` is no longer a dataset.
 pub fn of_pictures(path: &Path, changes: ChangeDetection) -> Result<Option<PicturesFingerprint>, DataError> {
     Catalog::open_with(path, &changes.store()).map(|catalog| catalog.fingerprint(path))
 }
 
-/// Whether [`of_pictures`] has a fingerprint for `path`, as far as a few directory entries show.
+/// Whether [`of_pictures`] has a fingerprint for `path`. Only a few directory entries are read.
 pub fn has_pictures(path: &Path) -> bool {
     super::pattern::fixed_part(path).is_some()
         || super::image_folder::training_folder(path).is_some_and(|train| train.is_dir())
@@ -141,7 +144,8 @@ impl Catalog {
                 picture_bytes += size;
             }
         }
-        // Whatever is wrong with them, they are not trained on. Of a pattern's path no file has the whole.
+        // Broken files are not trained on, whatever the reason. Their names are taken relative to the fixed part of a
+        // pattern.
         let folder = pattern::fixed_part(path).map_or_else(|| path.to_owned(), |(fixed, _)| fixed);
         for broken in self.broken.iter().chain(self.splits.iter().flat_map(|split| &split.broken)) {
             let name = Path::new(&broken.file);
@@ -164,13 +168,15 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
     go_on(cancelled)?;
     let wrong = |what: String| io::Error::other(format!("{} {what}", path.display()));
     if depth > DEPTH {
-        return Err(wrong(format!("lies deeper than {DEPTH} folders; is a link leading round in circles?")));
+        return Err(wrong(format!(
+            "is deeper than {DEPTH} folders; does a link lead back to a folder that contains it?"
+        )));
     }
     let listed = match files::stat(path) {
-        Ok(Found::Folder) => fs::read_dir(path)
+        Ok(FileKind::Folder) => fs::read_dir(path)
             .and_then(Iterator::collect::<io::Result<Vec<_>>>)
             .map_err(files::cannot_be_read),
-        Ok(Found::File { size_bytes }) => {
+        Ok(FileKind::File { size_bytes }) => {
             found.push(Entry { path: path.into(), size_bytes: Ok(size_bytes) });
             return Ok(());
         }
@@ -180,19 +186,19 @@ fn collect(path: &Path, depth: usize, found: &mut Vec<Entry>, cancelled: &Atomic
         Ok(inside) => {
             for entry in inside {
                 if found.len() >= FILES {
-                    return Err(wrong(format!("is one of more than {FILES} files")));
+                    return Err(wrong(format!("belongs to a dataset of more than {FILES} files")));
                 }
                 collect(&entry.path(), depth + 1, found, cancelled)?;
             }
         }
-        // Nothing can be said of the dataset itself.
+        // The dataset's path itself cannot be read.
         Err(detail) if depth == 0 => return Err(wrong(detail)),
         Err(detail) => found.push(Entry { path: path.into(), size_bytes: Err(detail) }),
     }
     Ok(())
 }
 
-/// Adds what a file holds to `hash`; what cannot be read is said in words.
+/// Adds the content of a file to `hash`, or the reason why it cannot be read.
 fn content(
     path: &Path,
     size: u64,
@@ -208,7 +214,7 @@ fn content(
                 0 => return Ok(()),
                 n => hash.update(&block[..n]),
             }
-            // The caller lists it again.
+            // The caller checks for cancellation again.
             if cancelled.load(Ordering::Relaxed) {
                 return Ok(());
             }
@@ -279,7 +285,7 @@ mod tests {
         fs::write(dir.path().join("y"), "two").unwrap();
         let first = of(dir.path()).unwrap();
         assert_eq!((first.files, first.bytes), (2, 6));
-        // Written again, at another time, elsewhere.
+        // The same content in another folder, written at another time.
         let other = tempfile::tempdir().unwrap();
         fs::write(other.path().join("y"), "two").unwrap();
         fs::create_dir(other.path().join("a")).unwrap();

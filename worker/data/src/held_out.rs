@@ -1,9 +1,10 @@
-//! Which pictures of the training split a fraction in `data.validation` holds out, and the fingerprint of those that measure a
-//! network.
+//! Which pictures of the training split are held out for validation (a fraction in `data.validation`), and the
+//! fingerprint of the validation pictures.
 //!
-//! Each picture is decided by itself, from what identifies it wherever it stands in its split. So pictures that are added or removed
-//! move no other one between training and validation, and a larger fraction holds out what a smaller one does, and more. The price:
-//! the fraction of each class is the expected one, and of a class of few pictures none may be held out.
+//! Whether a picture is held out depends only on its own identity, which is independent of its place in the split. So
+//! adding or removing pictures moves no other picture between training and validation, and a larger fraction holds
+//! out all pictures of a smaller one. The price: the fraction of each class is only approximately the requested one,
+//! and of a class with few pictures possibly none is held out.
 
 use super::{Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, listing::Listing};
 use lockstep_protocol::{
@@ -14,16 +15,17 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 use std::path::Path;
 
-/// What a random stream is for (see `shard.rs` for others).
+/// Purpose number of the random stream (see `shard.rs` for others).
 const HOLD_OUT: u64 = 2;
-/// The split that fractions are held out of.
+/// The split from which fractions are held out.
 const TRAIN: &str = "train";
 
 /// Identifies a picture independently of its place in the split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Identity {
-    /// Decides whether it is held out. In a folder from its class and file name; elsewhere from its content, as names and places
-    /// there follow from the order in which pictures were packed.
+    /// Decides whether the picture is held out. In folders it is derived from the class and the file name. Elsewhere
+    /// it is derived from the content, because names and places there depend on the order in which pictures were
+    /// packed.
     key: u64,
     content: u64,
 }
@@ -38,8 +40,9 @@ pub(crate) fn is_held_out(division: &Division, picture: Identity) -> bool {
     }
 }
 
-/// The divisions under which an earlier run may have trained on pictures that a job with `spec` holds out: of the same dataset, with
-/// another fraction, split or seed. Pictures of other splits and datasets cannot be compared by them.
+/// The divisions, among `divisions`, under which an earlier run may have trained on pictures that a job with `spec`
+/// holds out: divisions of the same dataset with another fraction, split or seed. Pictures of other splits and
+/// datasets cannot be compared.
 pub fn foreign_divisions(divisions: &[Division], spec: &DataSpec) -> Vec<Division> {
     let own = Division::of(spec);
     let is_fraction = matches!(own.validation, Validation::Fraction(_));
@@ -47,7 +50,7 @@ pub fn foreign_divisions(divisions: &[Division], spec: &DataSpec) -> Vec<Divisio
     divisions.iter().filter(is_foreign).cloned().collect()
 }
 
-/// The name of the split that validation pictures are in.
+/// The name of the split that contains the validation pictures.
 pub(super) fn validation_split_name(validation: &Validation) -> &str {
     match validation {
         Validation::Fraction(_) => TRAIN,
@@ -55,7 +58,7 @@ pub(super) fn validation_split_name(validation: &Validation) -> &str {
     }
 }
 
-/// Of encoded pictures; `labels` has the class of each.
+/// The identities of encoded pictures. `labels` has the class of each picture.
 pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[String]) -> Vec<Identity> {
     let one = |(number, label): (usize, &u32)| {
         let content = listing.content(number);
@@ -76,7 +79,7 @@ pub(super) fn identities_of_files(listing: &Listing, labels: &[u32], classes: &[
     labels.iter().enumerate().map(one).collect()
 }
 
-/// Of pictures of `size` bytes, one after another.
+/// The identities of uncompressed pictures of `size` bytes each, stored one after another.
 pub(super) fn identities_of_packed(pixels: &[u8], size: usize) -> Vec<Identity> {
     let one = |picture: &[u8]| {
         let content = content_hash(picture);
@@ -85,7 +88,7 @@ pub(super) fn identities_of_packed(pixels: &[u8], size: usize) -> Vec<Identity> 
     pixels.par_chunks_exact(size.max(1)).map(one).collect()
 }
 
-/// The fingerprint of some pictures with their classes, in any order; `None` without pictures.
+/// The fingerprint of pictures with their classes, independent of their order. `None` if there are no pictures.
 pub(super) fn fingerprint(pictures: impl Iterator<Item = (Identity, u32)>) -> Option<ValidationSet> {
     let mut all: Vec<_> = pictures.collect();
     all.sort_unstable();
@@ -99,10 +102,11 @@ pub(super) fn fingerprint(pictures: impl Iterator<Item = (Identity, u32)>) -> Op
     (!all.is_empty()).then_some(ValidationSet { pictures: all.len() as u64, fingerprint })
 }
 
-/// The pictures that measure a job with `spec` on the dataset at `path`, as they are now. No picture is decoded.
+/// The validation pictures of a job with `spec` on the dataset at `path`, in its present state. No picture is
+/// decoded.
 ///
 /// # Errors
-/// It is no dataset any more.
+/// `path` is no longer a dataset.
 pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationSet>, DataError> {
     let catalog = Catalog::open_with(path, &ChangeDetection::Files.store())?;
     let Some(split) = catalog.split(validation_split_name(&spec.validation)) else { return Ok(None) };
@@ -146,7 +150,7 @@ mod tests {
         }
     }
 
-    /// The pictures that are held out, by name.
+    /// Whether each picture is held out, by name.
     fn held_out(dir: &Path, spec: &DataSpec) -> BTreeMap<String, bool> {
         let catalog = Catalog::open_with(dir, &ChangeDetection::Files.store()).unwrap();
         let split = catalog.split(TRAIN).unwrap();
@@ -168,7 +172,7 @@ mod tests {
         let before = held_out(dir.path(), &spec(0.1, 0));
         assert!((15..=45).contains(&names(&before).len()), "{}", names(&before).len());
         let set = validation_set(dir.path(), &spec(0.1, 0)).unwrap();
-        // Every other split of the seed and every larger fraction.
+        // Other seeds divide differently; larger fractions hold out more.
         assert_ne!(names(&before), names(&held_out(dir.path(), &spec(0.1, 1))));
         assert!(names(&held_out(dir.path(), &spec(0.2, 0))).is_superset(&names(&before)));
 
@@ -219,7 +223,7 @@ mod tests {
         };
         assert_eq!(counted(0.1, 0), 0, "its own");
         assert_eq!(counted(0.2, 0), 0, "held out there, too");
-        // Nine in ten, and half.
+        // About nine in ten, and half.
         let all = source.shape.validation_samples;
         assert!((all * 8 / 10..all).contains(&counted(0.1, 1)), "{} of {all}", counted(0.1, 1));
         assert!((all * 4 / 10..all * 6 / 10).contains(&counted(0.05, 0)), "{} of {all}", counted(0.05, 0));

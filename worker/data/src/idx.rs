@@ -1,4 +1,5 @@
-//! IDX files, as MNIST and its kin have them (LeCun, Cortes, Burges): gzip or not, one channel.
+//! IDX files, the format of MNIST and similar datasets (LeCun, Cortes, Burges), optionally compressed with gzip.
+//! Pictures have one channel.
 
 use super::{
     Catalog, DataError, Format, Samples, Split,
@@ -15,15 +16,15 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Type 8 (unsigned byte) with three dimensions, and with one.
+/// Type 8 (unsigned byte) with three dimensions (pictures) or one (labels).
 const PICTURES: u32 = 0x0803;
 const LABELS: u32 = 0x0801;
-/// Nothing larger is read or unpacked, whatever a header says.
+/// Limit of a file's size and of its decompressed size, whatever its header says.
 const MAX_BYTES: u64 = 8 << 30;
-/// What is read of a file at once.
+/// Number of bytes read at once.
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// Finds the files in `dir`; `None` when there are none.
+/// Finds the files in `dir`; `None` if there are none.
 pub(super) fn find(dir: &Path, reading: Reading) -> Option<Result<Catalog, DataError>> {
     let mut names: Vec<String> = fs::read_dir(dir)
         .ok()?
@@ -54,12 +55,12 @@ fn read(
         let Some(labels) = labels else {
             return Err(DataError::Invalid(format!("{} has no labels file next to it", pictures.display())));
         };
-        // Of a packed file, both headers are known before much of it is unpacked.
+        // Both headers are read before much of a compressed file is decompressed.
         let pictures = IdxFile::open(&pictures, PICTURES)?;
         let mut labels = IdxFile::open(&labels, LABELS)?;
         if pictures.shape[0] != labels.shape[0] {
             return Err(DataError::Invalid(format!(
-                "{} has {} pictures, but {} has {} labels: they are not of one set",
+                "{} has {} pictures, but {} has {} labels: they do not belong together",
                 pictures.path.display(),
                 pictures.shape[0],
                 labels.path.display(),
@@ -71,13 +72,13 @@ fn read(
             && (*height, *width) != size
         {
             return Err(DataError::Invalid(format!(
-                "{} has pictures of {} x {}, but those of the training split are {width} x {height}: they are not of one set",
+                "{} has pictures of {} x {}, but those of the training split are {width} x {height}: they do not belong together",
                 pictures.path.display(),
                 size.1,
                 size.0
             )));
         }
-        // One byte in the file, and four in memory.
+        // Each label has one byte in the file and four in memory.
         labels.check_fits(5)?;
         let labels = labels.whole()?;
         let samples = pictures.samples(reading)?;
@@ -93,11 +94,11 @@ fn read(
     Ok(Catalog { format: Format::Idx, classes, splits, broken: Vec::new(), unlabelled: Vec::new() })
 }
 
-/// A file whose header was read.
+/// A file whose header has been read.
 struct IdxFile {
     path: PathBuf,
     shape: Vec<usize>,
-    /// What follows the header.
+    /// The data after the header.
     data: Box<dyn Read>,
 }
 
@@ -106,7 +107,7 @@ impl IdxFile {
         let broken = |detail: String| DataError::File { path: path.display().to_string(), detail };
         let (file, size) = files::open(path).map_err(broken)?;
         if size > MAX_BYTES {
-            return Err(broken(format!("has {size} bytes; up to {MAX_BYTES} are read")));
+            return Err(broken(format!("has {size} bytes; at most {MAX_BYTES} are allowed")));
         }
         let mut file = BufReader::with_capacity(BUFFER_BYTES, file);
         let begun = file.fill_buf().map_err(|e| broken(files::cannot_be_read(e)))?;
@@ -136,24 +137,25 @@ impl IdxFile {
         DataError::File { path: self.path.display().to_string(), detail }
     }
 
-    /// Bytes that the header promises.
+    /// The number of data bytes according to the header.
     fn promised(&self) -> usize {
         self.shape.iter().try_fold(1usize, |a, b| a.checked_mul(*b)).unwrap_or(usize::MAX)
     }
 
-    /// Whether there is memory for what the header promises, with so many bytes for each of the file's.
+    /// Fails if the memory does not suffice for the data that the header announces, at `each` bytes per byte of the
+    /// file.
     fn check_fits(&self, each: u64) -> Result<(), DataError> {
         let bytes = (self.promised() as u64).saturating_mul(each);
         packed::check_fits(bytes).map_err(|detail| self.broken(detail))
     }
 
-    /// Appends up to so many bytes.
+    /// Appends up to `bytes` bytes to `to`.
     fn read(&mut self, bytes: usize, to: &mut Vec<u8>) -> Result<(), DataError> {
         let read = self.data.by_ref().take(bytes as u64).read_to_end(to);
         read.map(|_| ()).map_err(|e| self.broken(not_read(e)))
     }
 
-    /// All that follows the header.
+    /// All data after the header.
     fn whole(&mut self) -> Result<Vec<u8>, DataError> {
         let mut bytes = Vec::new();
         self.read(self.promised(), &mut bytes)?;
@@ -161,7 +163,7 @@ impl IdxFile {
         Ok(bytes)
     }
 
-    /// Whether the file ends after `read` bytes, as its header says.
+    /// Fails unless the file ends after `read` bytes, as its header says.
     fn end(&mut self, read: usize) -> Result<(), DataError> {
         let mut more = Vec::new();
         self.read(1, &mut more)?;
@@ -170,7 +172,7 @@ impl IdxFile {
         }
         let follow = if more.is_empty() { read.to_string() } else { "more".to_owned() };
         Err(self.broken(format!(
-            "says that it holds {:?} bytes, but {follow} follow its header: it is cut off or damaged; get it again",
+            "has a header for {:?} bytes, but {follow} follow it: it is cut off or damaged; get it again",
             self.shape
         )))
     }
@@ -183,7 +185,7 @@ impl IdxFile {
         let size = height.saturating_mul(width);
         let (mut pixels, mut measured) = (Vec::new(), None);
         match reading {
-            // Says itself what is wrong with a file that promises nothing.
+            // For an empty set, only checks that no data follows.
             _ if size == 0 || count == 0 => self.end(0)?,
             Reading::Whole => {
                 self.check_fits(1)?;
@@ -191,7 +193,7 @@ impl IdxFile {
             }
             Reading::Measure => {
                 if let Some(words) = too_large(width as u32, height as u32) {
-                    return Err(self.broken(format!("has pictures of which each {words}")));
+                    return Err(self.broken(format!("has pictures each of which {words}")));
                 }
                 measured = Some(self.measure(count, size)?);
             }
@@ -199,7 +201,7 @@ impl IdxFile {
         Ok(Samples::Memory { pixels, measured, height: height as u32, width: width as u32, channels: 1 })
     }
 
-    /// As [`Statistics::of_packed`], of which only one picture is in memory.
+    /// As [`Statistics::of_packed`], with only one picture in memory at a time.
     fn measure(&mut self, count: usize, size: usize) -> Result<Statistics, DataError> {
         let every = count.div_ceil(STATISTICS_SAMPLES).max(1);
         let (mut statistics, mut picture) = (Statistics::default(), Vec::new());
@@ -218,11 +220,11 @@ impl IdxFile {
     }
 }
 
-/// What is wrong where reading or unpacking fails, to stand after the file's name.
+/// The reason why reading or decompressing failed, as a phrase to follow the file's name.
 fn not_read(error: io::Error) -> String {
     match error.kind() {
         ErrorKind::InvalidInput | ErrorKind::InvalidData | ErrorKind::UnexpectedEof => {
-            format!("cannot be unpacked: {error}; get it again")
+            format!("cannot be decompressed: {error}; get it again")
         }
         _ => files::cannot_be_read(error),
     }
@@ -259,7 +261,7 @@ mod tests {
     #[test]
     fn an_inspection_holds_no_pictures_and_finds_the_same_of_them() {
         let dir = tempfile::tempdir().unwrap();
-        // More than are measured, so every second one is.
+        // More than the number of pictures in the statistics, so every second picture is measured.
         let count = STATISTICS_SAMPLES + 7;
         let pixels: Vec<u8> = (0..count * 6).map(|i| (i * i % 251) as u8).collect();
         set(dir.path(), [count, 2, 3], &pixels, count);
@@ -284,7 +286,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let some = vec![0; SIDE * SIDE];
         for reading in [Reading::Whole, Reading::Measure] {
-            // Its end is missing, too, which would be found by unpacking it.
+            // The file is also truncated, which decompressing it would reveal.
             set(dir.path(), [1500, SIDE, SIDE], &some, 7);
             let why = error(dir.path(), reading);
             assert!(why.contains("has 1500 pictures") && why.contains("has 7 labels"), "{why}");
@@ -292,10 +294,10 @@ mod tests {
             let why = error(dir.path(), reading);
             assert!(why.contains("[7, 64, 64] bytes, but 4096 follow"), "{why}");
         }
-        // More than any machine has.
+        // More than the memory of any machine.
         set(dir.path(), [7, u32::MAX as usize, 1 << 31], &some, 7);
         assert!(error(dir.path(), Reading::Whole).contains("are free on this machine"));
-        assert!(error(dir.path(), Reading::Measure).contains("up to 64 megapixels are read"));
+        assert!(error(dir.path(), Reading::Measure).contains("at most 64 megapixels are allowed"));
         file(dir.path(), "train-images-idx3-ubyte", PICTURES, &[u32::MAX as usize, 1, 1], &some);
         file(dir.path(), "train-labels-idx1-ubyte", LABELS, &[u32::MAX as usize], &some);
         let why = error(dir.path(), Reading::Measure);

@@ -1,19 +1,19 @@
-//! Folders of pictures: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`, also under the other usual
-//! names of these splits, in any case.
-//! Of any size; their format is read from their first bytes, not from their names.
+//! Pictures in folders: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`. Other usual names
+//! of these splits are accepted, in upper and lower case. Pictures may have any size. Their format is recognised by
+//! their first bytes, not by their names.
 //!
-//! What cannot be read, or lies where no class is, is named: nothing that might be a picture is left out in silence.
-//! Folders are listed unless the index shows that they have not changed (`index/folders.rs`); files that are not in the index are
-//! read.
+//! Files that cannot be read and files outside a class folder are reported: nothing that might be a picture is
+//! ignored silently. Folders are listed unless the index shows that they have not changed (`index/folders.rs`). Files
+//! that are not in the index are read.
 
 use super::{
     Catalog, DataError, Format, Samples, Split,
     index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
     label::composed,
-    listing::{Listing, Place},
+    listing::{ContainerKind, Listing},
     picture::{self, is_named_like_one},
 };
-use lockstep_host::files::{self, Found};
+use lockstep_host::files::{self, FileKind};
 use lockstep_protocol::dataset::BrokenFile;
 use lockstep_protocol::numbers::plural;
 use rayon::prelude::*;
@@ -25,7 +25,7 @@ use std::{
     time::SystemTime,
 };
 
-/// Names of folders that always mean a split, in any case, and what it is called.
+/// Folder names that always denote a split (in lower case), and the name of that split.
 const SPLITS: [(&str, &str); 7] = [
     ("train", "train"),
     ("training", "train"),
@@ -36,17 +36,17 @@ const SPLITS: [(&str, &str); 7] = [
     ("testing", "test"),
 ];
 
-/// The split that a folder's name always means.
+/// The split denoted by a folder's name, if any.
 pub(super) fn split_of(folder: &Path) -> Option<&'static str> {
     let name = folder.file_name()?;
     SPLITS.iter().find(|(usual, _)| name.eq_ignore_ascii_case(usual)).map(|(_, split)| *split)
 }
 
-/// Where the training split lies, if there is one.
+/// The folder of the training split, if there is one.
 pub(super) fn training_folder(dir: &Path) -> Option<PathBuf> {
     let all = entries(dir).ok()?.into_iter();
     let mut named: Vec<_> = all.filter(|path| split_of(path) == Some("train")).collect();
-    // What holds classes counts first, then the usual name.
+    // Prefer a folder that contains class folders, then the usual name.
     named.sort_by_key(|path| (!holds_folders(path), !path.ends_with("train")));
     named.into_iter().next()
 }
@@ -55,30 +55,29 @@ fn holds_folders(dir: &Path) -> bool {
     entries(dir).is_ok_and(|all| all.iter().any(|path| path.is_dir()))
 }
 
-/// Finds the files under `dir`; `None` when there is no folder `train` with folders in it.
+/// Finds the pictures below `dir`; `None` if there is no training folder with folders in it.
 pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     let train = training_folder(dir)?;
     match files::stat(&train) {
-        Ok(Found::Folder) => holds_folders(&train).then(|| read(dir, &train, store)),
-        Ok(Found::File { .. }) => None,
-        // A link that leads nowhere, and the like.
+        Ok(FileKind::Folder) => holds_folders(&train).then(|| read(dir, &train, store)),
+        Ok(FileKind::File { .. }) => None,
+        // For example, a link whose target does not exist.
         Err(detail) => Some(Err(DataError::File { path: train.display().to_string(), detail })),
     }
 }
 
-/// What to do with a folder of classes that has pictures to measure with and none to train on; `None` where it is something
-/// else.
+/// Advice for a folder that has validation pictures and no training pictures. `None` for other folders.
 pub(super) fn only_measures(dir: &Path) -> Option<String> {
     let all = entries(dir).ok()?;
     let split = all
         .iter()
         .find(|path| split_of(path) != Some("train") && split_of(path).is_some() && holds_folders(path))?;
     let split = split.file_name()?.to_string_lossy();
-    // Another folder may hold the training pictures.
+    // Another folder may have the training pictures.
     let is_alone = all.iter().filter(|path| path.is_dir()).count() == 1 && training_folder(dir).is_none();
     let link = if is_alone {
         format!(
-            ". Where {split}/ is only to be evaluated on (`lockstep evaluate JOB --dataset NAME`), let it stand for both: ln -s \
+            ". If {split}/ is used only for evaluation (`lockstep evaluate JOB --dataset NAME`), link it as the training split: ln -s \
              {split} '{}'",
             dir.join("train").display()
         )
@@ -111,12 +110,12 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
         let split = split_of(&path).unwrap_or(name);
         let always = split_of(&path).is_some();
         match files::stat(&path) {
-            Ok(Found::Folder) => {}
+            Ok(FileKind::Folder) => {}
             Err(detail) if always => {
                 broken.push(named(&path, detail));
                 continue;
             }
-            // Other things may lie there.
+            // The dataset's folder may also have other content.
             _ => continue,
         }
         let found = match classes(&path) {
@@ -124,7 +123,8 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
             Err(error) if always => return Err(error),
             Err(_) => continue,
         };
-        // So may other folders: one is a split by its name, or because its classes are known.
+        // Other folders are allowed. A folder is a split if its name says so, or if the training split has all of its
+        // classes.
         if !always && (found.folders.is_empty() || !found.folders.keys().all(|c| names.contains(c))) {
             continue;
         }
@@ -134,7 +134,7 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
                 continue;
             }
             return Err(DataError::Invalid(format!(
-                "{} has a second folder for the split {split:?}, {name}/: put their classes together, or give one another name",
+                "{} has a second folder for the split {split:?}, {name}/: merge the two, or rename one of them",
                 dir.display()
             )));
         }
@@ -144,15 +144,15 @@ fn read(dir: &Path, training: &Path, store: &IndexStore) -> Result<Catalog, Data
     Ok(Catalog { format: Format::ImageFolder, classes: names, splits, broken, unlabelled: Vec::new() })
 }
 
-/// A split whose folders are listed.
+/// A split whose folders have been listed.
 struct Listed {
     name: String,
-    /// With the class of each.
+    /// Each folder with its class.
     folders: Vec<(u32, Folder)>,
     broken: Vec<BrokenFile>,
 }
 
-/// Describes all pictures, by the index where it knows them.
+/// Describes all pictures, using the index for known pictures.
 fn examine(
     dir: &Path,
     splits: Vec<Listed>,
@@ -179,7 +179,7 @@ fn examine(
             if entries.is_empty() && !folder.has_broken {
                 return Err(empty(&dir.join(&folder.path)));
             }
-            listing.add_container(&folder.path, Place::Folder);
+            listing.add_container(&folder.path, ContainerKind::Folder);
             for entry in entries {
                 match entry.broken {
                     Some(detail) => {
@@ -202,7 +202,7 @@ fn examine(
 
 fn empty(folder: &Path) -> DataError {
     DataError::Invalid(format!(
-        "class folder {} has no picture: put some ({}) into it, or move it out of the dataset",
+        "class folder {} has no picture: add pictures ({}), or move the folder out of the dataset",
         folder.display(),
         picture::FORMATS
     ))
@@ -220,7 +220,7 @@ fn list_split(
     for (class, folder) in folders {
         let Some(label) = names.iter().position(|c| *c == class) else {
             return Err(DataError::Invalid(format!(
-                "{} is a class that the training split does not have: add {} or take it away",
+                "{} is a class that the training split does not have: add {} or remove the folder",
                 folder.display(),
                 training.join(&class).display()
             )));
@@ -242,7 +242,7 @@ fn list_split(
             Some((files, odd)) if files.is_empty() && odd.is_empty() => return Err(empty(&folder)),
             Some(found) => found,
         };
-        // What is odd is no picture, and may change without a sign in the folder.
+        // Other files in the folder can become pictures without a change of the folder's times.
         let stamp = stamp.filter(|_| odd.is_empty());
         folders.push((label, Folder { path, stamp, files, has_broken: !odd.is_empty() }));
         broken.extend(odd);
@@ -250,7 +250,7 @@ fn list_split(
     Ok(Listed { name: split.into(), folders, broken })
 }
 
-/// What lies in a split's folder.
+/// The content of a split's folder.
 struct Classes {
     folders: BTreeMap<String, PathBuf>,
     broken: Vec<BrokenFile>,
@@ -260,7 +260,7 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
     let mut found = Classes { folders: BTreeMap::new(), broken: Vec::new() };
     for path in entries(split).map_err(|detail| at(split, detail))? {
         match files::stat(&path) {
-            Ok(Found::Folder) => match path.file_name().and_then(|n| n.to_str()) {
+            Ok(FileKind::Folder) => match path.file_name().and_then(|n| n.to_str()) {
                 Some(name) => match found.folders.entry(composed(name)) {
                     Entry::Vacant(class) => drop(class.insert(path)),
                     Entry::Occupied(first) => {
@@ -282,9 +282,9 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
                     ));
                 }
             },
-            Ok(Found::File { .. }) => {
+            Ok(FileKind::File { .. }) => {
                 if is_picture(&path).unwrap_or(true) {
-                    let detail = "lies in no class folder; move it into one, or out of the dataset".into();
+                    let detail = "is not in a class folder; move it into one, or out of the dataset".into();
                     found.broken.push(named(&path, detail));
                 }
             }
@@ -294,7 +294,7 @@ fn classes(split: &Path) -> Result<Classes, DataError> {
     Ok(found)
 }
 
-/// The files of a class that may be pictures, and what is none and should not be there.
+/// The files of a class that may be pictures, and other files, which should not be there.
 fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
     let all = match entries(folder) {
         Ok(all) => all,
@@ -302,16 +302,16 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
     };
     let opened = files::Folder::open(folder);
     let look = |path: &PathBuf| match opened.stat_with_time(path)? {
-        (Found::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
+        (FileKind::File { size_bytes }, modified_ns) => Ok(path.file_name().map(|name| FoundFile {
             name: name.to_owned(),
             size: size_bytes,
             modified_ns,
             unsure: !is_named_like_one(path),
         })),
-        (Found::Folder, _) => match entries(path)?.len() {
+        (FileKind::Folder, _) => match entries(path)?.len() {
             0 => Ok(None),
             inside => Err(format!(
-                "is a folder inside a class folder ({} in it); move its pictures up, or it out of the dataset",
+                "is a folder inside a class folder ({} in it); move its pictures up, or move the folder out of the dataset",
                 plural(inside as u64, "file")
             )),
         },
@@ -327,7 +327,7 @@ fn list_class(folder: &Path) -> (Vec<FoundFile>, Vec<BrokenFile>) {
     (files, broken)
 }
 
-/// Whether a file is named like a picture, or is one.
+/// Whether a file has the name of a picture, or the content of one.
 fn is_picture(path: &Path) -> Result<bool, String> {
     if is_named_like_one(path) {
         return Ok(true);
@@ -335,7 +335,7 @@ fn is_picture(path: &Path) -> Result<bool, String> {
     Ok(picture::format_of(&picture::head(path)?).is_some())
 }
 
-/// What lies in a folder, sorted, hidden files left out.
+/// The entries of a folder in sorted order, without hidden files.
 pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
@@ -344,7 +344,7 @@ pub(super) fn entries(dir: &Path) -> Result<Vec<PathBuf>, String> {
             found.push(entry.path());
         }
     }
-    // In one folder that is the order of the paths, and comes cheaper.
+    // Within one folder this is the order of the paths, and faster to compute.
     found.sort_unstable_by(|a, b| a.as_os_str().cmp(b.as_os_str()));
     Ok(found)
 }

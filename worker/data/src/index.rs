@@ -1,6 +1,7 @@
-//! What is known of a dataset's pictures without reading them: each is read once, and again when its file's size or time of
-//! change differs. The index only saves time: without it, all pictures are read. It is written in parts, so that an interrupted run
-//! continues, and under a lock, so that one rank writes it while the others wait.
+//! The index of a dataset: facts about its pictures, so that opening the dataset need not read them all. Each picture
+//! is read once, and again if its file's size or time of change differs. The index only saves time: without it, all
+//! pictures are read. It is written in parts, so that an interrupted run continues, and under a lock, so that one
+//! rank writes it while the others wait.
 
 mod file;
 mod folders;
@@ -26,21 +27,21 @@ use std::{
 };
 use store::IndexBuilder;
 
-/// Pictures that are read between two writes of the results: about a second's work.
+/// Number of pictures that are read between two writes of results: about a second's work.
 const PART: usize = 2048;
-/// Shards count as so many pictures, by their size, before they are read.
+/// Before a shard is read, its number of pictures is estimated as its size divided by this.
 const PICTURE_BYTES: u64 = 64 << 10;
 
-/// A folder of pictures, as listing it found.
+/// A folder of pictures, as found by listing it.
 #[derive(Debug)]
 pub(super) struct Folder {
-    /// Relative to the dataset.
+    /// Path relative to the dataset.
     pub(super) path: PathBuf,
-    /// From before it was listed; `None` when it has to be listed each time.
+    /// The stamp from before the folder was listed. `None` if the folder must be listed each time.
     pub(super) stamp: Option<FolderStamp>,
-    /// By name; none where it was not listed, being [`CachedFolders`].
+    /// The files in the order of names. Empty if the folder was not listed because it is in [`CachedFolders`].
     pub(super) files: Vec<FoundFile>,
-    /// Something else in it was named as broken.
+    /// Whether another entry of the folder was reported as broken.
     pub(super) has_broken: bool,
 }
 
@@ -50,22 +51,22 @@ pub(super) struct FoundFile {
     pub(super) name: OsString,
     pub(super) size: u64,
     pub(super) modified_ns: i64,
-    /// Its name does not say that it is a picture: it is one if its first bytes say so.
+    /// Whether the name does not look like a picture's. The first bytes then decide.
     pub(super) unsure: bool,
 }
 
-/// What is in a shard.
+/// The content of a shard.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Members {
     pub(super) entries: Vec<Entry>,
-    /// What is wrong with it as a whole, to stand after its name.
+    /// The reason why the shard as a whole cannot be used, as a phrase to follow its name.
     pub(super) trouble: Option<String>,
-    /// It could not be read, which may succeed next time: this is not stored.
+    /// Whether the shard could not be read. The next attempt may succeed, so this is not stored.
     pub(super) passing: bool,
 }
 
-/// The pictures of each folder, in the order of the files. Only those are read of which nothing is known. `began`: when the
-/// first folder's stamp was taken.
+/// The pictures of each folder, in the order of the files. Only unknown pictures are read. `began` is the time when
+/// the first folder's stamp was taken.
 pub(super) fn of_files(
     root: &Path,
     folders: &[Folder],
@@ -112,7 +113,7 @@ pub(super) fn of_files(
     entries
 }
 
-/// What is known of a file.
+/// A file, known from the index or not.
 enum Slot {
     Known(Entry),
     Unknown,
@@ -141,12 +142,12 @@ fn matched(facts: &Facts, root: &Path, folders: &[Folder]) -> Vec<Vec<Slot>> {
     folders.par_iter().map(one).collect()
 }
 
-/// Surely none; one that cannot be read may be.
+/// Whether a file is certainly not a picture. A file that cannot be read may be one.
 fn is_no_picture(path: &Path) -> bool {
     picture::head(path).is_ok_and(|head| picture::format_of(&head).is_none())
 }
 
-/// Reads what is unknown, in parts, and keeps what it finds.
+/// Reads the unknown pictures in parts, and stores the results.
 fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut builder: Option<IndexBuilder>) {
     let unknown = |(f, slots): (usize, &Vec<Slot>)| -> Vec<(usize, usize)> {
         let here = slots.iter().enumerate().filter(|(_, slot)| matches!(slot, Slot::Unknown));
@@ -185,7 +186,7 @@ fn read_unknown(root: &Path, folders: &[Folder], known: &mut [Vec<Slot>], mut bu
             known[*folder][*file] = Slot::Known(entry);
         }
     }
-    // A file that could not be read is tried each time, which is no reason to write the whole index anew.
+    // A file that could not be read is tried each time. That does not justify rewriting the whole index.
     if let Some(builder) = builder.filter(|_| learned) {
         let blocks = folders.iter().zip(known.iter()).map(|(folder, slots)| {
             let entries = slots.iter().filter_map(|slot| match slot {
@@ -216,7 +217,7 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
         ..Entry::default()
     };
     match files::read(path, picture::MAX_BYTES) {
-        // It is being written, or its size is not known: what was read may be outdated already.
+        // The file is being written, or its size is not known, so the result may already be outdated.
         Ok(bytes) => {
             let size = bytes.len() as u64;
             Entry { size, passing: size != found.size, ..described(path, &bytes, entry) }
@@ -225,7 +226,7 @@ fn examine(path: &Path, found: &FoundFile) -> Entry {
     }
 }
 
-/// Adds what a picture's bytes show to `entry`; kinds that are not read are recognised by `name`.
+/// Adds the facts that a picture's bytes show to `entry`. `name` helps to recognise unsupported formats.
 pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     let format = picture::format_number(bytes);
     match picture::dimensions(name, bytes) {
@@ -234,7 +235,7 @@ pub(super) fn described(name: &Path, bytes: &[u8], entry: Entry) -> Entry {
     }
 }
 
-/// The members of each shard (named relative to `root`); `read` reads one. `dataset` names the index.
+/// The members of each shard (named relative to `root`). `read` reads one shard. `dataset` names the index.
 pub(super) fn of_shards(
     dataset: &Path,
     shards: &[(PathBuf, Stamp)],

@@ -1,4 +1,4 @@
-//! What inspecting a dataset finds: counts, sizes, mean and standard deviation, broken files.
+//! Inspection of a dataset: counts, sizes, mean and standard deviation, broken files.
 
 use super::{Catalog, DataError, Picture, Samples, Split};
 use lockstep_protocol::dataset::{BrokenFile, DatasetInfo, SplitInfo, too_few_classes};
@@ -8,27 +8,28 @@ use std::path::Path;
 /// Height, width and channels of a picture.
 type Size = (u32, u32, u32);
 
-/// Broken files that are named; all are counted.
+/// Maximum number of broken files that are named. All are counted.
 const NAMED: usize = 100;
-/// Mean and standard deviation come from at most this many pictures, evenly spread.
+/// Mean and standard deviation are computed from at most this many pictures, evenly spread over the split.
 pub(super) const STATISTICS_SAMPLES: usize = 10_000;
-/// Splits of up to so many pictures are decoded whole; of larger ones, only the pictures that statistics are computed from. All
-/// have been read once, and their data has its end; a picture that is damaged all the same is found when a job decodes it.
+/// Splits of up to this many pictures are decoded completely. In larger splits, only the pictures for the statistics
+/// are decoded. All files have been read and have a valid end. A picture that is damaged nevertheless is found when a
+/// job decodes it.
 const DECODED: usize = 20_000;
 
 /// Names of the splits that have samples.
 ///
 /// # Errors
-/// As [`inspect`].
+/// The errors of [`inspect`].
 pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
     let splits = Catalog::measure(path)?.splits.into_iter();
     Ok(splits.filter(|split| !split.labels.is_empty()).map(|split| split.name).collect())
 }
 
-/// Looks at the files under `path`, decodes the pictures unless they are many, and says what they are.
+/// Examines the files below `path`, decodes pictures unless there are very many, and describes the dataset.
 ///
 /// # Errors
-/// When nothing there is a known format; the sentence names the formats.
+/// `path` has no known format; the sentence names the supported formats. Or the dataset cannot be read.
 pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
     let mut catalog = Catalog::measure(path)?;
     if let Some(mistake) = too_few_classes(&catalog.classes) {
@@ -61,7 +62,8 @@ pub fn inspect(path: &Path) -> Result<DatasetInfo, DataError> {
                         return Ok(((height, width, 3), None));
                     }
                     let picture = listing.picture(i)?;
-                    // What a job sees of it; the job's size is not known, and changes little.
+                    // A job sees the central square of a picture. Its size is not known here, and makes little
+                    // difference.
                     let side = width.min(height);
                     let seen = |picture: Picture| Moments::of(&picture.centre_square(side).pixels, 3);
                     Ok(((height, width, 3), counted.then(|| seen(picture))))
@@ -119,7 +121,8 @@ fn count(split: &Split, classes: usize) -> SplitInfo {
     SplitInfo { name: split.name.clone(), samples: split.labels.len() as u64, per_class }
 }
 
-/// How often each byte value occurs in each channel of pictures of one size: exact, and the same in any order.
+/// The number of occurrences of each byte value in each channel of equally sized pictures. Counts are exact, so they
+/// do not depend on the order.
 #[derive(Debug, Default)]
 pub(crate) struct Statistics(Vec<[u64; 256]>);
 
@@ -134,7 +137,7 @@ impl Statistics {
         Self(counts)
     }
 
-    /// The sums of pictures of `size` bytes one after another.
+    /// The counts of pictures of `size` bytes each, stored one after another.
     pub(super) fn of_packed(pixels: &[u8], size: usize, channels: usize) -> Self {
         let pictures = pixels.len() / size.max(1);
         let every = pictures.div_ceil(STATISTICS_SAMPLES).max(1);
@@ -172,8 +175,8 @@ impl Statistics {
     }
 }
 
-/// Mean and mean square of each channel over pictures of any size. A large picture weighs as much as a small one,
-/// since the network sees all of them at one size.
+/// Mean and mean square of each channel over pictures of different sizes. Each picture has the same weight, because
+/// the network sees all of them at one size.
 #[derive(Debug, Default)]
 pub(super) struct Moments {
     pictures: u64,
@@ -182,7 +185,7 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// The sums of one picture.
+    /// The moments of one picture.
     pub(super) fn of(pixels: &[u8], channels: usize) -> Self {
         let one = |counts: &[u64; 256]| {
             let total = counts.iter().sum::<u64>().max(1) as f64;
@@ -216,7 +219,7 @@ impl Moments {
     }
 }
 
-/// A channel that never changes gets 1, so that dividing by it is harmless.
+/// The standard deviation, or 1 for a constant channel, because values are divided by it.
 fn standard_deviation(variance: f64) -> f32 {
     if variance < 1e-8 { 1.0 } else { variance.sqrt() as f32 }
 }

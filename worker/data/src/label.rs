@@ -1,18 +1,18 @@
-//! The labels that samples may have, in every kind of file.
+//! Labels of samples, for every kind of file.
 
 use unicode_normalization::UnicodeNormalization;
 
-/// Classes of a dataset whose labels are numbers: a large one is a mistake, not so many classes.
+/// Maximum number of classes if labels are numbers. A larger label is considered a mistake.
 pub(super) const CLASSES: u32 = 100_000;
-/// A class's number or name.
+/// Maximum length of a class's number or name.
 pub(super) const LABEL_BYTES: u64 = 4096;
 
-/// Numbers are written in one way.
+/// The name of a class. Numbers are normalised to one spelling.
 pub(super) fn class_name(text: &str) -> String {
     text.parse::<u32>().map_or_else(|_| composed(text), |number| number.to_string())
 }
 
-/// A name with its letters and their accents in one (Unicode's NFC): macOS takes them apart in the names of files.
+/// The name in Unicode normalisation form NFC. macOS decomposes accented letters in file names.
 pub(super) fn composed(name: &str) -> String {
     name.nfc().collect()
 }

@@ -1,6 +1,6 @@
 //! Datasets, sharding, augmentation and batches.
 
-// What a call can fail with is part of what its caller has to know.
+// Callers need to know how a call can fail.
 #![warn(clippy::missing_errors_doc)]
 
 mod cifar;
@@ -47,29 +47,29 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Why data could not be read; each sentence names the file and what to change.
+/// Why data cannot be read. Each sentence names the file and what to change.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
-    /// Something about the dataset, or about it and the job together.
+    /// An error that concerns the dataset, or the dataset together with the job.
     #[error("{0}")]
     Invalid(String),
-    /// One file.
+    /// An error that concerns one file.
     #[error("{path} {detail}")]
     File {
-        /// As it was opened.
+        /// The path with which the file was opened.
         path: String,
-        /// What is wrong, to be read after the path.
+        /// The reason, as a phrase to follow the path.
         detail: String,
     },
 }
 
-/// How changes of a dataset of pictures in folders are detected when it is opened.
+/// How opening a dataset of pictures in folders detects changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChangeDetection {
-    /// At each file's size and time of change.
+    /// By each file's size and time of change.
     Files,
-    /// At the folders': files that were added, removed, renamed or put in another's place are noticed. One that was written
-    /// in place is when it is read.
+    /// By the times of the folders. Files that were added, removed, renamed or replaced are noticed when the dataset
+    /// is opened, and a file that was overwritten in place is noticed when it is read.
     Folders,
 }
 
@@ -82,7 +82,7 @@ impl ChangeDetection {
     }
 }
 
-/// The formats that are recognised by their files.
+/// The dataset formats, recognised by the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Cifar10,
@@ -106,57 +106,58 @@ impl Format {
     }
 }
 
-/// What lies under a dataset's path.
+/// The content of a dataset.
 #[derive(Debug)]
 pub(crate) struct Catalog {
     format: Format,
     classes: Vec<String>,
     /// `train` first.
     splits: Vec<Split>,
-    /// What should be a split and is none.
+    /// Files and folders that look like splits but are not usable.
     broken: Vec<BrokenFile>,
-    /// Splits that were left out, as none of their samples has a label.
+    /// Splits that were left out because none of their samples has a label.
     unlabelled: Vec<String>,
 }
 
-/// One split: as many labels as samples.
+/// One split. It has as many labels as samples.
 #[derive(Debug)]
 pub(crate) struct Split {
     name: String,
     labels: Vec<u32>,
     samples: Samples,
-    /// Files and folders left out, in a fixed order.
+    /// Files and folders that were left out, in a fixed order.
     broken: Vec<BrokenFile>,
 }
 
 /// Where a split's pictures are.
 #[derive(Debug)]
 pub(crate) enum Samples {
-    /// One after another: height, width, channels.
+    /// Uncompressed pictures in memory, one after another, as height, width, channels.
     Memory {
         pixels: Vec<u8>,
-        /// In the place of `pixels`, where an inspection does not hold them.
+        /// The statistics. An inspection has them instead of `pixels`.
         measured: Option<Statistics>,
         height: u32,
         width: u32,
         channels: u32,
     },
-    /// Encoded, in files or shards; read as RGB.
+    /// Encoded pictures in files or shards, which are read as RGB.
     Listed(Listing),
 }
 
 impl Catalog {
-    /// Looks at `path`. CIFAR and IDX files are read; of other pictures those that the user's index does not know.
+    /// Opens the dataset at `path`. CIFAR and IDX files are read. Of other pictures, those that are not in the user's
+    /// index are read.
     fn open(path: &Path) -> Result<Self, DataError> {
         Self::open_with(path, &IndexStore::of_user())
     }
 
-    /// As [`Catalog::open`], with an index of its own.
+    /// As [`Catalog::open`], with the index in `store`.
     fn open_with(path: &Path, store: &IndexStore) -> Result<Self, DataError> {
         Self::open_reading(path, store, Reading::Whole)
     }
 
-    /// As [`Catalog::open`], for an inspection: of pictures that jobs hold in memory there are only the measures.
+    /// As [`Catalog::open`], for an inspection: datasets that jobs hold in memory are only measured.
     fn measure(path: &Path) -> Result<Self, DataError> {
         Self::open_reading(path, &IndexStore::of_user(), Reading::Measure)
     }
@@ -176,11 +177,10 @@ impl Catalog {
             return found.and_then(usable);
         }
         if !path.is_dir() {
-            let what =
-                if path.exists() { "is a file; give the folder that it lies in" } else { "does not exist" };
+            let what = if path.exists() { "is a file; give its folder" } else { "does not exist" };
             return Err(DataError::File { path: path.display().to_string(), detail: what.into() });
         }
-        // Archives unpack into a folder of their own; people give either.
+        // An archive unpacks into its own folder. Accept that folder and the folder around it.
         for dir in [path.to_owned(), path.join("cifar-10-batches-bin"), path.join("cifar-100-binary")] {
             if let Some(found) = cifar::find(&dir)
                 .or_else(|| idx::find(&dir, reading))
@@ -189,8 +189,8 @@ impl Catalog {
                 return found.and_then(usable);
             }
         }
-        // Last: the files of other formats may lie next to the archive that they came in.
-        // A repository of the Hugging Face hub has them in `data`.
+        // Last, because files of other formats may be next to the archive from which they were unpacked. A repository
+        // of the Hugging Face hub has its shards in `data`.
         for dir in [path.to_owned(), path.join("data")] {
             if let Some(found) = shards::find(path, &dir, store) {
                 return found.and_then(usable);
@@ -199,7 +199,7 @@ impl Catalog {
         let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
             "; this is CIFAR's Python version, which holds pickles: get the binary version"
         } else if shards::only_compressed(path) {
-            "; its shards are compressed, and pictures are read from the middle of them: unpack them (gunzip) to *.tar"
+            "; its shards are compressed, but pictures are read at arbitrary offsets: decompress the shards (gunzip) to *.tar"
         } else if fs::read_dir(path).is_ok_and(|mut d| d.next().is_none()) {
             "; the folder is empty"
         } else {
@@ -215,14 +215,14 @@ impl Catalog {
         } else if !splits.is_empty() || has_pictures(path) {
             let has = if splits.is_empty() { "this folder".into() } else { some_of(&splits) };
             format!(
-                "; pictures lie directly in {has}, and a picture's class is the folder that it lies in: move them to train/<class>/"
+                "; pictures lie directly in {has}, but a picture's class is the name of its folder: move them to train/<class>/"
             )
         } else {
             image_folder::only_measures(path).unwrap_or_else(|| hint.to_owned())
         };
         let it_has = if there.is_empty() { String::new() } else { format!("; it has {}", some_of(&there)) };
         Err(DataError::Invalid(format!(
-            "{} holds no dataset that is known: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
+            "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
              train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
              *.parquet{it_has}{hint}",
             path.display()
@@ -242,16 +242,16 @@ fn no_training_split(catalog: &Catalog) -> String {
     )
 }
 
-/// Entries that are read of a folder that is no dataset: the first ones are representative.
+/// Number of entries read in a folder that is not a dataset. The first ones are representative.
 const ENTRIES_READ: usize = 1000;
 
-/// Whether some of a folder's files are named like pictures.
+/// Whether some files of a folder have the names of pictures.
 fn has_pictures(folder: &Path) -> bool {
     let files = fs::read_dir(folder).into_iter().flatten().flatten().take(ENTRIES_READ);
     files.map(|file| file.path()).any(|path| picture::is_named_like_one(&path))
 }
 
-/// The names of the first files and folders, and how many more there are.
+/// The names of the first files and folders, and the number of the others.
 fn some_of(paths: &[impl AsRef<Path>]) -> String {
     const NAMED: usize = 5;
     let name = |path: &Path| {
@@ -264,10 +264,10 @@ fn some_of(paths: &[impl AsRef<Path>]) -> String {
     format!("{}{more}", named.join(", "))
 }
 
-/// A dataset's path without links, also where it is a pattern of shards (`train-{000..127}.tar`).
+/// The path of a dataset without links. It may be a pattern of shards (`train-{000..127}.tar`).
 ///
 /// # Errors
-/// There is nothing there.
+/// The path does not exist.
 pub fn canonical(path: &Path) -> io::Result<PathBuf> {
     match pattern::fixed_part(path) {
         Some((folder, rest)) if folder.as_os_str().is_empty() => {
@@ -278,12 +278,11 @@ pub fn canonical(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// The path of a registered dataset without links, if it leads where it may. It had none when it was registered, so a link below
-/// `allowed` may have been made since, and is followed here for the last time: what is returned is what is opened. What is not
-/// there is left to whoever opens it.
-///
+/// The path of a registered dataset without links, if it leads to an allowed folder. The path had no links when it
+/// was registered, but a link below `allowed` may have been made since. It is followed here for the last time: the
+/// returned path is the path that is opened. A path that does not exist is returned unchanged, and opening it fails.
 /// # Errors
-/// It leads where nothing may be read, in words.
+/// The path leads outside the allowed folders; a sentence.
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
     let Some(allowed) = allowed else { return Ok(path.to_owned()) };
     match canonical(path) {
@@ -294,20 +293,20 @@ pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf,
     }
 }
 
-/// Whether a dataset's path, or some shard of its pattern, is there.
+/// Whether a dataset's path exists or, for a pattern, at least one shard.
 pub fn exists(path: &Path) -> bool {
     pattern::fixed_part(path).map_or_else(|| path.exists(), |(folder, rest)| pattern::exists(&folder, &rest))
 }
 
-/// The progress of building a dataset's index; `None` if it is not being built, or is small.
+/// The progress of building a dataset's index. `None` if it is not being built, or the dataset is small.
 pub fn index_progress(path: &Path) -> Option<Progress> {
     IndexStore::of_user().progress(path)
 }
 
-/// Class names are a few kilobytes.
+/// Size limit of a file of class names. Such a file normally has a few kilobytes.
 const MAX_NAMES_BYTES: u64 = 16 << 20;
 
-/// Class names from a text file with one a line; numbers when there is no such file.
+/// Class names from a text file with one name per line. Numbers if there is no such file.
 fn names_from(path: &Path, classes: usize) -> Result<Vec<String>, DataError> {
     if fs::symlink_metadata(path).is_err() {
         return Ok((0..classes).map(|c| c.to_string()).collect());

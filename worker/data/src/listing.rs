@@ -1,4 +1,4 @@
-//! Encoded pictures, each in a file of its own or in a shard, as the index describes them: a million take about 70 MB.
+//! Encoded pictures in files or shards, as described by the index. A million pictures take about 70 MB of memory.
 
 use super::{
     DataError, Picture,
@@ -15,41 +15,41 @@ use std::{
     sync::Arc,
 };
 
-/// Pictures of one split, read when they are needed.
+/// Pictures of one split, which are read on demand.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Listing {
     root: PathBuf,
     containers: Vec<Container>,
-    /// One after another.
+    /// The names of all pictures, concatenated.
     names: Vec<u8>,
     rows: Vec<Row>,
-    /// Notified of a file that has changed.
+    /// The folder cache to invalidate when a file has changed.
     folder_cache: FolderCacheFile,
 }
 
 /// A folder or a shard.
 #[derive(Debug, Clone)]
 struct Container {
-    /// Relative to the root.
+    /// The path relative to the root.
     path: PathBuf,
-    place: Place,
+    kind: ContainerKind,
 }
 
-/// What pictures lie in.
+/// The kind of a container.
 #[derive(Debug, Clone)]
-pub(super) enum Place {
-    /// Each is a file.
+pub(super) enum ContainerKind {
+    /// Each picture is a file.
     Folder,
-    /// Each has an offset.
+    /// Each picture has an offset.
     Tar(Stamp),
-    /// Each has a row.
+    /// Each picture is in a row.
     Parquet(Stamp, Arc<ParquetFile>),
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Row {
     container: u32,
-    /// Its name ends here in `names`, and begins where the one before ends.
+    /// Where the picture's name ends in `names`. It begins where the previous name ends.
     name_end: u64,
     offset: u64,
     size: u64,
@@ -57,7 +57,7 @@ struct Row {
     hash: u64,
     width: u32,
     height: u32,
-    /// See [`Entry::format`].
+    /// As [`Entry::format`].
     format: u8,
 }
 
@@ -66,17 +66,17 @@ impl Listing {
         Self { root: root.to_owned(), ..Self::default() }
     }
 
-    /// Reports files that have changed to the folder cache.
+    /// Sets the folder cache to invalidate when a file has changed.
     pub(super) fn folder_cache(self, folder_cache: FolderCacheFile) -> Self {
         Self { folder_cache, ..self }
     }
 
-    /// What is pushed next lies in it.
-    pub(super) fn add_container(&mut self, path: &Path, place: Place) {
-        self.containers.push(Container { path: path.to_owned(), place });
+    /// Adds a container. Pictures that are pushed next belong to it.
+    pub(super) fn add_container(&mut self, path: &Path, kind: ContainerKind) {
+        self.containers.push(Container { path: path.to_owned(), kind });
     }
 
-    /// A picture in the newest container.
+    /// Adds a picture in the newest container.
     pub(super) fn push(&mut self, entry: &Entry) {
         self.names.extend_from_slice(&entry.name);
         let Entry { offset, size, modified_ns, hash, width, height, format, .. } = *entry;
@@ -97,22 +97,22 @@ impl Listing {
         self.rows.len()
     }
 
-    /// Width and height in pixels, as the index has them.
+    /// Width and height in pixels, according to the index.
     pub(crate) fn dimensions(&self, number: usize) -> (u32, u32) {
         (self.rows[number].width, self.rows[number].height)
     }
 
-    /// Whether a picture is a JPEG file, as the index has it.
+    /// Whether a picture is a JPEG file, according to the index.
     pub(crate) fn is_jpeg(&self, number: usize) -> bool {
         self.rows[number].format == picture::JPEG
     }
 
-    /// Path of the file; of a shard's member, that of the shard and its own.
+    /// The path of the file. For a member of a shard: the path of the shard, then the path in the shard.
     pub(crate) fn name(&self, number: usize) -> String {
         self.path(number).display().to_string()
     }
 
-    /// Adds what identifies a picture, here and on other machines: name, size and content.
+    /// Adds the identity of a picture to `hash`: name, size and content. It is the same on other machines.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher, number: usize) {
         let (name, size, content) = self.identity(number);
         hash.update(name.as_os_str().as_encoded_bytes());
@@ -120,7 +120,7 @@ impl Listing {
         hash.update(&content.to_le_bytes());
     }
 
-    /// As [`Listing::name`], relative to the dataset; size in bytes; hash of the content.
+    /// The name as in [`Listing::name`], but relative to the dataset; the size in bytes; the hash of the content.
     pub(super) fn identity(&self, number: usize) -> (PathBuf, u64, u64) {
         let row = &self.rows[number];
         (self.containers[row.container as usize].path.join(self.own_name(number)), row.size, row.hash)
@@ -131,40 +131,42 @@ impl Listing {
         self.rows[number].hash
     }
 
-    /// The name of the picture's file; `None` where it is a part of a file.
+    /// The name of the picture's file. `None` if the picture is part of a shard.
     pub(super) fn file_name(&self, number: usize) -> Option<&OsStr> {
         let container = &self.containers[self.rows[number].container as usize];
-        matches!(container.place, Place::Folder).then(|| self.own_name(number))
+        matches!(container.kind, ContainerKind::Folder).then(|| self.own_name(number))
     }
 
-    /// The picture's bytes as they are stored.
+    /// The picture's bytes, still encoded.
     ///
     /// # Errors
-    /// [`DataError::File`]: it cannot be read, or is another than the index says.
+    /// [`DataError::File`]: the picture cannot be read, or differs from the index.
     pub(crate) fn read(&self, number: usize) -> Result<Vec<u8>, DataError> {
         let row = &self.rows[number];
         let container = &self.containers[row.container as usize];
-        let found = match &container.place {
-            Place::Folder => read_file(&self.path(number), row, &self.folder_cache),
-            Place::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
-            Place::Parquet(stamp, file) => read_row(row, &self.root.join(&container.path), *stamp, file),
+        let found = match &container.kind {
+            ContainerKind::Folder => read_file(&self.path(number), row, &self.folder_cache),
+            ContainerKind::Tar(stamp) => read_member(row, &self.root.join(&container.path), *stamp),
+            ContainerKind::Parquet(stamp, file) => {
+                read_row(row, &self.root.join(&container.path), *stamp, file)
+            }
         };
         found.map_err(|detail| self.broken(number, detail))
     }
 
-    /// Whether pictures are rows of Parquet files, which are read best in their order.
+    /// Whether pictures are rows of Parquet files, which are read fastest in their order.
     pub(super) fn is_of_rows(&self) -> bool {
-        self.containers.iter().any(|container| matches!(container.place, Place::Parquet(..)))
+        self.containers.iter().any(|container| matches!(container.kind, ContainerKind::Parquet(..)))
     }
 
-    /// As [`Listing::read`] of `count` pictures that follow each other; rows of one file are read in one go.
+    /// As [`Listing::read`], for `count` consecutive pictures. Rows of one file are read together.
     pub(super) fn read_run(&self, first: usize, count: usize) -> Vec<Result<Vec<u8>, DataError>> {
         let rows = &self.rows[first..first + count];
         let run = || -> Option<Vec<Vec<u8>>> {
             let (begin, last) = (rows.first()?, rows.last()?);
             let container = &self.containers[begin.container as usize];
-            let Place::Parquet(stamp, known) = &container.place else { return None };
-            // Rows that are none lie between, at times.
+            let ContainerKind::Parquet(stamp, known) = &container.kind else { return None };
+            // Rows that are not pictures may lie in between.
             let length = last.offset.checked_sub(begin.offset)?.checked_add(1)?;
             if begin.container != last.container || length > 2 * count as u64 {
                 return None;
@@ -179,7 +181,7 @@ impl Listing {
         };
         match run() {
             Some(read) => read.into_iter().map(Ok).collect(),
-            // One by one, to say of each what is wrong.
+            // One by one, to find the reason for each picture.
             None => (first..first + count).map(|number| self.read(number)).collect(),
         }
     }
@@ -187,12 +189,12 @@ impl Listing {
     /// The whole picture, decoded as RGB.
     ///
     /// # Errors
-    /// [`DataError::File`]: as [`Listing::read`], or it cannot be decoded.
+    /// [`DataError::File`]: as [`Listing::read`], or the picture cannot be decoded.
     pub(crate) fn picture(&self, number: usize) -> Result<Picture, DataError> {
         Picture::decode(&self.read(number)?).map_err(|detail| self.broken(number, detail))
     }
 
-    /// Leaves out those of which `keep` says no.
+    /// Removes the pictures for which `keep` is false.
     pub(super) fn retain(&mut self, keep: &[bool]) {
         if keep.iter().all(|keep| *keep) {
             return;
@@ -205,7 +207,7 @@ impl Listing {
         (self.names, self.rows) = (names, rows);
     }
 
-    /// What is wrong with a picture.
+    /// An error about a picture.
     pub(crate) fn broken(&self, number: usize, detail: String) -> DataError {
         DataError::File { path: self.name(number), detail }
     }
@@ -224,7 +226,7 @@ impl Listing {
 fn read_member(row: &Row, shard: &Path, stamp: Stamp) -> Result<Vec<u8>, String> {
     let (file, found) = open(shard)?;
     if row.offset.saturating_add(row.size) > found.size {
-        return Err(format!("is no longer there: its shard has {} bytes now", found.size));
+        return Err(format!("no longer exists: its shard now has {} bytes", found.size));
     }
     let mut bytes = vec![0; row.size as usize];
     file.read_exact_at(&mut bytes, row.offset).map_err(files::cannot_be_read)?;
@@ -239,12 +241,12 @@ fn read_row(row: &Row, path: &Path, stamp: Stamp, known: &ParquetFile) -> Result
     let bytes = if found == stamp {
         known.read(file, found.size, row.offset)?
     } else {
-        // Its pages may lie elsewhere.
+        // The file has changed, so its pages may be at other offsets.
         let now = known.again(path, found);
         let now = now.map_err(|error| format!("cannot be read, as its file {}", error.detail))?;
         now.read(file, found.size, row.offset)?
     };
-    // Always: a file's offset index may be wrong, and another row's picture would have this one's class.
+    // Always checked: if the file's offset index is wrong, another row's picture would get this row's class.
     if bytes.len() as u64 != row.size || content_hash(&bytes) != row.hash {
         return Err("has changed since it was first inspected: its file was written again".into());
     }
@@ -258,7 +260,7 @@ fn open(shard: &Path) -> Result<(File, Stamp), String> {
 }
 
 fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<Vec<u8>, String> {
-    // Where a link leads to has times of its own.
+    // For a link, this is the time of its target.
     let bytes = files::read(path, picture::MAX_BYTES).inspect_err(|_| folder_cache.forget())?;
     if bytes.len() as u64 != row.size {
         folder_cache.forget();
@@ -268,7 +270,7 @@ fn read_file(path: &Path, row: &Row, folder_cache: &FolderCacheFile) -> Result<V
             bytes.len()
         ));
     }
-    // A file that was only touched, or replaced by the same one, has not changed.
+    // A file that only has a new time, or was replaced by the same content, has not changed.
     let same_time = files::stat_with_time(path).is_ok_and(|(_, modified_ns)| modified_ns == row.modified_ns);
     if !same_time && content_hash(&bytes) != row.hash {
         folder_cache.forget();

@@ -1,8 +1,8 @@
-//! A dataset as one job reads it: opened, split, and delivered in batches.
+//! A dataset as read by one job: opened, divided and delivered in batches.
 
 use super::{
     DataError, Picture,
-    device::{Decoded, DeviceDecoder, MOST_HELD, OnDevice},
+    device::{Decoded, DeviceDecoder, MAX_HELD_BYTES, OnDevice},
     held_out::{Identity, is_held_out},
     transform::{Crop, Transform},
 };
@@ -34,47 +34,46 @@ mod shape;
 mod splits;
 mod workers;
 
-/// A dataset opened for a job. Every rank reads the same files; which pictures a rank gets follows
-/// from its number.
+/// A dataset opened for a job. Every rank opens the same files; which pictures a rank gets depends on its rank.
 #[derive(Debug)]
 pub struct DataSource {
-    /// Classes, sizes and counts that opening it has found.
+    /// Classes, sizes and counts, as found when the dataset was opened.
     pub shape: Shape,
     /// The training transforms, one for each entry of [`Shape::training_sizes`].
     training: Vec<Arc<Transform>>,
     evaluation: Arc<Transform>,
     train: Arc<Part>,
     validation: Arc<Part>,
-    /// The validation pictures.
+    /// The identities of the validation pictures.
     measured: Vec<Identity>,
     seed: u64,
     format: BatchFormat,
     mixing: Mixing,
-    /// Whether engines must not keep a copy of the pictures.
+    /// Whether the pictures stay in host memory, that is, engines must not copy them to their devices.
     stays: bool,
     device: Option<Arc<OnDevice>>,
-    /// The threads that make pictures, which keep their buffers from epoch to epoch. Also for how many threads they were made, and whether
-    /// for a device.
+    /// The threads that make pictures, which keep their buffers from epoch to epoch. The key is the number of
+    /// threads, and whether a device decodes.
     workers: Mutex<Option<((usize, bool), Arc<Workers>)>>,
 }
 
-/// All pictures of a job as bytes in memory, for an engine that keeps a copy and does the augmentation itself.
+/// All pictures of a job as bytes in host memory, for an engine that keeps a copy and augments pictures itself.
 #[derive(Debug, Clone)]
 pub struct Resident {
-    /// The training split: height, width, channels of each picture, one after another.
+    /// The training split: pictures one after another, as height, width, channels.
     pub train: Arc<Vec<u8>>,
-    /// The validation split; the same pictures where it is a fraction held out of training.
+    /// The validation split. It is the same as `train` if a fraction of the training split is held out.
     pub validation: Arc<Vec<u8>>,
     /// Height of a picture in pixels.
     pub height: usize,
     /// Width of a picture in pixels.
     pub width: usize,
-    /// Black pixels around a picture before a crop of its own size is taken.
+    /// Width of the black border added to a picture before a crop of the original size is taken.
     pub crop_padding: usize,
 }
 
 impl DataSource {
-    /// A checksum over classes and samples (content, label, name and order). All ranks must have the same.
+    /// A checksum of classes and samples (content, label, name and order). It must be the same on all ranks.
     pub fn digest(&self) -> u32 {
         let mut hash = crc32fast::Hasher::new();
         for class in &self.shape.classes {
@@ -86,15 +85,16 @@ impl DataSource {
         hash.finalize()
     }
 
-    /// How many validation pictures, of a fraction held out, were training pictures under one of these divisions of the split.
+    /// The number of validation pictures that were training pictures under one of `divisions`, if a fraction is held
+    /// out.
     pub fn trained_on(&self, divisions: &[Division]) -> u64 {
         let trained =
             |picture: &&Identity| divisions.iter().any(|division| !is_held_out(division, **picture));
         self.measured.iter().filter(trained).count() as u64
     }
 
-    /// Normalises with these values, by channel, in place of what was found: a run that continues from a checkpoint must
-    /// normalise as it did at its start.
+    /// Replaces the normalisation by these values per channel. A run that continues from a checkpoint must normalise
+    /// as it did at its start.
     pub fn set_normalisation(&mut self, mean: Vec<f32>, std: Vec<f32>) {
         for transform in self.training.iter_mut().chain([&mut self.evaluation]) {
             Arc::make_mut(transform).set_normalisation(&mean, &std);
@@ -102,13 +102,13 @@ impl DataSource {
         (self.shape.mean, self.shape.std) = (mean, std);
     }
 
-    /// The transform of an epoch (from 0) of training; with `None` that of evaluation.
+    /// The transform of an epoch of training (from 0). `None` means evaluation.
     fn transform(&self, epoch: Option<u32>) -> &Arc<Transform> {
         epoch.and_then(|epoch| self.training.get(self.shape.entry_of(epoch))).unwrap_or(&self.evaluation)
     }
 
-    /// Sets the format of the batches. Erased rectangles are 0 after normalisation, which a byte cannot express: with random
-    /// erasing, [`BatchFormat::Bytes`] gives normalised batches.
+    /// Sets the format of the batches. With random erasing, [`BatchFormat::Bytes`] gives normalised batches, because
+    /// an erased rectangle is 0 after normalisation, which a byte cannot express.
     pub fn set_format(&mut self, format: BatchFormat) {
         self.format = if format == BatchFormat::Bytes && self.evaluation.erases() {
             BatchFormat::Normalised
@@ -122,44 +122,46 @@ impl DataSource {
         self.mixing = mixing;
     }
 
-    /// Keeps the pictures from engines that would hold a copy in their memory if they fit: so what a run computes does not depend on
-    /// how much of it is free.
+    /// Prevents engines from copying the pictures to their devices. Otherwise an engine copies them if they fit, and
+    /// results could depend on the amount of free memory.
     pub fn stay(&mut self) {
         self.stays = true;
     }
 
-    /// Makes `decoder` decode the JPEG files that it can; CPU cores decode the others. Batches that are being made keep the
-    /// decoder that they began with.
+    /// Sets a decoder for the JPEG files that it supports; CPU cores decode the others. Batches already in
+    /// preparation keep their decoder.
     pub fn set_decoder(&mut self, decoder: Arc<dyn DeviceDecoder>) {
-        self.set_decoder_with_room(decoder, MOST_HELD);
+        self.set_decoder_with_room(decoder, MAX_HELD_BYTES);
     }
 
-    /// As [`DataSource::set_decoder`], with a limit for the bytes of a batch's files that are held in memory.
-    pub fn set_decoder_with_room(&mut self, decoder: Arc<dyn DeviceDecoder>, most_held: usize) {
-        self.device = Some(Arc::new(OnDevice::new(decoder, most_held)));
+    /// As [`DataSource::set_decoder`], with a limit in bytes for the files of a batch held in memory.
+    pub fn set_decoder_with_room(&mut self, decoder: Arc<dyn DeviceDecoder>, max_held_bytes: usize) {
+        self.device = Some(Arc::new(OnDevice::new(decoder, max_held_bytes)));
     }
 
-    /// How many pictures the device and the cores have decoded; `None` without a device.
+    /// The number of pictures decoded by the device and by cores. `None` without a device.
     pub fn decoded(&self) -> Option<Decoded> {
         self.device.as_ref().map(|device| device.decoded())
     }
 
-    /// Waits until the device has finished decoding, and closes it. A process must not end while the device is decoding.
+    /// Waits until the device has finished decoding, and closes it. The process must not end while the device is
+    /// decoding.
     pub fn close_decoder(&self) {
         if let Some(device) = &self.device {
             device.decoder.close();
         }
     }
 
-    /// Whether JPEG files are decoded for each step.
+    /// Whether JPEG files are decoded in each step.
     pub fn decodes_jpeg(&self) -> bool {
         [&self.train, &self.validation].into_iter().any(|part| {
             part.files().is_some_and(|files| part.chosen.iter().any(|place| files.is_jpeg(*place as usize)))
         })
     }
 
-    /// Whether preparing a batch is work for more than one thread: pictures are decoded for each step, mixed, or transformed
-    /// with more than a crop, a flip and scaling. Where the engine does all of it ([`BatchFormat::AugmentParams`]), nothing is left.
+    /// Whether preparing a batch is work for more than one thread, because pictures are decoded in each step, mixed,
+    /// or transformed by more than a crop, a flip and scaling. False if the engine does all of this
+    /// ([`BatchFormat::AugmentParams`]).
     pub fn is_prepared_each_step(&self) -> bool {
         self.format != BatchFormat::AugmentParams
             && (self.train.is_decoded_each_step()
@@ -168,8 +170,8 @@ impl DataSource {
                 || self.mixing.is_on())
     }
 
-    /// All pictures, when they are in memory and an engine can augment them itself: with a padded crop, a flip, scaling and
-    /// mixing.
+    /// All pictures, if they are in memory and an engine can augment them itself: by a padded crop, a flip, scaling
+    /// and mixing.
     pub fn resident(&self) -> Option<Resident> {
         let memory = |part: &Part| match &part.pixels {
             Pixels::Memory(bytes) => Some(bytes.clone()),
@@ -184,11 +186,11 @@ impl DataSource {
         Some(Resident { train, validation, height, width, crop_padding })
     }
 
-    /// One picture as the network sees it, at the network's input size: augmented as in `epoch` (from 0), or with `None` as in
-    /// evaluation. It is prepared as for a batch and the normalisation is undone, so what is shown is what is trained on.
+    /// One picture as the network sees it, at the network's input size: augmented as in `epoch` (from 0), or with
+    /// `None` as in evaluation. It is prepared as for a batch, and the normalisation is then undone.
     ///
     /// # Errors
-    /// A place that the split does not have, or a file that is gone.
+    /// The split has no picture `place`, or the file cannot be read.
     pub fn picture(
         &self,
         validation: bool,
@@ -199,7 +201,7 @@ impl DataSource {
         let chosen = u32::try_from(place).ok().filter(|p| (*p as usize) < part.labels.len());
         let Some(chosen) = chosen else {
             return Err(DataError::Invalid(format!(
-                "there is no picture {place}: there are {}",
+                "there is no picture {place}: the split has {}",
                 part.labels.len()
             )));
         };
@@ -217,7 +219,7 @@ impl DataSource {
         Ok((batch.labels[0], Picture { width: side, height: side, channels: channels as u32, pixels }))
     }
 
-    /// A line for each picture that could not be read since the last call, and the number of all such pictures so far.
+    /// Lines for the pictures that could not be read since the last call, and the number of all such pictures.
     pub fn newly_broken(&self) -> (Vec<String>, usize) {
         let (mut news, training) = self.train.broken.news();
         let (more, validation) = self.validation.broken.news();

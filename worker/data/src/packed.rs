@@ -1,30 +1,31 @@
-//! Packed pictures (IDX, CIFAR), which jobs hold in memory: how much of it a dataset may take, and what an inspection needs of them.
+//! Packed pictures (IDX, CIFAR), which jobs hold in memory: the memory that a dataset may take, and the facts that an
+//! inspection needs.
 
 use lockstep_host::usage::memory_available;
 
-/// What becomes of packed pictures that are read.
+/// How packed pictures are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reading {
-    /// All of them are held.
+    /// All pictures are kept in memory.
     Whole,
-    /// They are counted and measured, one after another.
+    /// The pictures are counted and measured, one after another.
     Measure,
 }
 
-/// Whether so many bytes fit into the memory that is free on this machine, or in its control group.
+/// Fails if `bytes` do not fit in the memory that is available on this machine or in its control group.
 ///
 /// # Errors
-/// They do not, to stand after the name of the file that they come from.
+/// Why the pictures do not fit, as a phrase to follow the name of their file.
 pub(super) fn check_fits(bytes: u64) -> Result<(), String> {
     fits(bytes, memory_available())
 }
 
-/// Where the system does not say what is `free`, everything fits.
+/// If the system does not report the available memory, everything fits.
 fn fits(bytes: u64, free: Option<u64>) -> Result<(), String> {
     match free.filter(|free| bytes > *free) {
         Some(free) => Err(format!(
-            "would take {:.1} GB of memory, and {:.1} GB are free on this machine: take a machine with more, or store the pictures as \
-             files, which are not held at once",
+            "would take {:.1} GB of memory, and {:.1} GB are free on this machine: use a machine with more memory, or store the pictures as \
+             files, which are not all held in memory",
             bytes as f64 / 1e9,
             free as f64 / 1e9
         )),

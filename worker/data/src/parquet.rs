@@ -1,5 +1,5 @@
-//! Pictures in Parquet files (parquet.apache.org), as Hugging Face's `datasets` and pyarrow write them: a row is a picture
-//! and its class. A picture is identified by its row; reading it decodes the page that it is in, and no other.
+//! Pictures in Parquet files (parquet.apache.org), as written by Hugging Face's `datasets` and by pyarrow. A row has
+//! a picture and its class. A picture is identified by its row; reading it decodes only the page that contains it.
 
 mod columns;
 mod pages;
@@ -37,32 +37,33 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// A file begins and ends with it.
+/// The bytes at the beginning and end of a file.
 const MAGIC: &[u8; 4] = b"PAR1";
-/// The length of the footer and the magic behind it.
+/// The length of the footer, and the magic bytes after it.
 const TAIL: u64 = 8;
-/// A row with a picture and a class takes more.
+/// A row with a picture and a class takes at least this many bytes.
 const LEAST_ROW_BYTES: u64 = 8;
-/// A million pictures in row groups of a hundred have 10 MB.
+/// A million pictures in row groups of a hundred have a footer of 10 MB.
 const MAX_FOOTER_BYTES: u64 = 256 << 20;
 
-/// What a file's footer says: where its pictures are, and what their classes are called.
+/// A file's footer: where its pictures are, and the names of its classes.
 #[derive(Debug)]
 pub(crate) struct ParquetFile {
     metadata: ParquetMetaData,
     columns: Columns,
-    /// Number of each row group's first row, and behind the last one that of all rows.
+    /// The number of the first row of each row group, and finally the number of all rows.
     first_rows: Vec<u64>,
-    /// Its footer after it was written again or touched, so that it is not read for each picture.
+    /// The footer after the file was written again or got a new time. It is cached, so that it is not read for each
+    /// picture.
     newer: Mutex<Option<(Stamp, Arc<ParquetFile>)>>,
 }
 
 /// Why a file cannot be used.
 #[derive(Debug, Clone)]
 pub(super) struct UnusableFile {
-    /// To stand after its name.
+    /// The reason, as a phrase to follow the file's name.
     pub(super) detail: String,
-    /// It could not be read: a later try may succeed.
+    /// Whether the file could not be read. A later attempt may succeed.
     pub(super) passing: bool,
 }
 
@@ -98,7 +99,8 @@ impl From<ParquetError> for UnusableFile {
     }
 }
 
-/// The decoder's checks leave out a few things that only a damaged file has.
+/// Runs `work` and turns a panic into an error: the decoder does not check a few conditions that only a damaged file
+/// violates.
 fn guarded<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, UnusableFile> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => Ok(done?),
@@ -126,21 +128,21 @@ impl ParquetFile {
             for column in [columns.picture, columns.label] {
                 if let Some(codec) = not_read(group.column(column).compression_codec()) {
                     return Err(UnusableFile::lasting(format!(
-                        "is compressed with {codec}, which is not read; write it with snappy, zstd, gzip or none"
+                        "is compressed with {codec}, which is not supported; write it with snappy, zstd, gzip or none"
                     )));
                 }
             }
             let rows = u64::try_from(group.num_rows()).ok();
             let end = rows.and_then(|rows| first_rows.last()?.checked_add(rows));
             first_rows.push(
-                end.ok_or_else(|| UnusableFile::lasting("is damaged: its numbers of rows make no sense"))?,
+                end.ok_or_else(|| UnusableFile::lasting("is damaged: its numbers of rows are inconsistent"))?,
             );
         }
-        // A null takes next to nothing, and a footer may claim any number of them.
+        // A null takes almost no space, so a footer could claim any number of rows.
         if first_rows.last().is_some_and(|rows| *rows > source.size() / LEAST_ROW_BYTES) {
             return Err(UnusableFile::lasting("is damaged: it has too many rows for its size"));
         }
-        // Where there is one, it saves walking from page to page.
+        // With an offset index, pages are found directly.
         let mut indexed = ParquetMetaDataReader::new_with_metadata(metadata.clone())
             .with_offset_index_policy(PageIndexPolicy::Optional)
             .with_offset_index_mask(ColumnChunkMask::columns([columns.picture]));
@@ -149,10 +151,10 @@ impl ParquetFile {
         Ok(Self { metadata, columns, first_rows, newer: Mutex::default() })
     }
 
-    /// What the file at `path` says now that its stamp is `found`: read once for each stamp.
+    /// The file's contents at `path`, whose stamp is now `found`. The footer is read once for each stamp.
     ///
     /// # Errors
-    /// It cannot be used any more.
+    /// The file can no longer be used.
     pub(super) fn again(&self, path: &Path, found: Stamp) -> Result<Arc<Self>, UnusableFile> {
         let mut newer = self.newer.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, file)) = newer.as_ref().filter(|(stamp, _)| *stamp == found) {
@@ -163,7 +165,7 @@ impl ParquetFile {
         Ok(file)
     }
 
-    /// What the classes are called, where the file says it.
+    /// The names of the classes, if the file has them.
     pub(super) fn class_names(&self) -> Option<&[String]> {
         self.columns.names.as_deref()
     }
@@ -172,13 +174,13 @@ impl ParquetFile {
         self.first_rows.last().copied().unwrap_or(0)
     }
 
-    /// The bytes of the picture in `row`; `file` has `size` bytes.
+    /// The bytes of the picture in `row`. `size` is the size of `file` in bytes.
     ///
     /// # Errors
-    /// What is wrong with it, to stand after its name.
+    /// Why the picture cannot be read, as a phrase to follow its name.
     pub(super) fn read(&self, file: File, size: u64, row: u64) -> Result<Vec<u8>, String> {
         if row >= self.rows() {
-            return Err(format!("is no longer there: its file has {} rows now", self.rows()));
+            return Err(format!("no longer exists: its file now has {} rows", self.rows()));
         }
         let group = self.first_rows.partition_point(|first| *first <= row) - 1;
         let before = (row - self.first_rows[group]) as usize;
@@ -194,10 +196,11 @@ impl ParquetFile {
         found.ok_or_else(|| rows::NO_PICTURE.into())
     }
 
-    /// As [`ParquetFile::read`], of `count` rows of one row group from `first` on; `None` where a picture is null.
+    /// As [`ParquetFile::read`], for `count` rows of one row group, from `first` on. An entry is `None` if its
+    /// picture is null.
     ///
     /// # Errors
-    /// They are not in one row group, or what is wrong with the file.
+    /// The rows are not in one row group, or the file cannot be read.
     pub(super) fn read_run(
         &self,
         file: File,
@@ -247,7 +250,7 @@ impl ParquetFile {
     }
 }
 
-/// Tells what is no Parquet file, or only a part of one.
+/// Recognises files that are not Parquet files, or are truncated.
 fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let (mut head, mut tail) = ([0; 4], [0; TAIL as usize]);
     let at = |buffer: &mut [u8], offset: u64| match source.file().read_exact_at(buffer, offset) {
@@ -271,13 +274,13 @@ fn check_tail(source: &Source) -> Result<(), UnusableFile> {
     let footer = u64::from(u32::from_le_bytes([tail[0], tail[1], tail[2], tail[3]]));
     if footer > MAX_FOOTER_BYTES {
         return Err(UnusableFile::lasting(format!(
-            "has a footer of {footer} bytes; up to {MAX_FOOTER_BYTES} are read: write larger row groups, or more files"
+            "has a footer of {footer} bytes; at most {MAX_FOOTER_BYTES} are allowed: write larger row groups, or more files"
         )));
     }
     Ok(())
 }
 
-/// The name of a codec that is not built in.
+/// The name of an unsupported codec.
 fn not_read(codec: CompressionCodec) -> Option<String> {
     use CompressionCodec::{GZIP, SNAPPY, UNCOMPRESSED, ZSTD};
     (!matches!(codec, UNCOMPRESSED | SNAPPY | GZIP | ZSTD)).then(|| format!("{codec:?}").to_lowercase())

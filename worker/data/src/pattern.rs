@@ -1,14 +1,15 @@
-//! Names of many files in one, as WebDataset's users write them: `train-{000..127}.tar`, `{train,val}-0.tar`.
+//! Brace patterns for the names of many files, as used with WebDataset: `train-{000..127}.tar`, `{train,val}-0.tar`.
 
 pub(super) use lockstep_protocol::pattern::expand;
 use std::path::{Path, PathBuf};
 
-/// Shards of a dataset.
+/// Maximum number of shards of a dataset.
 pub(super) const SHARDS: usize = 100_000;
-/// Names of a pattern that are tried to see whether any exists.
+/// Number of a pattern's names that are tried to find out whether a file exists.
 const TRIED: usize = 64;
 
-/// The folder before the first brace, and the pattern behind it. `None` when `path` is no pattern, or a file's own name.
+/// The folder before the first brace, and the pattern after it. `None` if `path` has no braces, or is the name of an
+/// existing file.
 pub(super) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
     let is_pattern = |part: &std::ffi::OsStr| part.as_encoded_bytes().contains(&b'{');
     if !path.iter().any(is_pattern) || path.exists() {
@@ -19,12 +20,12 @@ pub(super) fn fixed_part(path: &Path) -> Option<(PathBuf, PathBuf)> {
     Some((fixed, rest))
 }
 
-/// Whether the files of a pattern are there: a folder may be, on a machine that has none of them.
+/// Whether files of a pattern exist. Only the folder may exist on a machine that has none of the files.
 pub(super) fn exists(folder: &Path, rest: &Path) -> bool {
     match expand(&rest.to_string_lossy(), SHARDS) {
-        // Some may be missing, which is reported when they are read.
+        // Missing shards are reported when the dataset is read.
         Ok(names) => names.iter().take(TRIED).any(|name| folder.join(name).exists()),
-        // A mistake in it is reported when it is read.
+        // An invalid pattern is reported when the dataset is read.
         Err(_) => folder.is_dir(),
     }
 }

@@ -1,4 +1,4 @@
-//! A decoded picture and the ways to make one.
+//! Decoded pictures, and how they are made.
 
 use decode::Header;
 use image::ImageFormat;
@@ -15,24 +15,24 @@ mod resize;
 mod weights;
 mod whole;
 
-/// The formats that are read, for sentences.
+/// The supported formats, for messages.
 pub(super) const FORMATS: &str = "JPEG, PNG, WebP, GIF, BMP or TIFF";
-/// The format shows in so many of a file's first bytes.
+/// The first bytes of a file, in which its format is recognised.
 const HEAD_BYTES: u64 = 32;
-/// Larger pictures are refused before they are decoded.
+/// Larger pictures are rejected before they are decoded.
 const MAX_PIXELS: u64 = 64 << 20;
-/// Decoded, and in the file: eight bytes a pixel are 16 bits in each of four channels.
+/// Maximum size of a picture, decoded and as a file. Eight bytes per pixel are four channels of 16 bits.
 pub(super) const MAX_BYTES: u64 = MAX_PIXELS * 8;
 
-/// What pictures are called, those that are read first. A camera's raw format is often a TIFF whose first picture is
-/// a thumbnail.
+/// Extensions of pictures: of supported formats, and of unsupported ones. A camera's raw format is often a TIFF file
+/// whose first picture is a thumbnail.
 const READ: [&str; 10] = ["jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"];
 const NOT_READ: [&str; 21] = [
     "heic", "heif", "avif", "jxl", "jp2", "j2k", "svg", "ico", "psd", "tga", "ppm", "pgm", "pbm", "pnm",
     "exr", "dng", "cr2", "cr3", "nef", "arw", "raw",
 ];
 
-/// Pixels as they lie in a file: height, width, channels; one byte each.
+/// A decoded picture: height, width, channels; one byte per value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Picture {
     pub width: u32,
@@ -41,7 +41,7 @@ pub struct Picture {
     pub pixels: Vec<u8>,
 }
 
-/// A picture that lies somewhere else: height, width, channels; one byte each.
+/// A view of a decoded picture: height, width, channels; one byte per value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PictureRef<'a> {
     pub(super) width: u32,
@@ -51,14 +51,14 @@ pub(super) struct PictureRef<'a> {
     pub(super) pixels: &'a [u8],
 }
 
-/// What these first bytes of a file are.
+/// The format of a file that begins with `head`.
 pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
     match head {
         [0xff, 0xd8, 0xff, ..] => Some(ImageFormat::Jpeg),
         [0x89, b'P', b'N', b'G', 0x0d, 0x0a, 0x1a, 0x0a, ..] => Some(ImageFormat::Png),
         [b'R', b'I', b'F', b'F', _, _, _, _, b'W', b'E', b'B', b'P', ..] => Some(ImageFormat::WebP),
         [b'G', b'I', b'F', b'8', b'7' | b'9', b'a', ..] => Some(ImageFormat::Gif),
-        // Two letters are little: the size of the header that follows.
+        // The two letters alone prove little, so the size of the header that follows is checked, too.
         [b'B', b'M', _, _, _, _, _, _, _, _, _, _, _, _, 12 | 40 | 52 | 56 | 64 | 108 | 124, 0, 0, 0, ..] => {
             Some(ImageFormat::Bmp)
         }
@@ -67,7 +67,7 @@ pub(super) fn format_of(head: &[u8]) -> Option<ImageFormat> {
     }
 }
 
-/// Whether a file is named as pictures are, of whatever kind.
+/// Whether a file has the extension of a picture, supported or not.
 pub(super) fn is_named_like_one(path: &Path) -> bool {
     let extension = extension(path);
     READ.contains(&extension.as_str()) || NOT_READ.contains(&extension.as_str())
@@ -83,26 +83,27 @@ fn no_picture(bytes: &[u8]) -> String {
     match (bytes.is_empty(), text, bytes) {
         (true, ..) => "is empty".into(),
         (_, _, [_, _, _, _, b'f', b't', b'y', b'p', b'h' | b'm' | b'a', b'e' | b'i' | b'v', ..]) => {
-            format!("is a HEIF or AVIF picture, which is not read; convert it to {FORMATS}")
+            format!("is a HEIF or AVIF picture, which is not supported; convert it to {FORMATS}")
         }
         (_, true, _) => format!("is text, not a {FORMATS} picture"),
         _ => format!("is not a {FORMATS} picture"),
     }
 }
 
-/// Why a picture of this size is not read, if it is not.
+/// Why a picture of this size is rejected. `None` if it is not.
 pub(super) fn too_large(width: u32, height: u32) -> Option<String> {
     let fits = width > 0 && height > 0 && u64::from(width) * u64::from(height) <= MAX_PIXELS;
-    (!fits).then(|| format!("is {width} x {height} pixels; up to {} megapixels are read", MAX_PIXELS >> 20))
+    (!fits)
+        .then(|| format!("is {width} x {height} pixels; at most {} megapixels are allowed", MAX_PIXELS >> 20))
 }
 
-/// Refuses what nothing here decodes, by its name where its first bytes do not show the format.
+/// Rejects unsupported formats, by the file's name if the first bytes do not show the format.
 fn readable(path: &Path, bytes: &[u8]) -> Result<(), String> {
-    // Phones give JPEG files such names, too; a camera's raw file begins as a TIFF does.
+    // Phones also use such names for JPEG files. A camera's raw file begins like a TIFF file.
     let is_known = matches!(image::guess_format(bytes), Ok(format) if format != image::ImageFormat::Tiff);
     let extension = extension(path);
     if !is_known && NOT_READ.contains(&extension.as_str()) {
-        return Err(format!("is a {extension} file, which is not read; convert it to {FORMATS}"));
+        return Err(format!("is a {extension} file, which is not supported; convert it to {FORMATS}"));
     }
     Ok(())
 }
@@ -115,10 +116,10 @@ pub(super) fn head(path: &Path) -> Result<Vec<u8>, String> {
     Ok(head)
 }
 
-/// JPEG's [`format_number`].
+/// The [`format_number`] of JPEG.
 pub(super) const JPEG: u8 = 1;
 
-/// A format's number in an index; see [`super::index::Entry::format`].
+/// The number of a picture's format in the index; see [`super::index::Entry::format`].
 pub(super) fn format_number(bytes: &[u8]) -> u8 {
     match format_of(bytes) {
         Some(ImageFormat::Jpeg) => JPEG,
@@ -131,8 +132,9 @@ pub(super) fn format_number(bytes: &[u8]) -> u8 {
     }
 }
 
-/// Width and height of a picture that seems whole, once it is upright. It is decoded only where its format does not mark its
-/// end; a scan that a GPU may decode is followed, since a GPU does not report damage. `path` names it: kinds that are not read are recognised by name.
+/// Width and height of the upright picture, if the file seems intact. The picture is decoded only if its format does
+/// not mark its end. A JPEG scan that a GPU may decode is followed, because a GPU does not report damage. `path`
+/// helps to recognise unsupported formats.
 pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String> {
     readable(path, bytes)?;
     let header = Header::read(bytes)?;
@@ -140,21 +142,21 @@ pub(super) fn dimensions(path: &Path, bytes: &[u8]) -> Result<(u32, u32), String
     if !whole::marks_its_end(header.format) {
         Decoder::default().pixels_of(header)?;
     } else if jpeg::has_damaged_scan(bytes) {
-        return Err("is damaged: its data breaks off or cannot be followed; get it again".into());
+        return Err("is damaged: its data is truncated or invalid; get it again".into());
     }
     Ok(size)
 }
 
 impl Picture {
-    /// Width and height as a file's beginning has them; none where it is no picture that is read.
+    /// Width and height according to the beginning of a file. `None` if it is not a supported picture.
     pub fn size_of(bytes: &[u8]) -> Option<(u32, u32)> {
         Header::read(bytes).ok().map(|header| header.dimensions())
     }
 
-    /// Decodes a picture of any size and colour type as RGB, upright, with Pillow's meaning.
+    /// Decodes a picture of any size and colour type as upright RGB, with Pillow's semantics.
     ///
     /// # Errors
-    /// What is wrong with it, to stand after its name.
+    /// Why the picture cannot be decoded, as a phrase to follow its name.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         Decoder::default().decode_owned(bytes)
     }
@@ -172,12 +174,12 @@ impl Picture {
         }
     }
 
-    /// All of it, scaled to a square of `side` pixels.
+    /// The whole picture, scaled to a square of `side` pixels.
     pub fn stretched(self, side: u32) -> Self {
         self.resized(Area::Whole, side)
     }
 
-    /// torchvision's `Resize(resize)`, then `CenterCrop(side)`; `resize` is not below `side`.
+    /// torchvision's `Resize(resize)`, then `CenterCrop(side)`. `resize` must be at least `side`.
     pub fn resized_and_cropped(self, resize: u32, side: u32) -> Self {
         let window = self.view().centre_crop(resize, side);
         self.resized(window, side)
@@ -191,7 +193,7 @@ impl Picture {
 }
 
 impl PictureRef<'_> {
-    /// The largest centred square; `None` when it is the picture, of `side` pixels already.
+    /// The area of the largest centred square. `None` if the picture already is a square of `side` pixels.
     pub(super) fn centre_square(self, side: u32) -> Option<Area> {
         if self.width == side && self.height == side {
             return None;
@@ -202,9 +204,9 @@ impl PictureRef<'_> {
         Some(Area::Window(left, top, cut.into(), cut.into()))
     }
 
-    /// What of the picture is seen when its short side is resized to `resize` pixels and a centred square of `side` is cut
-    /// out of that; the rest need not be computed. Sizes and places are rounded as torchvision's `Resize` and
-    /// `CenterCrop` round them.
+    /// The area that is visible when the short side is resized to `resize` pixels and a centred square of `side` is
+    /// cut out; the rest need not be computed. Sizes and positions are rounded as by torchvision's `Resize` and
+    /// `CenterCrop`.
     pub(super) fn centre_crop(self, resize: u32, side: u32) -> Area {
         let short = u64::from(self.width.min(self.height)).max(1);
         let along = |length: u32| {

@@ -1,7 +1,8 @@
-//! A copy of a dataset to train from: WebDataset shards of pictures that are small, upright and JPEG, in a mixed order.
+//! Prepares a copy of a dataset for training: WebDataset shards of small, upright JPEG pictures in a mixed order.
 //!
-//! A shard is made under another name, written to disk and then renamed; which pictures are in it is planned before the
-//! first one. So an interrupted copy continues with the shard that it was at, and has the same bytes as one that was not.
+//! Each shard is written under a temporary name, synced to disk and renamed. The pictures of all shards are planned
+//! in advance. So an interrupted copy continues with the interrupted shard, and has the same bytes as an
+//! uninterrupted copy.
 
 mod order;
 mod picture;
@@ -26,18 +27,18 @@ use std::{
     path::Path,
 };
 
-/// The short sides that a copy may have, in pixels.
+/// Allowed short sides of a copy, in pixels.
 pub const SHORT_SIDES: RangeInclusive<u32> = 16..=4096;
-/// The JPEG qualities that a copy may have, on libjpeg's scale.
+/// Allowed JPEG qualities of a copy, on libjpeg's scale.
 pub const QUALITIES: RangeInclusive<u8> = 1..=100;
-/// About the size of a shard: large enough for few files, each of which is read front to back in one go.
+/// Approximate size of a shard: large enough that there are few files, each of which is read sequentially.
 const SHARD_BYTES: u64 = 256 << 20;
-/// The order of pictures is the same in every copy.
+/// Seed of the order of pictures, which is the same in every copy.
 const ORDER_SEED: u64 = 0x7368_7566_666c_6564;
-/// Pictures of a split that are made in advance to estimate the size of one.
+/// Number of pictures that are made in advance to estimate the mean size.
 const MEASURED: usize = 256;
 
-/// What a copy is like.
+/// The settings of a copy.
 #[derive(Debug, Clone)]
 pub struct PrepareSettings {
     /// Larger pictures are resized to a short side of this many pixels; see [`SHORT_SIDES`].
@@ -56,26 +57,28 @@ impl Default for PrepareSettings {
     }
 }
 
-/// What was made.
+/// The result of preparing a copy.
 #[derive(Debug)]
 pub struct Prepared {
-    /// Pictures of each split.
+    /// The number of pictures in each split.
     pub splits: Vec<(String, u64)>,
     pub shards: u64,
-    /// So many of these existed already.
+    /// The number of these pictures that existed already.
     pub kept_shards: u64,
-    /// The size of all shards.
+    /// The size of all shards in bytes.
     pub bytes: u64,
-    /// What was left out, with the reason.
+    /// The pictures that were left out, with the reason.
     pub broken: Vec<BrokenFile>,
 }
 
-/// Writes a copy of the dataset at `path` to the folder `to`: `train-000000.tar` and so on, readable by Python's
-/// webdataset, with `classes.txt`. Pictures are resized as torchvision's `Resize(short_side, antialias=True)` does, never
-/// enlarged; what is a small upright JPEG already is copied as it is. Uses all cores; `tell` is called with the progress.
+/// Writes a copy of the dataset at `path` to the folder `to`: `train-000000.tar` and so on, which Python's webdataset
+/// can read, and `classes.txt`. Pictures are resized as by torchvision's `Resize(short_side, antialias=True)`, but
+/// never enlarged. Small upright JPEG files are copied unchanged. All cores are used. `tell` is called with the
+/// progress.
 ///
 /// # Errors
-/// The dataset or the settings cannot be used, `to` holds something else, the disk does not take it, or a picture is broken.
+/// The dataset or the settings cannot be used, `to` has other content, a file cannot be written, or a picture is
+/// broken.
 pub fn prepare(
     path: &Path,
     to: &Path,
@@ -100,7 +103,7 @@ fn prepare_with(
     let mut broken: Vec<BrokenFile> = catalog.broken.iter().chain(of_splits).cloned().collect();
     if let (BrokenFiles::Fail, Some(BrokenFile { file, detail })) = (settings.broken_files, broken.first()) {
         return Err(DataError::Invalid(format!(
-            "{file} {detail}{}; mend it, move it out of the dataset, or leave out what is broken (--broken-files skip)",
+            "{file} {detail}{}; repair it, move it out of the dataset, or leave out what is broken (--broken-files skip)",
             if broken.len() > 1 {
                 format!(" (and {} more are broken)", broken.len() - 1)
             } else {
@@ -108,7 +111,7 @@ fn prepare_with(
             }
         )));
     }
-    // One that cannot be read now may be another time: a copy without it would lack it for good.
+    // A file that cannot be read now may be readable later, and a copy without it would lack it permanently.
     if let Some(BrokenFile { file, detail }) = broken.iter().find(|one| files::is_unread(&one.detail)) {
         return Err(DataError::File { path: file.clone(), detail: unread(detail) });
     }
@@ -189,7 +192,7 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
             catalog.format.name()
         ))),
         Samples::Listed(_) if !shards::names_split(&split.name) => Err(DataError::Invalid(format!(
-            "{} has a split {:?}, which names of shards cannot express: call it val or test, or take it away",
+            "{} has a split {:?}, which names of shards cannot express: rename it to val or test, or remove it",
             path.display(),
             split.name
         ))),
@@ -198,13 +201,13 @@ fn sources<'a>(path: &Path, catalog: &'a Catalog) -> Result<Vec<(&'a Split, &'a 
     catalog.splits.iter().map(one).collect()
 }
 
-/// What is written to `classes.txt`.
+/// The content of `classes.txt`.
 fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
     let wrong = |what: String| Err(DataError::Invalid(format!("{}: {what}", path.display())));
     if let Some(name) =
         classes.iter().find(|name| name.trim() != **name || name.is_empty() || name.contains('\n'))
     {
-        return wrong(format!("class {name:?} cannot stand in a line of classes.txt; rename it"));
+        return wrong(format!("class {name:?} cannot be a line of classes.txt; rename it"));
     }
     let text: String = classes.iter().flat_map(|name| [name.as_str(), "\n"]).collect();
     if text.len() as u64 > MAX_NAMES_BYTES {
@@ -213,7 +216,7 @@ fn class_names(path: &Path, classes: &[String]) -> Result<String, DataError> {
     Ok(text)
 }
 
-/// How many of a split's pictures make a shard of about the size that it should have.
+/// The number of a split's pictures that make a shard of about the requested size.
 fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
     let every = listing.len().div_ceil(MEASURED).max(1);
     let size = |encoder: &mut Encoder, number: usize| -> Option<u64> {
@@ -228,12 +231,12 @@ fn per_shard(listing: &Listing, settings: &PrepareSettings) -> u32 {
         .collect();
     let mean = sizes.iter().sum::<u64>() / (sizes.len() as u64).max(1);
     let fits = (settings.shard_bytes / mean.max(1)).max(1);
-    // All of one size, rather than a short one at the end.
+    // All shards get the same number, rather than a small last shard.
     let count = (listing.len() as u64).div_ceil(fits).clamp(1, pattern::SHARDS as u64);
     (listing.len() as u64).div_ceil(count).max(1) as u32
 }
 
-/// The shards of a split: file and places in the order.
+/// The shards of a split: file name, and range in the order.
 fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item = (String, Range<usize>)> {
     let per_shard = per_shard.max(1) as usize;
     (0..pictures.div_ceil(per_shard)).map(move |number| {
@@ -242,10 +245,10 @@ fn planned(split: &str, pictures: usize, per_shard: u32) -> impl Iterator<Item =
     })
 }
 
-/// What is said of a picture that could not be read, to stand after its name.
+/// The reason why a picture could not be read, as a phrase to follow its name.
 fn unread(detail: &str) -> String {
     format!(
-        "{detail}. It is not left out of the copy, as it may be whole. Is the dataset's disk still there? The same command \
+        "{detail}. It is not left out of the copy, because it may be intact. Is the dataset's disk still there? The same command \
          continues from the shards that are finished"
     )
 }
@@ -254,7 +257,7 @@ fn cannot_be_written(path: &Path, error: &std::io::Error) -> DataError {
     DataError::File {
         path: path.display().to_string(),
         detail: format!(
-            "cannot be written: {error}. Shards that are finished are kept; the same command continues from there"
+            "cannot be written: {error}. Finished shards are kept, and the same command continues after them"
         ),
     }
 }

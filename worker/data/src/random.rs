@@ -1,11 +1,11 @@
-//! Random numbers that are a function of their seeds: the same on every rank, machine and release.
+//! Random numbers that depend only on their seeds: they are the same on every rank and machine, and in every release.
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// A stream of its own for each list of `keys`, such as (seed, epoch, picture).
+    /// A separate stream for each list of `keys`, such as (seed, epoch, picture).
     pub fn new(keys: &[u64]) -> Self {
         let mut state = Self(0x6c6f_636b_7374_6570);
         for key in keys {
@@ -24,13 +24,13 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number in `0..bound`; 0 for a bound of 0. Multiply-shift (Lemire 2019): its bias of
-    /// bound / 2^64 is below anything a training run could notice.
+    /// A number in `0..bound`; 0 if `bound` is 0. Multiply-shift (Lemire 2019); its bias of bound / 2^64 is
+    /// negligible for training.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A number in `low..high`, of 53 random bits; `low` when both are equal.
+    /// A number in `low..high` with 53 random bits; `low` if both are equal.
     pub fn uniform(&mut self, low: f64, high: f64) -> f64 {
         low + (high - low) * ((self.next_u64() >> 11) as f64 / (1u64 << 53) as f64)
     }

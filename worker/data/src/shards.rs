@@ -1,6 +1,7 @@
-//! Files that hold many samples each. WebDataset shards (github.com/webdataset/webdataset) are tar files whose members of
-//! one basename are a sample, a picture and its class (`000017.jpg`, `000017.cls`); in Parquet files a row is one. A folder
-//! of them, one of them, or a pattern such as `/data/train-{000..127}.tar`; the names say which split a file belongs to.
+//! Shards: files with many samples each. WebDataset shards (github.com/webdataset/webdataset) are tar files. Their
+//! members with the same basename form a sample, a picture and its class (`000017.jpg`, `000017.cls`). In Parquet
+//! files a row is a sample. A dataset is a folder of shards, one shard, or a pattern such as
+//! `/data/train-{000..127}.tar`. Names show to which split a file belongs.
 
 mod classes;
 mod folder;
@@ -14,7 +15,7 @@ use super::{
     Catalog, DataError, Samples, Split,
     copy::{damage, is_unfinished},
     index::{self, IndexStore, Members, Stamp},
-    listing::{Listing, Place},
+    listing::{ContainerKind, Listing},
     parquet::{self, ParquetFile, UnusableFile},
     pattern::{self, SHARDS, fixed_part},
 };
@@ -29,7 +30,7 @@ use std::{
     sync::Arc,
 };
 
-/// Shards that `path` names itself: a pattern, a tar or a Parquet file. `None` when it does not.
+/// The shards that `path` itself denotes: a pattern, a tar file or a Parquet file. `None` for other paths.
 pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if let Some((folder, rest)) = fixed_part(path) {
         let expanded = pattern::expand(&rest.to_string_lossy(), SHARDS);
@@ -42,8 +43,8 @@ pub(super) fn named(path: &Path, store: &IndexStore) -> Option<Result<Catalog, D
     Some(read(kind, path, path.parent()?, vec![path.file_name()?.into()], store))
 }
 
-/// Shards in a folder, or in its subfolders that are named like splits; `None` when there are none. Parquet files next to tar
-/// files are something else. `dataset` is the path as given: `dir` or a folder around it.
+/// The shards in a folder, or in subfolders with names of splits. `None` if there are none. Parquet files next to tar
+/// files are ignored. `dataset` is the given path: `dir`, or a folder around it.
 pub(super) fn find(dataset: &Path, dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
     if !dir.is_dir() {
         return None;
@@ -63,7 +64,7 @@ fn find_kind(
         Err(detail) => return Some(Err(wrong(detail))),
     };
     if shards.len() > SHARDS {
-        return Some(Err(wrong(format!("holds {} shards; up to {SHARDS} are read", shards.len()))));
+        return Some(Err(wrong(format!("holds {} shards; at most {SHARDS} are allowed", shards.len()))));
     }
     if shards.is_empty() {
         let first = unread.into_iter().next();
@@ -72,7 +73,7 @@ fn find_kind(
     let relative = |path: PathBuf| path.strip_prefix(dir).map(Path::to_owned).unwrap_or(path);
     let shards: Vec<_> = shards.into_iter().map(relative).collect();
     let left_out = compressed.iter().filter(|path| !is_unpacked(path)).map(|path| {
-        let detail = "is compressed, and pictures are read from the middle of shards: unpack it to a .tar, or take it away";
+        let detail = "is compressed, but pictures are read at arbitrary offsets: decompress it to a .tar, or remove it";
         named_broken(path, detail.into())
     });
     Some(read(kind, dataset, dir, shards, store).map(|mut catalog| {
@@ -81,13 +82,13 @@ fn find_kind(
     }))
 }
 
-/// Whether `path` is a shard, or a folder in which [`find`] finds some.
+/// Whether `path` is a shard, or a folder in which [`find`] finds shards.
 pub(super) fn has_any(path: &Path) -> bool {
     let holds = |kind| contents(kind, path).is_ok_and(|found| !found.shards.is_empty());
     Kind::of(path).is_some() || holds(Kind::Tar) || holds(Kind::Parquet)
 }
 
-/// `dataset`: as it was named; `shards` are relative to `root`.
+/// `dataset` is the given path; `shards` are relative to `root`.
 fn read(
     kind: Kind,
     dataset: &Path,
@@ -98,9 +99,7 @@ fn read(
     if is_unfinished(root) {
         return Err(DataError::File {
             path: root.display().to_string(),
-            detail:
-                "is a copy that is not whole: run its `lockstep dataset prepare` again, which continues it"
-                    .into(),
+            detail: "is an incomplete copy: run its `lockstep dataset prepare` again to continue it".into(),
         });
     }
     let any = shards.iter().any(|shard| split_in_path(shard).is_some());
@@ -111,24 +110,24 @@ fn read(
         .zip(&stamps)
         .filter_map(|(shard, stamp)| Some((shard.as_path(), stamp.as_ref().ok()?.size)))
         .collect();
-    // One shard, or a pattern, may mean some of them.
+    // If the path is one shard or a pattern, the user may want only some shards.
     if let Some(detail) = damage(root, dataset.is_dir(), |shard| sizes.get(Path::new(shard)).copied()) {
         return Err(DataError::File { path: root.display().to_string(), detail });
     }
     for (shard, stamp) in shards.into_iter().zip(stamps) {
         match (stamp, split_in_path(&shard)) {
             (Err(detail), _) => broken.push(named_broken(&root.join(shard), detail)),
-            // Other archives may lie there, but a job should not leave out in silence what it could train on.
+            // The folder may have other archives, but a job must not silently ignore what could be training data.
             (Ok(_), None) if any => broken.push(named_broken(
                 &root.join(shard),
-                "has no split in its name as other shards have: call it train-..., val-... or test-..., or take it away"
+                "has no split in its name as other shards have: rename it to train-..., val-... or test-..., or remove it"
                     .into(),
             )),
             (Ok(stamp), split) => there.push((split.unwrap_or("train"), shard, stamp)),
         }
     }
     let stamped: Vec<_> = there.iter().map(|(_, shard, stamp)| (shard.clone(), *stamp)).collect();
-    // Footers are small, and say what classes are called and where to read.
+    // Footers are small. They have the names of classes and the offsets of pages.
     let opened: HashMap<&Path, Result<Arc<ParquetFile>, UnusableFile>> = match kind {
         Kind::Tar => HashMap::new(),
         Kind::Parquet => {
@@ -148,9 +147,11 @@ fn read(
     for ((split, shard, stamp), members) in there.iter().zip(members) {
         let found = splits.entry(*split).or_insert_with(|| Found::new(root));
         match opened.get(shard.as_path()) {
-            None => found.add(root, shard, Place::Tar(*stamp), members),
-            Some(Ok(file)) => found.add(root, shard, Place::Parquet(*stamp, Arc::clone(file)), members),
-            // It could be read once, and not now.
+            None => found.add(root, shard, ContainerKind::Tar(*stamp), members),
+            Some(Ok(file)) => {
+                found.add(root, shard, ContainerKind::Parquet(*stamp, Arc::clone(file)), members)
+            }
+            // The footer could be read before, but not now.
             Some(Err(error)) => found.broken.push(named_broken(&root.join(shard), error.detail.clone())),
         }
     }
@@ -194,13 +195,13 @@ fn read(
     Ok(Catalog { format: kind.format(), classes: classes.names, splits: all, broken, unlabelled })
 }
 
-/// What the shards of a split hold.
+/// The content of a split's shards.
 struct Found {
     listing: Listing,
-    /// As the shards have them.
+    /// As in the shards: numbers or names.
     labels: Vec<String>,
     broken: Vec<BrokenFile>,
-    /// So many are broken for nothing but that.
+    /// The number of samples that are broken only because they have no label.
     without_label: usize,
 }
 
@@ -209,15 +210,15 @@ impl Found {
         Self { listing: Listing::new(root), labels: Vec::new(), broken: Vec::new(), without_label: 0 }
     }
 
-    /// Whether there are samples, and all that is wrong with any is that it has no label.
+    /// Whether there are samples, and their only fault is that they have no label.
     fn is_unlabelled(&self) -> bool {
         self.labels.is_empty() && self.without_label > 0 && self.without_label == self.broken.len()
     }
 
-    fn add(&mut self, root: &Path, shard: &Path, place: Place, members: Members) {
+    fn add(&mut self, root: &Path, shard: &Path, kind: ContainerKind, members: Members) {
         let path = root.join(shard);
         self.broken.extend(members.trouble.map(|detail| named_broken(&path, detail)));
-        self.listing.add_container(shard, place);
+        self.listing.add_container(shard, kind);
         for entry in members.entries {
             match (&entry.broken, &entry.label) {
                 (None, Some(label)) => {
@@ -236,11 +237,11 @@ impl Found {
         }
     }
 
-    /// Names as broken what has a label that is none.
+    /// Moves samples to the broken ones if `is_none` is true for their labels.
     fn leave_out(&mut self, is_none: impl Fn(&str) -> bool) {
         let keep: Vec<bool> = self.labels.iter().map(|label| !is_none(label)).collect();
         for (number, label) in self.labels.iter().enumerate().filter(|(number, _)| !keep[*number]) {
-            let detail = format!("has the label {label}, which is no class of the training split");
+            let detail = format!("has the label {label}, which is not a class of the training split");
             self.broken.push(BrokenFile { file: self.listing.name(number), detail });
             self.without_label += 1;
         }
@@ -252,8 +253,8 @@ impl Found {
 
 fn stamp(path: &Path) -> Result<Stamp, String> {
     match files::stat_with_time(path)? {
-        (files::Found::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
-        (files::Found::Folder, _) => Err("is a folder, not a file".into()),
+        (files::FileKind::File { size_bytes }, modified_ns) => Ok(Stamp { size: size_bytes, modified_ns }),
+        (files::FileKind::Folder, _) => Err("is a folder, not a file".into()),
     }
 }
 

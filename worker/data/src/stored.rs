@@ -1,24 +1,25 @@
-//! Pictures as stored in a dataset, without a job.
+//! Pictures as stored in a dataset, independent of a job.
 
 use super::{Catalog, DataError, Picture, Samples, random::Random};
 use std::path::Path;
 
-/// Some pictures of a split.
+/// Pictures of a split.
 #[derive(Debug)]
 pub struct Stored {
-    /// So many match.
+    /// The number of all pictures that match.
     pub total: u64,
-    /// Names, in the order of the labels.
+    /// The names of the classes, in the order of the labels.
     pub classes: Vec<String>,
-    /// Place in the split, class, file where it is one, and the picture itself. Broken files are left out.
+    /// For each picture: its place in the split, its class, its file (if it is one), and the decoded picture. Broken
+    /// files are left out.
     pub pictures: Vec<(u64, u32, Option<String>, Picture)>,
 }
 
-/// Reads `limit` pictures of a split, or of one of its classes, after the first `offset`: in their order, or in one that the seed
-/// `shuffle` decides.
+/// Reads `limit` pictures of a split, or of one of its classes, after skipping `offset` pictures. The order is the
+/// split's own, or is shuffled with the seed `shuffle`.
 ///
 /// # Errors
-/// No such split or class, or no dataset at all.
+/// There is no such split or class, or no dataset.
 pub fn stored(
     path: &Path,
     split: &str,

@@ -1,8 +1,8 @@
-//! The cache directory. Losing its files costs time at the next start and nothing else.
+//! The cache directory. If its files are lost, the next start takes longer; nothing else changes.
 
 use std::path::PathBuf;
 
-/// `$LOCKSTEP_CACHE`, else `lockstep` in the user's cache directory; none where no environment variable names one.
+/// `$LOCKSTEP_CACHE`, or `lockstep` in the user's cache directory. `None` if no environment variable names either.
 pub fn dir() -> Option<PathBuf> {
     let from = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     from("LOCKSTEP_CACHE")

@@ -1,11 +1,11 @@
-//! The limits that a container has of its machine: those of the control groups (versions 1 and 2) that this process is in.
+//! Resource limits of a container: the limits of the control groups (versions 1 and 2) of this process.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// The tightest limits of this process's control groups and of those around them.
+/// The tightest limits of this process's control groups and their ancestors.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct ControlGroups {
     cpu: Option<CpuLimit>,
@@ -18,23 +18,23 @@ struct CpuLimit {
     usage: Usage,
 }
 
-/// Where the kernel counts the time that a group has had.
+/// The file in which the kernel accounts the CPU time of a group.
 #[derive(Debug, Clone)]
 enum Usage {
-    /// A line `usage_usec` of `cpu.stat`.
+    /// The line `usage_usec` of a `cpu.stat` file.
     Microseconds(PathBuf),
-    /// `cpuacct.usage`.
+    /// A `cpuacct.usage` file.
     Nanoseconds(PathBuf),
 }
 
 #[derive(Debug, Clone)]
 struct MemoryLimit {
     bytes: u64,
-    /// A limit of swap; version 1 has no such limit beside the one of memory.
+    /// A limit of swap. In version 1 swap is not limited separately from memory.
     swap_bytes: Option<u64>,
     used: PathBuf,
     stat: PathBuf,
-    /// Of `stat`: what the kernel would drop first.
+    /// The key of `stat` that counts the memory the kernel reclaims first.
     inactive: &'static str,
 }
 
@@ -42,27 +42,28 @@ fn number(path: PathBuf) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// A value of lines like `usage_usec 17`.
+/// The value of `key` in text with lines such as `usage_usec 17`.
 fn value(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '))?;
     line.trim().parse().ok()
 }
 
-/// The control group's folder and its ancestors. A container may see its own group as the root, under another name than
-/// `/proc/self/cgroup` has.
+/// The folder of a control group and its ancestors. A container may see its own group as the root, under another name
+/// than in `/proc/self/cgroup`.
 fn folders(root: &Path, path: &str) -> Vec<PathBuf> {
     let inner = root.join(path.trim_start_matches('/'));
     inner.ancestors().take_while(|folder| folder.starts_with(root)).map(Path::to_owned).collect()
 }
 
 impl ControlGroups {
-    /// Those of this process.
+    /// The limits of this process.
     pub(crate) fn of_this_process() -> Self {
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         Self::read(&groups, Path::new("/sys/fs/cgroup"))
     }
 
-    /// `groups` as `/proc/self/cgroup` has them: `number:controllers:path`, version 2 without controllers.
+    /// Reads the limits. `groups` is the content of `/proc/self/cgroup`: lines `number:controllers:path`, in version
+    /// 2 without controllers.
     fn read(groups: &str, root: &Path) -> Self {
         let mut found = Self::default();
         for line in groups.lines() {
@@ -86,7 +87,7 @@ impl ControlGroups {
 
     fn add_v2(&mut self, folder: &Path) {
         let limit = fs::read_to_string(folder.join("cpu.max")).unwrap_or_default();
-        // `max 100000` where there is none.
+        // Without a limit the file has `max 100000`.
         let mut words = limit.split_whitespace().map(str::parse::<f64>);
         if let (Some(Ok(quota)), Some(Ok(period))) = (words.next(), words.next()) {
             self.add_cpu(quota / period, Usage::Microseconds(folder.join("cpu.stat")));
@@ -100,7 +101,7 @@ impl ControlGroups {
 
     fn add_v1_cpu(&mut self, root: &Path, group: &Path) {
         let folder = root.join("cpu").join(group);
-        // A quota of -1 is none.
+        // A quota of -1 means no limit.
         if let (Some(quota), Some(period)) =
             (number(folder.join("cpu.cfs_quota_us")), number(folder.join("cpu.cfs_period_us")))
         {
@@ -127,7 +128,7 @@ impl ControlGroups {
         self.memory.iter().filter(|limit| limit.bytes > 0).min_by_key(|limit| limit.bytes)
     }
 
-    /// How many bytes of memory and swap the group may have on a machine with so much swap.
+    /// The limit of memory and swap in bytes, on a machine with `swap_bytes` of swap.
     pub(crate) fn memory_and_swap(&self, swap_bytes: u64) -> Option<u64> {
         let of = |limit: &MemoryLimit| {
             limit.bytes.saturating_add(limit.swap_bytes.unwrap_or(swap_bytes).min(swap_bytes))
@@ -135,12 +136,12 @@ impl ControlGroups {
         self.memory.iter().map(of).min()
     }
 
-    /// How many CPUs' time the group may have.
+    /// The limit of CPUs.
     pub(crate) fn cpus(&self) -> Option<f64> {
         self.cpu.as_ref().map(|limit| limit.cpus)
     }
 
-    /// The time of CPUs that the group with this limit has had, in seconds.
+    /// The CPU time used by the group that has the tightest limit, in seconds.
     pub(crate) fn cpu_secs(&self) -> Option<f64> {
         match &self.cpu.as_ref()?.usage {
             Usage::Microseconds(path) => {
@@ -150,8 +151,8 @@ impl ControlGroups {
         }
     }
 
-    /// How much memory the group may have, and what it has without the files that the kernel would drop first. Version 1 has a number
-    /// above any machine's memory where there is no limit.
+    /// The limit of memory, and the memory in use without files that the kernel reclaims first. Without a limit,
+    /// version 1 reports a number above the memory of any machine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         let limit = self.tightest_memory()?;
         let stat = fs::read_to_string(&limit.stat).unwrap_or_default();
@@ -159,7 +160,7 @@ impl ControlGroups {
         Some((limit.bytes, used))
     }
 
-    /// Bytes of files that the kernel keeps in memory and would drop last.
+    /// Bytes of cached files that the kernel reclaims last.
     pub(crate) fn files_in_use(&self) -> Option<u64> {
         let limit = self.tightest_memory()?;
         value(&fs::read_to_string(&limit.stat).ok()?, &limit.inactive.replace("inactive", "active"))

@@ -1,4 +1,5 @@
-//! Locks of files between processes (`flock(2)`): the kernel gives one back when the last process that has the file open ends.
+//! File locks between processes (`flock(2)`). The kernel releases a lock when the last process that has the file open
+//! ends.
 
 use std::{
     fs::{File, TryLockError},
@@ -8,21 +9,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often a lock is tried. The system can wait for a lock, but not for a limited time.
+/// Interval between two attempts. `flock` can wait for a lock, but not for a limited time.
 const TRY_EVERY: Duration = Duration::from_millis(20);
 
-/// Opens `path`, which is made if it is not there. Nothing is written to it.
+/// Opens `path` without writing to it, and creates it if it does not exist.
 ///
 /// # Errors
-/// Those of the file system.
+/// The errors of the file system.
 pub fn open_lock(path: &Path) -> io::Result<File> {
     File::options().create(true).append(true).open(path)
 }
 
-/// Locks `file`, and waits at most `within` for another process that has it locked. False: that process still has it.
+/// Locks `file`. Returns false if another process still holds the lock after `within`.
 ///
 /// # Errors
-/// Those of `flock(2)`. Some network file systems have no locks.
+/// The errors of `flock(2)`. Some network file systems do not support locks.
 pub fn lock_within(file: &File, within: Duration) -> io::Result<bool> {
     let until = Instant::now() + within;
     loop {

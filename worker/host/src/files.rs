@@ -1,7 +1,7 @@
-//! Files of users, datasets and weights: which can be opened, and what is wrong with the others.
+//! Files of users, such as datasets and weights: which can be opened, and why the others cannot.
 //!
-//! One place decides it for registering a dataset, for the check before a start and for a job's ranks. Only regular files are
-//! opened: a pipe or a device may block its reader for ever.
+//! Registering a dataset, the preflight check of an attempt and the ranks of a job share these rules. Only regular
+//! files are opened, because a pipe or a device may block its reader forever.
 
 pub mod allowed;
 
@@ -17,9 +17,9 @@ use std::{
     path::Path,
 };
 
-/// What a path leads to.
+/// The kind of object at a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Found {
+pub enum FileKind {
     Folder,
     /// A regular file.
     File {
@@ -27,88 +27,89 @@ pub enum Found {
     },
 }
 
-/// What `path` leads to, through links; nothing is opened.
+/// The kind of object at `path`, after links are followed. Nothing is opened.
 ///
 /// # Errors
-/// What is wrong with it, to stand after its name.
-pub fn stat(path: &Path) -> Result<Found, String> {
+/// Why the path cannot be used, as a phrase to follow its name.
+pub fn stat(path: &Path) -> Result<FileKind, String> {
     stat_with_time(path).map(|(found, _)| found)
 }
 
-/// As [`stat`], with the time of the last change (see [`modified_ns`]), from one system call.
+/// As [`stat`], with the time of the last change (see [`modified_ns`]). Both come from one system call.
 ///
 /// # Errors
-/// What is wrong with it, to stand after its name.
-pub fn stat_with_time(path: &Path) -> Result<(Found, i64), String> {
+/// Why the path cannot be used, as a phrase to follow its name.
+pub fn stat_with_time(path: &Path) -> Result<(FileKind, i64), String> {
     let found = fs::metadata(path).map_err(|error| cannot_follow(path, &error))?;
     let modified = modified_ns(&found);
     if found.is_dir() {
         return if leads_back(path) {
-            Err("is a link to a folder that it lies in, which has no end; take the link out".into())
+            Err("is a link to a folder that contains the link, so the path has no end; remove the link"
+                .into())
         } else {
-            Ok((Found::Folder, modified))
+            Ok((FileKind::Folder, modified))
         };
     }
     regular(&found)?;
-    Ok((Found::File { size_bytes: found.len() }, modified))
+    Ok((FileKind::File { size_bytes: found.len() }, modified))
 }
 
-/// An open folder: its files are examined relative to it, without resolving the whole path for each.
+/// An open folder. Its files are examined relative to it, which avoids resolving the whole path for each file.
 #[derive(Debug)]
 pub struct Folder(Option<OwnedFd>);
 
 impl Folder {
-    /// A folder that cannot be opened has its files examined by their paths.
+    /// Opens a folder. If that fails, files are examined by their full paths.
     pub fn open(path: &Path) -> Self {
         let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
         Self(rustix::fs::open(path, flags, Mode::empty()).ok())
     }
 
-    /// As [`stat_with_time`], of a path that lies in this folder.
+    /// As [`stat_with_time`], for a path in this folder.
     ///
     /// # Errors
-    /// What is wrong with it, to stand after its name.
-    pub fn stat_with_time(&self, path: &Path) -> Result<(Found, i64), String> {
+    /// Why the path cannot be used, as a phrase to follow its name.
+    pub fn stat_with_time(&self, path: &Path) -> Result<(FileKind, i64), String> {
         let found = self.0.as_ref().zip(path.file_name());
         let found = found.and_then(|(folder, name)| rustix::fs::statat(folder, name, AtFlags::empty()).ok());
         let plain = found.filter(|found| FileType::from_raw_mode(found.st_mode) == FileType::RegularFile);
-        // Anything but a regular file takes the slow way.
+        // Anything but a regular file is examined by its full path.
         let Some(found) = plain else { return stat_with_time(path) };
         let changed = newest(
             (found.st_mtime, found.st_mtime_nsec as i64),
             (found.st_ctime, found.st_ctime_nsec as i64),
         );
-        Ok((Found::File { size_bytes: found.st_size.cast_unsigned() }, changed))
+        Ok((FileKind::File { size_bytes: found.st_size.cast_unsigned() }, changed))
     }
 }
 
-/// When a file was last written or its times or owner were set, in nanoseconds since 1970: `rsync -t` and `cp -p` write
-/// other content and set the old time of writing.
+/// The time of the last change of a file's content, times or owner, in nanoseconds since 1970. The modification time
+/// is not sufficient: `rsync -t` and `cp -p` write new content and then set an old modification time.
 pub fn modified_ns(found: &Metadata) -> i64 {
     newest((found.mtime(), found.mtime_nsec()), (found.ctime(), found.ctime_nsec()))
 }
 
-/// The later of two times, seconds and nanoseconds each, in nanoseconds.
+/// The later of two times in seconds and nanoseconds, in nanoseconds.
 fn newest(a: (i64, i64), b: (i64, i64)) -> i64 {
     let ns = |(secs, rest): (i64, i64)| secs.saturating_mul(1_000_000_000).saturating_add(rest);
     ns(a).max(ns(b))
 }
 
-/// Opens a regular file and returns it with its size.
+/// Opens a regular file, and returns it with its size.
 ///
 /// # Errors
-/// What is wrong with it, to stand after its name.
+/// Why the file cannot be used, as a phrase to follow its name.
 pub fn open(path: &Path) -> Result<(File, u64), String> {
-    if stat(path)? == Found::Folder {
+    if stat(path)? == FileKind::Folder {
         return Err("is a folder, not a file".into());
     }
-    // What was a file a moment ago may be a pipe now: this neither waits for one nor reads it.
+    // The path may have become a pipe since the check: with these flags opening it does not block.
     let flags = (OFlags::NONBLOCK | OFlags::NOCTTY).bits().cast_signed();
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path).map_err(cannot_be_read)?;
     with_size(file)
 }
 
-/// A regular file with its size.
+/// Returns the file with its size, if it is a regular file.
 fn with_size(file: File) -> Result<(File, u64), String> {
     let found = file.metadata().map_err(cannot_be_read)?;
     regular(&found)?;
@@ -121,44 +122,45 @@ fn with_size(file: File) -> Result<(File, u64), String> {
     Ok((file, found.len()))
 }
 
-/// Whether Git has left a pointer in the place of a large file (<https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>).
+/// Whether the file is a pointer that Git LFS left in place of a large file
+/// (<https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>).
 fn is_lfs_pointer(file: &File, size: u64) -> bool {
     const FIRST_LINE: &[u8] = b"version https://git-lfs.github.com/spec/";
-    // Pointers are shorter: pictures take no second system call.
+    // Pointers are shorter. Larger files, such as pictures, need no second system call.
     const LIMIT: u64 = 1024;
     let mut head = [0; FIRST_LINE.len()];
     size < LIMIT && file.read_exact_at(&mut head, 0).is_ok() && head == FIRST_LINE
 }
 
-/// Reads a regular file of at most `most` bytes.
+/// Reads a regular file of at most `max_bytes` bytes.
 ///
 /// # Errors
-/// What is wrong with it, to stand after its name.
-pub fn read(path: &Path, most: u64) -> Result<Vec<u8>, String> {
-    read_opened(open(path)?, most)
+/// Why the file cannot be used, as a phrase to follow its name.
+pub fn read(path: &Path, max_bytes: u64) -> Result<Vec<u8>, String> {
+    read_opened(open(path)?, max_bytes)
 }
 
-/// As [`read`], of a file that [`open`] has opened.
+/// As [`read`], for a file opened by [`open`].
 ///
 /// # Errors
-/// What is wrong with it, to stand after its name.
-pub fn read_opened((file, size): (File, u64), most: u64) -> Result<Vec<u8>, String> {
-    let too_large = |size: u64| format!("has {size} bytes; up to {most} are read");
-    if size > most {
+/// Why the file cannot be used, as a phrase to follow its name.
+pub fn read_opened((file, size): (File, u64), max_bytes: u64) -> Result<Vec<u8>, String> {
+    let too_large = |size: u64| format!("has {size} bytes; at most {max_bytes} are allowed");
+    if size > max_bytes {
         return Err(too_large(size));
     }
     let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or(0));
-    file.take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(cannot_be_read)?;
-    // It may have grown, or be a file whose size the system does not report.
-    if bytes.len() as u64 > most { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
+    file.take(max_bytes.saturating_add(1)).read_to_end(&mut bytes).map_err(cannot_be_read)?;
+    // The file may have grown, or the system may not report its size.
+    if bytes.len() as u64 > max_bytes { Err(too_large(bytes.len() as u64)) } else { Ok(bytes) }
 }
 
 pub fn cannot_be_read(error: io::Error) -> String {
     format!("{UNREAD}{error}")
 }
 
-/// Whether what is wrong is an error of the system (see [`cannot_be_read`]), which may be over at the next try; not what a
-/// file is or holds.
+/// Whether `detail` is an error of the operating system (see [`cannot_be_read`]), which the next attempt may not
+/// meet. Other details concern the kind or the content of the file.
 pub fn is_unread(detail: &str) -> bool {
     detail.contains(UNREAD)
 }
@@ -183,16 +185,16 @@ fn cannot_follow(path: &Path, error: &io::Error) -> String {
     let target = fs::read_link(path);
     match (target, error.kind()) {
         (Ok(_), _) if error.raw_os_error() == Some(Errno::LOOP.raw_os_error()) => {
-            "is a link that leads back to itself; mend the link".into()
+            "is a link that leads back to itself; repair the link".into()
         }
         (Ok(target), io::ErrorKind::NotFound) => {
-            format!("is a link to {}, which is not there; mend the link", target.display())
+            format!("is a link to {}, which does not exist; repair the link", target.display())
         }
         _ => format!("{UNREAD}{error}"),
     }
 }
 
-/// Whether a link to a folder leads to one that the link itself lies in.
+/// Whether `path` is a link to a folder that contains the link.
 fn leads_back(path: &Path) -> bool {
     let is_link = fs::symlink_metadata(path).is_ok_and(|m| m.is_symlink());
     let home = path.parent().filter(|home| !home.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -202,15 +204,15 @@ fn leads_back(path: &Path) -> bool {
             .is_ok_and(|home| path.canonicalize().is_ok_and(|target| home.starts_with(target)))
 }
 
-/// The last `most` bytes of a file, which may have any length: what a process prints has no limit. Nothing of a file that cannot
-/// be read.
-pub fn end_of(path: &Path, most: u64) -> Vec<u8> {
+/// The last `max_bytes` bytes of a file of any length. The output of a process, for example, has no limit. Empty if the
+/// file cannot be read.
+pub fn end_of(path: &Path, max_bytes: u64) -> Vec<u8> {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = File::open(path)?;
         let length = file.metadata()?.len();
-        file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+        file.seek(SeekFrom::Start(length.saturating_sub(max_bytes)))?;
         let mut bytes = Vec::new();
-        file.take(most).read_to_end(&mut bytes)?;
+        file.take(max_bytes).read_to_end(&mut bytes)?;
         Ok(bytes)
     };
     read().unwrap_or_default()
@@ -227,10 +229,10 @@ mod tests {
         let at = |name: &str| dir.path().join(name);
         fs::write(at("file"), "four").unwrap();
         symlink("file", at("link")).unwrap();
-        assert_eq!(stat(&at("link")), Ok(Found::File { size_bytes: 4 }));
-        assert_eq!(stat(dir.path()), Ok(Found::Folder));
+        assert_eq!(stat(&at("link")), Ok(FileKind::File { size_bytes: 4 }));
+        assert_eq!(stat(dir.path()), Ok(FileKind::Folder));
         assert_eq!(read(&at("link"), 4).unwrap(), b"four");
-        assert_eq!(read(&at("file"), 3).unwrap_err(), "has 4 bytes; up to 3 are read");
+        assert_eq!(read(&at("file"), 3).unwrap_err(), "has 4 bytes; at most 3 are allowed");
 
         rustix::fs::mknodat(
             rustix::fs::CWD,
@@ -246,7 +248,7 @@ mod tests {
         symlink("loop", at("loop")).unwrap();
         fs::create_dir(at("inner")).unwrap();
         symlink("../..", at("inner/up")).unwrap();
-        // Belongs to this process, and says an error at the first byte, to whomever.
+        // A file of this process, for which every read fails.
         symlink("/proc/self/mem", at("unreadable")).unwrap();
         let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n";
         fs::write(at("pointer"), pointer).unwrap();
@@ -254,7 +256,7 @@ mod tests {
             ("pipe", "is a named pipe (FIFO), not a regular file"),
             ("socket", "is a socket, not a regular file"),
             ("zero", "is a device, not a regular file"),
-            ("dangling", "is a link to gone, which is not there"),
+            ("dangling", "is a link to gone, which does not exist"),
             ("loop", "is a link that leads back to itself"),
             ("inner/up", "is a link to a folder that it lies in"),
             ("nothing", "cannot be read: No such file"),
@@ -277,7 +279,7 @@ mod tests {
             fs::write(&path, text).unwrap();
             assert_eq!(end_of(&path, 4), end.as_bytes());
         }
-        // Longer than what fits into memory; all but its end is a hole.
+        // Longer than the memory; all of the file but its end is a hole.
         let file = File::options().write(true).open(&path).unwrap();
         file.set_len(1 << 40).unwrap();
         file.write_all_at(b"end", (1 << 40) - 3).unwrap();

@@ -2,7 +2,7 @@
 
 use std::{io, net::IpAddr, path::Path};
 
-/// NCCL's variable for the network interface that it is to use.
+/// NCCL's environment variable for the network interface to use.
 pub const NCCL_INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
 /// The value of [`NCCL_INTERFACE`] in this process's environment. `None` if it is empty.
@@ -65,12 +65,12 @@ pub fn speed_mbits(interface: &str) -> Option<u32> {
 }
 
 fn speed_below(folder: &Path, interface: &str) -> Option<u32> {
-    // The kernel allows neither in a name.
+    // The kernel does not allow these in a name.
     if interface.is_empty() || interface == ".." || interface.contains('/') {
         return None;
     }
     let text = std::fs::read_to_string(folder.join(interface).join("speed")).ok()?;
-    // Unknown is -1.
+    // An unknown speed is -1.
     text.trim().parse().ok().filter(|mbits| *mbits > 0 && *mbits < u32::MAX)
 }
 

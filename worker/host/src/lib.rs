@@ -1,6 +1,6 @@
-//! Facts of this machine and process, its GPUs and their libraries, files, and tensors in memory.
+//! Facts about this machine and process, GPUs and their libraries, files, and tensors in host memory.
 
-// What a call can fail with is part of what its caller has to know.
+// Callers need to know how a call can fail.
 #![warn(clippy::missing_errors_doc)]
 
 pub mod cache;
@@ -25,22 +25,22 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The program that this process runs: this very binary, also when its file has been replaced since.
+/// The program that this process runs. It is the same binary even if its file has been replaced since.
 ///
 /// # Errors
-/// The system does not say which file this process runs.
+/// The system does not report the program of this process.
 pub fn own_program() -> io::Result<PathBuf> {
     let path = std::env::current_exe()?;
     Ok(if path.exists() { path } else { PathBuf::from("/proc/self/exe") })
 }
 
-/// Variables of a server's or an agent's environment that say how to use it. Processes of jobs, which read what strangers wrote,
-/// do not get them.
+/// Environment variables of a server or an agent that contain credentials. Processes of jobs do not get them, because
+/// they read files written by others.
 pub const SECRETS: [&str; 4] =
     ["LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE", "LOCKSTEP_DATABASE", "LOCKSTEP_OIDC_CLIENT_SECRET"];
 
-/// Ends this process without running what libraries have registered for its end.
-#[allow(unsafe_code)] // The system's own function; any number is a status.
+/// Ends this process without running exit handlers of libraries.
+#[allow(unsafe_code)] // A function of the system's C library; any number is a valid status.
 pub fn exit_without_handlers(status: i32) -> ! {
     unsafe extern "C" {
         safe fn _exit(status: c_int) -> !;
@@ -49,12 +49,12 @@ pub fn exit_without_handlers(status: i32) -> ! {
     _exit(status)
 }
 
-/// This machine's name.
+/// The name of this machine.
 pub fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// What the processor calls itself; the architecture where it does not say.
+/// The processor's model name, or the architecture if the system reports none.
 pub fn cpu_name() -> String {
     let text = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let value = |key: &str| {
@@ -64,48 +64,47 @@ pub fn cpu_name() -> String {
     value("model name").or_else(|| value("Model")).unwrap_or_else(|| std::env::consts::ARCH.to_owned())
 }
 
-/// Cores that this process may use (its affinity and control group counted).
+/// The number of cores that this process may use, according to its affinity and control group.
 pub fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(u32::MAX))
 }
 
-/// How many processes the kernel has ended so far because memory ran out.
+/// The number of processes that the kernel has killed so far because memory ran out.
 pub fn oom_kills() -> Option<u64> {
     let text = fs::read_to_string("/proc/vmstat").ok()?;
     text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
 }
 
-/// The boot id of the running kernel: the same in all containers of a machine, another one after each start. Empty where the
-/// system
-/// does not say.
+/// The boot id of the running kernel. It is the same in all containers of a machine, and changes with each boot.
+/// Empty if the system does not report it.
 pub fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
-/// Tells network stacks apart: the boot id and the network namespace of this process. Processes of one such stack reach each
-/// other over loopback; containers on one machine have one each. `None` where the system does not say.
+/// Identifies a network stack: the boot id and the network namespace of this process. Processes with the same id
+/// reach each other over loopback; each container normally has its own. `None` if the system does not report it.
 pub fn network_id() -> Option<String> {
     let namespace = fs::read_link("/proc/self/ns/net").ok()?;
     Some(format!("{} {}", boot_id(), namespace.display()))
 }
 
-/// Writes a file that others see complete or not at all, and that its owner alone can read.
+/// Writes a file atomically. Only its owner can read the file.
 ///
 /// # Errors
-/// The sentence names the file.
+/// The error names the file.
 pub fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
     write_with(path, content, 0o600)
 }
 
-/// Writes a file that others see complete or not at all.
+/// Writes a file atomically.
 ///
 /// # Errors
-/// The sentence names the file.
+/// The error names the file.
 pub fn write_whole(path: &Path, content: &[u8]) -> io::Result<()> {
     write_with(path, content, 0o644)
 }
 
-/// Several processes may write the same file at the same time: each has a temporary file of its own.
+/// Each process has its own temporary file, because several may write the same file at the same time.
 fn write_with(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".");

@@ -1,22 +1,23 @@
-//! Which account listens on a TCP port of this machine's loopback: a token that is meant for one's own server is not sent to a program that
-//! another account has put in its place.
+//! Finds the account that listens on a loopback port. A token for the user's own server must not be sent to a program
+//! that another account has started in its place.
 
 use std::{
     fs,
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-/// `st` of `/proc/net/tcp` for a socket that listens.
+/// The value of `st` in `/proc/net/tcp` for a listening socket.
 const LISTEN: &str = "0A";
 
-/// The user ids of those that accept connections to `address` and `port`, as `/proc/net/tcp` and `tcp6` list them; none where the
-/// system does not say, or nobody listens. A server in a container shows as the account that forwards the port to it.
+/// The user ids of the processes that listen on `address` and `port`, according to `/proc/net/tcp` and `tcp6`. Empty
+/// if nothing listens, or the system does not report it. A server in a container appears as the account that forwards
+/// the port to it.
 pub fn listener_owners(address: IpAddr, port: u16) -> Vec<u32> {
     let read = |name: &str| fs::read_to_string(format!("/proc/net/{name}")).unwrap_or_default();
     [read("tcp"), read("tcp6")].iter().flat_map(|table| owners(table, address, port)).collect()
 }
 
-/// The rows of such a table that accept connections to `address` and `port`.
+/// The owners in such a table that listen on `address` and `port`.
 fn owners(table: &str, address: IpAddr, port: u16) -> Vec<u32> {
     let row = |line: &str| -> Option<u32> {
         let columns: Vec<&str> = line.split_whitespace().collect();
@@ -28,7 +29,7 @@ fn owners(table: &str, address: IpAddr, port: u16) -> Vec<u32> {
     table.lines().skip(1).filter_map(row).collect()
 }
 
-/// An address in the kernel's words of 32 bits, each in the machine's own order of bytes.
+/// Parses an address, which the kernel prints as 32-bit words in the machine's byte order.
 fn parse(text: &str) -> Option<IpAddr> {
     let word = |at: usize| u32::from_str_radix(text.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
     match text.len() {
@@ -53,7 +54,7 @@ mod tests {
         for (bound, asked) in
             [("127.0.0.1:0", "127.0.0.1"), ("0.0.0.0:0", "127.0.0.1"), ("[::1]:0", "::1"), ("[::]:0", "::1")]
         {
-            // A machine without IPv6 has no such address.
+            // Without IPv6 there is no such address.
             let Ok(listener) = TcpListener::bind(bound) else {
                 assert!(bound.starts_with('['), "{bound}");
                 continue;

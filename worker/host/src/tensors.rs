@@ -1,10 +1,10 @@
-//! Named tensors on the host, which engines, checkpoints and initialisation exchange.
+//! Named tensors in host memory, exchanged by engines, checkpoints and initialisation.
 
 pub mod fit;
 
 use std::collections::BTreeMap;
 
-/// A tensor on the host: row-major, float32.
+/// A tensor in host memory: row-major, float32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HostTensor {
     /// torchvision's layout: OIHW for convolutions, `[out, in]` for linear, `[channels]` for batch norm.
@@ -13,5 +13,5 @@ pub struct HostTensor {
 }
 
 /// Tensors under torchvision's names (`layer1.0.conv1.weight`, `bn1.running_mean`, ...).
-/// `num_batches_tracked` is not among them: the checkpoint writer adds it.
+/// Without `num_batches_tracked`, which the checkpoint writer adds.
 pub type NamedTensors = BTreeMap<String, HostTensor>;

@@ -1,4 +1,4 @@
-//! What this machine is doing: CPUs, memory, disks and network, read from `/proc`.
+//! Usage of this machine's CPUs, memory, disks and network, read from `/proc`.
 
 use super::cgroup::ControlGroups;
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -8,21 +8,21 @@ use std::{
     time::Instant,
 };
 
-/// A file system's block in `/proc/diskstats`, whatever the disk's own is.
+/// The unit of `/proc/diskstats`, whatever the disk's own sector size is.
 const SECTOR: u64 = 512;
-/// Names of what is no disk of its own, or stands on others that are counted.
+/// Names of block devices that are not disks, or consist of disks that are counted.
 const NO_DISKS: [&str; 7] = ["loop", "ram", "zram", "dm-", "md", "sr", "fd"];
 
-/// What was measured; rates are those since the sample before, so the first has none.
+/// A measurement. Rates are relative to the previous measurement, so the first has none.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Usage {
-    /// CPUs that this process may use.
+    /// The number of CPUs that this process may use.
     pub cpus: f64,
-    /// All of the machine.
+    /// The number of CPUs of the machine.
     pub host_cpus: u32,
-    /// Busy part of `cpus`, 0 to 1.
+    /// Busy fraction of `cpus`, 0 to 1.
     pub cpu_utilization: Option<f64>,
-    /// Mean of the last minute.
+    /// Load average of the last minute.
     pub load: Option<f64>,
     pub memory: Memory,
     pub disk_used_bytes: u64,
@@ -30,16 +30,16 @@ pub struct Usage {
     pub rates: Rates,
 }
 
-/// Memory that processes here may have, and have.
+/// Memory of this machine or container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
     pub used_bytes: u64,
     pub bytes: u64,
-    /// All of the machine.
+    /// The memory of the machine.
     pub host_bytes: u64,
 }
 
-/// Bytes a second.
+/// In bytes per second.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Rates {
     pub disk_read: Option<f64>,
@@ -48,18 +48,18 @@ pub struct Rates {
     pub network_sent: Option<f64>,
 }
 
-/// Counters that only grow, and when they were read.
+/// Monotonic counters, and the time at which they were read.
 #[derive(Debug, Clone, Copy)]
 struct Counters {
     at: Instant,
-    /// Busy and all time of the CPUs that this process may use, in the kernel's unit.
+    /// Busy and total time of the CPUs that this process may use, in the kernel's unit.
     cpu: Option<(u64, u64)>,
     group_cpu_secs: Option<f64>,
     disk: Option<(u64, u64)>,
     network: Option<(u64, u64)>,
 }
 
-/// Measures, and knows the counters of the time before.
+/// Measures usage, and keeps the counters of the previous measurement.
 #[derive(Debug)]
 pub struct UsageSampler {
     groups: ControlGroups,
@@ -69,7 +69,7 @@ pub struct UsageSampler {
 }
 
 impl UsageSampler {
-    /// Of this machine, or container; `disk_dir` is where disk space is measured.
+    /// A sampler for this machine or container. Disk space is measured at `disk_dir`.
     pub fn new(disk_dir: &Path) -> Self {
         let allowed = sched_getaffinity(None)
             .map_or_else(|_| Vec::new(), |set| (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect());
@@ -77,7 +77,6 @@ impl UsageSampler {
         Self { groups, allowed, disk_dir: disk_dir.to_owned(), last: None }
     }
 
-    /// Measures.
     pub fn sample(&mut self) -> Usage {
         let stat = read("/proc/stat");
         let host_cpus = stat.lines().filter(|line| cpu_line(line).is_some()).count();
@@ -122,14 +121,14 @@ fn utilization(before: &Counters, now: &Counters, cpus: f64) -> Option<f64> {
             busy.saturating_sub(busy_before) as f64 / all.checked_sub(all_before)? as f64
         }
     };
-    // No time may have passed.
+    // The interval may be zero.
     share.is_finite().then(|| share.clamp(0.0, 1.0))
 }
 
 fn rates(before: &Counters, now: &Counters) -> Rates {
     let secs = (now.at - before.at).as_secs_f64();
     let of = |before: Option<u64>, now: Option<u64>| {
-        // A disk or an interface that is gone takes its count with it.
+        // A disk or an interface that has disappeared reduces the sum.
         let rate = now?.checked_sub(before?)? as f64 / secs;
         rate.is_finite().then_some(rate)
     };
@@ -143,18 +142,18 @@ fn rates(before: &Counters, now: &Counters) -> Rates {
     }
 }
 
-/// Number and times of a line `cpu7 ...` of `/proc/stat`.
+/// The number and the times in a line `cpu7 ...` of `/proc/stat`.
 fn cpu_line(line: &str) -> Option<(usize, &str)> {
     let (number, times) = line.strip_prefix("cpu")?.split_once(' ')?;
     Some((number.parse().ok()?, times))
 }
 
-/// Busy and all time of these CPUs, or of all.
+/// Busy and total time of the CPUs `allowed`. An empty list means all.
 fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
     let counted = |cpu: usize| allowed.is_empty() || allowed.contains(&cpu);
     let mut sums = None;
     for (_, times) in stat.lines().filter_map(cpu_line).filter(|(cpu, _)| counted(*cpu)) {
-        // user nice system idle iowait irq softirq steal; guests' time is in user's.
+        // user nice system idle iowait irq softirq steal. The time of guests is included in user.
         let times: Vec<u64> = times.split_whitespace().take(8).map_while(|t| t.parse().ok()).collect();
         let (all, idle) = (times.iter().sum::<u64>(), times.iter().skip(3).take(2).sum::<u64>());
         let (busy_sum, all_sum) = sums.unwrap_or((0, 0));
@@ -163,13 +162,13 @@ fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
     sums
 }
 
-/// The bytes of an entry of `/proc/meminfo`.
+/// The value of an entry of `/proc/meminfo`, in bytes.
 fn meminfo(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
     line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Memory of the machine, or of the container that this is.
+/// The memory of this machine or container.
 fn memory(groups: &ControlGroups) -> Memory {
     let text = read("/proc/meminfo");
     let bytes = |key: &str| meminfo(&text, key).unwrap_or(0);
@@ -180,7 +179,8 @@ fn memory(groups: &ControlGroups) -> Memory {
     }
 }
 
-/// Memory that a process here may still take, if files that the kernel keeps in memory make room. `None` where the system does not say.
+/// Memory that this process can still allocate if the kernel reclaims cached files. `None` if the system does not
+/// report it.
 pub fn memory_available() -> Option<u64> {
     let of_machine = meminfo(&read("/proc/meminfo"), "MemAvailable:")?;
     let groups = ControlGroups::of_this_process();
@@ -190,7 +190,8 @@ pub fn memory_available() -> Option<u64> {
     Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
 }
 
-/// Memory and swap that processes here may have at most. `None` where the system does not report it.
+/// The limit of memory and swap of processes on this machine or in this container. `None` if the system does not
+/// report it.
 pub fn memory_and_swap() -> Option<u64> {
     let text = read("/proc/meminfo");
     let swap_bytes = meminfo(&text, "SwapTotal:").unwrap_or(0);
@@ -199,18 +200,18 @@ pub fn memory_and_swap() -> Option<u64> {
     Some(of_group.map_or(of_machine, |of_group| of_group.min(of_machine)))
 }
 
-/// Memory that processes here may have.
+/// The memory of this machine or container, in bytes.
 pub fn memory_bytes() -> u64 {
     memory(&ControlGroups::of_this_process()).bytes
 }
 
-/// Memory that processes here may still take.
+/// Free and total memory of this machine or container, in bytes.
 pub fn memory_free() -> (u64, u64) {
     let memory = memory(&ControlGroups::of_this_process());
     (memory.bytes - memory.used_bytes.min(memory.bytes), memory.bytes)
 }
 
-/// Used bytes of a folder's file system, and those with what this account may still use.
+/// Used bytes of a folder's file system, and the sum of used bytes and bytes available to this account.
 fn disk_space(dir: &Path) -> (u64, u64) {
     rustix::fs::statvfs(dir).map_or((0, 0), |s| {
         let used = s.f_blocks.saturating_sub(s.f_bfree) * s.f_frsize;
@@ -218,23 +219,23 @@ fn disk_space(dir: &Path) -> (u64, u64) {
     })
 }
 
-/// The disks of this machine, without their partitions.
+/// The disks of this machine, without partitions.
 fn whole_disks() -> Vec<String> {
     let names = fs::read_dir("/sys/block").into_iter().flatten().flatten();
     names.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| is_disk(name)).collect()
 }
 
 fn is_disk(name: &str) -> bool {
-    // `nvme0c0n1` is one of several ways to `nvme0n1`.
+    // `nvme0c0n1` is a path to `nvme0n1`, and not another disk.
     let is_path = name.strip_prefix("nvme").is_some_and(|rest| rest.contains('c'));
     !is_path && !NO_DISKS.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// Bytes read from and written to these disks.
+/// Bytes read from and written to the disks `names`.
 fn disks(diskstats: &str, names: &[String]) -> Option<(u64, u64)> {
     let mut sums = None;
     for line in diskstats.lines() {
-        // major minor name reads merged sectors ms writes merged sectors ...
+        // Fields: major minor name reads merged sectors ms writes merged sectors ...
         let fields: Vec<&str> = line.split_whitespace().take(10).collect();
         let [_, _, name, _, _, read, _, _, _, written] = fields[..] else { continue };
         if !names.iter().any(|known| known == name) {
@@ -248,8 +249,8 @@ fn disks(diskstats: &str, names: &[String]) -> Option<(u64, u64)> {
     sums
 }
 
-/// Bytes received and sent by interfaces that are devices; where none is, as in a container, by all but loopback. Bridges and
-/// tunnels would count what passes through a device twice.
+/// Bytes received and sent by network devices. Without devices, as in a container, all interfaces except loopback are
+/// counted. Bridges and tunnels would count the traffic of a device twice.
 fn network(dev: &str, is_device: impl Fn(&str) -> bool) -> Option<(u64, u64)> {
     let interface = |line: &str| {
         let (name, counters) = line.split_once(':')?;
@@ -287,7 +288,7 @@ mod tests {
                 std::hint::spin_loop();
             }
         };
-        // As many as there are CPUs: whatever else runs, the machine is busy.
+        // One thread per CPU keeps the machine busy, whatever else runs.
         let busiest = std::thread::scope(|scope| {
             (0..first.cpus.ceil() as usize).for_each(|_| drop(scope.spawn(spin)));
             let began = Instant::now();
@@ -323,10 +324,10 @@ mod tests {
         let found = rates(&before, &now);
         assert_eq!((found.disk_read, found.disk_written), (Some(0.0), Some(1000.0)));
         assert_eq!((found.network_received, found.network_sent), (None, None));
-        // A disk that was taken away, and two looks at once.
+        // A disk was removed; and two measurements have the same time.
         assert_eq!(rates(&now, &Counters { disk: Some((0, 0)), ..now }).disk_read, None);
         assert_eq!(utilization(&now, &now, 4.0), None);
-        // A container with one and a half CPUs.
+        // A container with a limit of one and a half CPUs.
         let limited = |at, secs| Counters { at, group_cpu_secs: Some(secs), ..before };
         let (one, two) = (limited(at, 10.0), limited(at + Duration::from_secs(2), 11.5));
         assert_eq!(utilization(&one, &two, 1.5), Some(0.5));

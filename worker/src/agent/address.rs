@@ -1,4 +1,4 @@
-//! The address of the server, and how a connection to it begins.
+//! The address of the server, and how connections to it are made.
 
 use super::Options;
 use crate::tls::{self, IdentityFiles};
@@ -17,24 +17,25 @@ use tokio_tungstenite::{
     },
 };
 
-/// Where the server listens for agents.
+/// The address of the server for agents.
 #[derive(Debug)]
 pub(super) struct Address {
-    /// As it was given.
+    /// The address as given in the options.
     server: String,
     request: Request,
-    /// Trusted besides the system's authorities.
+    /// Certificate authorities trusted in addition to the system's.
     ca_file: Option<PathBuf>,
-    /// The accounts that listened there when the server first accepted this agent, where it is on this machine.
+    /// If the server is on this machine: the accounts that listened at its address when it first accepted this agent.
     owners: OnceLock<Vec<u32>>,
-    /// The certificate by which this agent shows who it is.
+    /// The client certificate of this agent.
     identity: Option<IdentityFiles>,
 }
 
 /// The address of the agents' websocket on the server of `options`.
 ///
 /// # Errors
-/// A sentence: it is no address, or one where what is sent could be read on the way, or a file cannot be used.
+/// A sentence: the address is invalid, it would send the token over a network in clear text, or a file cannot be
+/// used.
 pub(super) fn parse(options: &Options) -> Result<Address, String> {
     let server = options.server.as_str();
     let base = server.trim_end_matches('/');
@@ -48,23 +49,23 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
         .into_client_request()
         .map_err(|e| format!("--server {server}: {e}; an address looks like http://127.0.0.1:7070"))?;
     let host = request.uri().host().unwrap_or_default().trim_matches(['[', ']']);
-    let in_clear = request.uri().scheme_str() != Some("wss");
-    if in_clear && options.identity.is_some() {
+    let is_unencrypted = request.uri().scheme_str() != Some("wss");
+    if is_unencrypted && options.identity.is_some() {
         return Err(format!(
-            "--server {server}: a certificate is shown over TLS alone; begin the address with https://, or leave out --cert-file and \
+            "--server {server}: a client certificate requires TLS; begin the address with https://, or leave out --cert-file and \
              --pkcs12-file"
         ));
     }
-    if in_clear && !options.insecure_http && !is_loopback(host) {
+    if is_unencrypted && !options.insecure_http && !is_loopback(host) {
         return Err(format!(
             "--server {server}: refusing to join another machine's server without TLS: whoever can listen to the network could read \
              the token and what is trained; begin the address with https:// (`lockstep serve --tls-own-ca` makes its own \
-             certificate), or take an ssh tunnel; --insecure-http joins in clear nevertheless"
+             certificate), or use an SSH tunnel; --insecure-http joins without encryption"
         ));
     }
     if let Some(token) = &options.token {
         let value = HeaderValue::from_str(&format!("Bearer {}", token.trim()))
-            .map_err(|_| "the token has characters that no token has".to_owned())?;
+            .map_err(|_| "the token has characters that are not allowed in a token".to_owned())?;
         request.headers_mut().insert(AUTHORIZATION, value);
     }
     let address = Address {
@@ -74,19 +75,20 @@ pub(super) fn parse(options: &Options) -> Result<Address, String> {
         owners: OnceLock::new(),
         identity: options.identity.clone(),
     };
-    // What is wrong with the file is better reported now than when there is no connection.
+    // Report an invalid file now, rather than at the first connection.
     address.connector()?;
     Ok(address)
 }
 
-/// Whether what is sent to a host never leaves this machine.
+/// Whether data for a host never leaves this machine.
 fn is_loopback(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost")
         || host.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
-/// Whether those who listen where the server was are its account, or root: another account of this machine may have taken the port of a
-/// server that is away, and gets no token. Where nobody listens, somebody may begin to before the connection is there.
+/// Checks that the processes that listen at the server's address belong to the server's account, or to root. Another
+/// account of this machine may have taken the port of a stopped server, and must not get the token. If nothing
+/// listens, another program could start to listen before the connection is made.
 pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), String> {
     const ROOT: u32 = 0;
     if listeners.is_empty() && !owners.is_empty() {
@@ -95,13 +97,13 @@ pub(super) fn same_account(listeners: &[u32], owners: &[u32]) -> Result<(), Stri
     match listeners.iter().find(|uid| **uid != ROOT && !owners.is_empty() && !owners.contains(uid)) {
         None => Ok(()),
         Some(uid) => {
-            Err(format!("another account (user id {uid}) listens there now, which is not sent the token"))
+            Err(format!("another account (user id {uid}) listens there now; the token is not sent to it"))
         }
     }
 }
 
 impl Address {
-    /// Read for each connection: a new authority, or a renewed certificate, is known without a new start.
+    /// Files are read for each connection, so a new authority or a renewed certificate is used without a restart.
     pub(super) fn connector(&self) -> Result<Connector, String> {
         match self.request.uri().scheme_str() {
             Some("wss") => {
@@ -112,7 +114,7 @@ impl Address {
         }
     }
 
-    /// A client that shows the agent's token, and the server's address, for its REST interface.
+    /// A client for the REST interface that sends the agent's token (and certificate), and the server's address.
     pub(super) fn rest(&self) -> Result<(reqwest::Client, String), String> {
         let uri = self.request.uri();
         let (scheme, tls) = match self.connector()? {
@@ -132,19 +134,19 @@ impl Address {
         Ok((client, format!("{scheme}://{authority}{path}")))
     }
 
-    /// The server has accepted this agent while these accounts listened there.
+    /// Records the accounts that listened when the server accepted this agent.
     pub(super) fn note_owners(&self, listeners: &[u32]) {
         if !listeners.is_empty() {
             let _ = self.owners.set(listeners.to_vec());
         }
     }
 
-    /// Whether nobody else has taken the server's port on this machine.
+    /// Checks that no other account has taken the server's port on this machine.
     pub(super) fn check_listeners(&self) -> Result<(), String> {
         same_account(&self.listeners(), self.owners.get().map_or(&[], Vec::as_slice))
     }
 
-    /// What keeps a request from being answered.
+    /// A description of why a request got no response.
     pub(super) fn in_words(&self, error: &reqwest::Error) -> String {
         use std::error::Error;
         let known = tls::in_words(error, &self.server);
@@ -154,7 +156,7 @@ impl Address {
         })
     }
 
-    /// The server as it was given.
+    /// The server's address as given in the options.
     pub(super) fn server(&self) -> &str {
         &self.server
     }
@@ -163,24 +165,24 @@ impl Address {
         &self.request
     }
 
-    /// Where the server is; an IPv6 address without brackets.
+    /// The host and port of the server. An IPv6 address has no brackets.
     pub(super) fn host_and_port(&self) -> (&str, u16) {
         let uri = self.request.uri();
         let usual = if uri.scheme_str() == Some("wss") { 443 } else { 80 };
         (uri.host().unwrap_or_default().trim_matches(['[', ']']), uri.port_u16().unwrap_or(usual))
     }
 
-    /// Whether the agent shows a certificate.
+    /// Whether the agent uses a client certificate.
     pub(super) fn has_certificate(&self) -> bool {
         self.identity.is_some()
     }
 
-    /// The accounts that listen where the server is to be, when that is this machine's loopback; none where nobody does, or
-    /// the server is elsewhere.
+    /// The accounts that listen at the server's address, if it is a loopback address. Empty if nothing listens, or
+    /// the server is on another machine.
     pub(super) fn listeners(&self) -> Vec<u32> {
         let (host, port) = self.host_and_port();
         let addresses: Vec<IpAddr> = match host {
-            // Either may be connected to.
+            // The connection may use either address.
             host if host.eq_ignore_ascii_case("localhost") => {
                 vec![Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()]
             }
@@ -247,6 +249,6 @@ pub(super) mod tests {
     fn a_certificate_is_shown_over_tls_alone() {
         let identity = Some(IdentityFiles::Pem { certificate: "a.crt".into(), key: "a.key".into() });
         let refused = parse(&Options { identity, ..options("http://127.0.0.1:7070") }).unwrap_err();
-        assert!(refused.contains("over TLS alone"), "{refused}");
+        assert!(refused.contains("requires TLS"), "{refused}");
     }
 }

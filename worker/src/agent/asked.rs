@@ -1,4 +1,4 @@
-//! For tests: a server that notes what it is asked, takes everything and has nothing.
+//! A server for tests that records the requests, accepts all uploads and has no files.
 
 use super::{
     address::{self, tests::options},
@@ -10,13 +10,13 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// The requests so far: method, and path behind the attempt.
+/// The requests so far: the method, and the path after the attempt.
 pub(super) type Asked = Arc<Mutex<Vec<String>>>;
 
-/// What it answers to a method: status and body.
+/// The status and body of the response to a method.
 type Answers = fn(method: &str) -> (&'static str, &'static str);
 
-/// A server, as an agent knows it.
+/// Starts a server, and returns an agent's client of it.
 pub(super) fn server() -> (Remote, Asked) {
     server_that(|method| match method {
         "GET" => ("404 Not Found", r#"{"code":"not_found","detail":"nothing is here"}"#),
@@ -24,7 +24,7 @@ pub(super) fn server() -> (Remote, Asked) {
     })
 }
 
-/// As [`server`], with other answers.
+/// As [`server`], with other responses.
 pub(super) fn server_that(answers: Answers) -> (Remote, Asked) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -32,7 +32,7 @@ pub(super) fn server_that(answers: Answers) -> (Remote, Asked) {
     let noted = Arc::clone(&asked);
     std::thread::spawn(move || {
         for stream in listener.incoming() {
-            // One that is broken off was no request.
+            // An interrupted request is not recorded.
             let _ = answer(stream.unwrap(), &noted, answers);
         }
     });

@@ -1,4 +1,4 @@
-//! One attempt on this machine: starts or adopts its ranks, watches and ends them, and records how it ended.
+//! One attempt on this machine: starts or adopts its ranks, watches and ends them, and records how the attempt ended.
 
 use super::{
     dataset_copy::{self, Copies, HINT},
@@ -34,16 +34,16 @@ pub(super) use gang::{Gang, free_port};
 /// Orders from the agent to an attempt.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// The server orders it. `patient`: ranks finish their step and write a checkpoint first.
+    /// The server ordered the attempt to stop. `patient`: ranks first finish their step and write a checkpoint.
     Stop { patient: bool },
-    /// This agent is shutting down in an orderly way: ranks write a checkpoint first.
+    /// This agent is shutting down in order: ranks write a checkpoint first.
     Leave,
     /// The spool is full: ranks write a checkpoint and end.
     Full(Reason),
 }
 
 impl Order {
-    /// How an attempt ends that gets this order.
+    /// How an attempt ends after this order.
     fn ending(self) -> Ending {
         match self {
             Order::Stop { .. } | Order::Leave => Ending::Stopped,
@@ -52,13 +52,13 @@ impl Order {
     }
 }
 
-/// The agent's handle of an attempt, which a task of its own watches.
+/// The agent's handle of an attempt. A separate task watches the attempt.
 #[derive(Debug)]
 pub(super) struct Attempt {
     stored: StoredAttempt,
     orders: mpsc::UnboundedSender<Order>,
     over: Arc<AtomicBool>,
-    /// Present if other agents have ranks of the attempt, too.
+    /// Present if other agents also have ranks of the attempt.
     gang: Option<Gang>,
 }
 
@@ -66,29 +66,29 @@ pub(super) struct Attempt {
 pub(super) type Check =
     fn(&StoredAttempt, &Path, &[String], &AtomicBool, Option<&str>) -> Result<(), Refusal>;
 
-/// What the attempts of an agent share.
+/// State that the attempts of an agent share.
 #[derive(Debug, Clone)]
 pub(super) struct AttemptContext {
     pub(super) program: PathBuf,
     pub(super) lease: Arc<Lease>,
     /// The file with the deadline of the agent's lease, which ranks read.
     pub(super) fence: PathBuf,
-    /// The check before ranks of this program are started; it may return early when it is cancelled.
+    /// The check before ranks of this program are started. It may return early if it is cancelled.
     pub(super) check: Check,
     /// Notified when an attempt is over.
     pub(super) wake: Arc<Notify>,
-    /// The client for files of the server; none where there is no server.
+    /// The client for files of the server. `None` without a server.
     pub(super) remote: Option<Arc<Remote>>,
-    /// Datasets that this machine has from the server; none where nothing is copied.
+    /// Copies of the server's datasets on this machine. `None` if datasets are not copied.
     pub(super) copies: Option<Arc<Copies>>,
-    /// How long ranks that are asked to end have for their step and its checkpoint, where this agent is about to end, too.
+    /// Time for ranks to finish their step and checkpoint, if this agent is about to end as well.
     pub(super) stop_within_secs: u32,
-    /// The devices of ranks, by slot; none for ranks on CPU cores.
+    /// The devices of ranks, by slot. Empty for ranks on CPU cores.
     pub(super) devices: Arc<BTreeMap<u32, String>>,
 }
 
 impl AttemptContext {
-    /// The devices of an attempt's ranks here, in rank order; none where they compute on CPU cores.
+    /// The devices of an attempt's ranks on this machine, in rank order. Empty for ranks on CPU cores.
     pub(super) fn devices_of(&self, start: &StartAttempt) -> Vec<String> {
         let given = start.ranks.iter().map(|(_, slot)| self.devices.get(slot).cloned());
         given.collect::<Option<_>>().unwrap_or_default()
@@ -96,12 +96,12 @@ impl AttemptContext {
 }
 
 impl Attempt {
-    /// Starts its ranks; `refusal` is why they cannot be started.
+    /// Starts the ranks. If `refusal` is given, they cannot be started, and it is the reason.
     pub(super) fn start(stored: StoredAttempt, refusal: Option<Refusal>, context: AttemptContext) -> Self {
         Self::watched(stored, context, StartMode::Launch { refusal })
     }
 
-    /// Adopts what an earlier agent started, alive, dead or never begun.
+    /// Adopts an attempt of an earlier agent, whose ranks may be alive, dead or never started.
     pub(super) fn adopt(stored: StoredAttempt, context: AttemptContext) -> Self {
         Self::watched(stored, context, StartMode::Adopt)
     }
@@ -141,24 +141,24 @@ impl Attempt {
         self.gang.as_ref()
     }
 
-    /// Every rank has ended and all records are on disk.
+    /// Whether every rank has ended and all records are on disk.
     pub(super) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Whether its end, which is on disk, is a failure.
+    /// Whether the attempt's recorded end is a failure.
     pub(super) fn has_failed(&self) -> bool {
         matches!(ending(&self.stored), Some(Ending::Failed { .. } | Ending::Secondary { .. }))
     }
 
     pub(super) fn order(&self, order: Order) {
-        // The attempt is over already.
+        // Fails only if the attempt is over.
         let _ = self.orders.send(order);
     }
 }
 
-/// Waits for the preflight check here and on the attempt's other machines, before any rank is started. Examining a large dataset
-/// takes time; an order ends the wait at once, also when a file system does not respond.
+/// Runs the preflight check, and waits for the check on the attempt's other machines, before any rank is started.
+/// Examining a large dataset takes time; an order ends the wait at once, even if a file system does not respond.
 async fn checked(
     mode: StartMode,
     stored: &mut StoredAttempt,
@@ -190,15 +190,16 @@ async fn checked(
     StartMode::Launch { refusal: found.err() }
 }
 
-/// The preflight check. On a disk of its own, the agent first tells the server so and fetches what is missing, and afterwards reports the
-/// dataset's fingerprint.
+/// Runs the preflight check. If the agent has its own disk, it first notifies the server and fetches missing files.
+/// After the check, it reports the dataset's fingerprint.
 async fn with_files(
     stored: &mut StoredAttempt,
     context: &AttemptContext,
     cancelled: &Arc<AtomicBool>,
 ) -> Result<(), Refusal> {
     let on_own_disk = context.remote.as_ref().filter(|_| is_own_disk(stored));
-    // Before the dataset, which may take hours: from here on the server knows whose the checkpoints on this disk are.
+    // Before the dataset, which may take hours: from now on the server knows which machine has the checkpoints on
+    // this disk.
     if let Some(remote) = on_own_disk {
         fetch::begin(stored, remote).await?;
     }
@@ -206,7 +207,7 @@ async fn with_files(
         let registered_at = stored.start.dataset_path.clone();
         dataset_copy::ensure(stored, remote, copies).await?;
         if stored.start.dataset_path != registered_at {
-            // A copy was compared with the server's files, which may have changed since they were registered.
+            // A copy has been compared with the server's files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
     }
@@ -226,7 +227,8 @@ async fn with_files(
     fetch::publish_dataset(stored, remote).await.map_err(|refusal| on_machine(refusal, &remote.name))
 }
 
-/// Adds the machine's name to a refusal about the dataset: other machines of the job may have another state of it.
+/// Adds the machine's name to a refusal about the dataset, because other machines of the job may have another state
+/// of it.
 fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     if refusal.code != ReasonCode::DatasetUnusable {
         return refusal;
@@ -234,7 +236,7 @@ fn on_machine(refusal: Refusal, name: &str) -> Refusal {
     Refusal { detail: format!("on the machine {name}: {} ({HINT})", refusal.detail), ..refusal }
 }
 
-/// Releases the copy of the dataset of an attempt that is over.
+/// Releases the copy of the dataset after the end of the attempt.
 fn release(copies: Option<&Arc<Copies>>, attempt: &AttemptRef) {
     if let Some(copies) = copies {
         copies.release(attempt);
@@ -251,11 +253,11 @@ async fn check_before_start(
         let (stored, cancelled) = (stored.clone(), cancelled.clone());
         let (check, program, devices) =
             (context.check, context.program.clone(), context.devices_of(&stored.start));
-        // If nobody waits any more, the result does not matter.
+        // If no one waits any more, the result does not matter.
         let machine = context.remote.as_ref().map(|remote| remote.name.clone());
         move || drop(sender.send(check(&stored, &program, &devices, &cancelled, machine.as_deref())))
     };
-    // Not one of the runtime's threads, whose end the runtime would wait for.
+    // Not a thread of the async runtime, because the runtime would wait for its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(checking);
     let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
     match started {
@@ -264,8 +266,8 @@ async fn check_before_start(
     }
 }
 
-/// The file of the agent's own records of an attempt. Agents of one attempt may share its folder: each that has not rank 0 has a file
-/// with the number of its first rank.
+/// The file of the agent's own records of an attempt. Agents of one attempt may share its folder. Therefore the file
+/// of an agent without rank 0 has the number of the agent's first rank.
 pub(super) fn agent_events_path(stored: &StoredAttempt) -> PathBuf {
     let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
     stored.attempt_dir().join(if first == 0 {
@@ -275,7 +277,7 @@ pub(super) fn agent_events_path(stored: &StoredAttempt) -> PathBuf {
     })
 }
 
-/// How an attempt ended, once that is on disk.
+/// How an attempt ended, according to the records on disk.
 fn ending(stored: &StoredAttempt) -> Option<Ending> {
     let mut tail = Tail::open(&agent_events_path(stored), 0);
     while let Ok(events) = tail.poll() {
@@ -296,7 +298,7 @@ enum StartMode {
         refusal: Option<Refusal>,
     },
     Adopt,
-    /// Before anything was started.
+    /// The attempt is over before any rank was started.
     Over(Ending),
 }
 

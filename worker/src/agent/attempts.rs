@@ -1,4 +1,4 @@
-//! The attempts of an agent: starts them, and drops them once the server has all of their records.
+//! The attempts of an agent: starts them, and drops them when the server has all of their records.
 
 use super::{
     Agent, Shutdown,
@@ -14,16 +14,17 @@ use lockstep_protocol::{
 };
 use std::time::{Duration, Instant};
 
-/// How often the spool is measured.
+/// Interval between two measurements of the spool.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
-/// How long an agent that serves one job waits for its next attempt, at least: longer than the server's longest pause before one (60 s).
+/// The minimum time that an agent of one job waits for the next attempt. It is longer than the server's longest pause
+/// before an attempt (60 s).
 const NEXT_ATTEMPT: Duration = Duration::from_secs(90);
 
-/// How long an agent whose one job may have another attempt looks for a server that is away.
+/// How long an agent whose job may have another attempt tries to reach an unreachable server.
 const SERVER_AWAY: Duration = Duration::from_secs(3600);
 
-/// How long after an attempt the next one may begin here: with `min_ranks`, the server first waits for a place for all ranks. Ranks that were
-/// stopped may have been stopped because another machine went.
+/// Time after an attempt within which the next one may begin here. With `min_ranks`, the server first waits for slots
+/// for all ranks. Ranks that were stopped may have been stopped because another machine was lost.
 fn next_attempt_within(recovery: &RecoverySpec) -> Duration {
     let wait_seconds = recovery.min_ranks.map_or(0, |_| recovery.wait_seconds);
     NEXT_ATTEMPT + Duration::from_secs(wait_seconds.into())
@@ -50,12 +51,12 @@ impl Agent {
             return self.declined.push((start.attempt, "the agent is shutting down".into()));
         }
         let mut no_port = None;
-        // With several machines the port is chosen when all of them are ready.
+        // With several machines, the port is chosen when all of them are ready.
         if start.master_port == 0 && !start.is_shared() {
             match free_port(&start.master_addr) {
                 Ok(port) => start.master_port = port,
                 Err(error) => {
-                    no_port = Some(format!("{} has no free port for them: {error}", start.master_addr))
+                    no_port = Some(format!("{} has no free port for the ranks: {error}", start.master_addr))
                 }
             }
         }
@@ -64,20 +65,20 @@ impl Agent {
         let is_mapped = mapped.is_some();
         if let Some(here) = mapped {
             start.dataset_path = here.to_string_lossy().into_owned();
-            // Whoever runs the agent decides where it is.
+            // Whoever runs the agent decides where the dataset is.
             start.files.dataset_in = None;
-            // An option says where the dataset is, so it is not copied.
+            // The dataset's path is given by an option, so it is not copied.
             context.copies = None;
         }
         if let Some(network) = &mut start.network {
             network.named_by = Some(self.network.named_by().to_owned());
         }
-        let (mut stored, made) = place::place(&self.state_dir, start);
+        let (mut stored, made) = place::choose_job_dir(&self.state_dir, start);
         if !is_mapped && !place::is_own_disk(&stored) {
             // The server's own files, which may have changed since they were registered.
             stored.start.files.registered = None;
         }
-        // Ranks that are not recorded on disk could not be adopted after this process ends.
+        // Ranks without a record on disk could not be adopted after this process ends.
         if let Err(error) = made.and_then(|()| self.state_dir.store(&stored)) {
             tracing::warn!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, "the attempt is declined: the agent's folder cannot be written");
             let reason = self.take_no_work(&error);
@@ -87,13 +88,13 @@ impl Agent {
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
-        // It was retried while its last checkpoint was uploaded.
+        // The job was retried while its last checkpoint was uploaded.
         self.only_job_is_final = None;
         self.take(Attempt::start(stored, refusal, context));
     }
 
-    /// Looks whether the folder can be written. While it cannot, the agent would fail one job after the other, each of which another agent
-    /// can start.
+    /// Checks whether the folder is writable. While it is not, the agent would fail one job after the other, although
+    /// other agents could run them.
     pub(super) fn check_folder(&mut self) {
         match self.state_dir.probe() {
             Err(error) => drop(self.take_no_work(&error)),
@@ -104,18 +105,18 @@ impl Agent {
         }
     }
 
-    /// Takes no new work until the folder can be written, and returns the reason. Running ranks continue.
+    /// Takes no new work until the folder is writable, and returns the reason. Running ranks continue.
     fn take_no_work(&mut self, error: &std::io::Error) -> String {
         let folder = self.state_dir.dir().display();
         if self.no_work.is_none() {
-            tracing::error!(%folder, %error, "the folder cannot be written: this agent takes no jobs until it can; make room there or make it writable");
+            tracing::error!(%folder, %error, "the folder cannot be written: this agent takes no jobs until then; free space there or make the folder writable");
         }
         let reason = format!("its folder {folder} cannot be written: {error}");
         self.no_work = Some(reason.clone());
         reason
     }
 
-    /// Ends the agent in order: notifies the server, and ranks write a checkpoint.
+    /// Ends the agent in order: notifies the server, and lets ranks write a checkpoint.
     pub(super) fn leave(&mut self, reason: String) {
         self.leaving = Some(Shutdown { reason, announced: false, ranks_gone: None });
         for attempt in self.attempts.values() {
@@ -123,14 +124,15 @@ impl Agent {
         }
     }
 
-    /// A job is over or was deleted. An agent that serves only this job has nothing to wait for, also if it never ran an attempt of it.
+    /// Called when a job is over or was deleted. An agent that serves only this job then ends, even if it never ran
+    /// an attempt of it.
     pub(super) fn job_is_final(&mut self, job: &JobId) {
         if self.only_job.as_ref() == Some(job) {
             self.only_job_is_final.get_or_insert_with(Instant::now);
         }
     }
 
-    /// How long after the last attempt of the one job that is served another one is waited for.
+    /// How long to wait for another attempt after the last attempt of the agent's only job.
     pub(super) fn patience(&self, connected: bool) -> Duration {
         let may_follow = self.only_job_patience > Duration::ZERO;
         if may_follow && !connected {
@@ -140,8 +142,9 @@ impl Agent {
         }
     }
 
-    /// Connected again: a server that was away does not start the next attempt of the job before that. An hour after the wait for it could have
-    /// ended no more: a line that breaks every minute must not keep the agent for ever.
+    /// Called after a new connection. A server that was unreachable has not started the next attempt of the job, so
+    /// the wait for it starts again. It ends at most an hour after its original end, because a connection that breaks
+    /// every minute must not keep the agent forever.
     pub(super) fn wait_anew(&mut self) {
         let limit = self.only_job_patience + SERVER_AWAY;
         let is_late = self.last_attempt_over.is_none_or(|over| over.elapsed() > limit);
@@ -150,15 +153,16 @@ impl Agent {
         }
     }
 
-    /// Drops an attempt that is over, once the server has all of its records or refuses them; `is_taken`: because it has given the attempt up.
+    /// Drops an attempt that is over, when the server has all of its records or refuses them. `is_taken`: the server
+    /// has given up the attempt.
     pub(super) fn forget(&mut self, attempt: &AttemptRef, is_taken: bool) {
         let key = (attempt.fencing_token, (attempt.job.clone(), attempt.attempt));
         if let Some(attempt) = self.attempts.remove(&key) {
             if self.only_job.as_ref() == Some(&attempt.attempt().job) {
                 let start = &attempt.stored().start;
                 self.only_job_failed = attempt.has_failed();
-                // Another one may follow an attempt that has failed, that was stopped because another machine's part of it failed, or whose
-                // lease ran out while this agent was away.
+                // Another attempt may follow if this one has failed, was stopped because its part on another machine
+                // failed, or lost its lease while this agent was unreachable.
                 let may_follow = self.only_job_failed || start.is_shared() || is_taken;
                 self.only_job_patience =
                     if may_follow { next_attempt_within(&start.spec.recovery) } else { Duration::ZERO };
@@ -169,7 +173,7 @@ impl Agent {
         }
     }
 
-    /// While no server takes them, records stay on this machine's disk, up to a limit.
+    /// Measures the spool: until a server takes the records, they stay on this machine's disk, up to a limit.
     pub(super) fn measure_spool(&mut self) {
         if self.measured.elapsed() < MEASURE_EVERY {
             return;
@@ -185,7 +189,7 @@ impl Agent {
         if bytes > self.spool_bytes {
             let facts = Facts { agent: Some(self.name.clone()), size_bytes: Some(bytes), ..Facts::default() };
             let reason = Reason::new(ReasonCode::SpoolFull, facts);
-            tracing::error!(%reason, "the ranks keep a checkpoint and end");
+            tracing::error!(%reason, "the ranks write a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
                 attempt.order(Order::Full(reason.clone()));
             }

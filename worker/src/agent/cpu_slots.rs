@@ -1,4 +1,4 @@
-//! Slots that are shares of CPU cores: what the rank that runs there takes of them.
+//! Slots that are shares of CPU cores: measures the CPU time and memory of the ranks in them.
 
 use super::state_dir::attempts_now;
 use crate::supervisor::{RankUsage, rank_usage};
@@ -9,7 +9,7 @@ use std::{
     time::Instant,
 };
 
-/// The slots, and what their ranks had taken when they were last looked at.
+/// The slots, and the previous measurement of their ranks.
 #[derive(Debug)]
 pub(super) struct Shares {
     dir: PathBuf,
@@ -23,7 +23,8 @@ impl Shares {
         Self { dir: state_dir.to_owned(), slots: shares.collect(), before: HashMap::new() }
     }
 
-    /// Of slots on which a rank runs, on a machine with so many CPUs. The first time has no busy part of a rank.
+    /// Measures the slots in which a rank runs, on a machine with `cpus` CPUs. The first measurement of a rank has no
+    /// utilisation.
     pub(super) fn measure(&mut self, cpus: f64) -> Vec<GpuSample> {
         if self.slots.is_empty() {
             return Vec::new();

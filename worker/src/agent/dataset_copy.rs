@@ -1,4 +1,5 @@
-//! A dataset that this machine does not have is copied from the server before ranks start, once, and kept up to a limit.
+//! Copies of datasets. A dataset that this machine does not have is copied from the server once, before ranks start,
+//! and kept within a limit of disk space.
 
 mod cache;
 mod list;
@@ -23,17 +24,17 @@ use std::{
     time::Duration,
 };
 
-/// Pauses before trying again.
+/// Pauses before another attempt.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
-/// How often a copy is started again because the dataset changed meanwhile, or because data arrived damaged.
-const MOST_RESTARTS: u32 = 3;
-/// Tries in a row in which the server answers and no further data arrives, at most.
-const MOST_WITHOUT_PROGRESS: u32 = 10;
-/// How a user says where a machine has a dataset.
+/// How often a copy is restarted because the dataset has changed meanwhile, or because data arrived damaged.
+const MAX_RESTARTS: u32 = 3;
+/// Maximum number of consecutive attempts in which the server responds but no new data arrives.
+const MAX_TRIES_WITHOUT_PROGRESS: u32 = 10;
+/// Tells the user how to configure where a machine has a dataset.
 pub(super) const HINT: &str =
     "the agent's options --dataset NAME=PATH and --path-map say where its machine has a dataset";
 
-/// Copies of datasets, where any are made.
+/// Opens the copies of datasets. `None` if datasets are not copied.
 ///
 /// # Errors
 /// The folder cannot be used.
@@ -51,12 +52,12 @@ pub(super) fn open(
     copies.map(|copies| Some(Arc::new(copies))).map_err(|error| AgentError::Wrong(error.to_string()))
 }
 
-/// Why a try to copy has failed.
+/// Why an attempt to copy failed.
 #[derive(Debug)]
 enum CopyError {
     Server(Failed),
     Disk(PathBuf, io::Error),
-    /// A file is not as it was listed.
+    /// A file differs from the list.
     Changed(String),
     /// A checksum is wrong.
     Damaged(String),
@@ -73,7 +74,7 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> CopyError + '_ {
     move |error| CopyError::Disk(path.into(), error)
 }
 
-/// Runs blocking work on a thread for it, so that the runtime's threads stay free.
+/// Runs blocking work on a separate thread, so that the threads of the runtime stay available.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
 ) -> Result<T, CopyError> {
@@ -81,8 +82,9 @@ async fn blocking<T: Send + 'static>(
     done.unwrap_or_else(|e| Err(CopyError::Disk(PathBuf::new(), io::Error::other(e))))
 }
 
-/// Makes sure that an attempt's dataset is on this machine, copying it if the server has it. If neither has it, this succeeds, and
-/// the preflight check reports it. While the server is unreachable this retries; drop the future to stop waiting.
+/// Ensures that the dataset of an attempt is on this machine, and copies it if the server has it. If the server does
+/// not have it either, this succeeds, and the preflight check reports it. While the server is unreachable, this
+/// retries. Drop the future to stop waiting.
 ///
 /// # Errors
 /// The dataset cannot be copied, and a retry would not help.
@@ -92,7 +94,7 @@ pub(super) async fn ensure(
     copies: &Copies,
 ) -> Result<(), Refusal> {
     let path = PathBuf::from(&stored.start.dataset_path);
-    // A file system that does not respond is the check's to report.
+    // A file system that does not respond is reported by the preflight check.
     let is_here = tokio::task::spawn_blocking(move || is_here(&path)).await;
     if is_here.unwrap_or(true) {
         return Ok(());
@@ -118,16 +120,16 @@ pub(super) async fn ensure(
     }
 }
 
-/// What one try has received.
+/// What one attempt has received.
 #[derive(Debug, Clone, Copy, Default)]
 struct PullProgress {
-    /// The server has begun to send a response.
+    /// Whether the server has begun to send a response.
     answered: bool,
-    /// Files, or parts of files, have arrived that the copy did not have.
+    /// Whether files, or parts of files, have arrived that the copy did not have.
     advanced: bool,
 }
 
-/// Tries that have failed.
+/// Counts of failed attempts.
 #[derive(Debug, Default)]
 struct RetryCounts {
     restarts: u32,
@@ -135,11 +137,11 @@ struct RetryCounts {
 }
 
 impl RetryCounts {
-    /// Counts a failed try, and returns the reason to log before the next one. A server that is unreachable is retried without limit,
-    /// one that answers and sends nothing is not.
+    /// Counts a failed attempt, and returns the reason to log before the next one. While the server is unreachable,
+    /// attempts are not limited. If it responds but sends nothing, they are.
     ///
     /// # Errors
-    /// There is no next try.
+    /// There is no further attempt.
     fn note(&mut self, error: CopyError, progress: PullProgress) -> Result<String, CopyError> {
         match error {
             CopyError::Server(Failed::Later(why)) => {
@@ -147,13 +149,13 @@ impl RetryCounts {
                     PullProgress { advanced: true, .. } => 0,
                     PullProgress { answered, .. } => self.without_progress + u32::from(answered),
                 };
-                if self.without_progress < MOST_WITHOUT_PROGRESS {
+                if self.without_progress < MAX_TRIES_WITHOUT_PROGRESS {
                     return Ok(why);
                 }
-                let why = format!("{why}; in {MOST_WITHOUT_PROGRESS} tries nothing more has come");
+                let why = format!("{why}; no further data arrived in {MAX_TRIES_WITHOUT_PROGRESS} attempts");
                 Err(CopyError::Refused(ReasonCode::DatasetUnusable, why))
             }
-            CopyError::Changed(why) | CopyError::Damaged(why) if self.restarts < MOST_RESTARTS => {
+            CopyError::Changed(why) | CopyError::Damaged(why) if self.restarts < MAX_RESTARTS => {
                 self.restarts += 1;
                 Ok(why)
             }
@@ -162,14 +164,16 @@ impl RetryCounts {
     }
 }
 
-/// Whether the dataset is on this machine. An empty folder is none: it is the mount point of a dataset that is not mounted here.
+/// Whether the dataset is on this machine. An empty folder does not count: it is the mount point of a dataset that is
+/// not mounted here.
 fn is_here(path: &Path) -> bool {
     let is_empty = || fs::read_dir(path).is_ok_and(|mut inside| inside.next().is_none());
     lockstep_data::exists(path) && !is_empty()
 }
 
-/// One try. Returns the path of the copy, or `None` if the server does not have the files either. What has arrived stays for the
-/// next try. `anew` is why the copy starts again; it is sent with the first request and then cleared.
+/// One attempt to copy. Returns the path of the copy, or `None` if the server does not have the files either. Data
+/// that has arrived is kept for the next attempt. `anew` is the reason why the copy starts again; it is sent with the
+/// first request and then cleared.
 async fn copy(
     stored: &StoredAttempt,
     remote: &Remote,
@@ -181,7 +185,7 @@ async fn copy(
     let client = remote.client(&start.attempt)?;
     let list = match list::fetch(&client, copies.dir(), &start.dataset_path, progress).await {
         Err(CopyError::Server(Failed::Never(StatusCode::NOT_FOUND, why))) => {
-            tracing::info!(why, "the server has not the dataset either");
+            tracing::info!(why, "the server does not have the dataset either");
             return Ok(None);
         }
         other => other?,
@@ -196,14 +200,15 @@ async fn copy(
     let key = list.key.clone();
     let (entry, gone) = copies.reserve(list, &about, &start.attempt)?;
     blocking(move || cache::remove(&gone)).await?;
-    // If several jobs want this copy, one pulls it and the others then find it complete.
+    // If several jobs want this copy, one job pulls it, and the others then find it complete.
     let turn = copies.turn(&entry).await;
     if pull::complete(&client, (&entry, &turn), &about, copies, (progress, anew)).await? {
-        // The server notices changes of a file while it sends it, but no later changes and no new files: compare the lists.
+        // The server notices if a file changes while it is sent, but not later changes or new files. So the lists are
+        // compared.
         let now = list::fetch(&client, copies.dir(), &start.dataset_path, progress).await?;
         if now.key != key {
             return Err(CopyError::Changed(
-                "its files are not those that were listed when the copy began".into(),
+                "its files have changed since they were listed for the copy".into(),
             ));
         }
     }
@@ -219,15 +224,15 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal
     let unusable = |why: &str| Refusal {
         code: ReasonCode::DatasetUnusable,
         detail: format!(
-            "on the machine {on}: the dataset {dataset} is not there and cannot be copied from the server: {why} ({HINT})"
+            "on the machine {on}: the dataset {dataset} is missing and cannot be copied from the server: {why} ({HINT})"
         ),
     };
     match error {
         CopyError::Server(failed) => unusable(failed.words()),
         CopyError::Changed(why) => {
-            let times = MOST_RESTARTS + 1;
+            let times = MAX_RESTARTS + 1;
             unusable(&format!(
-                "{why}; it changed in each of {times} tries to copy it: retry the job when nothing writes into it"
+                "{why}; it changed during each of {times} attempts to copy it: retry the job when no program writes to it"
             ))
         }
         CopyError::Damaged(why) => unusable(&why),

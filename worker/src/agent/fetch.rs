@@ -1,4 +1,4 @@
-//! Fetches from the server, before ranks start, what they need and this machine's disk does not have.
+//! Fetches the files that ranks need and this machine's disk does not have from the server, before ranks start.
 
 use super::{
     place::pretrained_dir,
@@ -19,16 +19,16 @@ use std::{
     time::Duration,
 };
 
-/// Pauses before trying again.
+/// Pauses before another attempt.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(20));
 /// How often a checkpoint with wrong checksums is fetched again.
 const DAMAGED: u32 = 3;
 
-/// Why a try to fetch has failed.
+/// Why an attempt to fetch failed.
 enum FetchError {
     Server(Failed),
     Disk(PathBuf, io::Error),
-    /// A checksum is wrong. What had arrived was removed.
+    /// A checksum is wrong. The data that had arrived was removed.
     Damaged(String),
 }
 
@@ -42,11 +42,11 @@ fn on_disk(path: &Path) -> impl Fn(io::Error) -> FetchError + '_ {
     move |error| FetchError::Disk(path.into(), error)
 }
 
-/// Reports to the server that this attempt has a disk of its own. While the server is unreachable this retries; drop the future to stop
-/// waiting.
+/// Reports to the server that this attempt has its own disk. While the server is unreachable, this retries. Drop the
+/// future to stop waiting.
 ///
 /// # Errors
-/// The server refuses it: a retry would not help.
+/// The server refuses the report, and a retry would not help.
 pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let mut tries = Tries::of(remote);
     while let Err(error) = try_to_begin(stored, remote).await {
@@ -55,10 +55,11 @@ pub(super) async fn begin(stored: &StoredAttempt, remote: &Remote) -> Result<(),
     Ok(())
 }
 
-/// Fetches what is missing, on a disk of its own. While the server is unreachable this retries; drop the future to stop waiting.
+/// Fetches missing files to the agent's own disk. While the server is unreachable, this retries. Drop the future to
+/// stop waiting.
 ///
 /// # Errors
-/// Something cannot be fetched, and a retry would not help.
+/// A file cannot be fetched, and a retry would not help.
 pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     let start = &stored.start;
     if let Some(note) = &start.files.dataset {
@@ -66,7 +67,7 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
         let text = serde_json::to_vec(note).map_err(|e| Refusal::other(e.to_string()))?;
         lockstep_host::write_whole(&path, &text).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
-    // Rank 0 reads checkpoints, and sends the others what is in them.
+    // Rank 0 reads checkpoints, and sends their contents to the other ranks.
     if !start.ranks.iter().any(|(rank, _)| *rank == 0) {
         return Ok(());
     }
@@ -80,11 +81,11 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     }
 }
 
-/// Sends the dataset's fingerprint to the server after the preflight check of the job's first start. Machines that the job starts on
-/// later compare with it.
+/// Sends the dataset's fingerprint to the server after the preflight check of the job's first start. Machines on
+/// which the job starts later compare theirs with it.
 ///
 /// # Errors
-/// Another machine has started the job with another dataset.
+/// Another machine has started the job with a different dataset.
 pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> Result<(), Refusal> {
     if stored.start.files.dataset.is_some() {
         return Ok(());
@@ -92,7 +93,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     let path = stored.job_dir.join(DATASET_NOTE);
     let unread = || FetchError::Disk(path.clone(), io::ErrorKind::InvalidData.into());
     let own = DatasetNote::read(&path).ok_or_else(|| refusal(remote, &unread()))?;
-    // The server knows whose it is.
+    // The server knows which machine sends it.
     let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::other(e.to_string()))?;
     let mut tries = Tries::of(remote);
     let other = loop {
@@ -102,12 +103,12 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
             Err(error) => tries.wait(error).await?,
         }
     };
-    // Removed, so that the next start compares with the fingerprint that the server has.
+    // Removed, so that the next start compares with the server's fingerprint.
     let _ = fs::remove_file(&path);
     Err(Refusal { code: ReasonCode::DatasetUnusable, detail: differs(stored, &own, &other) })
 }
 
-/// Makes sure that a valid checkpoint is at `place`, and fetches it if not.
+/// Ensures that a valid checkpoint is at `place`, and fetches it if necessary.
 async fn ensure_checkpoint(
     stored: &StoredAttempt,
     remote: &Remote,
@@ -121,7 +122,7 @@ async fn ensure_checkpoint(
     if is_whole.unwrap_or(false) {
         return Ok(());
     }
-    tracing::info!(checkpoint = id, "fetching it from the server");
+    tracing::info!(checkpoint = id, "fetching a checkpoint from the server");
     let mut tries = Tries::of(remote);
     let mut damaged = 0;
     while let Err(error) = fetch(stored, remote, id, place).await {
@@ -143,19 +144,19 @@ async fn try_to_begin(stored: &StoredAttempt, remote: &Remote) -> Result<(), Fet
     Ok(remote.client(&stored.start.attempt)?.begin().await?)
 }
 
-/// Where the server has another fingerprint of the job's dataset, whose that is and what it says; none where it keeps this one, or has
-/// the same.
+/// Sends the fingerprint. If the server already has a different fingerprint of the job's dataset, returns the
+/// server's description of it. `None` if the server accepts this fingerprint or has the same.
 async fn report(stored: &StoredAttempt, remote: &Remote, note: &[u8]) -> Result<Option<String>, FetchError> {
     match remote.client(&stored.start.attempt)?.dataset(note.to_vec()).await {
         Err(Failed::Never(StatusCode::CONFLICT, words)) => {
-            // Without that it was the server who answered.
+            // Without the prefix that says that the server answered.
             Ok(Some(words.split_once(": ").map_or(words.as_str(), |(_, detail)| detail).to_owned()))
         }
         other => Ok(other.map(|()| None)?),
     }
 }
 
-/// One try. What has arrived stays for the next.
+/// One attempt to fetch. Data that has arrived is kept for the next attempt.
 async fn fetch(stored: &StoredAttempt, remote: &Remote, id: &str, place: &Path) -> Result<(), FetchError> {
     let client = remote.client(&stored.start.attempt)?;
     let (Some(all), Some(name)) = (place.parent(), place.file_name()) else { return Ok(()) };
@@ -214,7 +215,7 @@ fn finish(gathering: &Path, place: &Path, all: &Path) -> Result<(), FetchError> 
     }
     sync(gathering)?;
     if place.exists() {
-        // A damaged one.
+        // Remove a damaged checkpoint.
         fs::remove_dir_all(place).map_err(on_disk(place))?;
     }
     fs::rename(gathering, place).map_err(on_disk(place))?;
@@ -233,7 +234,7 @@ async fn small(client: &AttemptClient<'_>, id: &str, file: &str) -> Result<Vec<u
     Ok(all)
 }
 
-/// Requests that are tried again while their errors may pass.
+/// Requests that are repeated while their errors may be temporary.
 struct Tries<'a> {
     remote: &'a Remote,
     backoff: Backoff,
@@ -244,7 +245,7 @@ impl<'a> Tries<'a> {
         Self { remote, backoff: RETRY }
     }
 
-    /// Returns when it is time to try again.
+    /// Waits until it is time for another attempt.
     ///
     /// # Errors
     /// The error is permanent.

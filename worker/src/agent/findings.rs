@@ -1,5 +1,5 @@
-//! What `lockstep doctor`'s quick checks find on this machine, in a process of their own: they load NVIDIA's libraries, which the
-//! agent, who stays, does not.
+//! Findings of `lockstep doctor`'s quick checks on this machine. The checks run in a separate process, because they
+//! load NVIDIA's libraries, which should not stay loaded in the agent.
 
 use lockstep_host::SECRETS;
 use lockstep_protocol::{
@@ -10,12 +10,12 @@ use serde::Deserialize;
 use std::{path::Path, process::Stdio, time::Duration};
 use tokio::process::Command;
 
-/// A library on a network's file system takes long to load.
+/// Time limit of the checks. Loading a library from a network file system may take long.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// About GPUs, and what only they need: nothing is wrong with a machine that has none.
+/// Findings that concern only GPUs. On a machine without GPUs they are ignored.
 const OF_GPUS: [&str; 2] = ["GPUs", "/dev/shm"];
 
-/// What `doctor --json` prints.
+/// The output of `doctor --json`.
 #[derive(Deserialize)]
 struct Report {
     findings: Vec<Finding>,
@@ -29,8 +29,9 @@ struct Finding {
     advice: Option<String>,
 }
 
-/// What is not in order; nothing where the checks cannot be done, which keeps no agent from working. `idle`: no rank runs here,
-/// which would be taken for another program that holds a GPU's memory.
+/// The findings that need attention. Empty if the checks cannot run, which must not prevent the agent from working.
+/// `idle`: no rank runs on this machine; a running rank would be reported as another program that uses the GPU's
+/// memory.
 pub(super) async fn find(program: &Path, dir: &Path, idle: bool) -> Vec<MachineWarning> {
     let mut command = Command::new(program);
     for name in SECRETS {

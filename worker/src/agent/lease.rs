@@ -9,17 +9,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The duration of a lease until the server has sent it.
+/// The length of the lease until the server has sent it.
 const DEFAULT_LENGTH: Duration = Duration::from_secs(20);
 
-/// Margin: ranks read their lease every so often, and take a moment to end.
+/// Margin, because ranks read their deadline at intervals and take a moment to end.
 const MARGIN: Duration = Duration::from_secs(4);
 
-/// How often the lease's deadline is extended.
+/// Interval between two extensions of the ranks' deadline.
 const FENCE_EVERY: Duration = Duration::from_millis(500);
 
-/// The agent's lease, renewed by every `Welcome` and `HeartbeatAck`. Once it has expired, the server may have given the work to another
-/// agent, so the ranks here must end. It uses the monotonic clock: setting the time of day does not expire it.
+/// The agent's lease, renewed by every `Welcome` and `HeartbeatAck`. After it has expired, the server may have given
+/// the work to another agent, so the ranks of this agent must end. The lease uses the monotonic clock, so changing
+/// the time of day does not affect it.
 #[derive(Debug)]
 pub(super) struct Lease {
     state: Mutex<State>,
@@ -29,22 +30,23 @@ pub(super) struct Lease {
 
 #[derive(Debug)]
 struct State {
-    /// When the server was last in contact; before that, when this agent started.
+    /// The time of the last contact with the server, or of the agent's start if there was none.
     last: Instant,
     length: Duration,
-    /// The server was in contact since this agent started.
+    /// Whether there was contact with the server since this agent started.
     renewed: bool,
 }
 
 impl Lease {
-    /// `fence`: the file in which ranks read their deadline.
+    /// `fence` is the file in which ranks read their deadline.
     pub(super) fn new(fence: Fence) -> Self {
         let state = State { last: Instant::now(), length: DEFAULT_LENGTH, renewed: false };
         Self { state: Mutex::new(state), fence, has_complained: AtomicBool::new(false) }
     }
 
-    /// Renews the lease from `sent`, when the message was sent that the server has answered: the server's own lease began no earlier.
-    /// The new deadline is on disk when this returns, so a rank that is started next reads it.
+    /// Renews the lease. `sent` is the time when the message was sent to which the server has responded; the server's
+    /// own lease did not begin earlier. When this returns, the new deadline is on disk, so a rank that is started
+    /// next reads it.
     pub(super) fn renew(&self, sent: Instant) {
         {
             let mut state = self.lock();
@@ -53,27 +55,27 @@ impl Lease {
         self.extend();
     }
 
-    /// The server has sent how long it waits.
+    /// Sets the length of the lease, as sent by the server.
     pub(super) fn set_length(&self, length: Duration) {
         self.lock().length = length;
     }
 
-    /// How long the server has been silent, when that is past the lease.
+    /// How long the server has been silent, if the lease has expired.
     pub(super) fn overdue(&self) -> Option<Duration> {
         let State { last, length, .. } = *self.lock();
         Some(last.elapsed()).filter(|silent| *silent > length)
     }
 
-    /// How long ranks may continue without further contact. A little less than the server's own limit, so that they have ended
-    /// when it gives the work to others. `None` also before the first contact: the ranks of an earlier agent keep the deadline
-    /// that it gave them, or starting agents again and again would let them train for ever.
+    /// How long ranks may continue without further contact. This is a little less than the server's own limit, so
+    /// that ranks have ended when the server gives the work to others. `None` before the first contact: the ranks of
+    /// an earlier agent keep their deadline. Otherwise, starting agents again and again would let them train forever.
     fn left(&self) -> Option<Duration> {
         let State { last, length, renewed } = *self.lock();
         let length = length.saturating_sub((length / 5).min(MARGIN));
         length.checked_sub(last.elapsed()).filter(|_| renewed)
     }
 
-    /// Gives ranks the time that is left.
+    /// Writes the ranks' new deadline.
     fn extend(&self) {
         if let Some(left) = self.left()
             && let Err(error) = self.fence.set(left)
@@ -84,12 +86,12 @@ impl Lease {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Plain values, which are valid even if the thread that held the lock panicked.
+        // The values are valid even if the thread that held the lock panicked.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Extends the lease's deadline periodically while the server is in contact.
+/// Extends the ranks' deadline periodically while the server is in contact.
 pub(super) async fn keep_fence(lease: Arc<Lease>) {
     loop {
         lease.extend();

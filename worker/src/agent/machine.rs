@@ -4,7 +4,7 @@ use lockstep_host::{cores, cpu_name, hostname, usage::memory_bytes};
 use lockstep_protocol::agent::Machine;
 use std::path::Path;
 
-/// Describes this machine; `dir` is where its free disk space is measured.
+/// Describes this machine. Free disk space is measured at `dir`.
 pub fn describe(dir: &Path) -> Machine {
     let disk_free_bytes = rustix::fs::statvfs(dir).map_or(0, |s| s.f_bavail * s.f_frsize);
     Machine {

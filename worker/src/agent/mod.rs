@@ -1,5 +1,6 @@
-//! The agent, one per machine: connects to a server, starts and watches ranks as the server orders, and reports what they
-//! record. It may die at any moment: ranks continue to train, and the next agent on the same folder adopts them.
+//! The agent. There is one per machine. It connects to a server, starts and watches ranks as ordered by the server,
+//! and reports their records. It may die at any moment: ranks continue to train, and the next agent with the same
+//! folder adopts them.
 
 mod address;
 #[cfg(test)]
@@ -56,26 +57,28 @@ use uploads::Progress;
 
 /// Pauses before connecting again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(3));
-/// For one attempt to connect, which has limits of its own for each part.
+/// Time limit for connecting once. The parts of connecting have limits of their own.
 const CONNECTING: Duration = Duration::from_secs(60);
-/// After the last rank has ended, an orderly stop reports to the server for at most this long; the rest stays on disk.
+/// In an orderly stop, the maximum time for reports to the server after the last rank has ended. The rest stays on
+/// disk.
 const FAREWELL: Duration = Duration::from_secs(5);
-/// Time to upload the last checkpoint from a disk of its own during an orderly stop; the next agent on the folder uploads the rest.
+/// In an orderly stop, the time to upload the last checkpoint from the agent's own disk. The next agent with the same
+/// folder uploads the rest.
 const UPLOAD_FAREWELL: Duration = Duration::from_secs(30);
 
-/// The same, once the one job that the agent serves is over: a large checkpoint over a slow line takes a while.
+/// The same after the agent's only job is over. Uploading a large checkpoint over a slow connection takes long.
 const LAST_UPLOAD: Duration = Duration::from_secs(3600);
 
 /// Runs an agent until a signal ends it.
 ///
-/// SIGTERM and SIGINT end it in order: it notifies the server, ends its ranks and returns. A second one kills the ranks. SIGUSR1
-/// detaches: it returns at once and leaves the ranks to the next agent.
+/// SIGTERM and SIGINT end the agent in order: it notifies the server, ends its ranks and returns. A second such
+/// signal kills the ranks. SIGUSR1 detaches: the agent returns at once and leaves the ranks to the next agent.
 ///
 /// # Errors
-/// See [`AgentError`]. A server that does not answer is no error: it is tried for ever.
+/// See [`AgentError`]. A server that does not respond is not an error: the agent retries forever.
 pub async fn run(options: Options) -> Result<(), AgentError> {
     let request = Arc::new(address::parse(&options).map_err(AgentError::Wrong)?);
-    // A certificate is bound to the first agent of its name, so its name is the default.
+    // A certificate is bound to the first agent of its name, so the name in it is the default.
     let certified =
         options.identity.as_ref().map(IdentityFiles::name).transpose().map_err(AgentError::Wrong)?;
     let slots = slots(&options).map_err(AgentError::Wrong)?;
@@ -104,7 +107,7 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
         stop_within_secs: options.stop_within_secs(),
         devices: Arc::new(slots.iter().filter_map(|s| Some((s.index, s.uuid.clone()?))).collect()),
     };
-    // Started before ranks are adopted, which check it; ends with this process.
+    // Started before ranks are adopted, because they read the deadline. It ends with this process.
     let fencing = tokio::spawn(lease::keep_fence(lease));
     let uploading = tokio::spawn(uploads::run(state_dir.dir().to_owned(), remote, uploaded.clone()));
     let samples = sampling::start(state_dir.dir().to_owned(), &slots)?;
@@ -145,67 +148,67 @@ pub async fn run(options: Options) -> Result<(), AgentError> {
     result
 }
 
-/// Distinct reasons for a failed connection that are logged until the next connection.
+/// Maximum number of different reasons for failed connections that are logged until the next connection.
 const COMPLAINTS: usize = 16;
 
 /// The state of the agent, connected or not.
 struct Agent {
     name: String,
-    /// Random: see `Hello`.
+    /// Random, see `Hello`.
     process: String,
     slots: Vec<Slot>,
     nvlink_groups: Vec<Vec<u32>>,
     only_job: Option<JobId>,
-    /// End when the one job that is served is over, not with an attempt of it.
+    /// Whether to end when the agent's only job is over, and not after an attempt of it.
     until_final: bool,
     network: Network,
     state_dir: StateDir,
     context: AttemptContext,
-    /// Ordered by fencing token, which is the order of their starts.
+    /// Ordered by fencing token, which is the order of starts.
     attempts: BTreeMap<(FencingToken, AttemptKey), Attempt>,
-    /// Since when an orderly stop is under way.
+    /// The orderly stop in progress.
     leaving: Option<Shutdown>,
-    /// Why it takes no work: its folder cannot be written.
+    /// Why the agent takes no work: its folder is not writable.
     no_work: Option<String>,
     /// Attempts that this agent was ordered to start and did not, each with the reason for the server.
     declined: Vec<(AttemptRef, String)>,
     spool_bytes: u64,
     /// When the spool was last measured.
     measured: Instant,
-    /// The newest sample of the machine's usage.
+    /// The newest measurement of the machine's usage.
     samples: watch::Receiver<Option<MachineSample>>,
-    /// The findings of `doctor`'s quick checks, once they have run.
+    /// The findings of `doctor`'s quick checks, after they have run.
     findings: Arc<OnceCell<Vec<MachineWarning>>>,
     /// The parent process, if this agent ends with it.
     parent: Option<rustix::process::Pid>,
     only_job_failed: bool,
-    /// Since when another attempt of the one job that is served is waited for.
+    /// Since when the agent waits for another attempt of its only job.
     only_job_over: Option<Instant>,
-    /// When its last attempt here was over.
+    /// When the last attempt on this machine was over.
     last_attempt_over: Option<Instant>,
     datasets: Datasets,
-    /// How far checkpoints on a disk of this agent's own have been uploaded.
+    /// The progress of uploading checkpoints from this agent's own disk.
     uploaded: Arc<Progress>,
-    /// Since when the server has said that the job is over.
+    /// When the server reported that the job is over.
     only_job_is_final: Option<Instant>,
-    /// How long another attempt is waited for after the last one.
+    /// How long to wait for another attempt after the last one.
     only_job_patience: Duration,
 }
 
 type AttemptKey = (JobId, u32);
 
 struct Shutdown {
-    /// As the server is told it.
+    /// The reason, as sent to the server.
     reason: String,
     announced: bool,
     ranks_gone: Option<Instant>,
 }
 
-/// What to do after a signal or a check of the state.
+/// How to continue after a signal or a check of the state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum LoopControl {
     Continue,
-    /// Return.
+    /// Return from the agent.
     End,
 }
 
@@ -213,9 +216,9 @@ impl Agent {
     async fn serve(&mut self, server: &str, request: &Address) -> Result<(), AgentError> {
         let mut signals = Signals::new()?;
         let mut backoff = RETRY;
-        // Reasons for failed connections that were logged: each once.
+        // Reasons for failed connections that have been logged. Each is logged once.
         let mut complaints = Vec::new();
-        // The account of the server that first accepted this agent, if it is on this machine.
+        // If the server is on this machine: the account of the server that first accepted this agent.
         let mut owners = Vec::new();
         loop {
             let asked = Instant::now();
@@ -224,12 +227,12 @@ impl Agent {
                 let is_safe = |listeners: &[u32]| same_account(listeners, &owners);
                 is_safe(&listeners)?;
                 let stream = socket::reach(request).await?;
-                // The listener may have changed since the first check. Nothing was sent on this connection yet.
+                // The listener may have changed since the first check. Nothing has been sent on this connection yet.
                 listeners = request.listeners();
                 is_safe(&listeners)?;
                 Session::connect(request, stream).await
             };
-            // What is left to report at the end is worth no longer wait.
+            // At the end, remaining reports are not worth another wait.
             let limit = if self.leaving.is_some() { FAREWELL } else { CONNECTING };
             let session = tokio::select! {
                 session = tokio::time::timeout(limit, connecting) => {
@@ -253,7 +256,8 @@ impl Agent {
                         }
                         Outcome::Lost { reason, welcomed } => {
                             if welcomed {
-                                // One that is cut off as soon as it is welcome is not in a hurry.
+                                // If the server closes the connection right after the welcome, there is no need to
+                                // hurry.
                                 if asked.elapsed() > RETRY.longest {
                                     backoff = RETRY;
                                 }
@@ -266,16 +270,17 @@ impl Agent {
                         }
                     }
                 }
-                // Its launch has revoked its token, or the token's time is over: it would try for ever. A certificate may be replaced, and
-                // is read again each time.
+                // The token was revoked by its launch or has expired, so the agent would retry forever. A certificate
+                // may be replaced, and is read again for each connection.
                 Err(NoSession::Unauthorized(reason))
                     if self.only_job.is_some() && self.attempts.is_empty() && !request.has_certificate() =>
                 {
                     return Err(AgentError::Refused { server: server.to_owned(), reason });
                 }
                 Err(reason) => {
-                    // A server that is gone cannot have given the work to others, and its next one grants a whole
-                    // lease first. One that cannot be reached can: then the lease runs on.
+                    // A server that has ended cannot have given the work to others, and the next server first grants
+                    // a full lease. A server that is unreachable can have given it away, so the lease continues to
+                    // run.
                     if self.state_dir.server_is_gone() {
                         self.context.lease.renew(asked);
                     }
@@ -283,7 +288,7 @@ impl Agent {
                 }
             };
             if complaints.len() < COMPLAINTS && !complaints.contains(&lost) {
-                tracing::warn!(%server, %lost, "no connection to the server; trying on");
+                tracing::warn!(%server, %lost, "no connection to the server; retrying");
                 complaints.push(lost);
             }
             if self.wait(jittered(backoff.pause()), &mut signals).await == LoopControl::End {
@@ -299,7 +304,7 @@ impl Agent {
         if self.only_job_failed { Err(AgentError::JobFailed) } else { Ok(()) }
     }
 
-    /// Waits without a connection, and still handles signals.
+    /// Waits without a connection. Signals are still handled.
     async fn wait(&mut self, pause: Duration, signals: &mut Signals) -> LoopControl {
         let until = tokio::time::Instant::now() + pause;
         loop {
@@ -320,7 +325,7 @@ impl Agent {
     /// Handles a signal.
     fn signalled(&mut self, let_go: bool) -> LoopControl {
         if let_go {
-            tracing::info!("letting go: the ranks stay for the next agent");
+            tracing::info!("detaching: the ranks stay for the next agent");
             return LoopControl::End;
         }
         if self.leaving.is_some() {
@@ -343,7 +348,7 @@ impl Agent {
         self.uploaded.is_done_since(moment) || uploads::is_empty(self.state_dir.dir())
     }
 
-    /// Whether it is time to end.
+    /// Checks whether it is time to end.
     fn poll(&mut self, connected: bool) -> LoopControl {
         let all_over = self.attempts.values().all(Attempt::is_over);
         if !connected && !all_over {
@@ -357,7 +362,7 @@ impl Agent {
             let is_reported = self.attempts.is_empty() && leaving.announced;
             let is_uploaded = is_reported && self.is_uploaded(since);
             let patience = if is_reported { UPLOAD_FAREWELL } else { FAREWELL };
-            // A server that could not keep a report has ended the connection for the agent to begin again.
+            // A server that could not store a report has closed the connection, so that the agent starts again.
             let is_cut_off = !connected && self.attempts.is_empty();
             if is_uploaded || is_cut_off || since.elapsed() > patience {
                 return LoopControl::End;

@@ -1,4 +1,4 @@
-//! The address by which ranks of other machines reach the ranks here.
+//! The address at which ranks of other machines reach the ranks of this machine.
 
 use super::{AgentError, Options};
 use lockstep_host::{
@@ -8,17 +8,17 @@ use lockstep_host::{
 use lockstep_protocol::agent::{Machine, RankNetwork};
 use std::net::IpAddr;
 
-/// What the agent was given or chooses.
+/// The address from the options, or chosen by the agent.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Network {
     advertised: Option<String>,
     interface: Option<String>,
     source: Source,
-    /// What the log has said last.
+    /// The address that was last logged.
     said: Option<String>,
 }
 
-/// What the address comes from; the first that there is counts.
+/// The source of the address. Earlier variants take precedence.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Source {
     Advertise,
@@ -30,7 +30,7 @@ enum Source {
 
 impl Network {
     /// # Errors
-    /// The interface is not there or has no address.
+    /// The interface does not exist or has no address.
     pub(super) fn of(options: &Options) -> Result<Self, AgentError> {
         let variable = nccl_variable();
         Self::chosen(options.advertise.as_deref(), options.interface.as_deref(), variable.as_deref())
@@ -68,18 +68,18 @@ impl Network {
         })
     }
 
-    /// How the agent came by the address, for people.
+    /// Where the address comes from, for messages.
     pub(super) fn named_by(&self) -> &'static str {
         match self.source {
             Source::Advertise => "named by --advertise",
             Source::Interface => "named by --interface",
             Source::Variable => "named by NCCL_SOCKET_IFNAME",
-            Source::Route => "of the route to the server",
+            Source::Route => "from the route to the server",
         }
     }
 
-    /// Adds what others need to know to the machine's description; `local` is this end of the connection to the server. The log names
-    /// the address once, and again when it is another.
+    /// Adds the facts about the address to the machine's description. `local` is the local address of the connection
+    /// to the server. The log has a line for each new address.
     pub(super) fn describe(&mut self, machine: &mut Machine, local: Option<IpAddr>) {
         machine.address = self.advertised.clone().or_else(|| local.map(|ip| ip.to_string()));
         machine.interface = self.interface.clone().or_else(|| {
@@ -122,8 +122,8 @@ mod tests {
             network.said.unwrap()
         };
         for (advertise, interface, variable, said) in [
-            (None, None, None, "127.0.0.1 (lo), of the route to the server"),
-            (None, None, Some("^lo"), "127.0.0.1 (lo), of the route to the server"),
+            (None, None, None, "127.0.0.1 (lo), from the route to the server"),
+            (None, None, Some("^lo"), "127.0.0.1 (lo), from the route to the server"),
             (None, None, Some("=lo"), "127.0.0.1 (lo), named by NCCL_SOCKET_IFNAME"),
             (None, Some("lo"), Some("=none-such"), "127.0.0.1 (lo), named by --interface"),
             (Some("node-7"), None, Some("=none-such"), "node-7, named by --advertise"),

@@ -1,4 +1,5 @@
-//! An attempt's unsent reports, read from its files and sent from the number that the server has.
+//! The unsent reports of an attempt. They are read from its files, and sent from the first record that the server
+//! does not have.
 
 use super::{attempt::agent_events_path, state_dir::StoredAttempt};
 use crate::report::{Tail, TailError, events_path};
@@ -8,22 +9,22 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Reports of a source (each at most about a mebibyte) that may be in flight.
+/// Maximum number of unacknowledged reports of a source, each of at most about a mebibyte.
 const UNDER_WAY: usize = 8;
-/// Bytes of records of an attempt that may be in flight, which the server has to hold.
+/// Maximum size of an attempt's unacknowledged records, which the server must hold in memory.
 const UNDER_WAY_BYTES: u64 = 16 << 20;
-/// How long points are collected while nobody watches the job, so that short steps give few reports of many points. Longer
-/// steps are reported at once, and so is everything of a job that somebody watches.
+/// While no one watches the job, points are collected for this long, so that short steps result in few reports with
+/// many points. Longer steps are reported at once, and so is everything if someone watches the job.
 const GATHER: Duration = Duration::from_millis(250);
-/// How long an unreadable file (an unreliable disk) may delay the end of its attempt.
+/// How long an unreadable file (on an unreliable disk) may delay the end of its attempt.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// One attempt's reports on one connection.
+/// The reports of one attempt on one connection.
 #[derive(Debug)]
 pub(super) struct Outbox {
     ranks: Vec<Stream>,
     agent: Stream,
-    /// Whether somebody watched the job at the time of the server's last acknowledgement.
+    /// Whether someone watched the job at the time of the server's last acknowledgement.
     watched: bool,
 }
 
@@ -32,15 +33,15 @@ pub(super) struct Outbox {
 struct Stream {
     source: Source,
     tail: Tail,
-    /// Records below this number are stored by the server.
+    /// The server has stored the records below this number.
     acknowledged: u64,
-    /// For each unacknowledged report: the number after its last record, and its bytes.
+    /// For each unacknowledged report: the number after its last record, and its size in bytes.
     under_way: VecDeque<(u64, u64)>,
     /// When the last report was sent.
     sent: Option<Instant>,
     /// Since when the file cannot be read.
     failing: Option<Instant>,
-    /// The file is given up as unreadable: nothing more of it is sent.
+    /// Whether the file has been given up as unreadable. Nothing more is sent from it.
     broken: bool,
 }
 
@@ -64,7 +65,7 @@ impl Stream {
         }
     }
 
-    /// The next records to send, if there are any and the limit in flight allows it.
+    /// The next records to send, if there are any and the limits allow it.
     fn next(&mut self, now: Instant) -> Option<(u64, Vec<AttemptEvent>)> {
         if self.broken || self.under_way.len() >= UNDER_WAY {
             return None;
@@ -86,10 +87,10 @@ impl Stream {
         let new = self.failing.is_none();
         let since = *self.failing.get_or_insert(now);
         if matches!(error, TailError::Damaged { .. }) || now.saturating_duration_since(since) > PATIENCE {
-            tracing::error!(%error, "no more can be reported of this source");
+            tracing::error!(%error, "the records of this source cannot be read; giving up");
             self.broken = true;
         } else if new {
-            tracing::warn!(%error, "reports cannot be read; trying on");
+            tracing::warn!(%error, "the records of this source cannot be read; retrying");
         }
         None
     }
@@ -111,7 +112,7 @@ impl Stream {
 }
 
 impl Outbox {
-    /// Starts after the records that the server has stored of this attempt.
+    /// Starts after the records of this attempt that the server has stored.
     pub(super) fn new(held: &StoredAttempt, stored: &[Acknowledged]) -> Self {
         let rank = |(rank, _): &(u32, u32)| Stream::new(held, Source::Rank(*rank), stored);
         Self {
@@ -121,8 +122,8 @@ impl Outbox {
         }
     }
 
-    /// Appends the reports that can be sent `now` to `reports`. The agent's own records, whose last one
-    /// says that the attempt has ended, come when the attempt is over and all else is sent.
+    /// Appends the reports that can be sent `now` to `reports`. The agent's own records come last, when the attempt
+    /// is over and everything else is sent, because their last one tells that the attempt has ended.
     pub(super) fn fill(
         &mut self,
         held: &StoredAttempt,
@@ -262,7 +263,7 @@ mod tests {
         records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step: 1 }).unwrap();
         let mut agent = Records::append_to(&agent_events_path(&held)).unwrap();
         agent.append(&AttemptEvent::Ended(Ending::Stopped)).unwrap();
-        // A folder in its place: it opens, and reading it fails (for root too).
+        // A folder in place of the file: it can be opened, but reading it fails (for root as well).
         let aside = dir.path().join("aside");
         std::fs::rename(&path, &aside).unwrap();
         std::fs::create_dir(&path).unwrap();
@@ -294,7 +295,7 @@ mod tests {
         outbox.acknowledge(&stored(&held, Source::Rank(0), 8));
         let mut reports = Vec::new();
         outbox.fill(&held, true, Instant::now(), &mut reports);
-        // What came meanwhile goes together.
+        // Records that arrived meanwhile are sent together.
         assert_eq!(sources(&reports), [(Source::Rank(0), 8, 12)]);
     }
 
@@ -306,7 +307,7 @@ mod tests {
         let mut outbox = Outbox::new(&held, &[]);
         let begin = Instant::now();
         let mut step = 0;
-        // What is sent so many milliseconds after the begin, when one more record has come.
+        // The reports sent after this number of milliseconds, with one more record each time.
         let mut sent = |outbox: &mut Outbox, after: u64| {
             step += 1;
             records.append(&AttemptEvent::CheckpointRemoved { epoch: 1, step }).unwrap();
@@ -355,7 +356,7 @@ mod tests {
             sources(&reports)
         };
         let sent = fill(&mut outbox);
-        // Each a little more than a mebibyte.
+        // Each is a little larger than a mebibyte.
         assert_eq!(sent.len() as u64, UNDER_WAY_BYTES >> 20);
         assert_eq!(sent.last(), Some(&(Source::Rank(2), 3, 1)));
         assert_eq!(fill(&mut outbox), []);

@@ -1,4 +1,4 @@
-//! Where a job's files are on this machine: its folder, and its dataset.
+//! The paths of a job's folder and of its dataset on this machine.
 
 use super::state_dir::{StateDir, StoredAttempt};
 pub(super) use crate::checkpoint::OwnDiskNote;
@@ -8,22 +8,22 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-/// The agent's options that say where this machine has the server's datasets (`--dataset`, `--path-map`).
+/// The agent's options for the paths of the server's datasets on this machine (`--dataset`, `--path-map`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Datasets {
     /// Paths by the dataset's name on the server.
     pub by_name: Vec<(String, PathBuf)>,
-    /// Folders of the server, and their counterparts here. The longest matching prefix wins.
+    /// Folders of the server and their counterparts on this machine. The longest matching prefix takes precedence.
     pub by_prefix: Vec<(PathBuf, PathBuf)>,
 }
 
 impl Datasets {
-    /// The path here of the dataset `name`, which the server has at `path`.
+    /// The path on this machine of the dataset `name`, which the server has at `path`.
     pub fn path(&self, name: &str, path: &str) -> PathBuf {
         self.mapped(name, path).unwrap_or_else(|| path.into())
     }
 
-    /// The same, or `None` if no option names it.
+    /// As [`Self::path`], but `None` if no option matches.
     pub(super) fn mapped(&self, name: &str, path: &str) -> Option<PathBuf> {
         if let Some((_, here)) = self.by_name.iter().find(|(known, _)| known == name) {
             return Some(here.clone());
@@ -39,13 +39,17 @@ impl Datasets {
     }
 }
 
-/// Decides where the job's folder is, and makes that of the attempt. The server's own is used only if this agent has the server's disk: it
-/// reads the random word that the server has just written there, and can write into the same folder. A path of the same name proves
-/// nothing, and neither does a lock, which some network file systems do not propagate.
+/// Chooses the job's folder, and creates the folder of the attempt. The server's own folder is used only if this
+/// agent shares the server's disk: it must read the random word that the server has just written there, and be able
+/// to write to the same folder. An equal path proves nothing, and neither does a lock, because some network file
+/// systems do not propagate locks.
 ///
 /// # Errors
-/// No folder can be made.
-pub(super) fn place(state_dir: &StateDir, mut start: StartAttempt) -> (StoredAttempt, io::Result<()>) {
+/// No folder can be created.
+pub(super) fn choose_job_dir(
+    state_dir: &StateDir,
+    mut start: StartAttempt,
+) -> (StoredAttempt, io::Result<()>) {
     if let Some(job_dir) = start.job_dir.clone().map(PathBuf::from)
         && has_servers_disk(state_dir, &job_dir, start.files.mark.as_deref())
     {
@@ -69,12 +73,12 @@ pub(super) fn place(state_dir: &StateDir, mut start: StartAttempt) -> (StoredAtt
     (stored, made)
 }
 
-/// The folder for another job's checkpoint that this job starts from.
+/// The folder for a checkpoint of another job, from which this job starts.
 pub(super) fn pretrained_dir(job_dir: &Path, id: &str) -> PathBuf {
     job_dir.join("pretrained").join(id)
 }
 
-/// Whether an attempt's folder is on a disk that the server does not have.
+/// Whether the folder of an attempt is on a disk that the server does not share.
 pub(super) fn is_own_disk(stored: &StoredAttempt) -> bool {
     OwnDiskNote::read(&stored.job_dir).is_some()
 }
@@ -113,14 +117,14 @@ mod tests {
         }
     }
 
-    /// A path of the same name proves nothing: only what the server has just written does, and that this agent can write there, too.
+    /// An equal path proves nothing. The agent must read the server's mark, and be able to write to the folder.
     #[test]
     fn the_servers_folder_is_used_by_an_agent_that_reads_its_mark_and_can_write_beside_it() {
         let dir = tempfile::tempdir().unwrap();
         let state_dir = StateDir::open(&dir.path().join("agent")).unwrap();
         let job = dir.path().join("job");
         let is_own = |mark| {
-            let (stored, made) = place(&state_dir, start(&job, mark));
+            let (stored, made) = choose_job_dir(&state_dir, start(&job, mark));
             made.unwrap();
             assert!(stored.attempt_dir().is_dir());
             assert_eq!(is_own_disk(&stored), stored.job_dir != job);
@@ -138,7 +142,7 @@ mod tests {
         assert!(is_own(Some("word")), "nothing can be written there, as root or not");
         fs::remove_file(job.join("attempts")).unwrap();
         assert!(!is_own(Some("word")));
-        // A server whose disk is full cannot leave a mark; its lock says that it is here.
+        // A server whose disk is full cannot write a mark, but its lock shows that it is on this machine.
         let lock = dir.path().join("server.lock");
         let locked = fs::File::create(&lock).unwrap();
         locked.lock().unwrap();

@@ -1,4 +1,5 @@
-//! The check before an attempt's ranks are started: a reason on the job is better than a job that hangs or fails an hour later.
+//! The check before the ranks of an attempt are started. A reason shown with the job is better than a job that hangs
+//! or fails an hour later.
 
 pub(super) mod dataset;
 
@@ -15,19 +16,20 @@ const OTHER_BYTES: u64 = 16 << 20;
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Refusal {
     pub(super) code: ReasonCode,
-    /// For people: what is wrong, and what to change.
+    /// The sentence for the user: what is wrong, and what to change.
     pub(super) detail: String,
 }
 
 impl Refusal {
-    /// A refusal without a code of its own.
+    /// A refusal without a specific code.
     pub(super) fn other(detail: String) -> Self {
         Self { code: ReasonCode::NotStarted, detail }
     }
 }
 
-/// Checks the dataset (in a process of `program`), the disk and, for ranks on `devices`, shared memory. Files that cannot be
-/// read are left to the ranks, which know whether the job can do without them (`data.broken_files`). `machine` is the agent's name.
+/// Checks the dataset (in a process of `program`), the disk and, for ranks on `devices`, shared memory. Unreadable
+/// files are left to the ranks, which know whether the job can do without them (`data.broken_files`). `machine` is
+/// the agent's name.
 ///
 /// # Errors
 /// What is wrong, and what to change.
@@ -56,17 +58,17 @@ pub(super) fn check(
     }
 }
 
-/// Whether the disk has space for the checkpoints that will be kept.
+/// Checks that the disk has space for the checkpoints that will be kept.
 fn disk(stored: &StoredAttempt, spec: &JobSpec) -> Result<(), String> {
     let side = spec.data.evaluation_size().unwrap_or(32) as usize;
-    // Rank 0 knows the dataset's classes and reports what is wrong with the model, if anything is.
+    // Rank 0 knows the dataset's classes, and reports errors in the model.
     let Ok(network) = net::build(&spec.model, side, 3, 1000) else { return Ok(()) };
     let values: usize = network.parameters().iter().map(net::Parameter::len).sum();
-    // Weights, the optimizer's slots, and perhaps an average, float32.
+    // Weights, the slots of the optimizer, and possibly an average, in float32.
     let tensors = 1 + slots(spec.train.optimizer).len() + usize::from(spec.train.ema_decay > 0.0);
     let each = values as u64 * 4 * tensors as u64;
     let kept = crate::checkpoint::list(&stored.job_dir.join("checkpoints")).map_or(0, |all| all.len() as u64);
-    // The kept ones, the best one, and the one that is being written.
+    // The checkpoints to keep, the best one, and the one that is being written.
     let missing = (u64::from(spec.checkpoint.keep.max(2)) + 2).saturating_sub(kept).max(2);
     let needed = each * missing + OTHER_BYTES;
     match free_bytes(&stored.job_dir) {

@@ -1,4 +1,4 @@
-//! The server's REST interface, as an agent uses it that has a disk of its own.
+//! The server's REST interface for agents with their own disk.
 
 use super::address::Address;
 use lockstep_protocol::agent::{AttemptRef, DatasetParts, UploadState, WhatIsNeeded};
@@ -6,17 +6,17 @@ use reqwest::{Client, Method, RequestBuilder, Response, StatusCode, header};
 use serde_json::Value;
 use std::{sync::Arc, time::Duration};
 
-/// For an answer to begin. The server checks the sums of a whole checkpoint before it answers.
+/// Time limit for a response to begin. Before it responds, the server verifies the checksums of a whole checkpoint.
 const PATIENCE: Duration = Duration::from_secs(150);
-/// For the next bytes of a file.
+/// Time limit for the next bytes of a file.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Why a request was not done.
+/// Why a request failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Failed {
-    /// It may be done later: the server is away, busy, or its disk is full.
+    /// The request may succeed later: the server is unreachable or busy, or its disk is full.
     Later(String),
-    /// It will never be done.
+    /// The request will never succeed.
     Never(StatusCode, String),
 }
 
@@ -30,29 +30,29 @@ impl Failed {
 
 type Result<T> = std::result::Result<T, Failed>;
 
-/// How the server is asked.
+/// The server, and how to reach it.
 #[derive(Debug)]
 pub(super) struct Remote {
     pub(super) address: Arc<Address>,
     pub(super) agent_id: String,
-    /// The agent's name, for people.
+    /// The agent's name, for messages.
     pub(super) name: String,
 }
 
-/// A connection for some requests about one attempt.
+/// A connection for several requests about one attempt.
 pub(super) struct AttemptClient<'a> {
     remote: &'a Remote,
     client: Client,
-    /// Up to the attempt.
+    /// The URL up to the attempt.
     base: String,
     fencing_token: String,
 }
 
 impl Remote {
-    /// A connection for one piece of work. Certificates are read anew for each.
+    /// Opens a connection for one piece of work. Certificates are read again for each connection.
     ///
     /// # Errors
-    /// What cannot be read.
+    /// A file cannot be read.
     pub(super) fn client(&self, attempt: &AttemptRef) -> Result<AttemptClient<'_>> {
         let (client, server) = self.address.rest().map_err(Failed::Later)?;
         let base = format!("{server}/api/v1/agent/attempts/{}/{}", attempt.job, attempt.attempt);
@@ -69,10 +69,11 @@ impl AttemptClient<'_> {
     }
 
     async fn send(&self, request: RequestBuilder) -> Result<Response> {
-        // Before each: on this machine the port may have changed hands, and the token is not for others.
+        // Checked before each request: on this machine another account may have taken the port, and must not get the
+        // token.
         self.remote.address.check_listeners().map_err(Failed::Later)?;
         let answer = match tokio::time::timeout(PATIENCE, request.send()).await {
-            Err(_) => return Err(Failed::Later("the server does not answer".into())),
+            Err(_) => return Err(Failed::Later("the server does not respond".into())),
             Ok(Err(error)) => return Err(Failed::Later(self.remote.address.in_words(&error))),
             Ok(Ok(answer)) => answer,
         };
@@ -84,7 +85,7 @@ impl AttemptClient<'_> {
         let problem: Value = serde_json::from_str(&text).unwrap_or_default();
         let detail = problem.get("detail").and_then(Value::as_str).unwrap_or(&text);
         let words = format!("the server answered {status}: {detail}");
-        // Whoever answers without a code of ours is something in between.
+        // A response without a code of Lockstep comes from a proxy in between.
         let is_ours = problem.get("code").is_some_and(Value::is_string);
         let passes = !is_ours
             || status.is_server_error()
@@ -98,7 +99,7 @@ impl AttemptClient<'_> {
         serde_json::from_str(&text).map_err(|e| Failed::Later(format!("the server's answer: {e}")))
     }
 
-    /// This agent has a disk of its own, and is about to start ranks.
+    /// Notifies the server that this agent has its own disk and is about to start ranks.
     pub(super) async fn begin(&self) -> Result<()> {
         self.send(self.request(Method::POST, "")).await.map(drop)
     }
@@ -107,7 +108,7 @@ impl AttemptClient<'_> {
         self.json(self.request(Method::GET, "")).await
     }
 
-    /// The fingerprint of the dataset at the job's first start.
+    /// Sends the fingerprint of the dataset at the job's first start.
     pub(super) async fn dataset(&self, note: Vec<u8>) -> Result<()> {
         let request = self.request(Method::POST, "/dataset").header(header::CONTENT_TYPE, "application/json");
         self.send(request.body(note)).await.map(drop)
@@ -123,7 +124,7 @@ impl AttemptClient<'_> {
         self.send(self.request(Method::POST, "/dataset/files").json(wanted)).await.map(Download)
     }
 
-    /// A file of a checkpoint, from a byte on.
+    /// A file of a checkpoint, starting at byte `from`.
     pub(super) async fn file(&self, id: &str, file: &str, from: u64) -> Result<Download> {
         let mut request = self.request(Method::GET, &format!("/checkpoints/{id}/{file}"));
         if from > 0 {
@@ -151,14 +152,14 @@ impl AttemptClient<'_> {
     }
 }
 
-/// A file that is on its way.
+/// A file that is being received.
 pub(super) struct Download(Response);
 
 impl Download {
-    /// The next bytes; none at the end.
+    /// The next bytes. `None` at the end.
     pub(super) async fn next(&mut self) -> Result<Option<bytes::Bytes>> {
         match tokio::time::timeout(SILENCE, self.0.chunk()).await {
-            Err(_) => Err(Failed::Later("the file stopped coming".into())),
+            Err(_) => Err(Failed::Later("no more data of the file arrived".into())),
             Ok(chunk) => chunk.map_err(|e| Failed::Later(e.to_string())),
         }
     }

@@ -1,21 +1,21 @@
-//! Checkpoints that are complete on disk and that no rank has reported.
+//! Complete checkpoints on disk that no rank has reported.
 //!
-//! Rank 0 writes them concurrently with training and reports each when it is complete. When rank 0 is killed in between, or
-//! ends because another rank died during the write, the report is lost, and the next attempt would begin before that
-//! checkpoint. So the agent checks once more when all ranks have ended.
+//! Rank 0 writes checkpoints concurrently with training, and reports each when it is complete. If rank 0 is killed in
+//! between, or ends because another rank died during the write, the report is lost, and the next attempt would begin
+//! before that checkpoint. So the agent checks for such checkpoints when all ranks have ended.
 
 use crate::checkpoint;
 use lockstep_protocol::agent::{AttemptEvent, CheckpointInfo};
 use std::{collections::BTreeSet, path::Path};
 
-/// What the ranks of an attempt have reported about its checkpoints.
+/// The checkpoints that the ranks of an attempt have reported.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Reported {
-    /// The step that the attempt began after; none until rank 0 has reported that it runs.
+    /// The step after which the attempt began. `None` until rank 0 has reported that it runs.
     start_step: Option<u64>,
-    /// Steps of the checkpoints that were reported as written, including removed ones.
+    /// The steps of checkpoints reported as written, including removed ones.
     steps: BTreeSet<u64>,
-    /// Those that were removed: too old, or damaged.
+    /// The steps of checkpoints that were removed, because they were too old or damaged.
     removed: BTreeSet<u64>,
 }
 
@@ -35,8 +35,8 @@ impl Reported {
         }
     }
 
-    /// The checkpoints in `directory` that this attempt wrote, up to step `recorded`, and never reported. Every rank's results up to
-    /// there are in its records, so continuing from such a checkpoint leaves no step out.
+    /// The checkpoints in `directory` that this attempt wrote up to step `recorded` and did not report. All ranks
+    /// have recorded their results up to that step, so continuing from such a checkpoint skips no step.
     pub(super) fn unreported(&self, directory: &Path, recorded: u64) -> Vec<CheckpointInfo> {
         let Some(start) = self.start_step else { return Vec::new() };
         let Ok(on_disk) = checkpoint::list(directory) else { return Vec::new() };
@@ -50,8 +50,8 @@ impl Reported {
             .collect()
     }
 
-    /// A sentence about the steps that an attempt loses that was stopped after step `step`; `None` if it loses none. `unreported` are
-    /// checkpoints that it wrote without reporting them.
+    /// A sentence about the steps that are lost if an attempt is stopped after step `step`. `None` if none are lost.
+    /// `unreported` are checkpoints that it wrote without reporting them.
     pub(super) fn lost(&self, step: u64, unreported: &[CheckpointInfo]) -> Option<String> {
         let known = self.start_step.into_iter().chain(self.steps.difference(&self.removed).copied());
         let newest = known.chain(unreported.iter().map(|info| info.step)).max()?;
@@ -125,7 +125,7 @@ mod tests {
             size_bytes: 1,
         };
         reported.note(&AttemptEvent::Checkpoint(of_step(20)));
-        // One that was found damaged at the start.
+        // A checkpoint that was found damaged at the start.
         reported.note(&AttemptEvent::CheckpointRemoved { epoch: 2, step: 100 });
         let said = reported.lost(57, &[]).unwrap();
         assert!(said.contains("of step 20, steps 21 to 57 are lost"), "{said}");

@@ -1,4 +1,4 @@
-//! What this machine is doing, measured every few seconds, also while no rank runs.
+//! The machine's usage, measured every few seconds, even while no rank runs.
 
 use super::cpu_slots;
 use jiff::Timestamp;
@@ -11,13 +11,13 @@ use std::{path::PathBuf, time::Duration};
 use tokio::sync::watch;
 
 const EVERY: Duration = Duration::from_secs(5);
-/// The first sample has no rates, so that the second comes soon.
+/// The second measurement follows soon, because the first one has no rates.
 const SECOND_AFTER: Duration = Duration::from_secs(1);
-/// NVML is looked for again after so many samples, where there are GPUs and it was not there.
+/// If there are GPUs but NVML was not found, it is searched for again after this many measurements.
 const LOOK_AGAIN: u32 = 12;
 
-/// The newest sample, of a thread that ends when nobody waits for samples any more. A file system or a GPU that does not
-/// answer holds up this thread alone.
+/// The newest measurement, made by a thread that ends when the receiver is dropped. A file system or a GPU that does
+/// not respond blocks only this thread.
 ///
 /// # Errors
 /// The thread cannot be started.
@@ -30,7 +30,7 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
         let mut nvml = None;
         for number in 0u32.. {
             if !gpus.is_empty() && nvml.is_none() && number % LOOK_AGAIN == 0 {
-                // Without it there are no numbers of GPUs, which ranks report as well.
+                // Without NVML there are no metrics of GPUs from the agent; ranks report some as well.
                 nvml = Reader::open().ok();
             }
             let of_gpus = nvml.as_ref().map(|nvml| measure_gpus(nvml, &gpus)).unwrap_or_default();
@@ -46,7 +46,7 @@ pub(super) fn start(dir: PathBuf, slots: &[Slot]) -> std::io::Result<watch::Rece
     Ok(samples)
 }
 
-/// The next sample of the machine; never, where the server takes none.
+/// The next measurement. Never completes if the server does not accept measurements.
 pub(super) async fn newest(samples: &mut Option<watch::Receiver<Option<MachineSample>>>) -> MachineSample {
     if let Some(samples) = samples {
         while samples.changed().await.is_ok() {

@@ -1,4 +1,4 @@
-//! One connection to the server, from `Hello` to its loss.
+//! One connection to the server, from `Hello` until it is lost.
 
 use super::{
     Agent, LoopControl, Signals,
@@ -24,22 +24,22 @@ use std::{
 use tokio::{net::TcpStream, sync::watch, task::JoinSet, time};
 use tokio_tungstenite::tungstenite::{self, Message};
 
-/// How often the ranks' files are read: a point is sent at most this long after it was written.
+/// Interval between two reads of the ranks' files. A point is sent at most this long after it was written.
 const PUMP_EVERY: Duration = Duration::from_millis(10);
-/// How long sending a message may block while the server does not read.
+/// Time limit for sending a message while the server does not read.
 const SEND_TIMEOUT: Duration = Duration::from_secs(10);
-/// The shortest silence after which a connection counts as dead; otherwise three heartbeats.
+/// The minimum silence after which a connection counts as lost. The usual limit is three heartbeats.
 const SILENCE: Duration = Duration::from_secs(5);
 
-/// Acknowledgements that crossed a `Stop` have arrived after this long.
+/// After this time, acknowledgements that crossed a `Stop` have arrived.
 const CROSSING: Duration = Duration::from_secs(5);
 
 /// Why a session is over.
 #[derive(Debug)]
 pub(super) enum Outcome {
-    /// The agent is to end.
+    /// The agent must end.
     End,
-    /// The server has refused this agent for good.
+    /// The server has refused this agent permanently.
     Refused(String),
     /// The connection was lost.
     Lost { reason: String, welcomed: bool },
@@ -54,13 +54,13 @@ impl Outcome {
 /// A connection before its `Hello`.
 pub(super) struct Session {
     socket: Socket,
-    /// This end's address.
+    /// The local address of the connection.
     local: Option<IpAddr>,
 }
 
 impl Session {
     /// # Errors
-    /// Why there is no connection.
+    /// Why the connection failed.
     pub(super) async fn connect(address: &Address, stream: TcpStream) -> Result<Self, NoSession> {
         let connector = Some(address.connector()?);
         let local = stream.local_addr().ok().map(|address| address.ip());
@@ -76,7 +76,7 @@ impl Session {
         }
     }
 
-    /// Introduces the agent and serves until the connection is lost or the agent is to end.
+    /// Introduces the agent, and serves until the connection is lost or the agent must end.
     pub(super) async fn run(mut self, agent: &mut Agent, signals: &mut Signals) -> Outcome {
         agent.check_folder();
         let mut machine = machine::describe(agent.state_dir.dir());
@@ -139,11 +139,10 @@ impl Session {
                 Outcome::Lost { reason, welcomed: false }
             }
             Ok(Some(ToAgent::Refused { reason, .. })) => Outcome::Refused(reason),
-            Ok(Some(_)) => Outcome::Lost {
-                reason: "it answered with something else than Welcome".into(),
-                welcomed: false,
-            },
-            Ok(None) => Outcome::Lost { reason: "it answered in an unknown way".into(), welcomed: false },
+            Ok(Some(_)) => {
+                Outcome::Lost { reason: "it sent another message than Welcome".into(), welcomed: false }
+            }
+            Ok(None) => Outcome::Lost { reason: "it sent an unknown message".into(), welcomed: false },
             Err(reason) => Outcome::Lost { reason, welcomed: false },
         }
     }
@@ -155,34 +154,35 @@ struct Connected {
     outboxes: HashMap<AttemptRef, Outbox>,
     /// The acknowledged records in `Welcome`.
     stored: Vec<Acknowledged>,
-    /// Attempts that the server has given to other agents: they are ended here and no longer reported.
+    /// Attempts that the server has given to other agents. Their ranks are ended, and they are no longer reported.
     unwanted: HashSet<AttemptRef>,
-    /// Attempts that were over already when the server ordered their end: either the order crossed their last report, or the server
-    /// takes no more of them.
+    /// Attempts that were already over when the server ordered their end: either the order crossed their last report,
+    /// or the server accepts no more reports of them.
     stopped_late: HashMap<AttemptRef, Instant>,
-    /// The server knows over this connection that the agent is ending. After another it would take the agent for one that stays.
+    /// Whether the agent has announced on this connection that it is ending. On a new connection the server assumes
+    /// that the agent continues.
     announced_leaving: bool,
-    /// Attempts over several machines of which the server knows that they are ready here.
+    /// Attempts on several machines for which this agent has reported that it is ready.
     told_ready: HashSet<AttemptRef>,
     heartbeat: Duration,
     heartbeat_sent: Option<Instant>,
     /// When the server last sent anything.
     heard: Instant,
     answers: JoinSet<FromAgent>,
-    /// Samples of the machine's usage, if the server accepts them.
+    /// Measurements of the machine's usage, if the server accepts them.
     samples: Option<watch::Receiver<Option<MachineSample>>>,
     /// Messages that arrive in parts.
     unfinished: Unfinished,
-    /// How many messages went in parts.
+    /// The number of messages sent in parts.
     in_parts: u64,
-    /// Parts of long replies that are still to be sent, with heartbeats and reports between them.
+    /// Parts of long replies that are still to be sent. Heartbeats and reports are sent in between.
     parts: VecDeque<Vec<u8>>,
 }
 
 impl Connected {
     async fn serve(mut self, agent: &mut Agent, signals: &mut Signals, revoked: Vec<AttemptRef>) -> Outcome {
         for attempt in revoked {
-            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "no longer ours: ending its ranks");
+            tracing::warn!(job = %attempt.job, attempt = attempt.attempt, "the server has given the attempt to another agent: ending its ranks");
             self.end(agent, &attempt, false);
             self.unwanted.insert(attempt);
         }
@@ -212,7 +212,7 @@ impl Connected {
                     }
                     Err(outcome) => Err(outcome),
                 },
-                // Sent below and not in this branch, because `select!` could drop a half-sent message.
+                // Sent below and not in this branch, because `select!` could cancel it after half a message.
                 () = std::future::ready(()), if !self.parts.is_empty() => match self.parts.pop_front() {
                     Some(part) => self.send_bytes(part).await,
                     None => Ok(()),
@@ -225,7 +225,7 @@ impl Connected {
             };
             if let Err(outcome) = outcome {
                 if matches!(outcome, Outcome::End) {
-                    // Closing the connection shows the server that this agent is gone, before the lease runs out.
+                    // Closing the connection shows the server that this agent has ended, before the lease expires.
                     let _ = time::timeout(Duration::from_secs(1), self.socket.close(None)).await;
                 }
                 return outcome;
@@ -241,7 +241,7 @@ impl Connected {
         if self.heard.elapsed() > limit {
             return Err(Outcome::lost(format!("the server was silent for {} s", limit.as_secs())));
         }
-        // One heartbeat at a time, so that it is known which one an answer is for.
+        // Only one heartbeat at a time, so that a response can be attributed to it.
         if self.heartbeat_sent.is_none() {
             self.heartbeat_sent = Some(Instant::now());
             if agent.no_work.is_some() {
@@ -298,7 +298,7 @@ impl Connected {
         if agent.poll(true) == LoopControl::End { Err(Outcome::End) } else { Ok(()) }
     }
 
-    /// What has not been reported to the server of attempts over several machines.
+    /// Reports that attempts on several machines are ready, unless already sent.
     fn newly_ready(&mut self, agent: &Agent) -> Vec<FromAgent> {
         let ready = |attempt: &Attempt| {
             let port = attempt.gang()?.ready()?;
@@ -327,7 +327,7 @@ impl Connected {
                     gang.launch(master_port);
                 }
             }
-            // Attempts are numbered from 1: this is about the job.
+            // Attempts are numbered from 1, so this message is about the job.
             ToAgent::Stop { attempt, .. } if attempt.attempt == 0 => agent.job_is_final(&attempt.job),
             ToAgent::Stop { attempt, reason, patient } => {
                 tracing::info!(job = %attempt.job, attempt = attempt.attempt, reason, "asked to stop");
@@ -360,7 +360,7 @@ impl Connected {
         });
     }
 
-    /// Requests are handled concurrently, each by a process of its own, because they take time and memory.
+    /// Requests are handled concurrently, each in a separate process, because they take time and memory.
     fn request(&mut self, agent: &Agent, id: u64, request: AgentRequest) {
         let program = agent.context.program.clone();
         self.answers
@@ -371,7 +371,7 @@ impl Connected {
         wire::frames(message, &mut self.in_parts, FromAgent::Part).map_err(Outcome::lost)
     }
 
-    /// Sends all of a message: reports must come in order.
+    /// Sends all frames of a message at once, because reports must arrive in order.
     async fn send(&mut self, message: &FromAgent) -> Result<(), Outcome> {
         for frame in self.frames(message)? {
             self.send_bytes(frame).await?;

@@ -1,4 +1,4 @@
-//! The signals an agent listens to.
+//! The signals that an agent handles.
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
@@ -18,7 +18,7 @@ impl Signals {
         })
     }
 
-    /// The next signal; true when it asks to detach.
+    /// Waits for the next signal. True if the signal asks the agent to detach.
     pub(super) async fn next(&mut self) -> bool {
         tokio::select! {
             _ = self.terminate.recv() => false,

@@ -15,7 +15,9 @@ pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
     let selection = Selection { list, cpu_slots: options.cpu_slots, ..Selection::default() };
     let Devices { slots, hindrance } = registry::offer(selection).map_err(of_list)?;
     if slots.is_empty() {
-        return Err(of_list(hindrance.unwrap_or_else(|| "ranks can run nowhere on this machine".into())));
+        return Err(of_list(
+            hindrance.unwrap_or_else(|| "ranks cannot run on any device of this machine".into()),
+        ));
     }
     if let Some(why) = hindrance {
         tracing::warn!("there are GPUs, but ranks run on CPU cores: {why}");
@@ -27,7 +29,7 @@ pub(super) fn slots(options: &Options) -> Result<Vec<Slot>, String> {
     Ok(slots)
 }
 
-/// Slots whose GPUs are all joined to each other by NVLink, group by group; none where NVML does not say.
+/// Groups of slots whose GPUs are all connected to each other by NVLink. Empty if NVML does not report it.
 pub(super) fn nvlink_groups(slots: &[Slot]) -> Vec<Vec<u32>> {
     let gpus: Vec<_> = slots.iter().filter_map(|slot| Some((slot.index, slot.uuid.as_deref()?))).collect();
     if gpus.len() < 2 {
@@ -39,7 +41,7 @@ pub(super) fn nvlink_groups(slots: &[Slot]) -> Vec<Vec<u32>> {
     }
 }
 
-/// Groups of two and more in which all are joined to each other.
+/// Groups of at least two GPUs that are all connected to each other.
 fn joined(gpus: &[(u32, &str)], are_joined: impl Fn(&str, &str) -> bool) -> Vec<Vec<u32>> {
     let mut groups: Vec<Vec<(u32, &str)>> = Vec::new();
     for gpu in gpus {
@@ -64,7 +66,7 @@ mod tests {
         assert_eq!(joined(&gpus, same_letter), [vec![0, 2], vec![1, 3]]);
         assert_eq!(joined(&gpus, |_, _| true), [vec![0, 1, 2, 3, 5]]);
         assert_eq!(joined(&gpus, |_, _| false), Vec::<Vec<u32>>::new());
-        // A chain: the ends are not joined to each other.
+        // A chain, whose ends are not connected to each other.
         let next = |one: &str, other: &str| matches!((one, other), ("b0", "a0") | ("a1", "b0"));
         assert_eq!(joined(&gpus[..3], next), [vec![0, 1]]);
     }

@@ -13,21 +13,21 @@ use tokio_tungstenite::{
     tungstenite::{self, Message},
 };
 
-/// For the connection, the handshake and the `Welcome`.
+/// Time limit for each of the connection, the handshake and the `Welcome`.
 pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(super) type Socket = WebSocketStream<MaybeTlsStream<TcpStream>>;
 
-/// Between half of `pause` and all of it, so that many agents do not reconnect at the same moment.
+/// A random time between half of `pause` and `pause`, so that many agents do not reconnect at the same moment.
 pub(super) fn jittered(pause: Duration) -> Duration {
     let random = uuid::Uuid::new_v4().as_u128() as u16;
     pause.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u16::MAX))
 }
 
-/// A connection to the server over which nothing was sent.
+/// Opens a connection to the server, without sending anything.
 ///
 /// # Errors
-/// Why there is none.
+/// Why the connection failed.
 pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
     match time::timeout(CONNECT_TIMEOUT, TcpStream::connect(address.host_and_port())).await {
         Err(_) => Err("it does not answer".into()),
@@ -42,9 +42,9 @@ pub(super) async fn reach(address: &Address) -> Result<TcpStream, String> {
 /// Why there is no connection.
 #[derive(Debug)]
 pub(super) enum NoSession {
-    /// The server itself answers that the agent's token is not valid.
+    /// The server itself reports that the agent's token is not valid.
     Unauthorized(String),
-    /// Anything else, which may pass.
+    /// Another reason, which may be temporary.
     Other(String),
 }
 
@@ -52,7 +52,7 @@ impl NoSession {
     pub(super) fn answered(answer: &tungstenite::http::Response<Option<Vec<u8>>>) -> Self {
         let body = answer.body().as_deref().unwrap_or_default();
         let words = format!("it answered {} {}", answer.status(), detail(body));
-        // Whoever answers without a code of ours is something in between.
+        // A response without a code of Lockstep comes from a proxy in between.
         let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
         match problem.get("code").and_then(serde_json::Value::as_str) {
             Some("unauthorized") => Self::Unauthorized(words),
@@ -74,7 +74,7 @@ impl std::fmt::Display for NoSession {
     }
 }
 
-/// What a problem (RFC 9457) says; the body itself when it is none.
+/// The detail of a problem (RFC 9457), or the body itself if it is not one.
 fn detail(body: &[u8]) -> String {
     let problem: serde_json::Value = serde_json::from_slice(body).unwrap_or_default();
     match problem.get("detail").and_then(serde_json::Value::as_str) {
@@ -88,7 +88,7 @@ pub(super) async fn send(socket: &mut Socket, message: &FromAgent) -> Result<(),
     socket.send(Message::Binary(bytes.into())).await.map_err(|e| e.to_string())
 }
 
-/// The next message; none for one that this version does not know, a part of one, or none at all (a ping).
+/// The next message. `None` for an unknown message, a part of a message, or a ping.
 pub(super) async fn receive(
     socket: &mut Socket,
     unfinished: &mut Unfinished,
@@ -112,7 +112,7 @@ fn understood(bytes: &[u8]) -> Option<ToAgent> {
     let message = wire::decode(bytes);
     message
         .inspect_err(|error| {
-            tracing::warn!(%error, "the server said something that this version does not understand");
+            tracing::warn!(%error, "the server sent a message that this version does not know");
         })
         .ok()
 }

@@ -1,11 +1,11 @@
-//! The agent's own folder: who it is, and which attempts it holds.
+//! The agent's own folder: its identity, and the attempts that it holds.
 //!
 //! ```text
-//! <dir>/agent_id                     made once
-//! <dir>/agent.lock                   locked while an agent runs on the folder
-//! <dir>/server                       the file that the server keeps locked, when that is on this machine
-//! <dir>/attempts/<job>-<attempt>.json  an attempt that the server does not know the end of yet
-//! <dir>/jobs/<job>/                  job folders, when the server's disk is not this machine's (place.rs)
+//! <dir>/agent_id                       created once
+//! <dir>/agent.lock                     locked while an agent uses the folder
+//! <dir>/server                         the path of the server's lock file, if the server is on this machine
+//! <dir>/attempts/<job>-<attempt>.json  an attempt whose end the server has not acknowledged
+//! <dir>/jobs/<job>/                    job folders, if the server's disk is not shared (place.rs)
 //! ```
 
 use lockstep_host::{write_private, write_whole};
@@ -17,10 +17,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// More than the note of an attempt and the first files of its ranks.
+/// More than the files of an attempt and of its ranks at the start.
 const PROBE_BYTES: usize = 64 << 10;
 
-/// The folder, locked for this process.
+/// The agent's folder, locked for this process.
 #[derive(Debug)]
 pub struct StateDir {
     dir: PathBuf,
@@ -28,10 +28,10 @@ pub struct StateDir {
     _lock: File,
 }
 
-/// An attempt as it is kept on disk, with everything the server left open filled in.
+/// An attempt as stored on disk. Everything that the server left open is filled in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StoredAttempt {
-    /// With a port and a job folder.
+    /// The order to start, with a port and a job folder.
     pub start: StartAttempt,
     /// The job's folder.
     pub job_dir: PathBuf,
@@ -47,27 +47,27 @@ impl StoredAttempt {
 /// Why the folder cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StateDirError {
-    /// It cannot be made, read or written.
+    /// The folder cannot be created, read or written.
     #[error("the agent's folder {}: {error}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system says.
+        /// The operating system's error.
         error: io::Error,
     },
-    /// Another agent runs on it.
+    /// Another agent uses the folder.
     #[error("the agent's folder {} is in use by another agent{}; stop that one, or choose another folder with --data-dir",
         path.display(), pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
     Taken {
         /// The folder.
         path: PathBuf,
-        /// The other agent's process.
+        /// The process id of the other agent.
         pid: Option<i32>,
     },
 }
 
 impl StateDir {
-    /// Makes or opens the folder and locks it; the lock ends with this process.
+    /// Creates or opens the folder, and locks it. The lock ends with this process.
     ///
     /// # Errors
     /// See [`StateDirError`].
@@ -88,7 +88,7 @@ impl StateDir {
             .map_err(failed(&lock_path))?;
         match lock.try_lock() {
             Ok(()) => {
-                // On a full disk, too, an agent takes over the ranks of the one before it.
+                // Even if the disk is full, an agent can take over the ranks of the previous agent.
                 let noted = lock.set_len(0).and_then(|()| lock.rewind());
                 if let Err(error) = noted.and_then(|()| write!(lock, "{}", std::process::id())) {
                     tracing::warn!(%error, path = %lock_path.display(), "the process id could not be written into the lock file");
@@ -105,7 +105,7 @@ impl StateDir {
         Ok(Self { dir, agent_id, _lock: lock })
     }
 
-    /// Made once, the same for every agent that ever runs on this folder.
+    /// The id of every agent that uses this folder. It is created once.
     pub fn agent_id(&self) -> &str {
         &self.agent_id
     }
@@ -115,15 +115,15 @@ impl StateDir {
         &self.dir
     }
 
-    /// The folder for jobs whose folder the server did not name.
+    /// The folder of a job for which the server did not name one.
     pub fn job_dir(&self, attempt: &AttemptRef) -> PathBuf {
         self.dir.join("jobs").join(attempt.job.as_str())
     }
 
-    /// Whether attempts can be noted and their folders made: an agent that cannot do that would only be given jobs to give them back.
+    /// Checks that attempts can be stored, and their folders created. Otherwise the agent could only decline jobs.
     ///
     /// # Errors
-    /// What the disk says.
+    /// The file system's error.
     pub fn probe(&self) -> io::Result<()> {
         for folder in ["attempts", "jobs"] {
             let folder = self.dir.join(folder);
@@ -134,15 +134,15 @@ impl StateDir {
         Ok(())
     }
 
-    /// Remembers an attempt, before any of its ranks is started.
+    /// Stores an attempt, before any of its ranks is started.
     ///
     /// # Errors
-    /// The disk does not take it.
+    /// The file cannot be written.
     pub fn store(&self, stored: &StoredAttempt) -> io::Result<()> {
         write_private(&self.attempt_path(&stored.start.attempt), &serde_json::to_vec_pretty(stored)?)
     }
 
-    /// Forgets an attempt: the server has everything of it, or wants none of it.
+    /// Deletes a stored attempt, of which the server has all records or wants none.
     pub fn forget(&self, attempt: &AttemptRef) {
         let path = self.attempt_path(attempt);
         if let Err(error) = fs::remove_file(&path)
@@ -157,7 +157,7 @@ impl StateDir {
         let stored = attempt_files(&self.dir).filter_map(|(path, read)| match read {
             Ok(Ok(stored)) => Some(stored),
             Ok(Err(error)) => {
-                tracing::warn!(%error, path = %path.display(), "not an attempt of this version");
+                tracing::warn!(%error, path = %path.display(), "not a stored attempt of this version");
                 None
             }
             Err(error) => {
@@ -170,8 +170,8 @@ impl StateDir {
         all
     }
 
-    /// The server has said which file it keeps locked. Kept only when it is locked here, too: else the server is on
-    /// another machine.
+    /// Records which file the server keeps locked. It is stored only if the file is locked on this machine, because
+    /// otherwise the server is on another machine.
     pub fn note_server(&self, lock: Option<&Path>) {
         let note = self.dir.join("server");
         let here = lock.filter(|lock| is_locked(lock) == Some(true));
@@ -186,18 +186,18 @@ impl StateDir {
             }),
         };
         if let Err(error) = noted {
-            tracing::warn!(%error, "where the server's lock is cannot be noted");
+            tracing::warn!(%error, "the path of the server's lock file cannot be stored");
         }
     }
 
-    /// Whether the server of the last connection has surely ended: it ran on this machine and its lock is free. A refused connection
-    /// proves less: it may have led through a tunnel.
+    /// Whether the server of the last connection has certainly ended: it ran on this machine, and its lock is free. A
+    /// refused connection proves less, because it may have led through a tunnel.
     pub fn server_is_gone(&self) -> bool {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(false))
     }
 
-    /// Whether the server of this connection runs on this machine, and keeps its lock.
+    /// Whether the server of this connection runs on this machine and holds its lock.
     pub(super) fn server_is_here(&self) -> bool {
         let noted = fs::read_to_string(self.dir.join("server"));
         noted.is_ok_and(|lock| is_locked(Path::new(&lock)) == Some(true))
@@ -208,12 +208,12 @@ impl StateDir {
     }
 }
 
-/// The note of an attempt in an agent's folder.
+/// The file of a stored attempt in an agent's folder.
 pub(super) fn attempt_path(dir: &Path, attempt: &AttemptRef) -> PathBuf {
     dir.join("attempts").join(format!("{}-{}.json", attempt.job, attempt.folder_name()))
 }
 
-/// The files of attempts in an agent's folder, as far as each can be read.
+/// The files of attempts in an agent's folder, with the result of reading each.
 fn attempt_files(
     dir: &Path,
 ) -> impl Iterator<Item = (PathBuf, io::Result<serde_json::Result<StoredAttempt>>)> {
@@ -226,15 +226,15 @@ fn attempt_files(
     })
 }
 
-/// The attempts of an agent that works on its folder meanwhile: any may be gone from one moment to the next.
+/// The attempts in the folder of a running agent. Any of them may disappear at any moment.
 pub(super) fn attempts_now(dir: &Path) -> impl Iterator<Item = StoredAttempt> {
     attempt_files(dir).filter_map(|(_, read)| read.ok()?.ok())
 }
 
-/// Who the agent on a folder is: made here, when no agent ever ran on it.
+/// The id of the agents that use a folder. It is created if there is none.
 ///
 /// # Errors
-/// The folder cannot be made, or the file not be read or written.
+/// The folder cannot be created, or the file cannot be read or written.
 pub fn agent_id(dir: &Path) -> io::Result<String> {
     fs::create_dir_all(dir)?;
     let path = dir.join("agent_id");
@@ -249,7 +249,7 @@ pub fn agent_id(dir: &Path) -> io::Result<String> {
     Ok(id)
 }
 
-/// Whether some process has a file locked; none when there is no such file.
+/// Whether a process has locked a file. `None` if there is no such file.
 fn is_locked(path: &Path) -> Option<bool> {
     match File::open(path).ok()?.try_lock_shared() {
         Ok(()) => Some(false),
@@ -258,7 +258,7 @@ fn is_locked(path: &Path) -> Option<bool> {
     }
 }
 
-/// The process of the agent that runs on `dir` now.
+/// The process id of the agent that uses `dir` now.
 pub fn running_agent(dir: &Path) -> Option<i32> {
     let mut lock = File::open(dir.join("agent.lock")).ok()?;
     match lock.try_lock_shared() {
@@ -275,7 +275,7 @@ pub fn running_agent(dir: &Path) -> Option<i32> {
 mod tests {
     use super::*;
 
-    /// The database of the server was put back, and gives the attempt's number out again.
+    /// The server's database was restored, and the server uses the attempt's number again.
     #[test]
     fn two_attempts_of_one_number_have_folders_and_notes_of_their_own() {
         let dir = tempfile::tempdir().unwrap();
@@ -306,7 +306,7 @@ mod tests {
         assert_eq!(running_agent(dir.path()), Some(std::process::id().cast_signed()));
         let error = StateDir::open(dir.path()).unwrap_err();
         assert!(error.to_string().contains(&format!("process {}", std::process::id())), "{error}");
-        // A server of this machine, then one of another, then none.
+        // A server on this machine, then one on another machine, then none.
         let lock = dir.path().join("server.lock");
         let server = File::create(&lock).unwrap();
         server.lock().unwrap();
@@ -323,7 +323,7 @@ mod tests {
         state_dir.note_server(Some(Path::new("/nowhere/server.lock")));
         assert!(!state_dir.server_is_gone());
         drop(state_dir);
-        // A process that another test has forked may still hold the lock, until it becomes another program.
+        // A process forked by another test may still hold the lock, until it executes another program.
         let since = std::time::Instant::now();
         while running_agent(dir.path()).is_some() {
             assert!(since.elapsed().as_secs() < 10, "it is locked");

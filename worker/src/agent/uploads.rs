@@ -1,8 +1,9 @@
-//! Uploads checkpoints from a disk that the server does not have, while training continues, and removes them when they are no longer needed.
+//! Uploads checkpoints from a disk that the server does not share, while training continues. Removes them when they
+//! are no longer needed.
 //!
-//! The work follows from the disk alone: `jobs/<job>/here.json` names the last attempt on this machine, and `checkpoints/` has what it has
-//! written. So an agent that is restarted continues where the one before it ended. The newest checkpoint goes first, because another
-//! machine would continue from it.
+//! The work follows from the disk only: `jobs/<job>/here.json` names the last attempt on this machine, and
+//! `checkpoints/` has its checkpoints. So a restarted agent continues where the previous one ended. The newest
+//! checkpoint is uploaded first, because another machine would continue from it.
 
 use super::{
     place::OwnDiskNote,
@@ -22,18 +23,19 @@ use std::{
 };
 use tokio::io::{AsyncReadExt, AsyncSeekExt};
 
-/// How often folders are checked.
+/// Interval between two checks of the folders.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// Bytes of a file per request. The server accepts 8 MiB.
+/// Number of bytes of a file per request. The server accepts 8 MiB.
 const PIECE_BYTES: u64 = 4 << 20;
 /// Pauses after a failure.
 const RETRY: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
-/// How often to ask the server whether a job's folder may be removed, when there is nothing to upload.
+/// If there is nothing to upload: the interval at which to ask the server whether a job's folder may be removed.
 const ASK_EVERY: Duration = Duration::from_secs(5);
-/// An empty file in the folder of a checkpoint that was found damaged: nobody removes what a person may still save.
+/// An empty file in the folder of a damaged checkpoint. It prevents the folder's removal, because a user may still be
+/// able to save files from it.
 const DAMAGED: &str = "DAMAGED";
 
-/// When everything that was on the disk at some moment had been uploaded.
+/// The last time at which everything on the disk had been uploaded.
 #[derive(Debug, Default)]
 pub(super) struct Progress(Mutex<Option<Instant>>);
 
@@ -48,16 +50,16 @@ impl Progress {
     }
 }
 
-/// Whether no job is on a disk of this agent's own, so that there is nothing to wait for.
+/// Whether there is no job on the agent's own disk, so that nothing has to be uploaded.
 pub(super) fn is_empty(dir: &Path) -> bool {
     let Ok(entries) = fs::read_dir(dir.join("jobs")) else { return true };
     entries.flatten().all(|entry| OwnDiskNote::read(&entry.path()).is_none())
 }
 
-/// What is known of a job's folder.
+/// The state of uploads from a job's folder.
 #[derive(Default)]
 struct Known {
-    /// The SHA-256 of the manifests of checkpoints that the server has, or does not want.
+    /// For each checkpoint that the server has or does not want, the SHA-256 of its manifest.
     done: HashMap<String, String>,
     /// After a failure: when to try again, and the pauses after that.
     wait: Option<(Instant, Backoff)>,
@@ -70,7 +72,7 @@ struct Uploads {
     jobs: HashMap<JobId, Known>,
 }
 
-/// Uploads for as long as the agent runs; `dir` is its folder.
+/// Uploads as long as the agent runs. `dir` is the agent's folder.
 pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progress>) {
     let mut uploads = Uploads { dir, remote, jobs: HashMap::new() };
     loop {
@@ -85,16 +87,16 @@ pub(super) async fn run(dir: PathBuf, remote: Arc<Remote>, progress: Arc<Progres
 /// The result of uploading one checkpoint.
 #[derive(Debug, PartialEq, Eq)]
 enum Sent {
-    /// The server has it, or has refused it for good.
+    /// The server has it, or has refused it permanently.
     Done,
-    /// It is not what was written any more, and cannot be uploaded.
+    /// Its files have changed since it was written, so it cannot be uploaded.
     Damaged,
-    /// The server has not got the report about it yet.
+    /// The server does not yet have the report about it.
     NotYet,
 }
 
 impl Uploads {
-    /// One round; whether nothing is left to be uploaded.
+    /// One round over all jobs. Returns whether nothing is left to be uploaded.
     async fn round(&mut self) -> bool {
         let Ok(entries) = fs::read_dir(self.dir.join("jobs")) else { return true };
         let mut all_done = true;
@@ -127,20 +129,20 @@ impl Uploads {
         all_done
     }
 
-    /// Whether ranks of the attempt run here, or the server has not acknowledged all of its reports.
+    /// Whether ranks of the attempt run on this machine, or the server has not acknowledged all of its reports.
     fn is_held(&self, here: &OwnDiskNote) -> bool {
         attempt_path(&self.dir, &here.attempt).exists()
     }
 
-    /// Uploads what the server lacks of one job, and removes the job's folder once the server no longer needs it. Returns whether nothing is
-    /// left to do.
+    /// Uploads the checkpoints of one job that the server lacks. Removes the job's folder when the server no longer
+    /// needs it. Returns whether nothing is left to do.
     async fn upload_job(
         &self,
         here: &OwnDiskNote,
         job_dir: &Path,
         known: &mut Known,
     ) -> Result<bool, Failed> {
-        // Read before the folder is: checkpoints are written before they are reported.
+        // Read before the folder, because checkpoints are written before they are reported.
         let is_held = self.is_held(here);
         let mut done = true;
         let folder = job_dir.join("checkpoints");
@@ -150,8 +152,9 @@ impl Uploads {
         for name in names.iter().rev() {
             let path = folder.join(name).join(MANIFEST);
             let Ok(text) = fs::read(&path) else { continue };
-            // On a machine without rank 0, earlier checkpoints are of earlier attempts. The newest of them may be nowhere else yet; of the
-            // others the server's refusal is final, because their reports came before this attempt began.
+            // On a machine without rank 0, checkpoints from before this attempt belong to earlier attempts. The
+            // newest may exist only here. For the others, a refusal of the server is final, because they were
+            // reported before this attempt began.
             let is_earlier = !here.has_rank_0 && is_older(&path, &job_dir.join(OWN_DISK_NOTE));
             let may_be_reported = is_held && !is_earlier;
             let sum = hex::encode(Sha256::digest(&text));
@@ -175,7 +178,7 @@ impl Uploads {
                 Sent::NotYet => done = false,
             }
         }
-        // What is whole of it may be nowhere else.
+        // The intact files may exist only here.
         if names.iter().any(|name| folder.join(name).join(DAMAGED).exists()) {
             return Ok(done);
         }
@@ -184,29 +187,29 @@ impl Uploads {
         }
         known.asked = Some(Instant::now());
         let keep = match self.remote.client(&here.attempt)?.needed().await {
-            // Files are removed only on the server's own answer.
+            // Files are removed only on a response of the server itself.
             Ok(needed) => needed.keep,
             Err(failed) => return Err(failed),
         };
-        // An attempt may have begun meanwhile.
+        // A new attempt may have begun meanwhile.
         let is_same = OwnDiskNote::read(job_dir).is_some_and(|now| now == *here);
         if !keep && is_same && !self.is_held(here) {
-            tracing::info!(job = %here.attempt.job, "the job needs its folder here no more");
+            tracing::info!(job = %here.attempt.job, "the job no longer needs its folder on this machine");
             if let Err(error) = fs::remove_dir_all(job_dir) {
-                tracing::warn!(%error, folder = %job_dir.display(), "it cannot be removed");
+                tracing::warn!(%error, folder = %job_dir.display(), "the job's folder cannot be removed");
             }
         }
         Ok(true)
     }
 }
 
-/// Whether a file was last written before another.
+/// Whether a file was last written before another file.
 fn is_older(path: &Path, other: &Path) -> bool {
     let written = |path: &Path| path.metadata().and_then(|about| about.modified()).ok();
     written(path).zip(written(other)).is_some_and(|(path, other)| path < other)
 }
 
-/// Sends what the server lacks of one checkpoint.
+/// Sends the parts of a checkpoint that the server lacks.
 async fn upload(
     client: &AttemptClient<'_>,
     folder: &Path,
@@ -234,7 +237,8 @@ async fn upload(
         while offset < wanted.size_bytes {
             let size = (wanted.size_bytes - offset).min(PIECE_BYTES);
             let Ok(piece) = read(&folder.join(file), offset, size).await else {
-                // Removed by retention meanwhile, or replaced by a newer one of the same step: the next round checks again.
+                // Retention has removed the checkpoint meanwhile, or a newer one of the same step has replaced it.
+                // The next round checks again.
                 let is_same = fs::read(folder.join(MANIFEST)).is_ok_and(|now| now == text);
                 let is_damaged = is_same && is_damaged(folder.to_owned()).await;
                 return Ok(if is_damaged { Sent::Damaged } else { Sent::NotYet });
@@ -242,7 +246,7 @@ async fn upload(
             client.piece(name, file, offset, piece).await.map_err(later)?;
             offset += size;
         }
-        // An empty file is a file, too.
+        // An empty file must be sent as well.
         if wanted.size_bytes == 0 && !received.contains_key(file) {
             client.piece(name, file, 0, Vec::new()).await.map_err(later)?;
         }
@@ -251,7 +255,7 @@ async fn upload(
         return if is_refused(&failed) && is_damaged(folder.to_owned()).await {
             Ok(Sent::Damaged)
         } else {
-            // It may have been damaged on its way, or replaced meanwhile.
+            // The file may have been damaged in transit, or replaced meanwhile.
             Err(later(failed))
         };
     }
@@ -259,15 +263,16 @@ async fn upload(
     Ok(Sent::Done)
 }
 
-/// What follows when the server refuses to say what it has of a checkpoint. `may_be_reported`: reports of the attempt may still be in flight,
-/// one of which may report this checkpoint or end the attempt. The refusal is final only after these.
+/// Handles the server's refusal to report the state of an upload. If `may_be_reported`, reports of the attempt may
+/// still be in flight, and one of them may report this checkpoint or end the attempt. The refusal is final only after
+/// these.
 fn refused(failed: Failed, name: &str, may_be_reported: bool) -> Result<Sent, Failed> {
     match failed {
         Failed::Never(StatusCode::NOT_FOUND | StatusCode::FORBIDDEN, _) if may_be_reported => {
             Ok(Sent::NotYet)
         }
         Failed::Never(_, why) => {
-            tracing::info!(checkpoint = name, why, "it is not uploaded");
+            tracing::info!(checkpoint = name, why, "the checkpoint is not uploaded");
             Ok(Sent::Done)
         }
         failed => Err(failed),
@@ -278,13 +283,13 @@ fn is_refused(failed: &Failed) -> bool {
     matches!(failed, Failed::Never(..))
 }
 
-/// Whether files of a checkpoint differ from its manifest here. One whose files cannot be read now may be whole.
+/// Whether files of a checkpoint differ from its manifest. Files that cannot be read now may be intact.
 async fn is_damaged(folder: PathBuf) -> bool {
     let checked = tokio::task::spawn_blocking(move || checkpoint::validate(&folder)).await;
     matches!(checked, Ok(Err(CheckpointError::Damaged { .. })))
 }
 
-/// Whatever keeps the server from taking a piece: the next round asks what it has.
+/// The next round asks the server again what it has, whatever the failure.
 fn later(failed: Failed) -> Failed {
     Failed::Later(failed.words().to_owned())
 }
@@ -321,7 +326,7 @@ mod tests {
             written.set_modified(SystemTime::now() - Duration::from_secs(60)).unwrap();
             let note = serde_json::to_vec(&OwnDiskNote { attempt: attempt.clone(), has_rank_0 }).unwrap();
             fs::write(job_dir.join(OWN_DISK_NOTE), note).unwrap();
-            // Its reports may be on their way.
+            // The attempt's reports may still be in flight.
             fs::create_dir(dir.path().join("attempts")).unwrap();
             fs::write(dir.path().join(format!("attempts/{}-2.json", attempt.job)), "").unwrap();
             let mut uploads =
@@ -368,7 +373,7 @@ mod tests {
             let job = uploads.jobs.values().next().unwrap();
             assert_eq!(job.done.contains_key("1-10"), damaged_here, "{:?}", asked.lock().unwrap());
             assert_eq!(job.wait.is_none(), damaged_here, "tried again after a pause");
-            // Also by an agent that is started anew.
+            // This also holds after a restart of the agent.
             for jobs in [std::mem::take(&mut uploads.jobs), HashMap::new()] {
                 uploads.jobs = jobs;
                 uploads.round().await;
@@ -385,7 +390,7 @@ mod tests {
             assert_eq!(refused(never(status), "1-17", false), Ok(Sent::Done), "{status}");
         }
         assert_eq!(refused(never(StatusCode::UNPROCESSABLE_ENTITY), "1-17", true), Ok(Sent::Done));
-        // Another machine uploads the same: if that one goes away, it is this one's turn, however late.
+        // Another machine uploads the same checkpoint. If that machine is lost, this one takes its turn.
         for is_held in [true, false] {
             let later = Failed::Later("503".into());
             assert_eq!(refused(later.clone(), "1-17", is_held), Err(later));

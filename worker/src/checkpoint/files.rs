@@ -1,4 +1,4 @@
-//! Writing a checkpoint's folder.
+//! Writing the folder of a checkpoint.
 
 use super::{
     AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, Manifest, ManifestFile, OPTIMIZER, STATE,
@@ -14,27 +14,29 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// How many checkpoints this process has begun to write.
+/// The number of checkpoints that this process has begun to write.
 static WRITTEN: AtomicU64 = AtomicU64::new(0);
 
-/// Writes a checkpoint under `directory` (the job's `checkpoints`, created if needed) and returns the size of all its files in bytes. `best`
-/// is the best checkpoint so far, this one included. A complete checkpoint of the same name is of the same step of the same job and stays,
-/// unless it was written before the evaluation and the new one after it: then the new one replaces it.
+/// Writes a checkpoint to `directory` (the job's `checkpoints`, created if needed). Returns the size of all its files
+/// in bytes. `best` is the best checkpoint so far, including this one. If a complete checkpoint of the same name
+/// exists, it is the same step of the same job, and is kept. If it was written before the evaluation and the new one
+/// after it, the new one replaces it.
 ///
 /// # Errors
-/// The disk is full or not writable, or a checkpoint of this name cannot be read; nothing incomplete is left under the
-/// checkpoint's name.
+/// The disk is full or not writable, or a checkpoint of this name cannot be read. Nothing incomplete is left under
+/// the checkpoint's name.
 pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Result<u64, CheckpointError> {
     if let Some(size_bytes) = stands(directory, &snapshot.state)? {
         return Ok(size_bytes);
     }
     let name = folder_name(snapshot.state.epoch, snapshot.state.step);
-    // When a rank is lost, another one may write the same step while rank 0 still does: each into a folder of its own.
+    // After a rank is lost, another rank may write the same step while rank 0 is still writing it. Each uses a
+    // separate folder.
     let writer = (std::process::id(), WRITTEN.fetch_add(1, Ordering::Relaxed));
     let temporary = directory.join(format!("{TEMPORARY}{name}.{}.{}", writer.0, writer.1));
     fs::create_dir_all(directory).map_err(at(directory))?;
     if temporary.exists() {
-        // Of an earlier process with this number.
+        // A folder of an earlier process with the same process id.
         fs::remove_dir_all(&temporary).map_err(at(&temporary))?;
     }
     fault::point("checkpoint.begin").map_err(at(&temporary))?;
@@ -42,13 +44,14 @@ pub fn write(directory: &Path, snapshot: &Snapshot, best: Option<&Best>) -> Resu
         .map_err(at(&temporary))
         .and_then(|()| write_tensors(&temporary, snapshot, str::to_owned))
         .and_then(|files| complete(directory, &temporary, &snapshot.state, best, files));
-    // An incomplete or replaced folder is removed: its space may be what others lack. If removing fails, the next start
-    // removes it.
+    // Remove an incomplete or replaced folder, because the disk may be full. If that fails, the next start removes
+    // it.
     let _ = fs::remove_dir_all(&temporary);
     written
 }
 
-/// The size of the complete checkpoint of the same step that stays in the place of one with this state.
+/// The size of the complete checkpoint of the same step that is kept instead of a new one with this state. `None` if
+/// there is no such checkpoint.
 pub(super) fn stands(directory: &Path, state: &State) -> Result<Option<u64>, CheckpointError> {
     let place = directory.join(folder_name(state.epoch, state.step));
     if !place.exists() {
@@ -63,12 +66,12 @@ pub(super) fn stands(directory: &Path, state: &State) -> Result<Option<u64>, Che
             fs::remove_dir_all(&place).map_err(at(&place))?;
             Ok(None)
         }
-        // It could not be read, and may be whole: it stays, and the caller tries again.
+        // The checkpoint cannot be read, but may be intact. It is kept, and the caller tries again.
         Err(error) => Err(error),
     }
 }
 
-/// Whether a complete checkpoint has the evaluation of its step.
+/// Whether a complete checkpoint includes the evaluation of its step.
 fn is_measured(folder: &Path) -> bool {
     let state =
         fs::read(folder.join(STATE)).ok().and_then(|text| serde_json::from_slice::<State>(&text).ok());
@@ -81,9 +84,10 @@ fn exchange(one: &Path, other: &Path) -> rustix::io::Result<()> {
     renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)
 }
 
-/// Renames a complete folder to its final name. If a folder has that name, the two are exchanged, so that a crash leaves one or the other;
-/// where the file system cannot do that (NFS), a crash between two renames costs this checkpoint, and the one before it stands. False if
-/// another writer has put the same step there meanwhile: that folder stays, which lacks at most the evaluation of its step.
+/// Renames a complete folder to its final name. If a folder has that name, the two are exchanged atomically. If the
+/// file system does not support that (NFS), a crash between two renames loses this checkpoint, but not the previous
+/// one. Returns false if another writer has written the same step meanwhile. That folder is kept; it lacks at most
+/// the evaluation of its step.
 pub(super) fn put(
     temporary: &Path,
     place: &Path,
@@ -109,7 +113,7 @@ pub(super) fn put(
                 fs::rename(replaced, place)?;
                 return Err(error);
             }
-            // What cannot be removed now, the next start removes.
+            // If this cannot be removed now, the next start removes it.
             let _ = fs::remove_dir_all(replaced);
             Ok(true)
         }
@@ -117,7 +121,7 @@ pub(super) fn put(
     }
 }
 
-/// Writes a snapshot's tensors into `folder`, each kind under the name that `name` gives its file.
+/// Writes the tensors of a snapshot to `folder`. `name` maps each kind to a file name.
 pub(super) fn write_tensors(
     folder: &Path,
     snapshot: &Snapshot,
@@ -137,7 +141,7 @@ pub(super) fn write_tensors(
     Ok(files)
 }
 
-/// Names the file of an error, and has the fault point of a `kind`.
+/// Adds the file to an error, and has the fault point of `kind`.
 fn written(
     kind: &str,
     path: &Path,
@@ -147,7 +151,8 @@ fn written(
     written.and_then(|file| fault::point(&point).map(|()| file)).map_err(at(path))
 }
 
-/// Adds state and manifest to `temporary`, which has `files`, and gives it the checkpoint's name. Returns the size of all files.
+/// Adds the state and the manifest to `temporary`, which has `files`, and renames it to the checkpoint's name.
+/// Returns the size of all files.
 pub(super) fn complete(
     directory: &Path,
     temporary: &Path,

@@ -1,4 +1,4 @@
-//! The folders of a job's checkpoints: their names, listing and removing them.
+//! The folders of a job's checkpoints: names, listing and removal.
 
 use super::{CheckpointError, TEMPORARY, at, manifest::validate};
 use lockstep_protocol::fault;
@@ -7,23 +7,23 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The folder's name: `<epoch>-<step>`.
+/// The name of a checkpoint's folder: `<epoch>-<step>`.
 pub fn folder_name(epoch: u32, step: u64) -> String {
     format!("{epoch}-{step}")
 }
 
-/// Epoch and step of a checkpoint's folder.
+/// The epoch and step in the name of a checkpoint's folder.
 pub fn parse_folder_name(name: &str) -> Option<(u32, u64)> {
     let (epoch, step) = name.split_once('-')?;
     let parsed = (epoch.parse().ok()?, step.parse().ok()?);
-    // Only in the form that this module writes: no signs, no leading zeros.
+    // Only the form that this module writes: no signs, no leading zeros.
     (folder_name(parsed.0, parsed.1) == name).then_some(parsed)
 }
 
-/// The folders that bear a checkpoint's name, oldest step first, unchecked.
+/// The folders with names of checkpoints, by ascending step, unchecked.
 ///
 /// # Errors
-/// The directory is there and cannot be read.
+/// The directory exists and cannot be read.
 pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
     let entries = match fs::read_dir(directory) {
         Ok(entries) => entries,
@@ -39,17 +39,17 @@ pub fn list(directory: &Path) -> Result<Vec<(u32, u64)>, CheckpointError> {
     Ok(found)
 }
 
-/// The newest complete checkpoint, and what is wrong with each newer one.
+/// The newest complete checkpoint, and the errors of newer ones.
 ///
 /// # Errors
-/// The directory cannot be read, or a file of a checkpoint.
+/// The directory or a file of a checkpoint cannot be read.
 pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>), CheckpointError> {
     let mut torn = Vec::new();
     for (epoch, step) in list(directory)?.into_iter().rev() {
         let folder = directory.join(folder_name(epoch, step));
         match validate(&folder) {
             Ok(_) => return Ok((Some(folder), torn)),
-            // It may be whole, and an older one would be used in its place.
+            // The checkpoint may be intact, and an older one would be used in its place.
             Err(error @ CheckpointError::Io { .. }) => return Err(error),
             Err(error) => torn.push(error),
         }
@@ -57,10 +57,10 @@ pub fn newest(directory: &Path) -> Result<(Option<PathBuf>, Vec<CheckpointError>
     Ok((None, torn))
 }
 
-/// Renames a damaged checkpoint: it no longer counts as one, and its files can still be examined.
+/// Renames a damaged checkpoint, so that it no longer counts as a checkpoint, but can still be examined.
 ///
 /// # Errors
-/// It cannot be renamed.
+/// The folder cannot be renamed.
 pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let aside = folder.with_file_name(format!("damaged-{name}"));
@@ -70,16 +70,16 @@ pub fn set_aside(folder: &Path) -> Result<(), CheckpointError> {
     fs::rename(folder, &aside).map_err(at(folder))
 }
 
-/// Whether there is an incomplete checkpoint: one that is being written, or that a killed writer has left.
+/// Whether there is an incomplete checkpoint: it is being written, or its writer was killed.
 pub fn is_being_written(directory: &Path) -> bool {
     let unfinished = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(TEMPORARY);
     fs::read_dir(directory).is_ok_and(|entries| entries.flatten().any(unfinished))
 }
 
-/// Removes what writers that were killed have left.
+/// Removes incomplete checkpoints of writers that were killed.
 ///
 /// # Errors
-/// It cannot be removed.
+/// A folder cannot be removed.
 pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
     let Ok(entries) = fs::read_dir(directory) else { return Ok(()) };
     for entry in entries.flatten() {
@@ -91,10 +91,10 @@ pub fn remove_leftovers(directory: &Path) -> Result<(), CheckpointError> {
     Ok(())
 }
 
-/// Removes a checkpoint. It is renamed first, so that a partly removed one is never seen.
+/// Removes a checkpoint. It is renamed first, so that a partly removed checkpoint is never visible.
 ///
 /// # Errors
-/// It cannot be removed.
+/// The folder cannot be removed.
 pub fn remove(directory: &Path, epoch: u32, step: u64) -> Result<(), CheckpointError> {
     let name = folder_name(epoch, step);
     let place = directory.join(&name);

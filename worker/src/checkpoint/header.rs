@@ -1,5 +1,6 @@
-//! The header of a safetensors file (<https://github.com/huggingface/safetensors#format>): eight bytes with its length, then
-//! JSON with each tensor's type, shape and place. Errors name the tensor, and are found before any tensor's values are read.
+//! The header of a safetensors file (<https://github.com/huggingface/safetensors#format>): eight bytes with its
+//! length, then JSON with the type, shape and offsets of each tensor. Errors name the tensor, and are found before
+//! any values are read.
 
 use safetensors::Dtype;
 use serde::Deserialize;
@@ -9,12 +10,12 @@ use std::{
     io::Read,
 };
 
-/// Headers are a few kilobytes.
+/// Maximum size of a header. Headers normally have a few kilobytes.
 pub(super) const HEADER_BYTES: u64 = 16 << 20;
-/// Bytes of the length before the header.
+/// Number of bytes of the length before the header.
 const LENGTH_BYTES: u64 = 8;
 
-/// A tensor as the header has it.
+/// A tensor's entry in the header.
 #[derive(Debug, Deserialize)]
 pub(super) struct Entry {
     pub(super) dtype: String,
@@ -24,7 +25,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// Bytes that its type and shape take; `None` if that is no whole number, or the type is unknown.
+    /// The number of bytes according to type and shape. `None` if it is not an integer, or if the type is unknown.
     pub(super) fn bytes(&self) -> Option<u64> {
         let dtype: Dtype = serde_json::from_value(Value::String(self.dtype.clone())).ok()?;
         let mut bits = u64::try_from(dtype.bitsize()).ok()?;
@@ -41,21 +42,21 @@ pub(super) struct Header {
     pub(super) tensors: BTreeMap<String, Entry>,
     /// The file's metadata.
     pub(super) metadata: HashMap<String, String>,
-    /// Bytes after the header, by the file's length.
+    /// The number of bytes after the header, according to the file's length.
     data_bytes: u64,
 }
 
 /// Why there is no header.
 #[derive(Debug)]
 pub(super) enum NoHeader {
-    /// What `torch.save` writes.
+    /// The file was written by `torch.save`.
     Pickled,
-    /// Anything else, in words.
+    /// Another reason, in a sentence.
     Other(String),
 }
 
-/// Whether a file that is not safetensors is what `torch.save` writes: an archive, or before PyTorch 1.6 a bare pickle,
-/// which begins with its protocol's number.
+/// Whether the file was written by `torch.save`: an archive or, before PyTorch 1.6, a bare pickle, which begins with
+/// the number of its protocol.
 fn is_pickled(bytes: &[u8]) -> bool {
     bytes.starts_with(b"PK\x03\x04") || matches!(bytes, [0x80, 2..=5, ..])
 }
@@ -63,19 +64,20 @@ fn is_pickled(bytes: &[u8]) -> bool {
 /// Reads the header of a file of `has` bytes.
 ///
 /// # Errors
-/// It is no safetensors file; what it is instead.
+/// The file is not a safetensors file; the error tells what it is instead.
 pub(super) fn read(mut file: impl Read, has: u64) -> Result<Header, NoHeader> {
     let mut first = Vec::new();
     let begun = file.by_ref().take(LENGTH_BYTES).read_to_end(&mut first);
     begun.map_err(|e| NoHeader::Other(e.to_string()))?;
     match read_after(&first, file, has) {
-        // A header's length may begin with the same bytes: only what is no header is a pickle.
+        // The length of a header may begin with the same bytes. So a file is considered a pickle only if it has no
+        // valid header.
         Err(NoHeader::Other(_)) if is_pickled(&first) => Err(NoHeader::Pickled),
         read => read,
     }
 }
 
-/// `first`: the file's first bytes, [`LENGTH_BYTES`] if it is long enough.
+/// `first` has the first bytes of the file, [`LENGTH_BYTES`] if it is long enough.
 fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeader> {
     let other = |detail: String| NoHeader::Other(detail);
     let after = has.saturating_sub(LENGTH_BYTES);
@@ -88,7 +90,7 @@ fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeade
         }
         Ok(length) if length > HEADER_BYTES => {
             return Err(other(format!(
-                "its header has {length} bytes, and up to {HEADER_BYTES} are read; take metadata that nobody needs out of it"
+                "its header has {length} bytes; at most {HEADER_BYTES} are allowed: remove unneeded metadata"
             )));
         }
         Ok(length) => length,
@@ -108,11 +110,11 @@ fn read_after(first: &[u8], file: impl Read, has: u64) -> Result<Header, NoHeade
 }
 
 impl Header {
-    /// Whether tensors lie in the file one after another, each as long as its type and shape ask, with nothing between
-    /// or after them.
+    /// Checks that the tensors lie in the file one after another, each with the length that follows from its type and
+    /// shape, without gaps or other data.
     ///
     /// # Errors
-    /// The first that does not, by name.
+    /// The first invalid tensor, by name.
     pub(super) fn check_places(&self) -> Result<(), String> {
         let mut places: Vec<_> =
             self.tensors.iter().map(|(name, entry)| (entry.data_offsets, name)).collect();
@@ -221,7 +223,7 @@ mod tests {
         assert!(read(&at[..], at.len() as u64).unwrap().tensors.is_empty());
         let past = with(HEADER_BYTES + 1);
         let Err(NoHeader::Other(said)) = read(&past[..], past.len() as u64) else { panic!("it is too long") };
-        assert!(said.contains("has 16777217 bytes, and up to 16777216 are read"), "{said}");
+        assert!(said.contains("has 16777217 bytes; at most 16777216 are allowed"), "{said}");
         let letter = b"a letter to my aunt";
         let Err(NoHeader::Other(said)) = read(&letter[..], letter.len() as u64) else { panic!("no header") };
         assert!(said.starts_with("it has no header"), "{said}");

@@ -1,4 +1,4 @@
-//! Sizes and checksums, by which a damaged checkpoint is recognised.
+//! The manifest of a checkpoint: sizes and checksums, which reveal damage.
 
 use super::{CheckpointError, MANIFEST, STATE};
 use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
@@ -11,24 +11,24 @@ use std::{
     path::Path,
 };
 
-/// Sizes and checksums of a checkpoint's other files.
+/// Sizes and checksums of the checkpoint's other files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// 1.
+    /// The version of the format: 1.
     pub version: u32,
     pub epoch: u32,
     pub step: u64,
     pub files: Files,
 }
 
-/// Files by their names.
+/// Files by name.
 pub type Files = BTreeMap<String, ManifestFile>;
 
-/// A file as the manifest knows it.
+/// A file's entry in the manifest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ManifestFile {
     pub size_bytes: u64,
-    /// Hexadecimal.
+    /// In hexadecimal.
     pub sha256: String,
 }
 
@@ -37,16 +37,16 @@ pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
     manifest.files.values().map(|f| f.size_bytes).sum::<u64>() + manifest_size
 }
 
-/// Checks every file of a checkpoint against its manifest.
+/// Checks every file of a checkpoint against the manifest.
 ///
 /// # Errors
-/// [`CheckpointError::Damaged`] names what is missing or differs. [`CheckpointError::Io`]: a file could not be read, which may
-/// pass; the checkpoint may be whole.
+/// [`CheckpointError::Damaged`] names a missing or different file. [`CheckpointError::Io`]: a file cannot be read.
+/// This may be temporary, and the checkpoint may be intact.
 pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
     for (file, wanted) in &manifest.files {
         if Path::new(file).file_name() != Some(file.as_ref()) {
-            let detail = format!("{MANIFEST} names {file:?}, which is no plain file name");
+            let detail = format!("{MANIFEST} names {file:?}, which is not a plain file name");
             return Err(CheckpointError::Damaged { name, detail });
         }
         check(folder, &name, file, wanted)?;
@@ -54,7 +54,7 @@ pub fn validate(folder: &Path) -> Result<Manifest, CheckpointError> {
     Ok(manifest)
 }
 
-/// A checkpoint's name and manifest, which names all that a checkpoint has.
+/// The name and the manifest of a checkpoint. The manifest names all of its files.
 pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointError> {
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let damaged = |detail: String| CheckpointError::Damaged { name: name.clone(), detail };
@@ -67,15 +67,15 @@ pub(super) fn manifest(folder: &Path) -> Result<(String, Manifest), CheckpointEr
     if let Some(missing) = checkpoint_files::missing(|name| manifest.files.contains_key(name)) {
         return Err(damaged(format!("{MANIFEST} does not name {missing}")));
     }
-    // It is read whole, and another machine may have written it.
+    // The file is read into memory, and may have been written on another machine.
     let state = manifest.files.get(STATE).map_or(0, |file| file.size_bytes);
     if state > STATE_FILE_BYTES {
-        return Err(damaged(format!("{STATE} has {state} bytes; at most {STATE_FILE_BYTES} are read")));
+        return Err(damaged(format!("{STATE} has {state} bytes; at most {STATE_FILE_BYTES} are allowed")));
     }
     Ok((name, manifest))
 }
 
-/// Compares a file with its manifest entry.
+/// Compares a file with its entry in the manifest.
 pub(super) fn check(
     folder: &Path,
     name: &str,
@@ -93,8 +93,9 @@ pub(super) fn check(
     Ok(())
 }
 
-/// A file that is missing, or is not a file, is damage. Any other I/O error (a network file system that does not respond, too
-/// many open files) may pass and says nothing about what is stored, so the checkpoint has to stay as it is.
+/// A missing file, or an entry that is not a file, is damage. Any other I/O error (a network file system that does
+/// not respond, too many open files) may be temporary and says nothing about the stored content, so the checkpoint
+/// must be kept.
 fn unreadable(folder: &Path, name: &str, file: &str, error: io::Error) -> CheckpointError {
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::IsADirectory | io::ErrorKind::NotADirectory => {

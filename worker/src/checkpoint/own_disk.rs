@@ -1,4 +1,4 @@
-//! Whether a job's folder is on a disk that the server does not have, and whose rank 0 wrote into it.
+//! A note in a job's folder on a disk that the server does not share.
 
 use lockstep_protocol::agent::AttemptRef;
 use serde::{Deserialize, Serialize};
@@ -7,14 +7,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The note's file in a job's folder on a machine with a disk of its own, whose checkpoints are uploaded to the server.
+/// The file of the note. It exists on machines with their own disk, which upload checkpoints to the server.
 pub(crate) const OWN_DISK_NOTE: &str = "here.json";
 
-/// A note in a job's folder on a disk that the server does not have: which attempt was here last.
+/// The last attempt on this machine.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct OwnDiskNote {
     pub(crate) attempt: AttemptRef,
-    /// Rank 0 ran on this machine, so the checkpoints are here.
+    /// Whether rank 0 ran on this machine, so that the checkpoints are here.
     pub(crate) has_rank_0: bool,
 }
 
@@ -28,7 +28,7 @@ impl OwnDiskNote {
     }
 
     /// # Errors
-    /// Those of the file system.
+    /// The errors of the file system.
     pub(crate) fn write(&self, job_dir: &Path) -> io::Result<()> {
         lockstep_host::write_private(&Self::path(job_dir), &serde_json::to_vec(self)?)
     }

@@ -1,5 +1,6 @@
-//! Sharded checkpoints, as Hugging Face reads them: each rank writes some tensors into a file of its own, and an index says which file has
-//! which tensor. Every tensor is whole in one file. Here also: which files have a checkpoint's tensors, sharded or not.
+//! Sharded checkpoints in the format of Hugging Face: each rank writes some of the tensors to a separate file, and an
+//! index maps tensors to files. A tensor is never divided between files. This module also finds the files with a
+//! checkpoint's tensors, sharded or not.
 
 use super::{
     AVERAGE, Best, CheckpointError, Files, MANIFEST, MODEL, OPTIMIZER, Snapshot, State, TEMPORARY, at,
@@ -27,22 +28,24 @@ struct Index {
 
 #[derive(Serialize)]
 struct IndexMetadata {
-    /// Bytes of all tensors.
+    /// The size of all tensors in bytes.
     total_size: u64,
 }
 
 #[derive(Serialize, Deserialize)]
 struct Places {
-    /// Files by the names of the tensors in them.
+    /// Maps the names of tensors to files.
     weight_map: BTreeMap<String, String>,
 }
 
-/// The temporary folder of a checkpoint whose parts several ranks write. `unique` is the same on all of them, and is used once.
+/// The temporary folder of a checkpoint that several ranks write. `unique` must be the same on all ranks, and used
+/// only once.
 pub fn parts_folder(directory: &Path, state: &State, unique: &str) -> PathBuf {
     directory.join(format!("{TEMPORARY}{}.{unique}", folder_name(state.epoch, state.step)))
 }
 
-/// Writes a rank's tensors into `folder`, as the part `number` (from 1) of `count`. The average is whole unless `deals_average`.
+/// Writes a rank's tensors to `folder`, as part `number` (from 1) of `count`. The average is written as a whole
+/// unless `deals_average`.
 ///
 /// # Errors
 /// The disk is full or not writable.
@@ -60,10 +63,11 @@ pub fn write_part(
     })
 }
 
-/// Completes the checkpoint whose parts are in `temporary`; as [`write`](super::write) otherwise. `files` are those of all ranks.
+/// Completes the checkpoint whose parts are in `temporary`, otherwise as [`write`](super::write). `files` has the
+/// files of all ranks.
 ///
 /// # Errors
-/// As [`write`](super::write), or a part is not there.
+/// As [`write`](super::write), or a part is missing.
 pub fn complete_parts(
     directory: &Path,
     temporary: &Path,
@@ -93,11 +97,11 @@ pub fn complete_parts(
     complete(directory, temporary, state, best, files)
 }
 
-/// The files with the tensors of `kind` ([`MODEL`], [`OPTIMIZER`] or [`AVERAGE`]) in a folder: the file of that name, or the parts that its
-/// index names.
+/// The files with the tensors of `kind` ([`MODEL`], [`OPTIMIZER`] or [`AVERAGE`]) in a folder: the file of that name,
+/// or the parts in its index.
 ///
 /// # Errors
-/// The index cannot be read, or names no plain file.
+/// The index cannot be read, or names something other than a file of the folder.
 pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
     let (whole, index) = (folder.join(kind), folder.join(checkpoint_files::index(kind)));
     if whole.exists() || !index.exists() {
@@ -108,14 +112,14 @@ pub fn files_of(folder: &Path, kind: &str) -> Result<Vec<PathBuf>, String> {
     let places: Places = serde_json::from_slice(&text).map_err(|e| wrong(e.to_string()))?;
     let names = BTreeSet::from_iter(places.weight_map.into_values());
     match names.iter().find(|name| Path::new(name).file_name() != Some(name.as_ref())) {
-        Some(name) => Err(wrong(format!("it names {name:?}, which is no plain file name"))),
+        Some(name) => Err(wrong(format!("it names {name:?}, which is not a plain file name"))),
         None if names.is_empty() => Err(wrong("it names no file".into())),
         None => Ok(names.into_iter().map(|name| folder.join(name)).collect()),
     }
 }
 
-/// The files with the weights of a checkpoint's folder (or with the average in it, if `path` is `ema.safetensors` there), which are checked
-/// against its manifest where there is one; or somebody's own file.
+/// The files with the weights of a checkpoint's folder, or with its average if `path` is `ema.safetensors` in it.
+/// They are checked against the manifest, if there is one. For another file, the file itself.
 ///
 /// # Errors
 /// As [`validate`](super::validate).
@@ -150,7 +154,7 @@ pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
     Ok(all)
 }
 
-/// The metadata of the weights in a checkpoint's folder: what they were trained on.
+/// The metadata of the weights in a checkpoint's folder, such as the classes on which they were trained.
 ///
 /// # Errors
 /// As [`metadata`](super::metadata).

@@ -11,10 +11,10 @@ use lockstep_host::{files, tensors::NamedTensors};
 use lockstep_protocol::{agent::CheckpointInfo, checkpoint_files, limits::STATE_FILE_BYTES};
 use std::{fs, path::Path};
 
-/// Reads a checkpoint after checking it: its state, parameters, and the optimizer's slots.
+/// Checks and reads a checkpoint: its state, parameters, and the slots of the optimizer.
 ///
 /// # Errors
-/// It is damaged, or holds values that are not finite.
+/// The checkpoint is damaged, or has values that are not finite.
 pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), CheckpointError> {
     validate(folder)?;
     let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -32,10 +32,10 @@ pub fn load(folder: &Path) -> Result<(State, NamedTensors, NamedTensors), Checkp
     Ok((state, parameters, optimizer))
 }
 
-/// The running average of a checkpoint that was checked, if it has one.
+/// The running average of a checkpoint that has been checked, if it has one.
 ///
 /// # Errors
-/// It cannot be read, or holds values that are not finite.
+/// The average cannot be read, or has values that are not finite.
 pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointError> {
     let (name, manifest) = manifest(folder)?;
     if !manifest.files.keys().any(|file| checkpoint_files::kind(file) == Some(AVERAGE)) {
@@ -51,10 +51,10 @@ pub fn load_average(folder: &Path) -> Result<Option<NamedTensors>, CheckpointErr
     }
 }
 
-/// What is reported of a checkpoint, after checking it.
+/// Checks a checkpoint, and returns the facts that are reported about it.
 ///
 /// # Errors
-/// It is damaged.
+/// The checkpoint is damaged.
 pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     let manifest = validate(folder)?;
     let path = folder.join(STATE);
@@ -74,7 +74,7 @@ pub fn info(folder: &Path) -> Result<CheckpointInfo, CheckpointError> {
     })
 }
 
-/// The state of the checkpoint in `folder`, unchecked.
+/// The state of the checkpoint in `folder`, which is not checked.
 pub fn state(folder: &Path) -> Option<State> {
     serde_json::from_slice(&files::read(&folder.join(STATE), STATE_FILE_BYTES).ok()?).ok()
 }

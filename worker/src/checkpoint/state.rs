@@ -1,4 +1,4 @@
-//! What a checkpoint holds, in memory.
+//! The content of a checkpoint, in memory.
 
 use crate::precision::SkippedSteps;
 use lockstep_engine::{LossScaling, first_not_finite};
@@ -12,37 +12,37 @@ use lockstep_protocol::{
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What training needs besides tensors to continue as if it had never stopped.
+/// Everything besides tensors that training needs in order to continue as if it had never stopped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct State {
-    /// The epoch that the last step was in, from 1.
+    /// The epoch of the last step, from 1.
     pub epoch: u32,
-    /// Optimizer steps done.
+    /// Number of optimizer steps done.
     pub step: u64,
     pub data_position: DataPosition,
     pub random_state: RandomState,
     pub world_size: u32,
-    /// Pictures of a step, over all ranks.
+    /// Number of pictures in a step, over all ranks.
     pub global_batch_size: u64,
     pub steps_per_epoch: u64,
-    /// Validation right after this step, if there was one.
+    /// The accuracy of the validation after this step, if there was one.
     pub val_accuracy: Option<f64>,
-    /// Validation right after this step, if there was one.
+    /// The loss of the validation after this step, if there was one.
     pub val_loss: Option<f64>,
-    /// The pictures that measure the run; absent without validation.
+    /// The validation pictures of the run. Absent without validation.
     #[serde(default)]
     pub validation: Option<ValidationSet>,
-    /// How the run, and those that it continues from, divided pictures into training and validation.
+    /// How this run, and the runs from which it continues, divided pictures into training and validation.
     #[serde(default)]
     pub divisions: Vec<Division>,
-    /// The best checkpoint so far, this one included.
+    /// The best checkpoint so far, including this one.
     pub best: Option<Best>,
-    /// Versions of the programs that wrote it.
+    /// Versions of the programs that wrote the checkpoint.
     pub versions: BTreeMap<String, String>,
-    /// What convolutions were computed in.
+    /// The number format of convolutions.
     #[serde(default)]
     pub precision: Option<Precision>,
-    /// The loss scaling of float16.
+    /// The state of loss scaling, with float16.
     #[serde(default)]
     pub loss_scaling: Option<LossScaling>,
     #[serde(default)]
@@ -50,7 +50,7 @@ pub struct State {
     pub optimizer: OptimizerNote,
 }
 
-/// The optimizer whose state a checkpoint has.
+/// The optimizer to which the checkpoint's slots belong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OptimizerNote {
     pub kind: OptimizerKind,
@@ -58,29 +58,29 @@ pub struct OptimizerNote {
     pub updates: u64,
 }
 
-/// The next picture.
+/// The position of the next picture.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct DataPosition {
-    /// From 0.
+    /// The epoch, from 0.
     pub epoch: u32,
-    /// Steps of that epoch that are done.
+    /// Number of steps done in that epoch.
     pub step_in_epoch: u64,
-    /// Pictures of that epoch, in its order, that are done (over all ranks).
+    /// Number of pictures done in that epoch, over all ranks, in the order of the epoch.
     pub samples_in_epoch: u64,
 }
 
-/// Where randomness comes from: order and augmentation follow from the seed and the position.
+/// The source of randomness: order and augmentation follow from the seed and the position.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RandomState {
     pub seed: u64,
 }
 
-/// The best value of `keep_best`'s metric.
+/// The best value of the metric `keep_best`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Best {
     pub metric: String,
     pub value: f64,
-    /// Of the same validation, where it is known.
+    /// The loss of the same validation, if known.
     #[serde(default)]
     pub loss: Option<f64>,
     pub epoch: u32,
@@ -88,15 +88,15 @@ pub struct Best {
 }
 
 impl Best {
-    /// A checkpoint with this state as the best so far, if it is better than `best` by `metric`. Of equal values the one with the
-    /// lower loss is better, and of equal losses the newer one.
+    /// A checkpoint with this state as the best so far, if it is better than `best` by `metric`. If values are equal,
+    /// a lower loss is better; if losses are equal as well, the newer checkpoint is better.
     pub fn improved(best: Option<&Self>, metric: &str, state: &State) -> Option<Self> {
         let measured = match metric {
             "val_accuracy" => state.val_accuracy,
             "val_loss" => state.val_loss,
             _ => None,
         };
-        // Where the loss is not finite, the accuracy is that of guessing.
+        // If the loss is not finite, the network only guesses, and its accuracy is meaningless.
         let loss_is_finite = state.val_loss.is_none_or(f64::is_finite);
         let value = measured.filter(|value| value.is_finite() && loss_is_finite)?;
         let loss = state.val_loss;
@@ -115,14 +115,14 @@ pub struct Snapshot {
     pub optimizer: NamedTensors,
     /// The running average of the parameters, if there is one.
     pub average: Option<NamedTensors>,
-    /// Batches that batch norm has seen.
+    /// Number of batches that batch norm has processed.
     pub batches: u64,
-    /// For `model.safetensors`: `classes`, `mean`, `std`, `spec`, `arch`, `image_size`, ...
+    /// The metadata of `model.safetensors`: `classes`, `mean`, `std`, `spec`, `arch`, `image_size`, ...
     pub metadata: BTreeMap<String, String>,
 }
 
 impl State {
-    /// What is reported once its checkpoint is written. `best` is the best checkpoint at that time.
+    /// The report after the checkpoint has been written. `best` is the best checkpoint at that time.
     pub fn info(&self, best: Option<&Best>, size_bytes: u64) -> CheckpointInfo {
         let Self { epoch, step, val_accuracy, val_loss, .. } = *self;
         let best = best.is_some_and(|best| best.step == step);
@@ -132,7 +132,7 @@ impl State {
 }
 
 impl Snapshot {
-    /// The first value that no model can continue from, in words.
+    /// A description of the first value that is not finite. Training cannot continue from such a value.
     pub fn first_not_finite(&self) -> Option<String> {
         first_not_finite(&self.parameters)
             .or_else(|| {

@@ -1,5 +1,6 @@
-//! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Reading uses the crate. Writing is ours,
-//! because the crate's header has another order in every run, and equal jobs must give equal bytes.
+//! Tensors in safetensors files (<https://github.com/huggingface/safetensors#format>). Files are read with the crate
+//! of that name. Writing is implemented here, because the order of the crate's header varies from run to run, and
+//! equal jobs must write identical bytes.
 
 use super::{
     ManifestFile,
@@ -22,24 +23,24 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Counts the batches that batch norm has seen; PyTorch keeps it and `strict=True` asks for it.
+/// The counter of batches in PyTorch's batch norm. It is required by `strict=True`.
 const TRACKED: &str = "num_batches_tracked";
 
-/// The largest network's weights in float64 have a gigabyte; a file that is larger than this is none of ours.
+/// The weights of the largest network in float64 have a gigabyte. A larger file is not one of Lockstep's.
 const MAX_BYTES: u64 = 8 << 30;
 
-/// What is read, for a sentence.
+/// The supported types, for messages.
 const TYPES: &str = "float32, float64, bfloat16 and float16 are read";
 
-/// A tensor on its way into a file.
+/// A tensor to be written.
 struct Data<'a> {
     dtype: Dtype,
     shape: Vec<usize>,
     bytes: Cow<'a, [u8]>,
 }
 
-/// Writes `tensors`, in the order of their names; with `batches`, each batch norm gets its
-/// `num_batches_tracked`. Same arguments, same bytes.
+/// Writes `tensors` in the order of their names. With `batches`, each batch norm gets its `num_batches_tracked`.
+/// Equal arguments give identical bytes.
 pub(super) fn write(
     path: &Path,
     tensors: &NamedTensors,
@@ -65,7 +66,7 @@ fn write_all(
     all: &BTreeMap<String, Data<'_>>,
     metadata: &BTreeMap<String, String>,
 ) -> io::Result<ManifestFile> {
-    // Wider types first keeps every tensor aligned, as the format asks.
+    // Putting wider types first keeps every tensor aligned, as the format requires.
     let mut ordered: Vec<_> = all.iter().collect();
     ordered.sort_by_key(|(_, data)| Reverse(data.dtype.bitsize()));
     let mut header = Map::new();
@@ -88,8 +89,8 @@ fn write_all(
     out.finish()
 }
 
-/// Joins the tensors of `files`, the parts of a checkpoint, in a new file: the same bytes as [`write`] makes of all of them. Both are in
-/// memory meanwhile.
+/// Joins the tensors of `files`, the parts of a checkpoint, in a new file with the same bytes as [`write`] produces
+/// from all tensors. Both are in memory meanwhile.
 ///
 /// # Errors
 /// As [`read`], or the new file cannot be written; a sentence.
@@ -108,7 +109,7 @@ pub fn join(files: &[PathBuf], path: &Path) -> Result<ManifestFile, String> {
     write_all(path, &all, &metadata).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Writes a small file the same way.
+/// Writes a small file, and returns its manifest entry.
 pub(super) fn write_bytes(path: &Path, bytes: &[u8]) -> io::Result<ManifestFile> {
     let mut out = Hashing::create(path)?;
     out.write_all(bytes)?;
@@ -140,17 +141,17 @@ impl Hashing {
     }
 }
 
-/// Reads a file of tensors: float32, or float64, bfloat16 and float16 made into it. `num_batches_tracked` is
-/// left out.
+/// Reads a file of tensors in float32. Tensors in float64, bfloat16 and float16 are converted. `num_batches_tracked`
+/// is left out.
 ///
 /// # Errors
-/// The file cannot be read, is no safetensors file, or holds other types; a sentence. Of one that PyTorch has pickled it
-/// says how to convert it.
+/// The file cannot be read, is not a safetensors file, or has other types; a sentence. For a pickle of PyTorch, it
+/// tells how to convert the file.
 pub fn read(path: &Path) -> Result<NamedTensors, String> {
     read_opened(path, open(path)?)
 }
 
-/// As [`read`], of a file that was opened before, with its size.
+/// As [`read`], for an opened file with its size.
 ///
 /// # Errors
 /// As [`read`].
@@ -179,7 +180,7 @@ fn read_bytes(path: &Path, opened: (File, u64)) -> Result<Vec<u8>, String> {
     files::read_opened(opened, MAX_BYTES).map_err(|detail| format!("{} {detail}", path.display()))
 }
 
-/// The header of a file and its tensors, of types that are read.
+/// The header of a file, and its tensors, which have supported types.
 fn parse<'a>(path: &Path, bytes: &'a [u8]) -> Result<(Header, SafeTensors<'a>), String> {
     let header = header::read(bytes, bytes.len() as u64).map_err(|why| no_header(path, why))?;
     readable_types(&header).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -193,7 +194,7 @@ fn halves(data: &[u8]) -> impl Iterator<Item = u16> {
     bytemuck::pod_collect_to_vec::<u8, u16>(data).into_iter()
 }
 
-/// What a file is that has no header.
+/// The error for a file without a header.
 fn no_header(path: &Path, why: NoHeader) -> String {
     match why {
         NoHeader::Pickled => format!("{}: {}", path.display(), pickle::convert(&path.to_string_lossy())),
@@ -201,7 +202,7 @@ fn no_header(path: &Path, why: NoHeader) -> String {
     }
 }
 
-/// Whether [`read`] knows the types of all tensors that it reads.
+/// Checks that [`read`] supports the types of all tensors.
 fn readable_types(header: &Header) -> Result<(), String> {
     let read = |(name, entry): &(&String, &Entry)| {
         name.ends_with(TRACKED) || ["F32", "F64", "BF16", "F16"].contains(&&*entry.dtype)
@@ -212,15 +213,15 @@ fn readable_types(header: &Header) -> Result<(), String> {
     }
 }
 
-/// Names and shapes of the tensors that [`read`] would read, from the file's header alone.
+/// Names and shapes of the tensors that [`read`] would read, from the file's header only.
 ///
 /// # Errors
-/// As [`read`], but for what is in the tensors.
+/// As [`read`], except for errors in the values.
 pub fn shapes(path: &Path) -> Result<BTreeMap<String, Vec<usize>>, String> {
     shapes_opened(path, open(path)?)
 }
 
-/// As [`shapes`], of a file that was opened before, with its size.
+/// As [`shapes`], for an opened file with its size.
 ///
 /// # Errors
 /// As [`shapes`].
@@ -238,17 +239,17 @@ pub(crate) fn shapes_opened(
     Ok(shapes)
 }
 
-/// The size of each tensor of a file in bytes, from its header alone.
+/// The size of each tensor of a file in bytes, from its header only.
 pub(super) fn sizes(path: &Path) -> Result<BTreeMap<String, u64>, String> {
     let (file, has) = open(path)?;
     let header = header::read(file, has).map_err(|why| no_header(path, why))?;
     Ok(header.tensors.into_iter().map(|(name, entry)| (name, entry.bytes().unwrap_or(0))).collect())
 }
 
-/// A file's metadata, read from its header alone.
+/// The metadata of a file, from its header only.
 ///
 /// # Errors
-/// The file cannot be read, or is no safetensors file; a sentence.
+/// The file cannot be read, or is not a safetensors file; a sentence.
 pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
     let (file, has) = open(path)?;
     Ok(header::read(file, has).map_err(|why| no_header(path, why))?.metadata)

@@ -66,7 +66,7 @@ fn what_is_written_is_read_and_the_same_twice() {
         assert_eq!(bytes, fs::read(two.path().join("2-120").join(file)).unwrap(), "{file}");
     }
     assert_eq!(size, total);
-    // Another reader's view of it.
+    // The same file, read by the crate.
     let bytes = fs::read(folder.join(MODEL)).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let tracked = file.tensor("bn1.num_batches_tracked").unwrap();
@@ -77,7 +77,8 @@ fn what_is_written_is_read_and_the_same_twice() {
     assert_eq!(fs::read_dir(one.path()).unwrap().count(), 1, "nothing temporary is left");
 }
 
-/// `state.json` without `optimizer`, momentum under the parameters' names: as it was before there were slots.
+/// `state.json` without `optimizer`, with momentum under the parameters' names: the format before slots were
+/// introduced.
 #[test]
 fn a_state_has_up_to_a_mebibyte() {
     let dir = tempfile::tempdir().unwrap();
@@ -102,7 +103,7 @@ fn a_state_has_up_to_a_mebibyte() {
     assert_eq!(computed_in, None);
     assert_eq!(
         loaded.unwrap_err().to_string(),
-        "checkpoint 1-7 is damaged: state.json has 1048577 bytes; at most 1048576 are read"
+        "checkpoint 1-7 is damaged: state.json has 1048577 bytes; at most 1048576 are allowed"
     );
 }
 
@@ -121,7 +122,7 @@ fn averaged_weights_lie_beside_the_others_and_are_checked_too() {
     assert_eq!(load_average(&folder).unwrap(), Some(average));
     let (_, parameters, _) = load(&folder).unwrap();
     assert_eq!(parameters, saved.parameters);
-    // It has the same metadata as the weights' file.
+    // The average has the same metadata as the weights.
     let file = folder.join(AVERAGE);
     assert_eq!(metadata(&file).unwrap(), metadata(&folder.join(MODEL)).unwrap());
     assert_eq!(model_files(&file).unwrap(), std::slice::from_ref(&file));
@@ -162,14 +163,14 @@ fn torn_ones_are_named_and_the_newest_whole_one_is_found() {
     let torn: Vec<_> = torn.iter().map(ToString::to_string).collect();
     assert_eq!(torn[0], "checkpoint 1-100 is damaged: model.safetensors: its checksum does not match");
     assert!(torn[1].starts_with("checkpoint 1-11 is damaged: MANIFEST.json:"), "{torn:?}");
-    // Writing that step again mends it.
+    // Writing that step again repairs it.
     write(dir.path(), &snapshot(1, 100, None), None).unwrap();
     assert_eq!(newest(dir.path()).unwrap().0.unwrap().file_name().unwrap(), "1-100");
     remove_leftovers(dir.path()).unwrap();
     assert!(!dir.path().join(".tmp-1-200").exists());
 }
 
-/// As when a rank is lost while rank 0 writes a checkpoint of the last step, which another rank keeps then.
+/// As when a rank is lost while rank 0 writes a checkpoint of the last step, which another rank then writes as well.
 #[test]
 fn two_that_write_the_same_step_do_not_disturb_each_other() {
     let dir = tempfile::tempdir().unwrap();
@@ -189,7 +190,7 @@ fn two_that_write_the_same_step_do_not_disturb_each_other() {
     assert!(!is_being_written(dir.path()));
 }
 
-/// A link that leads to itself cannot be opened (ELOOP), which is none of the errors that mean a missing file.
+/// A link to itself cannot be opened (ELOOP). This error does not mean a missing file.
 #[test]
 fn a_checkpoint_that_cannot_be_read_for_now_stays() {
     let dir = tempfile::tempdir().unwrap();
@@ -221,7 +222,7 @@ fn the_weights_of_a_checkpoint_are_checked_before_they_are_used_alone() {
         [model_files(&folder).unwrap(), model_files(&file).unwrap()],
         [[file.clone()], [file.clone()]]
     );
-    // The optimizer's file is not what is asked.
+    // The optimizer's file is not needed.
     fs::write(folder.join(OPTIMIZER), "").unwrap();
     model_files(&folder).unwrap();
     let mut bytes = fs::read(&file).unwrap();
@@ -270,7 +271,7 @@ fn one_that_was_evaluated_takes_the_place_of_one_that_was_not_and_never_the_othe
     }
 }
 
-/// As NFS answers.
+/// The error code of NFS.
 #[test]
 fn where_folders_cannot_be_exchanged_the_evaluated_one_is_stored_all_the_same() {
     use rustix::io::Errno;
@@ -306,7 +307,7 @@ fn a_checkpoint_that_diverged_is_not_loaded_and_names_file_and_tensor() {
         let mut saved = snapshot(1, step, None);
         let tensors = if file == MODEL { &mut saved.parameters } else { &mut saved.optimizer };
         tensors.get_mut(tensor).unwrap().values[1] = value;
-        // As an older program wrote it: whole, with the right checksums.
+        // As written by an older program: intact, with the right checksums.
         write(dir.path(), &saved, None).unwrap();
         let folder = dir.path().join(folder_name(1, step));
         validate(&folder).unwrap();
@@ -341,7 +342,7 @@ fn tensors_of_every_float_type_are_read_as_float32() {
 #[test]
 fn a_pickle_is_refused_with_how_to_convert_it() {
     let dir = tempfile::tempdir().unwrap();
-    // What PyTorch writes since 1.6, and before.
+    // Files written by PyTorch since 1.6, and before.
     for (name, bytes) in
         [("new.pth", &b"PK\x03\x04\0\0\x08\x08archive/data.pkl"[..]), ("old.pth", b"\x80\x02\x8a\nl\xfc")]
     {
@@ -352,7 +353,7 @@ fn a_pickle_is_refused_with_how_to_convert_it() {
         assert!(error.contains("pickle") && error.contains("weights_only=True"), "{error}");
         assert!(error.ends_with(&format!("{} {}", path.display(), to.display())), "{error}");
     }
-    // A shell would not read this name as one.
+    // A shell would not read this path as a single word.
     let path = dir.path().join("my $(weights).pth");
     fs::write(&path, b"PK\x03\x04").unwrap();
     assert!(read_tensors(&path).unwrap_err().ends_with(" FILE.pth FILE.safetensors"));
@@ -367,7 +368,7 @@ fn a_pickle_is_refused_with_how_to_convert_it() {
     assert!(read_tensors(&path).unwrap_err().contains("not a whole safetensors file"));
 }
 
-/// Two ranks that write, and what another reader makes of the folder.
+/// Two ranks write, and another reader reads the folder.
 #[test]
 fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
     let (whole, sharded) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -423,7 +424,7 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
         assert_eq!(index["metadata"]["total_size"], 4 * 76 + 8);
         assert_eq!(index["weight_map"].as_object().unwrap().len(), 4);
         assert_eq!(index["weight_map"]["fc.weight"], "model-00002-of-00002.safetensors");
-        // The same step again stays as it is.
+        // Writing the same step again changes nothing.
         let before = fs::read(folder.join(MANIFEST)).unwrap();
         write(sharded.path(), &saved, None).unwrap();
         assert_eq!(fs::read(folder.join(MANIFEST)).unwrap(), before);
@@ -435,11 +436,11 @@ fn parts_are_read_as_one_checkpoint_and_joined_to_the_bytes_of_a_whole_one() {
         );
         fs::remove_dir_all(&folder).unwrap();
     }
-    // Somebody else's folder may lead nowhere else.
+    // An index must not name files outside its folder.
     let folder = sharded.path().join("theirs");
     fs::create_dir(&folder).unwrap();
     for (text, words) in [
-        (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "no plain file name"),
+        (r#"{"weight_map": {"a": "../model.safetensors"}}"#, "not a plain file name"),
         (r#"{"weight_map": {}}"#, "it names no file"),
         ("{}", "weight_map"),
     ] {

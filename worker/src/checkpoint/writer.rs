@@ -1,4 +1,4 @@
-//! Writes checkpoints while training continues and deletes those that are no longer kept.
+//! Writes checkpoints while training continues, and deletes checkpoints that are no longer kept.
 
 use super::{
     Best, CheckpointError, Snapshot, State,
@@ -20,69 +20,70 @@ use std::{
 /// Events of the checkpoint writer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum CheckpointEvent {
-    /// It is on disk, complete.
+    /// The checkpoint is complete on disk.
     Written(CheckpointInfo),
-    /// An older checkpoint was removed, as `checkpoint.keep` says.
+    /// An older checkpoint was removed according to `checkpoint.keep`.
     Removed {
-        /// Its epoch.
+        /// The epoch of the checkpoint.
         epoch: u32,
-        /// Its step.
+        /// The step of the checkpoint.
         step: u64,
     },
-    /// It was dropped for a newer one, as the disk had not finished an earlier one.
+    /// The checkpoint was dropped in favour of a newer one, because an earlier one was still being written.
     Dropped {
-        /// Its epoch.
+        /// The epoch of the checkpoint.
         epoch: u32,
-        /// Its step.
+        /// The step of the checkpoint.
         step: u64,
     },
-    /// It could not be written (the disk is full). The one before it stays.
+    /// The checkpoint could not be written (for example, the disk is full). The previous one is kept.
     Failed {
-        /// Its epoch.
+        /// The epoch of the checkpoint.
         epoch: u32,
-        /// Its step.
+        /// The step of the checkpoint.
         step: u64,
-        /// What the system said.
+        /// The operating system's error.
         reason: String,
-        /// Whether it is tried again until it is written, because no newer one will follow.
+        /// Whether writing is tried again until it succeeds, because no newer checkpoint will follow.
         again: bool,
     },
 }
 
-/// Between two tries to write the last snapshot on a full disk.
+/// Pause between two attempts to write the last snapshot to a full disk.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// Where one snapshot waits while another is being written.
+/// A queue for one snapshot, which waits while another is being written.
 #[derive(Debug, Default)]
 struct Queue {
-    place: Mutex<Place>,
+    state: Mutex<QueueState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Place {
+struct QueueState {
     waiting: Option<Snapshot>,
-    /// No other comes.
+    /// Whether the queue is closed, so that no further snapshot comes.
     is_closed: bool,
 }
 
 impl Queue {
-    fn lock(&self) -> MutexGuard<'_, Place> {
-        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The next snapshot; none once it is closed.
+    /// Waits for the next snapshot. `None` after the queue was closed.
     fn next(&self) -> Option<Snapshot> {
-        let is_idle = |place: &mut Place| place.waiting.is_none() && !place.is_closed;
-        let place = self.changed.wait_while(self.lock(), is_idle);
-        let next = place.unwrap_or_else(PoisonError::into_inner).waiting.take();
+        let is_idle = |state: &mut QueueState| state.waiting.is_none() && !state.is_closed;
+        let state = self.changed.wait_while(self.lock(), is_idle);
+        let next = state.unwrap_or_else(PoisonError::into_inner).waiting.take();
         self.changed.notify_all();
         next
     }
 
-    /// Takes a snapshot in, once there is room or `patience` is over. Then it returns the one that it has replaced.
+    /// Puts a snapshot into the queue when there is room. After `patience`, it replaces the waiting snapshot and
+    /// returns that.
     fn put(&self, snapshot: Snapshot, patience: Duration) -> Option<Snapshot> {
-        let waited = self.changed.wait_timeout_while(self.lock(), patience, |place| place.waiting.is_some());
+        let waited = self.changed.wait_timeout_while(self.lock(), patience, |state| state.waiting.is_some());
         let replaced = waited.unwrap_or_else(PoisonError::into_inner).0.waiting.replace(snapshot);
         self.changed.notify_all();
         replaced
@@ -94,26 +95,26 @@ impl Queue {
     }
 }
 
-/// A thread that writes snapshots, and keeps the newest and the best.
+/// A thread that writes snapshots, and keeps the newest and the best checkpoints.
 #[derive(Debug)]
 pub struct CheckpointWriter {
     directory: PathBuf,
     queue: Arc<Queue>,
-    /// The last snapshot found no room in time.
+    /// Whether the last snapshot had to replace another one, because the disk was too slow.
     hangs: AtomicBool,
     events: Receiver<CheckpointEvent>,
     thread: Option<JoinHandle<()>>,
-    /// Set when nobody waits for a full disk any more.
+    /// Set when no one waits for a full disk any more.
     give_up: Arc<AtomicBool>,
-    /// How long the newest one took, in milliseconds.
+    /// How long writing the newest checkpoint took, in milliseconds.
     took_ms: Arc<AtomicU64>,
 }
 
 impl CheckpointWriter {
-    /// Keeps checkpoints under `directory`; `best` is the best one so far.
+    /// Starts a writer for `directory`. `best` is the best checkpoint so far.
     ///
     /// # Errors
-    /// No thread can be had.
+    /// No thread can be started.
     pub fn start(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> std::io::Result<Self> {
         let queue = Arc::new(Queue::default());
         let incoming = queue.clone();
@@ -127,7 +128,7 @@ impl CheckpointWriter {
             while let Some(snapshot) = incoming.next() {
                 unwritten = retention.try_to_write(snapshot, false, &outgoing);
             }
-            // There will be no newer one: this one is worth waiting for, as long as somebody does.
+            // No newer snapshot will come, so this one is tried again, as long as someone waits for it.
             while let Some(snapshot) = unwritten {
                 std::thread::sleep(RETRY);
                 if given_up.load(Ordering::Relaxed) {
@@ -148,19 +149,20 @@ impl CheckpointWriter {
         })
     }
 
-    /// Queues a snapshot and fills in its `state.best`. One snapshot may wait while another is being written. A third one waits for `patience`,
-    /// while other ranks wait for this one, and then takes the place of the one that waits: memory does not grow, and a disk that hangs holds
-    /// up nobody. Returns what became of the one that is dropped for it.
+    /// Queues a snapshot and fills in its `state.best`. One snapshot may wait while another is being written. A third
+    /// one waits for at most `patience`, during which the other ranks wait for this rank, and then replaces the
+    /// waiting one. So memory does not grow, and a disk that hangs does not block training. Returns the event of the
+    /// replaced snapshot.
     ///
     /// # Errors
-    /// Its values are not finite ([`CheckpointError::NotFinite`]): nothing of it is written, and what was written
-    /// before stands. The thread is gone.
+    /// The values are not finite ([`CheckpointError::NotFinite`]): nothing is written, and existing checkpoints are
+    /// kept. Or the thread has ended.
     pub fn save(
         &self,
         snapshot: Snapshot,
         patience: Duration,
     ) -> Result<Option<CheckpointEvent>, CheckpointError> {
-        // Checked here and not by the thread, so that training ends before it continues from these values.
+        // Checked here and not in the thread, so that training does not continue with these values.
         let name = folder_name(snapshot.state.epoch, snapshot.state.step);
         if let Some(detail) = snapshot.first_not_finite() {
             return Err(CheckpointError::NotFinite { name, detail });
@@ -169,7 +171,7 @@ impl CheckpointWriter {
             let error = std::io::Error::other("the thread that writes checkpoints ended");
             return Err(CheckpointError::Io { path: self.directory.join(name), error });
         }
-        // Each further one would be waited for in vain.
+        // If the disk hangs, waiting for each further snapshot would be in vain.
         let patience = if self.hangs.load(Ordering::Relaxed) { Duration::ZERO } else { patience };
         let dropped = self.queue.put(snapshot, patience);
         self.hangs.store(dropped.is_some(), Ordering::Relaxed);
@@ -182,13 +184,13 @@ impl CheckpointWriter {
         self.events.try_iter().collect()
     }
 
-    /// How long it took to write the newest one.
+    /// How long writing the newest checkpoint took.
     pub fn took(&self) -> Duration {
         Duration::from_millis(self.took_ms.load(Ordering::Relaxed))
     }
 
-    /// Ends the queue of snapshots. Returns `None` when all are on disk and reported, else the events that came within a while. A full disk is
-    /// retried; drop the writer to give up.
+    /// Closes the queue of snapshots. Returns `None` when all are on disk and reported, otherwise the events after a
+    /// short wait. A full disk is tried again; drop the writer to give up.
     pub fn finish(&mut self) -> Option<Vec<CheckpointEvent>> {
         self.queue.close();
         match self.events.recv_timeout(Duration::from_millis(500)) {
@@ -200,7 +202,7 @@ impl CheckpointWriter {
 }
 
 impl Drop for CheckpointWriter {
-    /// A process that ends because of another's failure still finishes the snapshot that is being written.
+    /// A process that ends because of another rank's failure still completes the snapshot that is being written.
     fn drop(&mut self) {
         self.give_up.store(true, Ordering::Relaxed);
         self.queue.close();
@@ -210,7 +212,7 @@ impl Drop for CheckpointWriter {
     }
 }
 
-/// Keeps the newest checkpoints and the best.
+/// Keeps the newest checkpoints and the best one.
 #[derive(Debug)]
 pub struct Retention {
     directory: PathBuf,
@@ -221,13 +223,14 @@ pub struct Retention {
 }
 
 impl Retention {
-    /// Keeps checkpoints under `directory`; `best` is the best one so far.
+    /// Keeps checkpoints in `directory`. `best` is the best checkpoint so far.
     pub fn new(directory: &Path, spec: &CheckpointSpec, best: Option<Best>) -> Self {
         let (keep, metric) = ((spec.keep as usize).max(2), spec.keep_best.clone());
         Self { directory: directory.into(), keep, metric, best, took_ms: Arc::default() }
     }
 
-    /// Writes a snapshot and reports what became of it and of older ones; gives it back when it could not be written.
+    /// Writes a snapshot, and sends the events of this checkpoint and of older ones. Returns the snapshot if it could
+    /// not be written.
     fn try_to_write(
         &mut self,
         snapshot: Snapshot,
@@ -236,13 +239,14 @@ impl Retention {
     ) -> Option<Snapshot> {
         let directory = self.directory.clone();
         let (is_written, news) = self.add(&snapshot.state, again, |best| write(&directory, &snapshot, best));
-        // If nobody receives events any more, only what is on disk counts.
+        // If no one receives events any more, only the files matter.
         let _ = news.into_iter().try_for_each(|item| events.send(item));
         (!is_written).then_some(snapshot)
     }
 
-    /// Writes the checkpoint of `state` by `write`, which gets the best one so far and gives the size, and removes older ones. Whether it is
-    /// written, and what is to be reported of it and of older ones; `again`: it was tried before.
+    /// Writes the checkpoint of `state` by calling `write` with the best checkpoint so far; `write` returns its size.
+    /// Then removes older checkpoints. Returns whether it was written, and the events of this checkpoint and of older
+    /// ones. `again`: writing has been tried before.
     pub fn add(
         &mut self,
         state: &State,
@@ -253,7 +257,7 @@ impl Retention {
         let before = self.best.clone();
         match self.write(state, write, &mut news) {
             Ok(()) => (true, news),
-            // It is written; an older one could not be removed, and will be the next time.
+            // The checkpoint was written, but an older one could not be removed. That is tried again next time.
             Err(error) if !news.is_empty() => {
                 tracing::warn!(%error, "an old checkpoint stays for now");
                 (true, news)
@@ -281,7 +285,7 @@ impl Retention {
         let took_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.took_ms.store(took_ms, Ordering::Relaxed);
         events.push(CheckpointEvent::Written(state.info(self.best.as_ref(), size_bytes)));
-        // Newest by step. An earlier attempt may have left later ones than this.
+        // The newest by step. An earlier attempt may have left later steps than this one.
         let mut others = list(&self.directory)?;
         others.truncate(others.len().saturating_sub(self.keep));
         others.retain(|other| *other != (epoch, step));
@@ -429,7 +433,7 @@ mod tests {
         assert!(super::super::load(&place.join("1-1")).is_ok());
     }
 
-    /// A pipe that nobody writes to stands for a disk that does not answer.
+    /// A pipe without a reader behaves like a disk that does not respond.
     #[test]
     fn a_disk_that_hangs_holds_nobody_up_and_the_newest_waits_for_it() {
         let dir = tempfile::tempdir().unwrap();
@@ -446,7 +450,7 @@ mod tests {
         let began = Instant::now();
         assert_eq!(save(4, LONG), Some(3), "that it hangs is known");
         assert!(began.elapsed() < LONG);
-        // It answers, with an end.
+        // The pipe responds with its end.
         drop(File::options().write(true).open(&pipe).unwrap());
         let written = to_the_end(writer).into_iter().map(|event| match event {
             CheckpointEvent::Written(info) => info.step,

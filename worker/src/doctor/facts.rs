@@ -1,4 +1,4 @@
-//! What the machines of a job must agree about, and where others reach this one.
+//! Facts on which the machines of a job must agree, and the address at which other machines reach this one.
 
 use lockstep_host::{
     NCCL_INTERFACE, boot_id, cores,
@@ -16,24 +16,24 @@ use std::{
     net::{IpAddr, UdpSocket},
 };
 
-/// How sshd says to a session where it came from and where to: address and port of both ends.
+/// The environment variable in which sshd passes the addresses and ports of both ends of a session.
 const CONNECTION: &str = "SSH_CONNECTION";
 
-/// About this machine.
+/// Facts about this machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Facts {
     pub hostname: String,
-    /// Equal on machines that are one and the same.
+    /// Equal if two entries denote the same machine.
     pub network_id: String,
-    /// Where other machines connect to.
+    /// The address to which other machines connect.
     pub address: IpAddr,
-    /// What has this address.
+    /// The interface with this address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
     pub cores: u32,
-    /// By name, those that ranks can use.
+    /// The names of the GPUs that ranks can use.
     pub gpus: Vec<String>,
-    /// Their UUIDs.
+    /// The UUIDs of these GPUs.
     pub gpu_ids: Vec<String>,
     /// The version of NVIDIA's kernel driver, if there is one.
     pub driver: Option<String>,
@@ -41,10 +41,10 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Looks, with the variables of this process.
+    /// Determines the facts, using this process's environment variables.
     ///
     /// # Errors
-    /// There is no address; a sentence.
+    /// The machine has no address; a sentence.
     pub fn find() -> Result<Self, String> {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let all = interfaces().map_err(|e| format!("the network interfaces cannot be listed: {e}"))?;
@@ -68,7 +68,8 @@ impl Facts {
     }
 }
 
-/// That of the named interface; else the one that SSH came to; else the one of the default route.
+/// The address of the named interface. Otherwise the address to which SSH connected, or the address of the default
+/// route.
 fn address(
     all: &[(String, IpAddr)],
     interface: Option<&str>,
@@ -94,15 +95,15 @@ fn address(
     })
 }
 
-/// The address with which packets leave; none is sent.
+/// The source address of outgoing packets. No packet is sent.
 fn by_route() -> io::Result<IpAddr> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
-    // An address for documentation, which is nobody's.
+    // An address reserved for documentation.
     socket.connect("192.0.2.1:9")?;
     Ok(socket.local_addr()?.ip())
 }
 
-/// `580.95.05` of the driver's line about itself.
+/// The version, such as `580.95.05`, in the driver's description of itself.
 fn version_in(text: &str) -> Option<String> {
     let is_version = |word: &&str| {
         word.contains('.')
@@ -144,7 +145,8 @@ mod tests {
         assert!(address(&all, Some("=eth"), ssh, route).unwrap_err().contains("lo, eth0, eth1, eth10"));
         assert_eq!(address(&all, Some("^eth0"), ssh, route), Ok(ip("10.2.0.5")));
         assert_eq!(address(&all, None, ssh, route), Ok(ip("10.2.0.5")));
-        // Behind a translation of addresses sshd names one that is not here; over loopback others could not follow.
+        // Behind network address translation, sshd names an address that this machine does not have. A loopback
+        // address is not reachable from other machines.
         assert_eq!(address(&all, None, Some("1.2.3.4 5 203.0.113.9 22"), route), Ok(ip("10.0.0.5")));
         assert_eq!(address(&all, None, Some("127.0.0.1 5 127.0.0.1 22"), route), Ok(ip("10.0.0.5")));
         assert_eq!(address(&all, None, None, none), Ok(ip("10.0.0.5")));

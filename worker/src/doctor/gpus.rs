@@ -8,7 +8,8 @@ use lockstep_host::gpu::{
 };
 use std::fs;
 
-/// What there is of GPUs, and of what ranks on them need; `quick`: what can be seen without a context on one.
+/// Findings about GPUs and the libraries that ranks on them need. `quick`: only what can be checked without a context
+/// on a GPU.
 pub(super) fn findings(quick: bool) -> Vec<Finding> {
     let libraries = Libraries::find();
     let driver = fs::read_to_string("/proc/driver/nvidia/version").ok();
@@ -20,8 +21,9 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
     let all = match devices::all(&libraries) {
         Ok(all) if !all.is_empty() => all,
         other => {
-            let found = other.err().unwrap_or_else(|| "NVIDIA's driver is there, but shows no GPU".into());
-            let advice = "Look whether nvidia-smi lists GPUs; in a container pass them in (docker run --gpus all). \
+            let found =
+                other.err().unwrap_or_else(|| "NVIDIA's driver is installed, but shows no GPU".into());
+            let advice = "Check whether nvidia-smi lists GPUs; in a container pass them in (docker run --gpus all). \
                           Until then jobs train on the CPU.";
             return vec![finding("GPUs", Grade::Note, found, advice)];
         }
@@ -42,7 +44,7 @@ pub(super) fn findings(quick: bool) -> Vec<Finding> {
     findings
 }
 
-/// Whether GPUs decode JPEG files; `found` is of one of them.
+/// Whether GPUs decode JPEG files. `found` describes the decoder of one of them.
 fn jpeg_decoder(found: Result<String, String>) -> Finding {
     match found {
         Ok(found) => finding("JPEG decoder", Grade::Ok, format!("in each GPU: {found}"), ""),
@@ -67,8 +69,7 @@ fn gpu(gpu: &Gpu) -> Finding {
     let used = gib(*memory_used_bytes);
     let found = format!("{name}, {used} in use of {}, {pci}, {uuid}", gib(*memory_bytes));
     if *divided {
-        let advice =
-            "It is divided (MIG), which Lockstep does not use: `nvidia-smi -mig 0` as root makes it whole.";
+        let advice = "It is divided (MIG), which Lockstep does not use: `nvidia-smi -mig 0` as root ends the division.";
         return finding(&what, Grade::Note, found, advice);
     }
     if *memory_used_bytes > memory_bytes / 10 {
@@ -104,7 +105,7 @@ fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
             return vec![finding("links", Grade::Note, error, advice)];
         }
     };
-    // All alike, as on most machines: one line.
+    // All connections are usually of the same kind: one line.
     let mut kinds: Vec<(&str, bool, Vec<String>)> = Vec::new();
     for Link { between: (one, other), by, peer_access } in &links {
         let pair = format!("{one}-{other}");
@@ -128,10 +129,10 @@ fn links(libraries: &Libraries, gpus: &[Gpu]) -> Vec<Finding> {
         .collect()
 }
 
-/// A library; `cuda` is what the driver supports, such as `13.0`.
+/// A finding about a library. `cuda` is the version that the driver supports, such as `13.0`.
 fn library(libraries: &Libraries, which: Library, gpus: usize, cuda: Option<&str>) -> Finding {
     let Some(library) = libraries.get(which) else {
-        // One GPU does without NCCL.
+        // One GPU does not need NCCL.
         let needed = Library::needed(u32::try_from(gpus).unwrap_or(u32::MAX)).contains(&which);
         let grade = if needed { Grade::Problem } else { Grade::Note };
         return finding(which.name(), grade, "not found".into(), which.advice());

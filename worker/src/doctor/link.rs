@@ -1,8 +1,8 @@
-//! Measures the link from one machine to another: whether a connection can be made as ranks make theirs, the round trip, the throughput,
-//! and the difference of the clocks.
+//! Measures the network link from one machine to another: whether ranks can connect, the round trip time, the
+//! throughput, and the difference of the clocks.
 //!
-//! Each machine listens on a port that its kernel chooses, as ranks do. A probe connects to it from another machine and proves that it knows
-//! the secret. Then the caller sends one byte for each thing that it wants.
+//! Each machine listens on a port chosen by its kernel, as ranks do. A probe connects from another machine and
+//! authenticates with the secret. Then the caller sends one byte for each request.
 
 use lockstep_comm::handshake::HandshakeTerms;
 use serde::{Deserialize, Serialize};
@@ -17,42 +17,42 @@ use std::{
 };
 
 const PURPOSE: &str = "doctor";
-/// The listener's clock, in nanoseconds.
+/// Request: the listener's clock, in nanoseconds.
 const CLOCK: u8 = b'c';
-/// Bytes, until the caller closes the connection.
+/// Request: data until the caller closes the connection.
 const DATA: u8 = b'd';
-/// Longest wait for a connection, and for the next byte of one.
+/// Time limits for connecting, and for the next byte.
 const CONNECT: Duration = Duration::from_secs(5);
 const SILENCE: Duration = Duration::from_secs(5);
-/// Round trips at most, and how long they may take together.
+/// Maximum number of round trips, and of their total time.
 const ROUNDS: usize = 200;
 const ROUNDS_TIME: Duration = Duration::from_secs(1);
-/// The first part of the data is TCP finding its speed.
+/// Time during which TCP adapts its speed. It is not measured.
 const WARM: Duration = Duration::from_millis(400);
 const MEASURED: Duration = Duration::from_millis(600);
 const BLOCK: usize = 256 << 10;
-/// Callers at once; a machine is in one pair at a time.
-const MOST_CALLERS: usize = 8;
-/// A caller that does not go away by itself.
+/// Maximum number of callers at the same time. A machine is in only one pair at a time.
+const MAX_CALLERS: usize = 8;
+/// Time limit for a caller that does not disconnect.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// What was measured from one end.
+/// A measurement of a link from one end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LinkMeasurement {
     pub connect_ms: f64,
-    /// The median; there and back, and a thread that wakes up at each end.
+    /// The median round trip time, including the wake-up of a thread at each end.
     pub round_trip_ms: f64,
-    /// From the machine that was called to the caller.
+    /// The throughput from the called machine to the caller.
     pub bytes_per_second: f64,
-    /// The called machine's clock is ahead of the caller's by so much.
+    /// By how much the called machine's clock is ahead of the caller's.
     pub clock_ahead_ms: f64,
-    /// Give or take.
+    /// The uncertainty of `clock_ahead_ms`.
     pub clock_within_ms: f64,
 }
 
 impl LinkMeasurement {
-    /// Combines two measurements of the same link by the better value of each. A machine that is busy at the moment makes a link seem slower
-    /// than it is, never faster.
+    /// Combines two measurements of the same link, using the better value of each kind. A machine that is busy makes
+    /// a link seem slower than it is, never faster.
     #[must_use]
     pub fn best(self, other: Self) -> Self {
         let clock = if other.clock_within_ms < self.clock_within_ms { &other } else { &self };
@@ -67,10 +67,10 @@ impl LinkMeasurement {
     }
 }
 
-/// Listens at `ip` on a port of the kernel's choice, for callers that know `secret`, until the process ends.
+/// Listens at `ip` on a port chosen by the kernel, for callers that know `secret`, until the process ends.
 ///
 /// # Errors
-/// The address is not of this machine, or there is no thread.
+/// The address does not belong to this machine, or no thread can be started.
 pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
     let listener = TcpListener::bind((ip, 0))?;
     let port = listener.local_addr()?.port();
@@ -79,17 +79,17 @@ pub fn listen(ip: IpAddr, secret: Vec<u8>) -> io::Result<u16> {
     std::thread::Builder::new().name("listener".into()).spawn(move || {
         for stream in listener.incoming() {
             let Ok(stream) = stream else {
-                // Out of descriptors, say.
+                // For example, no file descriptor is available.
                 std::thread::sleep(Duration::from_millis(50));
                 continue;
             };
-            if callers.fetch_add(1, Ordering::SeqCst) >= MOST_CALLERS {
+            if callers.fetch_add(1, Ordering::SeqCst) >= MAX_CALLERS {
                 callers.fetch_sub(1, Ordering::SeqCst);
                 continue;
             }
             let (count, secret) = (callers.clone(), secret.clone());
             let serve = move || {
-                // A caller that is gone has said why itself.
+                // A caller that has disconnected reports the reason itself.
                 let _ = serve(stream, &secret);
                 count.fetch_sub(1, Ordering::SeqCst);
             };
@@ -123,10 +123,10 @@ fn serve(mut stream: TcpStream, secret: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Calls the machine that listens at `to` and measures.
+/// Connects to the machine that listens at `to`, and measures the link.
 ///
 /// # Errors
-/// There is no connection, or nothing comes over it; a sentence that begins with what was tried.
+/// The connection fails, or no data arrives; a sentence that begins with what was attempted.
 pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
     let began = Instant::now();
     let mut stream = TcpStream::connect_timeout(&to, CONNECT).map_err(|e| match e.kind() {
@@ -138,9 +138,9 @@ pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
         .call(&mut stream, 0)
         .map_err(|e| format!("connected to {to}, which does not answer as Lockstep does: {e}"))?;
     stream.set_read_timeout(Some(SILENCE)).map_err(|e| e.to_string())?;
-    let clock = clock(&mut stream).map_err(|e| format!("connected to {to}, and then {}", lost(&e)))?;
+    let clock = clock(&mut stream).map_err(|e| format!("connected to {to}, but then {}", lost(&e)))?;
     let bytes_per_second = speed(&mut stream).map_err(|e| {
-        format!("connected to {to}; short messages pass, and then {} when many bytes were to come", lost(&e))
+        format!("connected to {to}; short messages pass, but {} during a bulk transfer", lost(&e))
     })?;
     Ok(LinkMeasurement { connect_ms, bytes_per_second, ..clock })
 }
@@ -148,7 +148,7 @@ pub fn probe(to: SocketAddr, secret: &[u8]) -> Result<LinkMeasurement, String> {
 fn lost(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-            format!("nothing came for {} s", SILENCE.as_secs())
+            format!("no data arrived for {} s", SILENCE.as_secs())
         }
         _ => error.to_string(),
     }
@@ -166,7 +166,7 @@ fn clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
         stream.read_exact(&mut theirs)?;
         let trip = millis(sent.elapsed());
         trips.push(trip);
-        // The shortest trip says most exactly when the other end looked at its clock.
+        // The shortest round trip determines the other end's clock most precisely.
         if trip / 2.0 < within {
             within = trip / 2.0;
             let theirs = u64::from_le_bytes(theirs);
@@ -184,11 +184,11 @@ fn clock(stream: &mut TcpStream) -> io::Result<LinkMeasurement> {
     })
 }
 
-/// Bytes a second that come, once TCP has found its speed.
+/// The throughput in bytes per second, after TCP has adapted its speed.
 fn speed(stream: &mut TcpStream) -> io::Result<f64> {
     stream.write_all(&[DATA])?;
     let mut block = vec![0; BLOCK];
-    // A few bytes arrive as soon as the first does; what counts comes after it.
+    // A few bytes arrive together with the first one. The measurement begins after them.
     if stream.read(&mut block)? == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
@@ -270,7 +270,7 @@ mod tests {
             let mut stream = TcpStream::connect(to).unwrap();
             HandshakeTerms { secret: b"secret", purpose: PURPOSE }.call(&mut stream, 0).map(|()| stream)
         };
-        let mut callers: Vec<_> = (0..MOST_CALLERS).map(|_| call().unwrap()).collect();
+        let mut callers: Vec<_> = (0..MAX_CALLERS).map(|_| call().unwrap()).collect();
         assert!(call().is_err(), "one more");
         callers.pop();
         let until = Instant::now() + Duration::from_secs(10);

@@ -1,4 +1,4 @@
-//! Evaluates a checkpoint on its job's validation pictures: scores per class and the confusion matrix.
+//! Evaluates a checkpoint on the validation pictures of its job: scores per class and the confusion matrix.
 
 use super::model::{BATCH, Model, cross_entropy, softmax};
 use crate::checkpoint;
@@ -11,23 +11,23 @@ use lockstep_protocol::{
 };
 use std::{path::Path, time::Instant};
 
-/// Mistakes that are named; all are counted.
+/// Maximum number of mistakes that are listed. All are counted.
 const MISTAKES: usize = 5000;
-/// Right predictions of each class that are named.
+/// Maximum number of correct predictions that are listed per class.
 const RIGHT: usize = 24;
 
 pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, String> {
     let start = Instant::now();
     let spec = &request.spec;
     let mut model = Model::open(Path::new(&request.model))?;
-    // Pictures become what the model was trained on, whatever has become of the job or its dataset since.
+    // Pictures are prepared as in the model's training, even if the job or its dataset has changed since.
     let seen = DataSpec {
         image_size: Some(ImageSize::Fixed(model.image_size as u32)),
         validation_size: None,
         mean: Some(model.mean.clone()),
         std: Some(model.std.clone()),
         resize_size: model.resize,
-        // Training's; it would have pictures resized where the model's were not.
+        // An option of training. It would resize pictures although the model's were not resized.
         random_resized_crop: false,
         ..spec.data.clone()
     };
@@ -36,7 +36,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
     if data.shape.channels != model.channels {
         return Err(format!(
-            "the model was trained on pictures of {}, those of {} have {}",
+            "the model was trained on pictures of {}, but the pictures of {} have {}",
             plural(model.channels as u64, "channel"),
             spec.data.dataset,
             data.shape.channels
@@ -61,7 +61,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
         for ((logits, label), index) in all.into_iter().zip(&batch.labels).zip(&batch.indices) {
             let logits = logits.map_err(|e| format!("validation picture {index} {e}"))?;
             let probabilities = softmax(&logits);
-            // The first of equals, as in PyTorch's argmax.
+            // The first of equal values, as in PyTorch's argmax.
             let predicted = (0..classes).rev().max_by(|a, b| logits[*a].total_cmp(&logits[*b])).unwrap_or(0);
             let truth = *label as usize;
             confusion[truth][predicted] += 1;
@@ -100,8 +100,8 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     })
 }
 
-/// Which pictures these are, how many of them were trained on where that is known, and in words how they differ from those that measured
-/// the checkpoint in its run.
+/// Describes the pictures: how many of them were trained on, if known, and how they differ from the pictures with
+/// which the checkpoint was measured in its run.
 fn compare(
     model: &Path,
     data: &DataSource,
@@ -113,10 +113,10 @@ fn compare(
     let mut notes = Vec::new();
     if state.validation != now {
         notes.push(state.validation.map_or_else(
-            || "none measured the checkpoint in its run".to_owned(),
+            || "the checkpoint's run was not validated".to_owned(),
             |before| {
                 let pictures = plural(before.pictures, "picture");
-                format!("the checkpoint's run was measured by another set of {pictures}")
+                format!("the checkpoint's run was validated with another set of {pictures}")
             },
         ));
     }
@@ -129,7 +129,7 @@ fn compare(
         ),
         Some(0) => {}
         Some(some) => notes
-            .push(format!("{some} of these were trained on: their accuracy says nothing of new pictures")),
+            .push(format!("{some} of these were trained on: their accuracy does not show how well the model handles new pictures")),
     }
     (now, trained_on, (!notes.is_empty()).then(|| notes.join("; ")))
 }
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn scores_follow_from_who_is_taken_for_whom() {
-        // 8 of 10 cats found, 1 dog taken for a cat; nobody was taken for a bird.
+        // 8 of 10 cats are recognised, 1 dog is predicted as a cat, and nothing is predicted as a bird.
         let names = ["cat", "dog", "bird"].map(String::from);
         let found = scores(&names, &[vec![8, 2, 0], vec![1, 9, 0], vec![0, 4, 0]]);
         assert_eq!((found[0].samples, found[0].recall), (10, 0.8));

@@ -1,6 +1,6 @@
-//! Inspects models and datasets. An agent handles each request with a process of its own (`lockstep inspect`), so a bad picture
-//! or model cannot disturb the agent and its ranks, and its memory is freed with the reply. Models run on the CPU engine: GPUs are
-//! for training.
+//! Inspection of models and datasets. An agent handles each request in a separate process (`lockstep inspect`). So an
+//! invalid picture or model cannot disturb the agent and its ranks, and memory is freed with the reply. Models run on
+//! the CPU engine, because GPUs are reserved for training.
 
 mod evaluate;
 mod model;
@@ -28,25 +28,25 @@ use tokio::{
     sync::{Semaphore, SemaphorePermit},
 };
 
-/// Requests wait for those of their own queue alone.
+/// Limits of concurrent requests. A request waits only for requests in the same queue.
 static LONG: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static PREDICTIONS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
 static SHORT: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-/// A dataset of a million pictures takes all cores for minutes.
+/// Inspecting a dataset of a million pictures uses all cores for minutes.
 static DATASETS: Semaphore = Semaphore::const_new(CONCURRENT_REQUESTS);
-/// Checks of paths: on a file system that hangs, each blocks for ever.
+/// Checks of paths. On a file system that hangs, each blocks forever.
 static PATHS: Semaphore = Semaphore::const_new(8);
-/// Progress is requested again and again, for the very paths whose file system may hang.
+/// Progress is requested repeatedly, possibly for paths on a file system that hangs.
 static PROGRESS: Semaphore = Semaphore::const_new(1);
-/// Training comes first: requests of people wait for idle cores.
+/// Training has priority: inspections use idle cores.
 const NICENESS: i32 = 10;
-/// How often it is checked whether a request is cancelled.
+/// How often to check whether a request has been cancelled.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Handles a request in a process of its own, which ends when the future is dropped.
+/// Handles a request in a separate process, which ends when the future is dropped.
 ///
 /// # Errors
-/// A sentence: what is wrong with the request, or with the process.
+/// An error in the request, or a failure of the process; a sentence.
 pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentReply, String> {
     let permits = match request {
         AgentRequest::HasFiles { .. } => {
@@ -70,11 +70,11 @@ pub async fn request(program: &Path, request: &AgentRequest) -> Result<AgentRepl
     ask(program, request).await?
 }
 
-/// Gives a request to a process of its own, which ends when the future is dropped. The inner error is what is wrong with the
-/// request or the files.
+/// Sends a request to a separate process, which ends when the future is dropped. The inner error concerns the request
+/// or the files.
 ///
 /// # Errors
-/// A sentence: what is wrong with the process.
+/// A failure of the process; a sentence.
 async fn ask(program: &Path, request: &AgentRequest) -> Result<Result<AgentReply, String>, String> {
     let words = serde_json::to_vec(request).map_err(|e| e.to_string())?;
     let failed = |what: &str, e: std::io::Error| format!("the inspecting process {what}: {e}");
@@ -91,7 +91,7 @@ async fn ask(program: &Path, request: &AgentRequest) -> Result<Result<AgentReply
         .spawn()
         .map_err(|e| failed("cannot be started", e))?;
     if let Some(mut to) = child.stdin.take() {
-        // One that ended before it read everything says why below.
+        // A process that ended before it read everything reports why below.
         let _ = to.write_all(&words).await;
     }
     let done = child.wait_with_output().await.map_err(|e| failed("is lost", e))?;
@@ -102,7 +102,7 @@ async fn ask(program: &Path, request: &AgentRequest) -> Result<Result<AgentReply
     })
 }
 
-/// Handles a request in this process, for requests that read no file's content.
+/// Handles a request in this process. Only for requests that do not read the content of files.
 async fn in_this_process(
     request: AgentRequest,
     permit: SemaphorePermit<'static>,
@@ -114,11 +114,11 @@ async fn in_this_process(
     replying.await.map_err(|e| e.to_string())?
 }
 
-/// Asks such a process, and blocks the caller until the reply or until `cancelled`. The inner error is what is wrong with the request
-/// or the files.
+/// Sends a request to a separate process, and blocks until the reply or until `cancelled` is set. The inner error
+/// concerns the request or the files.
 ///
 /// # Errors
-/// A sentence: what is wrong with the process.
+/// A failure of the process; a sentence.
 pub(crate) fn request_blocking(
     program: &Path,
     request: &AgentRequest,
@@ -138,17 +138,18 @@ pub(crate) fn request_blocking(
     })
 }
 
-/// The process itself: the request on standard input, the reply on standard output, both JSON.
+/// Runs the separate process: reads the request from standard input and writes the reply to standard output, both as
+/// JSON.
 ///
 /// # Errors
-/// Those pipes.
+/// The errors of these pipes.
 pub fn run() -> std::io::Result<()> {
     let mut words = Vec::new();
     std::io::stdin().read_to_end(&mut words)?;
     let request = serde_json::from_slice(&words).map_err(|e| format!("not a request: {e}"));
-    // A job waits for this reply.
+    // A job waits for the reply to this request.
     if !matches!(request, Ok(AgentRequest::Fingerprint { .. })) {
-        // Without permission to lower it, the priority stays as it is.
+        // If the priority cannot be changed, it stays unchanged.
         let _ = rustix::process::nice(NICENESS);
     }
     let answer = request.and_then(answer);
@@ -159,7 +160,7 @@ pub fn run() -> std::io::Result<()> {
 /// Handles a request in this thread.
 ///
 /// # Errors
-/// A sentence: what is wrong with the request or with the files.
+/// An error in the request or in the files; a sentence.
 pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
     match request {
         AgentRequest::HasFiles { paths } => Ok(AgentReply::Files {
@@ -187,7 +188,7 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
                 return Err(allowed.refusal(&path));
             }
             let mut info = lockstep_data::inspect(&resolved).map_err(|e| e.to_string())?;
-            // Without one, machines compare their copies with each other alone.
+            // Without a fingerprint of the server, machines only compare their copies with each other.
             let found = lockstep_data::fingerprint::DatasetFingerprint::of_inspected(&resolved);
             info.fingerprint = found.and_then(|found| serde_json::to_value(found).ok());
             let Some(resolved) = resolved.to_str() else {
@@ -235,7 +236,7 @@ mod tests {
         let answering = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), answering).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"), "the program only fails");
-        // Nor do predictions wait for them.
+        // Predictions do not wait for other requests either.
         drop(predictions);
         let _short = SHORT.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
         let asked = AgentRequest::Predict { model: here.into(), pictures: Vec::new() };

@@ -9,13 +9,13 @@ use lockstep_protocol::spec::{LossSpec, ModelSpec};
 use serde::de::DeserializeOwned;
 use std::{ops::RangeInclusive, path::Path, sync::Arc};
 
-/// Pictures computed together.
+/// Number of pictures that are predicted together.
 pub(super) const BATCH: usize = 32;
-/// Pixels of an input's side, as in a specification.
+/// Allowed sides of the network's input in pixels, as in a job specification.
 const SIDES: RangeInclusive<usize> = 8..=4096;
-/// The longest short side that pictures are resized to, as in a specification.
+/// Maximum length of the short side of resized pictures, as in a job specification.
 const MAX_RESIZE: usize = 8192;
-/// Far more than any data set of pictures has.
+/// Allowed numbers of classes, far more than in any dataset.
 const CLASSES: RangeInclusive<usize> = 1..=100_000;
 
 pub(super) struct Model {
@@ -25,18 +25,18 @@ pub(super) struct Model {
     pub(super) channels: usize,
     pub(super) mean: Vec<f32>,
     pub(super) std: Vec<f32>,
-    /// Pictures were scaled as a whole, not their largest centred square.
+    /// Whether pictures were scaled as a whole, instead of their largest centred square.
     pub(super) whole_pictures: bool,
-    /// The short side that pictures were resized to before the centre crop; absent: their largest centred square was
-    /// scaled, as by older versions.
+    /// The length to which the short side was resized before the centre crop. `None`: the largest centred square was
+    /// scaled, as in older versions.
     pub(super) resize: Option<u32>,
 }
 
 impl Model {
-    /// Reads a checkpoint's folder, or its `model.safetensors`.
+    /// Opens a checkpoint's folder, or a `model.safetensors` file.
     ///
     /// # Errors
-    /// What is wrong with the file, in a sentence.
+    /// Why the file cannot be used, in a sentence.
     pub(super) fn open(path: &Path) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
@@ -50,7 +50,7 @@ impl Model {
             })
         };
         let number = |key: &str| {
-            text(key)?.parse::<usize>().map_err(|_| format!("{}: its {key} is no number", path.display()))
+            text(key)?.parse::<usize>().map_err(|_| format!("{}: its {key} is not a number", path.display()))
         };
         let naming = |e: String| format!("{}: {e}", path.display());
         let (image_size, channels) = (number("image_size")?, number("channels")?);
@@ -76,7 +76,7 @@ impl Model {
         }
         let config = EngineConfig {
             batch_size: BATCH,
-            // It does not matter, as the model is never trained.
+            // The optimizer does not matter, because the model is not trained.
             optimizer: Optimizer::default(),
             loss: LossConfig { margin: Margin::of(&loss.unwrap_or_default()), ..LossConfig::default() },
             accumulate: 1,
@@ -92,8 +92,8 @@ impl Model {
         Ok(Self { engine, classes, image_size, channels, mean, std, whole_pictures, resize })
     }
 
-    /// What the model says of each picture: a value of each class, before they become probabilities. Where weights are
-    /// so large that the sums are not finite, there is no answer, and why is said in its place.
+    /// Computes the logits of each picture: a value per class, before softmax. If the weights are so large that sums
+    /// are not finite, the result is an error with the reason.
     pub(super) fn logits(&mut self, batch: &Batch) -> Result<Vec<Result<Vec<f32>, String>>, String> {
         let logits = self.engine.predict(batch).map_err(|e| e.to_string())?;
         let one = |values: &[f32]| match values.iter().zip(&self.classes).find(|(v, _)| !v.is_finite()) {
@@ -107,7 +107,7 @@ impl Model {
     }
 }
 
-/// What a job may have: memory is taken by these, and pixels are counted by them.
+/// Checks the sizes against the limits of a job. They determine the memory that is allocated.
 fn check_sizes(
     image_size: usize,
     channels: usize,
@@ -117,7 +117,7 @@ fn check_sizes(
 ) -> Result<(), String> {
     if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes) {
         return Err(format!(
-            "is no model of ours: {image_size} pixels, {}, {}",
+            "is not a valid model: {image_size} pixels, {}, {}",
             plural(channels as u64, "channel"),
             plural(classes as u64, "class")
         ));
@@ -129,12 +129,12 @@ fn check_sizes(
     Ok(())
 }
 
-/// The short side before the centre crop, within the limits of a specification.
+/// The length of the short side before the centre crop, if it is within the limits of a job.
 fn check_resize(resize: usize, image_size: usize) -> Result<u32, String> {
     match u32::try_from(resize) {
         Ok(side) if (image_size..=MAX_RESIZE).contains(&resize) => Ok(side),
         _ => Err(format!(
-            "is no model of ours: pictures resized to {resize} pixels before a crop of {image_size} pixels"
+            "is not a valid model: pictures resized to {resize} pixels before a crop of {image_size} pixels"
         )),
     }
 }
@@ -143,13 +143,13 @@ fn value<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     serde_json::from_str(text).map_err(|e| format!("its metadata: {e}"))
 }
 
-/// In float64, so that they sum to 1. `logits` are finite.
+/// Computed in float64, so that the values sum to 1. `logits` must be finite.
 pub(super) fn softmax(logits: &[f32]) -> Vec<f32> {
     let log_sum = log_sum_exp(logits);
     logits.iter().map(|v| (f64::from(*v) - log_sum).exp() as f32).collect()
 }
 
-/// Cross-entropy of logits, which are finite, with the class that is right.
+/// The cross-entropy of finite logits with the correct class.
 pub(super) fn cross_entropy(logits: &[f32], label: usize) -> f64 {
     log_sum_exp(logits) - f64::from(logits[label])
 }
@@ -175,7 +175,7 @@ mod tests {
             [(7, 1, 1), (4097, 1, 1), (28, 2, 1), (28, 0, 1), (28, 1, 0), (28, 1, 100_001)]
         {
             let error = check_sizes(side, channels, classes, &grey, &grey).unwrap_err();
-            assert!(error.contains("no model of ours"), "{error}");
+            assert!(error.contains("is not a valid model"), "{error}");
         }
         let unfit: [(&[f32], &[f32]); 5] =
             [(&[], &grey), (&grey, &[]), (&colour, &grey), (&grey, &[0.0]), (&grey, &[f32::NAN])];

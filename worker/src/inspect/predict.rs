@@ -1,4 +1,4 @@
-//! Classifies pictures of users.
+//! Classification of users' pictures.
 
 use super::model::{BATCH, Model, softmax};
 use base64::Engine as _;
@@ -6,14 +6,16 @@ use lockstep_data::{Picture, loader::Batch};
 use lockstep_protocol::inspect::{NamedPicture, Prediction, Probability};
 use std::path::Path;
 
-/// Pixels of one request: decoding this many takes a few seconds.
+/// Maximum number of pixels per request. Decoding this many takes a few seconds.
 const MAX_PIXELS: u64 = 256 << 20;
 
-/// What the model at `path` (a checkpoint's folder, or a safetensors file) says of pictures, prepared as for its
-/// validation: the largest centred square, scaled, or resized and cropped at the centre; normalised.
+/// Predicts the classes of pictures with the model at `path` (a checkpoint's folder, or a safetensors file). Pictures
+/// are prepared as in validation: the largest centred square is scaled, or the picture is resized and cropped at its
+/// centre; then it is normalised.
 ///
 /// # Errors
-/// A model that cannot be read or was never trained to an end. A picture that cannot be read says so in its own answer.
+/// The model cannot be read, or its training has diverged. For a picture that cannot be read, only its own result is
+/// an error.
 pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Prediction>, String> {
     let mut model = Model::open(path)?;
     let mut predictions = Vec::with_capacity(pictures.len());
@@ -52,21 +54,21 @@ pub(super) fn named(path: &Path, pictures: Vec<NamedPicture>) -> Result<Vec<Pred
     predict(path, pictures)
 }
 
-/// Whether these pictures have few enough pixels to be decoded for one request. Only their headers are read: of large pictures that
-/// compress well, many fit into a small request.
+/// Fails if the pictures have too many pixels for one request. Only headers are read. The limit is needed because
+/// large pictures that compress well fit in a small request.
 fn check_pixels<'a>(pictures: impl Iterator<Item = &'a [u8]>) -> Result<(), String> {
     let pixels: u64 = pictures.filter_map(Picture::size_of).map(|(w, h)| u64::from(w) * u64::from(h)).sum();
     if pixels <= MAX_PIXELS {
         return Ok(());
     }
     Err(format!(
-        "the pictures have {pixels} pixels together, and one request may have {MAX_PIXELS} ({} megapixels): send fewer at a time, or \
+        "the pictures have {pixels} pixels together; one request may have at most {MAX_PIXELS} ({} megapixels): send fewer at a time, or \
          smaller ones",
         MAX_PIXELS >> 20
     ))
 }
 
-/// Most probable first.
+/// The classes in descending order of probability.
 fn ranked(classes: &[String], probabilities: &[f32]) -> Vec<Probability> {
     let mut all: Vec<_> = classes
         .iter()
@@ -77,7 +79,7 @@ fn ranked(classes: &[String], probabilities: &[f32]) -> Vec<Probability> {
     all
 }
 
-/// NHWC, normalised.
+/// The network's input for a picture: normalised, NHWC.
 fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
     if bytes.is_empty() {
         return Err("is empty".into());
@@ -99,7 +101,7 @@ fn input(model: &Model, bytes: &[u8]) -> Result<Vec<f32>, String> {
     Ok(picture.pixels.iter().enumerate().map(normal).collect())
 }
 
-/// Luminance as in ITU-R BT.709; a grey picture stays what it is.
+/// ITU-R BT.709 luminance. Grey pictures are unchanged.
 fn grey(picture: Picture) -> Picture {
     let luminance = |p: &[u8]| {
         ((2126 * u32::from(p[0]) + 7152 * u32::from(p[1]) + 722 * u32::from(p[2]) + 5000) / 10_000) as u8
@@ -127,11 +129,11 @@ mod tests {
         assert_eq!(check(&[&large; 4]), Ok(()));
         assert_eq!(check(&[&large, &large, &large, &large, &b"no picture".to_vec()]), Ok(()));
         let why = check(&[&large, &large, &large, &large, &small]).unwrap_err();
-        assert!(why.contains("have 268435457 pixels") && why.contains("may have 268435456"), "{why}");
+        assert!(why.contains("have 268435457 pixels") && why.contains("at most 268435456"), "{why}");
         use base64::Engine as _;
         let content = base64::engine::general_purpose::STANDARD.encode(&large);
         let pictures = vec![NamedPicture { name: "large".into(), content }; 5];
-        // Before the model is opened, which is not there.
+        // This is checked before the model is opened, which does not exist.
         assert!(named(Path::new("/nowhere"), pictures).unwrap_err().contains("(256 megapixels)"));
     }
 }

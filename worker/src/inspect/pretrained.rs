@@ -1,5 +1,5 @@
-//! Whether a job can start from given weights (`model.pretrained`), checked when it is submitted. Only the file's header is read;
-//! ranks check the values too, with the same messages for names and shapes (`train/pretrained.rs`).
+//! Checks whether a job can start from given weights (`model.pretrained`), when it is submitted. Only the file's
+//! header is read. Ranks also check the values, with the same messages for names and shapes (`train/pretrained.rs`).
 
 use crate::checkpoint;
 use lockstep_engine::net;
@@ -10,7 +10,7 @@ use lockstep_host::{
 use lockstep_protocol::{agent::AllowedFolders, inspect::FitWeights};
 use std::path::{Path, PathBuf};
 
-/// What keeps a network from beginning with these weights, in words.
+/// Why a network cannot start from these weights. `None` if it can.
 pub(super) fn mistake(request: &FitWeights) -> Option<String> {
     let (file, given) = match shapes(Path::new(&request.weights), request.allowed.as_ref()) {
         Ok(given) => given,
@@ -30,7 +30,7 @@ pub(super) fn mistake(request: &FitWeights) -> Option<String> {
     ))
 }
 
-/// The file of weights at `path`, and its tensors.
+/// The file of weights at `path`, and the shapes of its tensors.
 fn shapes(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, Shapes), String> {
     let path = allowed::resolve(path, allowed)?;
     let files =
@@ -61,7 +61,7 @@ mod tests {
         FitWeights { weights, model, image_size: 32, channels: 3, classes, allowed: None }
     }
 
-    /// A file of this network's weights, as they are changed.
+    /// Writes a file with this network's weights, after `change`.
     fn write(
         dir: &Path,
         model: &ModelSpec,

@@ -1,4 +1,4 @@
-//! Pictures of a dataset: as stored, or as a job sees them.
+//! Pictures of a dataset, as stored or as used by a job.
 
 use base64::Engine as _;
 use image::{ExtendedColorType, ImageEncoder, codecs::png::PngEncoder, imageops::FilterType};
@@ -6,9 +6,9 @@ use lockstep_data::{DataError, Picture, loader::DataSource, stored};
 use lockstep_protocol::inspect::{Pick, Sample, Samples};
 use std::path::Path;
 
-/// Pictures of one answer.
+/// Maximum number of pictures in a reply.
 const MOST: usize = 200;
-/// Longer sides are made this long, in pixels.
+/// Larger pictures are reduced to this side, in pixels.
 const SIDE: u32 = 160;
 
 pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
@@ -27,7 +27,7 @@ pub(super) fn pick(path: &Path, pick: Pick) -> Result<Samples, DataError> {
             let source = DataSource::open(path, &data, seed)?;
             let shape = &source.shape;
             let all = if validation { shape.validation_samples } else { shape.train_samples };
-            // The last page of augmented pictures ends where they do; it begins at one that there is.
+            // The last page of augmented pictures ends with the last picture. It must begin at an existing one.
             if !epochs.is_empty() && places.first().is_some_and(|first| *first < all) {
                 places.retain(|place| *place < all);
             }
@@ -67,7 +67,7 @@ fn small(picture: Picture) -> Picture {
             let scaled = image::imageops::resize(&whole, side(width), side(height), FilterType::Triangle);
             Picture { width: scaled.width(), height: scaled.height(), channels, pixels: scaled.into_raw() }
         }
-        // Its bytes do not fit its size, which no decoder makes.
+        // The number of bytes does not match the size, which no decoder produces.
         None => Picture { width: 1, height: 1, channels: 3, pixels: vec![0; 3] },
     }
 }

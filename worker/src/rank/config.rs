@@ -9,37 +9,38 @@ use std::path::PathBuf;
 /// The configuration of a rank process: the file `rank.<r>.json` in its attempt's folder.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankConfig {
-    /// The attempt, with `master_port` already chosen.
+    /// The order to start, with a `master_port`.
     pub start: StartAttempt,
-    /// This process's rank, from 0.
+    /// The rank of this process, from 0.
     pub rank: u32,
-    /// The slot it runs in.
+    /// The slot in which the rank runs.
     pub slot: u32,
-    /// Ranks of the attempt on this machine.
+    /// The number of the attempt's ranks on this machine.
     pub local_ranks: u32,
-    /// Threads of this rank.
+    /// The number of threads of this rank.
     pub threads: u32,
-    /// Absent: it computes on CPU cores.
+    /// The GPU. Absent: the rank computes on CPU cores.
     #[serde(default)]
     pub gpu: Option<RankGpu>,
-    /// The file with the deadline of its agent's lease; absent where there is no agent.
+    /// The file with the deadline of the agent's lease. Absent without an agent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease: Option<PathBuf>,
-    /// The job's folder; this attempt's is in `attempts` in it.
+    /// The job's folder. The attempt's folder is in `attempts` below it.
     pub job_dir: PathBuf,
-    /// Seconds after SIGTERM that the rank waits for its step and the checkpoint.
+    /// Seconds after SIGTERM during which the rank may finish its step and the checkpoint.
     #[serde(default = "stop_within_secs")]
     pub stop_within_secs: u32,
 }
 
-/// The default: the usual time between SIGTERM and SIGKILL (Slurm and Kubernetes: 30 s), less [`TO_LEAVE_SECS`].
+/// The default of [`RankConfig::stop_within_secs`]: the usual time between SIGTERM and SIGKILL (Slurm and Kubernetes:
+/// 30 s), minus [`TO_LEAVE_SECS`].
 pub fn stop_within_secs() -> u32 {
     KILLED_AFTER_SECS - TO_LEAVE_SECS
 }
 
-/// The default of Slurm's KillWait and of a pod's terminationGracePeriodSeconds.
+/// The default of Slurm's KillWait and of Kubernetes' terminationGracePeriodSeconds.
 pub const KILLED_AFTER_SECS: u32 = 30;
-/// For ranks to end after that, and for their agent to report how.
+/// Time for ranks to end after that, and for their agent to report it.
 pub const TO_LEAVE_SECS: u32 = 10;
 
 impl RankConfig {
@@ -48,12 +49,12 @@ impl RankConfig {
         self.job_dir.join("attempts").join(self.start.attempt.folder_name())
     }
 
-    /// Where it computes.
+    /// The device on which the rank computes.
     pub fn device(&self) -> DeviceChoice {
         registry::device_of(self.gpu.as_ref(), self.start.spec.parallel.device)
     }
 
-    /// Where the job's checkpoints are.
+    /// The folder of the job's checkpoints.
     pub fn checkpoints_dir(&self) -> PathBuf {
         self.job_dir.join("checkpoints")
     }

@@ -1,4 +1,4 @@
-//! Why a rank could not continue, and what follows from it.
+//! Why a rank could not continue, and whether a retry may help.
 
 use crate::train::TrainError;
 use lockstep_comm::rendezvous::RendezvousError;
@@ -17,7 +17,7 @@ pub(super) enum RankError {
     /// Steps no longer complete.
     #[error("{0}")]
     Stalled(String),
-    /// Asked to stop, and the step did not end, or its checkpoint was not written.
+    /// The rank was asked to stop, but the step did not end, or its checkpoint was not written.
     #[error("asked to stop: {why}. {lost}")]
     Interrupted { why: String, lost: String, secondary: bool, unreachable: Vec<u32> },
 }
@@ -33,7 +33,7 @@ impl RankError {
         }
     }
 
-    /// What kind of failure it is, where that is known.
+    /// The reason code, if the kind of failure is known.
     pub(super) fn code(&self) -> Option<ReasonCode> {
         match self {
             RankError::Train(TrainError::Diverged { .. }) => Some(ReasonCode::Diverged),
@@ -48,7 +48,7 @@ impl RankError {
         }
     }
 
-    /// The ranks whose machines do not answer, where that is why.
+    /// The ranks whose machines do not answer, if that is the reason.
     pub(super) fn unreachable(&self) -> &[u32] {
         match self {
             RankError::Train(error) => error.unreachable(),

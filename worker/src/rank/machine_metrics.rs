@@ -1,5 +1,5 @@
-//! Metrics of the machine (CPU, memory, disk, network) as metrics of the job, reported by one rank of each machine, and those of
-//! each rank's device.
+//! Metrics of the machine (CPU, memory, disk, network), which one rank of each machine reports with the job's
+//! metrics, and metrics of each rank's device.
 
 use super::RankConfig;
 use crate::report::{Observer, Sampler};
@@ -12,7 +12,7 @@ use std::{
 const EVERY: Duration = Duration::from_secs(2);
 const DEVICE_EVERY: Duration = Duration::from_secs(1);
 
-/// Reports until it is dropped; `None` where another rank of this machine does.
+/// Reports metrics of the machine until the result is dropped. `None` if another rank of this machine reports them.
 ///
 /// # Errors
 /// The thread cannot be started.
@@ -21,21 +21,21 @@ pub(super) fn start(
     observer: Arc<dyn Observer>,
     progress: Arc<AtomicU64>,
 ) -> std::io::Result<Option<Sampler>> {
-    // Those that are started here: its own agent's.
+    // The configuration names the ranks of this agent; the first of them reports.
     if config.start.ranks.first().is_some_and(|(first, _)| *first != config.rank) {
         return Ok(None);
     }
     let mut usage = UsageSampler::new(&config.job_dir);
-    // Rates are those since the sample before.
+    // Rates are relative to the previous measurement.
     usage.sample();
     let measure = move || metrics(&usage.sample());
     Sampler::start("machine metrics", EVERY, observer, progress, measure).map(Some)
 }
 
-/// Reports the metrics of the rank's device once a second until the result is dropped; `None` where it has none.
+/// Reports the metrics of the rank's device once a second until the result is dropped. `None` if the device has none.
 ///
 /// # Errors
-/// The device cannot be watched; a sentence. Training does without.
+/// The device cannot be monitored; a sentence. Training continues without.
 pub(super) fn start_device(
     config: &RankConfig,
     observer: Arc<dyn Observer>,

@@ -1,7 +1,7 @@
-//! The signals a rank listens to, and its agent's lease.
+//! The signals that a rank handles, and its agent's lease.
 
 use super::{
-    EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, RankConfig, RankState, error::RankError, last_words, leave,
+    EXIT_FAILED, EXIT_STOPPED, LEAVE_WITHIN, RankConfig, RankState, error::RankError, leave, report_failure,
 };
 use crate::{fence, report::Reporter};
 use std::{
@@ -9,8 +9,8 @@ use std::{
     time::Duration,
 };
 
-/// How often the agent's lease is checked. It must be expired twice in a row, so that a machine that slept does not end its
-/// ranks.
+/// How often the agent's lease is checked. The lease must be expired in two successive checks, so that a machine that
+/// was asleep does not end its ranks.
 const LEASE_EVERY: Duration = Duration::from_secs(1);
 
 /// Handles signals and the lease:
@@ -57,9 +57,9 @@ pub(super) fn listen_to_signals(
                 () = tokio::time::sleep(LEASE_EVERY) => {
                     overdue = if config.lease.as_deref().and_then(fence::overdue).is_some() { overdue + 1 } else { 0 };
                     if overdue > 1 {
-                        let why = "its agent did not extend its lease in time";
+                        let why = "the agent did not extend its lease in time";
                         state.abort(why);
-                        last_words(&config, &state, &reporter, &RankError::Stalled(why.into()));
+                        report_failure(&config, &state, &reporter, &RankError::Stalled(why.into()));
                         let _ = reporter.flush();
                         leave(EXIT_FAILED, LEAVE_WITHIN);
                     }
@@ -69,7 +69,8 @@ pub(super) fn listen_to_signals(
         let why = format!("the step or its checkpoint was not done within {} s", within.as_secs());
         state.abort(&why);
         tokio::time::sleep(LEAVE_WITHIN).await;
-        // The rank still waits for something that cannot be interrupted otherwise. (A rank that has ended in order is exiting.)
+        // The rank still waits for something that cannot be interrupted otherwise. (A rank that has ended in order is
+        // already exiting.)
         let lost = state.lost(config.rank).filter(|_| !state.ended.load(Ordering::Relaxed));
         if lost.is_none() && state.ended.load(Ordering::Relaxed) {
             return;
@@ -77,7 +78,7 @@ pub(super) fn listen_to_signals(
         let status = lost.as_ref().map_or(EXIT_STOPPED, |_| EXIT_FAILED);
         if let Some(lost) = lost {
             let interrupted = RankError::Interrupted { why, lost, secondary: false, unreachable: Vec::new() };
-            last_words(&config, &state, &reporter, &interrupted);
+            report_failure(&config, &state, &reporter, &interrupted);
         }
         let _ = reporter.flush();
         leave(status, LEAVE_WITHIN);
@@ -86,7 +87,7 @@ pub(super) fn listen_to_signals(
     Ok(())
 }
 
-/// Orders the rank to stop; returns the time by which it has to have ended.
+/// Asks the rank to stop. Returns the time by which it must have ended.
 fn begin_stop(state: &RankState, within: Duration) -> tokio::time::Instant {
     state.stop.store(true, Ordering::Relaxed);
     tokio::time::Instant::now() + within

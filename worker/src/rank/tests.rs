@@ -1,4 +1,4 @@
-//! A rank from its file's content to its checkpoint, on a backend that only the registry knows.
+//! A rank from its configuration file to its checkpoint, on a test backend in the registry.
 
 use super::*;
 use crate::{checkpoint, toy};
@@ -12,7 +12,7 @@ use std::{fs, os::unix::fs::symlink, path::PathBuf};
 
 const STEPS: u64 = 3;
 
-/// 32 pictures of 8 x 8 pixels to train on and 8 to validate, as IDX files.
+/// Writes a dataset of IDX files: 32 training and 8 validation pictures of 8 x 8 pixels.
 fn dataset(folder: &Path) {
     fs::create_dir(folder).unwrap();
     for (name, count) in [("train", 32u32), ("t10k", 8)] {
@@ -28,7 +28,7 @@ fn dataset(folder: &Path) {
     }
 }
 
-/// Runs a rank that its launcher gave `gpu`, as its start is changed, in a folder of its own.
+/// Runs a rank with the GPU `gpu` and a modified order to start, in a separate folder.
 fn run(
     folder: &Path,
     gpu: Option<RankGpu>,
@@ -76,12 +76,12 @@ fn run(
     attempt(&config, &Arc::default(), &reporter)
 }
 
-/// The weights of the last checkpoint of a rank in `folder`.
+/// The weights of the last checkpoint of the rank in `folder`.
 fn last_weights(folder: &Path) -> PathBuf {
     folder.join("checkpoints").join(checkpoint::folder_name(1, STEPS)).join(checkpoint::MODEL)
 }
 
-/// Runs a rank that its launcher gave `gpu`; the weights of its last checkpoint.
+/// Trains with the GPU `gpu`, and returns the weights of the last checkpoint.
 fn trained(gpu: Option<RankGpu>) -> NamedTensors {
     let folder = tempfile::tempdir().unwrap();
     let outcome = run(folder.path(), gpu, |_| {}).unwrap();
@@ -134,18 +134,18 @@ fn weights_and_datasets_are_not_read_by_a_link_that_leads_out_of_the_folders_the
 fn a_third_backend_trains_a_rank_that_has_a_device_of_its_own() {
     let gpu = RankGpu { ordinal: 1, visible: vec!["GPU-a".into(), toy::device("b")] };
     let weights = trained(Some(gpu));
-    // Another test ends what is under way, at any time.
+    // Another test may end the calls in progress at any time.
     let asked = || {
         let all = toy::ASKED.lock().unwrap().clone();
         all.into_iter().filter(|what| !what.starts_with("abort")).collect::<Vec<_>>()
     };
     assert_eq!(asked(), ["preflight for 1 ranks", "engine on device 1"]);
-    // It computes as the CPU does, so all that is around it came to the same bits.
+    // The test backend computes as the CPU engine does, so the weights must have the same bits.
     assert!(weights == trained(None), "other weights than on the CPU");
     assert_eq!(asked().len(), 2, "the CPU's rank is not its own");
 }
 
-/// As when its watchdog, its agent's lease or a signal ends it.
+/// As when the watchdog, the agent's lease or a signal ends a rank.
 #[test]
 fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
     let why = "steps have stopped for 60 s";
@@ -163,9 +163,9 @@ fn a_rank_that_is_ended_ends_what_is_under_way_on_a_third_backend() {
 #[test]
 fn what_leaves_the_machine_in_clear_is_said_with_what_to_do() {
     for on_cores in [true, false] {
-        let words = in_clear(on_cores);
-        assert!(words.contains("is not encrypted") && words.contains("private network"), "{words}");
-        assert_eq!(words.contains("nor does NCCL check who sends"), !on_cores, "{words}");
+        let words = unencrypted_warning(on_cores);
+        assert!(words.contains("are not encrypted") && words.contains("private network"), "{words}");
+        assert_eq!(words.contains("nor does NCCL authenticate them"), !on_cores, "{words}");
         assert_eq!(words.lines().count(), 1);
     }
 }
@@ -179,7 +179,7 @@ fn ranks_of_different_backends_are_refused_with_the_rank() {
             scope.spawn(move || {
                 let store = Store::join(rendezvous_config(port, rank, 3)).unwrap();
                 let refused = check_backends(&store, backend).unwrap_err();
-                // The store goes with rank 0's.
+                // The store ends with rank 0's.
                 store.barrier("done").unwrap();
                 assert!(!refused.is_retriable());
                 refused.to_string()

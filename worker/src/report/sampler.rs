@@ -1,4 +1,4 @@
-//! Metrics that are measured at intervals, next to training.
+//! Metrics that are measured at intervals, concurrently with training.
 
 use super::Observer;
 use std::{
@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-/// Measures and reports until it is dropped.
+/// A thread that measures and reports until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Sampler {
     ended: Arc<(Mutex<bool>, Condvar)>,
@@ -18,8 +18,9 @@ pub(crate) struct Sampler {
 }
 
 impl Sampler {
-    /// Calls `measure` at intervals and reports what it returns, at the step that `progress` counts. Nothing is measured or reported while
-    /// `progress` stands still: a rank that has hung must look silent to its agent, and a metric has one value a step.
+    /// Calls `measure` at intervals and reports the results, at the step in `progress`. While `progress` does not
+    /// change, nothing is measured or reported: a rank that has hung must be silent, and a metric has one value per
+    /// step.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -63,7 +64,7 @@ impl Drop for Sampler {
         *self.ended.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.ended.1.notify_all();
         if let Some(thread) = self.thread.take() {
-            // It only reads and reports.
+            // The thread only reads and reports.
             let _ = thread.join();
         }
     }
@@ -98,7 +99,7 @@ mod tests {
         };
         let every = Duration::from_millis(1);
         let sampler = Sampler::start("made up", every, observer, progress.clone(), look).unwrap();
-        // Continues only when the rank does.
+        // `measure` continues only when the test lets it.
         progress.store(7, Ordering::Relaxed);
         let next = || reports.recv_timeout(Duration::from_secs(20)).unwrap();
         assert_eq!(next(), ("gpu_power_watts".into(), 7, 650.5));

@@ -1,4 +1,4 @@
-//! The reading end of a file of records.
+//! Reading a file of records.
 
 use super::{HEADER, LONGEST_RECORD};
 use lockstep_protocol::{agent::AttemptEvent, wire};
@@ -9,11 +9,11 @@ use std::{
     time::Duration,
 };
 
-/// Most bytes that [`Tail::poll`] returns at once, so that a message made of them stays small.
+/// Maximum number of bytes that [`Tail::poll`] returns at once, so that a message made from them stays small.
 const POLL_BYTES: u64 = 1 << 20;
 
-/// How long bytes that make no record must stay the same. While a full disk's writer takes half a record back, a reader
-/// sees some of it as zeros for an instant.
+/// How long invalid bytes must stay unchanged before they count as damage. While a writer on a full disk truncates an
+/// incomplete record, a reader may briefly see some of its bytes as zeros.
 const BEFORE_DAMAGE_IS_BELIEVED: Duration = Duration::from_millis(2);
 
 /// Reads a file of records while it grows.
@@ -21,10 +21,10 @@ const BEFORE_DAMAGE_IS_BELIEVED: Duration = Duration::from_millis(2);
 pub struct Tail {
     path: PathBuf,
     file: Option<File>,
-    /// Where the next record begins in the file.
+    /// The offset of the next record in the file.
     offset: u64,
     next: u64,
-    /// Records below this one are skipped.
+    /// Records with a lower number are skipped.
     from: u64,
 }
 
@@ -34,52 +34,52 @@ pub enum TailError {
     /// The file cannot be read.
     #[error("{path}: {error}")]
     Io {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// What the system says.
+        /// The operating system's error.
         error: io::Error,
     },
-    /// A record that is followed by others is not what was written.
+    /// A record that is followed by others is damaged.
     #[error("{path}: record {record} at byte {offset} is damaged: {detail}")]
     Damaged {
-        /// The file.
+        /// The path of the file.
         path: PathBuf,
-        /// Its number, from 0.
+        /// The number of the record, from 0.
         record: u64,
-        /// Where it begins.
+        /// The offset of the record.
         offset: u64,
-        /// What is wrong with it.
+        /// The kind of damage.
         detail: String,
     },
 }
 
 impl Tail {
-    /// Reads `path` from record number `from_record` (from 0) on. The file need not exist yet.
+    /// Reads `path`, starting with record number `from_record` (from 0). The file need not exist yet.
     pub fn open(path: &Path, from_record: u64) -> Self {
         Self { path: path.into(), file: None, offset: 0, next: 0, from: from_record }
     }
 
-    /// Bytes of the whole records read so far.
+    /// The size of the complete records read so far.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// The number of the record that the next [`Tail::poll`] begins with.
+    /// The number of the first record that the next [`Tail::poll`] returns.
     pub fn next_record(&self) -> u64 {
         self.next.max(self.from)
     }
 
-    /// The records that have come, at most about a mebibyte of them at once; empty when there are
-    /// none now. A last record that is not whole yet is left for later.
+    /// The records that have been added, at most about a mebibyte at once. Empty if there are none. An incomplete
+    /// last record is left for later.
     ///
     /// # Errors
-    /// The file cannot be read, or a record before its end is damaged (after all records before it
-    /// were handed out): then every further call says so.
+    /// The file cannot be read, or a record before its end is damaged. All records before the damaged one are
+    /// returned first; then every call returns this error.
     pub fn poll(&mut self) -> Result<Vec<AttemptEvent>, TailError> {
         let mut events = Vec::new();
         let read = self.read_on(&mut events);
         if read.is_err() {
-            // The file at the path may be another one by the next time (a disk that returned).
+            // By the next call, the path may lead to another file (on a disk that has returned).
             self.file = None;
         }
         match read {
@@ -102,12 +102,12 @@ impl Tail {
         let mut read = 0;
         while read < POLL_BYTES {
             let mut found = record_at(file, self.offset).map_err(io)?;
-            if let Found::Damage(_) = found {
-                // The writer may have been taking half a record back: what is damaged stays as it is.
+            if let RecordAt::Damage(_) = found {
+                // The writer may have been truncating an incomplete record. Damage persists.
                 std::thread::sleep(BEFORE_DAMAGE_IS_BELIEVED);
                 let again = record_at(file, self.offset).map_err(io)?;
                 if again != found {
-                    found = Found::Nothing;
+                    found = RecordAt::Nothing;
                 }
             }
             let damaged = |detail: String| TailError::Damaged {
@@ -117,9 +117,9 @@ impl Tail {
                 detail,
             };
             let payload = match found {
-                Found::Nothing => break,
-                Found::Damage(detail) => return Err(damaged(detail)),
-                Found::Record(payload) => payload,
+                RecordAt::Nothing => break,
+                RecordAt::Damage(detail) => return Err(damaged(detail)),
+                RecordAt::Record(payload) => payload,
             };
             if self.next >= self.from {
                 events.push(wire::decode(&payload).map_err(|e| damaged(e.to_string()))?);
@@ -132,52 +132,53 @@ impl Tail {
     }
 }
 
-/// What is at a place of the file.
+/// The content of the file at an offset.
 #[derive(Debug, PartialEq, Eq)]
-enum Found {
-    /// No whole record yet.
+enum RecordAt {
+    /// No complete record yet.
     Nothing,
-    /// Its payload, whole.
+    /// The payload of a complete record.
     Record(Vec<u8>),
-    /// Something that nobody wrote, and why it is thought so.
+    /// Invalid bytes, with the reason why they are considered invalid.
     Damage(String),
 }
 
-fn record_at(file: &mut File, offset: u64) -> io::Result<Found> {
+fn record_at(file: &mut File, offset: u64) -> io::Result<RecordAt> {
     let length = file.metadata()?.len();
     if offset + HEADER as u64 > length {
-        return Ok(Found::Nothing);
+        return Ok(RecordAt::Nothing);
     }
     file.seek(SeekFrom::Start(offset))?;
     let mut header = [0; HEADER];
     if !filled(file.read_exact(&mut header))? {
-        return Ok(Found::Nothing);
+        return Ok(RecordAt::Nothing);
     }
     let [a, b, c, d, e, f, g, h] = header;
     let size = u32::from_le_bytes([a, b, c, d]);
     let crc = u32::from_le_bytes([e, f, g, h]);
     if size > LONGEST_RECORD {
-        return Ok(Found::Damage(format!("it claims {size} bytes")));
+        return Ok(RecordAt::Damage(format!("it claims {size} bytes")));
     }
     let end = offset + HEADER as u64 + u64::from(size);
     if end > length {
-        return Ok(Found::Nothing);
+        return Ok(RecordAt::Nothing);
     }
     let mut payload = vec![0; size as usize];
     if !filled(file.read_exact(&mut payload))? {
-        return Ok(Found::Nothing);
+        return Ok(RecordAt::Nothing);
     }
     if size != 0 && crc32fast::hash(&payload) == crc {
-        return Ok(Found::Record(payload));
+        return Ok(RecordAt::Record(payload));
     }
-    // After a power failure a file may end in bytes that were never written.
+    // After a power failure, a file may end in bytes that were never written.
     if end == length || size == 0 && rest_is_zero(file)? {
-        return Ok(Found::Nothing);
+        return Ok(RecordAt::Nothing);
     }
-    Ok(Found::Damage("its checksum does not match".into()))
+    Ok(RecordAt::Damage("its checksum does not match".into()))
 }
 
-/// Whether all of it was there. A writer whose disk is full takes half a record back, also while it is read.
+/// Whether all bytes could be read. A writer whose disk is full truncates an incomplete record, possibly during the
+/// read.
 fn filled(read: io::Result<()>) -> io::Result<bool> {
     match read {
         Ok(()) => Ok(true),

@@ -26,7 +26,7 @@ fn a_record_that_a_full_disk_takes_back_while_it_is_read_is_waited_for() {
     let (length, crc) = (u32::try_from(half.len()).unwrap(), crc32fast::hash(&half));
     half.splice(0..0, [length.to_le_bytes(), crc.to_le_bytes()].concat());
     let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
-    // The writer as it is while the disk is full: half a record, taken back, again and again.
+    // A writer on a full disk: writes half a record and truncates it, again and again.
     let writer = std::thread::spawn({
         let (path, stop) = (path.clone(), stop.clone());
         move || {
@@ -74,7 +74,7 @@ fn what_is_reported_is_read_in_order_with_nan() {
     assert_eq!((lines[0].number, lines[0].text.len()), (3, 4096));
     let text = std::fs::read_to_string(log_path(dir.path(), 3)).unwrap();
     assert!(text.starts_with("epoch: 1 step: 1, loss is 2.5\nsecond\n"));
-    // Only what follows an acknowledged number is read again.
+    // Only records after the acknowledged number are read again.
     let mut tail = Tail::open(&events_path(dir.path(), 3), 2);
     assert_eq!((tail.next_record(), drain(&mut tail).len(), tail.next_record()), (2, 2, 4));
 }
@@ -118,7 +118,7 @@ fn a_torn_end_waits_and_is_cut_by_the_next_writer() {
         records.append(&removed(3)).unwrap();
         assert_eq!(drain(&mut tail), [removed(3)], "cut at {cut}");
     }
-    // Zeros after the last record, as a power failure leaves them.
+    // Zeros after the last record, as after a power failure.
     let mut padded = whole.clone();
     padded.extend_from_slice(&[0; 100]);
     std::fs::write(&path, &padded).unwrap();
@@ -149,7 +149,7 @@ fn damage_in_the_middle_is_named_not_skipped() {
 fn a_record_has_up_to_64_mib() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("rank.0.events");
-    // What begins so has not come whole.
+    // A record that begins like this is incomplete.
     let begins = |bytes: u32| {
         std::fs::write(&path, [bytes.to_le_bytes(), [0; 4]].concat()).unwrap();
         Tail::open(&path, 0).poll()
@@ -157,7 +157,7 @@ fn a_record_has_up_to_64_mib() {
     assert_eq!(begins(64 << 20).unwrap(), []);
     let error = begins((64 << 20) + 1).unwrap_err().to_string();
     assert!(error.contains("record 0 at byte 0 is damaged: it claims 67108865 bytes"), "{error}");
-    // Nor is one written.
+    // Such a record cannot be written either.
     let path = dir.path().join("rank.1.events");
     let mut records = Records::append_to(&path).unwrap();
     let text = "x".repeat(64 << 20);

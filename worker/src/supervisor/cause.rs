@@ -1,4 +1,4 @@
-//! Why ranks failed: of all that they recorded and how they ended, the cause that comes first.
+//! Why ranks failed: finds the primary cause in their records and in how they ended.
 
 use super::process::Exit;
 use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
@@ -7,23 +7,23 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 
-/// What is known of one rank's end.
+/// The facts about one rank's end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RankEnd {
     pub rank: u32,
-    /// Absent while it runs.
+    /// `None` while it runs.
     pub exit: Option<Exit>,
-    /// It was still running when it was asked to end: its exit status then is no cause.
+    /// Whether it was still running when it was asked to end. Its exit status is then not a cause.
     pub asked_to_end: bool,
-    /// Optimizer steps done, as far as its records say.
+    /// Number of optimizer steps done, according to its records.
     pub step: u64,
-    /// It recorded that its training is done.
+    /// Whether it has recorded that its training is complete.
     pub finished: bool,
-    /// The failure that it reported last.
+    /// The last failure that it reported.
     pub failure: Option<Failure>,
-    /// The last line it printed outside its log (a panic, the loader's complaint).
+    /// The last line printed outside its log (a panic, an error of the dynamic linker).
     pub last_stderr_line: Option<String>,
-    /// It printed that memory could not be allocated.
+    /// Whether it printed that memory could not be allocated.
     pub no_memory: bool,
 }
 
@@ -37,7 +37,7 @@ pub struct Failure {
 }
 
 impl RankEnd {
-    /// Whether it ended as a rank should.
+    /// Whether it ended successfully.
     pub fn is_success(&self) -> bool {
         match self.exit {
             Some(Exit::Status(EXIT_FINISHED)) => true,
@@ -46,29 +46,30 @@ impl RankEnd {
         }
     }
 
-    /// Whether it runs, or has ended as a rank does that was asked to stop.
+    /// Whether it is running, or has ended like a rank that was asked to stop.
     pub fn is_stopping(&self) -> bool {
         let in_order = matches!(self.exit, None | Some(Exit::Status(EXIT_STOPPED | EXIT_FINISHED)));
         in_order && self.failure.is_none()
     }
 
-    /// Whether it was killed or died unseen, and did not end by itself.
+    /// Whether it was killed or died unobserved, instead of ending by itself.
     pub fn is_death(&self) -> bool {
         let unexplained = !self.is_success() && self.failure.is_none();
         unexplained && matches!(self.exit, Some(Exit::Signal(_) | Exit::Unseen))
     }
 
-    /// Whether it reported its own failure, and did not only lose another rank.
+    /// Whether it reported a failure of its own, rather than only the loss of another rank.
     pub fn has_own_reason(&self) -> bool {
         self.failure.as_ref().is_some_and(|failure| !failure.secondary)
     }
 
-    /// Whether it ended because the system gave it no more memory: Rust's runtime prints that and aborts.
+    /// Whether it ended because it could not allocate memory: Rust's runtime prints that and aborts.
     pub fn was_refused_memory(&self) -> bool {
         self.exit == Some(Exit::Signal(6)) && self.no_memory
     }
 
-    /// How well this rank's end explains the attempt's: the lowest number explains it best; `None` if it explains nothing.
+    /// How well this rank's end explains the end of the attempt: the lowest number is the best explanation. `None` if
+    /// it explains nothing.
     fn precedence(&self) -> Option<u32> {
         if self.is_success() {
             return None;
@@ -85,7 +86,7 @@ impl RankEnd {
         }
     }
 
-    /// How an attempt ends for which this is the cause.
+    /// How an attempt ends whose cause is this rank's end.
     pub fn ending(&self) -> Ending {
         let mut facts = Facts { rank: Some(self.rank), step: Some(self.step), ..Facts::default() };
         let (code, retriable) = match (&self.failure, self.exit) {
@@ -113,11 +114,11 @@ impl RankEnd {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FailureCause<'a> {
     pub rank: &'a RankEnd,
-    /// A better explanation may still arrive.
+    /// Whether a better explanation may still arrive.
     pub provisional: bool,
 }
 
-/// The failure that explains the others, among ranks that ended or reported why they cannot continue.
+/// The failure that explains the others, among ranks that have ended or reported why they cannot continue.
 pub fn failure_cause<'a>(ranks: impl IntoIterator<Item = &'a RankEnd>) -> Option<FailureCause<'a>> {
     let (precedence, rank) = ranks
         .into_iter()
@@ -152,7 +153,7 @@ mod tests {
         let killed = RankEnd { rank: 1, exit: Some(Exit::Signal(9)), step: 41, ..Default::default() };
         let ranks = [lost_connection(0), killed];
         assert_eq!(reason(&ranks), "rank 1 was killed by signal 9 at step 41");
-        // Before its death is seen, the secondary cause is known to be one.
+        // Even before the other rank's death is observed, this cause is known to be secondary.
         assert!(failure_cause(&ranks[..1]).unwrap().provisional);
         assert!(!failure_cause(&ranks).unwrap().provisional);
     }

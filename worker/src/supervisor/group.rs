@@ -1,4 +1,4 @@
-//! The ranks of one attempt or measurement on this machine: watched together, and ended together.
+//! The ranks of one attempt or measurement on this machine, which are watched and ended together.
 
 use super::{
     cause::{FailureCause, RankEnd, failure_cause},
@@ -9,19 +9,20 @@ use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
-/// From one SIGKILL to the next.
+/// Interval between two SIGKILLs.
 const KILL_EVERY: Duration = Duration::from_secs(1);
-/// How often to check whether processes that ranks have left behind have ended.
+/// How often to check whether processes left behind by ranks have ended.
 const SWEEP_EVERY: Duration = Duration::from_millis(20);
-/// Ranks that still exist this long after the first SIGKILL are named and given up.
+/// Ranks that still exist this long after the first SIGKILL are reported, and no longer waited for.
 const UNKILLABLE: Duration = Duration::from_secs(30);
 
 /// How ranks are asked to end, from the least to the most urgent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stop {
-    /// SIGUSR1: finish the step and write a checkpoint of it; [`Stop::Terminate`] after this time, or when one ends otherwise.
+    /// SIGUSR1: finish the step and write a checkpoint. Becomes [`Stop::Terminate`] after this time, or when a rank
+    /// ends otherwise.
     Save { within: Duration },
-    /// SIGTERM, and [`Stop::Kill`] after the caller's grace.
+    /// SIGTERM. Becomes [`Stop::Kill`] after the caller's grace period.
     Terminate,
     /// SIGKILL, once a second.
     Kill,
@@ -57,34 +58,36 @@ pub enum Orphans {
     Kill,
 }
 
-/// How long ranks may take to end by themselves after one of them has failed. A report that arrives meanwhile may explain the failure
-/// better than the known one.
+/// How long ranks may take to end by themselves after one of them has failed. A report that arrives meanwhile may
+/// explain the failure better than the known cause.
 #[derive(Debug, Clone, Copy)]
 pub struct EndDelays {
-    /// The cause is known.
+    /// If the cause is certain.
     pub certain: Duration,
-    /// Another rank's end may explain it.
+    /// If the end of another rank may be a better explanation.
     pub provisional: Duration,
-    /// All of them are stopping in order without an order from here: rank 0 may still be writing their checkpoint.
+    /// If all ranks are stopping in order without an order from this supervisor: rank 0 may still be writing their
+    /// checkpoint.
     pub stopping: Duration,
 }
 
-/// A stop that is in progress.
+/// A stop in progress.
 #[derive(Debug, Clone, Copy)]
 struct Stopping {
     how: Stop,
     since: Instant,
-    /// How often SIGKILL was sent.
+    /// How often SIGKILL has been sent.
     kills: u32,
 }
 
-/// The ranks, in their order.
+/// The ranks, in rank order.
 pub struct RankGroup<N: RecordSink> {
     pub ranks: Vec<Rank<N>>,
     stopping: Option<Stopping>,
-    /// Since when a rank's failure is known.
+    /// Since when a failure of a rank is known.
     trouble_since: Option<Instant>,
-    /// Whether suspended ranks get SIGKILL instead of SIGTERM, to which they do not react while others wait for them.
+    /// Whether suspended ranks get SIGKILL instead of SIGTERM. They do not react to SIGTERM while others wait for
+    /// them.
     kill_suspended: bool,
     orphans: Orphans,
 }
@@ -102,12 +105,12 @@ impl<N: RecordSink> RankGroup<N> {
         self
     }
 
-    /// Updates which ranks have ended.
+    /// Checks which ranks have ended.
     pub fn poll(&mut self) {
         self.ranks.iter_mut().for_each(Rank::poll);
     }
 
-    /// Whether all have ended, as far as [`RankGroup::poll`] has seen.
+    /// Whether all ranks have ended, according to the last [`RankGroup::poll`].
     pub fn has_ended(&self) -> bool {
         self.ranks.iter().all(|rank| rank.end.exit.is_some())
     }
@@ -117,12 +120,12 @@ impl<N: RecordSink> RankGroup<N> {
         self.ranks.iter().map(|rank| &rank.end)
     }
 
-    /// Why they fail, if one does.
+    /// Why the ranks fail, if one has failed.
     pub fn failure_cause(&self) -> Option<FailureCause<'_>> {
         failure_cause(self.ends())
     }
 
-    /// Whether a rank has failed so long ago that the others have to be asked to end.
+    /// Whether a rank failed so long ago that the others must be asked to end.
     pub fn is_to_end(&mut self, delays: EndDelays) -> bool {
         let Some(cause) = failure_cause(self.ranks.iter().map(|rank| &rank.end)) else { return false };
         let limit = match cause.provisional {
@@ -133,12 +136,12 @@ impl<N: RecordSink> RankGroup<N> {
         self.trouble_since.get_or_insert_with(Instant::now).elapsed() >= limit
     }
 
-    /// Whether they were asked to end.
+    /// Whether the ranks have been asked to end.
     pub fn is_stopping(&self) -> bool {
         self.stopping.is_some()
     }
 
-    /// Asks all to end. After an earlier order, only a more urgent one counts.
+    /// Asks all ranks to end. After an earlier order, only a more urgent one has an effect.
     pub fn stop(&mut self, how: Stop) {
         match self.stopping {
             None => {
@@ -154,7 +157,7 @@ impl<N: RecordSink> RankGroup<N> {
         self.signal(how.signal());
     }
 
-    /// Enforces an earlier order to end: `grace` is the time from SIGTERM to SIGKILL.
+    /// Enforces an earlier order to end. `grace` is the time from SIGTERM to SIGKILL.
     pub(super) fn escalate(&mut self, grace: Duration) {
         let Some(Stopping { how, since, kills }) = self.stopping else { return };
         match how {
@@ -174,17 +177,18 @@ impl<N: RecordSink> RankGroup<N> {
         }
     }
 
-    /// Whether they were killed repeatedly and still exist.
+    /// Whether ranks still exist although they were killed repeatedly.
     pub fn is_unkillable(&self) -> bool {
         self.stopping
             .is_some_and(|stopping| stopping.how == Stop::Kill && stopping.since.elapsed() > UNKILLABLE)
     }
 
-    /// Proves that no process of the ranks is left, nor any that they started; names what cannot be killed.
+    /// Verifies that no process of the ranks is left, including processes that they started. Names processes that
+    /// cannot be killed.
     pub async fn sweep(&mut self) -> Option<String> {
         let until = Instant::now() + UNKILLABLE;
         loop {
-            // Sweeps every rank's process group, also after an error with another one.
+            // Sweeps the process group of every rank, even after an error with one of them.
             let left = self.ranks.iter_mut().filter_map(|rank| (!rank.process.sweep()).then_some(())).count();
             if left == 0 {
                 return None;
@@ -218,7 +222,7 @@ impl<N: RecordSink> Drop for RankGroup<N> {
         match self.orphans {
             Orphans::Stay => {}
             Orphans::Terminate => self.ranks.iter_mut().for_each(|rank| rank.process.signal(Signal::TERM)),
-            // All of them first: they may be waiting for each other.
+            // Signal all ranks first, because they may be waiting for each other.
             Orphans::Kill => {
                 self.ranks.iter_mut().for_each(|rank| rank.process.signal(Signal::KILL));
                 self.ranks.iter_mut().for_each(|rank| rank.process.kill_and_wait());
@@ -239,7 +243,7 @@ mod tests {
     use rustix::process::{Pid, kill_process};
     use std::process::Command;
 
-    /// A group of one that sleeps, and its process.
+    /// A group of one rank that sleeps, and its process id.
     fn asleep(orphans: Orphans) -> (RankGroup<()>, i32) {
         let mut command = Command::new("sleep");
         let process = RankProcess::spawn(0, command.arg("1000"), UnixProcessGroup::Own).unwrap();
@@ -275,7 +279,7 @@ mod tests {
     fn only_a_more_urgent_stop_counts_and_what_ended_by_it_is_no_cause() {
         let (mut ranks, pid) = asleep(Orphans::Kill);
         ranks.stop(Stop::Kill);
-        // A less urgent order is ignored: it would wait for the checkpoint of a rank that was killed.
+        // A less urgent order is ignored: otherwise the group would wait for the checkpoint of a killed rank.
         ranks.stop(Stop::Save { within: Duration::from_secs(1000) });
         let until = Instant::now() + Duration::from_secs(20);
         while !ranks.has_ended() {

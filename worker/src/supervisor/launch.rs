@@ -1,7 +1,7 @@
-//! Rank processes of an attempt: started with a configuration file, and adopted again by a later supervisor.
+//! Rank processes of an attempt: starting them with a configuration file, and adopting them by a later supervisor.
 //!
-//! A rank outlives its agent. Its identity is on disk next to its records: process id, start time (process ids are reused, the
-//! pair is not) and boot id.
+//! A rank outlives its agent. Its identity is stored on disk next to its records: process id, start time and boot id.
+//! Process ids are reused, but not together with the same start time.
 
 use super::{
     proc_fs::find_rank,
@@ -24,10 +24,10 @@ pub fn rank_file(attempt_dir: &Path, rank: u32, extension: &str) -> PathBuf {
     attempt_dir.join(format!("rank.{rank}.{extension}"))
 }
 
-/// The configurations of the ranks of `start` on this machine. They share its cores evenly.
+/// The configurations of the ranks of `start` on this machine, which share its cores evenly.
 ///
-/// `devices`: one for each rank, in rank order, all of them visible to all; empty for ranks on CPU cores. `lease`: the file with
-/// the deadline until which ranks may continue without an agent.
+/// `devices` has a device for each rank, in rank order; every rank sees all of them. It is empty for ranks on CPU
+/// cores. `lease` is the file with the deadline until which ranks may continue without an agent.
 pub fn configs(
     start: &StartAttempt,
     devices: &[String],
@@ -52,10 +52,10 @@ pub fn configs(
 }
 
 impl RankProcess {
-    /// Writes `rank.<r>.json` and starts the rank on it; what it prints goes to `rank.<r>.stderr`.
+    /// Writes `rank.<r>.json` and starts the rank with it. The output of the rank goes to `rank.<r>.stderr`.
     ///
     /// # Errors
-    /// The sentence names the file or program that could not be used.
+    /// The error names the file or program that could not be used.
     pub fn start(program: &Path, config: &RankConfig) -> io::Result<Self> {
         let dir = config.attempt_dir();
         let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
@@ -68,7 +68,7 @@ impl RankProcess {
         let mut command = Command::new(program);
         let interface = config.start.network.as_ref().and_then(|network| network.interface.as_ref());
         if let Some(interface) = interface.filter(|_| nccl_variable().is_none()) {
-            // NCCL takes a name without `=` as a prefix.
+            // Without `=`, NCCL takes a name as a prefix.
             command.env(NCCL_INTERFACE, format!("={interface}"));
         }
         command
@@ -91,18 +91,18 @@ impl RankProcess {
         Ok(process)
     }
 
-    /// Whether an earlier agent was about to start a rank, or has.
+    /// Whether an earlier agent was about to start a rank, or has started it.
     pub fn was_begun(attempt_dir: &Path, rank: u32) -> bool {
         rank_file(attempt_dir, rank, "json").exists()
     }
 
-    /// Adopts a rank that an earlier agent started. It may have ended already: [`RankProcess::poll`] shows it.
+    /// Adopts a rank started by an earlier agent. It may have ended already, which [`RankProcess::poll`] shows.
     pub fn adopt(attempt_dir: &Path, rank: u32) -> Self {
         let recorded = fs::read(rank_file(attempt_dir, rank, "pid"))
             .ok()
             .and_then(|text| serde_json::from_slice::<Identity>(&text).ok())
             .filter(|identity| identity.boot_id == boot_id());
-        // The agent may have died between the start and the writing.
+        // The agent may have died after it started the rank and before it wrote the file.
         let by_argument = || {
             let (pid, stat) = find_rank(&rank_file(attempt_dir, rank, "json"))?;
             Some(Identity { pid, start_time: stat.start_time, boot_id: boot_id() })
@@ -122,7 +122,7 @@ mod tests {
     use rustix::process::Signal;
     use std::time::{Duration, Instant};
 
-    /// A program that takes a rank's place: `rank <file> --job ...` as shell script.
+    /// Writes a shell script that replaces a rank's program: `rank <file> --job ...`.
     fn program(dir: &Path, script: &str) -> PathBuf {
         let path = dir.join("program");
         crate::test_script::write_script(&path, script);
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(wait(&mut process), Exit::Status(7));
         let printed = fs::read_to_string(rank_file(&config.attempt_dir(), 0, "stderr")).unwrap();
         assert!(printed.contains("out") && printed.contains("err"), "{printed}");
-        // A later supervisor sees that it has ended, too.
+        // A later supervisor also sees that it has ended.
         assert_eq!(RankProcess::adopt(&config.attempt_dir(), 0).poll(), Some(Exit::Unseen));
     }
 
@@ -196,7 +196,7 @@ mod tests {
         config.gpu = Some(RankGpu { ordinal: 0, visible: vec!["GPU-b".into(), "GPU-a".into()] });
         let said = printed(&config);
         assert!(said.starts_with("GPU-b,GPU-a|"), "{said}");
-        // The rest of the environment is the launcher's.
+        // The rest of the environment is inherited from the launcher.
         let home = std::env::var("HOME").unwrap_or_default();
         assert!(said.trim_end().ends_with(&format!("|{home}")), "{said}");
         // A job on CPU cores gets no GPU.
@@ -229,7 +229,7 @@ mod tests {
             }
             let began = Instant::now();
             let mut adopted = RankProcess::adopt(&config.attempt_dir(), 0);
-            // Its arguments show up a moment after it was started.
+            // The arguments of a process appear a moment after its start.
             while lose_file && adopted.poll().is_some() && began.elapsed() < Duration::from_secs(20) {
                 adopted = RankProcess::adopt(&config.attempt_dir(), 0);
             }
@@ -258,7 +258,7 @@ mod tests {
         };
         fs::write(rank_file(dir.path(), 0, "pid"), serde_json::to_vec(&identity).unwrap()).unwrap();
         let mut process = RankProcess::adopt(dir.path(), 0);
-        // Would end this test if it were.
+        // If the process were taken for the rank, this would end the test.
         process.signal(Signal::KILL);
         assert_eq!(process.poll(), Some(Exit::Unseen));
     }

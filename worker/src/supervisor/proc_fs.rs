@@ -1,37 +1,37 @@
-//! Processes as the kernel describes them in `/proc`; see proc_pid_stat(5).
+//! Processes according to `/proc`; see proc_pid_stat(5).
 
 use std::{fs, path::Path};
 
-/// The fields of one process that are used.
+/// The fields of a process that are used.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Stat {
     /// `R`, `S`, `D`, `T`, `Z`, ...
     pub(super) state: char,
-    /// Its process group.
+    /// The process group.
     pub(super) group: i32,
-    /// Clock ticks after boot.
+    /// Start time in clock ticks after boot.
     pub(super) start_time: u64,
-    /// Clock ticks that all its threads have run.
+    /// CPU time of all threads in clock ticks.
     pub(super) cpu_ticks: u64,
     pub(super) resident_pages: u64,
 }
 
 impl Stat {
-    /// It has ended; somebody has yet to wait for it.
+    /// Whether the process has ended, possibly without having been waited for.
     pub(super) fn has_ended(&self) -> bool {
         matches!(self.state, 'Z' | 'X')
     }
 
-    /// Suspended by a signal or a debugger.
+    /// Whether the process is suspended by a signal or a debugger.
     pub(super) fn is_suspended(&self) -> bool {
         matches!(self.state, 'T' | 't')
     }
 }
 
-/// Reads `/proc/<pid>/stat`; `None` when there is no such process.
+/// Reads `/proc/<pid>/stat`. `None` if there is no such process.
 pub(super) fn stat(pid: i32) -> Option<Stat> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is the name in parentheses, which may hold anything.
+    // The second field is the name in parentheses, which may contain any characters.
     let mut fields = text[text.rfind(')')? + 1..].split_ascii_whitespace();
     let state = fields.next()?.chars().next()?;
     let group = fields.nth(1)?.parse().ok()?;
@@ -42,19 +42,19 @@ pub(super) fn stat(pid: i32) -> Option<Stat> {
     Some(Stat { state, group, start_time, cpu_ticks: user + system, resident_pages })
 }
 
-/// All processes of this machine that can be seen.
+/// All visible processes of this machine.
 pub(super) fn all() -> impl Iterator<Item = (i32, Stat)> {
     pids().filter_map(|pid| Some((pid, stat(pid)?)))
 }
 
-/// The leader of a process group that was started with `rank <config_path>` among its arguments.
+/// The leader of a process group that was started with the arguments `rank <config_path>`.
 pub(super) fn find_rank(config_path: &Path) -> Option<(i32, Stat)> {
     let wanted = config_path.as_os_str().as_encoded_bytes();
     pids().find_map(|pid| {
         let line = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
         let arguments: Vec<_> = line.split(|b| *b == 0).collect();
         arguments.windows(2).any(|pair| pair == [&b"rank"[..], wanted]).then_some(())?;
-        // Not a child of it that has not become another program yet.
+        // Not a child of the rank that has not executed another program yet.
         stat(pid).filter(|s| s.group == pid).map(|s| (pid, s))
     })
 }

@@ -1,4 +1,4 @@
-//! One rank's process: signals, polling, and making sure that it has ended.
+//! The process of a rank: signals, polling, and verification that it has ended.
 
 use super::proc_fs::{self, stat};
 use lockstep_host::{SECRETS, boot_id};
@@ -14,15 +14,15 @@ use std::{
 /// How a rank process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// With this status.
+    /// The process exited with this status.
     Status(i32),
-    /// By this signal.
+    /// The process was ended by this signal.
     Signal(i32),
-    /// Unobserved; its records say more.
+    /// The end was not observed; the records of the rank may tell more.
     Unseen,
 }
 
-/// As the standard library displays it: `exit status: 1`, `signal: 9 (SIGKILL)`.
+/// As displayed by the standard library: `exit status: 1`, `signal: 9 (SIGKILL)`.
 impl fmt::Display for Exit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -33,26 +33,28 @@ impl fmt::Display for Exit {
     }
 }
 
-/// Which process group a rank's process is in.
+/// The process group of a rank's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnixProcessGroup {
-    /// Its own: Ctrl-C in its parent's terminal does not reach it, and what it starts ends with it.
+    /// A separate group: Ctrl-C in the parent's terminal does not reach it, and the processes that it starts end with
+    /// it.
     Own,
-    /// That of its parent: Ctrl-C ends both.
+    /// The parent's group: Ctrl-C ends both.
     Inherited,
 }
 
-/// Which process a rank is: the file `rank.<r>.pid`. A process id is used again, the pair with the start time is not.
+/// The identity of a rank's process: the file `rank.<r>.pid`. Process ids are reused, but not together with the same
+/// start time.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Identity {
     pub(super) pid: i32,
-    /// Clock ticks after boot (`/proc/<pid>/stat`, field 22).
+    /// Start time in clock ticks after boot (`/proc/<pid>/stat`, field 22).
     pub(super) start_time: u64,
     pub(super) boot_id: String,
 }
 
 impl Identity {
-    /// The identity of a process that runs, or has ended and was not waited for.
+    /// The identity of a process that is running, or has ended and was not waited for.
     pub(super) fn of(pid: i32) -> Self {
         Self { pid, start_time: stat(pid).map_or(0, |s| s.start_time), boot_id: boot_id() }
     }
@@ -64,13 +66,13 @@ pub struct RankProcess {
     rank: u32,
     group: UnixProcessGroup,
     pub(super) identity: Identity,
-    /// Absent when an earlier process started it.
+    /// `None` if an earlier process started it.
     child: Option<Child>,
     exit: Option<Exit>,
 }
 
 impl RankProcess {
-    /// Starts `command` as `rank`.
+    /// Starts `command` as the process of `rank`.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -86,7 +88,8 @@ impl RankProcess {
         Ok(Self { rank, group, identity, child: Some(child), exit: None })
     }
 
-    /// A process that an earlier one started in a group of its own; `None`: it cannot be found, so it has ended.
+    /// Adopts a process that an earlier process started in a separate group. `None`: it was not found, so it has
+    /// ended.
     pub(super) fn adopted(rank: u32, identity: Option<Identity>) -> Self {
         let exit = identity.is_none().then_some(Exit::Unseen);
         let identity = identity.unwrap_or(Identity { pid: 0, start_time: 0, boot_id: String::new() });
@@ -98,12 +101,12 @@ impl RankProcess {
         self.rank
     }
 
-    /// What it prints, where its command pipes that; once.
+    /// The output of the process, if its command pipes it. Can be taken once.
     pub fn take_output(&mut self) -> (Option<ChildStdout>, Option<ChildStderr>) {
         self.child.as_mut().map_or((None, None), |child| (child.stdout.take(), child.stderr.take()))
     }
 
-    /// How it ended, when it has; from then on always the same.
+    /// How the process ended, if it has ended. The result does not change afterwards.
     pub fn poll(&mut self) -> Option<Exit> {
         if self.exit.is_none() {
             self.exit = match self.child.as_mut().map(Child::try_wait) {
@@ -119,27 +122,29 @@ impl RankProcess {
         self.exit
     }
 
-    /// Signals it, and its process group where that is its own, if it is still the same process.
+    /// Sends a signal to the process, and to its process group if that is its own. Does nothing if the process id has
+    /// been reused.
     pub fn signal(&mut self, signal: Signal) {
         if self.poll().is_none() {
             self.send(signal);
         }
     }
 
-    /// Kills it and waits until it is gone, when this process has started it.
+    /// Kills the process, and waits for its end if this process has started it.
     pub(super) fn kill_and_wait(&mut self) {
         self.signal(Signal::KILL);
         if let Some(child) = self.child.as_mut().filter(|_| self.exit.is_none()) {
-            // Another process has waited for it: it has ended all the same.
+            // Fails if another process has waited for it, which also means that it has ended.
             let _ = child.wait();
         }
     }
 
-    /// Processes that are left of it: itself, or others of its own group that it started. Each with its state as
-    /// proc_pid_stat(5) names it; `D` is one that the kernel does not let go.
+    /// The remaining processes of the rank: the process itself, and processes of its own group that it started. Each
+    /// has a state as in proc_pid_stat(5); `D` means blocked in the kernel.
     pub fn remains(&self) -> Vec<(i32, char)> {
         let Identity { pid: own, start_time, .. } = self.identity;
-        // While a group has members its number is not reused: a process that has the number now is unrelated, and so is its group.
+        // The number of a group is not reused while the group has members. So if the process id has been reused, no
+        // process of this group is left.
         if own == 0 || stat(own).is_some_and(|s| s.start_time != start_time) {
             return Vec::new();
         }
@@ -154,7 +159,7 @@ impl RankProcess {
             .collect()
     }
 
-    /// Kills what is left of its group when it has gone itself; true when nothing is left.
+    /// Kills what is left of the group after the process itself has ended. True if nothing is left.
     pub fn sweep(&mut self) -> bool {
         if self.remains().is_empty() {
             return true;
@@ -163,7 +168,7 @@ impl RankProcess {
         false
     }
 
-    /// Whether it is suspended (SIGSTOP, a debugger) rather than slow.
+    /// Whether the process is suspended (SIGSTOP, a debugger) rather than slow.
     pub fn is_suspended(&self) -> bool {
         self.exit.is_none() && stat(self.identity.pid).is_some_and(|s| s.is_suspended())
     }
@@ -172,7 +177,7 @@ impl RankProcess {
         stat(self.identity.pid).is_some_and(|s| s.start_time == self.identity.start_time && !s.has_ended())
     }
 
-    /// It may end at this very moment; the next poll shows it.
+    /// The process may end at this moment; the next poll shows that.
     fn send(&self, signal: Signal) {
         let Some(pid) = Pid::from_raw(self.identity.pid) else { return };
         if fault::point("rank.signal").is_ok() {

@@ -1,4 +1,4 @@
-//! One rank as its supervisor sees it: its process and what it records.
+//! One rank from the view of its supervisor: its process and its records.
 
 use super::{
     cause::{Failure, RankEnd},
@@ -13,14 +13,14 @@ use std::{
     time::Instant,
 };
 
-/// Limit of what is shown of a dead rank's output outside its log.
+/// Limits of a dead rank's output outside its log.
 const STDERR_LINES: usize = 20;
 const STDERR_BYTES: u64 = 64 << 10;
 const STDERR_LINE_BYTES: usize = 4096;
 
-/// What a supervisor's caller stores of a rank's records, in addition to [`RankEnd`].
+/// The records of a rank that a supervisor's caller stores, in addition to [`RankEnd`].
 pub trait RecordSink {
-    /// Gets each record of the rank, in order.
+    /// Receives each record of the rank, in order.
     fn note(&mut self, event: AttemptEvent);
 }
 
@@ -39,13 +39,13 @@ impl RecordSink for Vec<AttemptEvent> {
 /// A rank.
 pub struct Rank<N> {
     pub process: RankProcess,
-    /// Its attempt's folder, and its records there; absent of one that keeps none.
+    /// The folder of the attempt, and the rank's records in it. `None` for a rank without records.
     records: Option<(PathBuf, Tail)>,
     pub end: RankEnd,
-    /// When it last recorded anything.
+    /// When the rank last recorded anything.
     pub last_report: Instant,
     pub notes: N,
-    /// Why its records cannot be read any further.
+    /// Why the records cannot be read any further.
     pub damaged: Option<String>,
 }
 
@@ -56,16 +56,16 @@ impl<N: RecordSink> Rank<N> {
         Self { records: Some((attempt_dir.to_owned(), tail)), ..Self::without_records(process, notes) }
     }
 
-    /// A rank that records nothing.
+    /// A rank without records.
     pub fn without_records(process: RankProcess, notes: N) -> Self {
         let end = RankEnd { rank: process.rank(), ..RankEnd::default() };
         Self { process, records: None, end, last_report: Instant::now(), notes, damaged: None }
     }
 
-    /// Reads what it has recorded since.
+    /// Reads the new records of the rank.
     ///
     /// # Errors
-    /// The records cannot be read; where they are damaged, every further call says so.
+    /// The records cannot be read. If they are damaged, every further call returns this error.
     pub fn read(&mut self) -> Result<(), TailError> {
         while let Some((_, tail)) = &mut self.records {
             match tail.poll() {
@@ -88,12 +88,12 @@ impl<N: RecordSink> Rank<N> {
         Ok(())
     }
 
-    /// Checks whether the process has ended; its last records are read before that is reported.
+    /// Checks whether the process has ended. The last records are read before the end is reported.
     pub fn poll(&mut self) {
         if self.end.exit.is_none()
             && let Some(exit) = self.process.poll()
         {
-            // What cannot be read now is reported by the next call.
+            // Records that cannot be read now are reported by the next call.
             let _ = self.read();
             self.end.exit = Some(exit);
             self.end.last_stderr_line = self.stderr_lines().pop();
@@ -101,12 +101,12 @@ impl<N: RecordSink> Rank<N> {
         }
     }
 
-    /// The last lines of what it printed outside its log.
+    /// The last lines printed outside the log.
     pub fn stderr_lines(&self) -> Vec<String> {
         last_lines(&self.stderr_text())
     }
 
-    /// The end of what it printed outside its log.
+    /// The end of the output outside the log.
     fn stderr_text(&self) -> String {
         let path = self.records.as_ref().map(|(dir, _)| rank_file(dir, self.end.rank, "stderr"));
         let bytes = path.map(|path| files::end_of(&path, STDERR_BYTES)).unwrap_or_default();
@@ -114,7 +114,7 @@ impl<N: RecordSink> Rank<N> {
     }
 }
 
-/// The last lines of a text that are not empty, each as far as there is room for it.
+/// The last non-empty lines of a text, truncated to the limits.
 fn last_lines(text: &str) -> Vec<String> {
     let lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     let cut = |line: &&str| line[..line.floor_char_boundary(STDERR_LINE_BYTES)].to_owned();

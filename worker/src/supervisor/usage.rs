@@ -1,23 +1,23 @@
-//! What a rank's process takes of its machine.
+//! The resources used by a rank's process.
 
 use super::{launch::rank_file, proc_fs::stat, process::Identity};
 use std::{fs, path::Path};
 
-/// As the kernel counts it for `/proc`, on every architecture that we run on.
+/// The unit of CPU times in `/proc`, on every supported architecture.
 const TICKS_PER_SEC: f64 = 100.0;
 
-/// CPU time so far and memory now, of a process that is still the same while `process` is.
+/// The CPU time so far, and the memory now. Two values belong to the same process if `process` is equal.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankUsage {
     /// Process id and start time.
     pub process: (i32, u64),
-    /// On all CPUs together, of all its threads.
+    /// CPU time of all threads, over all CPUs.
     pub cpu_secs: f64,
-    /// Resident.
+    /// Resident memory.
     pub memory_bytes: u64,
 }
 
-/// Of a rank that runs, by the file that says which process it is.
+/// The usage of a running rank, which is identified by its `.pid` file.
 pub fn rank_usage(attempt_dir: &Path, rank: u32) -> Option<RankUsage> {
     let recorded = fs::read(rank_file(attempt_dir, rank, "pid")).ok()?;
     let Identity { pid, start_time, .. } = serde_json::from_slice(&recorded).ok()?;

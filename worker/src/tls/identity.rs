@@ -1,4 +1,4 @@
-//! The certificate by which a client shows who it is (mutual TLS): PEM files, or one PKCS#12 file under a password.
+//! The client certificate for mutual TLS: PEM files, or a PKCS#12 file with a password.
 
 use p12_keystore::{
     Certificate, KeyStore, KeyStoreEntry, Pkcs12Archive, PrivateKey as StoredKey, PrivateKeyChain,
@@ -11,41 +11,41 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The longest file that is read: a chain has a few kilobytes.
+/// Maximum size of a file. A chain has a few kilobytes.
 const FILE_BYTES: u64 = 1 << 20;
-/// The longest password.
+/// Maximum length of a password.
 const PASSWORD_BYTES: usize = 1024;
 
-/// Where a client's certificate and key lie.
+/// The paths of a client's certificate and key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum IdentityFiles {
-    /// PEM; the client's certificate first, then those between it and the authority.
+    /// PEM. The client's certificate comes first, then the certificates between it and the authority.
     Pem {
-        /// The chain.
+        /// The certificate chain.
         certificate: PathBuf,
-        /// The key, which nobody else may read.
+        /// The key. Other users must not be able to read it.
         key: PathBuf,
     },
-    /// PKCS#12, as many authorities hand certificates out.
+    /// PKCS#12, the format in which many authorities issue certificates.
     Pkcs12 {
-        /// Certificate and key.
+        /// The certificate and the key.
         file: PathBuf,
-        /// The file that holds the password, which nobody else may read.
+        /// The file with the password. Other users must not be able to read it.
         password: PathBuf,
     },
 }
 
-/// What was read from the files.
+/// The content of the files.
 pub(super) struct Identity {
     pub(super) chain: Vec<CertificateDer<'static>>,
     pub(super) key: PrivateKeyDer<'static>,
 }
 
 impl IdentityFiles {
-    /// Reads them; they may have changed since the last time.
+    /// Reads the files, which may have changed since the last call.
     ///
     /// # Errors
-    /// A sentence that says what to change.
+    /// A sentence that tells what to change.
     pub(super) fn read(&self) -> Result<Identity, String> {
         match self {
             Self::Pem { certificate, key } => {
@@ -74,7 +74,7 @@ impl IdentityFiles {
         }
     }
 
-    /// The name in the certificate (its common name), when it is one that an agent can have as it stands.
+    /// The name in the certificate (its common name), if it is valid as the name of an agent.
     ///
     /// # Errors
     /// The files cannot be used.
@@ -90,13 +90,13 @@ impl IdentityFiles {
     }
 }
 
-/// The password in a file: its first line.
+/// Reads the password in a file: its first line.
 ///
 /// # Errors
-/// It cannot be read, others can read it, or it is too long.
+/// The file cannot be read, other users can read it, or the password is too long.
 pub fn password_of(path: &Path) -> Result<String, String> {
     let text = String::from_utf8(read(path, Some("password"))?)
-        .map_err(|_| format!("{} is no text (UTF-8)", path.display()))?;
+        .map_err(|_| format!("{} is not text (UTF-8)", path.display()))?;
     let line = text.lines().next().unwrap_or_default();
     if line.is_empty() || line.len() > PASSWORD_BYTES {
         return Err(format!(
@@ -107,10 +107,10 @@ pub fn password_of(path: &Path) -> Result<String, String> {
     Ok(line.to_owned())
 }
 
-/// A PKCS#12 file with a chain (PEM) and its key (PEM, PKCS#8), encrypted with AES-256 under a password.
+/// Creates a PKCS#12 file with a chain (PEM) and its key (PEM, PKCS#8), encrypted with AES-256.
 ///
 /// # Errors
-/// The two are none.
+/// The chain or the key is invalid.
 pub fn pack(name: &str, chain: &str, key: &str, password: &str) -> Result<Vec<u8>, String> {
     let failed = |error: p12_keystore::error::Error| error.to_string();
     let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(chain.as_bytes()).collect();
@@ -133,7 +133,7 @@ fn unpack(bytes: &[u8], password: &str) -> Result<Identity, String> {
     let [key] = archive.keys.as_slice() else {
         return Err(format!("there are {} private keys in it; it must have one", archive.keys.len()));
     };
-    // The key's own certificate has its id; the others are between it and the authority.
+    // The key's own certificate has the same id. The others are between it and the authority.
     let id = key.local_key_id.as_ref().map(AsRef::<[u8]>::as_ref);
     let own = archive.certs.iter().position(|bag| id.is_some() && bag.local_key_id.as_deref() == id);
     let own = own.unwrap_or(0);
@@ -147,16 +147,17 @@ fn unpack(bytes: &[u8], password: &str) -> Result<Identity, String> {
     Ok(Identity { chain, key })
 }
 
-/// A file's content; a `private` one (what it is, for the message) must be closed to others, as the server's key is.
+/// Reads a file. If `private` (a description for the message) is given, other users must not be able to read the
+/// file, as for the server's key.
 fn read(path: &Path, private: Option<&str>) -> Result<Vec<u8>, String> {
     let shown = path.display();
     let failed = |error: std::io::Error| format!("{shown}: {error}");
     let file = File::open(path).map_err(failed)?;
     let about = file.metadata().map_err(failed)?;
     if !about.is_file() || about.len() > FILE_BYTES {
-        return Err(format!("{shown} is no file of at most {} KiB", FILE_BYTES >> 10));
+        return Err(format!("{shown} is not a file of at most {} KiB", FILE_BYTES >> 10));
     }
-    // 0600, or 0640 where it is root's, as Debian's group `ssl-cert` has it.
+    // The mode must be 0600, or 0640 if root owns the file, as in Debian's group `ssl-cert`.
     let open_to = about.mode() & if about.uid() == 0 { 0o037 } else { 0o077 };
     if let Some(what) = private
         && open_to != 0

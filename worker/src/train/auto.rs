@@ -1,20 +1,20 @@
-//! The plan that the ranks of a run choose before anything is allocated (`parallel.mode = "auto"`), and what is predicted for it.
+//! The choice of a run's plan before anything is allocated (`parallel.mode = "auto"`), and the predictions for it.
 
 use super::{TrainError, Training, start::shared_json};
 use crate::planning::{self, Planned};
 use lockstep_engine::net::Network;
 use lockstep_protocol::spec::JobSpec;
 
-/// What the ranks run.
+/// The result of the choice.
 pub(super) struct Choice {
-    /// The job, without `auto`.
+    /// The job, with the plan in place of `auto`.
     pub(super) spec: JobSpec,
-    /// On rank 0: what is predicted, if the machine's figures are known.
+    /// On rank 0, the predictions, if the machine's figures are known.
     pub(super) planned: Option<Planned>,
 }
 
-/// Collective. `network` is for the largest pictures that the run is trained on. Figures of this machine that are not known are measured
-/// where there is a plan to choose.
+/// Collective. `network` is for the largest pictures of training. If there is a plan to choose, unknown figures of
+/// this machine are measured.
 pub(super) fn choose(training: &Training<'_>, network: &Network) -> Result<Choice, TrainError> {
     let &Training { spec, device, local_ranks, threads, .. } = training;
     let (group, is_first) = (training.group.as_ref(), training.is_first());

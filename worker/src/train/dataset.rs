@@ -1,14 +1,14 @@
-//! The pictures of a run: the same on every rank, or the run ends before its first step.
+//! The dataset of a run. It must be the same on every rank, otherwise the run ends before its first step.
 
 use super::{TrainError, Training};
 use crate::checkpoint;
 use lockstep_data::loader::{DataSource, Mixing, Shape};
 use lockstep_protocol::{dataset::too_few_classes, numbers::plural};
 
-/// Broken files that are named in the log.
+/// Maximum number of broken files that are named in the log.
 const NAMED: usize = 20;
 
-/// Opens the dataset; all ranks have the same pictures, and normalise them alike.
+/// Opens the dataset. Checks that all ranks have the same pictures, and makes them use the same normalisation.
 pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     let spec = training.spec;
     let mut data = DataSource::open_as(training.dataset, &spec.data, spec.train.seed, training.changes)?;
@@ -17,7 +17,8 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     }
     let mixing = Mixing::from(&spec.train);
     data.set_mixing(mixing);
-    // A GPU mixes the pictures that it holds in float32, the host mixes bytes. For the same bits in every run, only one may be used.
+    // A GPU mixes the pictures in its memory in float32, and the host mixes bytes. For the same bits in every run,
+    // only one of these may be used.
     if spec.train.deterministic && mixing.is_on() {
         data.stay();
     }
@@ -27,7 +28,7 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     Ok(data)
 }
 
-/// What the log says about a dataset that was opened.
+/// Log lines about an opened dataset.
 fn description(shape: &Shape) -> Vec<String> {
     let skipped = &shape.skipped;
     let mut lines = Vec::new();
@@ -40,8 +41,8 @@ fn description(shape: &Shape) -> Vec<String> {
     lines
 }
 
-/// Makes all ranks normalise with the mean and standard deviation of rank 0, or of the checkpoint that the run continues from. They
-/// depend on which pictures could be read, and on how this version reads them.
+/// Makes all ranks normalise with the mean and standard deviation of rank 0, or of the checkpoint from which the run
+/// continues. These values depend on which pictures could be read, and on how this version reads them.
 fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(), TrainError> {
     let (asked, channels) = (&training.spec.data, data.shape.channels);
     let of_checkpoint = |key: &str| -> Option<Vec<f32>> {
@@ -60,14 +61,15 @@ fn normalise_alike(training: &Training<'_>, data: &mut DataSource) -> Result<(),
     Ok(())
 }
 
-/// Checks that all ranks have the same pictures in the same order. Otherwise they would train on some twice and on others never.
+/// Checks that all ranks have the same pictures in the same order. Otherwise they would train on some pictures twice
+/// and on others never.
 fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), TrainError> {
     let group = &training.group;
     if group.size() == 1 {
         return Ok(());
     }
     let (count, digest) = (data.shape.train_samples + data.shape.validation_samples, data.digest());
-    // In parts that float32 represents exactly.
+    // Divided into pieces that float32 represents exactly.
     let piece = |bits: u64| (bits & 0xffff) as f32;
     let own = [piece(count >> 16), piece(count), piece(u64::from(digest >> 16)), piece(digest.into())];
     let mut all = vec![0.0f32; own.len() * group.size() as usize];
@@ -84,7 +86,7 @@ fn same_everywhere(training: &Training<'_>, data: &DataSource) -> Result<(), Tra
     })
 }
 
-/// A broken file in words, as one line of a log: the names of files may have line feeds.
+/// A broken file as one line of a log. File names may contain line feeds.
 fn one_line(file: &impl std::fmt::Display) -> String {
     file.to_string().replace('\n', "\\n").replace('\r', "\\r")
 }
@@ -95,9 +97,9 @@ pub(super) fn report_broken(training: &Training<'_>, data: &DataSource) {
     let before = count - news.len();
     for file in news.iter().take(NAMED.saturating_sub(before)) {
         let file = one_line(file);
-        training.observer.log(&format!("{file}; it is left out. Put it back before the job is paused or starts again, which it can only with what it began with"));
+        training.observer.log(&format!("{file}; it is left out. Restore it before the job is paused or restarted: a job can only continue with the pictures with which it began"));
     }
-    // The rest is only counted: a line each time that their number has doubled.
+    // Further pictures are only counted: a line each time their number has doubled.
     if count > NAMED && count.ilog2() != before.max(1).ilog2() {
         training.observer.log(&format!("{count} pictures could not be read and are left out by this rank"));
     }

@@ -1,4 +1,4 @@
-//! Which of a rank's GPU and CPU cores decode JPEG files.
+//! Chooses whether a rank's GPU or CPU cores decode JPEG files.
 
 use super::{TrainError, Training};
 use lockstep_data::loader::DataSource;
@@ -6,21 +6,21 @@ use lockstep_engine::DeviceChoice;
 use lockstep_protocol::spec::Precision;
 use std::ffi::OsStr;
 
-/// Chooses what decodes JPEG files: `auto`, `cpu` or `gpu`.
+/// The environment variable that selects the decoder: `auto`, `cpu` or `gpu`.
 const DECODER: &str = "LOCKSTEP_DECODER";
 
-/// The setting of a rank.
+/// The choice for a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DecoderChoice {
-    /// The GPU decodes what it can, if it can, and cores the rest.
+    /// The GPU decodes the files that it can decode, and cores decode the others.
     Auto,
     Cores,
-    /// As `Auto`; without a GPU that can, the job fails.
+    /// As `Auto`, but the job fails if the GPU cannot decode.
     Gpu,
 }
 
 impl DecoderChoice {
-    /// From the setting's value.
+    /// Parses the value of the environment variable.
     fn of(value: Option<&OsStr>) -> Result<Self, String> {
         match value.map(|value| value.to_string_lossy()) {
             None => Ok(Self::Auto),
@@ -33,24 +33,24 @@ impl DecoderChoice {
         }
     }
 
-    /// Whether to open the GPU's decoder.
+    /// Checks whether the GPU's decoder should be opened.
     ///
     /// # Errors
-    /// It is not to be opened; the reason for the log, if it needs one.
+    /// The decoder should not be opened. The reason is given if it is to be logged.
     fn of_job(self, on_gpu: bool, decodes_jpeg: bool, deterministic: bool) -> Result<(), Option<String>> {
         match self {
             Self::Gpu if !on_gpu && decodes_jpeg => Err(Some("this rank has no GPU".into())),
             _ if !on_gpu || !decodes_jpeg => Err(None),
             Self::Cores => Err(Some(format!("{DECODER} is cpu"))),
             Self::Auto if deterministic => {
-                Err(Some("train.deterministic asks for the same bits, whatever the machine has".into()))
+                Err(Some("train.deterministic requires the same bits on every machine".into()))
             }
             Self::Auto | Self::Gpu => Ok(()),
         }
     }
 }
 
-/// Makes this rank's GPU decode JPEG files where it can; what decodes, for the log.
+/// Makes this rank's GPU decode JPEG files if it can. Returns a line for the log.
 pub(super) fn choose_decoder(
     training: &Training<'_>,
     precision: Precision,
@@ -85,7 +85,7 @@ mod tests {
         assert_eq!(of(""), Ok(DecoderChoice::Auto));
         assert_eq!((of("cpu"), of("gpu")), (Ok(DecoderChoice::Cores), Ok(DecoderChoice::Gpu)));
         assert!(of("shared").unwrap_err().contains("auto, cpu or gpu"));
-        // On a GPU, JPEG files, deterministic.
+        // Whether the rank has a GPU, the dataset has JPEG files, and the job is deterministic.
         for (choice, job, expected) in [
             (DecoderChoice::Auto, (true, true, false), Ok(())),
             (DecoderChoice::Gpu, (true, true, true), Ok(())),

@@ -8,7 +8,7 @@ use lockstep_engine::EngineError;
 /// Why training ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
-    /// The job asks for something that is not possible.
+    /// The job cannot be run as specified.
     #[error("{0}")]
     Impossible(String),
     #[error(transparent)]
@@ -19,28 +19,28 @@ pub enum TrainError {
     Comm(#[from] CommError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The machine has less memory than the job needs; none was allocated.
+    /// The machine has less memory than the job needs. Nothing was allocated.
     #[error("{0}")]
     Memory(String),
-    /// The numbers left the range of float32, which is also bfloat16's. `what`: a sentence without its end.
+    /// Values exceed the range of float32 (which bfloat16 shares). `what` is a sentence without a full stop.
     #[error(
         "{what}: training has diverged at step {step} (epoch {epoch}). Try a lower lr (it was {lr}), or \
          train.warmup_epochs"
     )]
     Diverged { what: String, step: u64, epoch: u32, lr: f32 },
-    /// Ranks that are to have the same weights do not.
+    /// Ranks that should have the same weights have different ones.
     #[error(
-        "{what} after step {step}, although all ranks are to have the same weights: a device or memory may be faulty, or the machines differ. \
+        "{what} after step {step}, although all ranks should have the same weights: a device or memory may be faulty, or the machines differ. \
          No checkpoint of these weights is written; the job can continue from its newest one. If it happens again, leave that rank's device out"
     )]
     ReplicasDiffer { what: String, step: u64 },
-    /// The job asks for float16, which cannot hold its numbers.
+    /// The job requires float16, whose range does not suffice.
     #[error(
         "float16 could not hold {what} (up to step {step}). Set train.precision = \"auto\", which continues in bfloat16 \
          then, or \"bf16\""
     )]
     Overflow { what: String, step: u64 },
-    /// The system refused something: a thread, memory, a file.
+    /// The operating system reported an error about a thread, memory or a file.
     #[error(transparent)]
     System(#[from] std::io::Error),
 }
@@ -53,7 +53,7 @@ impl TrainError {
         }
     }
 
-    /// Whether the error only follows from the end of another rank.
+    /// Whether the error is only a consequence of the end of another rank.
     pub fn is_secondary(&self) -> bool {
         matches!(
             self.comm(),
@@ -61,12 +61,13 @@ impl TrainError {
         )
     }
 
-    /// Whether other ranks are gone, and this one was not ended itself: whoever ends it may start another attempt in the same folder.
+    /// Whether other ranks are lost, and this rank was not ended itself. (A program that ends this rank may start
+    /// another attempt in the same folder.)
     pub fn has_lost_ranks(&self) -> bool {
         matches!(self.comm(), Some(CommError::Disconnected { .. } | CommError::Unreachable { .. }))
     }
 
-    /// The ranks whose machines do not answer, where that is why.
+    /// The ranks whose machines do not answer, if that is the reason.
     pub fn unreachable(&self) -> &[u32] {
         match self.comm() {
             Some(CommError::Unreachable { peers, .. }) => peers,

@@ -1,5 +1,5 @@
-//! Evaluation: validation passes over the weights and over their moving average (EMA), how a stop ends them, and what is
-//! reported of them.
+//! Evaluation: validation passes over the weights and over their moving average (EMA), stopping during an evaluation,
+//! and reports.
 
 use super::{Run, TrainError, Training, dataset::report_broken, plan::RunPlan, votes::Votes};
 use lockstep_comm::Reduction;
@@ -16,8 +16,9 @@ use lockstep_protocol::{
 use std::{sync::atomic::Ordering, time::Instant};
 
 impl Run<'_> {
-    /// Evaluates after the steps so far, in bfloat16 if float16 cannot hold it. False: all ranks have voted to stop before
-    /// its end, and nothing was measured. It is due again when the run continues.
+    /// Evaluates after the steps so far, in bfloat16 if the range of float16 does not suffice. Returns false if all
+    /// ranks voted to stop before the end, and nothing was measured. The evaluation is then due when the run
+    /// continues.
     pub(super) fn evaluate(&mut self) -> Result<bool, TrainError> {
         if self.data.shape.validation_samples == 0 {
             return Ok(true);
@@ -25,7 +26,7 @@ impl Run<'_> {
         self.drain()?;
         self.check_state()?;
         let completed = match self.validate() {
-            // Sums over all ranks were not finite, so all ranks come here.
+            // The sums over all ranks are not finite, so all ranks take this path.
             Err(TrainError::Diverged { .. }) if self.engine.precision() == Precision::Fp16 => {
                 self.fall_back_to_bfloat16("the validation's loss")? && self.validate()?
             }
@@ -34,18 +35,18 @@ impl Run<'_> {
         if !completed {
             let step = self.step;
             self.training.log([format!(
-                "the evaluation after step {step} is broken off; it is done when the job continues"
+                "the evaluation after step {step} is interrupted; it is repeated when the job continues"
             )]);
         }
         Ok(completed)
     }
 
-    /// Validation passes over the weights and, if there is one, over their average. False: all ranks have voted to stop
-    /// before the end.
+    /// Runs validation passes over the weights and, if there is one, over their average. Returns false if all ranks
+    /// voted to stop before the end.
     fn validate(&mut self) -> Result<bool, TrainError> {
         self.throughput.report("evaluating");
         if !self.training.spec.parallel.sync_batch_norm {
-            // Running statistics differ by rank; those of the checkpoint are rank 0's.
+            // Running statistics differ between ranks. The checkpoint has those of rank 0.
             self.engine.broadcast_parameters()?;
         }
         let Some(evaluation) = self.validation_pass("the validation's loss")? else { return Ok(false) };
@@ -64,7 +65,7 @@ impl Run<'_> {
         Ok(true)
     }
 
-    /// The metrics, the log lines and the event of an evaluation and of that of the average.
+    /// Reports metrics, log lines and the event of an evaluation, and of the evaluation of the average.
     fn report_evaluation(&self, evaluation: &Evaluation, averaged: Option<&Evaluation>) {
         let observer = self.training.observer;
         let log = |whose: &str, of: &Evaluation| {
@@ -89,7 +90,7 @@ impl Run<'_> {
         observer.event(&AttemptEvent::Evaluation(evaluation.clone()));
     }
 
-    /// Whether rank 0 has an average of the weights; the same answer on every rank.
+    /// Whether rank 0 has an average of the weights. The answer is the same on every rank.
     fn has_average(&self) -> Result<bool, TrainError> {
         if self.training.spec.train.ema_decay <= 0.0 {
             return Ok(false);
@@ -99,14 +100,14 @@ impl Run<'_> {
         Ok(has != [0.0])
     }
 
-    /// [`Run::validation_pass`] over the averaged weights. Afterwards the engine has its own weights again.
+    /// As [`Run::validation_pass`], for the averaged weights. Afterwards the engine has its own weights again.
     fn average_pass(&mut self) -> Result<Option<Evaluation>, TrainError> {
         let average = if self.keeps_average() { self.engine.averaged()? } else { None };
         let own = average.is_some().then(|| self.engine.parameters()).transpose()?;
         self.has_own_weights = false;
         self.set_parameters_everywhere(average.as_ref())?;
         let measured = self.validation_pass("the loss of the averaged weights in validation");
-        // After any other error the other ranks do not take part any more.
+        // After any other error, the other ranks take part in no further calls.
         if matches!(measured, Ok(_) | Err(TrainError::Diverged { .. })) {
             self.set_parameters_everywhere(own.as_ref())?;
             self.has_own_weights = true;
@@ -114,7 +115,7 @@ impl Run<'_> {
         measured
     }
 
-    /// Sets rank 0's `parameters` on every rank. No rank may still be using those from before.
+    /// Sets rank 0's `parameters` on every rank. No rank may still be using the previous ones.
     fn set_parameters_everywhere(&mut self, parameters: Option<&NamedTensors>) -> Result<(), TrainError> {
         if let Some(parameters) = parameters {
             self.engine.set_parameters(parameters)?;
@@ -122,8 +123,8 @@ impl Run<'_> {
         Ok(self.engine.broadcast_parameters()?)
     }
 
-    /// One pass over the validation split. Each rank takes its part and the sums are added up, so every picture counts once.
-    /// `what` names the loss in the error when it is not finite. None: all ranks have voted to stop before the end.
+    /// One pass over the validation split. Each rank evaluates its part and the sums are added up, so every picture
+    /// counts once. `what` names the loss in an error. `None`: all ranks voted to stop before the end.
     fn validation_pass(&mut self, what: &str) -> Result<Option<Evaluation>, TrainError> {
         let began = Instant::now();
         let Training { group, .. } = self.training;
@@ -135,14 +136,14 @@ impl Run<'_> {
         let threads = self.plan.data_threads(&self.data);
         let mut batches = self.data.validation(replica, replicas, batch_size, threads);
         let mut votes = Votes::timed(0);
-        // As many batches as the rank with the most pictures has: every rank must take part in every vote.
+        // The number of batches of the rank with the most pictures, because every rank must take part in every vote.
         let most = self.data.shape.validation_samples.div_ceil(replicas.into());
         for number in 1..=most.div_ceil(batch_size as u64) {
-            // Ranks that share a network compute each batch together, also when one of them has no pictures left.
+            // Ranks that share a network compute each batch together, even if one of them has no pictures left.
             let none = parallel.is_hybrid().then(|| Ok(Batch::default()));
             if let Some(batch) = batches.next().or(none) {
                 let result = self.engine.eval_step(&batch?)?;
-                // Ranks that share the rows of pictures have the same results.
+                // Ranks that share the rows of pictures have the same results, which must be counted once.
                 if parallel.counts_pictures(group.rank()) {
                     sums[0] += result.loss_sum;
                     sums[1] += result.correct as f64;
@@ -164,7 +165,7 @@ impl Run<'_> {
         group.all_reduce((&mut sums).into(), Reduction::Sum)?;
         let (seen, all) = (sums[2] as usize, self.data.shape.validation_samples as usize);
         if replaced::too_many(all.saturating_sub(seen), all, all) {
-            return Err(DataError::Invalid(replaced::gone(all - seen, all, None)).into());
+            return Err(DataError::Invalid(replaced::too_many_text(all - seen, all, None)).into());
         }
         if !sums[0].is_finite() {
             return Err(self.diverged(format!("{what} is not finite")));

@@ -1,16 +1,18 @@
-//! When a rank is lost, those that are left keep the last step that they have finished: the next attempt continues from there, and not
-//! from the newest checkpoint. What is written is a checkpoint like any other.
+//! After a rank is lost, the remaining ranks write a checkpoint of their last finished step, so that the next attempt
+//! continues from there, and not from the previous checkpoint. It is an ordinary checkpoint.
 //!
-//! Survivors may be a step apart, as one may have had the last gradients when the connection broke and the other not. Each keeps
-//! its own, and the newest is continued from. The weights of a step are the same bits on every rank.
+//! Surviving ranks may differ by one step, because some may have received the last gradients before the connection
+//! broke. Each rank keeps its own step, and the next attempt continues from the newest. The weights of a step have
+//! the same bits on every rank.
 //!
-//! Nothing is kept, and the newest checkpoint counts, in five cases:
+//! In five cases nothing is written, and the next attempt continues from the newest checkpoint:
 //!
 //! - The ranks share memory: a killed rank leaves weights of two steps.
-//! - A lost rank had a part of the state (`parallel.model`, `parallel.optimizer_sharding`).
-//! - The GPU does not answer, or does not finish an update in time.
-//! - Only rank 0 has the whole state (`train.ema_decay`, running statistics of each rank), and rank 0 is lost.
-//! - The ranks evaluate the averaged weights, which replace the trained ones meanwhile.
+//! - The lost rank had a part of the state (`parallel.model`, `parallel.optimizer_sharding`).
+//! - The GPU does not respond, or does not finish an update in time.
+//! - Only rank 0 has the whole state (`train.ema_decay`, separate running statistics of each rank), and rank 0 is
+//!   lost.
+//! - The ranks evaluate the averaged weights, which temporarily replace the trained ones.
 
 use super::{Run, TrainError, saving::announce};
 use crate::checkpoint::{self, CheckpointEvent, OwnDiskNote};
@@ -22,15 +24,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Held by the rank that writes: those of one machine have one folder. No checkpoint has such a name.
+/// The lock of the rank that writes, because the ranks of a machine share the folder. It is not a valid name of a
+/// checkpoint.
 const LOCK: &str = ".last-step";
-/// Longest wait for another rank that writes. An agent ends its ranks some seconds after one of them has failed.
+/// Time limit for waiting for another rank that writes. An agent ends its ranks a few seconds after one of them has
+/// failed.
 const PATIENCE: Duration = Duration::from_secs(4);
-/// Of the ranks' own folder on a machine that has not rank 0, which removes old checkpoints elsewhere.
+/// Number of checkpoints kept in a folder on a machine without rank 0. Elsewhere rank 0 removes old checkpoints.
 const KEPT: usize = 2;
 
 impl Run<'_> {
-    /// Another rank is gone: writes a checkpoint of the last finished step, if this rank has all of it and none is there.
+    /// Called after another rank is lost: writes a checkpoint of the last finished step, if this rank has all of it
+    /// and no other rank has written it.
     pub(super) fn keep_last_step(&mut self) {
         let kept = match self.has_whole_step() {
             Ok(true) => self.write_last_step(),
@@ -39,17 +44,18 @@ impl Run<'_> {
         };
         if let Err(error) = kept {
             let step = self.step;
-            self.training.observer.log(&format!("step {step}, the last, is not kept: {error}"));
+            self.training.observer.log(&format!("no checkpoint of the last step, {step}: {error}"));
         }
     }
 
-    /// Whether all that a checkpoint has is here and of one step; [`Run::step`] is then that step, and all up to it are reported.
+    /// Whether this rank has the complete state of a single step. Afterwards [`Run::step`] is that step, and all
+    /// steps up to it are reported.
     fn has_whole_step(&mut self) -> Result<bool, TrainError> {
         let spec = self.training.spec;
-        // Only rank 0 has the average, and the running statistics that count where each rank has its own.
+        // Only rank 0 has the average, and if running statistics differ between ranks, only rank 0's count.
         let is_alike =
             spec.train.ema_decay <= 0.0 && (spec.parallel.sync_batch_norm || spec.model.freeze_norm);
-        // There is no engine while another one is connected.
+        // There is no engine while another one is connecting.
         if !self.has_own_weights || self.engine.0.is_none() || !(is_alike || self.training.is_first()) {
             return Ok(false);
         }
@@ -61,7 +67,7 @@ impl Run<'_> {
         self.step -= self.in_flight.len() as u64;
         self.in_flight.clear();
         if self.averaged < self.step {
-            // It had finished when its start failed.
+            // The step was finished, but starting it had failed after that.
             self.average()?;
         }
         Ok(self.step > self.began_after && self.not_finite.is_none())
@@ -88,7 +94,8 @@ impl Run<'_> {
         }
         let is_own_folder = is_own_folder(directory);
         if is_own_folder {
-            // Of a rank that was killed while it wrote. Where rank 0 is, it removes them, and decides which checkpoints are kept.
+            // Leftovers of a rank that was killed while writing. Rank 0 removes them elsewhere, and decides which
+            // checkpoints are kept.
             checkpoint::remove_leftovers(directory)?;
         }
         let snapshot = self.snapshot(self.engine.own_state()?);
@@ -96,7 +103,9 @@ impl Run<'_> {
             return Err(self.diverged(detail));
         }
         let size_bytes = checkpoint::write(directory, &snapshot, self.best.as_ref())?;
-        self.training.observer.log(&format!("another rank is gone: step {step}, the last, is kept"));
+        self.training
+            .observer
+            .log(&format!("another rank is lost: wrote a checkpoint of the last step, {step}"));
         let info = snapshot.state.info(self.best.as_ref(), size_bytes);
         announce(self.training, vec![CheckpointEvent::Written(info)]);
         if is_own_folder {
@@ -108,12 +117,12 @@ impl Run<'_> {
     }
 }
 
-/// Whether the folder is on a disk that rank 0 does not have, so that nobody else removes old checkpoints there.
+/// Whether the folder is on a disk that rank 0 does not share, so that no other rank removes old checkpoints in it.
 fn is_own_folder(directory: &Path) -> bool {
     directory.parent().and_then(OwnDiskNote::read).is_some_and(|here| !here.has_rank_0)
 }
 
-/// The lock, once no other rank has it; none: one had it for too long.
+/// Acquires the lock when no other rank holds it. `None` if another rank held it for too long.
 fn lock(directory: &Path, within: Duration) -> io::Result<Option<File>> {
     let file = open_lock(&directory.join(LOCK))?;
     Ok(lock_within(&file, within)?.then_some(file))

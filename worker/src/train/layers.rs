@@ -1,5 +1,5 @@
-//! Rank 0's reports about layers: the network's description, the time of each layer, and every `log.histograms` steps histograms of
-//! weights and gradients.
+//! Rank 0's reports about layers: the description of the network, the time of each layer, and, every `log.histograms`
+//! steps, histograms of weights and gradients.
 
 mod histogram;
 
@@ -9,9 +9,9 @@ use histogram::histograms;
 use lockstep_engine::net::{Network, TensorId};
 use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
-/// The step of an attempt whose layers are timed, from 1: the first ones load kernels and allocate.
+/// The step of an attempt (from 1) whose layers are timed. The first steps load kernels and allocate memory.
 const TIMED_STEP: u64 = 3;
-/// Steps after it whose median is compared with the predicted time.
+/// Number of steps after it whose median time is compared with the prediction.
 const COMPARED_STEPS: usize = 10;
 
 /// The reports that a step makes in addition to its result.
@@ -21,27 +21,28 @@ pub(super) struct LayerReports {
     times: bool,
 }
 
-/// The layers that rank 0 reports about; other ranks only time the same step.
+/// The layers about which rank 0 reports. Other ranks only time the same step.
 #[derive(Default)]
 pub(super) struct Layers {
     description: NetworkDescription,
     /// The output of each layer.
     outputs: Vec<TensorId>,
-    /// The step that is timed, counted as [`Run::step`].
+    /// The number of the timed step, as in [`Run::step`].
     timed: u64,
-    /// Seconds of steps after it, without those in which the step waited for pictures.
+    /// The durations of later steps in seconds, without steps that waited for pictures.
     step_secs: Vec<f64>,
 }
 
 impl Layers {
-    /// For a run that has done `step` steps. Rank 0 reports the network's description.
+    /// Prepares a run that has done `step` steps. Rank 0 reports the network's description.
     pub(super) fn describe(
         training: &Training<'_>,
         network: &Network,
         planned: Option<&Planned>,
         step: u64,
     ) -> Self {
-        // On all ranks: a step that is timed is not replayed, and its collectives are those of ranks that do the same.
+        // Done on all ranks: a timed step is not replayed as a graph, so its collectives match only those of ranks
+        // that also time the step.
         let mut layers = Self { timed: step + TIMED_STEP, ..Self::default() };
         if training.is_first() {
             (layers.description, layers.outputs) = network.describe();
@@ -53,7 +54,7 @@ impl Layers {
         layers
     }
 
-    /// A step that took `secs` is done. The predicted and the measured time, once there are enough.
+    /// Records that a step took `secs`. Returns the predicted and the measured time when enough steps are done.
     fn compare(&mut self, step: u64, secs: f64) -> Option<[f32; 2]> {
         let plan = self.description.plan.as_mut()?;
         if step <= self.timed || plan.measured_step_ms.is_some() {
@@ -69,7 +70,7 @@ impl Layers {
         Some([plan.step_ms, measured])
     }
 
-    /// Where a parameter stands in the network: its layer's place, and a bias after its weight.
+    /// The position of a parameter in the network: the position of its layer, and weights before biases.
     fn place(&self, parameter: &str) -> (usize, bool) {
         let (layer, tensor) = parameter.rsplit_once('.').unwrap_or((parameter, ""));
         let layers = &self.description.layers;
@@ -79,7 +80,7 @@ impl Layers {
 }
 
 impl Run<'_> {
-    /// Requests from the engine what the next step reports in addition to its result. Keeping gradients is collective.
+    /// Requests the next step's additional reports from the engine. Keeping gradients is collective.
     pub(super) fn request_layer_reports(&mut self) -> Result<LayerReports, TrainError> {
         let (next, every) = (self.step + 1, self.training.spec.log.histograms);
         let histograms = every > 0 && next.is_multiple_of(every);
@@ -93,7 +94,7 @@ impl Run<'_> {
         Ok(LayerReports { histograms, times })
     }
 
-    /// Reports the layers' times, after the step was started that measures them.
+    /// Reports the times of layers, after the timed step was started.
     pub(super) fn report_layer_times(&mut self, reports: LayerReports) {
         if !reports.times {
             return;
@@ -116,14 +117,14 @@ impl Run<'_> {
         self.training.observer.event(&AttemptEvent::Network(description.clone()));
     }
 
-    /// Reports the measured time of a step beside the predicted one, when enough steps are done.
+    /// Reports the measured and the predicted time of a step, when enough steps are done.
     pub(super) fn compare_step_time(&mut self, step: u64, secs: f64) {
         let Some([predicted, measured]) = self.layers.compare(step, secs) else { return };
         self.training.log([format!("a step takes {measured:.1} ms; predicted were {predicted:.1} ms")]);
         self.training.observer.event(&AttemptEvent::Network(self.layers.description.clone()));
     }
 
-    /// Reports the histograms of a step that has kept its gradients, once it is done.
+    /// Reports the histograms of a finished step whose gradients were kept.
     pub(super) fn report_histograms(&mut self, reports: LayerReports) -> Result<(), TrainError> {
         if !reports.histograms {
             return Ok(());

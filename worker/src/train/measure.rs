@@ -1,4 +1,4 @@
-//! What a rank spends its time on, reported about once a second and whenever its activity changes.
+//! Reports how a rank spends its time, about once a second and whenever its activity changes.
 
 use crate::report::Observer;
 use lockstep_protocol::agent::{AttemptEvent, RankReport};
@@ -19,7 +19,8 @@ pub(super) struct ThroughputMeter<'a> {
     data_secs: f64,
     all_reduce_secs: f64,
     samples: u64,
-    /// The newest step times and rate. They are reported again while there are no steps, such as during an evaluation.
+    /// The most recent step times and rate. They are reported again while there are no steps, such as during an
+    /// evaluation.
     averages: [f64; 4],
 }
 
@@ -46,7 +47,7 @@ impl<'a> ThroughputMeter<'a> {
         self.device = name;
     }
 
-    /// A step is done; `samples` are this rank's.
+    /// Records a finished step. `samples` is the number of this rank's pictures.
     pub(super) fn step(
         &mut self,
         step: u64,

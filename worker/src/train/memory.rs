@@ -1,28 +1,29 @@
-//! Whether a machine has the memory that a run needs, checked before any of it is allocated: the system overcommits, and kills
-//! processes when memory runs out.
+//! Checks that a machine has the memory that a run needs before any of it is allocated. The system overcommits
+//! memory, and kills processes when it runs out.
 
 use super::TrainError;
 use lockstep_engine::{EngineConfig, Needs, net::Network};
 use lockstep_protocol::spec::JobSpec;
 
-/// A float32, as weights and a CPU rank's activations are.
+/// The size of a float32, the type of weights and of a CPU rank's activations.
 const VALUE: u64 = 4;
 
-/// A lower bound of the memory that the ranks of a machine need. It leaves out what a run may never need (a larger size of later
-/// epochs or of evaluation, batches that a split cannot fill), so no run that fits is refused.
+/// A lower bound of the memory that the ranks of a machine need. It excludes memory that a run may never need (a
+/// larger size of later epochs or of evaluation, batches that a split cannot fill), so that no run is refused by
+/// mistake.
 pub(super) struct RequiredMemory {
-    /// The most pictures that a rank has in a micro-batch.
+    /// The maximum number of pictures of a rank in a micro-batch.
     pictures: u64,
     /// Bytes of each rank.
     each: u64,
-    /// Bytes of all ranks together.
+    /// Bytes that all ranks share.
     shared: u64,
     ranks: u32,
 }
 
 impl RequiredMemory {
-    /// For a network at the smallest image size that it is trained at, with `samples` pictures over `world_size` ranks. Buffers of
-    /// convolutions and pictures that are prepared ahead are not counted.
+    /// The requirement of a network at the smallest size of training pictures, with `samples` pictures over
+    /// `world_size` ranks. Buffers of convolutions, and pictures that are prepared ahead, are not counted.
     pub(super) fn of(
         network: &Network,
         config: &EngineConfig,
@@ -35,22 +36,22 @@ impl RequiredMemory {
         let pictures = (config.batch_size as u64).min(of_rank);
         let parameters = (network.parameter_count() as u64).saturating_mul(VALUE);
         let each = match needs.host_memory {
-            // With gradients. Weights and optimizer state may be shared by all ranks.
+            // Activations and their gradients. Weights and optimizer state may be shared by all ranks.
             true => pictures
                 .saturating_mul(network.kept_values())
                 .saturating_mul(VALUE)
                 .saturating_add(parameters),
-            // A batch in transit to the GPU, a byte per value. The engine checks the GPU's own memory.
+            // A batch in transit to the GPU, with one byte per value. The engine checks the GPU's own memory.
             false => pictures.saturating_mul(network.tensors[network.input()].len() as u64),
         };
         let shared = if needs.host_memory { parameters } else { 0 };
         Self { pictures, each, shared, ranks: ranks.max(1) }
     }
 
-    /// Compares the need with the memory `is`, in bytes, that the machine has.
+    /// Compares the requirement with the machine's memory `is`, in bytes.
     ///
     /// # Errors
-    /// It has less. The message says what is needed, what there is, and what to lower.
+    /// The machine has less. The message tells what is needed, what there is, and what to lower.
     pub(super) fn check(&self, spec: &JobSpec, network: &Network, is: u64) -> Result<(), TrainError> {
         let all = self.each.saturating_mul(self.ranks.into()).saturating_add(self.shared);
         if all <= is {
@@ -107,7 +108,7 @@ mod tests {
         assert_eq!(needed.each, 64 * 4 * network.kept_values() + parameters);
         let spec = JobSpec::default();
         let check = |needed: &RequiredMemory, is: u64| needed.check(&spec, &network, is);
-        // Weights are there once.
+        // Weights are counted once.
         let all = 2 * needed.each + parameters;
         assert!(check(&needed, all).is_ok());
         let said = check(&needed, all - 1).unwrap_err().to_string();
@@ -119,7 +120,7 @@ mod tests {
         ] {
             assert!(said.contains(words), "{words} in {said}");
         }
-        // A batch is no larger than what there is for it.
+        // The batch is limited by the number of pictures.
         let few = RequiredMemory::of(&network, &config(64), cpu, 2, (10, 2));
         assert_eq!(few.each, 5 * 4 * network.kept_values() + parameters);
         // Nothing overflows.

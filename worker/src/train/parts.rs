@@ -1,6 +1,7 @@
-//! Sharded checkpoints (`checkpoint.sharded`): every rank that has the folder of checkpoints writes some tensors, while training continues.
-//! Each vote of the ranks says whether all parts are on disk. Then rank 0 adds index, state and manifest, and gives the checkpoint its name.
-//! So a checkpoint is there with all parts or not at all, whichever rank is lost meanwhile.
+//! Sharded checkpoints (`checkpoint.sharded`): every rank that shares the folder of checkpoints writes some tensors,
+//! while training continues. Each vote of the ranks includes whether all parts are on disk. Then rank 0 adds the
+//! index, the state and the manifest, and renames the checkpoint to its final name. So a checkpoint exists with all
+//! of its parts or not at all, whichever rank is lost meanwhile.
 
 use super::{Run, TrainError, Training, plan::RunPlan, saving::announce, start::shared_json};
 use crate::checkpoint::{
@@ -16,31 +17,31 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two tries to write the last checkpoint on a full disk.
+/// Pause between two attempts to write the last checkpoint to a full disk.
 const RETRY: Duration = Duration::from_secs(1);
 
 /// How the ranks of a run write checkpoints together.
 pub(super) struct Parts {
     pub(super) writers: Writers,
-    /// Of this run alone; the same on every rank.
+    /// Unique to this run, and the same on every rank.
     run: String,
-    /// Checkpoints that were begun.
+    /// Number of checkpoints that were begun.
     begun: u64,
     pending: Option<Pending>,
-    /// On rank 0.
+    /// Only on rank 0.
     retention: Option<Retention>,
 }
 
 /// A checkpoint whose parts are being written.
 struct Pending {
     folder: PathBuf,
-    /// On rank 0.
+    /// Only on rank 0.
     state: Option<State>,
     /// `None` on a rank that writes no part.
     thread: Option<JoinHandle<Part>>,
 }
 
-/// What a rank has written.
+/// The part written by a rank.
 #[derive(Default, Serialize, Deserialize)]
 struct Part {
     files: Files,
@@ -49,11 +50,12 @@ struct Part {
 }
 
 impl Parts {
-    /// Collective: finds the ranks that have the folder of checkpoints, and deals the network's tensors to them. `None`: rank 0 writes whole
-    /// checkpoints. `best`: the best one so far.
+    /// Collective: finds the ranks that share the folder of checkpoints, and distributes the network's tensors to
+    /// them. `None` if only rank 0 has the folder: it then writes whole checkpoints. `best` is the best checkpoint so
+    /// far.
     ///
     /// # Errors
-    /// Another rank is gone.
+    /// Another rank is lost.
     pub(super) fn of(
         training: &Training<'_>,
         plan: &RunPlan,
@@ -64,7 +66,7 @@ impl Parts {
             return Ok(None);
         }
         let directory = training.checkpoints;
-        // A full disk ends no run: without the mark, rank 0 alone writes.
+        // A full disk must not end the run. Without the mark, only rank 0 writes.
         let make = || {
             fs::create_dir_all(directory)?;
             tempfile::Builder::new().prefix(TEMPORARY).tempdir_in(directory)
@@ -82,7 +84,7 @@ impl Parts {
             .collect();
         if ranks.len() == 1 {
             training.log([format!(
-                "no other rank has rank 0's folder {}: rank 0 alone writes checkpoints, each kind of tensors in one file",
+                "no other rank has rank 0's folder {}: only rank 0 writes checkpoints, each kind of tensors in one file",
                 directory.display()
             )]);
             return Ok(None);
@@ -99,13 +101,13 @@ impl Parts {
         Ok(Some(Self { writers, run, begun: 0, pending: None, retention }))
     }
 
-    /// Whether this rank's part of the checkpoint that is being written is on disk, or could not be written.
+    /// Whether writing this rank's part of the current checkpoint has ended, successfully or not.
     pub(super) fn is_done(&self) -> bool {
         let is_done = |pending: &Pending| pending.thread.as_ref().is_none_or(JoinHandle::is_finished);
         self.pending.as_ref().is_some_and(is_done)
     }
 
-    /// Begins to write this rank's part of a checkpoint; `snapshot` has what it writes.
+    /// Begins to write this rank's part of a checkpoint. `snapshot` has the tensors of the part.
     fn begin(&mut self, training: &Training<'_>, snapshot: Snapshot) -> io::Result<()> {
         self.begun += 1;
         let unique = format!("{}.{}", self.run.trim_start_matches(TEMPORARY), self.begun);
@@ -129,7 +131,8 @@ impl Parts {
         Ok(())
     }
 
-    /// On rank 0: completes a checkpoint of which every rank has written its part. What is to be reported, and how long it took.
+    /// On rank 0: completes a checkpoint of which every rank has written its part. Returns the events to report, and
+    /// how long writing took.
     fn complete(
         &mut self,
         training: &Training<'_>,
@@ -148,7 +151,7 @@ impl Parts {
             None => complete_parts(training.checkpoints, &folder, state, best, files),
         };
         let news = self.retention.as_mut().map(|retention| retention.add(state, again, complete).1);
-        // As of a whole checkpoint that is incomplete or replaced.
+        // Removed as for a whole checkpoint that is incomplete or replaced.
         let _ = fs::remove_dir_all(&folder);
         (news.unwrap_or_default(), began.elapsed() + Duration::try_from_secs_f64(longest).unwrap_or_default())
     }
@@ -166,8 +169,9 @@ impl Run<'_> {
         Ok(parts.begin(self.training, snapshot)?)
     }
 
-    /// Collective: waits until all parts of the checkpoint that is being written are on disk, and completes it. Why it could not be written:
-    /// training continues, and the one before it stands. `again`: it is tried again, and that is logged once.
+    /// Collective: waits until all parts of the current checkpoint are on disk, and completes it. Returns why it
+    /// could not be written: training continues, and the previous checkpoint is kept. `again` is the number of the
+    /// repeated attempt; only the first repetition is logged.
     pub(super) fn complete_parts(&mut self, again: Option<u64>) -> Result<Result<(), String>, TrainError> {
         let pending = self.parts.as_mut().and_then(|parts| parts.pending.take());
         let Some(Pending { folder, state, thread }) = pending else { return Ok(Ok(())) };
@@ -184,7 +188,7 @@ impl Run<'_> {
                 CheckpointEvent::Failed { reason, .. } => Some(reason.clone()),
                 _ => None,
             });
-            // A line for the first try again.
+            // One line for the first repeated attempt.
             events.retain(|event| {
                 again.is_none_or(|tries| tries == 1) || !matches!(event, CheckpointEvent::Failed { .. })
             });
@@ -195,15 +199,15 @@ impl Run<'_> {
         Ok(shared_json::<Option<String>>(group, failed)?.map_or(Ok(()), Err))
     }
 
-    /// Collective: waits until the newest checkpoint is on disk, and tries again as long as `patience` when the disk is full. All ranks count
-    /// the same tries.
+    /// Collective: waits until the newest checkpoint is on disk. If the disk is full, tries again for up to
+    /// `patience`. All ranks count the same attempts.
     pub(super) fn flush_parts(&mut self, patience: Duration) -> Result<(), TrainError> {
         let mut tries = 0;
         let mut written = self.complete_parts(None)?;
         while let Err(reason) = written {
             if tries >= patience.as_secs().max(1) {
                 return Err(TrainError::System(io::Error::other(format!(
-                    "the last checkpoint could not be written in {tries} more tries: {reason}"
+                    "the last checkpoint could not be written in {tries} more attempts: {reason}"
                 ))));
             }
             tries += 1;
@@ -212,7 +216,7 @@ impl Run<'_> {
             written = self.complete_parts(Some(tries))?;
         }
         if tries > 0 {
-            self.training.log([format!("the last checkpoint took {} more tries", tries)]);
+            self.training.log([format!("the last checkpoint took {} more attempts", tries)]);
         }
         Ok(())
     }

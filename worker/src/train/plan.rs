@@ -1,4 +1,5 @@
-//! The plan of a run: what its specification, dataset and device come to, decided before anything is allocated.
+//! The plan of a run: the consequences of its specification, dataset and device, determined before anything is
+//! allocated.
 
 use super::{TrainError, Training, memory::RequiredMemory};
 use crate::planning;
@@ -16,26 +17,26 @@ use lockstep_protocol::{
 };
 use std::sync::Arc;
 
-/// A run in numbers.
+/// The parameters of a run.
 pub(super) struct RunPlan {
-    /// For the smallest pictures that it is trained on; it is [resized](Network::resized) for others.
+    /// The network for the smallest training pictures. It is [resized](Network::resized) for others.
     pub(super) network: Network,
-    /// Sides of training pictures, ascending, and of validation pictures.
+    /// Sides of training pictures in ascending order, and the side of validation pictures.
     training_sizes: Vec<usize>,
     evaluation_size: usize,
-    /// The ranks that see different pictures of a step, and which of them this one is.
+    /// The number of ranks that see different pictures of a step, and this rank's number among them.
     pub(super) replicas: u32,
     pub(super) replica: u32,
-    /// Pictures of this rank in a micro-batch, micro-batches, threads, and how they are trained on.
+    /// This rank's batch size and number of micro-batches, its threads, and the settings of training.
     pub(super) config: EngineConfig,
     pub(super) global_batch_size: u64,
     drop_remainder: bool,
     throughput: Throughput,
     pub(super) steps_per_epoch: u64,
     pub(super) total_steps: u64,
-    /// To compute in, where the device has a choice.
+    /// The number format, if the device has a choice.
     pub(super) precision: Precision,
-    /// Threads that prepare pictures of which each step makes others.
+    /// Number of threads that prepare pictures, if each step prepares new ones.
     data_threads: usize,
     evaluate_every_epochs: u64,
     checkpoint_every_epochs: u64,
@@ -44,7 +45,7 @@ pub(super) struct RunPlan {
 
 impl RunPlan {
     /// # Errors
-    /// The job asks for what is not possible with these pictures, or the machine has too little memory.
+    /// The job cannot be run with these pictures, or the machine has too little memory.
     pub(super) fn new(
         training: &Training<'_>,
         shape: &Shape,
@@ -55,7 +56,7 @@ impl RunPlan {
         let impossible = |text: String| Err(TrainError::Impossible(text));
         if group.size() != spec.parallel.ranks {
             let (is, wanted) = (group.size(), spec.parallel.ranks);
-            return impossible(format!("{is} ranks were started for a job of parallel.ranks = {wanted}"));
+            return impossible(format!("{is} ranks were started, but the job has parallel.ranks = {wanted}"));
         }
         let (replica, replicas) = (spec.parallel.data_rank(group.rank()), spec.parallel.data_ranks());
         let global_batch_size = spec.global_batch_size();
@@ -80,7 +81,7 @@ impl RunPlan {
             threads: training.threads.max(1),
         };
         let needs = training.device.backend.needs();
-        // What ranks that share a network need depends on its splits.
+        // The requirement of ranks that share a network depends on its splits.
         if let Some(is) = memory_and_swap().filter(|_| !spec.parallel.is_hybrid()) {
             let of_split = (shape.train_samples, replicas);
             let needed = RequiredMemory::of(&network, &config, needs, training.local_ranks, of_split);
@@ -108,12 +109,12 @@ impl RunPlan {
         })
     }
 
-    /// Threads that prepare pictures. Those that are in memory already need one.
+    /// Number of threads that prepare pictures. If pictures are in memory already, one suffices.
     pub(super) fn data_threads(&self, data: &DataSource) -> usize {
         if data.is_prepared_each_step() { self.data_threads } else { 1 }
     }
 
-    /// This rank's batches of `data` after step number `step`, to the end of the epoch.
+    /// This rank's batches of `data` after step number `step`, up to the end of the epoch.
     pub(super) fn rest_of_epoch(&self, data: &DataSource, step: u64) -> EpochPlan {
         EpochPlan {
             epoch: (step / self.steps_per_epoch) as u32,
@@ -127,7 +128,7 @@ impl RunPlan {
         }
     }
 
-    /// What the log says about a run before its first step.
+    /// Log lines about a run before its first step.
     pub(super) fn describe(&self, spec: &JobSpec, shape: &Shape, engine: &dyn Engine) -> Vec<String> {
         let mut lines = vec![format!(
             "{} of {} parameters, {}, {}x{} pixels; {} training and {}",
@@ -147,7 +148,7 @@ impl RunPlan {
                 .collect();
             lines.push(format!("pictures are {}; measured at {1}x{1}", sizes.join(", "), shape.image_size));
         }
-        // With `train.steps` the number of epochs was not known before.
+        // With `train.steps`, the number of epochs is known only now.
         let epochs = self.total_steps.div_ceil(self.steps_per_epoch);
         for (epoch, side) in shape.training_sizes.iter().filter(|(epoch, _)| u64::from(*epoch) >= epochs) {
             lines.push(format!(
@@ -195,12 +196,12 @@ impl RunPlan {
         lines
     }
 
-    /// The epoch, from 1, that step number `step` (from 1) is in.
+    /// The epoch (from 1) of step number `step` (from 1).
     pub(super) fn epoch_of(&self, step: u64) -> u32 {
         (step.saturating_sub(1) / self.steps_per_epoch + 1) as u32
     }
 
-    /// Pictures of a step, over all ranks: the last one of an epoch may have fewer than the others.
+    /// Number of pictures of a step over all ranks. The last step of an epoch may have fewer.
     pub(super) fn pictures_of(&self, step: u64) -> u64 {
         self.throughput.pictures_of(step)
     }
@@ -209,14 +210,14 @@ impl RunPlan {
         self.checkpoint_every_steps > 0 && step.is_multiple_of(self.checkpoint_every_steps)
     }
 
-    /// Whether `step` ends an epoch, or the run, with a checkpoint.
+    /// Whether there is a checkpoint after `step` because it ends an epoch or the run.
     pub(super) fn checkpoint_after_epoch(&self, step: u64) -> bool {
         step == self.total_steps
             || self.checkpoint_after_step(step)
             || self.epoch_is_due(step, self.checkpoint_every_epochs)
     }
 
-    /// Whether `step` ends an epoch, or the run, with an evaluation.
+    /// Whether there is an evaluation after `step` because it ends an epoch or the run.
     pub(super) fn evaluation_after_epoch(&self, step: u64) -> bool {
         step == self.total_steps || self.epoch_is_due(step, self.evaluate_every_epochs)
     }
@@ -228,8 +229,8 @@ impl RunPlan {
     }
 }
 
-/// That an epoch's last step has pictures of its beginning, in words: there are fewer left than the `parts` that a step is cut into, one for
-/// each micro-batch of each rank.
+/// A note if the last step of an epoch uses pictures of its beginning again, because there are fewer left than the
+/// `parts` into which a step is divided (one for each micro-batch of each rank).
 fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -> Option<String> {
     let left = samples % global_batch_size.max(1);
     (!spec.data.drop_remainder && left > 0 && left < parts).then(|| {
@@ -242,24 +243,25 @@ fn filled_up(spec: &JobSpec, samples: u64, global_batch_size: u64, parts: u64) -
     })
 }
 
-/// The network of a job for the smallest pictures that it is trained on.
+/// The network of a job for the smallest training pictures.
 ///
 /// # Errors
-/// They are too small for it.
+/// The pictures are too small for the network.
 pub(super) fn network(spec: &JobSpec, shape: &Shape) -> Result<Network, TrainError> {
     let sides = (shape.image_size, shape.training_size(0));
     planning::network(&spec.model, sides, shape.channels, shape.classes.len()).map_err(TrainError::Impossible)
 }
 
-/// Of a CPU rank's threads, one in so many prepares pictures: decoding a picture takes a small part of the time of training on it.
+/// One in this number of a CPU rank's threads prepares pictures. Decoding a picture takes a small fraction of the
+/// time of training on it.
 const TRAINING_TO_DATA: usize = 8;
 
-/// Threads of a rank that prepare pictures. On a GPU they may use all of its cores.
+/// Number of a rank's threads that prepare pictures. If the rank computes on a GPU, it may use all of its cores.
 fn data_threads(needs: Needs, threads: usize) -> usize {
     if needs.leaves_threads { threads } else { threads.div_ceil(TRAINING_TO_DATA) }
 }
 
-/// Builds the engine of a plan with initial weights; `generation` counts the engines before it in this process.
+/// Builds the engine of a plan with initial weights. `generation` is the number of engines before it in this process.
 pub(super) fn build_engine(
     training: &Training<'_>,
     plan: &RunPlan,

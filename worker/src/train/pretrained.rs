@@ -1,5 +1,5 @@
-//! Weights given by the user (`model.pretrained`): a checkpoint of ours, or a safetensors file with torchvision's names.
-//! timm has the same names for these networks.
+//! Weights given by the user (`model.pretrained`): a checkpoint, or a safetensors file with torchvision's names,
+//! which timm also uses for these networks.
 
 use super::{TrainError, Training};
 use crate::checkpoint;
@@ -13,11 +13,11 @@ use lockstep_host::{
 };
 use std::path::Path;
 
-/// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the file has none
-/// that fits. With lines for the log about what is not taken as the file has it.
+/// Replaces `initial` by the weights of the file at `path`. `head`, the last layer, keeps its initial values if the
+/// file's does not fit. Also returns log lines about differences between the file and the network.
 ///
 /// # Errors
-/// The file cannot be read, or a tensor of it does not fit, is missing or is not of this network.
+/// The file cannot be read, or a tensor does not fit, is missing, or does not belong to this network.
 pub(super) fn weights(
     training: &Training<'_>,
     path: &Path,
@@ -32,7 +32,7 @@ pub(super) fn weights(
         let (file, opened) = allowed::open(file, training.weights_in).map_err(wrong)?;
         given.extend(checkpoint::read_opened_tensors(&file, opened).map_err(wrong)?);
     }
-    // Its only file, or the folder of several.
+    // The only file, or the folder of several files.
     let path = if let [file] = &files[..] { file } else { &path };
     let (weights, mapping) = take_over(given, initial, head).map_err(|problems| {
         let arch = training.spec.model.arch.name();
@@ -51,7 +51,7 @@ pub(super) fn weights(
 /// Replaces `initial` by `given`, tensor by tensor.
 ///
 /// # Errors
-/// Tensors that do not fit, in words.
+/// The tensors that do not fit, in a sentence.
 fn take_over(
     mut given: NamedTensors,
     initial: NamedTensors,
@@ -70,7 +70,7 @@ fn take_over(
     Ok((taken.collect(), mapping))
 }
 
-/// The weights of a convolution (OIHW) summed over its input channels.
+/// Sums the weights of a convolution (OIHW) over its input channels.
 fn sum_channels(weights: &HostTensor, shape: Vec<usize>) -> HostTensor {
     let area: usize = weights.shape[2..].iter().product();
     let filters = weights.values.chunks_exact(area * weights.shape[1]);
@@ -210,7 +210,7 @@ mod tests {
     fn another_first_convolution_is_summed_for_grey_or_refused_with_what_to_do() {
         let of = |stem: Stem, channels: usize| network(Arch::ResNet18, stem, channels, 10, 1);
         let (weights, mapping) = take_over(of(Stem::Imagenet, 3), of(Stem::Imagenet, 1), "fc").unwrap();
-        assert!(mapping.notes("fc")[0].contains("conv1.weight takes colour and the pictures are grey"));
+        assert!(mapping.notes("fc")[0].contains("conv1.weight takes RGB and the pictures are grey"));
         let (theirs, ours) = (&of(Stem::Imagenet, 3)["conv1.weight"], &weights["conv1.weight"]);
         assert_eq!(ours.shape, [64, 1, 7, 7]);
         for (at, sum) in ours.values.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Checkpoints of a run: what is in them, when they are waited for, and how a run ends with one.
+//! Checkpoints of a run: their content, when they are waited for, and how a run ends with one.
 
 use super::{Outcome, Run, TrainError, Training};
 use crate::checkpoint::{
@@ -14,20 +14,20 @@ use std::{
 };
 
 impl Run<'_> {
-    /// Collective: every rank contributes to a checkpoint of the steps so far. Rank 0 hands it to the checkpoint thread, or each rank its part
-    /// to a thread of its own; they write it while training continues.
+    /// Collective: every rank contributes to a checkpoint of the steps so far. Rank 0 passes it to the checkpoint
+    /// thread, or each rank passes its part to its own thread. Writing continues during training.
     pub(super) fn save(&mut self) -> Result<(), TrainError> {
         self.drain()?;
-        // It says itself what became of the one before.
+        // The call itself reports what happened to the previous checkpoint.
         let _ = self.complete_parts(None)?;
         self.check_state()?;
-        // On every rank: this report writes out what the rank has reported so far. So no step before a checkpoint is missing
-        // from the records when the rank is killed right after.
+        // On every rank: this writes out the rank's reports. So even if the rank is killed right after, no step
+        // before a checkpoint is missing from its records.
         self.throughput.report("checkpointing");
         let whole_checkpoints = Writers::default();
         let writers = self.parts.as_ref().map_or(&whole_checkpoints, |parts| &parts.writers);
         let contribution = self.engine.state_dict(writers)?;
-        // Every rank knows which checkpoint is the best: any may have to write the next one.
+        // Every rank knows which checkpoint is the best, because any rank may have to write the next one.
         let keep_best = &self.training.spec.checkpoint.keep_best;
         if let Some(best) = Best::improved(self.best.as_ref(), keep_best, &self.state(&StateDict::default()))
         {
@@ -42,7 +42,7 @@ impl Run<'_> {
             self.throughput.report("training");
             return Ok(());
         };
-        // Other ranks wait meanwhile, and are not to take this one for one that stands still.
+        // Other ranks wait meanwhile, and must not consider this rank stalled.
         let patience = self.stall_timeout() / 4;
         let saved = writer.save(self.snapshot(*whole(contribution)?), patience);
         if let Err(CheckpointError::NotFinite { detail, .. }) = saved {
@@ -54,7 +54,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The checkpoint of the steps so far, of which the engine has this state.
+    /// The checkpoint of the steps so far. `state_dict` is the engine's state.
     pub(super) fn snapshot(&self, state_dict: StateDict) -> Snapshot {
         Snapshot {
             state: self.state(&state_dict),
@@ -106,7 +106,8 @@ impl Run<'_> {
         Ok(Outcome::Finished { step: self.step })
     }
 
-    /// Ends a run after the ranks have voted to stop, with a checkpoint. All ranks are at the same step, so it is complete.
+    /// Ends a run after the ranks have voted to stop, with a checkpoint. All ranks are at the same step, so the
+    /// checkpoint is complete.
     pub(super) fn stopped(&mut self) -> Result<Outcome, TrainError> {
         self.save()?;
         self.flush_checkpoints()?;
@@ -115,8 +116,8 @@ impl Run<'_> {
         Ok(Outcome::Stopped { step: self.step })
     }
 
-    /// Waits until the newest checkpoint is on disk: what is not written is lost with this process. A full disk is waited for
-    /// half as long as a stall may last.
+    /// Waits until the newest checkpoint is on disk, because unwritten data is lost with this process. If the disk is
+    /// full, waits for up to half of the stall time-out.
     fn flush_checkpoints(&mut self) -> Result<(), TrainError> {
         let patience = self.stall_timeout() / 2;
         if self.parts.is_some() {
@@ -136,7 +137,7 @@ impl Run<'_> {
                     CheckpointEvent::Removed { .. } | CheckpointEvent::Dropped { .. } => failed,
                 };
             }
-            // A line for the first, and their number at the end.
+            // One line for the first failure, and their number at the end.
             events.retain(|event| {
                 let is_retry = matches!(event, CheckpointEvent::Failed { again: true, .. });
                 retries += u64::from(is_retry);
@@ -146,12 +147,12 @@ impl Run<'_> {
             if let Some(reason) = failed.as_ref().filter(|_| began.elapsed() > patience) {
                 let waited = began.elapsed().as_secs();
                 return Err(TrainError::System(std::io::Error::other(format!(
-                    "the last checkpoint could not be written for {waited} s, in {retries} more tries: {reason}"
+                    "the last checkpoint could not be written for {waited} s, in {retries} more attempts: {reason}"
                 ))));
             }
         }
         if retries > 0 {
-            let text = format!("the last checkpoint took {} more tries", retries + 1);
+            let text = format!("the last checkpoint took {} more attempts", retries + 1);
             self.training.observer.log(&text);
         }
         Ok(())
@@ -171,7 +172,7 @@ impl Run<'_> {
 
     pub(super) fn warn_of_slow_checkpoints(&mut self, took: Duration) {
         let warning = may_not_fit(took, self.training.stop_within);
-        // Once in a run: later checkpoints take as long.
+        // Once per run, because later checkpoints take equally long.
         if let Some(warning) = warning.filter(|_| !self.slow_warned) {
             self.slow_warned = true;
             self.training.observer.log(&warning);
@@ -179,14 +180,14 @@ impl Run<'_> {
     }
 }
 
-/// A warning for the log if a checkpoint that took `took` to write may not be done in time: ranks that are asked to end have `within`
-/// for their step and its checkpoint.
+/// A warning for the log if a checkpoint that took `took` to write may not be done in time: ranks that are asked to
+/// end have `within` for their step and its checkpoint.
 fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
-    // Half of the time: the step comes first, and the disk may be slower then.
+    // Half of the time, because the step comes first, and the disk may be slower then.
     (took > within / 2).then(|| {
         format!(
             "a checkpoint takes {:.1} s to write, and ranks that are asked to end (before a time limit, for a requeue, when their agent is \
-             stopped) have {} s for their step and its checkpoint: it may not be done by then, and the job continues from the one before. Give \
+             stopped) have {} s for their step and its checkpoint: it may not be done by then, and the job continues from the previous one. Give \
              them more time (Slurm's KillWait, or --killed-after of the agent), or write checkpoints more often (checkpoint.every_steps)",
             took.as_secs_f64(),
             within.as_secs()
@@ -194,22 +195,23 @@ fn may_not_fit(took: Duration, within: Duration) -> Option<String> {
     })
 }
 
-/// The state that the rank with the checkpoint writer contributes.
+/// The state contributed by the rank with the checkpoint writer.
 ///
 /// # Errors
-/// It contributes nothing: the engine takes another rank for the group's first, and the checkpoint would be lost.
+/// The rank contributes nothing: the engine considers another rank the first of the group, and the checkpoint would
+/// be lost.
 fn whole(contribution: Contribution) -> Result<Box<StateDict>, TrainError> {
     match contribution {
         Contribution::Whole(state_dict) => Ok(state_dict),
         Contribution::Part(_) | Contribution::Replica => Err(TrainError::Impossible(
-            "no checkpoint: this rank writes checkpoints, but its engine has left the state to another rank of \
-             the group. This is a mistake in Lockstep"
+            "no checkpoint: this rank writes checkpoints, but its engine contributes no state, as if another rank were the first of \
+             the group. This is a bug in Lockstep"
                 .into(),
         )),
     }
 }
 
-/// What `model.safetensors` says about itself: all that equal jobs share, and nothing else.
+/// The metadata of `model.safetensors`: only facts that equal jobs share.
 pub(super) fn metadata(spec: &JobSpec, shape: &Shape) -> BTreeMap<String, String> {
     let json = |value: serde_json::Result<String>| value.unwrap_or_default();
     let mut shared = serde_json::to_value(spec).unwrap_or_default();
@@ -252,12 +254,12 @@ pub(super) fn announce(training: &Training<'_>, events: Vec<CheckpointEvent>) {
                 observer.event(&AttemptEvent::Checkpoint(info));
             }
             CheckpointEvent::Dropped { epoch, step } => observer.log(&format!(
-                "checkpoint {epoch}-{step} was dropped: an earlier one is still being written to {}. Training continues; the newest complete \
-                 checkpoint stays",
+                "checkpoint {epoch}-{step} was dropped: an earlier one is still being written to {}. Training continues, and the newest complete \
+                 checkpoint is kept",
                 training.checkpoints.display()
             )),
             CheckpointEvent::Failed { epoch, step, reason, again: false } => observer.log(&format!(
-                "checkpoint {epoch}-{step} could not be written: {reason}; training continues, the one before it stands"
+                "checkpoint {epoch}-{step} could not be written: {reason}; training continues, and the previous checkpoint is kept"
             )),
             CheckpointEvent::Failed { epoch, step, reason, again: true } => observer
                 .log(&format!("checkpoint {epoch}-{step} still cannot be written: {reason}; trying again")),

@@ -1,5 +1,5 @@
-//! Where a run begins: fresh weights, given weights, or a checkpoint. Rank 0 reads files and sends their content, so the others
-//! need not have them.
+//! The initial state of a run: new weights, given weights, or a checkpoint. Rank 0 reads files and sends their
+//! content to the other ranks, which need not have the files.
 
 use super::{TrainError, Training, plan::RunPlan, pretrained};
 use crate::{
@@ -24,11 +24,11 @@ use serde::{Serialize, de::DeserializeOwned};
 use std::path::{Path, PathBuf};
 
 pub(super) struct InitialState {
-    /// Optimizer steps done before.
+    /// Number of optimizer steps done before.
     pub(super) step: u64,
     pub(super) best: Option<Best>,
     pub(super) skipped: SkippedSteps,
-    /// The step has no evaluation yet: the earlier run was stopped before it.
+    /// Whether the step has not been evaluated, because the earlier run was stopped before.
     pub(super) unmeasured: bool,
     /// See [`State::divisions`].
     pub(super) divisions: Vec<Division>,
@@ -36,15 +36,15 @@ pub(super) struct InitialState {
     pub(super) notes: Vec<String>,
 }
 
-/// The number format to compute in. With `precision = "auto"` a run that has left float16 does not return to it when it continues. The
-/// same on every rank.
+/// The number format of the run. With `precision = "auto"`, a run that has changed from float16 to bfloat16 stays
+/// with it when it continues. The result is the same on every rank.
 pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError> {
     let asked = training.spec.train.precision;
     let Some(folder) = training.resume else { return Ok(asked) };
     if asked != Precision::Auto || !training.device.backend.needs().half_precision {
         return Ok(asked);
     }
-    // The newest that can be read: a damaged one will be set aside for the one before it.
+    // The newest readable checkpoint. If it is damaged, it will be set aside, and the previous one is used.
     let newest = || {
         let older = checkpoint::list(training.checkpoints).ok()?.into_iter().rev();
         let folders =
@@ -59,7 +59,7 @@ pub(super) fn precision(training: &Training<'_>) -> Result<Precision, TrainError
     Ok(if votes == [0.0] { asked } else { Precision::Bf16 })
 }
 
-/// Sets the engine's weights; the same on every rank afterwards.
+/// Sets the engine's weights, which are then the same on every rank.
 pub(super) fn begin(
     training: &Training<'_>,
     plan: &RunPlan,
@@ -79,7 +79,7 @@ pub(super) fn begin(
             let (found, found_notes) = pretrained::weights(training, path, initial, plan.network.head())?;
             (weights, notes) = (Some(found), found_notes);
         }
-        // Ranks that share a network take their parts of it; others get it below.
+        // Ranks that share a network take their parts of it. Other ranks receive the weights below.
         if training.spec.parallel.is_hybrid() {
             let weights = shared(training.group.as_ref(), engine.parameters()?, weights)?;
             engine.set_parameters(&weights)?;
@@ -92,7 +92,7 @@ pub(super) fn begin(
     }
     let mut divisions = Vec::new();
     if let Some(path) = pretrained {
-        // Weights of our own say what they were trained on.
+        // A checkpoint of Lockstep records the pictures on which it was trained.
         let folder = if path.is_dir() { Some(path) } else { path.parent() };
         let found =
             training.is_first().then(|| folder.and_then(checkpoint::state).map(|state| state.divisions));
@@ -109,7 +109,7 @@ pub(super) fn begin(
     })
 }
 
-/// The divisions that a run has trained by once it has begun.
+/// The divisions by which a run has trained, including its own.
 fn with_own(mut divisions: Vec<Division>, training: &Training<'_>) -> Vec<Division> {
     let own = Division::of(&training.spec.data);
     if !divisions.contains(&own) {
@@ -147,7 +147,7 @@ fn resume(
     } else {
         None
     };
-    // Rank 0 alone keeps the average, but of a network that ranks share each has its part.
+    // Only rank 0 has the average. If ranks share a network, each has the average of its part.
     let average = match training.spec.parallel.is_hybrid() {
         true if shared_json(group, (group.rank() == 0).then_some(average.is_some()))? => {
             Some(shared(group, engine.parameters()?, average)?)
@@ -155,10 +155,10 @@ fn resume(
         _ => average,
     };
     let loaded = StateDict { parameters, optimizer, average, loss_scaling: state.loss_scaling };
-    // Ranks may share the weights: all have to have read the old ones before they change.
+    // Ranks may share the weights, so all must have read the old ones before they change.
     group.barrier()?;
     engine.load_state_dict(&loaded)?;
-    // Nor may a rank use the new ones before rank 0 has written them.
+    // No rank may use the new weights before rank 0 has written them.
     group.barrier()?;
 
     let step = if state.global_batch_size == plan.global_batch_size
@@ -166,7 +166,7 @@ fn resume(
     {
         state.step
     } else {
-        // Another batch size: the same place in the data, counted in steps of this one.
+        // The batch size has changed: the step with the same position in the data.
         let in_epoch = state.data_position.samples_in_epoch / plan.global_batch_size;
         u64::from(state.data_position.epoch) * plan.steps_per_epoch + in_epoch.min(plan.steps_per_epoch - 1)
     };
@@ -193,7 +193,7 @@ fn resume(
     }
     if !carries_over {
         notes.push(format!(
-            "train.optimizer is {} and was {}, which kept other numbers: its state begins anew, at zero",
+            "train.optimizer is {} and was {}, whose state is different: the optimizer's state starts again at zero",
             kind.name(),
             note.kind.name()
         ));
@@ -204,25 +204,25 @@ fn resume(
     if training.is_first() {
         notes.extend(schedule_change(training, &state, folder, plan, step));
     }
-    // On a machine with a disk of its own the best one may be on the server alone.
+    // If this machine has its own disk, the best checkpoint may be only on the server.
     let is_own_disk = training.checkpoints.parent().is_some_and(|job| job.join(OWN_DISK_NOTE).exists());
     let best = state.best.filter(|best| {
         let place = checkpoint::folder_name(best.epoch, best.step);
         let is_there = is_own_disk || training.checkpoints.join(place).exists();
-        // The best of other pictures may be the best of fewer, or of easier ones.
+        // A best value for other pictures is not comparable.
         best.metric == training.spec.checkpoint.keep_best && is_there && state.validation == shape.validation
     });
     let divisions = with_own(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
-        // Their steps are counted for the other batch size.
+        // The recorded steps are numbered for the other batch size.
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
     Ok(InitialState { step, best, skipped, unmeasured, divisions, notes })
 }
 
-/// Why the checkpoint's step has another number in this run: the number says at which place in the pictures it is.
+/// Why the checkpoint's step has another number in this run. The number denotes the position in the pictures.
 fn counts_as(state: &State, plan: &RunPlan, step: u64) -> String {
     let mut why = Vec::new();
     if state.global_batch_size != plan.global_batch_size {
@@ -243,7 +243,7 @@ fn counts_as(state: &State, plan: &RunPlan, step: u64) -> String {
     )
 }
 
-/// How the learning rate goes on, in words, where it does not go on as in the run that the checkpoint is from.
+/// A sentence about the learning rate, if it does not continue as in the checkpoint's run.
 fn schedule_change(
     training: &Training<'_>,
     state: &State,
@@ -260,40 +260,42 @@ fn schedule_change(
     schedule::change(&before, state.step, &now, step)
 }
 
-/// Whether other pictures measure the run than measured the checkpoint, and how many of them the checkpoint was trained on, in words.
+/// Sentences about whether this run is measured with other pictures than the checkpoint, and on how many of them the
+/// checkpoint was trained.
 fn compare_validation(training: &Training<'_>, data: &DataSource, state: &State) -> Vec<String> {
     let (now, before) = (data.shape.validation.as_ref(), state.validation.as_ref());
     let Some(now) = now.filter(|now| before != Some(*now)) else { return Vec::new() };
     let were = before
         .map_or("none".into(), |before| format!("{} (fingerprint {})", before.pictures, before.fingerprint));
     let differ = format!(
-        "other pictures measure this run than measured the checkpoint: {} (fingerprint {}), before {were}. Do not compare accuracies \
+        "this run is validated with other pictures than the checkpoint: {} (fingerprint {}), previously {were}. Do not compare accuracies \
          before and after this step",
         now.pictures, now.fingerprint
     );
     std::iter::once(differ).chain(trained_on(training, data, &state.divisions)).collect()
 }
 
-/// How many validation pictures the run's first weights were trained on, by the `divisions` of the runs that they are from, in words.
+/// A sentence about how many validation pictures the initial weights were trained on, according to the `divisions` of
+/// earlier runs.
 fn trained_on(training: &Training<'_>, data: &DataSource, divisions: &[Division]) -> Option<String> {
     let count = data.trained_on(&foreign_divisions(divisions, &training.spec.data));
     (count > 0).then(|| {
         format!(
-            "{count} of the {} were training pictures of the run that the weights are from: their accuracy says nothing of new pictures",
+            "{count} of the {} were training pictures of the run that the weights are from: their accuracy does not show how well the model handles new pictures",
             plural(data.shape.validation_samples, "validation picture")
         )
     })
 }
 
-/// The checkpoint in `folder`, or the newest one before it that is whole. A damaged one is set aside and named; without any, the run
-/// does not begin anew by itself: that is for a person to decide.
+/// Loads the checkpoint in `folder`, or the newest complete one before it. A damaged checkpoint is set aside and
+/// reported. If none is left, the run fails, because the user must decide whether to start again.
 fn newest_whole(
     training: &Training<'_>,
     folder: &Path,
 ) -> Result<(PathBuf, (State, NamedTensors, NamedTensors)), TrainError> {
     let wanted = folder.file_name().and_then(|n| n.to_str()).and_then(checkpoint::parse_folder_name);
     let Some((epoch, step)) = wanted.filter(|_| folder.parent() == Some(training.checkpoints)) else {
-        // The user's own folder, named on the command line.
+        // The user's own folder, given on the command line.
         return Ok((folder.into(), checkpoint::load(folder)?));
     };
     let mut candidates = vec![(epoch, step)];
@@ -304,7 +306,7 @@ fn newest_whole(
         let place = training.checkpoints.join(checkpoint::folder_name(epoch, step));
         match checkpoint::load(&place) {
             Ok(loaded) => return Ok((place, loaded)),
-            // It may be whole. Another attempt reads it again.
+            // The checkpoint may be intact. Another attempt reads it again.
             Err(error @ CheckpointError::Io { .. }) => return Err(error.into()),
             Err(error) => {
                 let observer = training.observer;
@@ -318,12 +320,12 @@ fn newest_whole(
         }
     }
     Err(TrainError::Impossible(format!(
-        "no whole checkpoint is left to continue from ({}); submit the job anew to begin from the start",
+        "no whole checkpoint is left to continue from ({}); submit the job again to start from the beginning",
         damage.join("; ")
     )))
 }
 
-/// Whether a checkpoint, which is whole, is one of this job's network and of the classes that its dataset has.
+/// Checks that a complete checkpoint belongs to this job's network, and to the classes of its dataset.
 fn fits(
     training: &Training<'_>,
     folder: &Path,
@@ -340,7 +342,8 @@ fn fits(
             training.spec.data.dataset
         )))
     };
-    // Tensors alone are not enough: another dataset may have as many classes. Not every file has class names.
+    // Tensors are not sufficient, because another dataset may have the same number of classes. Not every file has
+    // class names.
     if let Ok(about) = checkpoint::about(folder)
         && let Some(text) = about.get("classes")
         && let Ok(trained) = serde_json::from_str::<Vec<String>>(text)
@@ -351,7 +354,7 @@ fn fits(
     compare(&shapes(given), &shapes(own), None).map_or_else(refuse, |_| Ok(()))
 }
 
-/// Rank 0's `loaded` on every rank; `template` has the names and shapes that it must have.
+/// Sends rank 0's tensors `loaded` to every rank. `template` has the required names and shapes.
 fn shared(
     group: &dyn ProcessGroup,
     template: NamedTensors,
@@ -370,7 +373,7 @@ fn shared(
     Ok(tensors)
 }
 
-/// Rank 0's `value` on every rank, by its JSON text.
+/// Sends rank 0's `value` to every rank, as JSON.
 pub(super) fn shared_json<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: Option<T>,

@@ -1,4 +1,4 @@
-//! One optimizer step: its batches, its start, and its result, which may come steps later.
+//! One optimizer step: its batches, its start, and its result, which may arrive several steps later.
 
 use super::{Run, TrainError, dataset::report_broken};
 use lockstep_data::{DataError, loader::Batch};
@@ -11,12 +11,12 @@ pub(super) struct InFlight {
     pub(super) step: u64,
     pub(super) lr: f32,
     began: Instant,
-    /// Seconds that the step waited for its batches.
+    /// How long the step waited for its batches, in seconds.
     data_secs: f64,
 }
 
 impl Run<'_> {
-    /// One optimizer step. False: all ranks have voted to stop after it.
+    /// Runs one optimizer step. Returns false if all ranks voted to stop after it.
     pub(super) fn step(
         &mut self,
         batches: &mut dyn Iterator<Item = Result<Batch, DataError>>,
@@ -39,7 +39,7 @@ impl Run<'_> {
         let result = self.engine.start_step(&micro_batches, lr)?;
 
         if let Err(error) = self.average() {
-            // An earlier step's result, which has come: that step is not in flight any more.
+            // The result of an earlier step has arrived, so that step is no longer in flight.
             if let Some(result) = result {
                 self.report_step(&result, 0.0);
             }
@@ -60,8 +60,8 @@ impl Run<'_> {
         Ok(continues)
     }
 
-    /// Updates the moving average of the weights when that is due. Rank 0 keeps the average; the other ranks get it when it is
-    /// evaluated. Ranks that share a network keep it of their parts.
+    /// Updates the moving average of the weights when that is due. Rank 0 keeps the average, and the other ranks
+    /// receive it when it is evaluated. If ranks share a network, each keeps the average of its part.
     pub(super) fn average(&mut self) -> Result<(), TrainError> {
         let decay = self.schedule.average_decay(&self.training.spec.train, self.step);
         if let Some(decay) = decay.filter(|_| self.keeps_average()) {
@@ -71,13 +71,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for the steps in flight: afterwards the engine's state is that of step [`Run::step`].
+    /// Waits for the steps in flight. Afterwards the engine's state is that of step [`Run::step`].
     pub(super) fn drain(&mut self) -> Result<(), TrainError> {
         let mut vote = Ok(true);
         for result in self.engine.finish_steps()? {
             self.note_not_finite(Some(&result));
-            // Every rank votes after every step here, so none leaves before all have seen the end of their steps. A stop is
-            // acted on at the next vote. After a vote that failed the others are done all the same.
+            // Every rank votes after every step here, so no rank leaves before all ranks have seen the end of their
+            // steps. A stop takes effect at the next vote. After a failed vote, the remaining steps are still
+            // completed.
             if vote.is_ok() {
                 vote = self.vote(true);
             }
@@ -86,10 +87,10 @@ impl Run<'_> {
         vote.map(|_| ())
     }
 
-    /// Reports the oldest step in flight; `waited_secs` were spent on other ranks after it.
+    /// Reports the oldest step in flight. `waited_secs` were spent waiting for other ranks after it.
     pub(super) fn report_step(&mut self, result: &StepResult, waited_secs: f64) {
         let Some(InFlight { step, lr, began, data_secs }) = self.in_flight.pop_front() else { return };
-        // An engine that runs behind its caller times the step itself; the caller's time would include other steps.
+        // An asynchronous engine times the step itself, because the time measured here would include other steps.
         let secs = if result.step_secs > 0.0 { result.step_secs } else { began.elapsed().as_secs_f64() };
         let all_reduce_secs = if result.step_secs > 0.0 {
             result.all_reduce_secs
@@ -125,7 +126,7 @@ impl Run<'_> {
         self.compare_step_time(step, if is_timed_apart { secs } else { secs - data_secs });
     }
 
-    /// Logs which pictures the GPU could not decode, when there are new reasons.
+    /// Logs which pictures the GPU could not decode, if there are new reasons.
     pub(super) fn report_decoder(&mut self) {
         let Some(decoded) = self.data.decoded().filter(|_| self.training.is_first()) else { return };
         let reasons = decoded.by_cores.len() + usize::from(decoded.given_up);

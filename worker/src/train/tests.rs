@@ -1,5 +1,5 @@
-//! Runs whose float16 overflows, and stops that come at the moments in which bfloat16 takes over. The engines here train
-//! nothing: what is tested is the loop around them.
+//! Runs whose float16 overflows, and stops that arrive while bfloat16 takes over. The engines in these tests train
+//! nothing; the training loop is tested.
 
 mod scripted;
 
@@ -33,7 +33,7 @@ enum StopIn {
     Never,
 }
 
-/// Remembers log lines.
+/// Stores log lines.
 #[derive(Default)]
 struct Log(Mutex<Vec<String>>);
 
@@ -45,26 +45,26 @@ impl Observer for Log {
     fn event(&self, _: &AttemptEvent) {}
 }
 
-/// A job of two epochs of 20 steps, in a folder of its own.
+/// A job of two epochs of 20 steps, in a separate folder.
 struct Bench {
     folder: tempfile::TempDir,
     ranks: u32,
-    /// The rank whose weights are others from the beginning.
+    /// The rank that has other weights from the beginning.
     differs: Option<u32>,
 }
 
-/// What became of a run.
+/// The result of a run.
 #[derive(Debug)]
 struct Ended {
     /// By rank.
     outcomes: Vec<Outcome>,
     /// The formats of rank 0's engines, in the order in which they were built.
     engines: Vec<Precision>,
-    /// Batches that rank 0 evaluated in bfloat16.
+    /// Number of batches that rank 0 evaluated in bfloat16.
     evaluated_in_bfloat16: u32,
-    /// Rank 0's.
+    /// The log of rank 0.
     log: String,
-    /// By rank: how often its weights were copied off its engines.
+    /// By rank: how often its weights were copied from its engines.
     copied: Vec<u32>,
 }
 
@@ -73,7 +73,7 @@ impl Bench {
         let folder = tempfile::tempdir().unwrap();
         let dataset = folder.path().join("dataset");
         fs::create_dir(&dataset).unwrap();
-        // 80 pictures of 4 x 4 pixels to train on and 8 to validate, as IDX files.
+        // A dataset of IDX files: 80 training and 8 validation pictures of 4 x 4 pixels.
         for (name, count) in [("train", 80u32), ("t10k", 8)] {
             let header = |kind: u32, sizes: &[u32]| -> Vec<u8> {
                 std::iter::once(&kind).chain(sizes).flat_map(|n| n.to_be_bytes()).collect()
@@ -156,7 +156,7 @@ impl Bench {
                 if is_asked && stop_in == StopIn::Fallback {
                     training.stop.store(true, Ordering::Relaxed);
                 }
-                // As engines on GPUs do.
+                // As for engines on GPUs.
                 if let Some(store) = &training.store {
                     store.barrier("gradients/1").map_err(std::io::Error::other)?;
                 }
@@ -176,7 +176,7 @@ impl Bench {
                     batches += 1;
                     match precision {
                         Precision::Bf16 => _ = evaluated.fetch_add(1, Ordering::Relaxed),
-                        // The first batch is voted on; the next vote would come 256 batches later.
+                        // The first batch is voted on. The next vote would be 256 batches later.
                         _ if batches == 2 && tell => stop.store(true, Ordering::Relaxed),
                         _ => {}
                     }
@@ -196,7 +196,7 @@ impl Bench {
             changes: ChangeDetection::Files,
             checkpoints: &checkpoints,
             resume: resume.as_deref(),
-            // One that computes in 16 bits.
+            // An engine that computes in 16 bits.
             device: registry::device_of(Some(&gpu), Device::Auto),
             local_ranks: 1,
             threads: 1,
@@ -239,7 +239,7 @@ fn a_stop_while_bfloat16_takes_over_in_an_epoch_ends_all_ranks_after_that_step_w
     for ranks in [1, 2] {
         let bench = Bench::new(ranks);
         let ended = bench.train(Overflow::Gradients, StopIn::Fallback, None);
-        // Five skipped steps in a row are too many.
+        // Five consecutive skipped steps are too many.
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 5 }; ranks as usize], "{}", ended.log);
         assert_eq!(ended.engines, BOTH);
         assert!(ended.log.contains("asked to stop: stopped after step 5"), "{}", ended.log);
@@ -261,7 +261,7 @@ fn a_stop_before_bfloat16_takes_over_in_an_evaluation_ends_all_ranks_without_con
         let ended = bench.train(Overflow::Validation, StopIn::Validation, None);
         assert_eq!(ended.outcomes, vec![Outcome::Stopped { step: 20 }; ranks as usize], "{}", ended.log);
         assert_eq!(ended.engines, [Precision::Fp16], "bfloat16 is left to the run that continues");
-        assert!(ended.log.contains("the evaluation after step 20 is broken off"), "{}", ended.log);
+        assert!(ended.log.contains("the evaluation after step 20 is interrupted"), "{}", ended.log);
         let state = bench.state("1-20");
         assert_eq!((state.precision, state.val_loss), (Some(Precision::Fp16), None));
 

@@ -1,9 +1,9 @@
-//! The ranks' votes on whether to continue, and on whether the numbers are finite.
+//! The votes of the ranks: whether to continue, and whether values are finite.
 //!
-//! A stop concerns all ranks, and they must end after the same step, so they add up how many were asked to stop. Few ranks do so
-//! after every step: it costs them some microseconds. Many vote about four times a second, or after every step when a step takes
-//! longer. The step to vote at next follows from the mean time of a step over all ranks. That mean is part of the vote, so
-//! all ranks come to the same step.
+//! A stop concerns all ranks, and they must end after the same step. So the ranks add up how many of them were asked
+//! to stop. A few ranks vote after every step, which takes some microseconds. Many ranks vote about four times a
+//! second, or after every step if a step takes longer. The step of the next vote follows from the mean duration of a
+//! step over all ranks. That mean is part of the vote, so all ranks choose the same step.
 
 use super::{Run, TrainError, parts::Parts};
 use lockstep_comm::Reduction;
@@ -18,16 +18,16 @@ use std::{
 const FEW_RANKS: u32 = 16;
 /// Time between two votes, as predicted from the duration of the last steps.
 const EVERY: Duration = Duration::from_millis(250);
-/// Steps between two votes, at most: the prediction fails when steps become slower.
-const MOST_STEPS: u64 = 256;
+/// Maximum number of steps between two votes, because the prediction fails if steps become slower.
+const MAX_STEPS: u64 = 256;
 
-/// The votes of a run of steps (or of an evaluation's batches), which are counted from 1.
+/// The votes of a sequence of steps (or of the batches of an evaluation), which are numbered from 1.
 #[derive(Debug)]
 pub(super) struct Votes {
     after_every_step: bool,
-    /// The step to vote at.
+    /// The step of the next vote.
     next: u64,
-    /// When the last vote was, and after which step.
+    /// The time of the last vote, and its step.
     last: (Instant, u64),
 }
 
@@ -37,41 +37,41 @@ impl Votes {
         Self { after_every_step: world_size <= FEW_RANKS, ..Self::timed(done) }
     }
 
-    /// Votes that are due by time alone, for any number of ranks.
+    /// Votes that are due only according to time, for any number of ranks.
     pub(super) fn timed(done: u64) -> Self {
         Self { after_every_step: false, next: done + 1, last: (Instant::now(), done) }
     }
 
-    /// Whether ranks vote after step `step`; the same on every rank.
+    /// Whether ranks vote after step `step`. The result is the same on every rank.
     pub(super) fn is_due(&self, step: u64) -> bool {
         self.after_every_step || step >= self.next
     }
 
-    /// This rank's part of a vote after step `step`: seconds a step since the last vote.
+    /// This rank's part of a vote after step `step`: the mean duration of a step since the last vote, in seconds.
     pub(super) fn step_secs(&self, step: u64) -> f64 {
         let (at, before) = self.last;
         at.elapsed().as_secs_f64() / step.saturating_sub(before).max(1) as f64
     }
 
-    /// All ranks have voted after step `step`, and their steps take `mean_secs`.
+    /// Records that all ranks have voted after step `step`, and that their steps take `mean_secs`.
     pub(super) fn voted(&mut self, step: u64, mean_secs: f64) {
         let steps = (EVERY.as_secs_f64() / mean_secs.max(1e-9)) as u64;
-        self.next = step + steps.clamp(1, MOST_STEPS);
+        self.next = step + steps.clamp(1, MAX_STEPS);
         self.last = (Instant::now(), step);
     }
 }
 
-/// The first step whose numbers were not finite and that was not skipped.
+/// The first step whose values were not finite and that was not skipped.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct NotFinite {
     step: u64,
     lr: f32,
-    /// The loss of this rank was not finite; else only the gradient.
+    /// Whether the loss of this rank was not finite. Otherwise only the gradient was not.
     loss: bool,
 }
 
 impl Run<'_> {
-    /// Remembers the oldest step in flight if its numbers are not finite and it was not skipped.
+    /// Records the oldest step in flight if its values are not finite and it was not skipped.
     pub(super) fn note_not_finite(&mut self, result: Option<&StepResult>) {
         if let (Some(result), Some(of), None) = (result, self.in_flight.front(), self.not_finite)
             && !result.is_finite()
@@ -81,13 +81,14 @@ impl Run<'_> {
         }
     }
 
-    /// Votes if a vote is due, or `always`. False: some rank was asked to stop, and all ranks know it.
+    /// Votes if a vote is due, or if `always`. Returns false if some rank was asked to stop; all ranks then know it.
     ///
     /// # Errors
-    /// [`TrainError::Diverged`] on all ranks when the numbers of any are not finite.
+    /// [`TrainError::Diverged`] on all ranks if the values of any rank are not finite.
     pub(super) fn vote(&mut self, always: bool) -> Result<bool, TrainError> {
         let group = &self.training.group;
-        // `always` before a checkpoint and an evaluation: non-finite numbers are not saved, and neither is started after a stop.
+        // `always` before a checkpoint or an evaluation: non-finite values are not saved, and neither is started
+        // after a stop.
         let due = always
             || self.votes.is_due(self.step)
             || self.step == self.plan.total_steps
@@ -107,7 +108,7 @@ impl Run<'_> {
         if !always {
             self.votes.voted(self.step, step_secs / f64::from(group.size()));
         }
-        // Before the run ends, a checkpoint of earlier steps is completed.
+        // Complete a checkpoint of earlier steps before the run ends.
         if written == f64::from(group.size()) || not_finite > 0.0 {
             let _ = self.complete_parts(None)?;
         }
@@ -124,8 +125,8 @@ impl Run<'_> {
         Ok(stop == 0.0)
     }
 
-    /// An error that ends the run on all ranks if any has weights, running statistics or optimizer state that are not finite, or other
-    /// weights than the others.
+    /// Fails on all ranks if any rank has weights, running statistics or optimizer state that are not finite, or has
+    /// weights that differ from the others'.
     pub(super) fn check_state(&self) -> Result<(), TrainError> {
         let own = self.engine.first_not_finite()?;
         let mut votes = [f64::from(u8::from(own.is_some()))];
@@ -137,7 +138,7 @@ impl Run<'_> {
         Err(self.diverged(found))
     }
 
-    /// An error on all ranks unless all that have the same parts of the network have the same weights.
+    /// Fails on all ranks unless all ranks with the same part of the network have the same weights.
     fn check_replicas(&self) -> Result<(), TrainError> {
         let group = &self.training.group;
         if group.size() == 1 {
@@ -157,15 +158,16 @@ impl Run<'_> {
         }
     }
 
-    /// The error that says that training has diverged at the newest step.
+    /// The error for divergence at the newest step.
     pub(super) fn diverged(&self, what: String) -> TrainError {
         let (step, lr) = (self.step, self.schedule.lr(self.step.saturating_sub(1)));
         TrainError::Diverged { what, step, epoch: self.plan.epoch_of(step), lr }
     }
 }
 
-/// Which ranks have other weights than most have, by all ranks' checksums; a sentence without its end. `None`: all that have the same part
-/// of the network, by `part_of`, have the same.
+/// Compares the checksums of all ranks. Names the ranks whose weights differ from the majority's, in a sentence
+/// without a full stop. `None` if all ranks with the same part of the network (according to `part_of`) have the same
+/// weights.
 fn differing(checksums: &[[u8; 8]], part_of: impl Fn(usize) -> (usize, usize)) -> Option<String> {
     let (mut ranks, mut has_majority) = (Vec::new(), true);
     let parts: BTreeSet<_> = (0..checksums.len()).map(&part_of).collect();
@@ -202,7 +204,7 @@ mod tests {
         let mut many = Votes::of_steps(17, 40);
         assert!(many.is_due(41), "the first step, whose time nobody knows");
         for (step_secs, next) in
-            [(0.01, 25), (0.1, 2), (0.2, 1), (60.0, 1), (1e-6, MOST_STEPS), (f64::NAN, MOST_STEPS)]
+            [(0.01, 25), (0.1, 2), (0.2, 1), (60.0, 1), (1e-6, MAX_STEPS), (f64::NAN, MAX_STEPS)]
         {
             many.voted(100, step_secs);
             assert!(!many.is_due(100 + next - 1) && many.is_due(100 + next), "{step_secs} s: {many:?}");

@@ -98,19 +98,19 @@ fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_w
         ("a pipe without a picture's name", "is a named pipe (FIFO), not a regular file"),
         ("socket.png", "is a socket, not a regular file"),
         ("device.png", "is a device, not a regular file"),
-        ("dangling.png", "is a link to nowhere.png, which is not there"),
+        ("dangling.png", "is a link to nowhere.png, which does not exist"),
         ("looping.png", "is a link that leads back to itself"),
         ("cat/up", "is a link to a folder that it lies in"),
         ("unreadable.jpg", "cannot be read: Input/output error"),
-        ("IMG_1.HEIC", "is a heic file, which is not read; convert it to JPEG, PNG"),
-        ("heic by another name.jpg", "is a HEIF or AVIF picture, which is not read"),
-        ("drawing.svg", "is a svg file, which is not read"),
+        ("IMG_1.HEIC", "is a heic file, which is not supported; convert it to JPEG, PNG"),
+        ("heic by another name.jpg", "is a HEIF or AVIF picture, which is not supported"),
+        ("drawing.svg", "is a svg file, which is not supported"),
         ("cat/more", "is a folder inside a class folder (1 file in it)"),
-        ("contact sheet.png", "lies in no class folder"),
+        ("contact sheet.png", "is not in a class folder"),
         ("train/caf\u{fffd}", "is a class folder whose name is not UTF-8 (1 file in it); rename it"),
-        ("train/fox", "is a link to gone, which is not there"),
+        ("train/fox", "is a link to gone, which does not exist"),
         ("train/round", "is a link to a folder that it lies in"),
-        ("/val", "is a link to gone, which is not there"),
+        ("/val", "is a link to gone, which does not exist"),
     ];
     let info = inspect(dir.path()).expect("readable");
     assert_eq!((info.classes.join(" "), info.splits[0].per_class.clone()), ("cat dog".into(), vec![3, 3]));
@@ -255,7 +255,7 @@ fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
     assert!(bomb.len() < 1 << 20, "{} bytes become 200 MB", bomb.len());
     let words = Picture::decode(&bomb).expect_err("must not be decoded");
     let advice = "scale it down, or save it as baseline JPEG, which is scaled down as it is read";
-    assert_eq!(words, format!("is 65536 x 1025 pixels; up to 64 megapixels are read: {advice}"));
+    assert_eq!(words, format!("is 65536 x 1025 pixels; at most 64 megapixels are allowed: {advice}"));
     // Whatever its header promises.
     let mut absurd = black(8, 8);
     absurd[16..24].copy_from_slice(&[0x7f, 0xff, 0xff, 0xff, 0x7f, 0xff, 0xff, 0xff]);
@@ -272,7 +272,7 @@ fn the_largest_picture_is_read_and_one_row_more_is_refused_in_words() {
     folder(dir.path(), 1);
     let sparse = fs::File::create(dir.path().join("train/cat/sparse.jpg")).expect("writes");
     sparse.set_len((512 << 20) + 1).expect("writes");
-    assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; up to 536870912 are read"));
+    assert!(refused(dir.path()).contains("sparse.jpg has 536870913 bytes; at most 536870912 are allowed"));
     sparse.set_len(512 << 20).expect("writes");
     assert!(refused(dir.path()).contains("sparse.jpg is not a JPEG, PNG"), "it is read, and is no picture");
 }
@@ -295,7 +295,7 @@ fn a_jpeg_of_too_many_pixels_is_scaled_down_as_it_is_read() {
     file[frame + 1] = 0xc2;
     let words = Picture::decode(&file).expect_err("must not be decoded");
     let advice = "save it as baseline JPEG, which is scaled down as it is read";
-    assert_eq!(words, format!("is 8200 x 8201 pixels; up to 64 megapixels are read: {advice}"));
+    assert_eq!(words, format!("is 8200 x 8201 pixels; at most 64 megapixels are allowed: {advice}"));
 }
 
 #[test]
@@ -355,7 +355,7 @@ fn a_folder_in_which_nothing_can_be_used_says_why() {
     fs::remove_dir_all(&train).expect("removes");
     symlink("gone", &train).expect("a link");
     let words = inspect(dir.path()).expect_err("no dataset").to_string();
-    assert!(words.contains("train is a link to gone, which is not there"), "{words}");
+    assert!(words.contains("train is a link to gone, which does not exist"), "{words}");
 }
 
 /// As torchvision's `ImageFolder` does ("Found no valid file for the classes ..."): as a class it would be one that no network
@@ -375,7 +375,7 @@ fn a_class_without_a_picture_is_refused_wherever_the_dataset_is_looked_at() {
         inspect(dir.path()).expect("readable");
         let class = dir.path().join(class);
         fs::create_dir(&class).expect("a folder");
-        all(&format!("class folder {} has no picture: put some", class.display()));
+        all(&format!("class folder {} has no picture: add pictures", class.display()));
         fs::write(class.join("notes.txt"), "no picture").expect("writes");
         fs::create_dir(class.join("nothing in it")).expect("a folder");
         all(&format!("class folder {} has no picture", class.display()));

@@ -1,4 +1,4 @@
-//! Aborts communicators.
+//! Aborting a communicator.
 
 #![allow(unsafe_code)] // NCCL frees a communicator by its pointer.
 
@@ -13,27 +13,27 @@ use std::{
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Comm(pub(super) ncclComm_t);
 
-// SAFETY: NCCL's communicators are not bound to threads.
+// SAFETY: NCCL's communicators are not bound to a thread.
 unsafe impl Send for Comm {}
 
 impl Handle for Comm {
     fn abort(self) {
-        // Ending everything may take a while, and the caller has other things to abort as well.
+        // An abort may take long, and the caller may have more groups to abort.
         let abort = move || {
             let Self(comm) = { self };
-            // SAFETY: the owner gave it away for this, once, when no call was being made.
+            // SAFETY: the owner gives the handle away once, while no call uses it.
             unsafe { sys::ncclCommAbort(comm) };
             ABORTS.with(|under_way| *under_way -= 1);
         };
         ABORTS.with(|under_way| *under_way += 1);
-        // Without a thread it goes with the process.
+        // If no thread can be started, the end of the process frees the communicator.
         if std::thread::Builder::new().name("nccl abort".into()).spawn(abort).is_err() {
             ABORTS.with(|under_way| *under_way -= 1);
         }
     }
 }
 
-/// Aborts that NCCL has not finished.
+/// The number of aborts that NCCL has not finished.
 struct Aborts {
     under_way: Mutex<usize>,
     changed: Condvar,
@@ -48,7 +48,7 @@ impl Aborts {
     }
 }
 
-/// Waits until every abort that was begun is finished, at most `limit`; says whether they are.
+/// Waits until all aborts have finished, at most `limit`. Returns whether they have.
 pub fn wait_for_aborts(limit: Duration) -> bool {
     let under_way = ABORTS.under_way.lock().unwrap_or_else(PoisonError::into_inner);
     match ABORTS.changed.wait_timeout_while(under_way, limit, |under_way| *under_way > 0) {

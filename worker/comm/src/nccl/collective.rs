@@ -1,6 +1,6 @@
 //! Calls on device memory, in the order of a CUDA stream.
 
-#![allow(unsafe_code)] // NCCL's calls take device pointers and streams, which callers vouch for.
+#![allow(unsafe_code)] // NCCL's calls take device pointers and streams; callers guarantee that they are valid.
 
 use super::Nccl;
 use crate::{CommError, DataType, Reduction};
@@ -11,14 +11,14 @@ use cudarc::{
 
 impl Nccl {
     /// Collective: replaces `count` values at `ptr` by their reduction over all ranks, in the order of `stream`.
-    /// Returns when NCCL has enqueued it (or, while `stream` is captured, added it to the graph).
+    /// Returns when NCCL has enqueued the operation or, if `stream` is being captured, has added it to the graph.
     ///
     /// # Errors
-    /// The group has failed or was aborted; it is unusable afterwards.
+    /// The group has failed or was aborted. It is unusable afterwards.
     ///
     /// # Safety
-    /// `ptr` is device memory of this rank's GPU with `count` values of `dtype`, which stay there until
-    /// `stream` has passed this point; `stream` is of the same GPU.
+    /// `ptr` points to `count` values of type `dtype` in the memory of this rank's GPU. They stay valid until
+    /// `stream` has completed the operation. `stream` belongs to the same GPU.
     pub unsafe fn all_reduce(
         &self,
         ptr: u64,
@@ -27,11 +27,11 @@ impl Nccl {
         reduction: Reduction,
         stream: CUstream,
     ) -> Result<(), CommError> {
-        // SAFETY: as this function's.
+        // SAFETY: as for this function.
         unsafe { self.all_reduce_many(&[(ptr, count)], dtype, reduction, stream) }
     }
 
-    /// As [`Nccl::all_reduce`] for several ranges at once, which NCCL may put into one kernel.
+    /// As [`Nccl::all_reduce`], for several ranges at once. NCCL may execute them in one kernel.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
@@ -47,8 +47,8 @@ impl Nccl {
     ) -> Result<(), CommError> {
         let operation = operation_of(reduction);
         self.call("all_reduce", |comm| {
-            // SAFETY: the caller vouches for the ranges and the stream; `comm` is alive and this thread's
-            // until the call is made.
+            // SAFETY: the caller guarantees that the ranges and the stream are valid. `comm` is alive, and only this
+            // thread uses it during the call.
             unsafe {
                 if let [(ptr, count)] = ranges {
                     let at = *ptr as *mut _;
@@ -70,7 +70,7 @@ impl Nccl {
         })
     }
 
-    /// Collective: replaces `count` values at `ptr` by those of rank `root`, in the order of `stream`.
+    /// Collective: replaces `count` values at `ptr` by the values of rank `root`, in the order of `stream`.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
@@ -94,13 +94,13 @@ impl Nccl {
         })
     }
 
-    /// Collective: gathers `count` values at `from` of every rank at `to`, in rank order.
+    /// Collective: gathers the `count` values at `from` of every rank. `to` receives them in rank order.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `to` is large enough for `count` values of every rank.
+    /// As [`Nccl::all_reduce`]; `to` has room for `count` values of every rank.
     pub unsafe fn all_gather(
         &self,
         from: u64,
@@ -124,13 +124,14 @@ impl Nccl {
         })
     }
 
-    /// Collective: reduces `count` values a rank at `from`, and leaves this rank's part of the result at `to`.
+    /// Collective: reduces the values at `from` over all ranks. `to` receives this rank's part of the result, `count`
+    /// values.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, `to` is large enough for `count`.
+    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, and `to` has room for `count` values.
     pub unsafe fn reduce_scatter(
         &self,
         from: u64,
@@ -157,14 +158,14 @@ impl Nccl {
         })
     }
 
-    /// Collective: gives part `r` of those at `from`, `count` values each, to rank `r`, and leaves what it gets of each rank
-    /// at `to`, in rank order.
+    /// Collective: sends the `r`th part of `from` to rank `r`. `to` receives the parts from all ranks, in rank order.
+    /// A part has `count` values.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
     ///
     /// # Safety
-    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, `to` is as large.
+    /// As [`Nccl::all_reduce`]; `from` has `count` values for each rank, and `to` has room for as many.
     pub unsafe fn all_to_all(
         &self,
         from: u64,
@@ -175,7 +176,7 @@ impl Nccl {
     ) -> Result<(), CommError> {
         let part_bytes = (count * dtype.size_bytes()) as u64;
         let peers: Vec<u32> = (0..self.size()).collect();
-        // `ncclAlltoAll` came with NCCL 2.28.
+        // Not `ncclAlltoAll`, which needs NCCL 2.28.
         self.call("all_to_all", |comm| {
             // SAFETY: as in `all_reduce_many`.
             unsafe {
@@ -224,8 +225,8 @@ impl Nccl {
         })
     }
 
-    /// Gives `count` values at `from` to rank `to`, in the order of `stream`: not collective, but rank `to` calls
-    /// [`Nccl::recv`], and work behind this on `stream` waits for that.
+    /// Not collective: sends `count` values at `from` to rank `to`, in the order of `stream`. Rank `to` calls
+    /// [`Nccl::recv`], and later work on `stream` waits for that.
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
@@ -249,7 +250,7 @@ impl Nccl {
         })
     }
 
-    /// Replaces `count` values at `to` by what rank `from` sends: see [`Nccl::send`].
+    /// Not collective: replaces `count` values at `to` by the values that rank `from` sends with [`Nccl::send`].
     ///
     /// # Errors
     /// As [`Nccl::all_reduce`].
@@ -296,12 +297,12 @@ fn is_failure(status: ncclResult_t) -> bool {
     !matches!(status, ncclResult_t::ncclSuccess | ncclResult_t::ncclInProgress)
 }
 
-/// Makes a call for each of `items`, as one group that NCCL starts together.
+/// Makes one call for each of `items`, as a group that NCCL starts together.
 ///
 /// # Safety
-/// That of the calls.
+/// As for the calls.
 unsafe fn grouped<T>(items: &[T], call: impl Fn(&T) -> ncclResult_t) -> ncclResult_t {
-    // SAFETY: begun and ended on this thread.
+    // SAFETY: the group is started and ended on this thread.
     let begun = unsafe { sys::ncclGroupStart() };
     if begun != ncclResult_t::ncclSuccess {
         return begun;
@@ -313,7 +314,7 @@ unsafe fn grouped<T>(items: &[T], call: impl Fn(&T) -> ncclResult_t) -> ncclResu
             worst = status;
         }
     }
-    // Also after a failure: a group that is begun is ended.
+    // Also after a failure, because a started group must be ended.
     // SAFETY: as above.
     let ended = unsafe { sys::ncclGroupEnd() };
     if worst == ncclResult_t::ncclSuccess { ended } else { worst }

@@ -1,10 +1,13 @@
-//! Who may use a communicator, and who frees it.
+//! Ownership of a communicator: which thread may use it, and which thread frees it.
 //!
-//! NCCL allows one thread at a time on a communicator, and `ncclCommAbort` frees it. An abort may come from any
-//! thread at any time, also while another one is inside a call, and must not wait for that: the call may be what hangs.
-//! So nobody frees what a call is using. An abort forbids new calls at once. The communicator is freed by the abort itself when no
-//! call is being made, else by the thread that makes the call, when the call returns. A call that never returns keeps the
-//! communicator: its process is about to be ended by force anyway.
+//! NCCL allows one thread at a time to use a communicator, and `ncclCommAbort` frees it. Any thread may abort at any
+//! time, also while another thread is inside a call. The abort must not wait for that call, because the call may
+//! hang. The rules are therefore:
+//!
+//! - An abort rejects new calls at once.
+//! - If no call is in progress, the abort frees the communicator. Otherwise the thread that makes the call frees it
+//!   when the call returns.
+//! - If the call never returns, the communicator is not freed. Its process is killed anyway.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -23,11 +26,11 @@ pub(super) struct Owner<H: Handle> {
 
 #[derive(Debug)]
 struct State<H> {
-    /// Absent once it was taken to be ended.
+    /// `None` after the handle has been taken or aborted.
     handle: Option<H>,
-    /// A thread is inside a call.
+    /// Whether a thread is inside a call.
     busy: bool,
-    /// Why it was aborted.
+    /// The reason of the abort, if the handle was aborted.
     aborted: Option<String>,
 }
 
@@ -46,15 +49,15 @@ impl<H: Handle> Owner<H> {
         }
     }
 
-    /// Never held during a call, so locking it never blocks for long.
+    /// The lock is never held during a call, so it is never held for long.
     fn state(&self) -> MutexGuard<'_, State<H>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no other thread uses the handle, and takes it for a call.
+    /// Waits until no other thread uses the handle, and takes it for one call.
     ///
     /// # Errors
-    /// The reason of an abort, also one that comes meanwhile.
+    /// The reason of an abort, also of one during the wait.
     pub(super) fn using(&self) -> Result<HandleGuard<'_, H>, String> {
         let mut state = self.state();
         loop {
@@ -70,8 +73,8 @@ impl<H: Handle> Owner<H> {
         }
     }
 
-    /// Forbids further calls, and frees the handle now or when the call that is being made returns. Only the first reason counts.
-    /// Never waits.
+    /// Rejects further calls. Frees the handle now, or when the call in progress returns. Only the first reason is
+    /// kept. Does not block.
     pub(super) fn abort(&self, reason: &str) {
         let mut state = self.state();
         if state.aborted.is_some() {
@@ -86,7 +89,7 @@ impl<H: Handle> Owner<H> {
         }
     }
 
-    /// The handle, for its orderly end by the caller; nothing if it was aborted or is in use.
+    /// Takes the handle, so that the caller can end it in order. `None` if it was aborted or is in use.
     pub(super) fn take(&self) -> Option<H> {
         let mut state = self.state();
         if state.busy || state.aborted.is_some() { None } else { state.handle.take() }
@@ -97,7 +100,7 @@ impl<H: Handle> Drop for HandleGuard<'_, H> {
     fn drop(&mut self) {
         let mut state = self.owner.state();
         state.busy = false;
-        // An abort that came meanwhile has left it to this thread.
+        // An abort during this call has left the handle for this thread to free.
         let handle = if state.aborted.is_some() { state.handle.take() } else { None };
         drop(state);
         self.owner.free.notify_one();
@@ -118,7 +121,7 @@ mod tests {
         time::{Duration, Instant},
     };
 
-    /// A communicator that notices what NCCL would crash of.
+    /// A communicator that records a use after free, for which NCCL would crash.
     #[derive(Debug, Default)]
     struct Fake {
         inside: AtomicUsize,
@@ -136,7 +139,7 @@ mod tests {
     }
 
     impl Fake {
-        /// As `ncclCommGetAsyncError`: reads memory that an abort frees.
+        /// Like `ncclCommGetAsyncError`: reads memory that an abort frees.
         fn call(&self) {
             let others = self.inside.fetch_add(1, Ordering::SeqCst);
             for _ in 0..20 {

@@ -1,6 +1,6 @@
-//! NCCL as a [`ProcessGroup`] of values in the host's memory, which are copied through the GPU.
+//! NCCL as a [`ProcessGroup`]: values in host memory are copied to and from the GPU.
 
-#![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
+#![allow(unsafe_code)] // Raw device addresses; all device memory is allocated here and outlives its use.
 
 use super::{Nccl, staging::Staging};
 use crate::{
@@ -20,8 +20,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Ranks with a GPU each, over the ring that they are in anyway: over that they find out about ranks that call something
-/// else or are gone, which NCCL does not notice.
+/// Ranks with one GPU each. A call is announced over the ring first: the ring notices ranks that make another call or
+/// have exited, which NCCL does not.
 pub struct NcclProcessGroup {
     ring: Arc<Ring>,
     nccl: Arc<Nccl>,
@@ -29,13 +29,13 @@ pub struct NcclProcessGroup {
     ordinal: i32,
     staging: Mutex<Staging>,
     splits: AtomicU64,
-    /// Groups that were split from this one.
+    /// The groups split from this group.
     split: Mutex<Vec<Weak<NcclProcessGroup>>>,
 }
 
 impl NcclProcessGroup {
-    /// Collective: connects the GPUs of the ranks of `ring`; `name` may be used once an attempt, `ordinal` is this rank's GPU
-    /// as CUDA numbers those that this process sees.
+    /// Collective: connects the GPUs of the ranks of `ring`. `name` must be unique within an attempt. `ordinal` is
+    /// this rank's GPU, as CUDA numbers the devices visible to this process.
     ///
     /// # Errors
     /// As [`Nccl::connect`].
@@ -53,13 +53,13 @@ impl NcclProcessGroup {
         }))
     }
 
-    /// The same ranks for calls on device memory, in the order of a stream.
+    /// The NCCL group of the same ranks, for calls on device memory.
     pub fn nccl(&self) -> &Arc<Nccl> {
         &self.nccl
     }
 
-    /// Copies `input` to the GPU, has `launch(from, to, stream)` enqueue a call, waits for it and copies what is at `to` into
-    /// `output`. A failure ends the group.
+    /// Copies `input` to the GPU, enqueues a call with `launch(from, to, stream)`, waits for it, and copies its
+    /// result at `to` into `output`. A failure ends the group.
     fn run(
         &self,
         operation: &'static str,
@@ -74,7 +74,7 @@ impl NcclProcessGroup {
         })
     }
 
-    /// As [`Self::run`] for a call that replaces `values`, at `at` on the GPU.
+    /// As [`Self::run`], for a call that replaces `values`. They are at `at` on the GPU.
     fn run_in_place(
         &self,
         operation: &'static str,
@@ -83,7 +83,8 @@ impl NcclProcessGroup {
     ) -> Result<(), CommError> {
         let input = values.as_values().bytes().to_vec();
         self.run(operation, &input, values.bytes_mut(), |from, at, stream| {
-            // SAFETY: both are large enough for the values, and `run` waits until the stream has passed.
+            // SAFETY: both allocations have room for the values, and `run` waits until `stream` has completed the
+            // copy.
             unsafe { result::memcpy_dtod_async(at, from, input.len(), stream) }
                 .map_err(|e| device(operation, e))?;
             launch(at, stream)
@@ -104,7 +105,7 @@ impl NcclProcessGroup {
         staging.copy_out(output).map_err(|e| device(operation, e))
     }
 
-    /// Waits until the GPU has executed what was enqueued on `stream`.
+    /// Waits until the GPU has completed the work on `stream`.
     fn wait(&self, operation: &'static str, stream: CUstream) -> Result<(), CommError> {
         let query = || {
             // SAFETY: the stream lives as long as `self`.
@@ -117,7 +118,7 @@ impl NcclProcessGroup {
         wait_until_done(operation, query, || self.check(operation), self.timeout())
     }
 
-    /// The two numbers of a message that are sent ahead of it: NCCL does not compare lengths and types.
+    /// The header that precedes a message, because NCCL does not compare lengths and types.
     fn message(values: &Values<'_>) -> [u8; 16] {
         let words = Call::of(Operation::Message, values).packed();
         std::array::from_fn(|i| words[i / 8].to_le_bytes()[i % 8])
@@ -141,7 +142,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
             return Ok(());
         }
         self.run_in_place("all_reduce", &mut values, |at, stream| {
-            // SAFETY: `count` values are there, and `run_in_place` waits until the stream has passed.
+            // SAFETY: `count` values are at `at`, and `run_in_place` waits until `stream` has completed the call.
             unsafe { self.nccl.all_reduce(at, count, dtype, reduction, stream) }
         })
     }
@@ -160,7 +161,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
             return Ok(());
         }
         self.run("reduce_scatter", input.bytes(), output.bytes_mut(), |from, to, stream| {
-            // SAFETY: as in `all_reduce`; the lengths fit.
+            // SAFETY: as in `all_reduce`; the lengths match.
             unsafe { self.nccl.reduce_scatter(from, to, count, dtype, reduction, stream) }
         })
     }
@@ -173,7 +174,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
             return Ok(());
         }
         self.run("all_gather", input.bytes(), output.bytes_mut(), |from, to, stream| {
-            // SAFETY: as in `all_reduce`; the lengths fit.
+            // SAFETY: as in `all_reduce`; the lengths match.
             unsafe { self.nccl.all_gather(from, to, count, dtype, stream) }
         })
     }
@@ -186,7 +187,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
             return Ok(());
         }
         self.run("all_to_all", input.bytes(), output.bytes_mut(), |from, to, stream| {
-            // SAFETY: as in `all_reduce`; the lengths fit.
+            // SAFETY: as in `all_reduce`; the lengths match.
             unsafe { self.nccl.all_to_all(from, to, count, dtype, stream) }
         })
     }
@@ -228,7 +229,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
                 let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i]));
                 Call::describe([word(0), word(8)])
             };
-            let detail = format!("is at {}; this rank at {}", words(theirs), words(wanted));
+            let detail = format!("is at {}; this rank is at {}", words(theirs), words(wanted));
             let error = self.ring.failed(CommError::Mismatch { operation: "recv", peer: from, detail });
             self.nccl.abort(&error.to_string());
             return Err(error);
@@ -243,7 +244,7 @@ impl ProcessGroup for Arc<NcclProcessGroup> {
         })
     }
 
-    /// Each new group has a communicator of its own, which shares nothing with this one's: neither ends with the other.
+    /// Each new group has its own communicator, so neither this group nor the new one ends with the other.
     fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
         let number = self.splits.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}/split {number} color {}", self.name, color.unwrap_or_default());
@@ -290,12 +291,12 @@ impl NcclProcessGroup {
 
 /// Polls `query` until the operation has completed.
 ///
-/// `check` fails as soon as another rank is gone. A rank may complete an operation and end before this one has seen its own
-/// part complete, so `query` has the last word: only an operation that is still incomplete after the check has failed is an
-/// error.
+/// `check` fails as soon as a rank has exited. A rank may complete an operation and exit before this rank has seen
+/// its own part complete. So after `check` has failed, `query` is asked once more, and the failure counts only if the
+/// operation is still incomplete.
 ///
 /// # Errors
-/// That of `query` or `check`, or [`CommError::Failed`] after `timeout`.
+/// The error of `query` or `check`, or [`CommError::Failed`] after `timeout`.
 fn wait_until_done(
     operation: &'static str,
     query: impl Fn() -> Result<bool, CommError>,
@@ -325,7 +326,7 @@ mod tests {
     use super::*;
     use std::cell::Cell;
 
-    /// An operation that is complete from the `after`th query on, while a neighbour is gone.
+    /// Waits for an operation that completes at the `after`th query, while a neighbour has exited.
     fn wait_for(after: u32) -> Result<(), CommError> {
         let queries = Cell::new(0);
         let query = || {

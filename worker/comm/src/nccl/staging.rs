@@ -1,6 +1,6 @@
-//! Device memory that values in the host's memory are copied through.
+//! Device memory through which values of the host are copied.
 
-#![allow(unsafe_code)] // Device memory by address; all of it is allocated here and outlives its use.
+#![allow(unsafe_code)] // Raw device addresses; all device memory is allocated here and outlives its use.
 
 use cudarc::driver::{
     CudaContext, DriverError,
@@ -9,7 +9,7 @@ use cudarc::driver::{
 };
 use std::sync::Arc;
 
-/// Device memory that values pass through, and the stream that orders it.
+/// Device memory for the input and output of a call, and the stream that orders its use.
 pub(super) struct Staging {
     context: Arc<CudaContext>,
     pub(super) stream: CUstream,
@@ -17,7 +17,7 @@ pub(super) struct Staging {
     output: Memory,
 }
 
-// SAFETY: CUDA's streams and memory are not bound to threads; each user makes the context current first.
+// SAFETY: CUDA streams and memory are not bound to a thread; each user makes the context current first.
 unsafe impl Send for Staging {}
 
 impl Staging {
@@ -27,23 +27,25 @@ impl Staging {
         Ok(Self { context, stream, input: Memory::default(), output: Memory::default() })
     }
 
-    /// Addresses of the input, which is copied in the order of the stream, and of `output` bytes for the result.
+    /// Copies `input` to the GPU in the order of the stream. Returns the address of the input, and the address of
+    /// `output` bytes for the result.
     pub(super) fn copy_in(&mut self, input: &[u8], output: usize) -> Result<(u64, u64), DriverError> {
         self.context.bind_to_thread()?;
         let (from, to) = (self.input.of(input.len())?, self.output.of(output)?);
         if !input.is_empty() {
-            // SAFETY: the memory is large enough; the host's bytes have been read when the call returns, as they are pageable.
+            // SAFETY: the allocation is large enough. Host memory is pageable, so it has been read when the call
+            // returns.
             unsafe { result::memcpy_htod_async(from, input, self.stream)? };
         }
         Ok((from, to))
     }
 
-    /// The stream has passed.
+    /// Copies the result to the host. The stream must have completed the call.
     pub(super) fn copy_out(&self, output: &mut [u8]) -> Result<(), DriverError> {
         if output.is_empty() {
             return Ok(());
         }
-        // SAFETY: that many bytes are there.
+        // SAFETY: `copy_in` has allocated that many bytes.
         unsafe { result::memcpy_dtoh_sync(output, self.output.address) }
     }
 }
@@ -53,12 +55,12 @@ impl Drop for Staging {
         if self.context.bind_to_thread().is_err() {
             return;
         }
-        // SAFETY: made by `new`; memory is freed after it, by the drop of the fields, with the context current.
+        // SAFETY: created by `new`. The fields free their memory afterwards, with the context current.
         let _ = unsafe { result::stream::destroy(self.stream) };
     }
 }
 
-/// Device memory that grows.
+/// A device allocation that grows on demand.
 #[derive(Default)]
 struct Memory {
     address: CUdeviceptr,
@@ -66,11 +68,11 @@ struct Memory {
 }
 
 impl Memory {
-    /// An address with at least `bytes` bytes; the previous content is lost.
+    /// Returns the address of at least `bytes` bytes. The previous content is lost.
     fn of(&mut self, bytes: usize) -> Result<CUdeviceptr, DriverError> {
         if self.bytes < bytes {
             let grown = bytes.next_power_of_two();
-            // SAFETY: the context is current. Each user of the old memory has waited for its work.
+            // SAFETY: the context is current. The user of the old allocation has waited for its work.
             let address = unsafe { result::malloc_sync(grown)? };
             *self = Self { address, bytes: grown };
         }

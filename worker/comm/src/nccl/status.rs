@@ -1,6 +1,6 @@
-//! The configuration that NCCL is started with, and the status that it reports.
+//! The configuration of a communicator, and NCCL's status codes.
 
-#![allow(unsafe_code)] // NCCL's calls take a communicator, which callers vouch for.
+#![allow(unsafe_code)] // NCCL's calls take a communicator; callers guarantee that it is alive.
 
 use super::MAX_BLOCKS;
 use crate::CommError;
@@ -11,14 +11,14 @@ use std::{
     ptr::null_mut,
 };
 
-/// `ncclConfig_t.magic` of `nccl.h`.
+/// The value of `ncclConfig_t.magic` in `nccl.h`.
 const CONFIG_MAGIC: u32 = 0xcafe_beef;
-/// The version whose `ncclConfig_t` is filled in here; later libraries take it as it is.
+/// The NCCL version that defines this layout of `ncclConfig_t`. Later versions accept it.
 const CONFIG_VERSION: u32 = 2_27_00;
-/// "Choose yourself" in `ncclConfig_t`.
+/// The value by which `ncclConfig_t` leaves a choice to NCCL.
 const UNDEFINED: c_int = c_int::MIN;
 
-/// `NCCL_CONFIG_INITIALIZER` of `nccl.h` (a macro there), but non-blocking and of at most [`MAX_BLOCKS`].
+/// `NCCL_CONFIG_INITIALIZER`, a macro of `nccl.h`, but non-blocking and with at most [`MAX_BLOCKS`] blocks.
 pub(super) fn config() -> ncclConfig_t {
     ncclConfig_t {
         size: size_of::<ncclConfig_t>(),
@@ -41,7 +41,7 @@ pub(super) fn config() -> ncclConfig_t {
 
 pub(super) fn asynchronous(comm: ncclComm_t) -> ncclResult_t {
     let mut status = ncclResult_t::ncclSuccess;
-    // SAFETY: `comm` is alive: it is used under its owner's rule or by who took it.
+    // SAFETY: `comm` is alive: the caller has it from its owner, exclusively.
     let asked = unsafe { sys::ncclCommGetAsyncError(comm, &mut status) };
     if asked == ncclResult_t::ncclSuccess { status } else { asked }
 }
@@ -50,16 +50,16 @@ pub(super) fn failure(operation: &'static str, status: ncclResult_t, comm: ncclC
     CommError::Failed { operation, detail: error_text(status, comm) }
 }
 
-/// NCCL's words for a status, and what it knows beyond that.
+/// NCCL's description of a status, and its last error message.
 pub(super) fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
     let text = |words: *const std::ffi::c_char| -> String {
         if words.is_null() {
             return String::new();
         }
-        // SAFETY: NCCL gives strings that end in a zero and live on.
+        // SAFETY: NCCL returns static strings that end with a null byte.
         unsafe { CStr::from_ptr(words) }.to_string_lossy().trim().replace('\n', " ")
     };
-    // SAFETY: takes any status; and a communicator, or null for the thread's own last error.
+    // SAFETY: the calls accept any status, and a communicator or null (for the thread's last error).
     let (words, more) = unsafe { (text(sys::ncclGetErrorString(status)), text(sys::ncclGetLastError(comm))) };
     if more.is_empty() { format!("NCCL: {words}") } else { format!("NCCL: {words}: {more}") }
 }
@@ -68,7 +68,7 @@ pub(super) fn error_text(status: ncclResult_t, comm: ncclComm_t) -> String {
 mod tests {
     use super::*;
 
-    /// Kernels that wait for other ranks count on it.
+    /// Kernels that wait for other ranks rely on this limit.
     #[test]
     fn nccl_is_given_a_limit_of_blocks() {
         assert_eq!(config().maxCTAs, MAX_BLOCKS.cast_signed());

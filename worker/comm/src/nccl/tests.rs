@@ -67,7 +67,7 @@ fn without_nccl_its_absence_is_an_error_that_says_how_to_get_it() {
     assert!(error.contains("not found") || error.contains("cannot be loaded"), "{error}");
 }
 
-/// Runs `body` on a rank for each of `size` GPUs.
+/// Runs `body` on `size` ranks with one GPU each.
 fn on_gpus(size: u32, body: impl Fn(Arc<NcclProcessGroup>) + Sync) {
     let port = unused_port();
     std::thread::scope(|scope| {
@@ -81,7 +81,7 @@ fn on_gpus(size: u32, body: impl Fn(Arc<NcclProcessGroup>) + Sync) {
             });
         }
     });
-    // NCCL crashes when the process ends while it is still aborting.
+    // NCCL crashes if the process ends while an abort is in progress.
     assert!(wait_for_aborts(Duration::from_secs(10)));
 }
 

@@ -1,48 +1,48 @@
-//! Why a rendezvous failed.
+//! The errors of a rendezvous.
 
 use std::io;
 
 /// Why ranks did not meet.
 #[derive(Debug, thiserror::Error)]
 pub enum RendezvousError {
-    /// Another program has the port: another attempt gets another port.
+    /// Another program listens on the port. The next attempt gets another port.
     #[error("port {port} of {addr} is taken by another program")]
     PortTaken {
-        /// The address to listen on.
+        /// The address on which rank 0 was to listen.
         addr: String,
-        /// The port asked for.
+        /// The port on which rank 0 was to listen.
         port: u16,
     },
-    /// Listening failed otherwise: no such address here, no permission.
+    /// Listening failed for another reason, such as a wrong address or a missing permission.
     #[error("rank 0 cannot listen on {addr}:{port}: {error}")]
     Listen {
-        /// The address to listen on.
+        /// The address on which rank 0 was to listen.
         addr: String,
-        /// The port asked for.
+        /// The port on which rank 0 was to listen.
         port: u16,
-        /// What the system says.
+        /// The operating system's error.
         error: io::Error,
     },
-    /// Rank 0 is not there.
+    /// Rank 0 does not answer.
     #[error("rank 0 does not answer at {addr}:{port} after {secs:.0} s: {detail}")]
     Unreachable {
-        /// Its address.
+        /// The address of rank 0.
         addr: String,
-        /// Its port.
+        /// The port of rank 0.
         port: u16,
-        /// How long it was tried.
+        /// For how long this rank has tried to connect.
         secs: f64,
         /// The last failure.
         detail: String,
     },
-    /// Some did not come.
+    /// Some ranks did not arrive in time.
     #[error("{} after {secs:.0} s ({what})", not_arrived(ranks))]
     Missing {
         /// The ranks that are missing.
         ranks: Vec<u32>,
-        /// How long the others waited.
+        /// How long the other ranks waited.
         secs: f64,
-        /// What they waited for.
+        /// The exchange for which they waited.
         what: String,
     },
     /// The connection to rank 0 broke.
@@ -51,7 +51,7 @@ pub enum RendezvousError {
     /// This rank was asked to stop.
     #[error("asked to stop during the rendezvous")]
     Stopped,
-    /// Not what is spoken here.
+    /// Another rank sent an unexpected message or reported a failure.
     #[error("rendezvous: {0}")]
     Protocol(String),
 }

@@ -1,4 +1,4 @@
-//! Ranks of tests, which meet on this machine.
+//! Rendezvous on this machine, for tests.
 
 use super::RendezvousConfig;
 use std::{
@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-/// Where and how `rank` of `world_size` meets the others.
+/// The configuration of `rank` of `world_size` ranks that meet at `port`.
 pub fn rendezvous_config(port: u16, rank: u32, world_size: u32) -> RendezvousConfig {
     RendezvousConfig {
         addr: "127.0.0.1".into(),
@@ -23,7 +23,7 @@ pub fn rendezvous_config(port: u16, rank: u32, world_size: u32) -> RendezvousCon
     }
 }
 
-/// A port that nothing listens on, outside the range from which the system gives ports to clients: other tests have many of those.
+/// A port on which nothing listens. It is outside the range of client ports, of which other tests use many.
 pub fn unused_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     let first = std::process::id() % 10_000;

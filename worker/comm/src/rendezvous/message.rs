@@ -1,4 +1,4 @@
-//! Messages between ranks and the store: a length, then MessagePack.
+//! Messages between a rank and the store: a length, then MessagePack.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use std::{
@@ -6,7 +6,7 @@ use std::{
     net::TcpStream,
 };
 
-/// Longest message; values are addresses and the like.
+/// Maximum length of a message. Values are short, such as addresses.
 const LONGEST_MESSAGE: u32 = 1 << 20;
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -15,7 +15,7 @@ pub(super) enum Request {
         key: String,
         value: Vec<u8>,
     },
-    /// Waits until all keys are there, or the time is over.
+    /// Waits until all keys are set, or for `wait_ms`.
     Get {
         keys: Vec<String>,
         wait_ms: u64,
@@ -45,7 +45,10 @@ pub(super) fn receive<T: DeserializeOwned>(stream: &mut TcpStream) -> io::Result
     stream.read_exact(&mut length)?;
     let length = u32::from_le_bytes(length);
     if length > LONGEST_MESSAGE {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("a message of {length} bytes")));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("a message of {length} bytes, which is longer than allowed"),
+        ));
     }
     let mut body = vec![0; length as usize];
     stream.read_exact(&mut body)?;
@@ -57,14 +60,14 @@ mod tests {
     use super::*;
     use std::net::TcpListener;
 
-    /// What is said of a message that claims so many bytes and has them, of which the first are none of ours.
+    /// The error of a message with the length `claimed` that is not a request.
     fn said(claimed: u32) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let sent = std::thread::spawn(move || {
             let mut stream = TcpStream::connect(address).unwrap();
             stream.write_all(&claimed.to_le_bytes()).unwrap();
-            // Whoever refuses the length reads no further.
+            // If the length is rejected, the rest is not read.
             let _ = stream.write_all(&vec![0xc1; claimed as usize]);
         });
         let (mut stream, _) = listener.accept().unwrap();
@@ -78,6 +81,6 @@ mod tests {
     #[test]
     fn a_message_has_up_to_a_mebibyte() {
         assert!(!said(LONGEST_MESSAGE).contains("bytes"), "it is read, and is no request");
-        assert_eq!(said(LONGEST_MESSAGE + 1), "a message of 1048577 bytes");
+        assert_eq!(said(LONGEST_MESSAGE + 1), "a message of 1048577 bytes, which is longer than allowed");
     }
 }

@@ -1,4 +1,4 @@
-//! The server of the key-value store, which runs in rank 0's process.
+//! The server of the key-value store. It runs in the process of rank 0.
 
 use super::{
     RendezvousConfig, RendezvousError, SLICE,
@@ -34,7 +34,7 @@ pub(super) struct Listener {
     wake: std::net::SocketAddr,
 }
 
-/// Whether an address is a name other than `localhost` that resolves to loopback on this machine.
+/// Whether `address` is a name other than `localhost` that resolves to a loopback address on this machine.
 fn is_own_name(address: &str, socket: &TcpListener) -> bool {
     let is_name = address.parse::<std::net::IpAddr>().is_err() && !address.eq_ignore_ascii_case("localhost");
     is_name && socket.local_addr().is_ok_and(|at| at.ip().is_loopback())
@@ -51,9 +51,9 @@ impl Listener {
             }
         };
         let socket = match TcpListener::bind((config.addr.as_str(), port)) {
-            // The name may be that of a router or a service in front of this machine.
+            // The address may belong to a router or service in front of this machine.
             Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", port)),
-            // Debian gives a machine's own name an address that only the machine itself reaches.
+            // Debian maps a machine's own name to a loopback address, which other machines cannot reach.
             Ok(socket) if is_own_name(&config.addr, &socket) => {
                 drop(socket);
                 TcpListener::bind(("0.0.0.0", port))
@@ -72,7 +72,8 @@ impl Listener {
                     return;
                 }
                 let (shared, secret) = (shared.clone(), secret.clone());
-                // A thread per rank. If none can be started, the connection is closed and the rank tries again.
+                // One thread per rank. If no thread can be started, the connection is closed, and the rank tries
+                // again.
                 let _ = std::thread::Builder::new()
                     .name("rendezvous".into())
                     .stack_size(128 << 10)
@@ -94,7 +95,7 @@ fn serve_rank(mut stream: TcpStream, secret: &[u8], shared: &SharedValues) {
     if terms.answer(&mut stream).is_err() {
         return;
     }
-    // Ends when the rank hangs up.
+    // Ends when the rank closes the connection.
     while let Ok(request) = receive::<Request>(&mut stream) {
         let reply = shared.answer(request);
         if send(&mut stream, &reply).is_err() {

@@ -1,4 +1,4 @@
-//! The client of the key-value store, which each rank has.
+//! The client of the key-value store. Each rank has one.
 
 use super::{
     RendezvousConfig, RendezvousError, SLICE,
@@ -16,10 +16,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two tries to reach rank 0, whose process may still be starting.
+/// Interval between two attempts to connect to rank 0, whose process may still be starting.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// A rank's connection to the store; on rank 0 it also owns the server.
+/// A rank's connection to the store. On rank 0 it also owns the server.
 #[derive(Debug)]
 pub struct Store {
     config: RendezvousConfig,
@@ -30,10 +30,10 @@ pub struct Store {
 }
 
 impl Store {
-    /// Rank 0 opens the store; every rank connects to it.
+    /// Connects to the store. Rank 0 starts the server first.
     ///
     /// # Errors
-    /// The port is taken, rank 0 does not answer in time, the secrets differ.
+    /// The port is taken, rank 0 does not answer in time, or the secrets differ.
     pub fn join(config: RendezvousConfig) -> Result<Self, RendezvousError> {
         let listener = if config.rank == 0 { Some(Listener::open(&config)?) } else { None };
         let began = Instant::now();
@@ -65,38 +65,41 @@ impl Store {
         Ok(Self { config, stream, local_ip, listener, stops_are_voted_on })
     }
 
-    /// The configuration that this rank has joined with.
+    /// The configuration with which this rank has joined.
     pub fn config(&self) -> &RendezvousConfig {
         &self.config
     }
 
-    /// From now on a stop does not end a wait here. For ranks that are training: they vote on a stop and end after the same step, so a rank
-    /// that is asked to stop must still take part in exchanges until then.
+    /// From now on, a request to stop does not end a wait in this store. Ranks call this before training: they vote
+    /// on a stop and end after the same step, so a rank that is asked to stop must still take part in exchanges until
+    /// then.
     pub fn leave_stops_to_votes(&self) {
         self.stops_are_voted_on.store(true, Ordering::Relaxed);
     }
 
-    /// Whether this rank is asked to stop and should give up waiting for the others.
+    /// Whether this rank is asked to stop and should give up waiting for other ranks.
     pub(crate) fn gives_up(&self) -> bool {
         self.config.stop.load(Ordering::Relaxed) && !self.stops_are_voted_on.load(Ordering::Relaxed)
     }
 
-    /// Makes this rank listen for other ranks at `ip`, if it is an address of this machine, which may have several.
+    /// Makes this rank listen for other ranks at `ip`, if `ip` is an address of this machine. A machine may have
+    /// several addresses.
     pub fn listen_at(&mut self, ip: IpAddr) {
         if TcpListener::bind((ip, 0)).is_ok() {
             self.local_ip = ip;
         }
     }
 
-    /// This machine's address for other ranks; unless [`Store::listen_at`] said another, the one with which it reaches rank 0's machine.
+    /// The address of this machine for other ranks. Unless set by [`Store::listen_at`], it is the local address of
+    /// the connection to rank 0.
     pub(crate) fn local_ip(&self) -> IpAddr {
         self.local_ip
     }
 
-    /// Sets a value, for all ranks to see.
+    /// Sets a value, which all ranks can read.
     ///
     /// # Errors
-    /// Rank 0 is gone.
+    /// The connection to rank 0 is lost.
     pub fn set(&self, key: &str, value: &[u8]) -> Result<(), RendezvousError> {
         match self.ask(&Request::Set { key: key.into(), value: value.into() })? {
             Reply::Done => Ok(()),
@@ -104,18 +107,18 @@ impl Store {
         }
     }
 
-    /// A value, as soon as some rank has set it; `None` when none has within the time-out.
+    /// Waits until a rank has set the value, and returns it. `None` after the time-out.
     ///
     /// # Errors
-    /// Rank 0 is gone, or this rank was asked to stop.
+    /// The connection to rank 0 is lost, or this rank is asked to stop.
     pub fn get(&self, key: &str) -> Result<Option<Vec<u8>>, RendezvousError> {
         Ok(self.wait_for(vec![key.into()], self.config.timeout)?.pop().flatten())
     }
 
-    /// The values that are there now, without waiting for the rest.
+    /// Returns the values that are set now, without waiting.
     ///
     /// # Errors
-    /// Rank 0 is gone.
+    /// The connection to rank 0 is lost.
     pub fn peek(&self, keys: &[String]) -> Result<Vec<Option<Vec<u8>>>, RendezvousError> {
         match self.ask(&Request::Get { keys: keys.to_vec(), wait_ms: 0 })? {
             Reply::Values(values) => Ok(values),
@@ -123,10 +126,10 @@ impl Store {
         }
     }
 
-    /// Adds to a counter (0 at first) and gives its new value.
+    /// Adds `amount` to a counter, which starts at 0, and returns the new value.
     ///
     /// # Errors
-    /// Rank 0 is gone.
+    /// The connection to rank 0 is lost.
     pub fn add(&self, key: &str, amount: i64) -> Result<i64, RendezvousError> {
         match self.ask(&Request::Add { key: key.into(), amount })? {
             Reply::Count(count) => Ok(count),
@@ -134,11 +137,11 @@ impl Store {
         }
     }
 
-    /// Gives every rank the values of all, in rank order; returns when all have called it. `what`
-    /// names the exchange and may be used once.
+    /// Collective: returns the values of all ranks, in rank order. `what` names the exchange and must be unique
+    /// within an attempt.
     ///
     /// # Errors
-    /// [`RendezvousError::Missing`] names those who did not come in time.
+    /// [`RendezvousError::Missing`] names the ranks that did not arrive in time.
     pub fn exchange(&self, what: &str, value: &[u8]) -> Result<Vec<Vec<u8>>, RendezvousError> {
         self.exchange_within(what, value, self.config.timeout)
     }
@@ -164,7 +167,7 @@ impl Store {
         Err(RendezvousError::Missing { ranks: missing, secs: timeout.as_secs_f64(), what: what.into() })
     }
 
-    /// Returns when every rank has called it; `what` may be used once.
+    /// Collective: returns when every rank has called it. `what` must be unique within an attempt.
     ///
     /// # Errors
     /// As [`Store::exchange`].
@@ -203,7 +206,8 @@ impl Store {
 
 impl Drop for Store {
     fn drop(&mut self) {
-        // Others may still be asking: the store goes with the process, but not its port.
+        // Other ranks may still send requests, so only the port is closed now. The store itself ends with the
+        // process.
         if let Some(listener) = self.listener.take() {
             listener.close();
         }

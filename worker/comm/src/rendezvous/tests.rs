@@ -42,7 +42,7 @@ fn who_does_not_come_is_named() {
     assert_eq!(error.to_string(), "ranks 1 and 3 have not arrived after 0 s (ring)");
 }
 
-/// As on a machine that compiles kernels first.
+/// As on a machine where a rank compiles kernels before it arrives.
 #[test]
 fn an_exchange_may_wait_longer_than_ranks_take_to_meet() {
     const SHORT: Duration = Duration::from_millis(50);

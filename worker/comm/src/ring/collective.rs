@@ -11,7 +11,7 @@ use crate::{CommError, Reduction};
 use std::ops::Range;
 
 impl Wire<'_> {
-    /// Sends the header and checks the one before's, if that has not been done with the call's first bytes.
+    /// Sends this rank's header and checks the previous rank's header, unless the call's first exchange has done so.
     pub(super) fn open(&mut self) -> Result<(), CommError> {
         match self.unopened {
             Some(_) => self.exchange(&[], &mut Fill::new(&mut [])),
@@ -19,8 +19,8 @@ impl Wire<'_> {
         }
     }
 
-    /// Sends `out` to the next rank while receiving what `sink` wants from the one before. The call's header goes and comes before the
-    /// first bytes: sent by itself it would cost each call a hop.
+    /// Sends `out` to the next rank while `sink` receives from the previous rank. The first exchange of a call
+    /// includes the header, because a separate exchange would cost each call a hop.
     fn exchange(&mut self, out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
         let link = Link {
             next: &self.sockets.next,
@@ -41,7 +41,8 @@ impl Wire<'_> {
         });
         let done = link.exchange(&header::encode(call, self.sockets.sequence), out, &mut sink);
         if done.is_err() {
-            // A neighbour that found another call than its own has gone; what it called explains that better than its end does.
+            // A neighbour that found a mismatch has closed the connection. Its header explains the failure better
+            // than the closed connection does.
             sink.read_header(link.previous);
         }
         sink.result()?;
@@ -50,7 +51,7 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Fills `slots` (one equal part a rank, this rank's already there) from all ranks.
+    /// All-gather. `slots` has one equal part per rank; this rank's part is already filled in.
     pub(super) fn gather(&mut self, slots: &mut [u8]) -> Result<(), CommError> {
         let n = self.ring.size as usize;
         let rank = self.ring.rank as usize;
@@ -66,14 +67,14 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Replaces `bytes` by those of rank `root`, which come round the ring.
+    /// Replaces `bytes` by the `bytes` of rank `root`, which are passed along the ring.
     pub(super) fn broadcast(&mut self, bytes: &mut [u8], root: u32) -> Result<(), CommError> {
         let (rank, next) = (self.ring.rank, self.ring.next_rank());
         if rank == root {
             let out = if next == root { &mut [] } else { bytes };
             return self.exchange(out, &mut Fill::new(&mut []));
         }
-        // One block comes in while the one before it goes out.
+        // One block is received while the previous block is sent.
         let mut passed = 0..0;
         loop {
             let coming = passed.end..bytes.len().min(passed.end + BLOCK);
@@ -87,8 +88,8 @@ impl Wire<'_> {
         }
     }
 
-    /// `input` has a part for each rank; each part travels on until it is at its rank, so a rank sends `(n - 1) / 2` times
-    /// its input.
+    /// `input` has one part per rank. Each part is passed along the ring to its rank, so a rank sends `(n - 1) / 2`
+    /// times the length of its input.
     pub(super) fn all_to_all(&mut self, input: &[u8], output: &mut [u8]) -> Result<(), CommError> {
         let n = self.ring.size as usize;
         let rank = self.ring.rank as usize;
@@ -98,7 +99,7 @@ impl Wire<'_> {
         if size == 0 {
             return Ok(());
         }
-        // Those that are furthest from their rank last.
+        // The parts with the longest way come last.
         let mut travelling: Vec<u8> =
             (1..n).flat_map(|ahead| &input[part((rank + ahead) % n)]).copied().collect();
         for hop in 1..n {
@@ -126,8 +127,8 @@ impl Wire<'_> {
         }
     }
 
-    /// The reduction over all ranks of the part of `input` that is this rank's: part `r` is added up from rank `r + 1` on
-    /// round the ring.
+    /// Returns the reduction of this rank's part of `input`. Part `r` is summed along the ring, starting with rank `r
+    /// + 1`.
     pub(super) fn reduce_scatter<E: Element>(
         &mut self,
         input: &[E::Raw],
@@ -155,7 +156,7 @@ impl Wire<'_> {
         let rank = self.ring.rank as usize;
         let size = output.len();
         let part = |rank: usize| &input[rank % n * size..][..size];
-        // What goes out; what comes in is combined with this rank's own part meanwhile.
+        // While a part is sent, the part that arrives is combined with this rank's own part.
         let mut out = part(rank + n - 1).to_vec();
         for hop in 1..n {
             output.copy_from_slice(part(rank + 2 * n - 1 - hop));
@@ -168,7 +169,7 @@ impl Wire<'_> {
         Ok(())
     }
 
-    /// Sends `out` while what comes in is combined with `target`.
+    /// Sends `out` while combining the values that arrive with `target`.
     fn exchange_combining<T: bytemuck::Pod>(
         &mut self,
         out: &[T],
@@ -183,9 +184,9 @@ impl Wire<'_> {
         done
     }
 
-    /// Up to [`SHORT`] bytes everybody gets everybody's and adds them in the order of ranks. Longer ones are cut into
-    /// a part a rank: part `r` is added up from rank `r` on round the ring, and then goes round once more. `scale` is
-    /// applied to a part when it is complete, by the one rank that has it.
+    /// Up to [`SHORT`] bytes, every rank gathers all vectors and adds them in rank order. A longer vector is cut into
+    /// one part per rank: part `r` is summed along the ring, starting with rank `r`, and the result is passed along
+    /// the ring once more. `scale` is applied to a complete part by the one rank that has it.
     fn reduce<T: bytemuck::Pod>(
         &mut self,
         values: &mut [T],
@@ -234,14 +235,14 @@ impl Wire<'_> {
 }
 
 impl Ring {
-    /// Bytes sent to the next rank so far, headers included.
+    /// The number of bytes sent to the next rank, including headers.
     #[cfg(test)]
     pub(super) fn sent_bytes(&self) -> u64 {
         self.sockets.lock().unwrap().sent_bytes
     }
 }
 
-/// Two parts of a slice that do not overlap.
+/// Two ranges of a slice, which do not overlap.
 fn two_of<T>(values: &mut [T], read: Range<usize>, write: Range<usize>) -> (&[T], &mut [T]) {
     if read.end <= write.start {
         let (left, right) = values.split_at_mut(write.start);

@@ -1,4 +1,5 @@
-//! How the ranks of a ring connect: all listen and exchange addresses, and each connects to the next one.
+//! How the ranks of a ring connect: each rank listens, the ranks exchange addresses, and each rank connects to the
+//! next one.
 
 use super::{
     BLOCK, End, Identity, Mesh, Ring, RingSockets,
@@ -17,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Where a rank listens: for the group itself, for the one concurrent to it, and for messages.
+/// The addresses at which a rank listens: for the group, for its concurrent group, and for messages.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(super) struct Addresses {
     main: SocketAddr,
@@ -55,7 +56,7 @@ pub(super) struct Joining<'a> {
     pub(super) rank: u32,
     /// By rank.
     pub(super) addresses: Vec<Addresses>,
-    /// Longest wait for others to connect.
+    /// The longest wait for other ranks to connect.
     pub(super) patience: Duration,
     /// The time-out of the group's calls.
     pub(super) timeout: Duration,
@@ -64,10 +65,10 @@ pub(super) struct Joining<'a> {
 }
 
 impl Ring {
-    /// Collective: connects the ranks that meet at `store`, to a group and the one concurrent to it.
+    /// Collective: connects the ranks that meet at `store` in a group, and in its concurrent group.
     ///
     /// # Errors
-    /// Ranks that do not come or do not answer in the store's time-out.
+    /// A rank does not arrive, or does not answer within the store's time-out.
     pub fn connect(store: &Store, timeout: Duration) -> Result<Arc<Self>, RendezvousError> {
         let rendezvous = store.config();
         let listeners = Listeners::bind(store.local_ip()).map_err(protocol)?;
@@ -77,7 +78,7 @@ impl Ring {
             .zip(&all)
             .map(|(rank, text): (u32, _)| {
                 serde_json::from_slice(text)
-                    .map_err(|_| RendezvousError::Protocol(format!("rank {rank} gave no address")))
+                    .map_err(|_| RendezvousError::Protocol(format!("rank {rank} sent no valid address")))
             })
             .collect::<Result<Vec<Addresses>, _>>()?;
         let joining = Joining {
@@ -97,12 +98,12 @@ impl Ring {
 }
 
 impl Joining<'_> {
-    /// Every rank of the group calls it.
+    /// Collective: connects the ranks of the group.
     pub(super) fn connect(self, listeners: Listeners) -> Result<Arc<Ring>, RendezvousError> {
         let end = Arc::new(End::default());
         let connected = self.connect_all(listeners, &end);
         if connected.is_err() {
-            // The thread that accepts connections runs already.
+            // The thread that accepts connections is already running.
             end.call("the ranks did not connect".into());
         }
         connected
@@ -113,7 +114,7 @@ impl Joining<'_> {
         let places = self.addresses.iter().map(|a| a.mesh).collect();
         let mesh = Mesh::start(&self.identity, self.rank, mesh, places, self.timeout, end.clone());
         let mesh = Arc::new(mesh.map_err(protocol)?);
-        // Statistics, and gradients.
+        // For example, one group has statistics and the other has gradients.
         let sockets = self.sockets("concurrent", &concurrent, |a| a.concurrent, end)?;
         let identity =
             Identity { name: format!("{}/concurrent", self.identity.name), ..self.identity.clone() };
@@ -148,7 +149,7 @@ impl Joining<'_> {
         }
     }
 
-    /// The connections for collectives.
+    /// The connections to the neighbours, for collectives.
     fn sockets(
         &self,
         name: &str,
@@ -160,7 +161,7 @@ impl Joining<'_> {
         Ok(RingSockets { next, previous, sequence: 0, block: vec![0.0; BLOCK / 8], sent_bytes: 0 })
     }
 
-    /// For ranks on several machines: sets the socket options by which a lost machine is noticed.
+    /// Watches for machines that do not answer, if the ranks run on several machines.
     fn watch_neighbours(&self, listener: &TcpListener, end: &Arc<End>) -> Result<(), RendezvousError> {
         let (next, previous) = self.neighbours("liveness", listener, |a| a.main, end)?;
         let size = self.addresses.len() as u32;
@@ -176,7 +177,7 @@ impl Joining<'_> {
         liveness::watch(both, end.clone()).map_err(protocol)
     }
 
-    /// Connects to the next rank and accepts the connection of the previous one.
+    /// Connects to the next rank, and accepts the connection of the previous rank.
     fn neighbours(
         &self,
         name: &str,
@@ -190,7 +191,7 @@ impl Joining<'_> {
         let next = address(&self.addresses[next_rank as usize]);
         let terms = HandshakeTerms { secret: &self.identity.secret, purpose: &purpose };
         let previous_rank = (rank + size - 1) % size;
-        // Both at once, or every rank would wait for the next one's answer.
+        // At the same time: otherwise every rank would wait for the next rank's answer.
         let (called, accepted) = std::thread::scope(|scope| {
             let accepting = scope.spawn(|| self.accept(listener, &terms, previous_rank));
             let called = TcpStream::connect_timeout(&next, self.patience)
@@ -221,7 +222,7 @@ impl Joining<'_> {
             match listener.accept() {
                 Ok((mut stream, _)) => {
                     stream.set_nonblocking(false).map_err(protocol)?;
-                    // A peer that is unknown or hung up does not keep the expected one out.
+                    // A peer that is unknown or has closed its connection must not block the expected peer.
                     if terms.answer(&mut stream).is_ok_and(|rank| rank == expected) {
                         return Ok(stream);
                     }

@@ -1,13 +1,13 @@
-//! The reduction of two values of a type.
+//! The arithmetic of reductions, for each type of values.
 
 use half::{bf16, f16};
 
 /// A type of values that can be reduced.
 pub(super) trait Element {
-    /// As it lies in a buffer.
+    /// The representation in a buffer.
     type Raw: bytemuck::Pod;
     fn add(a: Self::Raw, b: Self::Raw) -> Self::Raw;
-    /// NaN where either is.
+    /// NaN if either argument is NaN.
     fn max(a: Self::Raw, b: Self::Raw) -> Self::Raw;
     fn divide(a: Self::Raw, by: u32) -> Self::Raw;
 }
@@ -44,7 +44,7 @@ impl Element for f64 {
     }
 }
 
-/// 16-bit types are computed with in float32, and each result is rounded to the nearest.
+/// 16-bit types are computed in float32. Each result is rounded to the nearest value.
 macro_rules! sixteen_bits {
     ($($name:ident),*) => {$(
         impl Element for $name {

@@ -1,4 +1,4 @@
-//! How a group ends.
+//! The end of a group.
 
 use crate::CommError;
 use socket2::SockRef;
@@ -10,36 +10,37 @@ use std::{
     },
 };
 
-/// How a group has ended, for calls in progress, also in the group concurrent to it.
+/// Whether and why a group has ended. The group and its concurrent group share this state, and calls in progress
+/// check it.
 #[derive(Debug, Default)]
 pub(super) struct End {
     reason: OnceLock<String>,
-    /// The ranks whose machines do not answer, if this is the reason.
+    /// The ranks whose machines do not answer, if that ended the group.
     unreachable: OnceLock<Vec<u32>>,
-    /// The rank that closed a connection, and how that showed, if this is the reason.
+    /// The rank that closed a connection, and the error of the connection, if that ended the group.
     lost: OnceLock<(u32, String)>,
     aborted: AtomicBool,
     streams: Mutex<Vec<TcpStream>>,
     /// The listener at which other ranks connect for messages.
     listener: OnceLock<TcpListener>,
-    /// The ends of groups that were split from this one.
+    /// The ends of the groups split from this group.
     split: Mutex<Vec<Weak<End>>>,
 }
 
 impl End {
-    /// Ends this group: its connections are closed, so calls that wait for them return.
+    /// Ends this group. Closes its connections, so that calls that wait for them return.
     pub(super) fn call(&self, reason: String) {
         let _ = self.reason.set(reason);
         for stream in self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter() {
             let _ = stream.shutdown(Shutdown::Both);
         }
         if let Some(listener) = self.listener.get() {
-            // On Linux this wakes a thread that waits in `accept`.
+            // On Linux, this wakes a thread that waits in `accept`.
             let _ = SockRef::from(listener).shutdown(Shutdown::Both);
         }
     }
 
-    /// Ends this group because the machines of these ranks do not answer.
+    /// Ends this group because the machines of `peers` do not answer.
     pub(super) fn lose(&self, peers: Vec<u32>, reason: String) {
         if !self.has_come() {
             let _ = self.unreachable.set(peers);
@@ -47,7 +48,7 @@ impl End {
         }
     }
 
-    /// Ends this group and all that were split from it.
+    /// Ends this group and all groups split from it.
     pub(super) fn abort(&self, reason: &str) {
         self.aborted.store(true, Ordering::SeqCst);
         self.call(reason.into());
@@ -55,7 +56,7 @@ impl End {
         split.iter().filter_map(Weak::upgrade).for_each(|group| group.abort(reason));
     }
 
-    /// An abort of this group is one of `group`, too.
+    /// An abort of this group also aborts `group`.
     pub(super) fn split_off(&self, group: &Arc<End>) {
         let mut split = self.split.lock().unwrap_or_else(PoisonError::into_inner);
         split.retain(|other| other.strong_count() > 0);
@@ -63,12 +64,12 @@ impl End {
         drop(split);
         if self.aborted.load(Ordering::SeqCst) {
             group.abort(
-                self.reason.get().map_or("the group that it was split from was aborted", String::as_str),
+                self.reason.get().map_or("the group from which it was split was aborted", String::as_str),
             );
         }
     }
 
-    /// Has a connection closed when the group ends.
+    /// Registers a connection to be closed when the group ends.
     pub(super) fn add(&self, stream: &TcpStream) -> std::io::Result<()> {
         let clone = stream.try_clone()?;
         self.streams.lock().unwrap_or_else(PoisonError::into_inner).push(clone);
@@ -78,7 +79,7 @@ impl End {
         Ok(())
     }
 
-    /// The same for the listener, of which there is one.
+    /// Registers the listener for messages, to be shut down when the group ends.
     pub(super) fn add_listener(&self, listener: &TcpListener) -> std::io::Result<()> {
         let _ = self.listener.set(listener.try_clone()?);
         Ok(())
@@ -101,14 +102,14 @@ impl End {
         })
     }
 
-    /// Ends the group because of `error`, and gives that error, or the end that came before it.
+    /// Ends the group because of `error`. Returns `error`, or the reason why the group had already ended.
     pub(super) fn failed(&self, error: CommError) -> CommError {
         if let Err(aborted) = self.not_ended(error.operation()) {
-            // A call sees a connection that an abort has shut down as lost: return the abort's reason instead.
+            // An abort shuts down connections, which a call sees as lost. Return the reason of the abort instead.
             return aborted;
         }
         if let CommError::Disconnected { peer, detail, .. } = &error {
-            // Calls that are under way at the same time have lost this rank, too.
+            // Other calls in progress report this rank as lost, too.
             let _ = self.lost.set((*peer, detail.clone()));
         }
         self.call(error.to_string());
@@ -120,7 +121,7 @@ impl End {
 mod tests {
     use super::*;
 
-    /// A group has calls under way in two lanes, and either may see first that a rank is gone.
+    /// The group and its concurrent group have calls in progress. Either may notice first that a rank has exited.
     #[test]
     fn all_calls_under_way_have_lost_the_rank_that_one_of_them_has_lost() {
         let lost =
@@ -129,7 +130,7 @@ mod tests {
         assert!(matches!(end.failed(lost()), CommError::Disconnected { peer: 3, .. }));
         let other = end.failed(CommError::Failed { operation: "broadcast", detail: "closed".into() });
         assert!(matches!(other, CommError::Disconnected { operation: "broadcast", peer: 3, .. }), "{other}");
-        // A rank that is ended itself loses connections by that, and no rank.
+        // An abort also closes connections, but no rank is lost.
         let end = End::default();
         end.abort("asked to stop");
         assert!(matches!(end.failed(lost()), CommError::Aborted { .. }));

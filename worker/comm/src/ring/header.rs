@@ -5,7 +5,7 @@ use crate::{
     values::{DataType, Values},
 };
 
-/// `lock` in the byte order of this machine; it reads differently on a machine of the other order.
+/// `lock` in the byte order of this machine. A machine of the other byte order reads another number.
 const MAGIC: u32 = 0x6c6f_636b;
 pub(super) const HEADER: usize = 32;
 
@@ -47,14 +47,14 @@ impl Operation {
     }
 }
 
-/// What must be the same on all ranks of a call.
+/// The properties of a call that must be equal on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Call {
     pub(crate) operation: Operation,
-    /// The root, or the reduction.
+    /// The root of a broadcast, or the reduction.
     pub(crate) detail: u32,
     pub(crate) data_type: DataType,
-    /// Values.
+    /// Number of values.
     pub(crate) length: usize,
 }
 
@@ -76,13 +76,13 @@ impl Call {
         Self { detail: root, ..self }
     }
 
-    /// As two numbers, of which the second is the length.
+    /// Encodes the call as two numbers. The second is the length.
     pub(crate) fn packed(&self) -> [u64; 2] {
         let what = (self.operation as u64) << 40 | (self.data_type as u64) << 32 | u64::from(self.detail);
         [what, self.length as u64]
     }
 
-    /// Describes a call from [`Call::packed`]'s numbers, which another process may have filled with anything.
+    /// Describes a call in the form of [`Call::packed`]. Another process wrote the numbers, so they may be invalid.
     pub(crate) fn describe([what, length]: [u64; 2]) -> String {
         words((what >> 40) as u32, (what >> 32) as u32 & 0xff, what as u32, length)
     }
@@ -93,7 +93,7 @@ fn words(operation: u32, data_type: u32, detail: u32, length: u64) -> String {
     format!("{name} of {length} {} values ({detail})", DataType::name_of_code(data_type))
 }
 
-/// Call number `sequence` of a connection.
+/// Encodes the header of call number `sequence` on a connection.
 pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER] {
     let mut header = [0; HEADER];
     header[..4].copy_from_slice(&MAGIC.to_ne_bytes());
@@ -105,7 +105,7 @@ pub(super) fn encode(call: Call, sequence: u64) -> [u8; HEADER] {
     header
 }
 
-/// Compares the header that came from `peer` with the one that this rank has for the call.
+/// Compares the header from `peer` with this rank's header of the call.
 pub(super) fn compare(
     operation: &'static str,
     peer: u32,
@@ -121,10 +121,10 @@ pub(super) fn compare(
     let detail = if word(0) == MAGIC.swap_bytes() {
         "runs on a machine of another byte order".to_string()
     } else if word(0) != MAGIC {
-        "sent something that is no call".to_string()
+        "sent bytes that are not the header of a call".to_string()
     } else {
         format!(
-            "is at call {}: {}; this rank at call {sequence}: {}",
+            "is at call {}: {}; this rank is at call {sequence}: {}",
             long(16),
             words(word(4), word(12), word(8), long(24)),
             words(call.operation as u32, call.data_type as u32, call.detail, call.length as u64),

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-/// Where a rank sends to and receives from; both may be one connection.
+/// A connection to send to and a connection to receive from. Both may be the same.
 pub(super) struct Link<'a> {
     pub(super) next: &'a TcpStream,
     pub(super) next_rank: u32,
@@ -20,7 +20,7 @@ pub(super) struct Link<'a> {
 }
 
 impl Link<'_> {
-    /// Sends `header` and `out` to the next rank while receiving what `sink` wants from the one before.
+    /// Sends `header` and `out` to the next rank while `sink` receives from the previous rank.
     pub(super) fn exchange(&self, header: &[u8], out: &[u8], sink: &mut dyn Sink) -> Result<(), CommError> {
         let (mut next, mut previous, operation) = (self.next, self.previous, self.operation);
         let lost = |peer, detail: String| CommError::Disconnected { operation, peer, detail };
@@ -30,7 +30,7 @@ impl Link<'_> {
             if sent < length {
                 let of_out = sent.saturating_sub(header.len());
                 let block = &out[of_out..out.len().min(of_out + BLOCK)];
-                // In one packet where both fit.
+                // The header and the first bytes share a packet if they fit.
                 let written = match &header[sent.min(header.len())..] {
                     [] => next.write(block),
                     rest => next.write_vectored(&[IoSlice::new(rest), IoSlice::new(block)]),
@@ -66,7 +66,7 @@ impl Link<'_> {
                     return Err(CommError::TimedOut { operation, peer, secs: self.timeout.as_secs_f64() });
                 }
                 Ok(_) => {
-                    // While nothing is to be sent a lost connection to the next rank shows only here.
+                    // When everything has been sent, only this shows that the connection to the next rank is lost.
                     let gone = PollFlags::HUP | PollFlags::ERR;
                     if sent == length && ready[0].revents().intersects(gone) {
                         return Err(lost(self.next_rank, "it closed the connection".into()));

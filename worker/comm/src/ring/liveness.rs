@@ -1,10 +1,10 @@
-//! Whether the machines of the two neighbours are there, which the connections of calls do not tell: a machine that loses power or
-//! its cable hangs up on nobody, and a rank that computes is as silent.
+//! Detection of lost machines. The connections of calls do not show them: a machine that loses power or its network
+//! closes no connection, and a rank that computes is equally silent.
 //!
-//! Each rank keeps a connection of its own to both neighbours and sends a byte over it now and then. What counts is that the
-//! other machine's kernel acknowledges it: a rank that is slow, or suspended, is there. On the connections of calls this
-//! could not be asked, because a rank that does not read lets its window close, and the kernel's time-out counts that as
-//! silence. A lost packet is sent again several times within the time-out.
+//! Each rank keeps a separate connection to both neighbours and regularly sends a byte over it. A machine is alive if
+//! its kernel acknowledges the byte, so a rank that is slow or suspended counts as alive. The connections of calls
+//! are not suitable: a rank that does not read lets its receive window close, and the kernel's time-out counts a
+//! closed window as silence. A lost packet is retransmitted several times within the time-out.
 
 use super::End;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -16,12 +16,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Between two bytes.
+/// Interval between two bytes.
 const EVERY: Duration = Duration::from_millis(250);
-/// How long the kernel sends a byte again before it gives up, from the first time that it does, some 0.2 s after the byte.
+/// The TCP user time-out: for how long the kernel retransmits a byte. The first retransmission is about 0.2 s after
+/// the byte was sent.
 const GIVE_UP: Duration = Duration::from_millis(1500);
-/// When one neighbour's machine does not answer, the other one's may be about to be given up, too, and both are to be named: it is
-/// waited for so long, if nothing has come from it either.
+/// After one neighbour is lost, the wait for the other. Its machine may be lost as well, and the error should name
+/// both. The wait ends early if the other neighbour has sent something recently.
 const BOTH: Duration = Duration::from_millis(600);
 
 /// A connection to a neighbour.
@@ -30,16 +31,17 @@ pub(super) struct Neighbour {
     pub(super) rank: u32,
     pub(super) ip: IpAddr,
     pub(super) stream: TcpStream,
-    /// When something last came from it.
+    /// When the neighbour last sent something.
     pub(super) heard: Instant,
-    /// Its process has ended, as the connections of calls tell: nothing more is to be learnt here.
+    /// Whether the neighbour's process has ended. The connections of calls report that, so this connection is no
+    /// longer watched.
     pub(super) has_left: bool,
 }
 
 /// Ends the group as soon as the machine of a neighbour does not answer.
 ///
 /// # Errors
-/// No thread can be had.
+/// No thread can be started.
 pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result<()> {
     for neighbour in &neighbours {
         SockRef::from(&neighbour.stream).set_tcp_user_timeout(Some(GIVE_UP))?;
@@ -53,7 +55,7 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
                 neighbour.has_left = true;
                 if is_silence(&error) {
                     let detail = format!(
-                        "rank {}: its machine, {}, does not answer ({error})",
+                        "rank {}: the machine {} does not answer ({error})",
                         neighbour.rank, neighbour.ip
                     );
                     lost.push((neighbour.rank, detail));
@@ -64,12 +66,12 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
             if let Some(at) = lost_at
                 && (at.elapsed() > BOTH || !neighbours.iter().any(is_silent))
             {
-                // Of two ranks each is both neighbours of the other.
+                // In a group of two ranks, both neighbours are the same rank.
                 lost.dedup_by_key(|(rank, _)| *rank);
                 let (peers, details): (Vec<_>, Vec<_>) = lost.into_iter().unzip();
                 return end.lose(peers, format!("lost the connection to {}", details.join(", and to ")));
             }
-            // An error ends the wait, whatever is waited for.
+            // An error on a connection ends the wait, although no events are requested.
             let here = neighbours.iter().filter(|neighbour| !neighbour.has_left);
             let mut ready: Vec<_> = here.map(|n| PollFd::new(&n.stream, PollFlags::empty())).collect();
             let wait = if lost_at.is_some() { EVERY / 5 } else { EVERY };
@@ -81,7 +83,7 @@ pub(super) fn watch(mut neighbours: [Neighbour; 2], end: Arc<End>) -> io::Result
 }
 
 impl Neighbour {
-    /// Sends a byte, and drops what has come.
+    /// Sends a byte, and discards what has arrived.
     fn beat(&mut self) -> io::Result<()> {
         let mut stream = &self.stream;
         let passing =
@@ -105,7 +107,7 @@ impl Neighbour {
     }
 }
 
-/// Whether an error is the kernel's word that nobody answers; others say that the process there has ended.
+/// Whether the error means that the machine does not answer. Other errors mean that the process there has ended.
 fn is_silence(error: &io::Error) -> bool {
     matches!(
         error.kind(),

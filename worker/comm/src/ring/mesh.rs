@@ -1,6 +1,7 @@
-//! Messages between any two ranks of a group: a connection for each direction, made when the first message is sent.
+//! Messages between any two ranks of a group. Each direction has a connection, made when the first message is sent.
 //!
-//! Every rank listens as long as its group lives. A thread accepts connections and checks that the peer is of the group.
+//! Every rank listens as long as its group lives. A thread accepts connections and checks that the peer belongs to
+//! the group.
 
 use super::{
     Identity,
@@ -24,18 +25,19 @@ use std::{
 
 /// How often a rank that waits for another's connection checks that the group still exists.
 const SLICE: Duration = Duration::from_millis(100);
-/// A live machine answers sooner. Kept short because an abort cannot interrupt this wait.
+/// Time limit for connecting. A live machine answers sooner. The limit is short because an abort cannot interrupt
+/// this wait.
 const CONNECT_WITHIN: Duration = Duration::from_secs(10);
 
-/// One rank's end of all connections for messages.
+/// A rank's connections for messages.
 #[derive(Debug)]
 pub(super) struct Mesh {
     rank: u32,
     terms: OwnedHandshakeTerms,
     timeout: Duration,
-    /// By rank: where it listens.
+    /// By rank: the address at which it listens.
     addresses: Vec<SocketAddr>,
-    /// By rank: where this rank's messages to it go.
+    /// By rank: the connection over which this rank sends to it.
     outgoing: Vec<Mutex<Option<Path>>>,
     incoming: Arc<Incoming>,
     end: Arc<End>,
@@ -57,11 +59,11 @@ impl OwnedHandshakeTerms {
 #[derive(Debug)]
 struct Path {
     stream: TcpStream,
-    /// So far.
+    /// The number of messages so far.
     messages: u64,
 }
 
-/// Connections that others have made, by their ranks.
+/// The connections made by other ranks, by their rank.
 #[derive(Debug, Default)]
 struct Incoming {
     paths: Mutex<BTreeMap<u32, Arc<Mutex<Path>>>>,
@@ -69,10 +71,10 @@ struct Incoming {
 }
 
 impl Mesh {
-    /// Accepts connections at `listener` from now on, until `end`. `addresses` says where each rank listens.
+    /// Accepts connections on `listener` until `end`. `addresses` are the addresses of all ranks.
     ///
     /// # Errors
-    /// No thread or file descriptor can be had.
+    /// No thread or file descriptor is available.
     pub(super) fn start(
         identity: &Identity,
         rank: u32,
@@ -100,7 +102,7 @@ impl Mesh {
         Ok(Self { rank, terms, timeout, addresses, outgoing, incoming, end })
     }
 
-    /// `to` is another rank of the group.
+    /// `to` must be another rank of the group.
     pub(super) fn send(&self, values: Values<'_>, to: u32) -> Result<(), CommError> {
         const OPERATION: &str = "send";
         self.end.not_ended(OPERATION)?;
@@ -123,7 +125,7 @@ impl Mesh {
         Ok(())
     }
 
-    /// `from` is another rank of the group; `check` says whether the group still stands.
+    /// `from` must be another rank of the group. `check` fails once the group has ended.
     pub(super) fn recv(
         &self,
         mut values: ValuesMut<'_>,
@@ -159,7 +161,7 @@ impl Mesh {
         Ok(Path { stream, messages: 0 })
     }
 
-    /// The connection that rank `from` has made, or makes now.
+    /// The connection from rank `from`. Waits until that rank has connected.
     fn path_from(
         &self,
         from: u32,
@@ -183,7 +185,7 @@ impl Mesh {
                 .wait_timeout(paths, left.min(SLICE))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
-            // A rank that connected, sent and exited meanwhile has left a message that can still be read.
+            // A rank that connected, sent a message and exited meanwhile has left a message that can still be read.
             if !paths.contains_key(&from) {
                 check()?;
             }
@@ -191,7 +193,7 @@ impl Mesh {
     }
 }
 
-/// What the accepting thread owns.
+/// The state of the accepting thread.
 struct Acceptor {
     listener: TcpListener,
     terms: OwnedHandshakeTerms,
@@ -204,12 +206,13 @@ impl Acceptor {
     fn run(self) {
         while !self.end.has_come() {
             match self.listener.accept() {
-                // One at a time: an unknown peer that sends nothing delays the others for at most the handshake's time limit.
+                // One connection at a time: an unknown peer that sends nothing delays the others by at most the
+                // handshake's time limit.
                 Ok((stream, _)) => {
                     let _ = self.take(stream);
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                // The group has ended; or there are no file descriptors at the moment.
+                // The group has ended, or no file descriptor is available at the moment.
                 Err(_) if self.end.has_come() => return,
                 Err(_) => std::thread::sleep(SLICE),
             }
@@ -224,7 +227,7 @@ impl Acceptor {
         stream.set_nonblocking(true)?;
         self.end.add(&stream)?;
         let mut paths = self.incoming.paths.lock().unwrap_or_else(PoisonError::into_inner);
-        // A rank connects once.
+        // A rank connects only once.
         paths.entry(rank).or_insert_with(|| Arc::new(Mutex::new(Path { stream, messages: 0 })));
         drop(paths);
         self.incoming.changed.notify_all();

@@ -24,7 +24,7 @@ impl ProcessGroup for Ring {
             ValuesMut::Bf16(values) => wire.all_reduce::<bf16>(values, reduction),
             ValuesMut::F32(values) => wire.all_reduce::<f32>(values, reduction),
             ValuesMut::F64(values) => wire.all_reduce::<f64>(values, reduction),
-            // Refused above.
+            // Rejected by `check::reducible`.
             ValuesMut::U8(_) => Ok(()),
         })
     }
@@ -43,7 +43,7 @@ impl ProcessGroup for Ring {
             (Values::Bf16(from), ValuesMut::Bf16(to)) => wire.reduce_scatter::<bf16>(from, to, reduction),
             (Values::F32(from), ValuesMut::F32(to)) => wire.reduce_scatter::<f32>(from, to, reduction),
             (Values::F64(from), ValuesMut::F64(to)) => wire.reduce_scatter::<f64>(from, to, reduction),
-            // Refused above.
+            // Rejected by the checks above.
             _ => Ok(()),
         })
     }

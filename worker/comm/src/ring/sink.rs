@@ -1,4 +1,4 @@
-//! Where received bytes go.
+//! Destinations of received bytes.
 
 use super::{BLOCK, header::HEADER};
 use crate::CommError;
@@ -8,15 +8,15 @@ use std::{
     net::TcpStream,
 };
 
-/// How long, in nanoseconds, to wait for the header of a neighbour that has failed the call: it sent the header before it closed
-/// the connection.
+/// How long, in nanoseconds, to wait for the header of a neighbour that has failed the call. The neighbour sent the
+/// header before it closed the connection.
 const LAST_HEADER: i64 = 200_000_000;
 
 /// Receives bytes from a connection.
 pub(super) trait Sink {
-    /// Bytes still to come.
+    /// The number of bytes still expected.
     fn wanted(&self) -> usize;
-    /// Reads what is available, up to [`Sink::wanted`] bytes, and returns how many that was.
+    /// Reads the bytes that are available, up to [`Sink::wanted`], and returns their number.
     fn take(&mut self, from: &mut &TcpStream) -> io::Result<usize>;
 }
 
@@ -45,15 +45,15 @@ impl Sink for Fill<'_> {
     }
 }
 
-/// Combines the values that arrive with those of `target`, block by block.
+/// Combines the values that arrive with the values of `target`, block by block.
 pub(super) struct Combine<'a, T, F> {
     pub(super) target: &'a mut [T],
-    /// The new value from the target's and the one that arrived.
+    /// Computes the new value from the target's value and the value that arrived.
     pub(super) combine: F,
-    /// Values combined.
+    /// The number of values already combined.
     pub(super) done: usize,
     pub(super) block: &'a mut [T],
-    /// Bytes at the block's start that belong to an incomplete value.
+    /// The number of bytes at the block's start that belong to an incomplete value.
     pub(super) held: usize,
 }
 
@@ -80,7 +80,7 @@ impl<T: bytemuck::Pod, F: Fn(T, T) -> T> Sink for Combine<'_, T, F> {
     }
 }
 
-/// Reads a call's header and checks it before `inner` gets any bytes.
+/// Reads the header of a call and checks it before `inner` receives any bytes.
 pub(super) struct HeaderSink<'a, C> {
     inner: &'a mut dyn Sink,
     check: C,
@@ -94,12 +94,13 @@ impl<'a, C: Fn(&[u8; HEADER]) -> Result<(), CommError>> HeaderSink<'a, C> {
         Self { inner, check, header: [0; HEADER], filled: 0, result: Ok(()) }
     }
 
-    /// The result of the check; `Ok` if the header has not arrived.
+    /// The result of the check. `Ok` if the header has not arrived.
     pub(super) fn result(self) -> Result<(), CommError> {
         self.result
     }
 
-    /// Reads what is left of the header and checks it, after the connection has failed: the header may say why.
+    /// Reads the rest of the header and checks it, after the connection has failed. The header may explain the
+    /// failure.
     pub(super) fn read_header(&mut self, mut from: &TcpStream) {
         while self.filled < HEADER {
             let wait = Timespec { tv_sec: 0, tv_nsec: LAST_HEADER };

@@ -1,4 +1,4 @@
-//! Groups of some of a ring's ranks.
+//! Splitting a ring into groups.
 
 use super::{
     Call, Identity, Operation, Ring,
@@ -11,30 +11,30 @@ use std::{
     time::Duration,
 };
 
-/// Limit for connecting. Live ranks connect sooner, and the others need not wait as long as for a call.
+/// Time limit for connecting. It is shorter than the time-out of a call, because live ranks connect soon.
 const CONNECT_WITHIN: Duration = Duration::from_secs(60);
-/// Most bytes of a reason that are sent to other ranks.
+/// Maximum length of a reason sent to other ranks, in bytes.
 const LONGEST_REASON: usize = 1000;
 
-/// What a rank sends to the others before a split.
+/// A rank's request, sent to the other ranks before a split.
 #[derive(Debug, Serialize, Deserialize)]
 struct SplitRequest {
     color: Option<u32>,
     key: i32,
-    /// Or why it cannot listen.
+    /// The addresses at which this rank listens, or why it cannot listen.
     addresses: Result<Addresses, String>,
 }
 
-/// A rank's place in a group that was split from a ring.
+/// The group that a rank is in after a split.
 pub(crate) enum Part {
-    /// It is the only one of its color.
+    /// This rank is the only one of its color.
     Single,
     Ring(Arc<Ring>),
 }
 
 impl Ring {
-    /// Collective: as [`ProcessGroup::split`]. `build` makes the group of what connects its ranks; all of them fail where it
-    /// fails on one.
+    /// Collective: as [`ProcessGroup::split`]. `build` makes a group from the connected ranks. If it fails on one
+    /// rank, the split fails on all ranks.
     pub(crate) fn split_with<T>(
         &self,
         color: Option<u32>,
@@ -54,7 +54,7 @@ impl Ring {
             }
             _ => Ok(None),
         };
-        // All or none: a rank in a group that other ranks could not join would wait for them.
+        // All ranks or none: a rank in a group that others could not join would wait for them.
         let reason = joined.as_ref().err().map(ToString::to_string).unwrap_or_default();
         let reason: String = reason.chars().take(LONGEST_REASON / 4).collect();
         let reasons = self.all_gather_bytes(reason.as_bytes())?;
@@ -67,12 +67,12 @@ impl Ring {
         }
     }
 
-    /// The requests of all ranks, if all can listen.
+    /// The requests of all ranks, if all of them can listen.
     fn tickets(&self, own: &[u8]) -> Result<Vec<SplitRequest>, CommError> {
         let all = self.all_gather_bytes(own)?;
         let read = |(rank, text): (usize, &Vec<u8>)| -> Result<SplitRequest, CommError> {
             let request: SplitRequest = serde_json::from_slice(text)
-                .map_err(|e| failed(format!("rank {rank} said what this rank cannot read: {e}")))?;
+                .map_err(|e| failed(format!("rank {rank} sent an invalid request: {e}")))?;
             match &request.addresses {
                 Err(why) => Err(failed(format!("rank {rank} cannot listen for others: {why}"))),
                 Ok(_) => Ok(request),

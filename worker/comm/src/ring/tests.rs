@@ -1,4 +1,4 @@
-//! Rings of threads on loopback.
+//! Rings whose ranks are threads, connected over loopback.
 
 use super::header::HEADER;
 use super::*;
@@ -14,7 +14,7 @@ use std::time::Instant;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs `body` on `world` ranks, in a thread each, and gives what each returned.
+/// Runs `body` on `world` ranks, one thread each, and returns their results by rank.
 fn on_ranks<T: Send>(world: u32, timeout: Duration, body: impl Fn(Arc<Ring>) -> T + Sync) -> Vec<T> {
     on_connected_ranks(world, timeout, |_, ring| ring, body)
 }
@@ -52,7 +52,7 @@ fn sums_are_right_and_bit_equal_at_any_size() {
     }
 }
 
-/// What rank 0 gets, when all others got the same bits.
+/// Rank 0's result, after checking that all ranks have the same bits.
 fn same_bits<T: Copy + PartialEq + std::fmt::Debug>(of_ranks: &[Vec<T>], bits: impl Fn(T) -> u64) -> Vec<T> {
     for theirs in of_ranks {
         assert!(theirs.iter().zip(&of_ranks[0]).all(|(a, b)| bits(*a) == bits(*b)), "ranks differ");
@@ -62,7 +62,7 @@ fn same_bits<T: Copy + PartialEq + std::fmt::Debug>(of_ranks: &[Vec<T>], bits: i
 
 #[test]
 fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
-    // At the last length that is gathered whole, one value more, and where parts are uneven.
+    // The longest vector that is gathered whole, one value more, and a length with uneven parts.
     let limit = SHORT / 8;
     for world in 1..=5 {
         for length in [0, 1, 7, limit, limit + 1, 100_003] {
@@ -88,7 +88,7 @@ fn sums_in_double_precision_are_right_and_bit_equal_at_any_size() {
 
 #[test]
 fn sums_of_float32_gradients_in_double_precision_do_not_depend_on_their_order() {
-    // Whole multiples of a small power of two, as float32 gradients of similar size are: nothing is rounded.
+    // Integer multiples of a small power of two, as float32 gradients of similar size are. Their sum is exact.
     let length = 50_001;
     let input = |rank| values(rank, length).into_iter().map(f64::from).collect::<Vec<f64>>();
     let of_ranks = on_ranks(4, TIMEOUT, |ring| {
@@ -122,7 +122,7 @@ fn a_long_sum_sends_less_than_twice_the_vector_whatever_the_number_of_ranks() {
         let n = u64::from(world);
         for (double, single) in sent {
             for (bytes, vector) in [(double, 8 * length as u64), (single, 4 * length as u64)] {
-                // Parts differ by a value.
+                // The lengths of parts differ by at most one value.
                 let parts = 2 * (n - 1) * (vector / n + 8) + HEADER as u64;
                 assert!(bytes <= parts && bytes < 2 * vector, "{world} ranks: {bytes} of {vector}");
             }
@@ -243,7 +243,7 @@ fn a_rank_that_waits_for_something_else_sees_at_once_that_a_neighbour_is_gone() 
 
 #[test]
 fn abort_ends_a_call_from_another_thread() {
-    // Rank 1 says nothing before that, so rank 0 has nobody else to hear an end from.
+    // Rank 1 is silent until the abort, so rank 0 sees no other reason to end.
     let over = std::sync::Barrier::new(2);
     let results = on_ranks(2, Duration::from_secs(600), |ring| {
         if ring.rank() == 1 {
@@ -260,7 +260,7 @@ fn abort_ends_a_call_from_another_thread() {
         error
     });
     assert_eq!(results[0].to_string(), "all_reduce: aborted: asked to stop");
-    // Rank 1 finds out by the header that came first, or by the connection that went.
+    // Rank 1 notices by the header that arrived, or by the closed connection.
     let found_out = matches!(results[1], CommError::Disconnected { .. } | CommError::Mismatch { .. });
     assert!(found_out, "{:?}", results[1]);
 }

@@ -12,10 +12,10 @@ use std::{
     sync::{Arc, atomic::Ordering},
 };
 
-/// Rank 0's description of its shared memory.
+/// Rank 0's description of its shared memory, sent to the other ranks.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ShmDescriptor {
-    /// The boot id, by which ranks on another machine are recognised.
+    /// The boot id, which distinguishes machines.
     boot_id: String,
     pid: u32,
     fd: i32,
@@ -23,10 +23,10 @@ pub(super) struct ShmDescriptor {
     token: [u64; 2],
 }
 
-/// The memory, in this process.
+/// The memory, mapped in this process.
 pub(super) type Opened = (Anonymous, Arc<Mapping>);
 
-/// Makes memory for `world` ranks, or says why not.
+/// Allocates memory for `world` ranks, or returns the reason of the failure.
 pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
     allowed()?;
     let made = || -> io::Result<Opened> {
@@ -35,7 +35,7 @@ pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
         let memory = file.map(0, beginning(world))?;
         Ok((file, memory))
     };
-    let (file, memory) = made().map_err(|e| format!("no memory to share: {e}"))?;
+    let (file, memory) = made().map_err(|e| format!("shared memory cannot be allocated: {e}"))?;
     let (left, right) = uuid::Uuid::new_v4().as_u64_pair();
     let descriptor =
         ShmDescriptor { boot_id: boot_id(), pid: std::process::id(), fd: file.fd(), token: [left, right] };
@@ -45,11 +45,11 @@ pub(super) fn make(world: usize) -> Result<(ShmDescriptor, Opened), String> {
     Ok((descriptor, (file, memory)))
 }
 
-/// Opens what rank 0 describes, or says why not.
+/// Opens the memory that rank 0 describes, or returns the reason of the failure.
 pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, String> {
     allowed()?;
     if descriptor.boot_id != boot_id() {
-        return Err("it runs on another machine than rank 0".into());
+        return Err("runs on another machine than rank 0".into());
     }
     let open = || -> io::Result<Opened> {
         let file = Anonymous::of_process(descriptor.pid, descriptor.fd)?;
@@ -60,14 +60,14 @@ pub(super) fn open(descriptor: &ShmDescriptor, world: usize) -> Result<Opened, S
     let head = head(&memory);
     let found = head[0].token.each_ref().map(|place| place.load(Ordering::Acquire));
     if found != descriptor.token {
-        return Err("rank 0's memory cannot be opened: another process has its number here".into());
+        return Err("rank 0's memory cannot be opened: another process has its process id here".into());
     }
     Ok((file, memory))
 }
 
 #[allow(unsafe_code)]
 pub(super) fn head(memory: &Arc<Mapping>) -> SharedSlice<Head> {
-    // SAFETY: atomic numbers only.
+    // SAFETY: the head consists of atomic numbers.
     unsafe { memory.view(0, 1) }
 }
 

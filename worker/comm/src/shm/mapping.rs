@@ -1,5 +1,5 @@
-//! Shared memory backed by a file without a name: the system frees it when the last process that maps it has ended, in whatever
-//! way.
+//! Shared memory backed by an anonymous file. The system frees it when the last process that maps it has ended, for
+//! whatever reason.
 
 #![allow(unsafe_code)] // Slices of mapped memory.
 
@@ -39,50 +39,54 @@ impl Anonymous {
         OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/fd/{fd}")).map(Self)
     }
 
-    /// Its number in this process.
+    /// The file descriptor in this process.
     pub(super) fn fd(&self) -> i32 {
         self.0.as_raw_fd()
     }
 
-    /// Allocates `bytes` zeros at `offset` now. If memory ran out later, at the first access, that would be a SIGBUS.
+    /// Allocates `bytes` of zeros at `offset` now. If memory ran out later, at the first access, the process would
+    /// get a SIGBUS.
     pub(super) fn grow(&self, offset: usize, bytes: usize) -> io::Result<()> {
         Ok(rustix::fs::fallocate(&self.0, FallocateFlags::empty(), offset as u64, bytes as u64)?)
     }
 
-    /// Maps `bytes` of it from `offset` on, whole pages both.
+    /// Maps `bytes` of the file, starting at `offset`. Both must be multiples of the page size.
     pub(super) fn map(&self, offset: usize, bytes: usize) -> io::Result<Arc<Mapping>> {
         if self.0.metadata()?.len() < (offset + bytes) as u64 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the memory is shorter than was said"));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the shared memory is shorter than described",
+            ));
         }
         Ok(Arc::new(Mapping(MmapOptions::new().offset(offset as u64).len(bytes).map_raw(&self.0)?)))
     }
 }
 
-/// A part of such a file in this process's memory. It stays valid: the file cannot shrink.
+/// A mapped part of an anonymous file. The mapping stays valid because the file cannot shrink.
 #[derive(Debug)]
 pub(super) struct Mapping(MmapRaw);
 
 impl Mapping {
-    /// Values in it.
+    /// A slice of `len` values, which starts at byte `offset`.
     ///
     /// # Safety
-    /// A `T` may be all zeros and has no invalid bits, and the ranks have an order in which each of them reads and writes these
-    /// values: holding a slice of what another rank writes is undefined behaviour.
+    /// Any bits, including all zeros, must be a valid `T`. Ranks must agree on an order in which they read and write
+    /// these values: holding a slice of values that another rank writes is undefined behaviour.
     ///
     /// # Panics
-    /// They are not inside, or not aligned.
+    /// The slice is not inside the mapping, or not aligned.
     pub(super) unsafe fn view<T>(self: &Arc<Self>, offset: usize, len: usize) -> SharedSlice<T> {
         let end = len.checked_mul(size_of::<T>()).and_then(|bytes| bytes.checked_add(offset));
         let bytes = self.0.len();
         assert!(end.is_some_and(|end| end <= bytes), "{len} values from byte {offset} of {bytes}");
-        // SAFETY: inside of the mapping, as just checked, which is at no address 0.
+        // SAFETY: the address is inside the mapping, as just checked, and a mapping never starts at address 0.
         let start: NonNull<T> = unsafe { NonNull::new_unchecked(self.0.as_mut_ptr().add(offset)) }.cast();
         assert!(start.is_aligned());
         SharedSlice { start, len, _owner: Owner::Shared { _mapping: self.clone() } }
     }
 }
 
-/// A slice in this process's memory or in memory that ranks share, together with the owner that keeps the memory alive.
+/// A slice in this process's memory or in shared memory, together with the owner that keeps the memory alive.
 #[derive(Debug)]
 pub struct SharedSlice<T> {
     start: NonNull<T>,
@@ -96,7 +100,7 @@ enum Owner<T> {
     Shared { _mapping: Arc<Mapping> },
 }
 
-// SAFETY: it is a vector, or a slice of memory that belongs to no thread.
+// SAFETY: the owner is a vector or shared memory, neither of which is bound to a thread.
 unsafe impl<T: Send> Send for SharedSlice<T> {}
 // SAFETY: as above.
 unsafe impl<T: Sync> Sync for SharedSlice<T> {}
@@ -125,23 +129,23 @@ impl<T> Deref for SharedSlice<T> {
 
 impl<T> DerefMut for SharedSlice<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and they are borrowed mutably with this.
+        // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 }
 
 impl<T> SharedSlice<T> {
-    /// Some of the values, to be written while others are in use elsewhere.
+    /// A part of the values, which can be written while other parts are in use.
     ///
     /// # Safety
-    /// Nobody uses these values meanwhile.
+    /// No one else uses these values meanwhile.
     ///
     /// # Panics
-    /// They are not inside.
-    #[allow(clippy::mut_from_ref)] // What the caller promises is more than the borrow checker can see.
+    /// The range is not inside the slice.
+    #[allow(clippy::mut_from_ref)] // The caller's promise is beyond what the borrow checker can verify.
     pub unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} values", self.len);
-        // SAFETY: inside, and by the caller's promise nobody else's.
+        // SAFETY: the range is inside, and no one else uses it, as promised by the caller.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(range.start), range.len()) }
     }
 }

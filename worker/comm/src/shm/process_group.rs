@@ -17,11 +17,11 @@ use std::{
     time::Duration,
 };
 
-/// Ranks of one machine that share memory. Their ring stays connected, for messages and to notice lost ranks.
+/// The ranks of one machine that share memory. Their ring stays connected, for messages and to notice lost ranks.
 #[derive(Debug)]
 pub struct ShmProcessGroup {
     ring: Arc<Ring>,
-    /// Whether a rank that waits may spin: there is a core for each.
+    /// Whether a waiting rank may spin, because each rank has a core.
     spins: bool,
     file: Anonymous,
     head: SharedSlice<Head>,
@@ -30,17 +30,17 @@ pub struct ShmProcessGroup {
     own: Mutex<FilePosition>,
 }
 
-/// This rank's position in the calls and the file; the same on every rank between calls.
+/// The number of calls and the used length of the file. It is the same on every rank between calls.
 #[derive(Debug)]
 struct FilePosition {
     calls: u64,
-    /// Bytes of the file that are in use.
+    /// The number of bytes in use.
     used: usize,
 }
 
 impl ShmProcessGroup {
-    /// Collective: makes a group of the ranks of `ring`, which met at `store`, that share memory. Returns the ring itself if any of them
-    /// cannot.
+    /// Collective: returns a group of the ranks of `ring`, which met at `store`, that share memory. If any of the
+    /// ranks cannot share memory, it returns the ring itself.
     ///
     /// # Errors
     /// A rank does not answer within the store's time-out.
@@ -48,7 +48,7 @@ impl ShmProcessGroup {
         Self::over(&ring, |what, value| store.exchange(what, value))
     }
 
-    /// The group over `ring`, or the ring where memory cannot be shared.
+    /// As [`Self::meet`], with `exchange` as the all-gather of bytes.
     fn over<E>(
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
@@ -62,7 +62,7 @@ impl ShmProcessGroup {
         })
     }
 
-    /// The group, or the reason that there is none, which is the same on all ranks. `exchange` is an all-gather of bytes.
+    /// The group, or the reason why there is none; the reason is the same on all ranks.
     pub(super) fn among<E>(
         ring: &Arc<Ring>,
         exchange: impl Fn(&str, &[u8]) -> Result<Vec<Vec<u8>>, E>,
@@ -82,7 +82,7 @@ impl ShmProcessGroup {
                 .and_then(|described| described.map_err(|_| String::new()))
                 .and_then(|descriptor| descriptor::open(&descriptor, size)),
         };
-        // The first rank that cannot open the memory gives the reason; rank 0's own failure is reported separately.
+        // The first rank that cannot open the memory gives the reason. Rank 0's own failure is reported separately.
         let word = match &opened {
             Ok(_) => "joined",
             Err(reason) => reason,
@@ -102,7 +102,7 @@ impl ShmProcessGroup {
     fn new(ring: Arc<Ring>, file: Anonymous, memory: &Arc<Mapping>) -> Self {
         let world = ring.size() as usize;
         let slots = |half| slots_at(world) + half * world * SLOT * size_of::<f64>();
-        // SAFETY: numbers, most of them atomic; `round` says who uses which slot when.
+        // SAFETY: any bits are valid numbers, and `round` decides which rank uses which slot when.
         #[allow(unsafe_code)]
         let (lines, slots) = unsafe {
             let slots = [0, 1].map(|half| memory.view(slots(half), world * SLOT));
@@ -140,17 +140,18 @@ impl ShmProcessGroup {
             Ok(())
         };
         match self.queue().wait(self.spins, idle, ready, watch) {
-            // A rank that is gone may have reported its reason before.
+            // The ring may already know why a rank has exited.
             Err(_) if ready() => Ok(Duration::ZERO),
             Err(error) => Err(self.ring.failed(error)),
             Ok(waited) => Ok(waited),
         }
     }
 
-    /// One call: publishes `mine`, and passes to `read` what every rank has published, in rank order.
+    /// One call: publishes `mine`, and passes to `read` the values that all ranks have published, in rank order.
     ///
-    /// A rank writes its slot and then increments its counter. The others read the slot from then until their own next call. The rank
-    /// writes this slot again two calls later, which is after all others have made the call in between.
+    /// A rank writes its slot and then increments its counter. From then until their own next call, the other ranks
+    /// read the slot. The rank reuses the slot two calls later. By then, all other ranks have made the call in
+    /// between.
     fn round<R>(
         &self,
         what: Call,
@@ -164,7 +165,7 @@ impl ShmProcessGroup {
         own.calls += 1;
         let (call, half) = (own.calls, (own.calls % 2) as usize);
         let rank = self.ring.rank() as usize;
-        // SAFETY: nobody reads this rank's slot before its call is counted.
+        // SAFETY: no rank reads this slot before this rank's counter is incremented.
         #[allow(unsafe_code)]
         unsafe { self.slots[half].part(rank * SLOT..rank * SLOT + mine.len()) }.copy_from_slice(mine);
         let packed = what.packed();
@@ -189,7 +190,8 @@ impl ShmProcessGroup {
         Ok(read(&self.slots[half], waited))
     }
 
-    /// Announces a call that uses the ring: ranks that make different calls notice it, also where some do not use the ring.
+    /// Announces a call that uses the ring, so that ranks that make different calls notice it even if some calls do
+    /// not use the ring.
     fn announce(&self, what: Call) -> Result<(), CommError> {
         self.round(what, &[], &mut || false, |_, _| ())
     }
@@ -298,7 +300,7 @@ impl ProcessGroup for Arc<ShmProcessGroup> {
         self.ring.recv(values, from)
     }
 
-    /// The ranks of each new group share memory of its own, if they can.
+    /// The ranks of each new group share separate memory, if they can.
     fn split(&self, color: Option<u32>, key: i32) -> Result<Option<Arc<dyn ProcessGroup>>, CommError> {
         self.announce(Call::empty(Operation::Split))?;
         self.ring.split_with(color, key, |part| match part {

@@ -1,4 +1,4 @@
-//! Ranks of one machine, as threads that map the memory each for itself.
+//! Ranks of one machine, as threads that each map the memory.
 
 use super::*;
 use crate::{
@@ -75,7 +75,7 @@ fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
     on_ranks(3, TIMEOUT, |group| {
         let memory = group.shared_memory(3 << 20).unwrap().unwrap();
         let second = group.shared_memory(100).unwrap().unwrap();
-        // SAFETY: atomic numbers.
+        // SAFETY: the values are atomic.
         #[allow(unsafe_code)]
         let (numbers, others): (SharedSlice<AtomicU64>, SharedSlice<AtomicU64>) =
             unsafe { (memory.view(0, 3), second.view(8, 2)) };
@@ -83,7 +83,7 @@ fn what_a_rank_writes_the_others_see_and_they_work_while_they_wait() {
         let rank = group.rank() as usize;
         group.barrier().unwrap();
         if rank == 0 {
-            // The others are asleep by then.
+            // By then the other ranks are asleep.
             std::thread::sleep(Duration::from_millis(300));
         }
         numbers[rank].store(7 + rank as u64, Ordering::Release);
@@ -172,7 +172,7 @@ fn abort_ends_a_wait_from_another_thread() {
 #[test]
 fn a_rank_that_cannot_open_the_memory_keeps_all_of_them_apart() {
     let port = unused_port();
-    let why = "it runs on another machine than rank 0";
+    let why = "runs on another machine than rank 0";
     std::thread::scope(|scope| {
         for rank in 0..3 {
             scope.spawn(move || {

@@ -10,15 +10,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Spins before the thread yields for the first time: some 50 us.
+/// Spins before the thread first yields, about 50 us.
 const SPINS: u32 = 1000;
-/// After that, each spin yields to other threads, until this time has passed without work. Most waits of ranks with a core each are
-/// shorter, and waking up takes longer than many of them.
+/// After that, each spin yields to other threads, until this time has passed without work. If each rank has a core,
+/// most waits are shorter, and waking a thread often takes longer than the wait.
 const YIELD_FOR: Duration = Duration::from_millis(2);
-/// After spinning it sleeps, and wakes this often to check that all ranks are alive: a dead rank wakes nobody.
+/// After spinning, the thread sleeps and wakes at this interval to check that all ranks are alive, because a dead
+/// rank wakes no one.
 const SLEEP: Timespec = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
 
-/// A futex in memory that processes share. All zeros is a valid new one.
+/// A futex in shared memory. All zeros are a valid new one.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub(super) struct WaitQueue {
@@ -27,20 +28,20 @@ pub(super) struct WaitQueue {
 }
 
 impl WaitQueue {
-    /// Wakes all sleepers to check their condition. Nearly free while none sleeps.
+    /// Wakes all sleepers, so that they check their condition. Nearly free if no thread sleeps.
     pub(super) fn notify_all(&self) {
-        // Either a sleeper sees what was written before this, or this sees the sleeper.
+        // Either the sleeper sees the preceding write, or this thread sees the sleeper.
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             self.wakes.fetch_add(1, Ordering::SeqCst);
-            // It cannot fail for an address of this process.
+            // Cannot fail for an address of this process.
             let _ = futex::wake(&self.wakes, Flags::empty(), u32::MAX >> 1);
         }
     }
 
-    /// Waits until `ready` returns true, and returns the time without work. `spins`: spin before sleeping, if there are enough cores. `idle`
-    /// does a piece of useful work and returns whether there was any. `watch` is called from time to time with the time since something
-    /// last happened, and its error ends the wait.
+    /// Waits until `ready` returns true, and returns the time without work. If `spins`, the thread spins before it
+    /// sleeps. `idle` does a piece of useful work and returns whether there was any. `watch` is called from time to
+    /// time with the time since the last progress; its error ends the wait.
     pub(super) fn wait<E>(
         &self,
         spins: bool,

@@ -1,4 +1,4 @@
-//! Calls that make no sense, ranks that disagree, and ranks that do not come.
+//! Invalid calls, ranks that disagree, and ranks that do not arrive.
 
 use super::*;
 use std::sync::Barrier;
@@ -14,10 +14,10 @@ fn a_call_that_makes_no_sense_is_refused_and_the_group_continues() {
                 (group.send((&[1.0f32]).into(), group.rank()), "is this rank itself"),
                 (group.recv((&mut two).into(), u32::MAX), "no rank 4294967295"),
                 (group.recv((&mut two).into(), group.rank()), "is this rank itself"),
-                (group.all_reduce(ValuesMut::U8(&mut [1]), Reduction::Max), "bytes have no sum"),
+                (group.all_reduce(ValuesMut::U8(&mut [1]), Reduction::Max), "bytes cannot be reduced"),
                 (
                     group.reduce_scatter((&[1u8, 2]).into(), (&mut [0u8]).into(), Reduction::Sum),
-                    "bytes have no sum",
+                    "bytes cannot be reduced",
                 ),
                 (
                     group.reduce_scatter((&[1.0f32, 2.0]).into(), (&mut two).into(), Reduction::Sum),
@@ -47,7 +47,7 @@ fn a_call_that_makes_no_sense_is_refused_and_the_group_continues() {
     }
 }
 
-/// A call on one rank of two.
+/// A call on one of two ranks.
 type OnRank = fn(&dyn ProcessGroup) -> Result<(), CommError>;
 
 #[test]
@@ -139,13 +139,13 @@ fn who_waits_for_a_message_that_does_not_come_is_told_from_whom() {
         let over = Barrier::new(4);
         on_ranks(kind, 4, Duration::from_millis(300), |group| {
             if group.rank() == 0 {
-                // Rank 2 is no neighbour, and never sends.
+                // Rank 2 is not a neighbour, and never sends.
                 let error = group.recv((&mut [0u8]).into(), 2).unwrap_err();
                 assert!(matches!(error, CommError::TimedOut { operation: "recv", peer: 2, .. }), "{error}");
             }
             over.wait();
         });
-        // One that is gone is noticed sooner.
+        // An exited rank is noticed sooner.
         on_ranks(kind, 2, Duration::from_secs(600), |group| {
             if group.rank() == 1 {
                 return;
@@ -157,7 +157,7 @@ fn who_waits_for_a_message_that_does_not_come_is_told_from_whom() {
             if group.rank() == 1 {
                 return;
             }
-            // It takes a while until sending to a closed connection fails.
+            // Sending to a closed connection does not fail at once.
             let error = loop {
                 if let Err(error) = group.send((&vec![0u8; 1 << 20]).into(), 1) {
                     break error;
@@ -171,7 +171,7 @@ fn who_waits_for_a_message_that_does_not_come_is_told_from_whom() {
 #[test]
 fn an_abort_ends_the_wait_for_a_message() {
     for kind in KINDS {
-        // Of a rank that has not sent any yet, and of one that has.
+        // One sender has not sent a message yet, and the other has.
         for connected in [false, true] {
             let over = Barrier::new(2);
             on_ranks(kind, 2, Duration::from_secs(600), |group| {

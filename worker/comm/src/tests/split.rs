@@ -1,10 +1,10 @@
-//! Groups that are split from groups, and what an end of one ends.
+//! Groups split from groups, and the effects of an abort or failure.
 
 use super::*;
 use crate::ring::Part;
 use std::sync::Barrier;
 
-/// This rank's number in the group that `group` was made of.
+/// The sum of `value` over the ranks of `group`.
 fn sum_of(group: &dyn ProcessGroup, value: u32) -> f64 {
     let mut sum = [f64::from(value)];
     group.all_reduce((&mut sum).into(), Reduction::Sum).unwrap();
@@ -16,7 +16,7 @@ fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
     for kind in KINDS {
         on_ranks(kind, 6, TIMEOUT, |all| {
             let rank = all.rank();
-            // Even ranks backwards; odd ones as they are; rank 5 takes no part.
+            // Even ranks in reverse order, odd ranks in order; rank 5 takes no part.
             let (color, key) = match rank {
                 5 => (None, 0),
                 even if even.is_multiple_of(2) => (Some(10), -(even as i32)),
@@ -34,7 +34,7 @@ fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
             let mut who = vec![0.0f64; part.size() as usize];
             part.all_gather((&[f64::from(rank)]).into(), (&mut who).into()).unwrap();
             assert_eq!(who, [vec![4.0, 2.0, 0.0], vec![1.0, 3.0]][rank as usize % 2]);
-            // Its concurrent group, and messages of its own numbers.
+            // The concurrent group, and messages, with the rank numbers of the new group.
             let concurrent = part.concurrent().unwrap();
             assert_eq!(sum_of(concurrent.as_ref(), 1), f64::from(part.size()));
             let next = (part.rank() + 1) % part.size();
@@ -48,7 +48,7 @@ fn ranks_of_a_color_are_a_group_in_the_order_of_their_keys() {
                 (Kind::Ring, Ok(_)) => panic!("a ring has no memory to share"),
                 _ => {}
             }
-            // The one that it was split from is as it was.
+            // The parent group is unaffected.
             assert_eq!(sum_of(all.as_ref(), 1), 6.0);
         });
     }
@@ -62,7 +62,7 @@ fn a_group_that_was_split_is_split_again_down_to_one() {
             let one = half.split(Some(half.rank()), 0).unwrap().unwrap();
             assert_eq!((half.size(), one.size(), one.rank()), (2, 1, 0));
             assert_eq!(sum_of(one.as_ref(), all.rank()), f64::from(all.rank()));
-            // The same colors once more are other groups.
+            // A second split with the same colors makes new groups.
             let again = all.split(Some(all.rank() / 2), 0).unwrap().unwrap();
             assert_eq!(sum_of(again.as_ref(), 1) + sum_of(half.as_ref(), 1), 4.0);
         });
@@ -108,7 +108,7 @@ fn an_abort_of_the_whole_ends_its_parts_and_theirs() {
             let inner = part.split(Some(0), 0).unwrap().unwrap();
             all.barrier().unwrap();
             if all.rank() == 0 {
-                // Nobody else comes to these.
+                // No other rank calls these.
                 std::thread::scope(|scope| {
                     let waiting = scope.spawn(|| inner.barrier().unwrap_err());
                     all.abort("asked to stop");

@@ -1,8 +1,9 @@
-//! The index of a dataset on disk: what is known of each picture, so that a job's start need not read them all.
+//! The index file of a dataset: facts about each picture, so that the start of a job need not read all pictures.
 //!
-//! `datasets/<key>.index` in the cache directory, where `key` is of the dataset's path and, where the file system reports a
-//! folder's birth, of the folder: machines that share the cache directory may have copies of their own at one path. Others
-//! share the index; what is said of a file holds only while its size and time of change are the same.
+//! The file is `datasets/<key>.index` in the cache directory. `key` is computed from the dataset's path and, if the
+//! file system reports birth times, from the birth of the folder: machines that share the cache directory may have
+//! different copies at the same path. Other machines share the index. An entry is valid only while the file's size
+//! and time of change are the same.
 //!
 //! ```text
 //! 8 bytes           "LSINDEX" and the format's version, 3
@@ -13,11 +14,12 @@
 //! ```
 //!
 //! A container is a class folder (`train/cat`) or a shard (`train-000.tar`), named relative to the dataset. The first
-//! block's container is the dataset's own path, its body the number of the reader (`store.rs`, u32). Of several entries of one
-//! name the last counts. `<key>.part` has the
-//! same format: blocks are appended to it as they are made, and one that an interrupted run left is read before work
-//! begins. `<key>.lock` is locked while an index is made, `<key>.folders` is described in `folders.rs`, `<key>.progress` has the
-//! number of pictures that are done.
+//! block has the dataset's own path as its container, and the reader's version (`store.rs`, u32) as its body. If
+//! several entries have the same name, the last is valid.
+//!
+//! `<key>.part` has the same format: blocks are appended to it as they are made, and the blocks of an interrupted run
+//! are read before work begins. `<key>.lock` is locked while an index is built, `<key>.folders` is described in
+//! `folders.rs`, and `<key>.progress` has the number of pictures that are done.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -29,34 +31,35 @@ use std::{
 };
 
 pub(super) const MAGIC: &[u8; 8] = b"LSINDEX\x03";
-/// Larger index files are taken for damage: that of fourteen million pictures has 800 MB.
+/// Larger index files are considered damaged. The index of fourteen million pictures has 800 MB.
 const MAX_BYTES: u64 = 8 << 30;
 
-/// What is known of one picture.
+/// The facts about one picture.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Entry {
-    /// File name, or the member's path in its shard.
+    /// The file name, or the member's path in its shard.
     #[serde(with = "serde_bytes")]
     pub(crate) name: Vec<u8>,
     /// In bytes.
     pub(crate) size: u64,
-    /// When the file was last changed, see [`lockstep_host::files::modified_ns`]; 0 in a shard, which has its own.
+    /// The time of the last change of the file, see [`lockstep_host::files::modified_ns`]. 0 in a shard, which has
+    /// its own stamp.
     pub(crate) modified_ns: i64,
-    /// Where its bytes begin in the shard; 0 of a file.
+    /// The offset of its bytes in the shard. 0 for a file.
     pub(crate) offset: u64,
-    /// 1 JPEG, 2 PNG, 3 WebP, 4 GIF, 5 BMP, 6 TIFF; 0 none of these.
+    /// 1 JPEG, 2 PNG, 3 WebP, 4 GIF, 5 BMP, 6 TIFF; 0 for other formats.
     pub(crate) format: u8,
-    /// In pixels; 0 when it is broken.
+    /// In pixels; 0 if the picture is broken.
     pub(crate) width: u32,
-    /// In pixels; 0 when it is broken.
+    /// In pixels; 0 if the picture is broken.
     pub(crate) height: u32,
-    /// The hash of its bytes, see [`content_hash`]; 0 when it is broken.
+    /// The hash of its bytes, see [`content_hash`]. 0 if the picture is broken.
     pub(crate) hash: u64,
-    /// In a shard: the class, a number or a name.
+    /// In a shard: the number or name of the class.
     pub(crate) label: Option<String>,
-    /// What is wrong with it, to stand after its name.
+    /// The reason why the picture cannot be used, as a phrase to follow its name.
     pub(crate) broken: Option<String>,
-    /// It could not be read, which may succeed next time: this is not stored.
+    /// Whether the picture could not be read. The next attempt may succeed, so this is not stored.
     #[serde(skip)]
     pub(crate) passing: bool,
 }
@@ -71,9 +74,9 @@ pub(crate) struct Stamp {
 /// Entries of one container.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub(super) struct Block {
-    /// The stamp of a shard.
+    /// The stamp, if the container is a shard.
     pub(super) stamp: Option<Stamp>,
-    /// What is wrong with a shard as a whole.
+    /// The reason why the shard as a whole cannot be used.
     pub(super) trouble: Option<String>,
     pub(super) entries: Vec<Entry>,
 }
@@ -86,22 +89,22 @@ pub(super) struct BlockRef<'a> {
     pub(super) entries: Vec<&'a Entry>,
 }
 
-/// Tells contents apart: the first eight bytes of SHA-256.
+/// A hash of content: the first eight bytes of its SHA-256.
 pub(crate) fn content_hash(bytes: &[u8]) -> u64 {
     let digest = Sha256::digest(bytes);
     u64::from_le_bytes(std::array::from_fn(|i| digest[i]))
 }
 
-/// What is known of a dataset's pictures, by container.
+/// The facts about a dataset's pictures, by container.
 #[derive(Debug, Default)]
 pub(super) struct Facts {
-    /// Files, and whether this version of the program has written them.
+    /// The files' contents. The flag tells whether the current version of the reader wrote the file.
     buffers: Vec<(Vec<u8>, bool)>,
     blocks: HashMap<Vec<u8>, Vec<(usize, Range<usize>)>>,
 }
 
 impl Facts {
-    /// Adds what a file says; how many of its bytes are whole blocks.
+    /// Adds the facts in `file`. Returns the number of bytes in complete blocks.
     pub(super) fn add(&mut self, file: &Path, dataset: &Path, reader: u32) -> u64 {
         let Ok(bytes) = lockstep_host::files::read(file, MAX_BYTES) else { return 0 };
         let number = self.buffers.len();
@@ -125,14 +128,14 @@ impl Facts {
         if at == MAGIC.len() { 0 } else { at as u64 }
     }
 
-    /// The blocks of a container, oldest first. One that cannot be read is not there.
+    /// The blocks of a container, oldest first. Unreadable blocks are skipped.
     pub(super) fn of(&self, container: &[u8]) -> impl Iterator<Item = Block> {
         let all = self.blocks.get(container).into_iter().flatten();
         all.filter_map(|(buffer, body)| {
             let (bytes, ours) = &self.buffers[*buffer];
             let mut block: Block = rmp_serde::from_slice(&bytes[body.clone()]).ok()?;
             if !ours && block.stamp.is_some() {
-                // A shard is read as a whole.
+                // A shard is always read as a whole.
                 let whole = block.trouble.is_none() && block.entries.iter().all(|e| e.broken.is_none());
                 return whole.then_some(block);
             }
@@ -142,7 +145,7 @@ impl Facts {
     }
 }
 
-/// Container and body of the block that begins at `at`, if it is whole.
+/// The container and body of the block at `at`, if the block is complete.
 fn block_at(bytes: &[u8], at: usize) -> Option<(Range<usize>, Range<usize>)> {
     let word = |at: usize| {
         let found = bytes.get(at..at.checked_add(4)?)?;

@@ -1,8 +1,9 @@
-//! Which folders of a dataset have not changed since all of their files were examined: `<key>.folders` next to the index.
+//! The folder cache, `<key>.folders` next to the index: folders that have not changed since all of their files were
+//! examined.
 //!
-//! A file that is added, removed, renamed or put in another's place changes its folder's times, so a folder that is the
-//! same holds the files that the index has. A file that is overwritten in place does not change its folder: that is noticed when
-//! it is read, and then [`FolderCacheFile::forget`] makes the next start stat every file.
+//! Adding, removing, renaming or replacing a file changes the times of its folder, so an unchanged folder has the
+//! files that are in the index. Overwriting a file in place does not change its folder. That is noticed when the file
+//! is read, and then [`FolderCacheFile::forget`] makes the next start examine every file.
 
 use super::{Entry, Facts, IndexStore};
 use lockstep_host::files;
@@ -16,9 +17,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-/// The version of the file's format; other versions are ignored.
+/// The version of the file's format. Other versions are ignored.
 const VERSION: u32 = 1;
-/// A hundred thousand folders have 10 MB.
+/// The record of a hundred thousand folders has 10 MB.
 const MAX_BYTES: u64 = 256 << 20;
 
 /// Identifies a folder and the set of its files.
@@ -30,7 +31,8 @@ pub(crate) struct FolderStamp {
 }
 
 impl FolderStamp {
-    /// Taken before the folder is listed. `None` where that fails: the folder is listed at every start.
+    /// The stamp of a folder, to be taken before the folder is listed. `None` on failure: the folder is then listed
+    /// at every start.
     pub(crate) fn of(folder: &Path) -> Option<Self> {
         let found = fs::metadata(folder).ok()?;
         Some(Self {
@@ -40,7 +42,7 @@ impl FolderStamp {
         })
     }
 
-    /// Whether it changed so long before `now` that any later change has another time.
+    /// Whether the last change was at least `min_age` before `now`, so that any later change gets another time.
     fn is_older_than(self, min_age: Option<Duration>, now: SystemTime) -> bool {
         let Some(min_age) = min_age else { return true };
         let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -54,14 +56,14 @@ impl FolderStamp {
 struct Known {
     stamp: FolderStamp,
     files: u64,
-    /// A checksum of the entries: the index may have been rebuilt since.
+    /// A checksum of the index entries, because the index may have been rebuilt since.
     check: u32,
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Record {
     version: u32,
-    /// By their path in the dataset.
+    /// By path in the dataset.
     folders: BTreeMap<String, Known>,
 }
 
@@ -77,22 +79,23 @@ fn check(entries: &[Entry]) -> u32 {
     hash.finalize()
 }
 
-/// What is known of a dataset before its class folders are listed.
+/// The cached facts about a dataset, loaded before its class folders are listed.
 #[derive(Debug, Default)]
 pub(crate) struct CachedFolders {
     pub(super) facts: Facts,
-    /// All pictures of folders that need not be listed, by the folder's path in the dataset, in the order of their names.
+    /// By path in the dataset: folders that need not be listed, each with its stamp and all its pictures in the order
+    /// of names.
     pub(super) folders: HashMap<PathBuf, (FolderStamp, Vec<Entry>)>,
 }
 
 impl CachedFolders {
-    /// The stamp of a folder, by its path in the dataset, that need not be listed.
+    /// The stamp of a folder that need not be listed. `folder` is the path in the dataset.
     pub(crate) fn stamp(&self, folder: &Path) -> Option<FolderStamp> {
         self.folders.get(folder).map(|(stamp, _)| *stamp)
     }
 }
 
-/// Reads what is known of the dataset at `root`; of folders only where `store` trusts them.
+/// Loads the cached facts about the dataset at `root`. Folders are included only if `store` trusts unchanged folders.
 pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
     let facts = store.load(root);
     let record = if store.trusts_folders() { store.folder_cache(root).read() } else { Record::default() };
@@ -108,7 +111,7 @@ pub(crate) fn load_cached(root: &Path, store: &IndexStore) -> CachedFolders {
     CachedFolders { facts, folders }
 }
 
-/// What the index has of a folder, by name.
+/// The entries of a folder in the index, by name.
 fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
     let mut blocks: Vec<_> = facts.of(container).collect();
     let ordered = |entries: &[Entry]| entries.is_sorted_by(|a, b| a.name < b.name);
@@ -118,19 +121,19 @@ fn in_order(facts: &Facts, container: &[u8]) -> Vec<Entry> {
         return std::mem::take(&mut block.entries);
     }
     let all = blocks.into_iter().flat_map(|block| block.entries);
-    // The last of several counts.
+    // If a name occurs several times, the last entry is valid.
     all.map(|entry| (entry.name.clone(), entry)).collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
-/// The file that says which folders are known.
+/// The folder cache of a dataset.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct FolderCacheFile {
-    /// `None`: nothing is stored.
+    /// `None` if nothing is stored.
     path: Option<PathBuf>,
 }
 
 impl IndexStore {
-    /// Which folders of a dataset are known.
+    /// The folder cache of a dataset.
     pub(crate) fn folder_cache(&self, dataset: &Path) -> FolderCacheFile {
         FolderCacheFile::at(self.file(dataset, "folders"))
     }
@@ -147,8 +150,8 @@ impl FolderCacheFile {
         record.filter(|record| record.version == VERSION).unwrap_or_default()
     }
 
-    /// Stores the folders that were examined: their stamps from before they were listed, and all their entries. A folder that
-    /// could not be read or has just changed is left out. `began`: when the first stamp was taken.
+    /// Stores the examined folders: their stamps from before they were listed, and all their entries. Folders that
+    /// could not be read or have changed recently are left out. `began` is the time when the first stamp was taken.
     pub(super) fn note<'a>(
         &self,
         examined: impl Iterator<Item = (&'a Path, FolderStamp, &'a [Entry])>,
@@ -157,7 +160,7 @@ impl FolderCacheFile {
     ) {
         let Some(path) = &self.path else { return };
         let known = examined.filter_map(|(path, stamp, entries)| {
-            // A broken file is not read again, so only its own size and time show that it was mended in place.
+            // A broken file is not read again, so a repair in place shows only in the file's own size and time.
             let sound = |entry: &Entry| !entry.passing && entry.broken.is_none();
             let whole = !entries.is_empty() && entries.iter().all(sound);
             let fits = whole && stamp.is_older_than(min_age, began);
@@ -169,13 +172,13 @@ impl FolderCacheFile {
         if fs::read(path).is_ok_and(|before| before == text) {
             return;
         }
-        // Only time depends on it.
+        // The cache only saves time.
         if let Err(error) = lockstep_host::write_whole(path, &text) {
             tracing::warn!("{error}; the dataset's files will be examined again at the next start");
         }
     }
 
-    /// A file was not as the index says: the next start examines all of them.
+    /// Called when a file differs from the index: the next start examines all files.
     pub(crate) fn forget(&self) {
         if let Some(path) = &self.path {
             let _ = fs::remove_file(path);

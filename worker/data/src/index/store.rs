@@ -1,4 +1,5 @@
-//! The cache directory of indexes: which file belongs to a dataset, who may write it, and when it is removed.
+//! The cache directory of indexes: which files belong to a dataset, which process may write them, and when they are
+//! removed.
 
 use super::file::{BlockRef, Facts, MAGIC, encoded, write_block, write_head};
 use serde::{Deserialize, Serialize};
@@ -11,42 +12,44 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-/// Raise it when files that were found broken may now be readable: files that another version found broken are read again.
+/// The version of the picture reader. Increase it when the reader supports more files: files that another version
+/// found broken are then read again.
 const READER: u32 = 1;
-/// Datasets of fewer pictures get no index: reading them takes no time.
+/// Datasets with fewer pictures get no index, because reading them takes little time.
 const WORTH: usize = 1000;
-/// Up to so many unknown pictures are read without storing the result.
+/// Up to this many unknown pictures are read without storing the result.
 const FEW: usize = 64;
-/// Indexes that are kept for one path, at which different folders were.
+/// Number of indexes kept for one path at which different folders have been.
 const COPIES: usize = 64;
 /// Indexes that were not used for this long are removed.
 const UNUSED: Duration = Duration::from_secs(30 * 24 * 3600);
 const DAY: Duration = Duration::from_secs(24 * 3600);
-/// File systems' times have steps, of two seconds at most; a change within one is not seen.
+/// The times of file systems have a granularity of up to two seconds. A second change within it is not visible.
 const MIN_AGE: Duration = Duration::from_secs(3);
 const PROGRESS_EVERY: Duration = Duration::from_millis(300);
 
-/// Where indexes are kept.
+/// Where indexes are stored.
 #[derive(Debug, Clone)]
 pub(crate) struct IndexStore {
-    /// None: nothing is kept.
+    /// `None` if nothing is stored.
     dir: Option<PathBuf>,
     worth: usize,
     few: usize,
     reader: u32,
-    /// Folders that are the same are not listed.
+    /// Whether unchanged folders are trusted, that is, not listed.
     trusts_folders: bool,
     min_age: Option<Duration>,
 }
 
 impl IndexStore {
-    /// The user's.
+    /// The store in the user's cache directory.
     pub(crate) fn of_user() -> Self {
         let dir = lockstep_host::cache::dir().map(|dir| dir.join("datasets"));
         Self { dir, worth: WORTH, few: FEW, reader: READER, trusts_folders: false, min_age: Some(MIN_AGE) }
     }
 
-    /// Folders that have not changed since all their files were examined are neither listed nor examined (see `folders.rs`).
+    /// Makes the store trust folders that have not changed since all their files were examined: they are neither
+    /// listed nor examined (see `folders.rs`).
     pub(crate) fn trusting_folders(self) -> Self {
         Self { trusts_folders: true, ..self }
     }
@@ -55,12 +58,12 @@ impl IndexStore {
         self.trusts_folders
     }
 
-    /// How long a folder must not have changed to be known; `None`: no time at all.
+    /// How long a folder must be unchanged to be trusted. `None`: there is no minimum.
     pub(super) fn min_age(&self) -> Option<Duration> {
         self.min_age
     }
 
-    /// In `dir`, of datasets of `worth` pictures or more.
+    /// A store in `dir`, for datasets of at least `worth` pictures.
     #[cfg(test)]
     pub(crate) fn at(dir: &Path, worth: usize) -> Self {
         Self {
@@ -73,25 +76,26 @@ impl IndexStore {
         }
     }
 
-    /// As another version of the program.
+    /// Sets the version of the picture reader.
     #[cfg(test)]
     pub(super) fn of_reader(self, reader: u32) -> Self {
         Self { reader, ..self }
     }
 
-    /// Folders must not have changed for so long.
+    /// Sets how long a folder must be unchanged to be trusted.
     #[cfg(test)]
     pub(super) fn with_min_age(self, min_age: Duration) -> Self {
         Self { min_age: Some(min_age), ..self }
     }
 
-    /// Stores only when so many pictures are unknown.
+    /// Sets the number of unknown pictures above which results are stored.
     #[cfg(test)]
     pub(super) fn of_few(self, few: usize) -> Self {
         Self { few, ..self }
     }
 
-    /// Whether what is found is kept, of a dataset of so many pictures, so many of them unknown.
+    /// Whether results are stored for a dataset with this number of pictures, `unknown` of which are not in the
+    /// index.
     pub(super) fn keeps(&self, pictures: usize, unknown: usize) -> bool {
         self.dir.is_some() && pictures >= self.worth && unknown >= self.few
     }
@@ -101,7 +105,7 @@ impl IndexStore {
         Some(self.dir.as_ref()?.join(format!("{}{folder}.{extension}", path_key(dataset))))
     }
 
-    /// What is known of a dataset: its index, and what an interrupted run has found.
+    /// The known facts about a dataset: its index, and the results of an interrupted run.
     pub(super) fn load(&self, dataset: &Path) -> Facts {
         let mut facts = Facts::default();
         for extension in ["index", "part"] {
@@ -113,10 +117,11 @@ impl IndexStore {
         facts
     }
 
-    /// Waits until no other process builds the dataset's index, and starts to build it. Another process may have completed it meanwhile.
+    /// Waits until no other process builds the dataset's index, and starts to build it. `None` if another process has
+    /// completed it meanwhile.
     ///
     /// # Errors
-    /// The cache directory cannot be written.
+    /// The cache directory is not writable.
     pub(super) fn begin(&self, dataset: &Path) -> io::Result<Option<(IndexBuilder, Facts)>> {
         let Some(dir) = &self.dir else { return Ok(None) };
         let named = |path: &Path, e: io::Error| io::Error::new(e.kind(), format!("{}: {e}", path.display()));
@@ -125,7 +130,8 @@ impl IndexStore {
         let lock_path = file("lock");
         let lock = File::options().create(true).truncate(false).write(true).open(&lock_path);
         let lock = lock.map_err(|e| named(&lock_path, e))?;
-        // Where files cannot be locked, several may do the same work at the same time; each file appears whole.
+        // If the file system does not support locks, several processes may do the same work. Each file is still
+        // written atomically.
         let _ = lock.lock();
         let mut facts = Facts::default();
         facts.add(&file("index"), dataset, self.reader);
@@ -156,10 +162,10 @@ impl IndexStore {
         Ok(Some((builder, facts)))
     }
 
-    /// The progress of building a dataset's index; `None` if it is not being built.
+    /// The progress of building a dataset's index. `None` if it is not being built.
     pub(crate) fn progress(&self, dataset: &Path) -> Option<Progress> {
         let text = fs::read(self.file(dataset, "progress")?).ok()?;
-        // The lock is held while an index is made; a process that was killed leaves its progress file.
+        // The lock is held while an index is built. A killed process leaves its progress file behind.
         let lock = File::open(self.file(dataset, "lock")?).ok()?;
         if lock.try_lock_shared().is_ok() {
             return None;
@@ -172,8 +178,8 @@ fn path_key(dataset: &Path) -> String {
     hex::encode(&Sha256::digest(dataset.as_os_str().as_encoded_bytes())[..16])
 }
 
-/// Distinguishes the dataset's folder from another at the same path on another machine. None where the file system reports no
-/// time of creation: those are mostly network file systems, which are the same on all machines.
+/// Distinguishes the dataset's folder from another machine's folder at the same path. `None` if the file system
+/// reports no birth time. Such file systems are mostly network file systems, which all machines share.
 fn folder_of(dataset: &Path) -> Option<String> {
     let fixed = crate::pattern::fixed_part(dataset).map(|(folder, _)| folder);
     let mut found = fs::metadata(fixed.as_deref().unwrap_or(dataset)).ok()?;
@@ -187,17 +193,17 @@ fn folder_of(dataset: &Path) -> Option<String> {
     Some(hex::encode(&key.finalize()[..8]))
 }
 
-/// Indexes that nobody uses are removed some day.
+/// Updates the time by which unused indexes are removed.
 fn mark_used(file: &Path) {
     let old = |found: fs::Metadata| found.modified().is_ok_and(|t| t.elapsed().is_ok_and(|t| t > DAY));
     if fs::metadata(file).is_ok_and(old) {
-        // One of another user's is theirs to keep.
+        // This fails for another user's index, which is left to that user.
         let _ = File::options().write(true).open(file).and_then(|file| file.set_modified(SystemTime::now()));
     }
 }
 
-/// Removes indexes of other folders that lay at a dataset's path: a dataset that is copied anew for each job is another
-/// folder each time.
+/// Removes unused indexes of other folders at the dataset's path. A dataset that is copied anew for each job is
+/// another folder each time.
 fn remove_unused(index: &Path, dataset: &Path) {
     let (Some(dir), key) = (index.parent(), path_key(dataset)) else { return };
     let mut others: Vec<(SystemTime, PathBuf)> = fs::read_dir(dir)
@@ -219,14 +225,14 @@ fn remove_unused(index: &Path, dataset: &Path) {
     }
 }
 
-/// How many of a dataset's pictures have been read.
+/// The number of a dataset's pictures that have been read, of all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     pub done: u64,
     pub total: u64,
 }
 
-/// Builds an index, under a lock: no other process builds one of this dataset meanwhile.
+/// Builds an index under a lock: no other process builds an index of this dataset meanwhile.
 #[derive(Debug)]
 pub(super) struct IndexBuilder {
     dataset: PathBuf,
@@ -240,10 +246,10 @@ pub(super) struct IndexBuilder {
 }
 
 impl IndexBuilder {
-    /// Keeps what was found, for a run that is interrupted.
+    /// Stores results, so that they survive an interruption.
     ///
     /// # Errors
-    /// The disk does not take it.
+    /// The file cannot be written.
     pub(super) fn append(&mut self, container: &[u8], block: BlockRef<'_>) -> io::Result<()> {
         let mut bytes = Vec::new();
         write_block(&mut bytes, container, &encoded(&block)?)?;
@@ -254,16 +260,16 @@ impl IndexBuilder {
     pub(super) fn publish(&mut self, progress: Progress) {
         if self.published.is_none_or(|published| published.elapsed() >= PROGRESS_EVERY) {
             self.published = Some(Instant::now());
-            // Nothing depends on it.
+            // The progress is only informative, so errors are ignored.
             let text = serde_json::to_vec(&progress).unwrap_or_default();
             let _ = lockstep_host::write_whole(&self.progress_path, &text);
         }
     }
 
-    /// Writes the index: all of it, or nothing.
+    /// Writes the index atomically.
     ///
     /// # Errors
-    /// The disk does not take it.
+    /// The file cannot be written.
     pub(super) fn finish<'a>(self, blocks: impl Iterator<Item = (&'a [u8], BlockRef<'a>)>) -> io::Result<()> {
         let folder = self.index.parent().unwrap_or(Path::new("."));
         let mut file = BufWriter::with_capacity(1 << 20, tempfile::NamedTempFile::new_in(folder)?);
@@ -282,7 +288,7 @@ impl IndexBuilder {
 impl Drop for IndexBuilder {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.progress_path);
-        // Nothing but its head.
+        // The file has only a head and no results.
         let head = MAGIC.len() + 16 + self.dataset.as_os_str().len();
         if self.part.metadata().is_ok_and(|found| found.len() <= head as u64) {
             let _ = fs::remove_file(&self.part_path);

@@ -1,4 +1,4 @@
-//! What the index saves, and what it must not hide.
+//! What the index saves, and which changes it must still notice.
 
 mod folders;
 
@@ -10,13 +10,13 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// `classes` folders of `each` names of one small picture.
+/// Creates `classes` folders with `each` names of one small picture.
 fn folder(classes: usize, each: usize) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for class in 0..classes {
         let class_dir = dir.path().join(format!("train/class-{class:04}"));
         fs::create_dir_all(&class_dir).unwrap();
-        // A file has a limited number of names.
+        // A file system limits the number of hard links to a file.
         let picture = class_dir.join("000000.png");
         image::RgbImage::from_pixel(6, 4, image::Rgb([9, 80, 200])).save(&picture).unwrap();
         for number in 1..each {
@@ -26,13 +26,13 @@ fn folder(classes: usize, each: usize) -> TempDir {
     dir
 }
 
-/// A dataset and an index of it that is kept from four pictures on.
-struct Place {
+/// A dataset, and a store that indexes datasets of at least four pictures.
+struct Fixture {
     data: TempDir,
     cache: TempDir,
 }
 
-impl Place {
+impl Fixture {
     fn new(classes: usize, each: usize) -> Self {
         Self { data: folder(classes, each), cache: tempfile::tempdir().unwrap() }
     }
@@ -54,7 +54,7 @@ impl Place {
         all.into_iter().find(|path| path.extension().is_some_and(|e| e == extension))
     }
 
-    /// Makes the index say something else: who reads the files does not.
+    /// Changes the entries of the index. A process that reads the files instead does not see the change.
     fn say(&self, alter: impl Fn(&mut Entry)) {
         let folders = fs::read_dir(self.data.path().join("train")).unwrap();
         let names = folders.map(|entry| Path::new("train").join(entry.unwrap().file_name()));
@@ -81,7 +81,7 @@ fn say(store: &IndexStore, dataset: &Path, containers: Vec<PathBuf>, alter: impl
     builder.finish(refs).unwrap();
 }
 
-/// Other content of the same size, with the old time of writing, as `rsync -t` and `cp -p` leave it.
+/// Writes other content of the same size with the old modification time, as `rsync -t` and `cp -p` do.
 fn replace(path: &Path, content: &[u8]) {
     let before = fs::metadata(path).unwrap();
     assert_eq!(before.len(), content.len() as u64);
@@ -101,14 +101,14 @@ fn counts(catalog: &Catalog) -> (usize, Vec<String>) {
     (train.labels.len(), train.broken.iter().map(|b| format!("{} {}", b.file, b.detail)).collect())
 }
 
-/// Opens the dataset as ranks do, examining folders alone.
-fn at_folders(place: &Place) -> Catalog {
+/// Opens the dataset as ranks do, trusting unchanged folders.
+fn at_folders(place: &Fixture) -> Catalog {
     Catalog::open_with(place.data.path(), &place.store().trusting_folders()).unwrap()
 }
 
 #[test]
 fn what_is_known_is_not_read_again_and_what_changed_is() {
-    let place = Place::new(2, 4);
+    let place = Fixture::new(2, 4);
     let first = place.open().unwrap();
     assert_eq!(counts(&first), (8, vec![]));
     assert!(
@@ -117,13 +117,13 @@ fn what_is_known_is_not_read_again_and_what_changed_is() {
     );
     place.say(|entry| entry.width = 77);
     assert_eq!(place.widths(), [77; 8], "it was read");
-    // Same size and time of writing, other content: it is read, and found to be no picture.
+    // The same size and modification time with other content: the file is read, and found not to be a picture.
     let size = fs::metadata(place.picture("class-0000/000001.png")).unwrap().len() as usize;
     replace(&place.picture("class-0000/000001.png"), &vec![b'x'; size]);
     let (pictures, broken) = counts(&place.open().unwrap());
     assert_eq!((pictures, broken.len()), (7, 1), "{broken:?}");
     assert!(broken[0].contains("class-0000/000001.png is text"), "{broken:?}");
-    // Added, removed, and mended.
+    // A picture was added, one removed, and one repaired.
     image::RgbImage::new(5, 5).save(place.picture("class-0001/new.png")).unwrap();
     fs::remove_file(place.picture("class-0001/000000.png")).unwrap();
     fs::remove_file(place.picture("class-0000/000001.png")).unwrap();
@@ -138,10 +138,10 @@ fn what_is_known_is_not_read_again_and_what_changed_is() {
 
 #[test]
 fn small_datasets_and_those_without_a_place_have_no_index_and_open_all_the_same() {
-    let place = Place::new(1, 3);
+    let place = Fixture::new(1, 3);
     assert_eq!(counts(&place.open().unwrap()).0, 3);
     assert!(place.kept("index").is_none(), "three are too few");
-    let place = Place::new(1, 4);
+    let place = Fixture::new(1, 4);
     fs::write(place.cache.path().join("file"), "").unwrap();
     let store = IndexStore::at(&place.cache.path().join("file/inside"), 4);
     assert_eq!(counts(&Catalog::open_with(place.data.path(), &store).unwrap()).0, 4);
@@ -151,10 +151,10 @@ fn small_datasets_and_those_without_a_place_have_no_index_and_open_all_the_same(
 
 #[test]
 fn what_an_interrupted_run_found_is_not_looked_for_again() {
-    let place = Place::new(2, 4);
+    let place = Fixture::new(2, 4);
     place.open().unwrap();
     place.say(|entry| entry.width = 77);
-    // The index was never finished: its blocks lie in the part, the second class's torn off.
+    // The index was never finished: its blocks are in the part file, and the second class's block is truncated.
     let index = place.kept("index").unwrap();
     let bytes = fs::read(&index).unwrap();
     fs::remove_file(&index).unwrap();
@@ -167,7 +167,7 @@ fn what_an_interrupted_run_found_is_not_looked_for_again() {
 
 #[test]
 fn a_damaged_index_costs_time_and_nothing_else() {
-    let place = Place::new(2, 4);
+    let place = Fixture::new(2, 4);
     let identity = |catalog: &Catalog| catalog.fingerprint(place.data.path()).unwrap();
     let whole = identity(&place.open().unwrap());
     let index = place.kept("index").unwrap();
@@ -186,17 +186,17 @@ fn a_damaged_index_costs_time_and_nothing_else() {
 
 #[test]
 fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_not() {
-    let place = Place::new(2, 4);
+    let place = Fixture::new(2, 4);
     let first = place.open().unwrap().fingerprint(place.data.path()).unwrap();
     assert_eq!(first.pictures, 8);
-    let copy = Place::new(2, 4);
+    let copy = Fixture::new(2, 4);
     assert_eq!(copy.open().unwrap().fingerprint(copy.data.path()).unwrap(), first);
     touch(&place.picture("class-0000/000000.png"), 60);
     assert_eq!(place.open().unwrap().fingerprint(place.data.path()).unwrap(), first);
     // Other content of the same size.
     let name = place.picture("class-0000/000000.png");
     let mut bytes = fs::read(&name).unwrap();
-    // Behind the picture's own end nothing counts to a decoder, but it is another file.
+    // Decoders ignore bytes after the picture's end, but the file is another one.
     bytes.push(0);
     for (place, content) in [(&place, &bytes), (&copy, &bytes)] {
         fs::remove_file(place.picture("class-0000/000000.png")).unwrap();
@@ -219,8 +219,8 @@ fn the_same_pictures_elsewhere_or_touched_are_the_same_dataset_and_others_are_no
 
 #[test]
 fn a_file_that_cannot_be_read_now_is_looked_at_again() {
-    let place = Place::new(1, 4);
-    // A regular file that nobody can read, not even root.
+    let place = Fixture::new(1, 4);
+    // A regular file that no user can read, not even root.
     let odd = place.picture("class-0000/odd.png");
     std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
     let (pictures, broken) = counts(&place.open().unwrap());
@@ -254,12 +254,12 @@ fn shards_are_remembered_until_they_change() {
 
 #[test]
 fn copies_of_machines_that_share_the_cache_have_an_index_each() {
-    let place = Place::new(1, 4);
+    let place = Fixture::new(1, 4);
     if fs::metadata(place.data.path()).unwrap().created().is_err() {
-        // No file system here distinguishes the folders.
+        // The file system reports no birth times, so it does not distinguish the folders.
         return;
     }
-    // Two machines, each with a folder of its own at this path.
+    // Two machines, each with its own folder at this path.
     let (here, there) = (place.data.path().to_owned(), tempfile::tempdir().unwrap());
     let copies = ["first", "second"].map(|name| there.path().join(name));
     let mount = |copy: &Path| fs::rename(copy, &here).unwrap();
@@ -281,7 +281,8 @@ fn copies_of_machines_that_share_the_cache_have_an_index_each() {
         unmount(copy);
     }
     mount(&copies[0]);
-    // Who copies a dataset anew for each job does not fill the cache: others go when nobody has used them for a month.
+    // Copying a dataset anew for each job does not fill the cache: other indexes are removed after a month without
+    // use.
     let used = fs::read_dir(place.cache.path()).unwrap().map(|entry| entry.unwrap().path());
     let indexes: Vec<_> = used.filter(|path| path.extension().is_some_and(|e| e == "index")).collect();
     assert_eq!(indexes.len(), 2);
@@ -296,7 +297,7 @@ fn copies_of_machines_that_share_the_cache_have_an_index_each() {
 
 #[test]
 fn what_another_version_found_broken_is_looked_at_again() {
-    let place = Place::new(1, 4);
+    let place = Fixture::new(1, 4);
     place.open().unwrap();
     place.say(|entry| {
         entry.width = 77;
@@ -316,7 +317,7 @@ fn what_another_version_found_broken_is_looked_at_again() {
 
 #[test]
 fn a_few_pictures_are_looked_at_without_the_lock() {
-    let place = Place::new(1, 8);
+    let place = Fixture::new(1, 8);
     let open = |few: usize| Catalog::open_with(place.data.path(), &place.store().of_few(few)).unwrap();
     assert_eq!(counts(&open(9)).0, 8);
     assert!(place.kept("index").is_none() && place.kept("lock").is_none());
@@ -326,19 +327,19 @@ fn a_few_pictures_are_looked_at_without_the_lock() {
 
 #[test]
 fn progress_is_told_only_while_somebody_makes_an_index() {
-    let place = Place::new(1, 4);
+    let place = Fixture::new(1, 4);
     place.open().unwrap();
     let (store, dataset) = (place.store(), place.data.path());
     let at = Progress { done: 1, total: 4 };
     let (mut builder, _) = store.begin(dataset).unwrap().unwrap();
     builder.publish(at);
     assert_eq!(store.progress(dataset), Some(at));
-    // Killed, it leaves its progress.
+    // A killed process leaves its progress file.
     let file = place.kept("progress").unwrap();
     let left = fs::read(&file).unwrap();
     drop(builder);
     fs::write(&file, left).unwrap();
-    // A process that another test starts may hold the lock's file for a moment.
+    // A process that another test starts may inherit the lock's file for a moment.
     let deadline = std::time::Instant::now() + Duration::from_secs(30);
     while store.progress(dataset).is_some() {
         assert!(std::time::Instant::now() < deadline, "nobody makes one");
@@ -358,19 +359,20 @@ fn where_sizes_are_not_told_pictures_are_read_all_the_same() {
     let entry = examine(&path, &found);
     assert!(entry.passing, "it may be one that is being written");
     let mut listing = crate::Listing::new(dir.path());
-    listing.add_container(Path::new("train/class-0000"), crate::listing::Place::Folder);
+    listing.add_container(Path::new("train/class-0000"), crate::listing::ContainerKind::Folder);
     listing.push(&entry);
     assert_eq!(listing.read(0).unwrap(), bytes);
 }
 
-/// By hand: `LOCKSTEP_INDEX_PICTURES=1300000 cargo test -p lockstep-data --release --lib -- --ignored --nocapture
-/// many_pictures` says how long an index takes and how large it is.
+/// Measures how long building an index takes and how large the index is. Run by hand:
+/// `LOCKSTEP_INDEX_PICTURES=1300000 cargo test -p lockstep-data --release --lib -- --ignored --nocapture
+/// many_pictures`.
 #[test]
 #[ignore = "takes minutes at the size that it is for"]
 fn many_pictures() {
     let count = std::env::var("LOCKSTEP_INDEX_PICTURES").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let began = std::time::Instant::now();
-    let place = Place::new(1000, count / 1000);
+    let place = Fixture::new(1000, count / 1000);
     eprintln!("{count} files in 1000 folders: made in {:.1} s", began.elapsed().as_secs_f64());
     for look in ["first", "second", "third", "folders'", "folders' second"] {
         let began = std::time::Instant::now();

@@ -1,4 +1,4 @@
-//! Threads that prepare batches ahead of the step.
+//! Threads that prepare batches ahead of the training step.
 
 use super::batch::Batch;
 use crate::DataError;
@@ -7,8 +7,8 @@ use std::{
     thread,
 };
 
-/// Runs `make(0)`, `make(1)`, ... on `threads` threads, `ahead` of them waiting for each, and gives the results in order.
-/// Dropping the iterator ends the threads.
+/// Runs `make(0)`, `make(1)`, ... on `threads` threads, and returns the results in order. Each thread keeps up to
+/// `ahead` finished results waiting. Dropping the iterator ends the threads.
 pub(super) fn prepare_ahead(
     count: usize,
     threads: usize,

@@ -1,4 +1,4 @@
-//! What a batch is, and how one is made: its pictures are opened, transformed and put together.
+//! Batches, and how they are made: pictures are opened, transformed and put together.
 
 use super::{
     mix::MixParams,
@@ -14,7 +14,7 @@ use crate::{
 };
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Which fields of a [`Batch`] hold its pictures. It depends on how much of the transform the engine does itself.
+/// Which fields of a [`Batch`] have its pictures. This depends on how much of the transform the engine does itself.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum BatchFormat {
     /// [`Batch::images`].
@@ -29,29 +29,33 @@ pub enum BatchFormat {
 /// A batch ready for an engine, in one [`BatchFormat`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Batch {
-    /// NHWC, normalised: `labels.len() * image_size * image_size * channels` values.
+    /// Normalised pixels, NHWC: `labels.len() * image_size * image_size * channels` values.
     pub images: Vec<f32>,
-    /// NHWC, as many bytes.
+    /// Pixels as bytes, NHWC, of the same number.
     pub bytes: Vec<u8>,
     /// The augmentation parameters of each picture; see `AugmentParams::packed`.
     pub augment_params: Vec<u32>,
-    /// Class of each picture.
+    /// The class of each picture.
     pub labels: Vec<u32>,
-    /// With mixup or cutmix: the class of the picture that each one is mixed with. Empty when pictures are not mixed.
+    /// With mixup or cutmix: the class of the picture with which each picture is mixed. Empty if pictures are not
+    /// mixed.
     pub mixed_labels: Vec<u32>,
-    /// The weight of a picture in its mixture: the target is `lambda` on its own label and `1 - lambda` on the other one's.
+    /// The weight of a picture in its mixture. The target is `lambda` on its own label and `1 - lambda` on the other
+    /// label.
     pub lambda: f32,
-    /// With mixup or cutmix and [`BatchFormat::AugmentParams`]: how the engine mixes the pictures. In other formats they are mixed already.
+    /// With mixup or cutmix and [`BatchFormat::AugmentParams`]: how the engine mixes the pictures. In other formats
+    /// the pictures are already mixed.
     pub mix_params: Option<MixParams>,
-    /// Position of each picture in its split, for tests and for error messages.
+    /// The position of each picture in its split, for tests and error messages.
     pub indices: Vec<u64>,
-    /// Pictures of this micro-batch on all ranks together: engines divide by it. It follows from the plan, so ranks need
-    /// not ask each other. A single rank does not read it and counts `labels`.
+    /// The number of pictures in this micro-batch over all ranks, by which engines divide. It follows from the plan,
+    /// so ranks need not exchange it. A single rank counts `labels` instead.
     pub global_samples: usize,
 }
 
 impl Batch {
-    /// The class of the other picture for each picture, and `lambda`; `None` when pictures are not mixed.
+    /// For each picture, the class of the picture with which it is mixed; and `lambda`. `None` if pictures are not
+    /// mixed.
     pub fn mixed(&self) -> Option<(&[u32], f32)> {
         (!self.mixed_labels.is_empty()).then_some((&self.mixed_labels[..], self.lambda))
     }
@@ -59,11 +63,13 @@ impl Batch {
     /// Checks that each label is below `classes`, and that mixed pictures have one label each.
     ///
     /// # Errors
-    /// A sentence that says which label does not fit.
+    /// A sentence that names the invalid label.
     pub fn check_labels(&self, classes: usize) -> Result<(), String> {
         let (own, others) = (self.labels.len(), self.mixed_labels.len());
         if others != 0 && others != own {
-            return Err(format!("a batch of {own} labels has {others} of the pictures they are mixed with"));
+            return Err(format!(
+                "a batch of {own} labels has {others} labels of the pictures with which they are mixed"
+            ));
         }
         match self.labels.iter().chain(&self.mixed_labels).find(|label| **label as usize >= classes) {
             Some(label) => Err(format!(
@@ -73,34 +79,34 @@ impl Batch {
         }
     }
 
-    /// Pictures that all ranks together have in this micro-batch.
+    /// The number of pictures in this micro-batch over all ranks.
     ///
     /// # Errors
-    /// The batch says fewer than this rank alone has.
+    /// The batch states fewer pictures than this rank has.
     pub fn of_all_ranks(&self, world_size: u32) -> Result<usize, String> {
         let (own, all) = (self.labels.len(), self.global_samples);
         match world_size {
             1 => Ok(own),
-            _ if all < own => {
-                Err(format!("a batch of {own} pictures is said to be one of {all} on all {world_size} ranks"))
-            }
+            _ if all < own => Err(format!(
+                "a rank's batch has {own} pictures, but states {all} pictures on all {world_size} ranks"
+            )),
             _ => Ok(all),
         }
     }
 }
 
-/// Makes batches of a part's pictures.
+/// Makes batches of the pictures of a part.
 pub(super) struct BatchBuilder<'a> {
     pub(super) part: &'a Part,
     pub(super) transform: &'a Transform,
     pub(super) format: BatchFormat,
     pub(super) workers: &'a Workers,
-    /// Decodes JPEG files, if there is one; cores decode those that it does not take.
+    /// Decodes JPEG files, if there is a device. Cores decode the files that it refuses.
     pub(super) device: Option<&'a OnDevice>,
 }
 
 impl BatchBuilder<'_> {
-    /// A batch of the pictures at the places `chosen` of the split; `epoch` is `None` for evaluation.
+    /// Makes a batch of the pictures at the places `chosen` of the split. `epoch` is `None` for evaluation.
     pub(super) fn make(&self, chosen: &[u32], epoch: Option<u32>) -> Result<Batch, DataError> {
         let Self { part, transform, format, workers, .. } = *self;
         let size = transform.side * transform.side * transform.channels;
@@ -145,7 +151,7 @@ impl BatchBuilder<'_> {
     }
 }
 
-/// A batch whose pictures are being made, each by whichever thread takes it first.
+/// A batch in preparation. Each picture is made by the first thread that takes it.
 struct Pictures<'a> {
     builder: &'a BatchBuilder<'a>,
     chosen: &'a [u32],
@@ -153,14 +159,15 @@ struct Pictures<'a> {
     outputs: Outputs<'a>,
 }
 
-/// The place in the batch that each picture is written to.
+/// Where each picture of the batch is written.
 enum Outputs<'a> {
     Bytes(Vec<Mutex<&'a mut [u8]>>),
     Normalised(Vec<Mutex<&'a mut [f32]>>),
 }
 
 impl Pictures<'_> {
-    /// Makes the pictures with these numbers. `begun` says how far each picture of the batch is prepared; it is empty if none is.
+    /// Makes the pictures `numbers` of the batch. `begun` tells how far each picture of the batch is prepared; it is
+    /// empty if none is.
     fn fill(&self, work: Work, numbers: &[usize], begun: &[PartialPicture<'_>]) -> Result<(), DataError> {
         let BatchBuilder { transform, workers, .. } = *self.builder;
         let Transform { side, channels, .. } = *transform;
@@ -215,12 +222,12 @@ impl Pictures<'_> {
     }
 }
 
-/// One thread makes each picture, so nobody waits for this lock.
+/// Only one thread makes each picture, so the lock is never contended.
 fn locked<T>(output: &Mutex<T>) -> MutexGuard<'_, T> {
     output.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes a rectangle 0, as torchvision's `RandomErasing` does after normalisation.
+/// Sets a rectangle to 0, as torchvision's `RandomErasing` does after normalisation.
 fn erase(image: &mut [f32], row: usize, channels: usize, erased: Region) {
     let (left, width) = (erased.left as usize * channels, erased.width as usize * channels);
     for line in image.chunks_exact_mut(row).skip(erased.top as usize).take(erased.height as usize) {

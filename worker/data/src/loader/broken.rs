@@ -1,11 +1,12 @@
-//! The pictures of a part that were found to be broken while a job trains.
+//! Pictures of a part that were found to be broken during training.
 
 use std::{
     collections::BTreeSet,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// Broken pictures of a part; [`Part::with_others`](super::part::Part::with_others) says how they are replaced.
+/// The broken pictures of a part. [`Part::with_others`](super::part::Part::with_others) describes how they are
+/// replaced.
 #[derive(Debug)]
 pub(super) struct Broken {
     /// Whether broken files are allowed (`data.broken_files = "skip"`). Otherwise the first one is an error.
@@ -15,11 +16,11 @@ pub(super) struct Broken {
 
 #[derive(Debug, Default)]
 pub(super) struct BrokenCounts {
-    /// Pictures asked for so far, or all of them.
+    /// Number of pictures requested so far, up to the number of all.
     pub(super) asked: usize,
     /// Places in the split.
     pub(super) broken: BTreeSet<u32>,
-    /// Lines that were not reported yet.
+    /// Lines that have not been reported yet.
     pub(super) news: Vec<String>,
 }
 
@@ -28,7 +29,7 @@ impl Broken {
         Self { allowed, counts: Mutex::default() }
     }
 
-    /// Lines for the pictures found since the last call, and the number of all broken pictures so far.
+    /// Lines for the pictures found since the last call, and the number of all broken pictures.
     pub(super) fn news(&self) -> (Vec<String>, usize) {
         let mut counts = self.counts();
         (std::mem::take(&mut counts.news), counts.broken.len())

@@ -1,4 +1,4 @@
-//! Batches of an epoch and of validation, in order, prepared ahead of the step that needs them.
+//! The batches of an epoch and of validation, in order, prepared ahead of the step that needs them.
 
 use super::{
     DataSource,
@@ -14,14 +14,14 @@ use crate::{
 };
 use std::sync::{Arc, PoisonError};
 
-/// Batches in the order of steps. The first error ends them.
+/// Batches in the order of steps. The iterator ends after the first error.
 pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
 
-/// The threads that prepare batches, and how far ahead.
+/// The threads that prepare batches, and how far ahead they work.
 struct Preparation {
-    /// Threads that put batches together.
+    /// Number of threads that put batches together.
     lanes: usize,
-    /// Finished batches that wait for each of these threads.
+    /// Number of finished batches that may wait for each of these threads.
     ahead: usize,
     /// The threads that make the pictures.
     workers: Arc<Workers>,
@@ -30,10 +30,10 @@ struct Preparation {
 impl DataSource {
     /// The micro-batches of the plan's rank in one epoch, in order, prepared ahead.
     ///
-    /// The epoch is one seeded permutation of the split. Optimizer step `s` takes its pictures
-    /// `[s * global, (s + 1) * global)`; micro-batch `a` of rank `r` is a contiguous run of them,
-    /// in the order (a, r), so that the union over ranks is the same at any number of ranks.
-    /// Augmentation is seeded by (seed, epoch, place of the picture in its split), mixing by (seed, epoch, step).
+    /// The epoch is a seeded permutation of the split. Optimizer step `s` takes the pictures `[s * global, (s + 1) *
+    /// global)` of the permutation. Micro-batch `a` of rank `r` is a contiguous range of them, in the order (a, r),
+    /// so the union over ranks is the same for any number of ranks. Augmentation is seeded by (seed, epoch, place of
+    /// the picture in its split), and mixing by (seed, epoch, step).
     pub fn epoch(&self, plan: EpochPlan) -> Batches {
         let (part, transform) = (self.train.clone(), self.transform(Some(plan.epoch)).clone());
         let (samples, mixing, seed) = (part.chosen.len(), self.mixing, self.seed);
@@ -47,7 +47,7 @@ impl DataSource {
             let all = shard::of_step(samples, &plan, step);
             let Transform { side, channels, .. } = *builder.transform;
             let mix = mixing.draw(seed, plan.epoch, all.start, side);
-            // The picture that the first one is mixed with comes last, and `Mix::apply` takes it out of the batch again.
+            // The picture with which the first one is mixed comes last, and `Mix::apply` removes it from the batch.
             let before = if places.start > all.start { places.start - 1 } else { all.end - 1 };
             let places = places.chain(mix.as_ref().map(|_| before));
             let part = builder.part;
@@ -61,7 +61,7 @@ impl DataSource {
         })
     }
 
-    /// The part of the validation split that is `rank`'s, in batches: every sample is on exactly one rank.
+    /// The batches of `rank`'s part of the validation split. Each sample is in the part of exactly one rank.
     pub fn validation(&self, rank: u32, world_size: u32, batch_size: usize, threads: usize) -> Batches {
         let (part, transform) = (self.validation.clone(), self.evaluation.clone());
         let share = shard::even_share(part.chosen.len(), rank, world_size);
@@ -72,11 +72,12 @@ impl DataSource {
             let chosen = &builder.part.chosen[first..(first + batch_size).min(share.end)];
             builder.part.without(chosen, |chosen| builder.make(chosen, None))
         });
-        // A batch of which every file is broken is empty.
+        // A batch is empty if all of its files are broken.
         Box::new(batches.filter(|batch| batch.as_ref().map_or(true, |batch| !batch.labels.is_empty())))
     }
 
-    /// `make(builder, 0)`, `make(builder, 1)`, ... up to `count`, where `builder` makes batches of `part`'s pictures.
+    /// Prepares `make(builder, 0)`, `make(builder, 1)`, ... up to `count`. `builder` makes batches of the pictures of
+    /// `part`.
     fn prepare(
         &self,
         part: Arc<Part>,
@@ -98,9 +99,10 @@ impl DataSource {
 
     /// How `threads` threads prepare batches.
     ///
-    /// Simple pictures are made by the thread that puts the batch together. Where there is more to do, all threads work on the
-    /// pictures of two batches: the second one keeps them busy at the end of the first, and memory does not grow with their
-    /// number. A device that decodes gets a third batch, so that it can continue without a pause.
+    /// Simple pictures are made by the thread that puts the batch together. If there is more work, all threads work
+    /// on the pictures of two batches: the second batch keeps them busy at the end of the first, and memory does not
+    /// grow with the number of threads. With a decoding device there is a third batch, so that the device can
+    /// continue without a pause.
     fn preparation(&self, threads: usize) -> Result<Preparation, DataError> {
         const AHEAD: usize = 2;
         if threads <= 1 || !self.is_prepared_each_step() {

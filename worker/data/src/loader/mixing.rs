@@ -1,22 +1,23 @@
-//! mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019), with the meaning of torchvision's `RandomMixUp` and
+//! mixup (Zhang et al. 2018) and cutmix (Yun et al. 2019), with the semantics of torchvision's `RandomMixUp` and
 //! `RandomCutMix`.
 //!
-//! Each picture of an optimizer step is mixed with the one before it in the step, and the first with the last:
-//! torchvision's `batch.roll(1, 0)`, the batch being what all ranks and micro-batches have in a step. A rank's pictures
-//! follow each other there, so it opens one picture more for each micro-batch, the one before its first. How they are mixed
-//! is drawn once for a step, from (seed, epoch, the step's first place in the epoch's order).
+//! Each picture of an optimizer step is mixed with the previous picture of the step, and the first with the last:
+//! torchvision's `batch.roll(1, 0)`, where the batch consists of the pictures of all ranks and micro-batches in the
+//! step. The pictures of a rank's micro-batch are consecutive in it, so a rank opens one more picture for each
+//! micro-batch: the picture before its first one. The parameters are drawn once per step, from (seed, epoch, the
+//! step's first place in the order of the epoch).
 
 use super::{Batch, Mix, MixParams};
 use crate::random::Random;
 use lockstep_protocol::spec::TrainSpec;
 
-/// What a random stream is for (see `shard.rs` and `transform/params.rs` for the others).
+/// Purpose number of the random stream (see `shard.rs` and `transform/params.rs` for others).
 const MIXING: u64 = 9;
 
-/// The sum of both weights in the arithmetic on bytes.
+/// The sum of both weights in fixed-point arithmetic on bytes.
 const ONE: u32 = 1 << 16;
 
-/// Which of the two a job uses: both are the parameter of lambda's Beta distribution (alpha); 0: not.
+/// The alpha of lambda's Beta distribution for mixup and for cutmix. 0 disables either.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Mixing {
     pub mixup: f64,
@@ -34,7 +35,8 @@ impl Mixing {
         self.mixup > 0.0 || self.cutmix > 0.0
     }
 
-    /// For the step of `epoch` (from 0) that begins at place `first` of its order; `None` when both are off.
+    /// Draws the parameters for the step of `epoch` (from 0) that begins at place `first` of its order. `None` if
+    /// both are disabled.
     pub(super) fn draw(self, seed: u64, epoch: u32, first: usize, side: usize) -> Option<Mix> {
         if !self.is_on() {
             return None;
@@ -51,8 +53,8 @@ impl Mixing {
 }
 
 impl Mix {
-    /// A rectangle of the share `1 - lambda` of a square picture, in its proportion, around `centre` (row, column). What
-    /// the borders cut off is not compensated: lambda becomes the share of pixels that stay.
+    /// A rectangle with the fraction `1 - lambda` of a square picture's area, and its proportions, around `centre`
+    /// (row, column). It is clipped at the borders: lambda becomes the fraction of pixels that remain.
     pub fn cutmix(lambda: f64, centre: [usize; 2], side: usize) -> Self {
         let half = (0.5 * (1.0 - lambda).sqrt() * side as f64) as usize;
         let [rows, columns] = centre.map(|at| at.saturating_sub(half)..(at + half).min(side));
@@ -61,8 +63,8 @@ impl Mix {
         Self { lambda, cut: Some([rows, columns]) }
     }
 
-    /// Mixes each picture of `batch`, NHWC of `side` pixels, with the one before it, and the first with the last, which is
-    /// taken out of the batch then. Pictures that the engine has are left to it.
+    /// Mixes each picture of `batch` (NHWC, `side` pixels) with the previous one. The first is mixed with the last,
+    /// which is then removed from the batch. Pictures in the engine's memory are left to the engine.
     pub fn apply(&self, mut batch: Batch, side: usize, channels: usize) -> Batch {
         let (lambda, rest) = (self.lambda, 1.0 - self.lambda);
         self.mix(&mut batch.images, side, channels, |own, other| own * lambda + other * rest);
@@ -91,7 +93,7 @@ impl Mix {
     ) {
         let (row, size) = (side * channels, side * side * channels);
         let Some(count) = (values.len() / size).checked_sub(1) else { return };
-        // From the last, so that every picture meets the one before it as it was.
+        // From the last to the first, so that each picture is mixed with the unmixed previous one.
         for number in (0..count).rev() {
             let (own, other) = match number {
                 0 => {
@@ -117,14 +119,15 @@ impl Mix {
     }
 }
 
-/// A number of Beta(alpha, alpha): the share that one of two numbers of Gamma(alpha) has of their sum.
+/// Draws from Beta(alpha, alpha), as the fraction that one of two numbers of Gamma(alpha) has of their sum.
 fn beta(random: &mut Random, alpha: f64) -> f64 {
     let [a, b] = [(); 2].map(|()| ln_gamma(random, alpha));
     1.0 / (1.0 + (b - a).exp())
 }
 
-/// The logarithm of a number of Gamma(alpha, 1) (Marsaglia, Tsang 2000). For alpha below 1 it is one of Gamma(alpha + 1) by
-/// a power of a uniform one, whose logarithm is finite where the number itself would be 0.
+/// Draws the logarithm of a number of Gamma(alpha, 1) (Marsaglia, Tsang 2000). For alpha below 1, the number is
+/// obtained from Gamma(alpha + 1) and a power of a uniform number. Its logarithm is finite even if the number itself
+/// would round to 0.
 fn ln_gamma(random: &mut Random, alpha: f64) -> f64 {
     let positive = |random: &mut Random| 1.0 - random.uniform(0.0, 1.0);
     let (shape, boost) =

@@ -1,5 +1,5 @@
-//! Batches where a device decodes. The device also crops and resizes the pictures that it takes. CPU cores decode the other
-//! pictures at the same time.
+//! Preparation of batches with a decoding device. The device also crops and resizes the pictures that it decodes. CPU
+//! cores decode the other pictures at the same time.
 
 mod output_spec;
 mod queue;
@@ -23,22 +23,22 @@ use std::{
     thread,
 };
 
-/// A picture that cores continue with, by how far it is prepared.
+/// A picture that cores complete, by how far it is prepared.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum PartialPicture<'a> {
     Nothing,
-    /// Its file is read.
+    /// Its file has been read.
     Read(&'a [u8]),
-    /// Decoded, and resized to what the transform begins with.
+    /// Decoded, and resized to the size at which the transform begins.
     Picture(&'a [u8]),
-    /// After training's random resized crop and flip, or after all steps of evaluation.
+    /// After the random resized crop and flip of training, or after all steps of evaluation.
     Cropped(&'a [u8]),
 }
 
-/// A file that was read, and where it is decoded.
+/// A file that has been read, and where it is decoded.
 enum File {
     OnCores(Vec<u8>),
-    /// Not kept: cores read it again.
+    /// Not kept in memory. Cores read it again.
     Passed,
     OnDevice(Vec<u8>, CropParams),
 }
@@ -53,15 +53,16 @@ struct CropParams {
     flip: bool,
 }
 
-/// Makes the pictures of a batch with these numbers. The last argument says how far each picture of the batch is prepared.
+/// Makes the pictures with these numbers in the batch. The last argument tells how far each picture of the batch is
+/// prepared.
 type Fill<'a> = &'a (dyn Fn(Work, &[usize], &[PartialPicture<'_>]) -> Result<(), DataError> + Sync);
 
-/// Makes each of the pictures at `chosen` once, by `fill`; `epoch` is `None` for evaluation. Pictures that the device fails at are decoded
-/// on cores.
+/// Makes each of the pictures at `chosen` once, by calling `fill`. `epoch` is `None` for evaluation. Pictures that
+/// fail on the device are decoded on cores.
 ///
 /// # Errors
-/// [`DataError::File`], by the name of its place: a picture that cannot be read; and those of `fill`, which finds what cannot
-/// be decoded.
+/// [`DataError::File`], with the place of the picture: a picture cannot be read. Also the errors of `fill`, which
+/// finds pictures that cannot be decoded.
 pub(super) fn make(
     device: &OnDevice,
     part: &Part,
@@ -79,7 +80,7 @@ pub(super) fn make(
     let files = workers.map(chosen.len(), |number| {
         let place = chosen[number];
         let bytes = listing.read(place as usize)?;
-        if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.most_held {
+        if bytes_read.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len() > device.max_held_bytes {
             device.for_cores(CpuDecodeReason::LongBatch, 1);
             return Ok(File::Passed);
         }
@@ -116,7 +117,7 @@ pub(super) fn make(
             })
             .collect();
         let on_cores = fill(Work::Decoding, &of_cores, &read);
-        // The system may have refused every thread above.
+        // The system may have refused to start the threads above.
         work.feed();
         for feeding in feeding {
             feeding.join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -134,7 +135,7 @@ struct DeviceWork<'a> {
     /// The file of each picture of the batch.
     read: &'a [PartialPicture<'a>],
     queue: Queue,
-    /// The device has failed at some of the pictures.
+    /// Whether the device has failed for some of the pictures.
     has_failed: AtomicBool,
     fill: Fill<'a>,
 }
@@ -155,7 +156,7 @@ impl DeviceWork<'_> {
             );
             if let Err(why) = outcome {
                 if claimed.get().0 == claimed.get().1 {
-                    // The device cannot begin at all: cores decode all pictures that are left.
+                    // The device cannot begin: cores decode all remaining pictures.
                     claimed.set(self.queue.claim(usize::MAX));
                 }
                 let (from, to) = claimed.get();
@@ -171,7 +172,7 @@ impl DeviceWork<'_> {
         }
     }
 
-    /// What the device needs to know of pictures that it decodes.
+    /// The input of the device for the pictures `numbers`.
     fn encoded(&self, numbers: &[usize]) -> Vec<Encoded<'_>> {
         let encoded = |number: &usize| match &self.files[*number] {
             File::OnDevice(bytes, CropParams { stored, left, top, rows, columns, flip }) => {
@@ -182,7 +183,7 @@ impl DeviceWork<'_> {
         numbers.iter().filter_map(encoded).collect()
     }
 
-    /// Finishes the pictures with these numbers that the device has decoded; cores make those that it has refused.
+    /// Completes the pictures `numbers` that the device has decoded. Cores make the pictures that it has refused.
     fn decoded(&self, numbers: &[usize], made: &[Option<&[u8]>]) -> Result<(), DataError> {
         let done = made.iter().flatten().count() as u64;
         self.device.done(done, made.len() as u64 - done);

@@ -21,20 +21,21 @@ use std::{
 };
 
 impl DataSource {
-    /// Reads the dataset's index and, when they fit into memory, its pictures.
+    /// Reads the dataset's index and, if they fit in memory, its pictures.
     ///
-    /// With padded crops, CIFAR and IDX pictures, and square files of one size that is no larger than the network's largest
-    /// input, are cropped at their own size and then scaled to the epoch's `image_size`. Of other files the largest centred
-    /// square is scaled to that largest input first, and then cropped. Random resized crops are taken from the whole picture, and
-    /// so are validation pictures that are resized and cropped at their centre; files are then decoded for each step.
+    /// With padded crops, CIFAR and IDX pictures are cropped at their own size and then scaled to the epoch's
+    /// `image_size`. So are square files that all have one size and are not larger than the network's largest input.
+    /// For other files, the largest centred square is first scaled to that largest input, and then cropped. Random
+    /// resized crops are taken from the whole picture. Validation pictures that are resized and cropped at their
+    /// centre are also taken from the whole picture. In both cases files are decoded in each step.
     ///
     /// # Errors
-    /// Broken files when the job says `fail`; splits and sizes that do not fit the job.
+    /// Broken files, if the job says `fail`. Splits and sizes that do not fit the job.
     pub fn open(path: &Path, spec: &DataSpec, seed: u64) -> Result<Self, DataError> {
         Self::open_as(path, spec, seed, ChangeDetection::Files)
     }
 
-    /// As [`DataSource::open`], which inspects each file; `changes` says what is inspected here.
+    /// As [`DataSource::open`]. `changes` chooses how changes of the dataset are detected.
     ///
     /// # Errors
     /// As [`DataSource::open`].
@@ -47,7 +48,7 @@ impl DataSource {
         Self::of_catalog(Catalog::open_with(path, &changes.store())?, spec, seed, splits::CACHE_BYTES)
     }
 
-    /// As [`DataSource::open`], with another limit for decoded pictures in memory, in bytes a split.
+    /// As [`DataSource::open`], with another limit for decoded pictures in memory, in bytes per split.
     #[cfg(test)]
     pub(super) fn open_with_room(
         path: &Path,
@@ -83,7 +84,7 @@ impl DataSource {
         let opened = open_splits(&mut catalog, sizes, spec, whole, room, &mut skipped)?;
         if spec.broken_files == BrokenFiles::Fail && !skipped.is_empty() {
             return Err(DataError::Invalid(format!(
-                "{}: {}{}. Mend or remove {}, or set data.broken_files = \"skip\"",
+                "{}: {}{}. Repair or remove {}, or set data.broken_files = \"skip\"",
                 plural(skipped.len() as u64, "broken file"),
                 skipped.iter().take(5).cloned().collect::<Vec<_>>().join("; "),
                 if skipped.len() > 5 { "; ..." } else { "" },
@@ -172,7 +173,7 @@ impl DataSource {
         Ok(Self { measured, ..Self::new(shape, training, evaluation, train, validation) })
     }
 
-    /// A source with batches in their default format, without mixing and without a device that decodes.
+    /// A source with batches in the default format, without mixing and without a decoding device.
     fn new(
         shape: Shape,
         training: Vec<Arc<Transform>>,
@@ -196,8 +197,8 @@ impl DataSource {
         }
     }
 
-    /// `count` random colour pictures of 32 x 32 pixels in 10 classes, cropped, flipped and scaled to `side`, without
-    /// validation. They take as long to prepare as CIFAR-10's.
+    /// A source of `count` random RGB pictures of 32 x 32 pixels in 10 classes, which are cropped, flipped and scaled
+    /// to `side`. It has no validation pictures. Preparing them takes as long as preparing CIFAR-10's.
     pub fn synthetic(count: usize, side: usize, seed: u64) -> Self {
         let size = [32, 32, 3];
         let mut random = Random::new(&[seed, count as u64]);
@@ -238,10 +239,11 @@ impl DataSource {
     }
 }
 
-/// What to say of the classes of which a fraction holds out no picture, or every one. Of few pictures that happens by chance.
+/// Notes for the log about classes without any validation picture or without any training picture. For a class with
+/// few pictures this happens by chance.
 ///
 /// # Errors
-/// It holds out none at all, or leaves none to train on.
+/// The fraction holds out no picture at all, or leaves none for training.
 fn check_held_out(
     classes: &[String],
     labels: &[u32],
@@ -249,7 +251,7 @@ fn check_held_out(
     trained_on: &[u32],
     fraction: f64,
 ) -> Result<Vec<String>, DataError> {
-    /// Classes that are named.
+    /// Maximum number of classes that a note names.
     const NAMED: usize = 5;
     let all = labels.len() as u64;
     if held_out.is_empty() {
@@ -284,11 +286,11 @@ fn check_held_out(
     Ok([lacking(held_out, "validation"), lacking(trained_on, "training")].into_iter().flatten().collect())
 }
 
-/// The sides of the network's input: those of training, each with the epoch (from 0) that it begins in, and that of
-/// evaluation. Pictures are `height` x `width`.
+/// The sides of the network's input: the training sides, each with the epoch (from 0) in which it begins, and the
+/// evaluation side. Pictures have `height` x `width` pixels.
 ///
 /// # Errors
-/// The job's sizes do not fit each other or the pictures.
+/// The job's sizes do not fit each other, or do not fit the pictures.
 fn network_sizes(
     spec: &DataSpec,
     height: usize,

@@ -1,4 +1,4 @@
-//! The pictures that training or validation uses, and how one of them is opened.
+//! The pictures used for training or for validation, and how one of them is opened.
 
 use super::broken::Broken;
 use crate::{
@@ -14,12 +14,12 @@ pub(super) enum Pixels {
     Memory(Arc<Vec<u8>>),
     Files {
         files: Arc<Listing>,
-        /// The centred square of each picture is scaled to this side; `None` when all files have the size already.
+        /// The side to which the centred square of each picture is scaled. `None` if all files already have the size.
         square: Option<u32>,
     },
 }
 
-/// The pictures that one purpose uses: training or validation.
+/// The pictures used for one purpose: training or validation.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) pixels: Pixels,
@@ -27,17 +27,17 @@ pub(super) struct Part {
     pub(super) files_digest: Option<u32>,
     /// The labels of the whole split.
     pub(super) labels: Arc<Vec<u32>>,
-    /// Places in the split, ascending.
+    /// The places of these pictures in the split, in ascending order.
     pub(super) chosen: Vec<u32>,
-    /// Height, width and channels of a picture in memory, or of the square that is made of a file.
+    /// Height, width and channels of a picture in memory, or of the square made from a file.
     pub(super) size: [usize; 3],
-    /// The transform takes each file's whole picture, whatever its size.
+    /// Whether the transform takes the whole picture of each file, whatever its size.
     pub(super) whole: bool,
     /// Pictures that can no longer be read.
     pub(super) broken: Broken,
 }
 
-/// The buffers with which a thread opens pictures.
+/// A thread's buffers for opening pictures.
 #[derive(Debug, Default)]
 pub(super) struct Opener {
     decoder: Decoder,
@@ -46,7 +46,7 @@ pub(super) struct Opener {
 }
 
 impl Part {
-    /// Adds what distinguishes this part from others: contents, labels and names, in order.
+    /// Adds contents, labels and names to `hash`, in order.
     pub(super) fn add_to(&self, hash: &mut crc32fast::Hasher) {
         match (&self.pixels, self.files_digest) {
             (_, Some(digest)) => hash.update(&digest.to_le_bytes()),
@@ -85,7 +85,7 @@ impl Part {
         }
     }
 
-    /// As [`Part::picture`], from the `bytes` of its file or of its member of a shard.
+    /// As [`Part::picture`], from the `bytes` of its file or shard member.
     pub(super) fn decoded<'a>(
         &self,
         place: usize,
@@ -110,7 +110,7 @@ impl Part {
         }
     }
 
-    /// The files that are read for each step; `None` when the pictures are in memory.
+    /// The files that are read in each step. `None` if the pictures are in memory.
     pub(super) fn files(&self) -> Option<&Listing> {
         match &self.pixels {
             Pixels::Files { files, .. } => Some(files),
@@ -118,7 +118,7 @@ impl Part {
         }
     }
 
-    /// The side of the square that is made of each file.
+    /// The side of the square made from each file.
     pub(super) fn square(&self) -> Option<u32> {
         match &self.pixels {
             Pixels::Files { square, .. } => *square,

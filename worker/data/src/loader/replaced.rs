@@ -1,8 +1,8 @@
-//! Pictures that break while a job trains on them (`data.broken_files = "skip"`): in training another picture of the split
-//! takes the place, in validation there is one less.
+//! Replacement of pictures that break during training (`data.broken_files = "skip"`). In training, another picture of
+//! the split takes the place. In validation, the picture is left out.
 //!
-//! Which one takes a place follows from the split alone, not from what a rank has met before, so ranks that come to a file at
-//! different times, or another number of ranks, replace it by the same one.
+//! The replacement depends only on the split and the set of its broken pictures, not on the order in which a rank met
+//! them. So ranks that reach a file at different times, and other numbers of ranks, use the same replacement.
 
 use super::{
     batch::Batch,
@@ -12,25 +12,28 @@ use crate::{DataError, Random};
 use rayon::prelude::*;
 use std::collections::BTreeSet;
 
-/// What a random stream is for (see `shard.rs` for others).
+/// Purpose number of the random stream (see `shard.rs` for others).
 const REPLACEMENT: u64 = 10;
-/// So many may break in any split.
+/// Number of pictures that may be broken in a split of any size.
 const ALWAYS: usize = 16;
-/// And this share of it: when more are gone, a disk is, and nobody would want the rest.
+/// The fraction (one in `SHARE`) of larger splits that may be broken. If more are broken, the disk is probably gone,
+/// and training on the rest makes no sense.
 const SHARE: usize = 10;
-/// Pictures drawn for one place: with a tenth of them broken, more than a few are never needed.
+/// Number of pictures drawn for one place. With a tenth of them broken, a few suffice.
 const DRAWN: usize = 1000;
 
-/// Whether so many of the `seen` pictures of a split of `all` are more than may break, while a job trains or a copy is made.
+/// Whether more pictures are broken than allowed, in training or in preparing a copy. `seen` pictures of a split of
+/// `all` have been read.
 pub fn too_many(broken: usize, seen: usize, all: usize) -> bool {
     broken > ALWAYS.max(seen / SHARE) || (broken > 0 && broken >= all)
 }
 
 impl Part {
-    /// A batch of the `chosen` places, each broken one replaced by another of the part that can be read.
+    /// Makes a batch of the `chosen` places. Each broken picture is replaced by another readable picture of the part.
     ///
     /// # Errors
-    /// More are broken than allowed, of those that this rank has read: they come in random order, so they are representative.
+    /// Too many of the pictures that this rank has read are broken. They come in random order, so they are
+    /// representative.
     pub(super) fn with_others(
         &self,
         chosen: &[u32],
@@ -52,13 +55,18 @@ impl Part {
             }
             let counts = self.broken.counts();
             if too_many(counts.broken.len(), asked, self.chosen.len()) {
-                return Err(DataError::Invalid(gone(counts.broken.len(), asked, counts.news.last())));
+                return Err(DataError::Invalid(too_many_text(
+                    counts.broken.len(),
+                    asked,
+                    counts.news.last(),
+                )));
             }
         }
     }
 
-    /// A batch of the `chosen` places, broken ones left out. Too many broken ones are noticed when the pictures of all ranks are
-    /// counted: those of one rank lie next to each other in the split.
+    /// Makes a batch of the `chosen` places without the broken pictures. Too many broken pictures are noticed when
+    /// the pictures of all ranks are counted, because the pictures of one rank are consecutive and not
+    /// representative.
     pub(super) fn without(
         &self,
         chosen: &[u32],
@@ -76,8 +84,8 @@ impl Part {
         }
     }
 
-    /// Remembers which of `places` are broken: all of them at once, as they come in runs (a lost shard) and a batch is made
-    /// anew each time.
+    /// Records which of `places` are broken. All of them are examined, because broken pictures often come in runs (a
+    /// lost shard), and after each discovery the batch is made again.
     fn note(&self, places: &[u32], error: DataError) -> Result<(), DataError> {
         let (DataError::File { path, detail }, Pixels::Files { files, .. }) = (&error, &self.pixels) else {
             return Err(error);
@@ -89,7 +97,7 @@ impl Part {
         let mut found: Vec<_> =
             places.par_iter().map_init(Opener::default, look).filter_map(|found| found).collect();
         if found.is_empty() {
-            // It could be read this time. Once more is once too often for a picture that every epoch needs.
+            // The picture could be read this time. It still counts as broken, because every epoch needs it.
             let named = places.iter().find(|place| files.name(**place as usize) == *path);
             found.extend(named.map(|place| (*place, format!("{path} {detail}"))));
         }
@@ -106,8 +114,8 @@ impl Part {
     }
 }
 
-/// In words, that too many pictures are broken.
-pub fn gone(broken: usize, all: usize, last: Option<&String>) -> String {
+/// The error text for too many broken pictures.
+pub fn too_many_text(broken: usize, all: usize, last: Option<&String>) -> String {
     let last = last.map(|words| format!(", the last one {words}")).unwrap_or_default();
     format!(
         "{broken} of {all} pictures cannot be read any more{last}. Is the dataset's disk still there? Bring it back and retry \
@@ -115,8 +123,8 @@ pub fn gone(broken: usize, all: usize, last: Option<&String>) -> String {
     )
 }
 
-/// What takes a place: its own picture, or else the first of some drawn at random that is not broken. Neighbours would be of
-/// one class, and all of a run of broken ones would get the same.
+/// The picture used at `place`: its own, or else the first readable one of several drawn at random. Drawing the
+/// neighbour instead would give pictures of the same class, and the same picture for a whole run of broken ones.
 fn other(part: &Part, place: u32, broken: &BTreeSet<u32>) -> u32 {
     if !broken.contains(&place) {
         return place;
@@ -135,10 +143,10 @@ mod tests {
 
     const EACH: u32 = 20;
 
-    /// Index, label and first pixel.
+    /// Index, label and first pixel of a sample.
     type Sample = (u64, u32, [u32; 3]);
 
-    /// Two classes of different pictures.
+    /// A dataset of two classes in which all pictures differ.
     fn folder() -> TempDir {
         let dir = tempfile::tempdir().unwrap();
         for (c, class) in (0..).zip(["cat", "dog"]) {
@@ -172,12 +180,12 @@ mod tests {
         Validation::Split("none".into())
     }
 
-    /// What all ranks see in two epochs: for each place in the order of steps its index, label and first pixel.
+    /// The samples that all ranks see in two epochs, by place in the order of steps.
     fn seen(dir: &Path, world_size: u32) -> BTreeMap<(u32, usize), Vec<Sample>> {
         let mut all: BTreeMap<_, Vec<_>> = BTreeMap::new();
         for rank in 0..world_size {
             let source = open(dir, BrokenFiles::Skip, none());
-            // As if they were there when the job began.
+            // As if the pictures had been readable when the job began.
             break_some(dir);
             for epoch in 0..2 {
                 let batch_size = 8 / world_size as usize;
@@ -208,7 +216,7 @@ mod tests {
         all
     }
 
-    /// Two that follow each other, and the last one of all: removed, and of another content.
+    /// Breaks two consecutive pictures and the last one, by removing a file and by changing content.
     fn break_some(dir: &Path) {
         for name in ["cat/04.png", "cat/05.png", "dog/19.png"] {
             let path = dir.join("train").join(name);
@@ -316,7 +324,7 @@ mod tests {
         break_some(dir.path());
         let words = first_error(&strict).expect("an error");
         assert!(words.contains(".png "), "{words}");
-        // Sixteen of any split may break; the seventeenth is one too many.
+        // Sixteen pictures may break in any split; seventeen are too many.
         mend(dir.path());
         let remove =
             |number: usize| fs::remove_file(dir.path().join(format!("train/cat/{number:02}.png"))).unwrap();

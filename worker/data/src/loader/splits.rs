@@ -1,4 +1,5 @@
-//! The splits of a dataset as a job sees them: broken files found, pictures decoded when they are few.
+//! The splits of a dataset as used by a job. Broken files are found, and pictures are decoded in advance if they fit
+//! in memory.
 
 use super::part::Pixels;
 use crate::{
@@ -11,16 +12,18 @@ use lockstep_protocol::spec::DataSpec;
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// Pictures of a folder are kept decoded up to this many bytes a split; past it they are decoded when needed.
+/// Pictures in folders are kept decoded in memory up to this many bytes per split. Larger splits are decoded on
+/// demand.
 pub(super) const CACHE_BYTES: usize = 1 << 30;
 
-/// A split after its broken files were found.
+/// A split whose broken files have been found.
 pub(super) struct Opened {
     pub(super) pixels: Pixels,
-    /// For pictures that were decoded: identifies their files, which other machines may decode to other bits.
+    /// For decoded pictures: a hash of their files, because another machine's decoder may produce slightly different
+    /// pixels.
     pub(super) files_digest: Option<u32>,
     pub(super) labels: Arc<Vec<u32>>,
-    /// Of each picture, in the split that validation pictures are in; else empty.
+    /// The identity of each picture, if the split contains the validation pictures. Otherwise empty.
     pub(super) identities: Vec<Identity>,
     pub(super) height: usize,
     pub(super) width: usize,
@@ -39,7 +42,7 @@ pub(super) fn normalisation(
         match &train.pixels {
             Pixels::Memory(bytes) => Statistics::of_packed(bytes, size, channels).mean_std(),
             Pixels::Files { files, square } => {
-                // Enough for three digits; decoding more would delay the first step.
+                // Enough for three digits. Decoding more pictures would delay the first step.
                 let every = files.len().div_ceil(STATISTICS_SAMPLES / 20).max(1);
                 let look = |i: usize| {
                     let picture = files.picture(i).ok()?;
@@ -57,7 +60,7 @@ pub(super) fn normalisation(
             }
         }
     };
-    // A recipe's values are for colour: grey takes their average.
+    // The values of a recipe are for RGB. A grey picture uses their average.
     let fit = |given: &Option<Vec<f32>>, found: Vec<f32>| match given {
         Some(values) if values.len() == channels => values.clone(),
         Some(values) => vec![values.iter().sum::<f32>() / values.len() as f32; channels],
@@ -66,7 +69,7 @@ pub(super) fn normalisation(
     (fit(&spec.mean, found_mean), fit(&spec.std, found_std))
 }
 
-/// The one size that all pictures have, if they do.
+/// The size of all pictures, if they have the same size.
 pub(super) fn sizes(catalog: &Catalog, skipped: &[String]) -> Result<Option<(u32, u32)>, DataError> {
     let (mut first, mut same) = (None, true);
     for split in &catalog.splits {
@@ -103,7 +106,7 @@ fn leave_out<T>(
     labels.retain(|_| good.next().unwrap_or(false));
 }
 
-/// Decodes splits that fit into `room` bytes, unless each step needs the `whole` pictures.
+/// Opens the splits. Splits that fit in `room` bytes are decoded, unless each step needs the `whole` pictures.
 pub(super) fn open_splits(
     catalog: &mut Catalog,
     common: Option<(u32, u32)>,

@@ -1,46 +1,46 @@
-//! Threads that make pictures, each with buffers of its own.
+//! Threads that make pictures. Each has its own buffers.
 
 use super::part::Opener;
 use crate::{DataError, transform::Pipeline};
 use rayon::{ThreadPool, ThreadPoolBuilder, prelude::*};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What one thread works with.
+/// The buffers of a thread.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     pub(super) opener: Opener,
     pub(super) pipeline: Pipeline,
 }
 
-/// Which threads do it.
+/// The threads that do a piece of work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
-    /// What cores decode.
+    /// Decoding on cores.
     Decoding,
-    /// What is done before and after a device decodes.
+    /// The work before and after decoding on a device.
     AroundDevice,
 }
 
 #[derive(Debug)]
 pub(super) struct Workers {
-    /// Absent: the calling thread does the work.
+    /// `None`: the calling thread does the work.
     pool: Option<ThreadPool>,
-    /// For what must not wait until the others have decoded: reading files for a device, and what comes after it.
+    /// For work that must not wait for decoding on cores: reading files for a device, and completing its pictures.
     side_pool: Option<ThreadPool>,
-    /// One for each that works at a time.
+    /// One for each thread that works at the same time.
     scratch: Vec<Mutex<Scratch>>,
 }
 
 impl Workers {
-    /// For up to `callers` threads that do the work themselves.
+    /// No threads. Up to `callers` calling threads do the work themselves.
     pub(super) fn alone(callers: usize) -> Self {
         Self { pool: None, side_pool: None, scratch: scratch(callers) }
     }
 
-    /// `threads` of their own, and half as many for [`Work::AroundDevice`] if a device decodes.
+    /// Starts `threads` threads, and half as many for [`Work::AroundDevice`] if a device decodes.
     ///
     /// # Errors
-    /// The system gives no more threads.
+    /// The system does not start more threads.
     pub(super) fn pool(threads: usize, has_device: bool) -> Result<Self, DataError> {
         let pool = |threads: usize| {
             ThreadPoolBuilder::new()
@@ -54,7 +54,7 @@ impl Workers {
         Ok(Self { pool: Some(pool(threads)?), side_pool, scratch: scratch(threads + others) })
     }
 
-    /// Absent: the calling thread does the work.
+    /// `None`: the calling thread does the work.
     fn threads(&self, work: Work) -> Option<&ThreadPool> {
         match work {
             Work::Decoding => self.pool.as_ref(),
@@ -65,7 +65,7 @@ impl Workers {
     /// Calls `make` with each of `numbers`.
     ///
     /// # Errors
-    /// The first one in this order, whichever came first in time.
+    /// The first error in the order of `numbers`, whichever occurred first.
     pub(super) fn each(
         &self,
         work: Work,
@@ -85,10 +85,10 @@ impl Workers {
         }
     }
 
-    /// `make(0)`, `make(1)`, ... up to `count`, as [`Work::AroundDevice`].
+    /// Calls `make(0)`, `make(1)`, ... up to `count`, as [`Work::AroundDevice`].
     ///
     /// # Errors
-    /// The first one in this order, whichever came first in time.
+    /// The first error in this order, whichever occurred first.
     pub(super) fn map<T: Send>(
         &self,
         count: usize,

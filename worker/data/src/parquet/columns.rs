@@ -1,4 +1,4 @@
-//! Which of a file's columns are the pictures and their classes.
+//! Chooses the columns of a file that have the pictures and their classes.
 
 use crate::{MAX_NAMES_BYTES, label::CLASSES};
 use ::parquet::{
@@ -8,16 +8,16 @@ use ::parquet::{
 };
 use serde_json::Value;
 
-/// What columns of pictures are called, those that are taken first.
+/// Usual names of picture columns, in order of preference.
 const PICTURES: [&str; 8] = ["image", "img", "picture", "jpg", "jpeg", "png", "webp", "bytes"];
-/// What columns of classes are called. CIFAR-100 has `fine_label` and `coarse_label`.
+/// Usual names of class columns, in order of preference. CIFAR-100 has `fine_label` and `coarse_label`.
 const LABELS: [&str; 7] = ["label", "labels", "fine_label", "cls", "class", "target", "label_name"];
-/// Where `datasets` says what columns mean.
+/// The metadata key under which `datasets` describes the columns.
 const FEATURES_KEY: &str = "huggingface";
-/// Columns that a sentence names.
+/// Maximum number of columns that a message names.
 const NAMED: usize = 20;
 
-/// Numbers of leaf columns.
+/// Indices of leaf columns.
 #[derive(Debug)]
 pub(super) struct Columns {
     pub(super) picture: usize,
@@ -27,7 +27,7 @@ pub(super) struct Columns {
 }
 
 /// # Errors
-/// What is wrong with the file, to stand after its name.
+/// Why the file cannot be used, as a phrase to follow its name.
 pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
     let all: Vec<&ColumnDescriptor> = about.schema_descr().columns().iter().map(AsRef::as_ref).collect();
     let features = features(about)?;
@@ -42,14 +42,12 @@ pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
         .or_else(|| only(&all, holds_pictures))
         .ok_or_else(|| {
             with_columns(
-                "has no column that is surely the pictures (image or img: their bytes, or {bytes, path})",
+                "has no unambiguous column of pictures (image or img: their bytes, or {bytes, path})",
             )
         })?;
     let label = named(&all, &LABELS, holds_labels)
         .or_else(|| only(&all, |column| holds_labels(column) && is_class(column)))
-        .ok_or_else(|| {
-            with_columns("has no column that is surely the classes (label: whole numbers or text)")
-        })?;
+        .ok_or_else(|| with_columns("has no unambiguous column of classes (label: whole numbers or text)"))?;
     let names = match features.as_ref().map(|features| &features[top(all[label])]["names"]) {
         Some(Value::Array(names)) if is_class(all[label]) => Some(texts(names)?),
         _ => None,
@@ -57,7 +55,7 @@ pub(super) fn choose(about: &FileMetaData) -> Result<Columns, String> {
     Ok(Columns { picture, label, names })
 }
 
-/// The column of the first of `names` that is there and fits.
+/// The first of `names` that is the name of a column for which `fits` is true.
 fn named(
     all: &[&ColumnDescriptor],
     names: &[&str],
@@ -68,13 +66,13 @@ fn named(
     names.iter().find_map(called)
 }
 
-/// The only column that fits.
+/// The only column for which `fits` is true.
 fn only(all: &[&ColumnDescriptor], fits: impl Fn(&ColumnDescriptor) -> bool) -> Option<usize> {
     let mut fitting = (0..all.len()).filter(|i| fits(all[*i]));
     fitting.next().filter(|_| fitting.next().is_none())
 }
 
-/// The column that a leaf is of.
+/// The name of the top-level column of a leaf.
 fn top(column: &ColumnDescriptor) -> &str {
     column.path().parts().first().map_or("", String::as_str)
 }
@@ -102,7 +100,7 @@ fn is_text(column: &ColumnDescriptor) -> bool {
         || column.converted_type() == ConvertedType::UTF8
 }
 
-/// For a sentence.
+/// The columns, for a message.
 fn listed(all: &[&ColumnDescriptor]) -> String {
     let one = |column: &&ColumnDescriptor| {
         let kind = match column.physical_type() {
@@ -120,7 +118,7 @@ fn listed(all: &[&ColumnDescriptor]) -> String {
     words.join(", ")
 }
 
-/// What `datasets` says of the columns.
+/// The description of the columns by `datasets`.
 fn features(about: &FileMetaData) -> Result<Option<Value>, String> {
     let pairs = about.key_value_metadata().into_iter().flatten();
     let Some(text) = pairs.filter(|pair| pair.key == FEATURES_KEY).find_map(|pair| pair.value.as_ref())
@@ -128,17 +126,17 @@ fn features(about: &FileMetaData) -> Result<Option<Value>, String> {
         return Ok(None);
     };
     if text.len() as u64 > MAX_NAMES_BYTES {
-        return Err(format!("has {} bytes of metadata; up to {MAX_NAMES_BYTES} are read", text.len()));
+        return Err(format!("has {} bytes of metadata; at most {MAX_NAMES_BYTES} are allowed", text.len()));
     }
     let parsed: Value = serde_json::from_str(text)
-        .map_err(|error| format!("has metadata ({FEATURES_KEY}) that is no JSON: {error}"))?;
+        .map_err(|error| format!("has metadata ({FEATURES_KEY}) that is not JSON: {error}"))?;
     Ok(parsed.get("info").and_then(|info| info.get("features")).cloned())
 }
 
 fn texts(names: &[Value]) -> Result<Vec<String>, String> {
     if names.len() > CLASSES as usize {
-        return Err(format!("names {} classes; up to {CLASSES} are read", names.len()));
+        return Err(format!("names {} classes; at most {CLASSES} are allowed", names.len()));
     }
     let text = |name: &Value| name.as_str().map(str::to_owned);
-    names.iter().map(text).collect::<Option<_>>().ok_or_else(|| "has a class whose name is no text".into())
+    names.iter().map(text).collect::<Option<_>>().ok_or_else(|| "has a class whose name is not text".into())
 }

@@ -1,8 +1,8 @@
-//! The pages of a column, up to a limit of size: a page of a few kilobytes may claim to hold two gigabytes, and one that is
-//! compressed with gzip may hold more than it claims.
+//! Access to the pages of a column, with a limit of the decompressed size. A page of a few kilobytes may claim to
+//! hold two gigabytes, and a page compressed with gzip may hold more than it claims.
 //!
-//! The depth of a schema's groups is not limited here. `parquet` reads it by recursion: it parses the footer
-//! in one go, so nothing can be checked before.
+//! The depth of a schema's groups is not limited here. The crate `parquet` parses the footer as a whole, by
+//! recursion, so the depth cannot be checked before.
 
 use super::source::{Cursor, Source};
 use ::parquet::{
@@ -17,27 +17,27 @@ use std::{
     sync::Arc,
 };
 
-/// Limit of a page, decompressed: the largest picture that is read, twice. pyarrow's pages are of 1 MB or of 1024
-/// pictures.
+/// Maximum size of a decompressed page: twice the largest picture. pyarrow's pages have 1 MB or 1024 pictures.
 pub(super) const MAX_PAGE_BYTES: u64 = 2 * crate::picture::MAX_BYTES;
-/// How a stream of gzip begins (RFC 1952), and at how many such places in a page one is searched for.
+/// The first bytes of a gzip stream (RFC 1952), and the maximum number of occurrences in a page at which a stream is
+/// tried.
 const GZIP: [u8; 3] = [0x1f, 0x8b, 8];
 const BEGINS: usize = 16;
 
-/// A page that is too large, in the words of a file's trouble.
+/// The error for a page that is too large.
 #[derive(Debug)]
 pub(super) struct TooLarge {
-    /// As far as is known.
+    /// As far as it is known.
     bytes: u64,
-    most: u64,
+    max_bytes: u64,
 }
 
 impl fmt::Display for TooLarge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { bytes, most } = self;
+        let Self { bytes, max_bytes } = self;
         write!(
             f,
-            "has a page of {bytes} bytes or more, decompressed; up to {most} are read: write smaller pages \
+            "has a page of {bytes} bytes or more, decompressed; at most {max_bytes} are allowed: write smaller pages \
              (pyarrow's write_batch_size or data_page_size) or row groups"
         )
     }
@@ -45,41 +45,41 @@ impl fmt::Display for TooLarge {
 
 impl std::error::Error for TooLarge {}
 
-/// What a column's pages are read from.
+/// The source of a column's pages.
 pub(super) struct Pages {
     source: Arc<Source>,
-    /// Pages are read in one go with their headers; an offset index says where they are.
+    /// Whether an offset index tells where pages are. Pages are then read together with their headers.
     indexed: bool,
     gzip: bool,
-    most: u64,
+    max_bytes: u64,
 }
 
 impl Pages {
-    pub(super) fn new(source: Arc<Source>, indexed: bool, gzip: bool, most: u64) -> Self {
-        Self { source, indexed, gzip, most }
+    pub(super) fn new(source: Arc<Source>, indexed: bool, gzip: bool, max_bytes: u64) -> Self {
+        Self { source, indexed, gzip, max_bytes }
     }
 
-    /// gzip is decompressed to its end, whatever a header says. What lies before it is a header, and in pages of the second
-    /// version levels.
+    /// Decompresses gzip data to its end, whatever a header says. The stream follows the page header and, in pages of
+    /// version 2, the levels.
     fn check_gzip(&self, data: &[u8]) -> Result<(), TooLarge> {
         let begins = data.windows(GZIP.len()).enumerate().filter(|(_, bytes)| *bytes == GZIP);
         for (begin, _) in begins.take(BEGINS) {
-            let mut decoder = MultiGzDecoder::new(&data[begin..]).take(self.most + 1);
-            // What is wrong with it is said by who decompresses it.
+            let mut decoder = MultiGzDecoder::new(&data[begin..]).take(self.max_bytes + 1);
+            // Other errors are reported by the code that decompresses the page.
             let _ = io::copy(&mut decoder, &mut io::sink());
             if decoder.limit() == 0 {
-                return Err(TooLarge { bytes: self.most + 1, most: self.most });
+                return Err(TooLarge { bytes: self.max_bytes + 1, max_bytes: self.max_bytes });
             }
         }
         Ok(())
     }
 }
 
-/// Checks the size in a page's header, if `head` is one.
-fn check_header(head: &[u8], most: u64) -> Result<(), TooLarge> {
+/// Checks the size in a page's header, if `head` is a header.
+fn check_header(head: &[u8], max_bytes: u64) -> Result<(), TooLarge> {
     match uncompressed(head) {
-        Some(bytes) if bytes > most => Err(TooLarge { bytes, most }),
-        // What else is wrong with it is said by who reads it.
+        Some(bytes) if bytes > max_bytes => Err(TooLarge { bytes, max_bytes }),
+        // Other errors are reported by the code that reads the page.
         _ => Ok(()),
     }
 }
@@ -94,36 +94,37 @@ impl ChunkReader for Pages {
     type T = Header;
 
     fn get_read(&self, start: u64) -> Result<Self::T, ParquetError> {
-        Ok(Header { from: self.source.get_read(start)?, most: Some(self.most) })
+        Ok(Header { from: self.source.get_read(start)?, max_bytes: Some(self.max_bytes) })
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> Result<Bytes, ParquetError> {
         let bytes = self.source.get_bytes(start, length)?;
-        let header = if self.indexed { check_header(&bytes, self.most) } else { Ok(()) };
+        let header = if self.indexed { check_header(&bytes, self.max_bytes) } else { Ok(()) };
         let all = if self.gzip { header.and_then(|()| self.check_gzip(&bytes)) } else { header };
         all.map_err(|page| ParquetError::External(Box::new(io::Error::other(page))))?;
         Ok(bytes)
     }
 }
 
-/// A page's header, if anything is read of it: a place is asked for also where its header is known.
+/// A reader that checks a page header. A reader may also be requested without reading anything, if the header is
+/// known.
 pub(super) struct Header {
     from: BufReader<Cursor>,
-    /// Until it is checked.
-    most: Option<u64>,
+    /// The limit. `None` after the check.
+    max_bytes: Option<u64>,
 }
 
 impl Read for Header {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        if let Some(most) = self.most.take() {
-            check_header(self.from.fill_buf()?, most).map_err(io::Error::other)?;
+        if let Some(max_bytes) = self.max_bytes.take() {
+            check_header(self.from.fill_buf()?, max_bytes).map_err(io::Error::other)?;
         }
         self.from.read(buffer)
     }
 }
 
-/// How many bytes a page has once it is decompressed: the second field of a PageHeader (parquet.thrift) in Thrift's compact
-/// protocol. The first two fields are 32-bit numbers. `None` where something else stands there.
+/// The decompressed size of a page: the second field of a PageHeader (parquet.thrift) in Thrift's compact protocol.
+/// The first two fields are 32-bit integers. `None` if the bytes are something else.
 fn uncompressed(head: &[u8]) -> Option<u64> {
     let mut bytes = head.iter().copied();
     let mut number = || -> Option<i64> {
@@ -139,7 +140,8 @@ fn uncompressed(head: &[u8]) -> Option<u64> {
     };
     let mut last = 0;
     for _ in 0..2 {
-        // One further than the field before (0x10), an i32 (5): as a number, which is zigzag, 0x15 reads -11.
+        // A field header: one more than the previous field id (0x10), type i32 (5). Read as a zigzag number, 0x15 is
+        // -11.
         if number()? != -11 {
             return None;
         }
@@ -153,7 +155,7 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    /// The beginning of a page's header: a dictionary page (2) of this size.
+    /// The beginning of the header of a dictionary page (2) with this size.
     fn header(uncompressed: u32) -> Vec<u8> {
         let mut head = vec![0x15, 4, 0x15];
         let mut value = u64::from(uncompressed) << 1;
@@ -165,10 +167,10 @@ mod tests {
         head
     }
 
-    fn pages(content: &[u8], indexed: bool, gzip: bool, most: u64) -> Pages {
+    fn pages(content: &[u8], indexed: bool, gzip: bool, max_bytes: u64) -> Pages {
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(content).unwrap();
-        Pages::new(Arc::new(Source::new(file, content.len() as u64)), indexed, gzip, most)
+        Pages::new(Arc::new(Source::new(file, content.len() as u64)), indexed, gzip, max_bytes)
     }
 
     #[test]
@@ -180,7 +182,7 @@ mod tests {
         for cut in 0..whole.len() {
             assert_eq!(uncompressed(&whole[..cut]), None, "{cut}");
         }
-        // Below zero, and another type.
+        // A negative size, and a field of another type.
         assert_eq!(uncompressed(&[0x15, 4, 0x15, 1]), None);
         assert_eq!(uncompressed(&[0x15, 4, 0x16, 2]), None);
     }
@@ -194,7 +196,7 @@ mod tests {
                 if indexed {
                     return pages.get_bytes(0, content.len()).map(drop);
                 }
-                // Data that looks like a header is no header.
+                // Data that looks like a header is not a header.
                 pages.get_bytes(0, content.len())?;
                 let mut all = Vec::new();
                 pages.get_read(0)?.read_to_end(&mut all)?;
@@ -203,7 +205,10 @@ mod tests {
             };
             assert!(read(1000).is_ok());
             let words = super::super::UnusableFile::from(read(1001).unwrap_err()).detail;
-            assert!(words.starts_with("has a page of 1001 bytes") && words.contains("up to 1000"), "{words}");
+            assert!(
+                words.starts_with("has a page of 1001 bytes") && words.contains("at most 1000"),
+                "{words}"
+            );
         }
     }
 
@@ -212,10 +217,12 @@ mod tests {
         let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
         gzip.write_all(&[0; 5000]).unwrap();
         let data = gzip.finish().unwrap();
-        // Alone; after a gzip header that claims less; after levels and the start of another stream.
+        // The stream alone; after a gzip header that claims less; after levels and the first bytes of another stream.
         for (before, holds) in [(&b""[..], 5000), (&header(9)[..], 5000), (&b"\x03\x1f\x8b\x08"[..], 5000)] {
             let content = [before, &data].concat();
-            let read = |most: u64| pages(&content, false, true, most).get_bytes(0, content.len()).map(drop);
+            let read = |max_bytes: u64| {
+                pages(&content, false, true, max_bytes).get_bytes(0, content.len()).map(drop)
+            };
             assert!(read(holds).is_ok());
             let words = super::super::UnusableFile::from(read(holds - 1).unwrap_err()).detail;
             assert!(words.contains("has a page of 5000 bytes or more"), "{words}");

@@ -1,4 +1,4 @@
-//! What a file holds, for the index: its rows, from first to last.
+//! The rows of a file, for the index.
 
 use super::{ParquetFile, Source, UnusableFile, guarded};
 use crate::{
@@ -15,14 +15,14 @@ use lockstep_host::files;
 use rayon::prelude::*;
 use std::{path::Path, sync::Arc};
 
-/// Rows that are read in one go.
+/// Number of rows that are read at once.
 const BATCH: usize = 256;
 
 pub(super) const NO_PICTURE: &str =
-    "has no picture: its bytes are null; a path alone is not followed, so write the pictures into the file";
+    "has no picture: its bytes are null, and paths are not followed; write the pictures into the file";
 pub(crate) const NO_LABEL: &str = "has no class: its label is null, negative, empty or too long";
 
-/// Looks at all rows of the file at `path`.
+/// Reads all rows of the file at `path`.
 pub(crate) fn of(file: &ParquetFile, path: &Path) -> Members {
     let (handle, size) = match files::open(path) {
         Ok(found) => found,
@@ -32,7 +32,7 @@ pub(crate) fn of(file: &ParquetFile, path: &Path) -> Members {
     let mut members = Members::default();
     let mut troubles = 0;
     for group in 0..file.metadata.num_row_groups() {
-        // Other row groups may be whole.
+        // Other row groups may be intact.
         if let Err(UnusableFile { detail, passing }) =
             file.examine_group(&source, group, &mut members.entries)
         {
@@ -51,7 +51,7 @@ pub(crate) fn of(file: &ParquetFile, path: &Path) -> Members {
 }
 
 impl ParquetFile {
-    /// Adds what is read until something is wrong.
+    /// Adds entries to `entries` until an error occurs.
     fn examine_group(
         &self,
         source: &Arc<Source>,
@@ -79,7 +79,7 @@ impl ParquetFile {
     }
 }
 
-/// The next `count` values, `None` where they are null.
+/// The next `count` values. A value is `None` if it is null.
 pub(super) fn next<T: DataType>(
     column: &mut ColumnReaderImpl<T>,
     count: usize,
@@ -87,9 +87,9 @@ pub(super) fn next<T: DataType>(
     let (mut levels, mut values) = (Vec::new(), Vec::new());
     let (records, ..) = column.read_records(count, Some(&mut levels), None, &mut values)?;
     if records != count {
-        return Err(ParquetError::EOF(format!("{records} of {count} rows are there")));
+        return Err(ParquetError::EOF(format!("only {records} of {count} rows exist")));
     }
-    // Without levels no value can be null.
+    // Without definition levels, no value can be null.
     let Some(highest) = levels.iter().max().copied().filter(|_| values.len() < count) else {
         return Ok(values.into_iter().map(Some).collect());
     };
@@ -128,7 +128,7 @@ fn entry(row: u64, picture: Option<ByteArray>, label: Option<String>) -> Entry {
         return Entry { broken: Some(NO_LABEL.into()), ..entry };
     }
     if entry.size > picture::MAX_BYTES {
-        let detail = format!("has {} bytes; up to {} are read", entry.size, picture::MAX_BYTES);
+        let detail = format!("has {} bytes; at most {} are allowed", entry.size, picture::MAX_BYTES);
         return Entry { broken: Some(detail), ..entry };
     }
     described(Path::new(""), bytes, entry)

@@ -1,4 +1,4 @@
-//! A file that several threads read from, each at its own place.
+//! A file that several threads read at different offsets.
 
 use ::parquet::{
     errors::ParquetError,
@@ -12,10 +12,10 @@ use std::{
     sync::Arc,
 };
 
-/// A page's header.
+/// Number of bytes read for a page header.
 const HEADER_BYTES: usize = 4 << 10;
 
-/// `parquet`'s own reader of files moves a place that all share.
+/// Unlike `parquet`'s own reader of files, it has no file offset that all threads share.
 pub(super) struct Source {
     file: Arc<File>,
     size: u64,
@@ -35,7 +35,7 @@ impl Source {
     }
 }
 
-/// Reads on from a place.
+/// Reads a file sequentially from an offset.
 pub(super) struct Cursor {
     file: Arc<File>,
     at: u64,

@@ -1,4 +1,4 @@
-//! Files that `datasets` and pyarrow wrote (`tests/data/make_parquet.py`), whole and damaged.
+//! Files written by `datasets` and pyarrow (`tests/data/make_parquet.py`), intact and damaged.
 
 use crate::{Catalog, DataError, Picture, Samples, index::IndexStore, listing::Listing};
 use serde_json::Value;
@@ -35,7 +35,7 @@ fn broken(catalog: &Catalog) -> Vec<String> {
     catalog.broken.iter().chain(of_splits).map(|b| format!("{} {}", b.file, b.detail)).collect()
 }
 
-/// A folder with a copy of one of the fixtures.
+/// A folder with a copy of a fixture.
 fn with(name: &str) -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("train.parquet");
@@ -71,12 +71,12 @@ fn agrees(catalog: &Catalog, part: &str) {
 
 #[test]
 fn what_datasets_wrote_is_read_with_its_class_names() {
-    // The repository itself, its folder, and a pattern.
+    // The repository's folder, the folder of its files, and a pattern.
     for path in ["hub", "hub/data", "hub/data/{train,validation}-0000{0..1}-of-0000{1..2}.parquet"] {
         let catalog = open(&fixtures().join(path)).expect("opens");
         assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("parquet", "cat dog fox".into()));
         agrees(&catalog, "hub");
-        // Of the pattern's eight names three are there.
+        // Three of the pattern's eight files exist.
         assert_eq!(broken(&catalog).len(), if path.contains('{') { 5 } else { 0 }, "{:?}", broken(&catalog));
     }
     assert!(crate::fingerprint::has_pictures(&fixtures().join("hub")));
@@ -119,12 +119,15 @@ fn files_without_the_columns_say_which_they_have() {
     for (name, wanted) in [
         (
             "no-label",
-            "no column that is surely the classes (label: whole numbers or text): its columns are image (bytes), id \
+            "no unambiguous column of classes (label: whole numbers or text): its columns are image (bytes), id \
              (int64), caption (text)",
         ),
         ("no-picture", "its columns are url (text), label (int64), tags.list.element (list of text)"),
-        ("two-pictures", "no column that is surely the pictures"),
-        ("brotli", "is compressed with brotli, which is not read; write it with snappy, zstd, gzip or none"),
+        ("two-pictures", "no unambiguous column of pictures"),
+        (
+            "brotli",
+            "is compressed with brotli, which is not supported; write it with snappy, zstd, gzip or none",
+        ),
     ] {
         let (dir, _) = with(&format!("odd/{name}.parquet"));
         let words = refused(dir.path());
@@ -137,7 +140,7 @@ fn files_that_name_their_classes_differently_do_not_go_together() {
     let dir = tempfile::tempdir().unwrap();
     let hub = fixtures().join("hub/data/train-00000-of-00002.parquet");
     fs::copy(&hub, dir.path().join("train-0.parquet")).unwrap();
-    // The same file but for a class.
+    // The same file, except for the name of a class.
     let mut bytes = fs::read(&hub).unwrap();
     let places: Vec<_> = (0..bytes.len() - 5).filter(|i| &bytes[*i..*i + 5] == b"\"fox\"").collect();
     assert!(!places.is_empty());
@@ -163,7 +166,7 @@ fn a_file_that_is_cut_off_or_something_else_is_named() {
         let words = refused(dir.path());
         assert!(words.contains("train.parquet") && words.contains(wanted), "{words}");
     }
-    // A footer that is longer than the file, as long as is read, and longer.
+    // A footer that is longer than the file, of the maximum size, and larger.
     for (length, wanted) in
         [(60_000u32, "is damaged"), (256 << 20, "is damaged"), ((256 << 20) + 1, "has a footer of")]
     {
@@ -193,7 +196,7 @@ fn a_damaged_row_group_is_named_and_others_are_read() {
     );
 }
 
-/// A picture whose bytes have changed may still decode; a page's checksum shows it.
+/// A picture with changed bytes may still decode; the page's checksum reveals the change.
 #[test]
 fn a_page_that_is_not_what_its_checksum_says_is_damaged() {
     let (dir, file) = with("odd/checksums.parquet");
@@ -207,8 +210,7 @@ fn a_page_that_is_not_what_its_checksum_says_is_damaged() {
     assert!(words.contains("damaged") && words.contains("row group 0"), "{words}");
 }
 
-/// Whatever a byte becomes, a file is read or refused, and nothing else happens.
-/// One bit of every `step`-th byte is wrong.
+/// Changes one bit of every `step`-th byte. The file must be read or rejected, without a panic.
 fn damage_does_not_end_the_program(step: usize) {
     for name in
         ["hub/data/train-00001-of-00002.parquet", "plain/train-zstd.parquet", "plain/train-none.parquet"]
@@ -247,13 +249,11 @@ fn a_file_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is_
     let before: Picture = listing.picture(20).expect("decodes");
     fs::remove_file(&file).unwrap();
     assert!(listing.read(20).unwrap_err().to_string().contains("cannot be read"));
-    // The same pictures, elsewhere in the file.
+    // The same pictures at other offsets in the file.
     fs::copy(fixtures().join("plain/train-zstd.parquet"), &file).unwrap();
     assert_eq!(listing.picture(20).expect("decodes"), before);
     fs::copy(fixtures().join("odd/rows.parquet"), &file).unwrap();
-    assert!(
-        listing.read(20).unwrap_err().to_string().contains("is no longer there: its file has 7 rows now")
-    );
+    assert!(listing.read(20).unwrap_err().to_string().contains("no longer exists: its file now has 7 rows"));
     let words = listing.read(3).unwrap_err().to_string();
     assert!(words.contains("train.parquet/3 has changed since it was first inspected"), "{words}");
 }
@@ -286,7 +286,7 @@ fn rows_are_looked_at_again_when_their_file_has_changed() {
     let first = Catalog::open_with(dir.path(), &store).expect("opens");
     let second = Catalog::open_with(dir.path(), &store).expect("opens");
     assert_eq!(second.fingerprint(dir.path()), first.fingerprint(dir.path()));
-    // Its pages are gone, its footer is not.
+    // The pages are gone, but not the footer.
     let mut bytes = fs::read(&file).unwrap();
     bytes[4..3000].fill(0);
     fs::write(&file, &bytes).unwrap();
@@ -294,7 +294,7 @@ fn rows_are_looked_at_again_when_their_file_has_changed() {
     assert!(third.splits[0].labels.len() < 40 && !broken(&third).is_empty());
 }
 
-/// A file with a picture for each label.
+/// Writes a file with one picture for each label.
 fn write(path: &Path, labels: &[i64]) {
     use ::parquet::{
         data_type::{ByteArray, ByteArrayType, Int64Type},
@@ -343,7 +343,7 @@ fn a_test_split_without_labels_is_left_out_and_said() {
     assert_eq!(open("validation").expect("opens").shape.validation_samples, 2);
     let words = open("test").expect_err("refused").to_string();
     assert!(words.contains("no split \"test\" that has labels; it has train, validation"), "{words}");
-    // A training split is never left out, nor one of which only some have none.
+    // A training split is never left out, and neither is a split in which only some samples have no label.
     write(&place("test"), &[-1, 0, -1]);
     let info = inspect(dir.path()).expect("opens");
     assert_eq!((info.splits.len(), info.broken_count, info.unlabelled_note()), (3, 2, None));
@@ -352,8 +352,8 @@ fn a_test_split_without_labels_is_left_out_and_said() {
     assert_eq!((broken(&catalog).len(), catalog.unlabelled.len()), (4, 0));
 }
 
-/// By hand: `LOCKSTEP_PARQUET=FILE cargo test -p lockstep-data --lib -- --ignored --nocapture reading_speed` says how
-/// long a picture takes to be read from that file, in a random order.
+/// Measures how long reading a picture takes, in random order. Run by hand: `LOCKSTEP_PARQUET=FILE cargo test -p
+/// lockstep-data --lib -- --ignored --nocapture reading_speed`.
 #[test]
 #[ignore = "needs a large file"]
 fn reading_speed() {

@@ -1,8 +1,9 @@
-//! Bytes of a file to RGB pixels, with Pillow's meaning: `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
+//! Decoding of a file to RGB pixels, with Pillow's semantics:
+//! `ImageOps.exif_transpose(Image.open(file)).convert("RGB")`.
 //!
-//! What a file's transparent pixels hold is kept and the alpha channel dropped; colour profiles and gamma are not
-//! applied; of 16 bits the upper 8 are taken. A JPEG file of more pixels than are read is decoded at half, a quarter or an eighth
-//! of its sides.
+//! The alpha channel is dropped, and transparent pixels keep their colour. Colour profiles and gamma are not applied.
+//! Of 16 bits, the upper 8 are taken. A JPEG file with more pixels than allowed is decoded at half, a quarter or an
+//! eighth of its sides.
 
 use super::{
     MAX_BYTES, PictureRef, format_of,
@@ -17,16 +18,16 @@ use zune_jpeg::{
     zune_core::{bytestream::ZCursor, colorspace::ColorSpace, options::DecoderOptions},
 };
 
-/// Buffers that a picture has made larger are given back before the next one.
+/// Buffers larger than this are freed before the next picture.
 const KEPT_BYTES: usize = 64 << 20;
 
-/// Which of a sample's two bytes, in this machine's order, has the upper 8 bits.
+/// The index of the upper byte of a 16-bit sample, in this machine's byte order.
 const UPPER: usize = if cfg!(target_endian = "little") { 1 } else { 0 };
 
-/// Decodes pictures; one a thread, as it keeps its buffers.
+/// Decodes pictures. Each thread has one, because it keeps its buffers.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
-    /// As the file has them.
+    /// Pixels in the file's colour type.
     stored: Vec<u8>,
     /// RGB.
     pixels: Vec<u8>,
@@ -34,10 +35,10 @@ pub(crate) struct Decoder {
     turned: Vec<u8>,
 }
 
-/// A file of which only the beginning was read.
+/// A file of which only the header has been read.
 pub(super) struct Header<'a> {
     pub(super) format: ImageFormat,
-    /// As they are stored, before `orientation`.
+    /// The stored width, before `orientation` is applied.
     pub(super) width: u32,
     pub(super) height: u32,
     pub(super) orientation: Orientation,
@@ -46,14 +47,14 @@ pub(super) struct Header<'a> {
 
 enum Body<'a> {
     Jpeg(Box<JpegDecoder<ZCursor<&'a [u8]>>>),
-    /// A rare kind of JPEG, or one that is scaled down.
+    /// A JPEG of a rare kind, or one that is scaled down while it is decoded.
     RareJpeg(Box<jpeg_decoder::Decoder<&'a [u8]>>),
     Other(Box<dyn ImageDecoder + 'a>),
 }
 
 impl<'a> Header<'a> {
     /// # Errors
-    /// What is wrong with it, to stand after its name.
+    /// Why the picture cannot be decoded, as a phrase to follow its name.
     pub(super) fn read(bytes: &'a [u8]) -> Result<Self, String> {
         let format = format_of(bytes).ok_or_else(|| no_picture(bytes))?;
         if !whole::is_whole(format, bytes) {
@@ -100,15 +101,15 @@ fn jpeg(bytes: &[u8]) -> Result<Header<'_>, String> {
     Ok(Header { format: ImageFormat::Jpeg, width, height, orientation: orientation(exif), body })
 }
 
-/// What a file is for a decoder in hardware.
+/// The properties of a JPEG file that a hardware decoder can decode.
 ///
 /// # Errors
-/// Why cores decode it.
+/// Why cores decode the file.
 pub fn for_hardware(bytes: &[u8]) -> Result<Stored, CpuDecodeReason> {
     let frame = Frame::read(bytes)?;
     let Frame { width, height, .. } = frame;
     let subsampling = frame.for_hardware()?;
-    // Also checks that the file has its end.
+    // This also checks that the file has its end.
     let header = Header::read(bytes).map_err(|_| CpuDecodeReason::Damaged)?;
     let orientation = header.orientation.to_exif();
     let stored = Stored { width: header.width, height: header.height, orientation, subsampling };
@@ -124,9 +125,9 @@ fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     limits.max_alloc = Some(MAX_BYTES);
     reader.limits(limits);
     let mut decoder = reader.into_decoder().map_err(|error| match error {
-        // Palettes, YCbCr, Lab, 32 bits, and compressions.
+        // Palettes, YCbCr, Lab, 32 bits, and unsupported compressions.
         ImageError::Unsupported(_) => format!(
-            "is a {format:?} picture of a kind that is not read ({error}); save it as RGB or grey of 8 or 16 bits, or as PNG"
+            "is a {format:?} picture of an unsupported kind ({error}); save it as RGB or grey of 8 or 16 bits, or as PNG"
         ),
         _ => cannot_be_decoded(error),
     })?;
@@ -138,7 +139,7 @@ fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     }
     if decoder.total_bytes() > MAX_BYTES {
         return Err(format!(
-            "is {width} x {height} pixels of {:?}, {} MiB; up to {} MiB are read",
+            "is {width} x {height} pixels of {:?}, {} MiB; at most {} MiB are allowed",
             decoder.color_type(),
             decoder.total_bytes() >> 20,
             MAX_BYTES >> 20
@@ -146,13 +147,14 @@ fn other(format: ImageFormat, bytes: &[u8]) -> Result<Header<'_>, String> {
     }
     let orientation = match format {
         ImageFormat::Tiff => decoder.orientation().unwrap_or(Orientation::NoTransforms),
-        // A note that cannot be read turns nothing.
+        // Unreadable metadata is ignored.
         _ => orientation(decoder.exif_metadata().ok().flatten().as_deref()),
     };
     Ok(Header { format, width, height, orientation, body: Body::Other(Box::new(decoder)) })
 }
 
-/// Whether these are a JPEG picture of three channels without rotation, so that its decoder outputs it upright and in RGB.
+/// Whether `bytes` are a JPEG picture with three channels and without rotation, so that its decoder outputs upright
+/// RGB.
 pub(crate) fn is_plain_jpeg(bytes: &[u8]) -> bool {
     let plain = |header: Header<'_>| match &header.body {
         Body::Jpeg(decoder) => {
@@ -164,7 +166,7 @@ pub(crate) fn is_plain_jpeg(bytes: &[u8]) -> bool {
     format_of(bytes) == Some(ImageFormat::Jpeg) && jpeg(bytes).is_ok_and(plain)
 }
 
-/// From an EXIF block, which some writers begin as JPEG files do.
+/// The orientation in an EXIF block. Some writers begin the block as in a JPEG file.
 fn orientation(exif: Option<&[u8]>) -> Orientation {
     exif.map(|exif| exif.strip_prefix(b"Exif\0\0").unwrap_or(exif))
         .and_then(Orientation::from_exif_chunk)
@@ -184,12 +186,12 @@ impl Decoder {
     /// Decodes a picture of any size and colour type as RGB.
     ///
     /// # Errors
-    /// What is wrong with it, to stand after its name.
+    /// Why the picture cannot be decoded, as a phrase to follow its name.
     pub(crate) fn decode(&mut self, bytes: &[u8]) -> Result<PictureRef<'_>, String> {
         self.pixels_of(Header::read(bytes)?)
     }
 
-    /// The picture of which [`Decoder::decode`] gives a view.
+    /// As [`Decoder::decode`], but returns an owned picture.
     pub(super) fn decode_owned(mut self, bytes: &[u8]) -> Result<super::Picture, String> {
         let header = Header::read(bytes)?;
         let (width, height) = header.dimensions();
@@ -260,10 +262,10 @@ fn to_rgb(kind: ColorType, stored: &[u8], rgb: &mut [u8]) -> Result<(), String> 
             pixels.map(|value| u16::from_ne_bytes([value[0], value[1]]))
         };
         let (least, most) = (values().min().unwrap_or(0), values().max().unwrap_or(0));
-        // A picture of one value may really be that dark.
+        // A picture with a single value may really be that dark.
         if most < 1 << 12 && least < most {
             return Err(format!(
-                "has values of up to {most} in 16 bits, of which the upper 8 are read: nearly black; scale its values up to 65535"
+                "has values of up to {most} in 16 bits, of which only the upper 8 are used, so it would be nearly black; scale its values up to 65535"
             ));
         }
     }
@@ -309,7 +311,7 @@ fn turn(orientation: Orientation, width: usize, from: &[u8], to: &mut Vec<u8>) {
     let (w, h) = if is_on_its_side(orientation) { (height, width) } else { (width, height) };
     for (y, row) in to.chunks_exact_mut(w * 3).enumerate() {
         for (x, pixel) in row.chunks_exact_mut(3).enumerate() {
-            // Column and row in the stored picture of what is upright at (x, y).
+            // The column and row in the stored picture of the upright pixel (x, y).
             let (column, line) = match orientation {
                 Orientation::NoTransforms => (x, y),
                 Orientation::FlipHorizontal => (w - 1 - x, y),
@@ -317,11 +319,11 @@ fn turn(orientation: Orientation, width: usize, from: &[u8], to: &mut Vec<u8>) {
                 Orientation::FlipVertical => (x, h - 1 - y),
                 // EXIF's 5: mirrored along the diagonal.
                 Orientation::Rotate90FlipH => (y, x),
-                // 6: lies on its left side.
+                // EXIF's 6: the picture lies on its left side.
                 Orientation::Rotate90 => (y, w - 1 - x),
-                // 7: mirrored along the other diagonal.
+                // EXIF's 7: mirrored along the other diagonal.
                 Orientation::Rotate270FlipH => (h - 1 - y, w - 1 - x),
-                // 8: lies on its right side.
+                // EXIF's 8: the picture lies on its right side.
                 Orientation::Rotate270 => (h - 1 - y, x),
             };
             pixel.copy_from_slice(&from[(line * width + column) * 3..][..3]);

@@ -1,8 +1,9 @@
-//! What decodes a JPEG file, from its header (ITU-T T.81, annex B).
+//! The header of a JPEG file (ITU-T T.81, annex B), and which decoder can decode the file.
 //!
-//! A decoder in hardware takes what cameras and the web mostly have: baseline, 8 bits, three channels in one scan, stored as
-//! YCbCr in a usual subsampling, of a usual size. The rest is decoded on cores, most of it by `zune-jpeg`, and by the slower
-//! `jpeg-decoder` what `zune-jpeg` decodes wrongly. Tests hold all of them against libjpeg.
+//! A hardware decoder supports most files of cameras and the web: baseline, 8 bits, three channels in one scan,
+//! stored as YCbCr in a usual subsampling, of a usual size. Other files are decoded on cores: most of them by
+//! `zune-jpeg`, and those that `zune-jpeg` decodes incorrectly by the slower `jpeg-decoder`. Tests compare all
+//! decoders with libjpeg.
 
 use jpeg_decoder::ColorTransform;
 use std::fmt;
@@ -13,36 +14,36 @@ mod cases;
 mod matrix;
 mod scan;
 
-/// Longer sides are decoded on cores.
-pub const MOST_SIDE: u32 = 8192;
+/// Pictures with a longer side are decoded on cores.
+pub const MAX_SIDE: u32 = 8192;
 
-/// Why a picture is decoded on cores where others are decoded by the GPU.
+/// Why a picture is decoded on cores although other pictures are decoded by the GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CpuDecodeReason {
     /// PNG, WebP and so on.
     OtherFormat,
     Progressive,
-    /// Arithmetic coding, 12 bits, lossless, hierarchical.
+    /// Arithmetic coding, 12 bits, lossless or hierarchical.
     RareCoding,
     Grey,
     /// Four channels.
     Cmyk,
-    /// Three channels that are R, G and B.
+    /// Three channels, which are R, G and B.
     StoredAsRgb,
-    /// Three channels whose markers libjpeg and `zune-jpeg` read differently.
+    /// Three channels whose colour space libjpeg and `zune-jpeg` interpret differently.
     AmbiguousColours,
-    /// Neither 4:4:4, 4:2:2, 4:2:0 nor 4:4:0.
+    /// Not 4:4:4, 4:2:2, 4:2:0 or 4:4:0.
     RareSubsampling,
     SeveralScans,
-    /// A side of more than [`MOST_SIDE`] pixels.
+    /// A side is longer than [`MAX_SIDE`] pixels.
     Large,
-    /// The batch's files are more than are held at a time.
+    /// The files of the batch exceed the limit for files held in memory.
     LongBatch,
-    /// It is damaged: the host's decoder says how.
+    /// The file is damaged. The host's decoder reports how.
     Damaged,
-    /// nvJPEG does not support it.
+    /// nvJPEG does not support the file.
     Refused,
-    /// The GPU could not decode the batch that it was in.
+    /// The GPU could not decode the picture's batch.
     Failed,
 }
 
@@ -67,17 +68,18 @@ impl fmt::Display for CpuDecodeReason {
     }
 }
 
-/// A picture as its file has it, before it is turned upright.
+/// A picture as stored in its file, before it is turned upright.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stored {
     pub width: u32,
     pub height: u32,
-    /// EXIF's: 1 to 8.
+    /// The EXIF orientation, 1 to 8.
     pub orientation: u8,
     pub subsampling: Subsampling,
 }
 
-/// Columns and rows of a picture, 1 or 2 of each, for which there is one sample of chroma: (2, 2) is called 4:2:0.
+/// Chroma subsampling: the number of columns and rows of the picture (1 or 2 each) for one chroma sample. (2, 2) is
+/// called 4:2:0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Subsampling {
     pub columns: u32,
@@ -85,58 +87,58 @@ pub struct Subsampling {
 }
 
 impl Stored {
-    /// Width and height once it is upright.
+    /// Width and height of the upright picture.
     pub(crate) fn upright(self) -> (u32, u32) {
         if self.orientation > 4 { (self.height, self.width) } else { (self.width, self.height) }
     }
 
-    /// Width and height of a plane of chroma.
+    /// Width and height of a chroma plane.
     pub fn chroma(self) -> (u32, u32) {
         (self.width.div_ceil(self.subsampling.columns), self.height.div_ceil(self.subsampling.rows))
     }
 }
 
-/// Whether the data of a file's only scan is damaged. Decoders fill with grey what is missing and do not report it, a GPU's least
-/// of all. Not found: damage of progressive files and of those of several scans.
+/// Whether the data of a file's only scan is damaged. Decoders fill missing parts with grey and report nothing; a GPU
+/// in particular. Damage of progressive files and of files with several scans is not detected.
 pub(super) fn has_damaged_scan(bytes: &[u8]) -> bool {
     Frame::read(bytes).is_ok_and(|frame| {
         frame.is_sequential()
             && frame.is_interleaved()
-            // Without a table, decoders say what is wrong.
+            // If a table is missing, the decoders report it.
             && scan::blocks(&frame).is_some_and(|blocks| !scan::is_whole(bytes, &frame, &blocks))
     })
 }
 
-/// What the markers up to the first scan's say.
+/// The contents of the markers up to the first scan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Frame<'a> {
     /// The frame's marker: 0xc0 is baseline, 0xc2 progressive.
     coding: u8,
-    /// Bits of a sample.
+    /// Bits per sample.
     precision: u8,
     pub(super) width: u32,
     pub(super) height: u32,
-    /// Three bytes for each channel: its name, its sampling factors (across in the upper four bits, down in the lower), and
-    /// its table of quantisation.
+    /// Three bytes per channel: its id, its sampling factors (horizontal in the upper four bits, vertical in the
+    /// lower), and its quantisation table.
     channels: &'a [u8],
-    /// Its channels are R, G and B, or C, M, Y and K; else YCbCr, and K.
+    /// Whether the channels are R, G and B, or C, M, Y and K. Otherwise they are YCbCr (and K).
     is_rgb: bool,
-    /// `zune-jpeg` chooses the same colour space as libjpeg.
+    /// Whether `zune-jpeg` chooses the same colour space as libjpeg.
     zune_agrees: bool,
     pub(super) exif: Option<&'a [u8]>,
-    /// Huffman tables, those of DC first: how many codes there are of each length, and their symbols.
+    /// Huffman tables, DC before AC: the number of codes of each length, then their symbols.
     tables: [Option<&'a [u8]>; 8],
-    /// MCUs between restart markers, or 0.
+    /// Number of MCUs between restart markers, or 0.
     restart_interval: usize,
-    /// The first scan's channels, two bytes each: the name and the numbers of its tables.
+    /// The channels of the first scan, two bytes each: the id and the numbers of its tables.
     scan: &'a [u8],
-    /// Where that scan's data begins.
+    /// The offset of that scan's data.
     data: usize,
 }
 
 impl<'a> Frame<'a> {
     /// # Errors
-    /// It is no JPEG file, or there is no scan.
+    /// The file is not a JPEG file, or has no scan.
     pub(super) fn read(bytes: &'a [u8]) -> Result<Self, CpuDecodeReason> {
         if !bytes.starts_with(&[0xff, 0xd8, 0xff]) {
             return Err(CpuDecodeReason::OtherFormat);
@@ -146,7 +148,7 @@ impl<'a> Frame<'a> {
         loop {
             let rest = bytes.get(at..).unwrap_or_default();
             let (marker, length) = match *rest {
-                // Filling, or what belongs to no segment, which decoders pass over: the marker follows.
+                // Fill bytes, or bytes outside segments, which decoders skip until the next marker.
                 [0xff, 0xff, ..] | [0..=0xfe, ..] => {
                     at += 1;
                     continue;
@@ -165,7 +167,7 @@ impl<'a> Frame<'a> {
                 0xe1 if segment.starts_with(b"Exif\0\0") => frame.exif = frame.exif.or(Some(segment)),
                 0xee if segment.starts_with(b"Adobe") => adobe = segment.get(11).copied(),
                 0xc4 => frame.add_tables(segment)?,
-                // An extension and a table of arithmetic coding among the frames' markers.
+                // An extension, and the definition of arithmetic coding, whose numbers lie among the frame markers.
                 0xc8 | 0xcc => {}
                 0xc0..=0xcf => frame.describe(marker, segment)?,
                 0xdd => {
@@ -176,7 +178,7 @@ impl<'a> Frame<'a> {
                     let count = usize::from(*segment.first().ok_or(CpuDecodeReason::Damaged)?);
                     frame.scan = segment.get(1..1 + 2 * count).ok_or(CpuDecodeReason::Damaged)?;
                     frame.data = at;
-                    // As libjpeg decides, and as `zune-jpeg` does.
+                    // The same decision as in libjpeg and `zune-jpeg`.
                     let is_named_rgb = frame.channels.iter().step_by(3).eq(b"RGB");
                     let (as_libjpeg, as_zune) = match (frame.channels.len() / 3, adobe) {
                         (4, _) => (adobe.is_none_or(|transform| transform == 0), adobe != Some(2)),
@@ -192,7 +194,7 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Takes in the segment behind a frame's marker.
+    /// Reads the segment of a frame marker.
     fn describe(&mut self, marker: u8, segment: &'a [u8]) -> Result<(), CpuDecodeReason> {
         let &[precision, h1, h0, w1, w0, count, ref channels @ ..] = segment else {
             return Err(CpuDecodeReason::Damaged);
@@ -221,15 +223,15 @@ impl<'a> Frame<'a> {
         self.channels.chunks_exact(3).map(|channel| channel[1])
     }
 
-    /// Whether all channels are in one scan, or in many that refine each other.
+    /// Whether all channels are in one scan, or in several that refine each other.
     fn is_interleaved(&self) -> bool {
         3 * self.scan.len() == 2 * self.channels.len()
     }
 
-    /// For a decoder in hardware.
+    /// Checks whether a hardware decoder can decode the file.
     ///
     /// # Errors
-    /// Why cores decode it.
+    /// Why cores decode the file.
     pub(super) fn for_hardware(&self) -> Result<Subsampling, CpuDecodeReason> {
         match (self.coding, self.precision, self.channels.len() / 3) {
             (0xc2, ..) => return Err(CpuDecodeReason::Progressive),
@@ -244,7 +246,7 @@ impl<'a> Frame<'a> {
             _ => return Err(CpuDecodeReason::RareSubsampling),
         };
         if self.width == 0 || self.height == 0 {
-            // The height may come behind the scan.
+            // The height may follow the scan.
             return Err(CpuDecodeReason::RareCoding);
         }
         if self.is_rgb {
@@ -256,7 +258,7 @@ impl<'a> Frame<'a> {
         if !self.is_interleaved() {
             return Err(CpuDecodeReason::SeveralScans);
         }
-        if self.width.max(self.height) > MOST_SIDE {
+        if self.width.max(self.height) > MAX_SIDE {
             return Err(CpuDecodeReason::Large);
         }
         if scan::blocks(self).is_none() {
@@ -265,8 +267,9 @@ impl<'a> Frame<'a> {
         Ok(Subsampling { columns: u32::from(luma >> 4), rows: u32::from(luma & 15) })
     }
 
-    /// Whether `zune-jpeg` 0.5.15 makes the pixels that libjpeg makes. Where channels have scans of their own, or more samples than
-    /// the first channel, it decodes stripes or panics. It takes some files' channels for R, G and B that are not.
+    /// Whether `zune-jpeg` 0.5.15 produces the same pixels as libjpeg. If channels have separate scans, or more
+    /// samples than the first channel, it produces stripes or panics. It also interprets the channels of some files
+    /// as R, G and B by mistake.
     pub(super) fn is_decoded_by_zune(&self) -> bool {
         let usual = |luma| matches!(luma, 0x11 | 0x21 | 0x22 | 0x12);
         let mut sampling = self.sampling();
@@ -279,7 +282,7 @@ impl<'a> Frame<'a> {
         is_alike && self.zune_agrees && (self.coding == 0xc2 || self.is_interleaved())
     }
 
-    /// What its channels are, for `jpeg-decoder`.
+    /// The colour space of the channels, for `jpeg-decoder`.
     pub(super) fn colours(&self) -> ColorTransform {
         match (self.channels.len() / 3, self.is_rgb) {
             (1, _) => ColorTransform::Grayscale,
@@ -290,18 +293,18 @@ impl<'a> Frame<'a> {
         }
     }
 
-    /// Whether it is decoded block by block, so that a picture that is scaled down takes no more memory than that.
+    /// Whether the picture is decoded block by block, so that decoding it at a smaller scale needs less memory.
     pub(super) fn is_sequential(&self) -> bool {
         matches!(self.coding, 0xc0 | 0xc1)
     }
 
-    /// Why nothing here decodes it, if nothing does: words to stand after its name.
+    /// Why no decoder supports the file, as a phrase to follow its name. `None` if one does.
     pub(super) fn refusal(&self) -> Option<String> {
         let what = match (self.coding, self.precision, self.channels.len() / 3) {
-            // A lossless conversion.
+            // The conversion is lossless.
             (0xc9..=0xcf, ..) => {
                 return Some(
-                    "is an arithmetic-coded JPEG picture, which is not read; `jpegtran FILE >NEW` makes it a usual one".into(),
+                    "is an arithmetic-coded JPEG picture, which is not supported; `jpegtran FILE >NEW` converts it losslessly".into(),
                 );
             }
             (0xc3 | 0xc5..=0xc7, ..) => "lossless or hierarchical".into(),
@@ -311,7 +314,7 @@ impl<'a> Frame<'a> {
             _ => return None,
         };
         Some(format!(
-            "is a JPEG picture of a kind that is not read: {what}; save it as 8-bit baseline JPEG or as PNG"
+            "is a JPEG picture of an unsupported kind: {what}; save it as 8-bit baseline JPEG or as PNG"
         ))
     }
 }
@@ -321,7 +324,7 @@ mod tests {
     use super::*;
     use crate::picture::decode::for_hardware;
 
-    /// A file's head: JFIF or not, further segments, the frame and the scan.
+    /// The head of a file: optionally JFIF, further segments, the frame and the scan.
     fn head(marker: u8, frame: &[u8], before: &[&[u8]], scan: u8) -> Vec<u8> {
         let mut bytes = vec![0xff, 0xd8];
         let mut add = |marker: u8, segment: &[u8]| {
@@ -331,7 +334,7 @@ mod tests {
         };
         before.iter().for_each(|segment| add(segment[0], &segment[1..]));
         add(marker, frame);
-        // Tables of DC and AC, without a code.
+        // DC and AC tables without any code.
         add(0xc4, &[0; 17]);
         add(0xc4, &[&[0x10][..], &[0; 16]].concat());
         add(0xda, &[scan, 1, 0, 2, 0, 3, 0, 0, 63, 0]);
@@ -375,7 +378,8 @@ mod tests {
         ] {
             assert_eq!(of(&bytes), Err(expected));
         }
-        // Names of channels mean nothing in a JFIF file, nor where Adobe's marker says YCbCr, but not every decoder knows.
+        // In a JFIF file, or where Adobe's marker says YCbCr, the ids of channels have no meaning. Not every decoder
+        // respects that.
         for before in [&b"\xe0JFIF\0\x01\x01\0\0\x01\0\x01\0\0"[..], b"\xeeAdobe\0\x64\0\0\0\0\x01"] {
             assert!(of(&head(0xc0, &ORDINARY, &[before], 3)).is_ok());
             let bytes = head(0xc0, &rgb, &[before], 3);
@@ -412,13 +416,13 @@ mod tests {
         let file = encoded(24, 16);
         let subsampling = Subsampling { columns: 1, rows: 1 };
         assert_eq!(for_hardware(&file), Ok(Stored { width: 24, height: 16, orientation: 1, subsampling }));
-        // An EXIF block that says: lies on its left side.
+        // An EXIF block for a picture that lies on its left side.
         let exif =
             b"\xff\xe1\0\x22Exif\0\0II\x2a\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x06\0\0\0\0\0\0\0";
         let turned = for_hardware(&[&file[..2], exif, &file[2..]].concat()).unwrap();
         assert_eq!((turned.orientation, turned.upright()), (6, (16, 24)));
         assert_eq!(for_hardware(&file[..file.len() - 2]), Err(CpuDecodeReason::Damaged));
-        assert!(for_hardware(&encoded(MOST_SIDE, 1)).is_ok());
-        assert_eq!(for_hardware(&encoded(MOST_SIDE + 1, 1)), Err(CpuDecodeReason::Large));
+        assert!(for_hardware(&encoded(MAX_SIDE, 1)).is_ok());
+        assert_eq!(for_hardware(&encoded(MAX_SIDE + 1, 1)), Err(CpuDecodeReason::Large));
     }
 }

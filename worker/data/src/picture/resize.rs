@@ -1,4 +1,5 @@
-//! Resizing as Pillow does it: a triangle filter as wide as the scale (bilinear with antialias), on bytes.
+//! Resizing with Pillow's algorithm: a triangle filter whose width grows with the scale (bilinear with antialiasing),
+//! on bytes.
 
 use super::PictureRef;
 use fast_image_resize::{
@@ -7,7 +8,7 @@ use fast_image_resize::{
     pixels::{U8, U8x3},
 };
 
-/// A rectangle of whole pixels: what Pillow's `crop` takes.
+/// A rectangle of whole pixels, as for Pillow's `crop`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) left: u32,
@@ -16,23 +17,23 @@ pub(crate) struct Region {
     pub(crate) height: u32,
 }
 
-/// What of a picture is resized.
+/// The part of a picture that is resized.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Area {
     Whole,
-    /// Left, top, width and height. The filter also sees the pixels around it, as when the whole picture is resized
-    /// and then cropped.
+    /// Left, top, width and height. The filter also uses the pixels around the window, as if the whole picture were
+    /// resized and then cropped.
     Window(f64, f64, f64, f64),
-    /// Cut out first: the filter sees nothing else.
+    /// The region is cut out first, so the filter uses no other pixels.
     Cut(Region),
 }
 
-/// Resizes pictures; one a thread, as it keeps its buffers.
+/// Resizes pictures. Each thread has one, because it keeps its buffers.
 #[derive(Debug, Default)]
 pub(crate) struct Resize(Resizer);
 
 impl Resize {
-    /// Makes `area` of a picture `to.len()` bytes: width and height `size`, as many channels as the picture has.
+    /// Resizes `area` of a picture to `size` (width, height). `to` has as many channels as the picture.
     pub(crate) fn run(&mut self, from: PictureRef<'_>, area: Area, size: (u32, u32), to: &mut [u8]) {
         match from.channels {
             1 => self.typed::<U8>(from, area, size, to),
@@ -47,7 +48,7 @@ impl Resize {
         (width, height): (u32, u32),
         to: &mut [u8],
     ) {
-        // Sizes fit by construction, which is all that can fail here.
+        // Only wrong sizes can make this fail, and they are right by construction.
         let both = TypedImageRef::<P>::from_buffer(from.width, from.height, from.pixels)
             .ok()
             .zip(TypedImage::<P>::from_buffer(width, height, to).ok());

@@ -1,33 +1,34 @@
-//! Weights of bilinear resizing along one axis, for a GPU that resizes.
+//! Weights of bilinear resizing along one axis, for a GPU.
 
 use std::ops::Range;
 
-/// Weights of a bilinear scaling of one axis: half-pixel centres, a triangle that is widened when it makes
-/// smaller, in 16-bit fixed point exactly as the host's scaler has them (crate `fast_image_resize`,
-/// `ResizeAlg::Convolution(FilterType::Bilinear)` on bytes), so that both make the same pictures.
+/// Weights of bilinear scaling along one axis: half-pixel centres, and a triangle that widens when the picture is
+/// reduced. The weights are in 16-bit fixed point, exactly as in the host's resizer (crate `fast_image_resize`,
+/// `ResizeAlg::Convolution(FilterType::Bilinear)` on bytes), so that both produce the same pictures.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ScaleTable {
-    /// For each output: first input, how many, then `taps` weights; upload it as it is.
+    /// For each output: the first input, the number of inputs, then `taps` weights. It can be uploaded unchanged.
     pub entries: Vec<i32>,
     pub taps: u32,
-    /// Fraction bits of a weight.
+    /// Number of fraction bits of a weight.
     pub shift: u32,
 }
 
 impl ScaleTable {
-    /// From `from` pixels to `to`; neither is 0.
+    /// The table for scaling `from` pixels to `to`; neither may be 0.
     pub fn new(from: u32, to: u32) -> Self {
         Self::window(from, 0.0, f64::from(from), to)
     }
 
-    /// From the `length` pixels that begin at `first`, of `from`, to `to`; the filter also sees the pixels around them.
+    /// The table for scaling the `length` pixels from `first` on, of `from`, to `to`. The filter also uses the pixels
+    /// around them.
     pub fn window(from: u32, first: f64, length: f64, to: u32) -> Self {
-        // In the same steps as there, for the same roundings.
+        // The same computation as in the host's resizer, for equal rounding.
         let scale = ((first + length) - first) / f64::from(to);
         let radius = scale.max(1.0);
         let narrow = 1.0 / radius;
         let room = radius.ceil() as usize * 2 + 1;
-        // First input and weights of each output.
+        // The first input and the weights of each output.
         let (mut starts, mut counts) = (Vec::with_capacity(to as usize), Vec::with_capacity(to as usize));
         let mut weights = Vec::with_capacity(to as usize * room);
         for out in 0..to {
@@ -54,7 +55,8 @@ impl ScaleTable {
             counts.push(weights.len() - own);
         }
         let largest = weights.iter().fold(0.0f64, |a, b| a.max(*b));
-        // As many bits as keep every weight below 2^15; 21 at most, for a sum of bytes in 32 bits.
+        // The largest number of bits for which every weight is below 2^15, at most 21, because sums of bytes must fit
+        // in 32 bits.
         let shift = (0..21).find(|s| (largest * f64::from(1u32 << (s + 1))).round() >= 32768.0).unwrap_or(21);
         let taps = counts.iter().copied().max().unwrap_or(1);
         let mut entries = Vec::with_capacity(starts.len() * (2 + taps));
@@ -68,7 +70,7 @@ impl ScaleTable {
         Self { entries, taps: taps as u32, shift }
     }
 
-    /// Inputs that any `band` neighbouring outputs (from a multiple of `band`) need, at most.
+    /// The maximum number of inputs that `band` neighbouring outputs (starting at a multiple of `band`) need.
     pub fn span(&self, band: u32) -> u32 {
         let outputs: Vec<&[i32]> = self.entries.chunks_exact(2 + self.taps as usize).collect();
         let spans =
@@ -79,7 +81,7 @@ impl ScaleTable {
         spans.max().unwrap_or(1)
     }
 
-    /// The inputs that some output needs.
+    /// The range of inputs that any output needs.
     pub fn inputs(&self) -> Range<u32> {
         let outputs = || self.entries.chunks_exact(2 + self.taps as usize);
         let first = outputs().map(|o| o[0]).min().unwrap_or(0);

@@ -1,17 +1,18 @@
-//! Whether a picture's data has its end. Decoders fill what is missing with grey, and of files too many to keep in memory only
-//! headers are read when a job starts, so it is decided by the format's own markers.
+//! Whether a picture's data is complete, according to the markers of its format. Decoders fill missing data with
+//! grey. If there are too many files to keep in memory, only headers are read when a job starts, so decoding cannot
+//! tell.
 //!
-//! What lies behind the end is no part of the picture: phones keep a film there (motion photographs), or further
-//! pictures (CIPA DC-007, "multi-picture format").
+//! Data after the picture's end is ignored. Phones store a video there (motion photographs), or further pictures
+//! (CIPA DC-007, "multi-picture format").
 
 use image::ImageFormat;
 
-/// Whether the format's markers show where a picture ends; other formats have to be decoded.
+/// Whether the markers of the format show where a picture ends. Pictures in other formats must be decoded.
 pub(super) fn marks_its_end(format: ImageFormat) -> bool {
     matches!(format, ImageFormat::Jpeg | ImageFormat::Png | ImageFormat::WebP)
 }
 
-/// False when the picture surely is cut off.
+/// False if the picture is certainly truncated.
 pub(super) fn is_whole(format: ImageFormat, bytes: &[u8]) -> bool {
     match format {
         ImageFormat::Jpeg => jpeg(bytes),
@@ -21,21 +22,21 @@ pub(super) fn is_whole(format: ImageFormat, bytes: &[u8]) -> bool {
     }
 }
 
-/// From marker to marker (ITU-T T.81, annex B) until "end of image". A segment is passed over by its length, so that
-/// a thumbnail's own end does not count; what is between segments, a scan's data, has no other marker in it.
+/// Follows the markers (ITU-T T.81, annex B) to "end of image". A segment is skipped by its length, so that the end
+/// of a thumbnail does not count. Between segments lies the data of a scan, which contains no other markers.
 fn jpeg(bytes: &[u8]) -> bool {
-    // Behind "start of image".
+    // After "start of image".
     let mut at = 2;
     while let Some(offset) = bytes.get(at..).and_then(|rest| rest.iter().position(|b| *b == 0xff)) {
         let marker = at + offset + 1;
         at = match bytes.get(marker) {
             None => return false,
-            // Filling: the marker follows.
+            // Fill bytes before a marker.
             Some(0xff) => marker,
             Some(0xd9) => return true,
-            // Another picture begins, and this one has not ended.
+            // Another picture begins before this one has ended.
             Some(0xd8) => return false,
-            // A scan's own 0xff, markers within a scan, and what has no length or no meaning.
+            // A 0xff in the data of a scan, a marker within a scan, or a marker without length or meaning.
             Some(0x00..=0xbf | 0xd0..=0xd7) => marker + 1,
             Some(_) => match bytes.get(marker + 1..marker + 3) {
                 Some(length) => marker + 1 + usize::from(u16::from_be_bytes([length[0], length[1]])).max(2),
@@ -46,12 +47,12 @@ fn jpeg(bytes: &[u8]) -> bool {
     false
 }
 
-/// From chunk to chunk (ISO/IEC 15948, section 5.3) until the last one, all of it there.
+/// Follows the chunks (ISO/IEC 15948, section 5.3) to the last one, which must be complete.
 fn png(bytes: &[u8]) -> bool {
     let mut at = 8;
     while let Some(head) = bytes.get(at..at + 8) {
         let length = u32::from_be_bytes([head[0], head[1], head[2], head[3]]) as usize;
-        // Length, kind and checksum are four bytes each.
+        // Length, type and checksum have four bytes each.
         at = at.saturating_add(12).saturating_add(length);
         if &head[4..] == b"IEND" || at > bytes.len() {
             return at <= bytes.len();
@@ -60,7 +61,7 @@ fn png(bytes: &[u8]) -> bool {
     false
 }
 
-/// As long as its header says (RFC 9649, section 2.4).
+/// Compares the length with the header (RFC 9649, section 2.4).
 fn webp(bytes: &[u8]) -> bool {
     let size = bytes.get(4..8).map(|s| u32::from_le_bytes([s[0], s[1], s[2], s[3]]));
     size.is_some_and(|size| size as usize + 8 <= bytes.len())
@@ -84,7 +85,7 @@ mod tests {
         for format in [ImageFormat::Jpeg, ImageFormat::Png, ImageFormat::WebP] {
             let whole = encoded(format);
             assert!(is_whole(format, &whole), "{format:?}");
-            // A film, another picture, one that is itself cut off, markers that mean nothing here.
+            // A video, another picture, a truncated picture, and markers without meaning here.
             for behind in
                 [&b"\0\0\0\x18ftypmp42\xff\xda\0\x0c"[..], &whole, &whole[..whole.len() / 2], b"\xff\xda"]
             {
@@ -108,7 +109,7 @@ mod tests {
         let with = [&whole[..2], &[0xff, 0xe1], &length, &thumbnail, &whole[2..]].concat();
         assert!(jpeg(&with));
         assert!(!jpeg(&with[..with.len() - 2]));
-        // Cut off, and another picture, which is whole, behind it.
+        // A truncated picture, followed by another complete picture.
         assert!(!jpeg(&[&whole[..whole.len() / 2], &whole[..]].concat()));
     }
 }

@@ -1,18 +1,21 @@
-//! The order of a split's pictures in a copy: shuffled, so that reading a shard from front to back sees all classes.
+//! The order of a split's pictures in a copy: shuffled, so that a shard that is read sequentially has pictures of all
+//! classes.
 //!
-//! Files and members of tar files are read one by one, wherever they lie. A row of a Parquet file is read with its page,
-//! which holds up to some hundreds; were each read for itself, a copy would decode every page as often. So rows are mixed in
-//! runs that follow each other in their file, and then within windows of many such runs, each of which is read at once.
+//! Files, and members of tar files, are read individually at any offset. A row of a Parquet file is read together
+//! with its page, which has up to some hundred rows. If rows were read individually, a copy would decode every page
+//! that often. So rows are shuffled in runs of consecutive rows, and then within windows of many runs. A window is
+//! read at once.
 
 use super::ORDER_SEED;
 use crate::{Random, listing::Listing};
 
-/// Rows that stay together, up to the mixing within a window.
+/// Number of consecutive rows in a run. Only the shuffling within a window separates them.
 const RUN: usize = 64;
-/// Pictures of a shard that are read and made at once where they are rows; of 256 pixels they have 30 MB.
+/// Number of pictures in a window. At 256 pixels they take 30 MB of memory.
 pub(super) const WINDOW: usize = 1024;
 
-/// Places of the listing, in the copy's order; the same in every copy. A shard takes `per_shard` of them.
+/// Places in the listing, in the order of the copy, which is the same in every copy. A shard takes `per_shard` of
+/// them.
 pub(super) fn of(split: usize, listing: &Listing, per_shard: u32) -> Vec<u32> {
     if listing.is_of_rows() {
         in_runs(split, listing.len(), per_shard.max(1) as usize)
@@ -37,7 +40,7 @@ fn in_runs(split: usize, count: usize, per_shard: usize) -> Vec<u32> {
     order
 }
 
-/// Cuts ascending places where one does not follow the other.
+/// Splits ascending places into runs of consecutive places.
 pub(super) fn runs(ascending: &[u32]) -> impl Iterator<Item = &[u32]> {
     ascending.chunk_by(|a, b| a + 1 == *b).flat_map(|run| run.chunks(RUN))
 }
@@ -58,7 +61,7 @@ mod tests {
                 continue;
             }
             assert_ne!(in_runs(1, count, per_shard), order);
-            // Neighbours come from anywhere.
+            // Neighbours in the copy come from anywhere in the split.
             let near = order.windows(2).filter(|two| two[0].abs_diff(two[1]) < RUN as u32).count();
             assert!(near < count / 4, "{near} of {count}");
             let mut window = order[..WINDOW].to_vec();

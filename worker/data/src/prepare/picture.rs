@@ -1,10 +1,10 @@
-//! One picture's bytes, as a copy has them.
+//! Converts one picture to its bytes in a copy.
 
 use super::PrepareSettings;
 use crate::picture::{Area, Decoder, Resize, is_plain_jpeg};
 use jpeg_encoder::{ColorType, SamplingFactor};
 
-/// Decodes, resizes and encodes; one a thread, as it keeps its buffers.
+/// Decodes, resizes and encodes pictures. Each thread has one, because it keeps its buffers.
 pub(super) struct Encoder {
     short_side: u32,
     quality: u8,
@@ -26,9 +26,10 @@ impl Encoder {
     }
 
     /// # Errors
-    /// What is wrong with the picture, to stand after its name.
+    /// Why the picture cannot be converted, as a phrase to follow its name.
     pub(super) fn prepared(&mut self, bytes: Vec<u8>) -> Result<Vec<u8>, String> {
-        // Also one that is copied: a broken picture should be found now, and not by a job that trains from the copy.
+        // Also decodes a picture that is copied unchanged: a broken picture should be found now, and not by a job
+        // that trains from the copy.
         let picture = self.decoder.decode(&bytes)?;
         let (width, height) = resized(picture.width, picture.height, self.short_side);
         let same_size = (width, height) == (picture.width, picture.height);
@@ -36,7 +37,7 @@ impl Encoder {
             return Ok(bytes);
         }
         let side = |length: u32| {
-            let too_long = || format!("is {width} x {height} pixels, and JPEG has up to {}", u16::MAX);
+            let too_long = || format!("is {width} x {height} pixels; JPEG allows at most {}", u16::MAX);
             u16::try_from(length).map_err(|_| too_long())
         };
         let (jpeg_width, jpeg_height) = (side(width)?, side(height)?);
@@ -56,7 +57,8 @@ impl Encoder {
     }
 }
 
-/// Width and height after torchvision's `Resize(short_side)`, which cuts off fractions; small pictures stay as they are.
+/// Width and height after torchvision's `Resize(short_side)`, which truncates fractions. Small pictures are not
+/// enlarged.
 fn resized(width: u32, height: u32, short_side: u32) -> (u32, u32) {
     let short = width.min(height);
     if short <= short_side {

@@ -1,4 +1,4 @@
-//! The record of a copy in its folder: `unfinished.json` until the copy is whole, then `prepared.json`.
+//! The record in the folder of a copy: `unfinished.json` until the copy is complete, then `prepared.json`.
 
 use super::DataError;
 use crate::{
@@ -16,39 +16,39 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Another version may make other bytes of the same pictures.
+/// The version of the copy's content. Another version may produce other bytes from the same pictures.
 const VERSION: u32 = 1;
 
-/// What the bytes of a copy follow from.
+/// Everything that determines the bytes of a copy.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Plan {
     pub(super) short_side: u32,
     pub(super) quality: u8,
     pub(super) source: Option<PicturesFingerprint>,
-    /// Pictures in a shard, of each split.
+    /// Number of pictures in a shard, for each split.
     pub(super) per_shard: Vec<u32>,
 }
 
-/// A shard that is whole.
+/// A complete shard.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Finished {
     pub(super) pictures: u64,
     pub(super) bytes: u64,
     /// See [`sampled`].
     pub(super) sampled: u32,
-    /// Left out.
+    /// Pictures that were left out.
     pub(super) broken: Vec<BrokenFile>,
 }
 
-/// So many pieces of so many bytes of a shard are checked, the first and the last among them: a file that was cut off and
-/// extended again (a copy that broke off, a disk that lost what was written) has lost its end.
+/// Number and size of the pieces of a shard that are checked, including the first and the last piece. A file that was
+/// truncated and extended again (an interrupted copy, a disk that lost writes) has lost its end.
 const PIECES: u64 = 16;
 const PIECE_BYTES: u64 = 4096;
 
-/// CRC-32 of pieces that lie evenly in a file: whether it is what was written, without reading all of it.
+/// CRC-32 of pieces at even intervals in a file. It shows whether the file has changed without reading all of it.
 ///
 /// # Errors
-/// It cannot be read.
+/// The file cannot be read.
 pub(super) fn sampled(file: &File) -> io::Result<u32> {
     let last = file.metadata()?.len().saturating_sub(PIECE_BYTES);
     let (mut sum, mut piece) = (crc32fast::Hasher::new(), vec![0; PIECE_BYTES as usize]);
@@ -67,24 +67,24 @@ pub(super) fn sampled(file: &File) -> io::Result<u32> {
 struct Record {
     version: u32,
     plan: Plan,
-    /// By file.
+    /// By file name.
     shards: BTreeMap<String, Finished>,
 }
 
-/// The folder of a copy, which nobody else writes to meanwhile.
+/// The folder of a copy, locked against other processes.
 pub(super) struct Destination {
     dir: PathBuf,
     record: Option<Record>,
-    /// Names of what it held when it was opened.
+    /// Names of the files that the folder had when it was opened.
     found: Vec<String>,
     _lock: File,
 }
 
 impl Destination {
-    /// Opens or makes the folder `to`, for a copy of what lies at `source`.
+    /// Opens or creates the folder `to`, for a copy of the dataset at `source`.
     ///
     /// # Errors
-    /// It lies in the dataset itself, somebody else is writing to it, or it cannot be used.
+    /// The folder is inside the dataset, another process is writing to it, or it cannot be used.
     pub(super) fn open(source: &Path, to: &Path) -> Result<Self, DataError> {
         let wrong = |detail: String| DataError::File { path: to.display().to_string(), detail };
         let io = |error| wrong(format!("cannot be used: {error}"));
@@ -96,10 +96,10 @@ impl Destination {
             if is_new {
                 let _ = fs::remove_dir(&dir);
             }
-            return Err(wrong("lies in the dataset that it would be a copy of; give another folder".into()));
+            return Err(wrong("lies in the dataset that is to be copied; give another folder".into()));
         }
         let lock = File::open(&dir).map_err(io)?;
-        // Where folders cannot be locked, it is up to the user.
+        // If the file system does not support locks, the user must avoid concurrent copies.
         if matches!(lock.try_lock(), Err(TryLockError::WouldBlock)) {
             return Err(wrong("is being written by another `lockstep dataset prepare`".into()));
         }
@@ -121,10 +121,10 @@ impl Destination {
         Ok(Self { dir, record, found, _lock: lock })
     }
 
-    /// Whether a copy was begun here that `plan` continues.
+    /// Whether the folder has an incomplete copy that `plan` continues.
     ///
     /// # Errors
-    /// What is there is something else; the sentence says what differs.
+    /// The folder has other content; the error names the difference.
     pub(super) fn continues(&self, plan: &Plan) -> Result<bool, DataError> {
         let wrong = |detail: String| Err(DataError::File { path: self.dir.display().to_string(), detail });
         let Some(Record { version, plan: begun, .. }) = &self.record else {
@@ -155,14 +155,14 @@ impl Destination {
         }
         if begun.source != plan.source {
             return wrong(format!(
-                "holds a copy of another dataset, or of other files than it has now; {instead}"
+                "holds a copy of another dataset, or the dataset's files have changed; {instead}"
             ));
         }
         Ok(true)
     }
 
     /// # Errors
-    /// The disk does not take it.
+    /// The record cannot be written.
     pub(super) fn begin(&mut self, plan: Plan) -> Result<(), DataError> {
         self.record = Some(Record { version: VERSION, plan, shards: BTreeMap::new() });
         self.save()
@@ -172,7 +172,7 @@ impl Destination {
         self.record.as_ref().and_then(|record| record.plan.per_shard.get(split).copied()).unwrap_or(1)
     }
 
-    /// What is said of a shard, when it is there and whole.
+    /// The record of a shard, if the shard exists and is complete.
     pub(super) fn finished(&self, file: &str) -> Option<Finished> {
         let found = self.record.as_ref()?.shards.get(file)?;
         let shard = File::open(self.dir.join(file)).ok()?;
@@ -182,7 +182,7 @@ impl Destination {
     }
 
     /// # Errors
-    /// The disk does not take it.
+    /// The record cannot be written.
     pub(super) fn add(&mut self, file: &str, shard: Finished) -> Result<(), DataError> {
         if let Some(record) = &mut self.record {
             record.shards.insert(file.to_owned(), shard);
@@ -190,10 +190,10 @@ impl Destination {
         self.save()
     }
 
-    /// All shards are there.
+    /// Marks the copy as complete.
     ///
     /// # Errors
-    /// The disk does not take it.
+    /// The record cannot be written.
     pub(super) fn finish(self) -> Result<(), DataError> {
         let (from, to) = (self.dir.join(UNFINISHED), self.dir.join(PREPARED));
         if !from.exists() {

@@ -16,12 +16,12 @@ use std::{
     path::Path,
 };
 
-/// Tar's unit.
+/// The block size of tar.
 const BLOCK: u64 = 512;
-/// Pictures a thread in one go: while they are written, the next ones are made.
+/// Number of pictures per thread that are made at once. While they are written, the next ones are made.
 const EACH: usize = 8;
 
-/// Bytes of a sample whose picture has `picture` bytes: two headers, the picture, its class.
+/// The size of a sample whose picture has `picture` bytes: two headers, the picture and its class.
 pub(super) fn sample_bytes(picture: u64) -> u64 {
     picture.next_multiple_of(BLOCK) + 3 * BLOCK
 }
@@ -29,9 +29,9 @@ pub(super) fn sample_bytes(picture: u64) -> u64 {
 /// A shard to write.
 pub(super) struct Task<'a> {
     pub(super) file: &'a str,
-    /// Number of its first sample in the split.
+    /// The number of its first sample in the split.
     pub(super) first: usize,
-    /// Places in the listing.
+    /// The places of its pictures in the listing.
     pub(super) order: &'a [u32],
     /// The labels of the whole listing.
     pub(super) labels: &'a [u32],
@@ -42,8 +42,9 @@ pub(super) struct Task<'a> {
 type Sample = (usize, u32, Vec<u8>);
 
 impl Task<'_> {
-    /// Under another name until it is whole. `left_out` were broken in earlier shards of the split; `tell` is called with the number
-    /// of pictures of this one that are done.
+    /// Writes the shard under a temporary name, and renames it when it is complete. `left_out` is the number of
+    /// broken pictures in earlier shards of the split. `tell` is called with the number of completed pictures of this
+    /// shard.
     pub(super) fn write(
         &self,
         to: &Path,
@@ -57,7 +58,7 @@ impl Task<'_> {
             Ok(finished)
         });
         if written.is_err() {
-            // A disk that is full should not stay so for its sake.
+            // If the disk is full, the temporary file should not keep it full.
             let _ = fs::remove_file(&part);
         }
         written
@@ -119,7 +120,7 @@ impl Task<'_> {
         Ok(finished)
     }
 
-    /// In the order of the places, which a window's rows are not read in.
+    /// Returns the samples in the order of the places. The rows of a window are read in another order.
     fn make(
         &self,
         places: &[u32],
@@ -156,7 +157,7 @@ fn append(tar: &mut tar::Builder<BufWriter<File>>, samples: Vec<Sample>) -> io::
 }
 
 fn member(tar: &mut tar::Builder<BufWriter<File>>, name: &str, content: &[u8]) -> io::Result<()> {
-    // Nobody's, of no time: the same pictures give the same bytes.
+    // No owner and no time, so that the same pictures give the same bytes.
     let mut header = tar::Header::new_ustar();
     header.set_mode(0o644);
     header.set_size(content.len() as u64);

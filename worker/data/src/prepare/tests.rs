@@ -1,4 +1,4 @@
-//! Copies of small datasets: what is in them, and what an interruption leaves.
+//! Copies of small datasets: their content, and continuation after an interruption.
 
 mod interrupted;
 
@@ -17,7 +17,7 @@ use std::{
 };
 use tempfile::TempDir;
 
-/// Smooth, so that JPEG keeps nearly all of it, and another one for each `number`.
+/// A smooth picture, which JPEG preserves well, different for each `number`.
 fn picture(width: u32, height: u32, number: u32) -> RgbImage {
     RgbImage::from_fn(width, height, |x, y| {
         let along = |v: u32, length: u32| (v * 150 / length) as u8;
@@ -31,7 +31,7 @@ fn encoded(picture: &RgbImage, format: ImageFormat) -> Vec<u8> {
     to.into_inner()
 }
 
-/// A folder of `train` and `val` with classes `cat` and `a dog`, and pictures of 60 x 40 pixels.
+/// A dataset with `train` and `val`, classes `cat` and `a dog`, and pictures of 60 x 40 pixels.
 fn folder(each: u32) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (split, count) in [("train", each), ("val", 2)] {
@@ -74,7 +74,7 @@ fn listing(split: &Split) -> &Listing {
     }
 }
 
-/// Name and content of every file.
+/// The name and content of every file.
 fn files_of(dir: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap());
     entries.map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap())).collect()
@@ -91,7 +91,7 @@ fn members(shard: &Path) -> Vec<(String, Vec<u8>)> {
     archive.entries().unwrap().map(one).collect()
 }
 
-/// Shards of about ten of `folder`'s pictures.
+/// Settings for shards of about ten of `folder`'s pictures.
 fn in_parts() -> PrepareSettings {
     PrepareSettings { shard_bytes: 10 * shard::sample_bytes(900), ..settings(16) }
 }
@@ -111,7 +111,7 @@ fn a_copy_is_read_as_the_dataset_that_it_is_of() {
     let copy = open(to.path()).unwrap();
     assert_eq!(copy.classes, ["a dog", "cat"]);
     let source = open(from.path()).unwrap();
-    // Each picture of the source is there once, with its class, and nearly its pixels.
+    // Each picture of the source is in the copy once, with its class and nearly the same pixels.
     for (split, original) in copy.splits.iter().zip(&source.splits) {
         assert_eq!((&split.name, split.labels.len()), (&original.name, original.labels.len()));
         let mut expected: Vec<_> = (0..original.labels.len())
@@ -135,13 +135,13 @@ fn a_copy_is_read_as_the_dataset_that_it_is_of() {
             };
             let same = expected.iter().enumerate().filter(|(_, (l, _))| l == label);
             let (away, near) = same.map(|(i, (_, pixels))| (away(pixels), i)).min().expect("one is left");
-            // Pillow's JPEG of this quality is 1.4 apart; the next picture is 9 brighter in its red.
+            // Pillow's JPEG of this quality differs by 1.4 on average; the next picture is brighter by 9 in red.
             let mean = f64::from(away) / f64::from(30 * 20 * 3);
             assert!(mean < 3.0, "{number} of {} is {mean} from the source's nearest", split.name);
             expected.remove(near);
         }
     }
-    // Classes are mixed: no run of one class is nearly as long as a folder of it.
+    // Classes are mixed: no run of one class is nearly as long as its folder.
     let labels = &copy.splits[0].labels;
     assert!(labels.chunk_by(|a, b| a == b).all(|run| run.len() < 12), "{labels:?}");
 }
@@ -156,7 +156,7 @@ fn rows_of_parquet_files_are_all_copied_mixed_and_the_same_each_time() {
     run(&from, two.path(), &in_parts()).unwrap();
     assert!(files_of(one.path()) == files_of(two.path()));
     let copy = open(one.path()).unwrap();
-    // Classes and colours of all, in any order.
+    // The classes and colours of all pictures, sorted.
     let all = |catalog: &Catalog| {
         let listing = listing(&catalog.splits[0]);
         let one = |(number, label): (usize, &u32)| {
@@ -229,7 +229,7 @@ fn members_are_named_as_webdataset_expects_and_are_jpeg_of_the_size_asked_for() 
     for pair in members.chunks(2) {
         let jpeg = &pair[0].1;
         let frame = jpeg.windows(2).position(|marker| marker == [0xff, 0xc0]).expect("a baseline frame");
-        // Height and width, then of the first component twice as many samples both ways as of the others.
+        // Height and width, then twice as many samples of the first component as of the others in both directions.
         assert_eq!(jpeg[frame + 5..frame + 9], [0, 16, 0, 24]);
         assert_eq!((jpeg[frame + 11], jpeg[frame + 14], jpeg[frame + 17]), (0x22, 0x11, 0x11));
         assert!(matches!(pair[1].1[..], [b'0' | b'1']));
@@ -283,7 +283,7 @@ fn small_upright_jpegs_are_copied_and_nothing_is_enlarged() {
 fn broken_pictures_are_fatal_or_left_out_and_named() {
     let from = folder(10);
     fs::write(from.path().join("train/cat/003.png"), "no picture").unwrap();
-    // Its header and its end are whole, so that only who decodes it knows.
+    // Header and end are intact, so only decoding reveals the damage.
     let damaged = from.path().join("train/cat/004.png");
     let mut bytes = fs::read(&damaged).unwrap();
     let middle = bytes.len() / 2;
@@ -298,7 +298,7 @@ fn broken_pictures_are_fatal_or_left_out_and_named() {
     let named: Vec<_> = made.broken.iter().map(|broken| &broken.file[broken.file.len() - 7..]).collect();
     assert_eq!((named, made.splits[0].1), (vec!["003.png", "004.png"], 18));
     assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 18);
-    // It is still reported when nothing is left to do, and still fatal where it is.
+    // The picture is still reported if nothing is left to do, and is still fatal without `skip`.
     assert_eq!(run(from.path(), to.path(), &skip).unwrap().broken.len(), 2);
     fs::remove_file(from.path().join("train/cat/003.png")).unwrap();
     let fail = tempfile::tempdir().unwrap();
@@ -327,7 +327,7 @@ fn a_picture_that_cannot_be_read_now_is_not_left_out_of_a_copy() {
     let (from, to) = (folder(10), tempfile::tempdir().unwrap());
     let (odd, kept) = (from.path().join("train/cat/003.png"), from.path().join("003.png"));
     fs::rename(&odd, &kept).unwrap();
-    // Its first byte is an input/output error.
+    // Reading the first byte is an input/output error.
     std::os::unix::fs::symlink("/proc/self/mem", &odd).unwrap();
     let skip = PrepareSettings { broken_files: BrokenFiles::Skip, ..in_parts() };
     let words = refused(from.path(), to.path(), &skip);
@@ -359,11 +359,11 @@ fn what_cannot_be_copied_is_refused_before_anything_is_written() {
     fs::remove_dir_all(from.path().join("holdout")).unwrap();
     fs::rename(from.path().join("train/cat"), from.path().join("train/cat ")).unwrap();
     let words = refused(from.path(), &to, &settings(16));
-    assert!(words.contains("class \"cat \" cannot stand in a line"), "{words}");
+    assert!(words.contains("class \"cat \" cannot be a line of classes.txt"), "{words}");
     let bundled = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../assets/fashion-mnist");
     assert!(refused(&bundled, &to, &settings(16)).contains("train on it as it is"));
     assert!(!to.exists());
-    // As long as JPEG's sides may be, and a pixel longer.
+    // The longest side that JPEG supports, and one pixel more.
     for (length, works) in [(65_535, true), (65_536, false)] {
         let bytes = encoded(&RgbImage::new(length, 2), ImageFormat::Bmp);
         let made = Encoder::new(&settings(16)).prepared(bytes);

@@ -1,11 +1,11 @@
-//! The classes of a dataset of shards: numbers or names, as the samples' labels have them.
+//! The classes of a dataset of shards. The labels of samples are numbers or names.
 
 use super::Found;
 use crate::{DataError, MAX_NAMES_BYTES, label::CLASSES};
 use lockstep_host::files;
 use std::{collections::BTreeMap, fs, path::Path};
 
-/// The names of classes, and how labels name them.
+/// The names of the classes, and whether labels are numbers or names.
 pub(super) struct Classes {
     pub(super) names: Vec<String>,
     by_name: Option<BTreeMap<String, u32>>,
@@ -20,7 +20,7 @@ impl Classes {
     }
 }
 
-/// The names that the files themselves give their classes, which must be the same ones in all.
+/// The class names in the files themselves, which must be the same in all files.
 pub(super) fn class_names<'a>(
     root: &Path,
     mut named: impl Iterator<Item = (&'a Path, &'a [String])>,
@@ -29,7 +29,7 @@ pub(super) fn class_names<'a>(
     match named.find(|(_, others)| *others != names) {
         None => Ok(Some(names.to_vec())),
         Some((other, _)) => Err(DataError::Invalid(format!(
-            "{} and {} name their classes differently, so their labels mean different things: write them anew, with one list",
+            "{} and {} name their classes differently, so their labels mean different things: write the files again with the same list",
             root.join(first).display(),
             root.join(other).display()
         ))),
@@ -44,8 +44,9 @@ pub(super) fn is_negative(label: &str) -> bool {
     label.strip_prefix('-').is_some_and(is_number)
 }
 
-/// Numbers when all labels are (negative ones outside of the training split are none), with their `names`, or those of
-/// `classes.txt` where it is there; else the names that the training split has, in alphabetical order.
+/// If all labels are numbers (outside the training split, negative ones are ignored), the classes are numbers, with
+/// their `names` or the names in `classes.txt`, if there are any. Otherwise the classes are the names in the training
+/// split, in alphabetical order.
 pub(super) fn classes(
     root: &Path,
     names: Option<Vec<String>>,
@@ -102,7 +103,7 @@ pub(super) fn classes(
     let text = String::from_utf8(text).map_err(|_| wrong("is not UTF-8".into()))?;
     let names: Vec<String> =
         text.lines().map(str::trim).filter(|l| !l.is_empty()).map(str::to_owned).collect();
-    // A few shards need not have a sample of every class.
+    // A few shards need not have samples of every class.
     if names.len() < count as usize || names.len() > CLASSES as usize {
         return Err(wrong(format!("names {} classes, but the data has {count}", names.len())));
     }

@@ -1,4 +1,4 @@
-//! Which files of a folder are shards, and which split each belongs to.
+//! Which files of a folder are shards, and to which split each belongs.
 
 use super::named_broken;
 use crate::Format;
@@ -9,11 +9,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Names of splits in a shard's path, as Hugging Face's `datasets` knows them.
+/// Names of splits in the path of a shard, as in Hugging Face's `datasets`.
 const SPLITS: [&str; 10] =
     ["train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"];
 
-/// Kinds of shards.
+/// The kinds of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Tar,
@@ -21,7 +21,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    /// By the file's name.
+    /// The kind according to the file's name.
     pub(super) fn of(path: &Path) -> Option<Self> {
         let extension = path.extension()?;
         let kinds = [("tar", Kind::Tar), ("parquet", Kind::Parquet)];
@@ -35,7 +35,7 @@ impl Kind {
         }
     }
 
-    /// What a sample is, for a sentence.
+    /// The definition of a sample, for a message.
     pub(super) fn sample(self) -> &'static str {
         match self {
             Kind::Tar => {
@@ -46,12 +46,12 @@ impl Kind {
     }
 }
 
-/// Whether there are shards, but none that is not compressed.
+/// Whether a folder has compressed shards, but no others.
 pub(crate) fn only_compressed(dir: &Path) -> bool {
     contents(Kind::Tar, dir).is_ok_and(|found| found.shards.is_empty() && !found.compressed.is_empty())
 }
 
-/// Ends of the names of compressed archives, as their packers call them.
+/// Usual extensions of compressed archives.
 const COMPRESSED: [&str; 5] = [".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".tar.bz2"];
 
 fn is_compressed(path: &Path) -> bool {
@@ -59,24 +59,24 @@ fn is_compressed(path: &Path) -> bool {
     COMPRESSED.iter().any(|end| name.ends_with(end))
 }
 
-/// Whether the shard that a compressed one was packed from lies next to it.
+/// Whether a decompressed copy of a shard is in the same folder.
 pub(super) fn is_unpacked(path: &Path) -> bool {
     let name = path.to_string_lossy();
     let stem = COMPRESSED.iter().find_map(|end| name.strip_suffix(end));
     stem.is_some_and(|stem| Path::new(&format!("{stem}.tar")).exists())
 }
 
-/// What lies in a folder and in folders of it that are called as splits are.
+/// The content of a folder and of its subfolders with names of splits.
 pub(super) struct FolderContents {
     pub(super) shards: Vec<PathBuf>,
     pub(super) compressed: Vec<PathBuf>,
-    /// Folders called as splits that cannot be listed.
+    /// Subfolders with names of splits that cannot be listed.
     pub(super) unread: Vec<BrokenFile>,
 }
 
 pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String> {
     let is_one = |path: &Path| Kind::of(path) == Some(kind);
-    // Parquet files are compressed inside.
+    // Parquet files are compressed internally.
     let is_compressed = |path: &Path| kind == Kind::Tar && is_compressed(path);
     let mut found = FolderContents { shards: Vec::new(), compressed: Vec::new(), unread: Vec::new() };
     for path in listed(dir)? {
@@ -90,9 +90,9 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
             .is_some_and(|n| split_in_path(Path::new(n)).is_some())
         {
             let inside = match files::stat(&path) {
-                Ok(files::Found::Folder) => listed(&path),
-                // A list of names, or a link whose name is that of a folder of shards.
-                Ok(files::Found::File { .. }) => continue,
+                Ok(files::FileKind::Folder) => listed(&path),
+                // A file such as a list of names, or a link with the name of a split.
+                Ok(files::FileKind::File { .. }) => continue,
                 Err(_) if path.extension().is_some() => continue,
                 Err(detail) => Err(detail),
             };
@@ -110,7 +110,7 @@ pub(super) fn contents(kind: Kind, dir: &Path) -> Result<FolderContents, String>
     Ok(found)
 }
 
-/// What lies in a folder, by name, hidden files left out.
+/// The entries of a folder by name, without hidden files.
 pub(super) fn listed(dir: &Path) -> Result<Vec<PathBuf>, String> {
     let mut all = Vec::new();
     for entry in fs::read_dir(dir).map_err(files::cannot_be_read)? {
@@ -123,7 +123,7 @@ pub(super) fn listed(dir: &Path) -> Result<Vec<PathBuf>, String> {
     Ok(all)
 }
 
-/// The split in a shard's path; the file's name counts before its folders'.
+/// The split in a shard's path. The name of the file takes precedence over the names of folders.
 pub(super) fn split_in_path(path: &Path) -> Option<&'static str> {
     let words = |part: &str| -> Option<&'static str> {
         let word = |word: &str| {
@@ -140,7 +140,7 @@ pub(super) fn split_in_path(path: &Path) -> Option<&'static str> {
     })
 }
 
-/// Whether shards that begin with a split's name are read as this split's.
+/// Whether shards whose names begin with `name` are read as the split of this name.
 pub(crate) fn names_split(name: &str) -> bool {
     split_in_path(Path::new(name)) == Some(name)
 }

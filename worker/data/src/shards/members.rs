@@ -1,4 +1,4 @@
-//! The samples in a shard, with the place of each picture.
+//! The samples in a tar shard, with the offset of each picture.
 
 use crate::{
     index::{Entry, Members, described},
@@ -16,22 +16,22 @@ use std::{
     path::Path,
 };
 
-/// Tar's unit.
+/// The block size of tar.
 const BLOCK: u64 = 512;
-/// A sample's description.
+/// Maximum size of a sample's description (`.json`).
 const JSON_BYTES: u64 = 1 << 20;
-/// So many bytes are read behind a tar's end: another tar begins after at most some blocks of zeros.
+/// Number of bytes read after a tar's end. A second tar would begin after a few blocks of zeros.
 const BEHIND: u64 = 1 << 20;
 
-/// Follows what is wrong with members whose names have more than one dot.
+/// Appended to errors about members whose names have more than one dot.
 const FIRST_DOT: &str = "; names that are the same up to their first dot are one sample, as in WebDataset: if these are several, rename them";
-/// What compressed files begin with.
+/// The first bytes of compressed files.
 const COMPRESSED: [(&[u8], &str); 4] =
     [(b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"\xfd7zXZ\0", "xz"), (b"BZh", "bzip2")];
 
 pub(super) const NO_LABEL: &str = "has no class: put a member of the same name with .cls (a number or a name) or .json (with \"label\") beside it";
 
-/// Looks at all members of the shard at `path`.
+/// Reads all members of the shard at `path`.
 pub(super) fn of(path: &Path) -> Members {
     let (file, size) = match files::open(path) {
         Ok(found) => found,
@@ -49,27 +49,28 @@ pub(super) fn of(path: &Path) -> Members {
     Members { entries, trouble, passing }
 }
 
-/// How the reading of a shard ended.
+/// How reading a shard ended.
 enum End {
     Whole,
     Damaged(String),
     Unread(io::Error),
 }
 
-/// Members of one basename that follow each other.
+/// Consecutive members with the same basename.
 #[derive(Default)]
 struct Sample {
     key: Vec<u8>,
-    /// Name, place and size of the picture.
+    /// Name, offset and size of the picture.
     picture: Option<(Vec<u8>, u64, u64)>,
-    /// The picture's name is its key and a format (`000.jpg`): it counts before others, such as `000.seg.png`.
+    /// Whether the picture's name is the key and a format (`000.jpg`). Such a picture takes precedence over others,
+    /// such as `000.seg.png`.
     is_plain: bool,
-    /// There are several pictures, and none counts before the others.
+    /// Another picture, if there are several and none takes precedence.
     second_picture: Option<String>,
     class: Option<String>,
-    /// From the `.json`, which counts where there is no `.cls`.
+    /// The class in the `.json`, which is used if there is no `.cls`.
     described_class: Option<String>,
-    /// What is wrong with the `.json`.
+    /// The reason why the `.json` cannot be used.
     undescribed: Option<String>,
     broken: Option<String>,
 }
@@ -86,7 +87,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         let mut member = match member {
             Ok(member) => member,
             Err(error) if error.raw_os_error().is_some() => return (samples, End::Unread(error)),
-            // The crate's words would quote bytes that are no text.
+            // The crate's message would quote bytes that are not text.
             Err(_) if count == 0 => return (samples, End::Damaged(no_tar(file))),
             Err(_) => {
                 let detail = format!("is damaged after {count} members; get it again");
@@ -94,7 +95,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
             }
         };
         let kind = member.header().entry_type();
-        // A sparse file has only what is stored of it.
+        // For a sparse file, only the stored bytes count.
         let length = match kind.is_gnu_sparse() {
             true => member.header().entry_size().unwrap_or(0),
             false => member.size(),
@@ -103,13 +104,13 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
         let name = member.path_bytes().into_owned();
         if name.len() > MEMBER_NAME_BYTES {
             let detail = format!(
-                "has a member whose name takes {} bytes, after {count} others; up to {MEMBER_NAME_BYTES} are read",
+                "has a member whose name takes {} bytes, after {count} others; at most {MEMBER_NAME_BYTES} are allowed",
                 name.len()
             );
             return (samples, End::Damaged(detail));
         }
         if offset.saturating_add(length) > size {
-            // What there is of its sample is no sample.
+            // The sample of a truncated member is incomplete.
             let key = parts(&name).map(|(key, ..)| key);
             samples.pop_if(|sample| Some(&sample.key) == key.as_ref());
             let name = String::from_utf8_lossy(&name);
@@ -130,7 +131,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
                 Some("is a hard link inside its shard: pack with tar's --hard-dereference")
             }
             tar::EntryType::GNUSparse => Some("is stored as a sparse file: pack without tar's -S"),
-            _ => Some("is no regular file"),
+            _ => Some("is not a regular file"),
         };
         if samples.last().is_none_or(|sample| sample.key != key) {
             samples.push(Sample { key, ..Sample::default() });
@@ -145,8 +146,7 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
     match has_data(file, end, size) {
         Ok(false) => {}
         Ok(true) => {
-            let detail =
-                "has data behind its end, which is not read: tars put together with cat? Pack them as one";
+            let detail = "has data after its end, which would be ignored: were several tars concatenated with cat? Pack them as one";
             return (samples, End::Damaged(detail.into()));
         }
         Err(error) => return (samples, End::Unread(error)),
@@ -160,19 +160,19 @@ fn samples(file: &File, size: u64) -> (Vec<Sample>, End) {
     }
 }
 
-/// What a file is that has no tar's header.
+/// Why a file without a tar header cannot be used.
 fn no_tar(file: &File) -> String {
     let mut head = [0; 8];
     let read = file.read_at(&mut head, 0).unwrap_or(0);
     match COMPRESSED.iter().find(|(magic, _)| head[..read].starts_with(magic)) {
         Some((_, how)) => format!(
-            "is compressed with {how}, whatever its name says, and pictures are read from the middle of shards: unpack it"
+            "is compressed with {how}, whatever its name says, but pictures are read at arbitrary offsets: decompress it"
         ),
-        None => "is no tar file".into(),
+        None => "is not a tar file".into(),
     }
 }
 
-/// Names samples whose picture and class do not follow each other.
+/// Reports samples whose picture and class are not consecutive members.
 fn name_scattered(samples: &mut [Sample]) {
     let mut seen = HashSet::new();
     let again = samples.iter().filter(|sample| !seen.insert(&sample.key));
@@ -187,23 +187,23 @@ fn name_scattered(samples: &mut [Sample]) {
                         .into(),
                 );
             }
-            // The sample that has the picture reports this.
+            // The sample with the picture reports this.
             (None, true) => (sample.class, sample.described_class) = (None, None),
             _ => {}
         }
     }
 }
 
-/// Whether something else than zeros lies behind a tar's last member.
+/// Whether there is data other than zeros after a tar's last member.
 fn has_data(file: &File, end: u64, size: u64) -> io::Result<bool> {
     let mut bytes = vec![0; size.saturating_sub(end).min(BEHIND) as usize];
     file.read_exact_at(&mut bytes, end)?;
     Ok(bytes.iter().any(|byte| *byte != 0))
 }
 
-/// Key and last extension of a member's name, and whether nothing lies between them. As in WebDataset, the key ends at the first
-/// dot of the file name. `None` of hidden files, what has no extension, and webdataset's own notes (`__name__`, and what lies in
-/// such a folder).
+/// The key and the last extension of a member's name, and whether nothing lies between them. As in WebDataset, the
+/// key ends at the first dot of the file name. `None` for hidden files, files without extension, and webdataset's own
+/// metadata (`__name__`, and files in such a folder).
 fn parts(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
     let file = name.iter().rposition(|b| *b == b'/').map_or(0, |slash| slash + 1);
     let dot = file + name[file..].iter().position(|b| *b == b'.')?;
@@ -216,7 +216,7 @@ fn parts(name: &[u8]) -> Option<(Vec<u8>, String, bool)> {
     Some((name[..dot].to_vec(), extension, dot == last))
 }
 
-/// A short member's text; `None` when it is longer than `limit` or not UTF-8.
+/// The text of a short member. `None` if it is longer than `limit` or not UTF-8.
 fn text(member: &mut impl Read, length: u64, limit: u64) -> io::Result<Option<String>> {
     if length > limit {
         return Ok(None);
@@ -235,7 +235,7 @@ impl Sample {
         read: impl FnOnce(u64) -> io::Result<Option<String>>,
     ) -> io::Result<()> {
         let file_name = String::from_utf8_lossy(name).into_owned();
-        // The first that is wrong.
+        // Only the first fault is kept.
         let mut broken = |detail: String| {
             self.broken.get_or_insert(detail);
         };
@@ -251,7 +251,7 @@ impl Sample {
                     Some(first) if *first != class => broken(second()),
                     _ => self.class = Some(class),
                 },
-                _ => broken(format!("has a class in {file_name} that is empty, no text, or too long")),
+                _ => broken(format!("has a class in {file_name} that is empty, not text, or too long")),
             },
             ("json", Some(unfit)) => {
                 self.undescribed.get_or_insert(format!("has a description {file_name}, which {unfit}"));
@@ -268,7 +268,7 @@ impl Sample {
                     },
                     _ => {
                         self.undescribed.get_or_insert_with(|| {
-                            format!("has a description {file_name} that is no JSON object, or too long")
+                            format!("has a description {file_name} that is not a JSON object, or too long")
                         });
                     }
                 }
@@ -294,9 +294,9 @@ impl Sample {
         Ok(())
     }
 
-    /// `None` when the members are no sample: neither a picture nor a class.
+    /// The index entry. `None` if the members have neither a picture nor a class.
     fn entry(mut self, shard: &File) -> Option<Entry> {
-        // It does not matter next to a class.
+        // A fault of the description does not matter if there is a class.
         if self.class.is_none() {
             self.broken = self.broken.or(self.undescribed);
         }
@@ -306,7 +306,7 @@ impl Sample {
             let broken = self.broken.or(label.map(|_| "has no picture in its sample".into()));
             return broken.map(|detail| Entry { name: self.key, broken: Some(detail), ..Entry::default() });
         };
-        // A name is shown after its shard's.
+        // The name is shown after the name of its shard.
         let shown = name.iter().position(|b| *b != b'/').unwrap_or(0);
         let entry = Entry { name: name[shown..].to_vec(), offset, size, label, ..Entry::default() };
         let broken = self.broken.or_else(|| entry.label.is_none().then(|| NO_LABEL.into()));
@@ -314,7 +314,7 @@ impl Sample {
             return Some(Entry { broken, ..entry });
         }
         if size > picture::MAX_BYTES {
-            let detail = format!("has {size} bytes; up to {} are read", picture::MAX_BYTES);
+            let detail = format!("has {size} bytes; at most {} are allowed", picture::MAX_BYTES);
             return Some(Entry { broken: Some(detail), ..entry });
         }
         let mut bytes = vec![0; size as usize];
@@ -330,7 +330,7 @@ impl Sample {
 fn label(about: &serde_json::Map<String, serde_json::Value>) -> Option<String> {
     match about.get("label")? {
         serde_json::Value::Number(number) => Some(match number.as_f64() {
-            // As some writers put whole numbers.
+            // Some writers store whole numbers as floating point.
             Some(value) if number.is_f64() && value.fract() == 0.0 && value.abs() < 1e9 => {
                 format!("{:.0}", value + 0.0)
             }

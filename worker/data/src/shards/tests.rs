@@ -1,4 +1,4 @@
-//! Shards that Python's webdataset wrote (`tests/data/make_shards.py`), whole and damaged.
+//! Shards written by Python's webdataset (`tests/data/make_shards.py`), intact and damaged.
 
 mod names;
 
@@ -21,7 +21,7 @@ fn open(path: &Path) -> Result<Catalog, DataError> {
     Catalog::open_with(path, &nowhere())
 }
 
-/// Split, name, class and the picture of every sample.
+/// The split, name, class and picture of every sample.
 fn samples(catalog: &Catalog) -> Vec<(String, String, String, Picture)> {
     let mut all = Vec::new();
     for split in &catalog.splits {
@@ -73,7 +73,7 @@ fn what_webdataset_wrote_is_read_in_its_order() {
     assert_eq!((catalog.format.name(), catalog.classes.join(" ")), ("webdataset", "0 1 2".into()));
     assert_eq!(broken(&catalog), Vec::<String>::new());
     agrees(&catalog, "numbers");
-    // The same by a pattern, of which some shards are not there; and one file alone, whose classes have names.
+    // The same by a pattern, some of whose shards do not exist; and a single file, whose classes have names.
     let catalog = open(&fixtures().join("numbers/{train,val}-{000000..000001}.tar")).expect("opens");
     agrees(&catalog, "numbers");
     let words = broken(&catalog);
@@ -93,7 +93,7 @@ fn class_names_may_lie_beside_numbers() {
     fs::write(dir.path().join("classes.txt"), "cat\ndog\nfox\nnever seen\n").unwrap();
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.classes.join(" "), "cat dog fox never seen");
-    // No name has a split: all of it is for training.
+    // No name contains a split, so all shards are training data.
     assert_eq!((catalog.splits.len(), catalog.splits[0].name.as_str()), (1, "train"));
     fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
     let words = open(dir.path()).unwrap_err().to_string();
@@ -110,7 +110,7 @@ fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
         let catalog = open(dir.path()).expect("opens");
         (catalog.splits[0].labels.len(), broken(&catalog).join("\n"))
     };
-    // A sample is three headers, a class, a picture of two blocks and a text: seven blocks.
+    // A sample has seven blocks: three headers, a class, a picture of two blocks, and a text.
     assert_eq!(cut(whole.len()), (6, String::new()));
     let (samples, words) = cut(512 * 7 * 3 + 512 * 3 + 100);
     assert!(samples == 3 && words.contains("is cut off in the middle of 000003.jpg"), "{samples} {words}");
@@ -127,8 +127,8 @@ fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
     let gzip = [b"\x1f\x8b\x08\0".to_vec(), vec![0x9d; 2000]].concat();
     for (bytes, wanted) in [
         (&b""[..], "is empty"),
-        (&b"not a tar file at all"[..], "is no tar file"),
-        (&[0x9d; 2000], "train-0.tar is no tar file"),
+        (&b"not a tar file at all"[..], "is not a tar file"),
+        (&[0x9d; 2000], "train-0.tar is not a tar file"),
         (&gzip, "train-0.tar is compressed with gzip, whatever its name says"),
     ] {
         fs::write(&shard, bytes).unwrap();
@@ -137,7 +137,7 @@ fn a_shard_that_is_cut_off_is_named_and_what_is_whole_of_it_is_read() {
     }
 }
 
-/// A shard of these members.
+/// Writes a shard with these members.
 fn write(path: &Path, members: &[(&str, &[u8])]) {
     let mut tar = tar::Builder::new(fs::File::create(path).unwrap());
     for (name, content) in members {
@@ -173,11 +173,11 @@ fn names_of_pictures_and_classes_are_as_long_as_may_be_and_no_longer() {
         let class = "c".repeat(length);
         write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", class.as_bytes())]);
         let words = open(dir.path()).map(|_| String::new()).unwrap_or_else(|error| error.to_string());
-        assert_eq!(words.contains("a.cls that is empty, no text, or too long"), refused, "{words}");
+        assert_eq!(words.contains("a.cls that is empty, not text, or too long"), refused, "{words}");
     }
-    // A member with a class, and a description of a sample.
+    // A member with a class, and a member with a sample's description.
     let (class, about) =
-        ("a.cls that is empty, no text, or too long", "b.json that is no JSON object, or too long");
+        ("a.cls that is empty, not text, or too long", "b.json that is not a JSON object, or too long");
     for (more, unread) in [(0, &[][..]), (1, &[class, about])] {
         let padded =
             |text: &str, bytes: usize| [text.as_bytes(), &vec![b' '; bytes + more - text.len()]].concat();
@@ -255,8 +255,8 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
         ("no-label.png", "has no class: put a member"),
         ("no-picture", "has no picture in its sample"),
         ("text.jpg", "is text, not a JPEG"),
-        ("long.png", "has a class in long.cls that is empty, no text, or too long"),
-        ("list.png", "has a description list.json that is no JSON object"),
+        ("long.png", "has a class in long.cls that is empty, not text, or too long"),
+        ("list.png", "has a description list.json that is not a JSON object"),
         ("nothing.png", "has no class: put a member"),
         ("classes.png", "has a second class, in classes.coarse.cls, in its sample"),
     ] {
@@ -264,7 +264,7 @@ fn samples_that_are_none_are_named_with_what_they_lack() {
         assert!(words.iter().any(|text| fits(&text)), "{name} {detail} is not in {words:#?}");
     }
     assert_eq!(words.len(), 8, "{words:#?}");
-    // The longest label that is read, and the largest number that is a class.
+    // The longest allowed label, and the largest allowed class number.
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", &[b'7'; 255])]);
     assert_eq!(open(dir.path()).expect("opens").classes[0].len(), 255);
     write(&dir.path().join("train.tar"), &[("a.png", &png), ("a.cls", b"99999")]);
@@ -289,7 +289,7 @@ fn members_are_joined_to_samples_by_the_first_dot_of_their_names() {
             &["0.jpg has a second picture, 0.png, in its sample; keep one of them"],
         ),
         (&["22.00.png", "22.00.cls", "22.01.png", "22.01.cls"], &[], &[rule]),
-        // As `find` lists them, and not as they sort.
+        // In the order in which `find` lists them, not sorted.
         (&["0.png", "1.png", "0.cls", "1.cls"], &[], &["0.png has its class elsewhere", "tar --sort=name"]),
         (&["0.png", "0.cls", "1.cls", "0.txt"], &["0.png"], &["has no picture in its sample"]),
     ] {
@@ -346,20 +346,20 @@ fn negative_labels_outside_of_the_training_split_are_none() {
             catalog.splits.iter().map(|s| (&s.name[..], s.labels.len(), s.broken.len())).collect();
         assert_eq!(counts, [("train", 2, 0), ("val", 2, 0)]);
         assert_eq!((broken(&catalog).len(), catalog.unlabelled.join(" ")), (0, "test".into()));
-        // One that has a label makes the other a mistake.
+        // If one sample has a label, a sample without one is an error.
         shard("test.tar", [train[0], b"-1"]);
         let catalog = open(dir.path()).expect("opens");
         assert_eq!((catalog.splits[1].labels.len(), catalog.unlabelled.len()), (1, 0));
         let words = broken(&catalog).join("\n");
-        assert!(words.contains("test.tar/b.png has the label -1, which is no class"), "{words}");
+        assert!(words.contains("test.tar/b.png has the label -1, which is not a class"), "{words}");
         std::fs::remove_file(dir.path().join("test.tar")).unwrap();
     }
-    // Two classes that are called so.
+    // Two classes whose names are negative numbers.
     shard("train.tar", [b"-1", b"1"]);
     shard("val.tar", [b"-1", b"1"]);
     let catalog = open(dir.path()).expect("opens");
     assert_eq!((catalog.classes.join(" "), broken(&catalog).len()), ("-1 1".into(), 0));
-    // Numbers that have names, and one that is none.
+    // Classes with numbers and names, and a label that is not a class.
     fs::write(dir.path().join("classes.txt"), "cat\ndog\n").unwrap();
     let words = open(dir.path()).unwrap_err().to_string();
     assert!(
@@ -379,7 +379,7 @@ fn what_lies_behind_a_tars_end_is_named() {
     let catalog = open(dir.path()).expect("opens");
     assert_eq!(catalog.splits[0].labels.len(), 6);
     let words = broken(&catalog).join("\n");
-    assert!(words.contains("train.tar has data behind its end, which is not read"), "{words}");
+    assert!(words.contains("train.tar has data after its end, which would be ignored"), "{words}");
 }
 
 #[test]
@@ -454,5 +454,5 @@ fn a_shard_that_changes_under_a_job_is_found_out_and_one_that_is_only_touched_is
     let words = listing.read(2).unwrap_err().to_string();
     assert!(words.contains("000002.jpg has changed since it was first inspected"), "{words}");
     fs::write(&shard, &bytes[..2000]).unwrap();
-    assert!(listing.read(2).unwrap_err().to_string().contains("its shard has 2000 bytes now"));
+    assert!(listing.read(2).unwrap_err().to_string().contains("its shard now has 2000 bytes"));
 }

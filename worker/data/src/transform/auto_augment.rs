@@ -1,36 +1,36 @@
-//! Policies that choose operations by themselves, with torchvision's tables.
+//! Automatic augmentation policies, with torchvision's tables.
 
 use super::op::Op;
 use crate::random::Random;
 
-/// Strengths of an operation are numbered from 0 to this.
+/// The highest number of an operation's strength. Numbers start at 0.
 const LAST_BIN: f64 = 30.0;
-/// Operations of both policies.
+/// Number of operations in both policies.
 const OPERATIONS: u64 = 14;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Policy {
-    /// One operation, wide ranges (Müller, Hutter 2021): torchvision's `TrivialAugmentWide()`.
+    /// One operation with wide ranges (Müller, Hutter 2021): torchvision's `TrivialAugmentWide()`.
     TrivialAugmentWide,
     /// Two operations of strength 9 (Cubuk et al. 2019): torchvision's `RandAugment(2, 9)`.
     RandAugment,
 }
 
-/// The largest strength of each operation.
+/// The maximum strength of each operation.
 struct Ranges {
     shear: f64,
-    /// Pixels.
+    /// In pixels.
     translate: f64,
-    /// Degrees.
+    /// In degrees.
     rotate: f64,
-    /// Brightness, colour, contrast and sharpness: this much above or below 1.
+    /// Brightness, colour, contrast and sharpness: the maximum difference from 1.
     enhance: f64,
-    /// Bits taken away.
+    /// Number of bits removed.
     posterize: f64,
 }
 
 impl Policy {
-    /// The operations on a picture of `side` x `side` pixels.
+    /// Draws the operations for a picture of `side` x `side` pixels.
     pub(super) fn draw(self, random: &mut Random, side: usize) -> Vec<Op> {
         match self {
             Policy::TrivialAugmentWide => {
@@ -59,7 +59,7 @@ impl Policy {
 }
 
 impl Ranges {
-    /// `strength` is 0 to 1.
+    /// The operation `number`. `strength` is between 0 and 1.
     fn operation(&self, number: u64, strength: f64, negative: bool) -> Op {
         let signed = |most: f64| if negative { -most * strength } else { most * strength };
         match number {
@@ -121,7 +121,7 @@ mod tests {
             }
         }
         assert_eq!(found.len(), 14);
-        // torchvision's `magnitudes[9]` of 31.
+        // The entry `magnitudes[9]` of torchvision's 31.
         for (name, expected) in [
             ("shear y", [-0.09, 0.09]),
             ("translate x", [-30.0, 30.0]),

@@ -1,7 +1,7 @@
-//! Changing values of pixels, with the results of Pillow's `ImageEnhance` and `ImageOps`, as torchvision calls them.
-//! Pictures of one channel are grey, of three RGB.
+//! Operations on the values of pixels, with the same results as Pillow's `ImageEnhance` and `ImageOps`, as used by
+//! torchvision. Pictures with one channel are grey, with three channels RGB.
 
-/// Luma as in ITU-R BT.601, in 65536ths, rounded: Pillow's `convert("L")`.
+/// ITU-R BT.601 luma, computed in 65536ths and rounded: Pillow's `convert("L")`.
 fn luma(pixel: &[u8]) -> u8 {
     match *pixel {
         [r, g, b] => {
@@ -12,10 +12,11 @@ fn luma(pixel: &[u8]) -> u8 {
     }
 }
 
-/// From `degenerate` (a factor of 0) over the picture (1) and beyond, in float32 and cut off as in Pillow's `Image.blend`.
+/// Interpolates from `degenerate` (factor 0) to the picture (factor 1) and beyond. Computed in float32 and clipped,
+/// as in Pillow's `Image.blend`.
 fn blend(degenerate: u8, value: u8, factor: f32) -> u8 {
     let (from, to) = (f32::from(degenerate), f32::from(value));
-    // Conversion to a byte cuts off below 0 and above 255.
+    // Conversion to a byte clips values below 0 and above 255.
     (from + factor * (to - from)) as u8
 }
 
@@ -32,7 +33,7 @@ pub(super) fn contrast(pixels: &mut [u8], channels: usize, factor: f64) {
     each_value(pixels, |value| blend(mean, value, factor as f32));
 }
 
-/// torchvision's `adjust_saturation`; grey pictures have none.
+/// torchvision's `adjust_saturation`. Grey pictures are unchanged.
 pub(super) fn saturation(pixels: &mut [u8], channels: usize, factor: f64) {
     if channels == 3 {
         for pixel in pixels.chunks_exact_mut(3) {
@@ -42,7 +43,7 @@ pub(super) fn saturation(pixels: &mut [u8], channels: usize, factor: f64) {
     }
 }
 
-/// torchvision's `adjust_sharpness`: against Pillow's `SMOOTH`, which leaves the border as it is.
+/// torchvision's `adjust_sharpness`: interpolates from Pillow's `SMOOTH`, which leaves the border unchanged.
 pub(super) fn sharpness(pixels: &mut [u8], side: usize, channels: usize, factor: f64, scratch: &mut Vec<u8>) {
     scratch.clear();
     scratch.extend_from_slice(pixels);
@@ -55,19 +56,19 @@ pub(super) fn sharpness(pixels: &mut [u8], side: usize, channels: usize, factor:
                     + u32::from(scratch[start + channels])
             };
             let sum = line(at - row) + line(at) + line(at + row) + 4 * u32::from(scratch[at]);
-            // Thirteenths, rounded.
+            // The sum in thirteenths, rounded.
             let smooth = ((2 * sum + 13) / 26) as u8;
             pixels[at] = blend(smooth, scratch[at], factor as f32);
         }
     }
 }
 
-/// torchvision's `adjust_hue`; grey pictures have none.
+/// torchvision's `adjust_hue`. Grey pictures are unchanged.
 pub(super) fn hue(pixels: &mut [u8], channels: usize, turns: f64) {
     if channels != 3 {
         return;
     }
-    // Pillow's hue has 255 steps and is added to in bytes, which wrap.
+    // Pillow's hue is a byte, and additions wrap around.
     let by = (turns * 255.0) as i32 as u8;
     for pixel in pixels.chunks_exact_mut(3) {
         let [h, s, v] = hsv([pixel[0], pixel[1], pixel[2]]);
@@ -75,7 +76,7 @@ pub(super) fn hue(pixels: &mut [u8], channels: usize, turns: f64) {
     }
 }
 
-/// Pillow's `convert("HSV")`, which computes in float32 and cuts off.
+/// Pillow's `convert("HSV")`, which computes in float32 and truncates.
 fn hsv([r, g, b]: [u8; 3]) -> [u8; 3] {
     let (most, least) = (r.max(g).max(b), r.min(g).min(b));
     if most == least {
@@ -118,7 +119,7 @@ fn rgb([h, s, v]: [u8; 3]) -> [u8; 3] {
     }
 }
 
-/// torchvision's `posterize`: the upper `bits` of each value.
+/// torchvision's `posterize`: keeps the upper `bits` of each value.
 pub(super) fn posterize(pixels: &mut [u8], bits: u32) {
     let mask = !(0xffu32 >> bits) as u8;
     each_value(pixels, |value| value & mask);
@@ -129,7 +130,7 @@ pub(super) fn solarize(pixels: &mut [u8], threshold: f64) {
     each_value(pixels, |value| if f64::from(value) < threshold { value } else { 255 - value });
 }
 
-/// torchvision's `autocontrast`: each channel from its darkest value to its lightest.
+/// torchvision's `autocontrast`: stretches each channel from its darkest to its lightest value.
 pub(super) fn autocontrast(pixels: &mut [u8], channels: usize) {
     each_channel(pixels, channels, |counts| {
         let (lowest, highest) = ends(counts);
@@ -142,7 +143,7 @@ pub(super) fn autocontrast(pixels: &mut [u8], channels: usize) {
     });
 }
 
-/// torchvision's `equalize`: each channel's values as often as each other.
+/// torchvision's `equalize`: makes the values of each channel equally frequent.
 pub(super) fn equalize(pixels: &mut [u8], channels: usize) {
     each_channel(pixels, channels, |counts| {
         let (_, highest) = ends(counts);
@@ -166,7 +167,7 @@ fn ends(counts: &[u64; 256]) -> (usize, usize) {
     (counts.iter().position(occurs).unwrap_or(0), counts.iter().rposition(occurs).unwrap_or(0))
 }
 
-/// Replaces the values of each channel by the table that `table` makes of how often each occurs.
+/// Maps the values of each channel by the table that `table` computes from the channel's histogram.
 fn each_channel(pixels: &mut [u8], channels: usize, table: impl Fn(&[u64; 256]) -> Option<[u8; 256]>) {
     for channel in 0..channels {
         let mut counts = [0; 256];

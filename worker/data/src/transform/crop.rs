@@ -1,12 +1,13 @@
-//! Where random crops and erased rectangles lie.
+//! Random positions of crops and of erased rectangles.
 
 use crate::{picture::Region, random::Random};
 
-/// Tries before the fallback, as in torchvision.
+/// Number of attempts before the fallback, as in torchvision.
 const TRIES: usize = 10;
 
-/// `RandomResizedCrop.get_params`: a rectangle of `scale` (share of the area) and `ratio` (width over height), both
-/// ascending; when ten of these do not fit, the largest centred one whose ratio is allowed.
+/// `RandomResizedCrop.get_params`: a rectangle with an area in `scale` (fraction of the picture's) and an aspect
+/// ratio in `ratio` (width over height). If ten attempts do not fit, the largest centred rectangle with an allowed
+/// ratio.
 pub(super) fn random_resized_crop(
     random: &mut Random,
     (width, height): (u32, u32),
@@ -16,7 +17,7 @@ pub(super) fn random_resized_crop(
     for _ in 0..TRIES {
         let (area, aspect) = draw(random, f64::from(width) * f64::from(height), scale, ratio);
         let (w, h) = (rounded((area * aspect).sqrt()), rounded((area / aspect).sqrt()));
-        // Drawn also where they are not used, so that each try takes as many numbers.
+        // Drawn even if not used, so that each attempt consumes the same number of values.
         let (top, left) = (random.next_u64(), random.next_u64());
         if (1..=u64::from(width)).contains(&w) && (1..=u64::from(height)).contains(&h) {
             let (w, h) = (w as u32, h as u32);
@@ -35,8 +36,8 @@ pub(super) fn random_resized_crop(
     Region { left: (width - w) / 2, top: (height - h) / 2, width: w, height: h }
 }
 
-/// `RandomErasing.get_params` on a square of `side` pixels: `ratio` is height over width. Nothing is erased when ten
-/// rectangles do not fit.
+/// `RandomErasing.get_params` on a square of `side` pixels; `ratio` is height over width. Nothing is erased if ten
+/// attempts do not fit.
 pub(super) fn random_erasing(
     random: &mut Random,
     side: u32,
@@ -54,20 +55,20 @@ pub(super) fn random_erasing(
     })
 }
 
-/// An area, and an aspect ratio that is as often above 1 as below.
+/// Draws an area, and an aspect ratio that is above 1 as often as below.
 fn draw(random: &mut Random, whole: f64, scale: [f64; 2], ratio: [f64; 2]) -> (f64, f64) {
     let area = whole * random.uniform(scale[0], scale[1]);
-    // From `libm`, which gives the same bits on every machine.
+    // `libm` gives the same bits on every machine.
     let aspect = libm::exp(random.uniform(libm::log(ratio[0]), libm::log(ratio[1])));
     (area, aspect)
 }
 
-/// As Python rounds.
+/// Rounds as Python does.
 fn rounded(length: f64) -> u64 {
     length.round_ties_even() as u64
 }
 
-/// One of `0..=last`, from 64 random bits.
+/// Converts 64 random bits to a number in `0..=last`.
 fn place(bits: u64, last: u32) -> u32 {
     ((u128::from(bits) * (u128::from(last) + 1)) >> 64) as u32
 }
@@ -96,7 +97,7 @@ mod tests {
             lefts.push(f64::from(crop.left) / f64::from((side - crop.width).max(1)));
         }
         areas.sort_by(f64::total_cmp);
-        // Uniform from 0.08 to 0.75; of larger ones only those near to a square fit.
+        // Uniform from 0.08 to 0.75. Larger areas fit only if the rectangle is almost square.
         assert!(areas[0] < 0.085 && areas[3999] > 0.95, "{} {}", areas[0], areas[3999]);
         assert!((0.44..0.51).contains(&areas[2000]), "the median is {}", areas[2000]);
         assert!((1850..2150).contains(&wide), "{wide} of 4000 are wider than high");
@@ -109,12 +110,12 @@ mod tests {
         let crop = |width, height, scale, ratio| {
             random_resized_crop(&mut Random::new(&[7]), (width, height), scale, ratio)
         };
-        // Nothing of this ratio with so much of the area fits.
+        // No rectangle of an allowed ratio has so large an area.
         let wide = crop(1000, 10, [0.9, 1.0], RATIO);
         assert_eq!(wide, Region { left: 493, top: 0, width: 13, height: 10 });
         let high = crop(10, 1000, [0.9, 1.0], RATIO);
         assert_eq!(high, Region { left: 0, top: 493, width: 10, height: 13 });
-        // Its own ratio is allowed, but larger areas are asked for than there are.
+        // The picture's ratio is allowed, but the requested areas are larger than the picture.
         let whole = crop(100, 100, [1.0, 1.0], [1.2, 1.3]);
         assert_eq!((whole.left, whole.top, whole.width, whole.height), (0, 8, 100, 83));
         let pixel = crop(1, 1, SCALE, RATIO);

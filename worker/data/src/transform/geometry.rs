@@ -1,4 +1,4 @@
-//! Moving pixels without changing them: flips, and affine maps with the nearest pixel, black where there is none.
+//! Operations that move pixels: flips, and affine maps with nearest-neighbour sampling and black outside the picture.
 
 /// Mirrors left to right.
 pub(super) fn flip_horizontal(pixels: &mut [u8], side: usize, channels: usize) {
@@ -23,14 +23,15 @@ pub(super) fn flip_vertical(pixels: &mut [u8], side: usize, channels: usize) {
 /// The matrix of Pillow's `rotate` about the centre.
 pub(super) fn rotation(degrees: f64, side: usize) -> [f64; 6] {
     let angle = -degrees.to_radians();
-    // From `libm`, which gives the same bits on every machine.
+    // `libm` gives the same bits on every machine.
     let (cos, sin) = (libm::cos(angle), libm::sin(angle));
     let centre = side as f64 / 2.0;
     [cos, sin, centre - (cos + sin) * centre, -sin, cos, centre - (cos - sin) * centre]
 }
 
-/// Pillow's `transform(AFFINE, NEAREST)`: what is at column x and row y comes from (a x + b y + c, d x + e y + f), of
-/// pixels' centres. Pillow counts in 65536ths of a pixel, and so do we.
+/// Pillow's `transform(AFFINE, NEAREST)`: the pixel at column x and row y is taken from (a x + b y + c, d x + e y +
+/// f), where coordinates are those of pixel centres. As in Pillow, coordinates are fixed-point numbers in 65536ths of
+/// a pixel.
 pub(super) fn affine(
     pixels: &mut [u8],
     side: usize,

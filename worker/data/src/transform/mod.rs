@@ -1,8 +1,8 @@
-//! How a picture becomes the network's input, with torchvision's meaning, on the cores of the host. The same
-//! randomness on any rank.
+//! Transforms a picture into the network's input on CPU cores, with torchvision's semantics. The random numbers do
+//! not depend on the rank.
 //!
-//! Training: a random crop (padded, or resized: [`Crop`]), flips, colour jitter, automatic augmentation, normalisation,
-//! random erasing, in torchvision's order. Evaluation: scaled, or resized and cropped at the centre.
+//! Training: a random crop (padded, or resized: [`Crop`]), flips, colour jitter, automatic augmentation,
+//! normalisation and random erasing, in torchvision's order. Evaluation: scaling, or resizing and a centre crop.
 
 mod auto_augment;
 mod color;
@@ -20,19 +20,19 @@ pub(super) use pipeline::Pipeline;
 use auto_augment::Policy;
 use lockstep_protocol::spec::{Augment, DataSpec};
 
-/// How a job's pictures become inputs.
+/// The transform of a job's pictures.
 #[derive(Debug, Clone)]
 pub(super) struct Transform {
-    /// The height of pictures that a padded crop is taken from.
+    /// The height of pictures from which a padded crop is taken.
     pub(super) height: usize,
-    /// The width of pictures that a padded crop is taken from.
+    /// The width of pictures from which a padded crop is taken.
     pub(super) width: usize,
     pub(super) channels: usize,
-    /// Side of the network's input.
+    /// The side of the network's input.
     pub(super) side: usize,
-    /// Training's first step.
+    /// The first step in training.
     pub(super) crop: Crop,
-    /// Evaluation: the short side before the centre crop. Absent: pictures are scaled as a whole.
+    /// In evaluation, the length of the short side before the centre crop. `None`: pictures are scaled as a whole.
     pub(super) resize: Option<u32>,
     pub(super) horizontal_flip: bool,
     pub(super) vertical_flip: bool,
@@ -42,21 +42,21 @@ pub(super) struct Transform {
     /// The probability of `RandomErasing`.
     pub(super) random_erasing: f64,
     pub(super) seed: u64,
-    /// Normalised value of each byte, by channel.
+    /// The normalised value of each byte, by channel.
     pub(super) table: Vec<[f32; 256]>,
 }
 
-/// Which part of a picture training sees.
+/// The part of a picture that is used in training.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Crop {
-    /// A crop of the picture's own size, out of the picture with so many black pixels around it; then scaled.
+    /// A crop of the picture's own size, from the picture with a black border of this width; then scaled.
     Padded(usize),
-    /// torchvision's `RandomResizedCrop`: area as a share of the picture's, width over height.
+    /// torchvision's `RandomResizedCrop`: the fraction of the picture's area, and width over height.
     RandomResized { scale: [f64; 2], ratio: [f64; 2] },
 }
 
 impl Transform {
-    /// For pictures that have `height` x `width` pixels where they are not decoded for each step.
+    /// A transform for pictures of `height` x `width` pixels, unless they are decoded in each step.
     pub(super) fn new(
         spec: &DataSpec,
         [height, width, channels]: [usize; 3],
@@ -101,7 +101,7 @@ impl Transform {
         mean.iter().zip(std).map(|(m, s)| std::array::from_fn(|v| (v as f32 / 255.0 - m) / s)).collect()
     }
 
-    /// Bytes to the network's input.
+    /// Converts bytes to the network's input.
     pub(super) fn normalise(&self, bytes: &[u8], out: &mut [f32]) {
         match &self.table[..] {
             [grey] => out.iter_mut().zip(bytes).for_each(|(o, v)| *o = grey[usize::from(*v)]),
@@ -115,7 +115,7 @@ impl Transform {
         }
     }
 
-    /// Whether it is a padded crop, horizontal flip and scaling alone, which GPUs do themselves.
+    /// Whether the transform consists only of a padded crop, a horizontal flip and scaling, which GPUs can do.
     pub(super) fn is_padded_crop_and_flip(&self) -> bool {
         matches!(self.crop, Crop::Padded(_))
             && self.resize.is_none()
@@ -123,19 +123,19 @@ impl Transform {
             && !self.erases()
     }
 
-    /// Whether pixels are changed between the crop and its horizontal flip, and normalisation.
+    /// Whether pixels change between the crop (with its horizontal flip) and normalisation.
     fn changes_after_crop(&self) -> bool {
         self.vertical_flip || self.color_jitter.iter().any(|v| *v > 0.0) || self.augment.is_some()
     }
 
-    /// Whether some pixels are 0 after normalisation, which no byte is.
+    /// Whether some pixels are set to 0 after normalisation, which a byte cannot express.
     pub(super) fn erases(&self) -> bool {
         self.random_erasing > 0.0
     }
 }
 
-/// The short side that evaluation resizes pictures to before it crops `side` pixels: as the job says, or in ImageNet's
-/// proportion (256 to 224, rounded down) where it trains on random resized crops.
+/// The length to which evaluation resizes the short side before it crops `side` pixels. It is given by the job. If
+/// the job trains on random resized crops, the default is ImageNet's proportion (256 to 224, rounded down).
 pub(super) fn evaluation_resize(spec: &DataSpec, side: usize) -> Option<u32> {
     spec.resize_size.or_else(|| spec.random_resized_crop.then_some((side * 256 / 224) as u32))
 }

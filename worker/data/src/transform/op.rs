@@ -1,40 +1,40 @@
-//! One operation on a picture of bytes, with the meaning that torchvision gives it on PIL images.
+//! One operation on a picture of bytes, with torchvision's semantics for PIL images.
 
 use super::{color, geometry};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Op {
     Identity,
-    /// Columns move by this many for each row.
+    /// Horizontal shift per row, in columns.
     ShearX(f64),
-    /// Rows move by this many for each column.
+    /// Vertical shift per column, in rows.
     ShearY(f64),
-    /// Pixels to the right.
+    /// Shift to the right, in pixels.
     TranslateX(i32),
-    /// Pixels down.
+    /// Shift down, in pixels.
     TranslateY(i32),
-    /// Degrees, counter-clockwise.
+    /// Counter-clockwise, in degrees.
     Rotate(f64),
-    /// 0 is black, 1 the picture.
+    /// Factor: 0 is black, 1 is the picture.
     Brightness(f64),
-    /// 0 is grey, 1 the picture.
+    /// Factor: 0 is grey, 1 is the picture.
     Saturation(f64),
-    /// 0 is the mean, 1 the picture.
+    /// Factor: 0 is the mean, 1 is the picture.
     Contrast(f64),
-    /// -0.5 to 0.5: turns of the colour wheel.
+    /// Turns of the colour wheel, -0.5 to 0.5.
     Hue(f64),
-    /// 0 is blurred, 1 the picture.
+    /// Factor: 0 is blurred, 1 is the picture.
     Sharpness(f64),
-    /// Upper bits that are kept.
+    /// Number of upper bits that are kept.
     Posterize(u32),
-    /// Values from here on are inverted.
+    /// Values from this threshold on are inverted.
     Solarize(f64),
     AutoContrast,
     Equalize,
 }
 
 impl Op {
-    /// Changes a square of `side` pixels of `channels` bytes; `scratch` may hold anything.
+    /// Applies the operation to a square of `side` pixels with `channels` bytes each. `scratch` may have any content.
     pub(super) fn apply(self, pixels: &mut [u8], side: usize, channels: usize, scratch: &mut Vec<u8>) {
         let mut moved = |matrix| geometry::affine(pixels, side, channels, matrix, scratch);
         match self {

@@ -1,4 +1,4 @@
-//! The random decisions about a picture: a function of (seed, epoch, place) alone.
+//! The random decisions about a picture. They depend only on (seed, epoch, place).
 
 use super::{
     Crop, Transform,
@@ -7,8 +7,8 @@ use super::{
 };
 use crate::{picture::Region, random::Random};
 
-/// What a random stream is for (see `shard.rs` for the others). Each step has its own, so that one switch does not
-/// change what another does.
+/// Purpose numbers of the random streams (see `shard.rs` for others). Each step has its own stream, so that disabling
+/// one step does not change the others.
 const CROP_AND_FLIP: u64 = 3;
 const RESIZED_CROP: u64 = 4;
 const VERTICAL_FLIP: u64 = 5;
@@ -16,30 +16,30 @@ const COLOR_JITTER: u64 = 6;
 const AUTO_AUGMENT: u64 = 7;
 const ERASING: u64 = 8;
 
-/// torchvision's `RandomErasing` defaults: shares of the area, height over width.
+/// torchvision's defaults of `RandomErasing`: fraction of the area, and height over width.
 const ERASED_SCALE: [f64; 2] = [0.02, 0.33];
 const ERASED_RATIO: [f64; 2] = [0.3, 3.3];
 
-/// How one picture is augmented in one epoch.
+/// The augmentation of one picture in one epoch.
 #[derive(Debug, Clone)]
 pub(crate) struct AugmentParams {
-    /// First row of a padded crop in the padded picture.
+    /// The first row of a padded crop in the padded picture.
     pub(super) top: usize,
-    /// First column of a padded crop in the padded picture.
+    /// The first column of a padded crop in the padded picture.
     pub(super) left: usize,
-    /// Mirrored left to right.
+    /// Whether the picture is mirrored left to right.
     pub(super) flip: bool,
-    /// Mirrored top to bottom.
+    /// Whether the picture is mirrored top to bottom.
     pub(super) vertical_flip: bool,
     resized_crop: Random,
     /// Colour jitter, then automatic augmentation.
     pub(super) ops: Vec<Op>,
-    /// Rows and columns of the network's input that are 0 after normalisation.
+    /// The rectangle of the network's input that is 0 after normalisation.
     pub(crate) erased: Option<Region>,
 }
 
 impl AugmentParams {
-    /// `place` is the picture's in its split, `epoch` counts from 0.
+    /// `epoch` counts from 0, and `place` is the picture's place in its split.
     pub(crate) fn new(transform: &Transform, epoch: u32, place: u64) -> Self {
         let stream = |purpose: u64| Random::new(&[transform.seed, purpose, u64::from(epoch), place]);
         let mut random = stream(CROP_AND_FLIP);
@@ -63,25 +63,25 @@ impl AugmentParams {
         Self { top, left, flip, vertical_flip, resized_crop, ops, erased }
     }
 
-    /// What `RandomResizedCrop` takes of a picture of `size`, width and height.
+    /// The region that `RandomResizedCrop` takes of a picture of `size` (width, height).
     pub(crate) fn region(&self, size: (u32, u32), scale: [f64; 2], ratio: [f64; 2]) -> Region {
         random_resized_crop(&mut self.resized_crop.clone(), size, scale, ratio)
     }
 
-    /// Whether it is mirrored left to right.
+    /// Whether the picture is mirrored left to right.
     pub(crate) fn is_flipped(&self) -> bool {
         self.flip
     }
 
-    /// The padded crop and the horizontal flip in 31 bits, for an engine that does both: 15 of the row, 15 of the
-    /// column, 1 of the flip.
+    /// The padded crop and the horizontal flip in 31 bits, for an engine that does both: 15 bits for the row, 15 for
+    /// the column, 1 for the flip.
     pub(crate) fn packed(&self) -> u32 {
         (self.top as u32 & 0x7fff) | (self.left as u32 & 0x7fff) << 15 | u32::from(self.flip) << 30
     }
 }
 
-/// torchvision's `ColorJitter`: up to four changes in random order, factors between 1 - `strength` (at least 0) and
-/// 1 + `strength`, of hue between - and +.
+/// torchvision's `ColorJitter`: up to four changes in random order. Factors are between 1 - `strength` (at least 0)
+/// and 1 + `strength`; the hue changes by at most its strength.
 fn color_jitter(strengths: [f64; 4], random: &mut Random) -> Vec<Op> {
     let order = random.permutation(strengths.len());
     let mut ops = Vec::new();

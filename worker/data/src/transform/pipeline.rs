@@ -3,7 +3,7 @@
 use super::{AugmentParams, Crop, Transform, geometry};
 use crate::picture::{Area, PictureRef, Resize};
 
-/// Makes inputs; one a thread, as it keeps its buffers.
+/// Runs the transform. Each thread has one, because it keeps its buffers.
 #[derive(Debug, Default)]
 pub(crate) struct Pipeline {
     resize: Resize,
@@ -13,7 +13,7 @@ pub(crate) struct Pipeline {
 }
 
 impl Pipeline {
-    /// For training: height, width and channels of the network's input.
+    /// Makes the network's input (height, width, channels) for training.
     pub(crate) fn train<'a>(
         &'a mut self,
         transform: &Transform,
@@ -54,7 +54,7 @@ impl Pipeline {
         &self.made
     }
 
-    /// The rest of [`Pipeline::train`] on what a random resized crop and its horizontal flip have made.
+    /// The remaining steps of [`Pipeline::train`] after a random resized crop and its horizontal flip.
     pub(crate) fn train_cropped<'a>(
         &'a mut self,
         transform: &Transform,
@@ -70,7 +70,7 @@ impl Pipeline {
         &self.made
     }
 
-    /// For evaluation: resized and cropped at the centre, or scaled.
+    /// Makes the network's input for evaluation: resized and cropped at the centre, or scaled.
     pub(crate) fn evaluate<'a>(&'a mut self, transform: &Transform, picture: PictureRef<'a>) -> &'a [u8] {
         let side = transform.side as u32;
         let area = match transform.resize {
@@ -83,13 +83,14 @@ impl Pipeline {
         &self.made
     }
 
-    /// The drawn window of the padded picture, flipped or not, into `cropped`.
+    /// Copies the drawn window of the padded picture to `cropped`, flipped if drawn so.
     fn padded_crop(&mut self, transform: &Transform, padding: usize, pixels: &[u8], params: &AugmentParams) {
         let Transform { height, width, channels, .. } = *transform;
         let AugmentParams { top, left, flip, .. } = *params;
         self.cropped.clear();
         self.cropped.resize(height * width * channels, 0);
-        // Columns of the window that lie inside the picture: from `first` in the window, `count` of them.
+        // The columns of the window that lie inside the picture: `count` columns, starting at column `first` of the
+        // window.
         let first = padding.saturating_sub(left);
         let source_first = left.saturating_sub(padding);
         let count = width.saturating_sub(first.max(source_first));
@@ -112,7 +113,7 @@ impl Pipeline {
     }
 }
 
-/// Changes the network's input after the crop and its horizontal flip.
+/// Applies the operations after the crop and its horizontal flip.
 fn after_crop(made: &mut [u8], transform: &Transform, params: &AugmentParams, scratch: &mut Vec<u8>) {
     let Transform { side, channels, .. } = *transform;
     if params.vertical_flip {

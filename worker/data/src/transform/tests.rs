@@ -1,4 +1,4 @@
-//! Against what torchvision makes of the same pictures with the same parameters (`tests/pytorch/make_pictures.py`).
+//! Comparison with torchvision's results for the same pictures and parameters (`tests/pytorch/make_pictures.py`).
 
 use super::op::Op;
 use crate::picture::{Area, Picture, Region, Resize};
@@ -28,7 +28,7 @@ fn folder() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/pytorch/fixtures/pictures/transforms")
 }
 
-/// As it lies in the file: grey or RGB.
+/// The picture in its own colour type: grey or RGB.
 fn read(name: &str) -> Picture {
     let picture = image::open(folder().join(name)).unwrap();
     let (width, height) = (picture.width(), picture.height());

@@ -1,5 +1,5 @@
-//! Files that somebody names by a path and that may lie in some folders alone. What was checked is what is opened: links are followed
-//! before the check, and none after it.
+//! Files that are named by a request and must lie in allowed folders. The file that was checked is the file that is
+//! opened: links are followed before the check, and none after it.
 
 use super::with_size;
 use lockstep_protocol::agent::AllowedFolders;
@@ -13,25 +13,27 @@ use std::{
     path::{Component, Path, PathBuf},
 };
 
-/// Whether a path without links lies where it may on this machine.
+/// Whether a path without links lies in an allowed folder of this machine.
 pub fn have(allowed: &AllowedFolders, path: &Path) -> bool {
     allowed.have(path, |folder| folder.canonicalize().ok())
 }
 
-/// A path without links, if it leads where it may; as it is where it may lead anywhere.
+/// The path with its links resolved, if it leads to an allowed folder. Without `allowed`, the path is returned
+/// unchanged.
 ///
 /// # Errors
-/// A sentence.
+/// Why the path is refused, in a sentence.
 pub fn resolve(path: &Path, allowed: Option<&AllowedFolders>) -> Result<PathBuf, String> {
     let Some(allowed) = allowed else { return Ok(path.to_owned()) };
     let real = path.canonicalize().map_err(|e| format!("{} cannot be read: {e}", path.display()))?;
     if have(allowed, &real) { Ok(real) } else { Err(allowed.refusal(&path.display().to_string())) }
 }
 
-/// Opens a regular file, if its path leads where it may; with its path without links, and its size.
+/// Opens a regular file if its path leads to an allowed folder. Returns the path without links, the file and its
+/// size.
 ///
 /// # Errors
-/// A sentence.
+/// Why the file is refused, in a sentence.
 pub fn open(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, (File, u64)), String> {
     let real = resolve(path, allowed)?;
     let opened = match allowed {
@@ -42,10 +44,11 @@ pub fn open(path: &Path, allowed: Option<&AllowedFolders>) -> Result<(PathBuf, (
     Ok((real, opened))
 }
 
-/// Opens a regular file by an absolute path of which no part is a link. It goes from folder to folder, which every kernel can do.
+/// Opens a regular file by an absolute path that must not contain links. Opens one folder after the other, which is
+/// possible on every kernel.
 ///
 /// # Errors
-/// What is wrong with it, to stand after its name.
+/// Why the file cannot be used, as a phrase to follow its name.
 fn open_without_links(path: &Path) -> Result<(File, u64), String> {
     let failed = |error: Errno| super::cannot_be_read(io::Error::from(error));
     let is_plain = |part: &Component<'_>| matches!(part, Component::Normal(_));
@@ -53,15 +56,15 @@ fn open_without_links(path: &Path) -> Result<(File, u64), String> {
         return Err("is a folder, not a file".into());
     };
     if !path.is_absolute() || !path.components().skip(1).all(|part| is_plain(&part)) {
-        return Err("is no absolute path without links".into());
+        return Err("is not an absolute path without links".into());
     }
-    // Folders on the way need not be readable.
+    // The folders in between need not be readable.
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mut at = rustix::fs::open("/", flags, Mode::empty()).map_err(failed)?;
     for part in folder.iter().skip(1) {
         at = rustix::fs::openat(&at, part, flags, Mode::empty()).map_err(failed)?;
     }
-    // Neither waits for a pipe nor makes a terminal this process's own.
+    // These flags prevent blocking at a pipe, and acquiring a controlling terminal.
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let file = File::from(rustix::fs::openat(&at, name, flags, Mode::empty()).map_err(failed)?);
     if file.metadata().is_ok_and(|found| found.is_dir()) {
@@ -87,7 +90,7 @@ mod tests {
         }
         symlink(at("root"), at("way")).unwrap();
         let text = |name: &str| at(name).display().to_string();
-        // The root is given by way of a link.
+        // The allowed folder is given by a link.
         let allowed = AllowedFolders { below: vec![text("way")], except: vec![text("way/data")] };
         let real = |name: &str| resolve(&at(name), Some(&allowed));
         symlink(at("root/inner/w"), at("root/to-inner")).unwrap();
@@ -108,7 +111,7 @@ mod tests {
         assert_eq!(super::super::read_opened((file, size), 12).unwrap(), b"root/inner/w");
         assert!(open(&at("root/inner"), Some(&allowed)).unwrap_err().ends_with("is a folder, not a file"));
 
-        // Between the check and the opening, the file is replaced, and then the folder that it lies in.
+        // After the check, the file is replaced by a link, and then its folder.
         let checked = real("root/inner/w").unwrap();
         fs::remove_file(&checked).unwrap();
         symlink(at("outside/w"), &checked).unwrap();

@@ -1,8 +1,8 @@
-//! The GPUs of this machine and which of them to use.
+//! The GPUs of this machine, and which of them to use.
 //!
-//! They are listed by NVML, which opens no context and holds no GPU memory, so that an agent may ask
-//! at any time; without NVML, or where its order cannot be matched with CUDA's, by the driver.
-#![allow(unsafe_code)] // The driver's calls; each is preceded by `libraries::ready`.
+//! GPUs are listed by NVML. It creates no context and holds no GPU memory, so an agent may list GPUs at any time. The
+//! CUDA driver lists them instead if NVML is missing or its order cannot be matched with CUDA's.
+#![allow(unsafe_code)] // The driver's calls; each follows `libraries::ready`.
 
 use super::libraries::{self, Libraries, Library};
 use cudarc::driver::{DriverError, result};
@@ -13,52 +13,52 @@ use nvml_wrapper::{
 };
 use serde::Serialize;
 
-/// Restricts which GPUs a process sees, and in which order.
+/// The environment variable that restricts the GPUs of a process and sets their order.
 pub const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// `PCI_BUS_ID`, or CUDA counts the fastest first.
+/// The environment variable for the order of GPUs. Unless it is `PCI_BUS_ID`, CUDA puts the fastest GPU first.
 const ORDER: &str = "CUDA_DEVICE_ORDER";
-/// NVLink connections that a GPU has at most (an H200 has 18).
+/// Maximum number of NVLink connections of a GPU (an H200 has 18).
 const LINKS: u32 = 36;
 
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Gpu {
-    /// Among all of this machine, in the order of their PCI addresses: `nvidia-smi`'s number.
+    /// The number among all GPUs of this machine in the order of their PCI addresses, as in `nvidia-smi`.
     pub index: u32,
-    /// `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`.
+    /// For example, `GPU-8932f937-d72c-4106-c12f-20bd9faed9f6`.
     pub uuid: String,
-    /// `NVIDIA H200`.
+    /// For example, `NVIDIA H200`.
     pub name: String,
     pub memory_bytes: u64,
-    /// Taken by anybody.
+    /// Memory in use by any process.
     pub memory_used_bytes: u64,
-    /// `00000000:0F:00.0`; empty when unknown.
+    /// For example, `00000000:0F:00.0`. Empty if unknown.
     pub pci: String,
-    /// Cut into instances (MIG): not usable as a whole.
+    /// Whether the GPU is divided into instances (MIG). Lockstep does not use divided GPUs.
     pub divided: bool,
 }
 
-/// How two GPUs reach each other.
+/// The connection between two GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Link {
-    /// `nvidia-smi`'s numbers.
+    /// The numbers of the GPUs, as in `nvidia-smi`.
     pub between: (u32, u32),
-    /// `NVLink`, `PCIe switch`, `PCIe host bridge`, `across CPUs`...
+    /// For example, `NVLink`, `PCIe switch`, `PCIe host bridge` or `across CPUs`.
     pub by: String,
-    /// Each reads and writes the other's memory without the host.
+    /// Whether each GPU can read and write the other's memory directly.
     pub peer_access: bool,
 }
 
-/// All GPUs of this machine, in `nvidia-smi`'s order.
+/// All GPUs of this machine, in the order of `nvidia-smi`.
 ///
 /// # Errors
-/// Why they cannot be listed; a sentence. No driver at all gives an empty list.
+/// Why the GPUs cannot be listed, in a sentence. Without a driver the list is empty, and not an error.
 pub fn all(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     if let Some(nvml) = libraries.get(Library::Nvml) {
         let listed = Nvml::builder().lib_path(nvml.path.as_os_str()).init().and_then(|nvml| list(&nvml));
         match listed {
             Ok(gpus) => return Ok(gpus),
-            // Known where the driver works all the same.
+            // Reported by some machines on which the driver works nevertheless.
             Err(NvmlError::NotSupported | NvmlError::FailedToLoadSymbol(_)) => {}
             Err(NvmlError::NotFound) => return Ok(Vec::new()),
             Err(error) => {
@@ -77,7 +77,7 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
     for index in 0..nvml.device_count()? {
         let device = match nvml.device_by_index(index) {
             Ok(device) => device,
-            // A GPU that another container has, or that is broken: not ours.
+            // The GPU belongs to another container, or is broken.
             Err(NvmlError::NoPermission | NvmlError::GpuLost) => continue,
             Err(error) => return Err(error),
         };
@@ -95,10 +95,10 @@ fn list(nvml: &Nvml) -> Result<Vec<Gpu>, NvmlError> {
     Ok(gpus)
 }
 
-/// The devices that CUDA shows this process, in CUDA's own order and numbering.
+/// The devices that CUDA shows to this process, in CUDA's order and numbering.
 ///
 /// # Errors
-/// A sentence.
+/// Why the devices cannot be listed, in a sentence.
 fn by_driver() -> Result<Vec<Gpu>, String> {
     libraries::ready(&[Library::Driver])?;
     let ask = || -> Result<Vec<Gpu>, DriverError> {
@@ -111,7 +111,7 @@ fn by_driver() -> Result<Vec<Gpu>, String> {
                 index: ordinal.cast_unsigned(),
                 uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
                 name: result::device::get_name(device)?,
-                // SAFETY: `device` is one that the driver has just given.
+                // SAFETY: the driver has just returned `device`.
                 memory_bytes: unsafe { result::device::total_mem(device)? } as u64,
                 memory_used_bytes: 0,
                 pci: String::new(),
@@ -131,17 +131,17 @@ fn uuid_text(bytes: [u8; 16]) -> String {
     format!("GPU-{}", uuid::Uuid::from_bytes(bytes).hyphenated())
 }
 
-/// The GPUs that this process may use, as CUDA numbers them: those of [`VISIBLE`] in its order, or all.
+/// The GPUs that this process may use, in CUDA's numbering: the GPUs in [`VISIBLE`] in that order, or all.
 ///
 /// # Errors
-/// A sentence that names what is wrong.
+/// Why the GPUs cannot be determined, in a sentence.
 pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     let gpus = all(libraries)?;
     let variable = |name: &str| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned());
     let visible = variable(VISIBLE);
     let same = gpus.windows(2).all(|pair| pair[0].name == pair[1].name);
     if !same && variable(ORDER).as_deref() != Some("PCI_BUS_ID") {
-        // Fastest first: only CUDA knows what it takes for faster.
+        // Fastest first: only CUDA knows how it ranks GPUs.
         let order = by_driver()?;
         return Ok(order
             .iter()
@@ -151,23 +151,23 @@ pub fn visible(libraries: &Libraries) -> Result<Vec<Gpu>, String> {
     restrict(gpus, visible.as_deref())
 }
 
-/// `gpus` (in CUDA's order) as the value `visible` of [`VISIBLE`] leaves them.
+/// Restricts `gpus` (in CUDA's order) to the GPUs in `visible`, the value of [`VISIBLE`].
 ///
 /// # Errors
-/// An entry that names no GPU, or one twice: CUDA would silently show fewer.
+/// An entry names no GPU, or a GPU is named twice. CUDA would silently show fewer GPUs.
 fn restrict(gpus: Vec<Gpu>, visible: Option<&str>) -> Result<Vec<Gpu>, String> {
     let Some(visible) = visible else { return Ok(gpus) };
-    // As CUDA: a negative number ends the list.
+    // As in CUDA, a negative number ends the list.
     let entries: Vec<_> =
         visible.split(',').map(str::trim).take_while(|e| !e.is_empty() && !e.starts_with('-')).collect();
     choose(&gpus, &entries).map_err(|e| format!("{VISIBLE}={visible}: {e}"))
 }
 
-/// Those of `gpus` that `list` asks for (`2,3`, or UUIDs or their beginnings), in that order; all of them
-/// without a list.
+/// The GPUs that `list` names, in that order. An entry is a number, a UUID or the beginning of a UUID. Without a
+/// list, all `gpus`.
 ///
 /// # Errors
-/// A sentence that says which there are.
+/// An entry names no GPU, or several; the sentence names the existing GPUs.
 pub fn select(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<Gpu>, String> {
     let Some(list) = list else { return Ok(gpus.to_vec()) };
     let entries: Vec<_> = list.split(',').map(str::trim).collect();
@@ -211,19 +211,19 @@ fn by_uuid<'a>(gpus: &'a [Gpu], entry: &str) -> Result<&'a Gpu, String> {
     }
 }
 
-/// GPUs that ranks can run on, or why none.
+/// The GPUs on which ranks can run, or the reason why there are none.
 #[derive(Debug, Clone)]
 pub struct Usable {
     pub gpus: Vec<Gpu>,
-    /// There are GPUs, but ranks cannot use them: what to do.
+    /// If there are GPUs that ranks cannot use: the reason and what to do.
     pub hindrance: Option<String>,
 }
 
-/// What an agent can offer: the GPUs that are visible, selected and whole, if every library that a rank
-/// needs is there. `list` is as for [`select`].
+/// The GPUs that an agent can offer: visible, selected by `list` (as for [`select`]) and not divided. None if a
+/// library that ranks need is missing.
 ///
 /// # Errors
-/// `list` asks for what there is not.
+/// `list` names a GPU that does not exist.
 pub fn usable(list: Option<&str>) -> Result<Usable, String> {
     let libraries = Libraries::find();
     let seen = match visible(&libraries) {
@@ -234,7 +234,7 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
     let (divided, gpus): (Vec<_>, Vec<_>) = select(&seen, list)?.into_iter().partition(|gpu| gpu.divided);
     if gpus.is_empty() {
         let hindrance = (!divided.is_empty())
-            .then(|| "the GPUs are divided (MIG); `nvidia-smi -mig 0` as root makes them whole".to_owned());
+            .then(|| "the GPUs are divided (MIG); `nvidia-smi -mig 0` as root ends the division".to_owned());
         return Ok(Usable { gpus, hindrance });
     }
     let needed = Library::needed(u32::try_from(gpus.len()).unwrap_or(u32::MAX));
@@ -242,12 +242,12 @@ pub fn usable(list: Option<&str>) -> Result<Usable, String> {
     Ok(Usable { gpus: if hindrance.is_some() { Vec::new() } else { gpus }, hindrance })
 }
 
-/// How each pair of `gpus` is connected.
+/// The connection between each pair of `gpus`.
 ///
 /// # Errors
 /// NVML does not answer; a sentence.
 pub fn links(libraries: &Libraries, gpus: &[Gpu]) -> Result<Vec<Link>, String> {
-    let nvml = libraries.get(Library::Nvml).ok_or("NVML is not there")?;
+    let nvml = libraries.get(Library::Nvml).ok_or("NVML was not found")?;
     let ask = || -> Result<Vec<Link>, NvmlError> {
         let nvml = Nvml::builder().lib_path(nvml.path.as_os_str()).init()?;
         let devices = gpus
@@ -322,7 +322,7 @@ mod tests {
         assert_eq!(restricted("").unwrap(), [0u32; 0]);
         assert_eq!(restricted("-1").unwrap(), [0u32; 0]);
         assert_eq!(restricted("1,-1,2").unwrap(), [1]);
-        // UUIDs, short ones too, mixed with numbers.
+        // UUIDs, also abbreviated, mixed with numbers.
         assert_eq!(restricted("GPU-3a3b,0").unwrap(), [3, 0]);
         let whole = machine()[2].uuid.clone();
         assert_eq!(restricted(&whole).unwrap(), [2]);
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(numbers(select(&seen, Some("1"))).unwrap(), [2]);
         assert_eq!(numbers(select(&seen, Some("GPU-3a"))).unwrap(), [3]);
         assert!(numbers(select(&seen, Some("2"))).unwrap_err().contains("there are 2, 0 to 1"));
-        // Not visible, so not to be had by its UUID either.
+        // A GPU that is not visible cannot be selected by its UUID either.
         assert!(numbers(select(&seen, Some("GPU-1a"))).is_err());
     }
 

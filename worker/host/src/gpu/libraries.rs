@@ -1,11 +1,11 @@
-//! NVIDIA's libraries: where they are on this machine, in which versions, what is missing, and the
-//! environment in which a rank process finds them.
+//! NVIDIA's libraries: their paths and versions on this machine, which of them are missing, and the environment in
+//! which a rank process finds them.
 //!
-//! cudarc opens its libraries by bare names and panics when one is not there, so its callers ask [`ready`] first. It never tries
-//! `libnccl.so.2`, the only name that NVIDIA's packages
-//! ship: [`Libraries::environment`] makes a folder that holds `libnccl.so` and puts it, with the
-//! folders of everything else that was found, on `LD_LIBRARY_PATH`.
-#![allow(unsafe_code)] // Loading a library runs its initialisers; versions are asked of it by symbol.
+//! cudarc opens libraries by bare names and panics if a library is missing, so callers of cudarc call [`ready`]
+//! first. cudarc does not try `libnccl.so.2`, the only name in NVIDIA's packages. So [`Libraries::environment`]
+//! creates a folder with a link `libnccl.so`, and adds it to `LD_LIBRARY_PATH`, together with the folders of the
+//! other libraries.
+#![allow(unsafe_code)] // Loading a library runs its initialisers; versions are queried by symbol.
 
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
 use serde::{Deserialize, Serialize};
@@ -28,37 +28,37 @@ mod version;
 
 pub use reexec::{links_dir, reexec_if_needed};
 
-/// Folders to search first, separated by `:`.
+/// The environment variable for folders to search first, separated by `:`.
 pub const SETTING: &str = "LOCKSTEP_CUDA_LIBS";
-/// Folders that the dynamic linker searches in addition to its own list.
+/// The environment variable for folders that the dynamic linker searches in addition to its own list.
 const LIBRARY_PATH: &str = "LD_LIBRARY_PATH";
 
 /// A library that GPU ranks use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Library {
-    /// The driver's own, `libcuda`.
+    /// The driver, `libcuda`.
     Driver,
-    /// The driver's management library: lists GPUs and measures them.
+    /// The driver's management library, which lists GPUs and measures them.
     Nvml,
-    /// Compiles Lockstep's kernels for the GPU at hand.
+    /// Compiles Lockstep's kernels for the installed GPU.
     Nvrtc,
     /// Convolutions.
     Cudnn,
-    /// Matrix products; some of cuDNN's engines use it.
+    /// Matrix products, which some of cuDNN's engines use.
     CublasLt,
     /// Communication between GPUs.
     Nccl,
-    /// Decodes JPEG files by the GPU.
+    /// Decodes JPEG files on the GPU.
     Nvjpeg,
 }
 
 impl Library {
-    /// All of them.
+    /// All libraries.
     pub const ALL: [Self; 7] =
         [Self::Driver, Self::Nvml, Self::Nvrtc, Self::Cudnn, Self::CublasLt, Self::Nccl, Self::Nvjpeg];
 
-    /// `cuDNN`.
+    /// The name for messages, such as `cuDNN`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Driver => "CUDA driver",
@@ -71,7 +71,7 @@ impl Library {
         }
     }
 
-    /// The file names it goes by, the best first.
+    /// The file names of the library, in order of preference.
     fn files(self) -> &'static [&'static str] {
         match self {
             Self::Driver => &["libcuda.so.1"],
@@ -84,7 +84,7 @@ impl Library {
         }
     }
 
-    /// How to get it.
+    /// How to install the library.
     pub fn advice(self) -> &'static str {
         match self {
             Self::Driver | Self::Nvml => {
@@ -114,7 +114,7 @@ impl Library {
         }
     }
 
-    /// What a rank of a job of `ranks` ranks cannot do without.
+    /// The libraries that a rank of a job of `ranks` ranks needs.
     pub fn needed(ranks: u32) -> &'static [Self] {
         const ALONE: [Library; 3] = [Library::Driver, Library::Nvrtc, Library::Cudnn];
         const TOGETHER: [Library; 4] = [Library::Driver, Library::Nvrtc, Library::Cudnn, Library::Nccl];
@@ -127,7 +127,7 @@ impl Library {
 pub struct FoundLibrary {
     pub which: Library,
     pub path: PathBuf,
-    /// The dynamic linker finds it without help.
+    /// Whether the dynamic linker finds the library without `LD_LIBRARY_PATH`.
     pub by_itself: bool,
 }
 
@@ -135,18 +135,18 @@ pub struct FoundLibrary {
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Libraries {
     pub found: Vec<FoundLibrary>,
-    /// Folders that exist and were searched, besides the dynamic linker's own.
+    /// The existing folders that were searched, other than the dynamic linker's own.
     pub searched: Vec<PathBuf>,
 }
 
 impl Libraries {
-    /// Looks for all of them: the setting, the dynamic linker's own list, CUDA's usual folders, and
-    /// what Python environments bring along.
+    /// Searches for all libraries: in [`SETTING`], the dynamic linker's own list, the usual folders of CUDA, and
+    /// Python environments.
     pub fn find() -> Self {
         Self::find_in(&folders(&|name| std::env::var_os(name)), true)
     }
 
-    /// Searches these folders, those of the setting first, and the linker's own if `linker`.
+    /// Searches `folders`, those of the setting first, and the dynamic linker's own list if `linker`.
     fn find_in(folders: &Folders, linker: bool) -> Self {
         let mut found = Vec::new();
         for which in Library::ALL {
@@ -173,17 +173,17 @@ impl Libraries {
         Self { found, searched }
     }
 
-    /// One of them.
+    /// The library `which`, if it was found.
     pub fn get(&self, which: Library) -> Option<&FoundLibrary> {
         self.found.iter().find(|library| library.which == which)
     }
 
-    /// Those of `needed` that are not there.
+    /// The libraries of `needed` that were not found.
     pub fn missing(&self, needed: &[Library]) -> Vec<Library> {
         needed.iter().copied().filter(|which| self.get(*which).is_none()).collect()
     }
 
-    /// The folders that the dynamic linker has to search, besides its own, for what was found.
+    /// The folders that the dynamic linker must search in addition to its own list.
     pub fn folders(&self) -> Vec<&Path> {
         let mut folders: Vec<&Path> = Vec::new();
         // nvJPEG is opened by its path.
@@ -198,16 +198,16 @@ impl Libraries {
         folders
     }
 
-    /// The variables to set for a process that is to use these libraries; in `dir` (made when absent) is a folder
-    /// for links under the names that cudarc knows.
+    /// The environment variables for a process that uses these libraries. Creates a folder in `dir`, with links under
+    /// the names that cudarc tries.
     ///
     /// # Errors
-    /// `dir` cannot be written.
+    /// `dir` cannot be written to.
     pub fn environment(&self, dir: &Path) -> io::Result<Vec<(OsString, OsString)>> {
         let mut path: Vec<PathBuf> = Vec::new();
         let links = self.links();
         if !links.is_empty() {
-            // A folder for each choice: processes with other libraries may run at the same time.
+            // A folder for each set of libraries: processes with different sets may run at the same time.
             let mut hash = Sha256::new();
             links.iter().for_each(|(_, target)| hash.update(target.as_os_str().as_encoded_bytes()));
             let dir = &dir.join(hex::encode(&hash.finalize()[..4]));
@@ -220,7 +220,7 @@ impl Libraries {
         path.extend(self.folders().into_iter().map(Path::to_path_buf));
         let given = std::env::var_os(LIBRARY_PATH).unwrap_or_default();
         for folder in std::env::split_paths(&given) {
-            // An empty entry means the working directory: not with a rank's.
+            // An empty entry means the working directory, which a rank must not search.
             if !folder.as_os_str().is_empty() && !path.contains(&folder) {
                 path.push(folder);
             }
@@ -232,8 +232,9 @@ impl Libraries {
         Ok(vec![(LIBRARY_PATH.into(), joined)])
     }
 
-    /// Names that cudarc tries first, for libraries that exist under another name: without them it would take
-    /// the system's `libcudnn.so` where another cuDNN was chosen, and CUDA 13's NVRTC where both are on the path.
+    /// Links under the names that cudarc tries first, for libraries with other names. Without links, cudarc would
+    /// take the system's `libcudnn.so` instead of the chosen one, and CUDA 13's NVRTC if two versions are on the
+    /// path.
     fn links(&self) -> Vec<(&'static str, &Path)> {
         let mut links = Vec::new();
         for (which, name) in [
@@ -254,10 +255,10 @@ impl Libraries {
     }
 }
 
-/// What is missing of `needed`, as one sentence a person can act on.
+/// Checks that all of `needed` were found.
 ///
 /// # Errors
-/// Something is.
+/// A sentence that names the missing libraries and how to install them.
 pub fn complete(libraries: &Libraries, needed: &[Library]) -> Result<(), String> {
     let missing = libraries.missing(needed);
     if missing.is_empty() {
@@ -270,13 +271,13 @@ pub fn complete(libraries: &Libraries, needed: &[Library]) -> Result<(), String>
     Err(format!("{} {verb} not found on this machine. {}", names.join(", "), advice.join(" ")))
 }
 
-/// Whether cudarc, in this very process, finds what it is about to use.
+/// Checks that cudarc finds the libraries `needed` in this process.
 ///
 /// # Errors
-/// A sentence that names what is missing and how to get it.
+/// A sentence that names the missing libraries and how to install them.
 pub fn ready(needed: &[Library]) -> Result<(), String> {
     let absent = |which: &Library| {
-        // SAFETY: these load the library (and unload it again): as above.
+        // SAFETY: each call loads a library, as in `version`, and unloads it.
         let present = unsafe {
             match which {
                 Library::Driver => cudarc::driver::sys::is_culib_present(),
@@ -295,7 +296,7 @@ pub fn ready(needed: &[Library]) -> Result<(), String> {
     }
     let libraries = Libraries::find();
     complete(&libraries, &absent)?;
-    // They exist, but not where this process searches: its launcher did not set the path.
+    // The libraries exist, but not where this process searches, because its launcher did not set the path.
     let names: Vec<_> = absent.iter().map(|w| w.name()).collect();
     let folders: Vec<_> = libraries.folders().iter().map(|d| d.display().to_string()).collect();
     Err(format!(
@@ -306,12 +307,12 @@ pub fn ready(needed: &[Library]) -> Result<(), String> {
     ))
 }
 
-/// Where the dynamic linker finds `file`, when it does.
+/// The path at which the dynamic linker finds `file`, if it does.
 fn by_linker(file: &str) -> Option<PathBuf> {
     // SAFETY: as in `version`.
     let handle = unsafe { Handle::open(Some(file), RTLD_LAZY | RTLD_LOCAL) }.ok()?;
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    // The mapped file may be what a link points to: `libcuda.so.580.65` for `libcuda.so.1`.
+    // A mapped file may be the target of a link, such as `libcuda.so.580.65` for `libcuda.so.1`.
     let stem = file.split(".so").next().unwrap_or(file);
     let path = maps
         .lines()

@@ -1,4 +1,4 @@
-//! Metrics of GPUs, as NVML measures them.
+//! GPU metrics, as measured by NVML.
 
 use super::libraries::{Libraries, Library};
 use nvml_wrapper::{
@@ -7,19 +7,19 @@ use nvml_wrapper::{
     error::NvmlError,
 };
 
-/// What NVML reports of a GPU; a virtual one reports only some of it.
+/// A measurement of a GPU. A virtual GPU reports only some of the values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sample {
-    /// Part of the last moment in which something ran on it, 0 to 1.
+    /// Fraction of NVML's last sampling period in which a kernel ran, 0 to 1.
     pub utilization: Option<f32>,
-    /// Taken by anybody.
+    /// Memory in use by any process.
     pub memory_bytes: u64,
     pub power_watts: Option<f32>,
     pub temperature_celsius: Option<f32>,
 }
 
 impl Sample {
-    /// What was measured, by the names of [`lockstep_protocol::metric::NAMES`].
+    /// The measured values under their names in [`lockstep_protocol::metric::NAMES`].
     pub fn metrics(self) -> Vec<(&'static str, f32)> {
         let measured = [
             ("gpu_utilization", self.utilization),
@@ -31,28 +31,28 @@ impl Sample {
     }
 }
 
-/// Asks NVML about GPUs. It opens no context, so no GPU memory is taken.
+/// Reads metrics from NVML. It creates no context, so it takes no GPU memory.
 #[derive(Debug)]
 pub struct Reader(Nvml);
 
 impl Reader {
     /// # Errors
-    /// NVML is not there; a sentence.
+    /// NVML is not installed; a sentence.
     pub fn open() -> Result<Self, String> {
         let libraries = Libraries::find();
         let path = libraries.get(Library::Nvml).map(|nvml| nvml.path.clone());
-        let path = path.ok_or("no GPU metrics: NVML (libnvidia-ml.so.1) is not there")?;
+        let path = path.ok_or("no GPU metrics: NVML (libnvidia-ml.so.1) was not found")?;
         let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
         nvml.map(Self).map_err(|e| format!("no GPU metrics: NVML: {e}"))
     }
 
     /// # Errors
-    /// NVML's own: it does not know the GPU, or the GPU does not answer.
+    /// NVML's error: the GPU is unknown or does not answer.
     pub fn sample(&self, uuid: &str) -> Result<Sample, NvmlError> {
         sample(&self.0, uuid)
     }
 
-    /// Whether two GPUs are joined by NVLink, directly or through switches, as far as NVML says.
+    /// Whether NVML reports that two GPUs are connected by NVLink, directly or through switches.
     pub fn are_joined(&self, one: &str, other: &str) -> bool {
         let (Ok(one), Ok(other)) = (self.0.device_by_uuid(one), self.0.device_by_uuid(other)) else {
             return false;
@@ -102,7 +102,7 @@ mod tests {
         let gpu = crate::gpu::devices::visible(&libraries).unwrap().remove(0);
         let nvml =
             Nvml::builder().lib_path(libraries.get(Library::Nvml).unwrap().path.as_os_str()).init().unwrap();
-        // A context takes some memory, whatever else runs there.
+        // A CUDA context takes some memory, whatever else runs on the GPU.
         let _context = cudarc::driver::CudaContext::new(0).unwrap();
         let seen = sample(&nvml, &gpu.uuid).unwrap();
         assert!(seen.memory_bytes > 0 && seen.memory_bytes <= gpu.memory_bytes, "{seen:?}");

@@ -1,4 +1,4 @@
-//! A GPU machine for the rest of Lockstep: which libraries and devices there are, and how a rank is configured for its own.
+//! The GPUs of this machine: NVIDIA's libraries, the devices, and the environment of a rank that uses a GPU.
 
 pub mod devices;
 pub mod libraries;
@@ -9,39 +9,39 @@ use libraries::{Libraries, links_dir};
 use serde::{Deserialize, Serialize};
 use std::{ffi::OsString, io};
 
-/// How many queues the driver has for a process's streams. Streams that share one wait for each other, and with the usual 8,
-/// the fourteen of nvJPEG's decoder waited for whole training steps. 32 are as many as there can be.
+/// The number of the driver's hardware queues for the streams of a process. Streams that share a queue wait for each
+/// other. With the default of 8, nvJPEG's fourteen streams waited for whole training steps. 32 is the maximum.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 
-/// The variable for it, unless somebody has set it.
+/// The variable that sets the number of queues, unless it is set already.
 fn queues() -> Option<(OsString, OsString)> {
     std::env::var_os(QUEUES.0).is_none().then(|| (QUEUES.0.into(), QUEUES.1.into()))
 }
 
-/// The GPU of a rank, as its launcher gives it.
+/// The GPU of a rank, as passed by its launcher.
 ///
-/// Every rank process of an attempt sees the attempt's GPUs on its machine, in rank order, and opens a
-/// context on its own alone. With only its own visible, CUDA could not be asked whether two GPUs
-/// reach each other's memory (`cuDeviceCanAccessPeer` takes visible devices).
+/// A rank process sees all GPUs that the attempt uses on its machine, in rank order, and creates a context only on
+/// its own GPU. If only its own GPU were visible, CUDA could not tell whether two GPUs can access each other's
+/// memory, because `cuDeviceCanAccessPeer` takes visible devices.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankGpu {
-    /// Among `visible`: what CUDA calls it in this process.
+    /// The position in `visible`: CUDA's number for the GPU in this process.
     pub ordinal: i32,
-    /// `CUDA_VISIBLE_DEVICES` of the process: UUIDs (`GPU-...`).
+    /// The value of `CUDA_VISIBLE_DEVICES`: UUIDs (`GPU-...`).
     pub visible: Vec<String>,
 }
 
 impl RankGpu {
-    /// The UUID of this rank's own.
+    /// The UUID of this rank's GPU.
     pub fn uuid(&self) -> Option<&str> {
         self.visible.get(usize::try_from(self.ordinal).ok()?).map(String::as_str)
     }
 
-    /// The variables that its process is started with, in addition to those that it inherits (such as NCCL_*): which GPUs it sees,
-    /// and where NVIDIA's libraries are. The process itself reports what is missing.
+    /// The environment variables of the rank process, in addition to inherited ones (such as NCCL_*): the visible
+    /// GPUs and the paths of NVIDIA's libraries. The process itself reports missing libraries.
     ///
     /// # Errors
-    /// No folder can be had for links to libraries.
+    /// No folder for links to libraries can be created.
     pub fn environment(&self) -> io::Result<Vec<(OsString, OsString)>> {
         let mut variables = Libraries::find().environment(&links_dir()?)?;
         variables.push((VISIBLE.into(), self.visible.join(",").into()));

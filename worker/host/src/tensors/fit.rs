@@ -1,18 +1,18 @@
-//! How tensors fit a network, by names and shapes alone: checked with a file's header when a job is submitted, and with the
-//! tensors themselves when the job starts.
+//! Whether tensors fit a network, decided by names and shapes only. The header of a file is checked when a job is
+//! submitted, and the tensors when the job starts.
 
 use super::NamedTensors;
 use lockstep_protocol::numbers::plural;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Shapes of tensors under their names.
+/// Shapes of tensors, by name.
 pub type Shapes = BTreeMap<String, Vec<usize>>;
 
-/// The first convolution's weights, which every network has.
+/// The weights of the first convolution, which every network has.
 const FIRST: &str = "conv1.weight";
-/// A tensor that every network has, too: no other name ends like it.
+/// Another tensor of every network. No other name ends like it.
 const IN_FIRST_BLOCK: &str = "layer1.0.conv1.weight";
-/// Tensors of a kind that are named in a sentence.
+/// Maximum number of tensors of a kind that a message names.
 const NAMED: usize = 3;
 
 /// The shapes of `tensors`.
@@ -20,25 +20,26 @@ pub fn shapes(tensors: &NamedTensors) -> Shapes {
     tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shape.clone())).collect()
 }
 
-/// How the tensors of a file become a network's.
+/// How the tensors of a file are mapped to the tensors of a network.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Mapping {
-    /// What the file has before the network's names, such as `module.` (DistributedDataParallel), `_orig_mod.`
-    /// (`torch.compile`) or `model.` (Lightning).
+    /// The prefix of names in the file, such as `module.` (DistributedDataParallel), `_orig_mod.` (`torch.compile`)
+    /// or `model.` (Lightning).
     pub prefix: String,
-    /// Why the head keeps its initial values; `None` where the file's is taken.
+    /// Why the head keeps its initial values. `None` if the head comes from the file.
     pub new_head: Option<String>,
-    /// Tensors of the file that lie in no layer of the network, such as a head of another name.
+    /// Tensors of the file that belong to no layer of the network, such as a head of another name.
     pub left_out: Vec<String>,
-    /// The first convolution takes RGB in the file and grey pictures here. The sum over its input channels computes what
-    /// it would of a grey picture repeated three times.
+    /// Whether the first convolution takes RGB pictures in the file and grey pictures in the network. Its weights are
+    /// then summed over the input channels, which is equivalent to repeating a grey picture three times.
     pub sums_channels: bool,
 }
 
-/// Compares the tensors `given` with those `wanted`. With a `head`, the last layer, they may also fit as [`Mapping`] says.
+/// Compares the tensors `given` with the tensors `wanted`. If `head`, the last layer, is named, they may differ in
+/// the ways of [`Mapping`].
 ///
 /// # Errors
-/// The tensors do not fit. Names some of the network's and of the file's, in words.
+/// The tensors do not fit. The text names some of the differences.
 pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Mapping, String> {
     let is_head = |name: &str| head.is_some_and(|head| is_in(head, name));
     let trunk: Vec<_> = wanted.iter().filter(|(name, _)| !is_head(name)).collect();
@@ -85,7 +86,7 @@ pub fn compare(given: &Shapes, wanted: &Shapes, head: Option<&str>) -> Result<Ma
 }
 
 impl Mapping {
-    /// What is not taken as the file has it, a sentence each.
+    /// The differences between the file and the network, one sentence each.
     pub fn notes(&self, head: &str) -> Vec<String> {
         let mut notes = Vec::new();
         if !self.prefix.is_empty() {
@@ -93,8 +94,8 @@ impl Mapping {
         }
         if self.sums_channels {
             notes.push(format!(
-                "its {FIRST} takes colour and the pictures are grey: it is summed over its channels, which is the same as to repeat \
-                 each picture three times"
+                "its {FIRST} takes RGB and the pictures are grey: the weights are summed over the input channels, which is \
+                 equivalent to repeating each picture three times"
             ));
         }
         if !self.left_out.is_empty() {
@@ -117,7 +118,7 @@ fn first_part(name: &str) -> &str {
     name.split('.').next().unwrap_or(name)
 }
 
-/// The beginning of names under which most of the `trunk` is found.
+/// The prefix under which most tensors of the `trunk` are found.
 fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, String> {
     let found = |prefix: &str| {
         trunk.iter().filter(|(name, _)| given.contains_key(&format!("{prefix}{name}"))).count()
@@ -138,7 +139,7 @@ fn prefix(given: &Shapes, trunk: &[(&String, &Vec<usize>)]) -> Result<String, St
     }
 }
 
-/// Why the file's head is not taken.
+/// Why the file's head cannot be used, if it cannot.
 fn new_head(given: &Shapes, wanted: &Shapes, prefix: &str, head: &str) -> Option<String> {
     ["weight", "bias"].into_iter().find_map(|suffix| {
         let name = format!("{head}.{suffix}");
@@ -155,7 +156,7 @@ fn takes_rgb_for_grey(given: &[usize], wanted: &[usize]) -> bool {
     matches!((given, wanted), ([out, 3, given @ ..], [own_out, 1, wanted @ ..]) if out == own_out && given == wanted)
 }
 
-/// What to change where the first convolution has the kernel of the other stem, or is for pictures of other channels.
+/// The setting to change if the first convolution belongs to the other stem or to another number of channels.
 fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
     match (name, given, wanted) {
         (FIRST, [.., 7, 7], [.., 3, 3]) => " (set model.stem = \"imagenet\")".into(),
@@ -168,7 +169,7 @@ fn hint(name: &str, given: &[usize], wanted: &[usize]) -> String {
     }
 }
 
-/// The first [`NAMED`], and how many more there are.
+/// The first [`NAMED`] names, and the number of the others.
 fn some_of(all: &[String], separator: &str) -> String {
     let more = all.len().saturating_sub(NAMED);
     let text = all[..all.len() - more].join(separator);

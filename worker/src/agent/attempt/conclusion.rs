@@ -1,4 +1,4 @@
-//! The end of an attempt: proof that no process of its ranks is left, and the records for the server.
+//! The end of an attempt: verifies that no process of its ranks is left, and writes the last records for the server.
 
 use super::{
     agent_events_path,
@@ -16,7 +16,7 @@ use lockstep_protocol::{
 use std::{fs, io, time::Duration};
 
 impl Watch {
-    /// Writes the remaining records after every rank has ended; the last one says how the attempt ended.
+    /// Writes the remaining records after every rank has ended. The last one tells how the attempt ended.
     pub(super) async fn conclude(self, mut ranks: RankGroup<RecordSummary>) {
         for rank in &mut ranks.ranks {
             // Damage is reported below.
@@ -78,7 +78,7 @@ impl Watch {
         let reported = first.notes.reported.clone();
         let recorded = ranks.ends().map(|end| end.step).min().unwrap_or(0);
         let directory = self.stored.job_dir.join("checkpoints");
-        // Checking large checkpoints takes a while.
+        // Checking large checkpoints takes time.
         tokio::task::spawn_blocking(move || reported.unreported(&directory, recorded))
             .await
             .unwrap_or_default()
@@ -108,12 +108,12 @@ impl Watch {
             }
             (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
                 let how = if by_kernel {
-                    "the kernel ended it to free memory"
+                    "the kernel killed it to free memory"
                 } else {
-                    "it may have no more (ulimit -v)"
+                    "it reached its memory limit (ulimit -v)"
                 };
                 let facts = Facts {
-                    // The signal of the rank that the reason names; a program that gets no memory aborts.
+                    // The signal of the rank named in the reason. A program that cannot allocate memory aborts.
                     signal: reason.facts().signal.or(Some(if by_kernel { 9 } else { 6 })),
                     detail: Some(format!("{reason}; {how}")),
                     ..reason.facts().clone()
@@ -124,7 +124,7 @@ impl Watch {
         }
     }
 
-    /// A full disk delays the end; it does not lose it.
+    /// Writes the last records. A full disk delays this, but no record is lost.
     async fn write(&self, events: &[AttemptEvent]) {
         let path = agent_events_path(&self.stored);
         let mut written = 0;
@@ -140,7 +140,7 @@ impl Watch {
                     }
                 };
                 while written < events.len() {
-                    // What the disk does not take now is kept by `records` and written by the next call.
+                    // Bytes that cannot be written now are kept by `records` and written by the next call.
                     written += 1;
                     records.append(&events[written - 1])?;
                 }

@@ -1,6 +1,6 @@
-//! The start of an attempt with ranks on several agents. When its preflight check is done, an agent reports this and waits for the others.
-//! So no rank waits at the rendezvous for a machine that still examines its dataset, and none is started if the check of another machine
-//! fails.
+//! The coordinated start of an attempt with ranks on several agents. When its preflight check has passed, an agent
+//! reports this and waits for the other agents. So no rank waits at the rendezvous for a machine that is still
+//! examining its dataset, and no rank is started if the check of another machine fails.
 
 use super::super::preflight::Refusal;
 use lockstep_protocol::agent::StartAttempt;
@@ -12,15 +12,15 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// Longest wait for other machines' checks: one may have to copy a large dataset first.
+/// Time limit for the checks of other machines. One of them may have to copy a large dataset first.
 const OTHERS: Duration = Duration::from_secs(12 * 3600);
 
-/// What the agent's session and an attempt's task share before the start.
+/// State shared by the agent's session and the task of an attempt before the start.
 #[derive(Debug, Clone)]
 pub(in crate::agent) struct Gang {
-    /// The check is done; on rank 0's machine with the port where it will listen.
+    /// Set when the check has passed. On the machine of rank 0 it has the port where rank 0 will listen.
     ready: Arc<OnceLock<Option<u16>>>,
-    /// The same port, once all machines are ready.
+    /// The port of rank 0, once all machines are ready.
     launch: watch::Sender<Option<u16>>,
 }
 
@@ -29,25 +29,26 @@ impl Gang {
         Self { ready: Arc::default(), launch: watch::Sender::new(None) }
     }
 
-    /// What to report to the server, once there is something.
+    /// The report for the server, once the check has passed.
     pub(in crate::agent) fn ready(&self) -> Option<Option<u16>> {
         self.ready.get().copied()
     }
 
-    /// All machines are ready.
+    /// Called when all machines are ready.
     pub(in crate::agent) fn launch(&self, master_port: u16) {
         // Only the first `Launch` counts.
         self.launch.send_if_modified(|port| port.is_none() && port.replace(master_port).is_none());
     }
 
-    /// Reports that the preflight check is done here, waits for the other machines, and returns the port where rank 0 listens.
+    /// Reports that the preflight check has passed on this machine, waits for the other machines, and returns the
+    /// port of rank 0.
     ///
     /// # Errors
     /// Why the ranks cannot be started.
     pub(super) async fn meet(&self, start: &StartAttempt) -> Result<u16, Refusal> {
         let has_first = start.ranks.iter().any(|(rank, _)| *rank == 0);
         let port = has_first.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
-            Refusal::other(format!("{} has no free port for them: {error}", start.master_addr))
+            Refusal::other(format!("{} has no free port for the ranks: {error}", start.master_addr))
         })?;
         let _ = self.ready.set(port);
         let mut launch = self.launch.subscribe();
@@ -61,10 +62,11 @@ impl Gang {
     }
 }
 
-/// A port that is free now; if another program takes it before rank 0 does, the rank reports that and the next attempt gets another one.
+/// A port that is free now. If another program takes it before rank 0 does, the rank reports that, and the next
+/// attempt gets another port.
 pub(in crate::agent) fn free_port(address: &str) -> io::Result<u16> {
     let listener = match TcpListener::bind((address, 0)) {
-        // The name may be that of a router or a service in front of this machine.
+        // The address may belong to a router or service in front of this machine.
         Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", 0)),
         other => other,
     };

@@ -16,14 +16,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-struct Place {
+struct Fixture {
     dir: tempfile::TempDir,
     stored: StoredAttempt,
     context: AttemptContext,
 }
 
-/// A job folder, and a shell script in the ranks' place; `$R` is its rank.
-fn place(ranks: u32, script: &str) -> Place {
+/// Creates a job folder, and a shell script that replaces the ranks' program. `$R` is the rank.
+fn place(ranks: u32, script: &str) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("program");
     crate::test_script::write_script(&program, &format!("R=$8\n{script}"));
@@ -54,11 +54,11 @@ fn place(ranks: u32, script: &str) -> Place {
         stop_within_secs: 20,
         devices: Arc::default(),
     };
-    Place { dir, stored, context }
+    Fixture { dir, stored, context }
 }
 
-impl Place {
-    /// What a rank has recorded.
+impl Fixture {
+    /// Writes records of a rank.
     fn recorded(&self, rank: u32, events: &[AttemptEvent]) {
         let reporter = Reporter::create(&self.stored.attempt_dir(), rank).unwrap();
         reporter.log("one line");
@@ -80,7 +80,7 @@ impl Place {
         ending(&self.stored).unwrap()
     }
 
-    /// The log lines that the agent added.
+    /// The log lines added by the agent.
     fn added_lines(&self) -> Vec<LogLine> {
         let mut tail = Tail::open(&agent_events_path(&self.stored), 0);
         let events = tail.poll().unwrap();
@@ -120,7 +120,7 @@ async fn a_killed_rank_ends_the_others_and_is_named() {
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     assert_eq!(reason(place.end_of(&attempt).await), "rank 1 was killed by signal 9 at step 41");
     let lines = place.added_lines();
-    // Numbered on from the rank's own line.
+    // Numbers continue after the rank's own line.
     assert_eq!((lines[0].number, lines[0].text.as_str()), (2, "last words"));
 }
 
@@ -141,7 +141,7 @@ async fn a_rank_that_ignores_term_is_killed() {
 #[tokio::test]
 async fn who_outlives_a_killed_rank_is_not_waited_for_unless_a_checkpoint_is_being_written() {
     for writing in [false, true] {
-        // Rank 0 hears nothing, as one does that waits for its GPU.
+        // Rank 0 ignores signals, like a rank that waits for its GPU.
         let script = "trap '' TERM; echo up; [ $R = 1 ] && while [ ! -e ${0%/*}/job/go ]; do sleep 0.02; done && kill -9 $$; while :; do sleep 0.05; done";
         let place = place(2, script);
         if writing {
@@ -182,7 +182,7 @@ async fn a_patient_stop_lets_them_finish_and_an_urgent_one_does_not_wait() {
 
 #[tokio::test]
 async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
-    // A signal stopped them; rank 1 has ended, rank 0 still writes its checkpoint.
+    // A signal stopped the ranks. Rank 1 has ended, and rank 0 is still writing its checkpoint.
     let place = place(2, "[ $R = 1 ] && exit 3; sleep 3; echo kept; exit 3");
     place.recorded(1, &[step(41)]);
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
@@ -264,13 +264,13 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let mode = StartMode::Launch { refusal: None };
     let (_, mut first) = Watch::begin(place.stored.clone(), &place.context, orders, mode);
     place.recorded(0, &[step(7)]);
-    // The first agent is gone; rank 1 dies unseen.
+    // The first agent is gone; rank 1 dies unnoticed.
     first.ranks[1].process.signal(Signal::KILL);
     while first.ranks[1].process.poll().is_none() {
         tokio::task::yield_now().await;
     }
     let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
-    // Reaps rank 0, whose parent this process is.
+    // Reaps rank 0, whose parent is this process.
     let reaper = tokio::spawn(async move {
         while first.ranks[0].process.poll().is_none() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -279,7 +279,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
     let ending = place.end_of(&adopted).await;
     assert_eq!(reason(ending.clone()), "rank 1 died at step 0 while no agent was watching it");
     reaper.await.unwrap();
-    // A third agent finds it over and adds nothing.
+    // A third agent finds the attempt over and adds nothing.
     let third = Attempt::adopt(place.stored.clone(), place.context.clone());
     assert!(third.is_over() && third.has_failed());
     assert_eq!(self::ending(&place.stored), Some(ending));
@@ -293,7 +293,7 @@ async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_an
         Ending::Failed { reason, retriable: true } => assert_eq!(*reason.code(), ReasonCode::AgentRestarted),
         other => panic!("{other:?}"),
     }
-    // One of which a rank was about to start may have run.
+    // A rank that was about to be started may have run.
     let place = self::place(2, "exit 0");
     fs::write(rank_file(&place.stored.attempt_dir(), 1, "json"), "{}").unwrap();
     let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
@@ -313,7 +313,7 @@ async fn a_program_that_does_not_start_is_named() {
     }
 }
 
-/// What `a_rank_is_started_with_what_its_backend_wants` does not show: where its devices come from.
+/// Covers what `a_rank_is_started_with_what_its_backend_wants` does not: where a rank's devices come from.
 #[tokio::test]
 async fn a_third_backend_offers_devices_that_pass_the_preflight_and_get_ranks() {
     use crate::toy;

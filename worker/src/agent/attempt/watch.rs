@@ -25,24 +25,24 @@ use std::{
 };
 use tokio::sync::mpsc;
 
-/// How often the ranks' records are read.
+/// Interval between two reads of the ranks' records.
 const READ_EVERY: Duration = Duration::from_millis(100);
-/// From TERM to KILL.
+/// Time from SIGTERM to SIGKILL.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
-/// From TERM to KILL when another rank was killed or died: the others' work is in vain, unless rank 0 is writing a checkpoint. They
-/// end by themselves, unless their GPU blocks them.
+/// Time from SIGTERM to SIGKILL if another rank was killed or died. The work of the remaining ranks is then lost,
+/// unless rank 0 is writing a checkpoint. They end by themselves, unless they wait for their GPU.
 const GRACE_AFTER_DEATH: Duration = Duration::from_millis(1500);
-/// For ranks that should write a checkpoint, before TERM, when they are paused.
+/// Time before SIGTERM for ranks that are paused and should write a checkpoint.
 const PAUSE: Duration = Duration::from_secs(120);
-/// For the others, once one of ranks that are paused has ended.
+/// Time for the other ranks after one of the paused ranks has ended.
 const PAUSE_ENDS: Duration = Duration::from_secs(20);
-/// How long the agent waits after a rank has lost the connection to another for the other's own reason.
+/// After a rank has lost the connection to another rank: the wait for the other rank's own reason.
 const PROVISIONAL: Duration = Duration::from_secs(1);
 
 /// What the agent keeps of a rank's records.
 #[derive(Default)]
 pub(super) struct RecordSummary {
-    /// Lines of its log so far.
+    /// The number of lines of the rank's log so far.
     pub(super) lines: u64,
     pub(super) reported: Reported,
 }
@@ -56,27 +56,27 @@ impl RecordSink for RecordSummary {
     }
 }
 
-/// An attempt whose ranks are watched.
+/// An attempt whose ranks are being watched.
 pub(super) struct Watch {
     pub(super) stored: StoredAttempt,
     pub(super) dir: PathBuf,
     lease: Arc<Lease>,
     orders: mpsc::UnboundedReceiver<Order>,
     read_at: Instant,
-    /// How the attempt ends, where that was decided before its ranks are gone.
+    /// How the attempt ends, if this was decided before its ranks had ended.
     pub(super) decided: Option<Ending>,
-    /// They end because another one was killed or died.
+    /// Whether the ranks end because another rank was killed or died.
     peer_died: bool,
-    /// For ranks that should write a checkpoint, before TERM, when their agent is to end.
+    /// Time before SIGTERM for ranks that should write a checkpoint, if this agent is about to end.
     leave_within: Duration,
-    /// Their agent is to end.
+    /// Whether this agent is about to end.
     leaves: bool,
-    /// Processes that the kernel's OOM killer had ended when this began.
+    /// The number of processes that the kernel's OOM killer had killed when this watch began.
     pub(super) oom_kills: Option<u64>,
 }
 
 impl Watch {
-    /// Starts the ranks, or finds those that an earlier agent started.
+    /// Starts the ranks, or adopts the ranks of an earlier agent.
     pub(super) fn begin(
         stored: StoredAttempt,
         context: &AttemptContext,
@@ -135,25 +135,25 @@ impl Watch {
         Rank::of_attempt(process, &self.dir, RecordSummary::default())
     }
 
-    /// Watches the ranks to their end, and writes down how the attempt ended.
+    /// Watches the ranks until they end, and records how the attempt ended.
     pub(super) async fn run(mut self, mut ranks: RankGroup<RecordSummary>) {
         let Ok(()) = supervise(&mut self, &mut ranks).await;
         self.conclude(ranks).await;
     }
 
-    /// Whether a rank is there, and a checkpoint is begun.
+    /// Whether a rank is running and a checkpoint is being written.
     fn is_writing(&self, ranks: &RankGroup<RecordSummary>) -> bool {
         ranks.ends().any(|end| end.exit.is_none())
             && checkpoint::is_being_written(&self.stored.job_dir.join("checkpoints"))
     }
 
-    /// The rank that holds up the others, when one has reported nothing for too long.
+    /// The rank that delays the others, if a rank has reported nothing for too long.
     fn stall_reason(&self, ranks: &RankGroup<RecordSummary>) -> Option<Reason> {
         let secs = self.stored.start.spec.recovery.stall_timeout_secs;
         let limit = Duration::from_secs(secs.into());
         let running = || ranks.ranks.iter().filter(|rank| rank.end.exit.is_none());
         running().find(|rank| rank.last_report.elapsed() > limit)?;
-        // Ranks that wait for it are as silent as it is.
+        // Ranks that wait for the slowest one are equally silent.
         let slowest = running().min_by_key(|rank| {
             (!rank.process.is_suspended(), rank.end.step, rank.last_report, rank.end.rank)
         })?;
@@ -191,7 +191,7 @@ impl Policy for Watch {
             Order::Leave | Order::Full(_) => Stop::Save { within: self.leave_within },
         };
         self.leaves |= matches!(order, Order::Leave | Order::Full(_));
-        // The first decision stands.
+        // Only the first decision counts.
         if !ranks.is_stopping() {
             self.decided = Some(order.ending());
         }
@@ -202,7 +202,7 @@ impl Policy for Watch {
         if self.read_at.elapsed() >= READ_EVERY {
             self.read_at = Instant::now();
             for rank in &mut ranks.ranks {
-                // Damage is reported at the end; what cannot be read now may be readable next time.
+                // Damage is reported at the end. A file that cannot be read now may be readable later.
                 let _ = rank.read();
             }
         }

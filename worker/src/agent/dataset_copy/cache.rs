@@ -1,8 +1,8 @@
-//! The folder with copies of datasets: which there are, which attempts use them, and which are evicted.
+//! The folder with copies of datasets: which copies exist, which attempts use them, and which copies are evicted.
 //!
-//! A copy is a folder that is named by the hash of its list. It has `about.json`, `list`, `used` (the time of its last use), `uses/`
-//! (a file for each attempt that uses it), and the dataset's files: in `part/` until all have arrived, then in `data/`. All of this
-//! is on disk, because ranks outlive their agent.
+//! The folder of a copy is named by the hash of its list. It has `about.json`, `list`, `used` (the time of the last
+//! use), `uses/` (a file for each attempt that uses the copy), and the dataset's files: in `part/` until all have
+//! arrived, then in `data/`. All of this is on disk, because ranks outlive their agent.
 
 use super::{
     CopyError, blocking,
@@ -22,20 +22,21 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Prefix of names that are about to be removed, or incomplete.
+/// Prefix of the names of entries that are incomplete or about to be removed.
 const HIDDEN: &str = ".";
-/// Content of an attempt's file in `uses/` once it has found the copy complete. While it waits for the copy, the file is empty.
+/// The content of an attempt's file in `uses/` after it has found the copy complete. The file is empty while the
+/// attempt waits for the copy.
 const READS: &str = "reads";
 const LOCK: &str = ".lock";
 const NEW: &str = ".new-";
 const GONE: &str = ".gone-";
-/// The mode of folders: other accounts of the machine may not be allowed to read the dataset.
+/// The mode of folders. Other accounts of the machine may not be allowed to read the dataset.
 const MODE: u32 = 0o700;
 
 /// Why there can be no copies.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::agent) enum CacheError {
-    #[error("{}: another agent keeps its copies of datasets there; give this one a folder of its own with --dataset-cache", .0.display())]
+    #[error("{}: another agent keeps its copies of datasets in this folder; give this agent another folder with --dataset-cache", .0.display())]
     Taken(PathBuf),
     #[error("the folder for copies of datasets, {}: {}", .0.display(), .1)]
     Io(PathBuf, io::Error),
@@ -48,33 +49,34 @@ pub(in crate::agent) struct Copies {
     limit_bytes: u64,
     /// Held while a copy is added or removed.
     changes: Mutex<()>,
-    /// By the copy's folder: the lock of the job that pulls it.
+    /// By folder of the copy: the lock of the job that pulls it.
     turns: Mutex<HashMap<PathBuf, Arc<tokio::sync::Mutex<()>>>>,
     /// Locked while this agent runs.
     _lock: File,
 }
 
-/// What a copy is of.
+/// The dataset of a copy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct About {
     /// The dataset's name.
     pub(super) dataset: String,
-    /// On the server.
+    /// The dataset's path on the server.
     pub(super) path: String,
-    /// The path to open, relative to the copy's files.
+    /// The path to open, relative to the files of the copy.
     pub(super) within: String,
     pub(super) files: u64,
     pub(super) bytes: u64,
 }
 
-/// The right to write a copy, which one job has at a time. Blocking work holds a clone: it keeps running when the job is stopped.
+/// The right to write to a copy, which only one job has at a time. Blocking work holds a clone, because it continues
+/// when the job is stopped.
 #[derive(Debug, Clone)]
 pub(super) struct CopyLock {
     _held: Arc<tokio::sync::OwnedMutexGuard<()>>,
 }
 
 impl CopyLock {
-    /// Runs blocking work and holds the lock until it is done.
+    /// Runs blocking work, and holds the lock until the work is done.
     pub(super) async fn blocking<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, CopyError> + Send + 'static,
@@ -89,7 +91,7 @@ impl CopyLock {
     }
 }
 
-/// A copy, complete or not.
+/// A copy, complete or incomplete.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Entry {
     dir: PathBuf,
@@ -100,12 +102,12 @@ impl Entry {
         &self.dir
     }
 
-    /// The dataset's files, once all have arrived.
+    /// The folder of the dataset's files after all have arrived.
     pub(super) fn data(&self) -> PathBuf {
         self.dir.join("data")
     }
 
-    /// The files that have arrived so far.
+    /// The folder of the files that have arrived so far.
     pub(super) fn part(&self) -> PathBuf {
         self.dir.join("part")
     }
@@ -118,13 +120,13 @@ impl Entry {
         self.dir.join("uses").join(use_name(attempt))
     }
 
-    /// The attempts that use it.
+    /// The attempts that use the copy.
     pub(super) fn uses(&self) -> Vec<String> {
         let entries = fs::read_dir(self.dir.join("uses")).into_iter().flatten().flatten();
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
     }
 
-    /// Whether ranks of some attempt may have its files open, or are about to.
+    /// Whether ranks of an attempt have files of the copy open, or may be about to open them.
     pub(super) fn is_read(&self) -> bool {
         let reads =
             |name| fs::read_to_string(self.dir.join("uses").join(name)).is_ok_and(|text| text == READS);
@@ -157,13 +159,13 @@ fn use_name(attempt: &AttemptRef) -> String {
     format!("{}-{}", attempt.job, attempt.folder_name())
 }
 
-/// Whether a killed agent has left an entry of this name. Entries with other names are not ours to remove.
+/// Whether the name is that of an entry left by a killed agent. Entries with other names are not removed.
 fn is_left(name: &OsStr) -> bool {
     let name = name.to_string_lossy();
     [NEW, GONE, LISTED].iter().any(|kind| name.starts_with(kind))
 }
 
-/// Makes a folder that no other account sees. One that is there stays as it is.
+/// Creates a folder that other accounts cannot read. An existing folder is left unchanged.
 fn make(dir: &Path) -> io::Result<()> {
     match DirBuilder::new().mode(MODE).create(dir) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
@@ -172,10 +174,10 @@ fn make(dir: &Path) -> io::Result<()> {
 }
 
 impl Copies {
-    /// Opens or makes the folder. Only attempts in `live` still use what is there.
+    /// Opens or creates the folder. Only attempts in `live` still use its copies.
     ///
     /// # Errors
-    /// It cannot be used.
+    /// The folder cannot be used.
     pub(in crate::agent) fn open(
         dir: &Path,
         limit_bytes: u64,
@@ -204,11 +206,11 @@ impl Copies {
                 fs::remove_file(entry.dir.join("uses").join(left)).map_err(failed)?;
             }
         }
-        // The limit may have been lowered. Hidden entries were about to be removed, or are incomplete.
+        // The limit may have been lowered. Hidden entries are incomplete, or were about to be removed.
         let mut gone = copies.evict(0, None).map_err(failed)?.0;
         let found = fs::read_dir(&copies.dir).map_err(failed)?.flatten();
         gone.extend(found.filter(|found| is_left(&found.file_name())).map(|found| found.path()));
-        // Removing large folders takes a while, and nothing has to wait for it.
+        // Removing large folders takes time, and nothing has to wait for it.
         std::thread::spawn(move || {
             if let Err(error) = remove(&gone) {
                 tracing::warn!(?error, "an old copy of a dataset cannot be removed");
@@ -221,7 +223,8 @@ impl Copies {
         &self.dir
     }
 
-    /// Whether the folder belongs to this account and holds nothing but copies. With other files in it, other accounts may need it.
+    /// Whether the folder belongs to this account and has only copies. If it has other files, other accounts may need
+    /// it.
     fn is_own(&self) -> io::Result<bool> {
         if fs::metadata(&self.dir)?.uid() != rustix::process::geteuid().as_raw() {
             return Ok(false);
@@ -261,11 +264,11 @@ impl Copies {
         Ok(all)
     }
 
-    /// Reserves room for the copy of a list and records that the attempt uses it. Also returns the folders that were evicted for it:
-    /// they are hidden already, and the caller removes them.
+    /// Reserves space for the copy of a list, and records that the attempt uses it. Also returns the folders that
+    /// were evicted for it: they are already hidden, and the caller removes them.
     ///
     /// # Errors
-    /// The limit has no room for it. The message says what to change.
+    /// The limit does not allow the copy. The message tells what to change.
     pub(super) fn reserve(
         &self,
         list: List,
@@ -277,7 +280,7 @@ impl Copies {
         self.forget(attempt).map_err(&failed)?;
         let entry = Entry { dir: self.dir.join(&list.key) };
         let mut gone = Vec::new();
-        // An older state of the same dataset, which no attempt uses.
+        // Evict an older state of the same dataset that no attempt uses.
         for (old, of) in self.entries().map_err(&failed)? {
             if old != entry && of.path == about.path && of.dataset == about.dataset && old.uses().is_empty() {
                 gone.push(self.hide(&old).map_err(&failed)?);
@@ -288,15 +291,15 @@ impl Copies {
             let (bytes, limit) = sizes(about.bytes, self.limit_bytes);
             if about.bytes > self.limit_bytes {
                 return refused(format!(
-                    "it has {bytes}, and copies of datasets may have {limit} there: raise the agent's --dataset-cache-limit"
+                    "it has {bytes}, and the limit of all copies is {limit}: raise the agent's --dataset-cache-limit"
                 ));
             }
             let (removed, kept) = self.evict(about.bytes, Some(&entry)).map_err(&failed)?;
             gone.extend(removed);
             if kept.saturating_add(about.bytes) > self.limit_bytes {
                 return refused(format!(
-                    "it has {bytes}, and of the {limit} that copies of datasets may have there running jobs use {}: raise the \
-                     agent's --dataset-cache-limit, or retry the job when they are over",
+                    "it has {bytes}, and running jobs use {} of the limit of all copies, {limit}: raise the agent's \
+                     --dataset-cache-limit, or retry the job when they are over",
                     megabytes(kept)
                 ));
             }
@@ -320,8 +323,8 @@ impl Copies {
         Ok((entry, gone))
     }
 
-    /// Hides unused copies, least recently used first, until the limit has room for `bytes` more. Never hides `but`. Returns the hidden
-    /// folders, and the bytes of the copies that stay.
+    /// Hides unused copies, least recently used first, until `bytes` more fit within the limit. Never hides `but`.
+    /// Returns the hidden folders, and the size of the remaining copies.
     fn evict(&self, bytes: u64, but: Option<&Entry>) -> io::Result<(Vec<PathBuf>, u64)> {
         let mut all = self.entries()?;
         all.retain(|(entry, _)| Some(entry) != but);
@@ -340,13 +343,13 @@ impl Copies {
         Ok((gone, kept))
     }
 
-    /// Bytes of the copies that no attempt uses, by their lists.
+    /// The size of the copies that no attempt uses, according to their lists.
     pub(super) fn unused_bytes(&self) -> io::Result<u64> {
         let unused = self.entries()?.into_iter().filter(|(entry, _)| entry.uses().is_empty());
         Ok(unused.fold(0, |sum: u64, (_, about)| sum.saturating_add(about.bytes)))
     }
 
-    /// Hides the least recently used copy and returns its folder; `None` if all are in use.
+    /// Hides the least recently used copy and returns its folder. `None` if all copies are in use.
     pub(super) fn evict_oldest(&self) -> io::Result<Option<PathBuf>> {
         let _changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         let all = self.entries()?;
@@ -354,11 +357,11 @@ impl Copies {
         unused.min_by_key(Entry::used).map(|entry| self.hide(&entry)).transpose()
     }
 
-    /// Renames a copy to a hidden name, so that it is gone at once. Its files are removed later.
+    /// Renames a copy to a hidden name, so that it disappears at once. Its files are removed later.
     fn hide(&self, entry: &Entry) -> io::Result<PathBuf> {
         let hidden = self.dir.join(format!("{GONE}{}", uuid::Uuid::new_v4().simple()));
         fs::rename(&entry.dir, &hidden)?;
-        tracing::info!(path = %entry.dir.display(), "a copy of a dataset makes room");
+        tracing::info!(path = %entry.dir.display(), "a copy of a dataset is evicted");
         Ok(hidden)
     }
 

@@ -1,4 +1,4 @@
-//! The list of a dataset's files, as the server sends it and a copy keeps it.
+//! The list of a dataset's files, as sent by the server and stored with a copy.
 
 use super::{super::remote::AttemptClient, CopyError, PullProgress, on_disk};
 use lockstep_protocol::{agent::DatasetEntry, reason::ReasonCode};
@@ -10,17 +10,17 @@ use std::{
 };
 use tempfile::NamedTempFile;
 
-/// The longest line: paths have at most 4096 bytes.
+/// Maximum length of a line. Paths have at most 4096 bytes.
 const LINE_BYTES: usize = 64 << 10;
-/// Prefix of a list's name until it is complete.
+/// Prefix of a list's file name until the list is complete.
 pub(super) const LISTED: &str = ".list-";
-/// Bytes of a list at most: about a hundred million files.
+/// Maximum size of a list: about a hundred million files.
 const LIST_BYTES: u64 = 8 << 30;
 
 /// A complete list.
 pub(super) struct List {
     pub(super) file: NamedTempFile,
-    /// The hash of the list: it differs for other files, times of change or another path on the server.
+    /// The hash of the list. It changes if a file, a time of change or the path on the server changes.
     pub(super) key: String,
     /// See [`DatasetEntry::Begin`].
     pub(super) within: String,
@@ -28,10 +28,10 @@ pub(super) struct List {
     pub(super) bytes: u64,
 }
 
-/// Fetches the list of the dataset that the server has at `path` into a file in `dir`.
+/// Fetches the list of the dataset at `path` on the server into a file in `dir`.
 ///
 /// # Errors
-/// It did not arrive complete, or the server says why there is none.
+/// The list did not arrive completely, or the server reports why there is none.
 pub(super) async fn fetch(
     client: &AttemptClient<'_>,
     dir: &Path,
@@ -54,7 +54,7 @@ pub(super) async fn fetch(
 
 /// Parses a list while it arrives.
 struct ListReader {
-    /// Bytes that may still arrive.
+    /// Number of bytes that may still arrive.
     left: u64,
     sum: Sha256,
     /// The beginning of an incomplete line.
@@ -66,11 +66,11 @@ struct ListReader {
 }
 
 impl ListReader {
-    fn new(path: &str, most: u64) -> Self {
+    fn new(path: &str, max_bytes: u64) -> Self {
         let mut sum = Sha256::new();
         sum.update(path.as_bytes());
         sum.update([0]);
-        Self { left: most, sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
+        Self { left: max_bytes, sum, line: Vec::new(), within: None, files: 0, bytes: 0, ended: false }
     }
 
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
@@ -131,12 +131,12 @@ impl ListReader {
     }
 }
 
-/// Whether a path leads down from the folder that it is in.
+/// Whether a path leads to a place below its folder.
 fn is_below(path: &str) -> bool {
     !path.is_empty() && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// The files and folders of a list that is kept.
+/// The files and folders of a stored list.
 pub(super) struct Entries(io::Lines<BufReader<File>>);
 
 impl Entries {
@@ -150,7 +150,7 @@ impl Iterator for Entries {
 
     fn next(&mut self) -> Option<Self::Item> {
         let entry = self.0.next()?.and_then(|line| Ok(serde_json::from_str(&line)?));
-        // What was noted when it came was checked then; the file is this agent's own, and may be damaged all the same.
+        // The list was checked when it arrived. The file belongs to this agent, but may have been damaged.
         Some(entry.and_then(|entry| match &entry {
             DatasetEntry::Folder(path) | DatasetEntry::File(path, ..) if !is_below(path) => {
                 Err(io::Error::other(format!("{path:?} leads out of the copy")))
@@ -168,8 +168,8 @@ mod tests {
         read_of(chunks, LIST_BYTES)
     }
 
-    fn read_of(chunks: &[&str], most: u64) -> Result<List, CopyError> {
-        let mut reading = ListReader::new("/data/x", most);
+    fn read_of(chunks: &[&str], max_bytes: u64) -> Result<List, CopyError> {
+        let mut reading = ListReader::new("/data/x", max_bytes);
         for chunk in chunks {
             reading.take(chunk.as_bytes())?;
         }

@@ -1,5 +1,5 @@
-//! Pulls the files of a copy from the server: several small files or a part of a large one per request. What has arrived stays when
-//! the connection breaks, and the next try continues at the same byte.
+//! Pulls the files of a copy from the server. A request asks for several small files or for a part of a large one.
+//! Data that has arrived is kept if the connection breaks, and the next attempt continues at the same byte.
 
 mod incoming;
 
@@ -25,19 +25,19 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Bytes of the names in one request, so that it stays below the server's limit for a body.
+/// Maximum size of the names in one request, which keeps it below the server's limit of a body.
 const NAMES_BYTES: usize = 256 << 10;
-/// Bytes that may have to be fetched again after the machine has lost power.
+/// Maximum number of bytes that must be fetched again after the machine has lost power.
 const SYNC_BYTES: u64 = 1 << 30;
-/// The unit in which a disk allocates, and what has to stay free on it.
+/// The allocation unit of a disk, and the space that must stay free on it.
 const BLOCK_BYTES: u64 = 4096;
 const SPARE_BYTES: u64 = 64 << 20;
 
-/// Pulls what is missing of a copy and renames it to its final name. Returns whether anything was missing. The first request says
-/// why the copy starts again (`anew`).
+/// Pulls the missing parts of a copy, and renames it to its final name. Returns whether anything was missing. The
+/// first request has the reason why the copy starts again (`anew`).
 ///
 /// # Errors
-/// Something did not arrive, or the disk has no room.
+/// Some data did not arrive, or the disk is full.
 pub(super) async fn complete(
     client: &AttemptClient<'_>,
     (entry, turn): (&Entry, &CopyLock),
@@ -51,7 +51,12 @@ pub(super) async fn complete(
     };
     let Some(missing) = missing else { return Ok(false) };
     check_disk(entry, about, &missing, copies).await?;
-    tracing::info!(dataset = about.dataset, files = about.files, bytes = missing.bytes, "copying it");
+    tracing::info!(
+        dataset = about.dataset,
+        files = about.files,
+        bytes = missing.bytes,
+        "copying the dataset"
+    );
     let mut copied_bytes = about.bytes.saturating_sub(missing.bytes);
     let mut work = Work::new(entry)?;
     let mut unsynced = 0;
@@ -87,21 +92,21 @@ pub(super) async fn complete(
     Ok(true)
 }
 
-/// What is missing of a copy.
+/// The missing part of a copy.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Missing {
     files: u64,
     bytes: u64,
-    /// Disk space for it.
+    /// The disk space that it needs.
     disk_bytes: u64,
 }
 
-/// How much of a copy is on disk for certain, also after a loss of power.
+/// How much of a copy is certainly on disk, even after a loss of power.
 #[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
 struct Synced {
-    /// The boot in which further lines of the list have arrived: they are valid until the machine restarts.
+    /// The boot in which further files of the list have arrived. They are valid until the machine restarts.
     boot_id: String,
-    /// Lines of the list whose files were synced.
+    /// The number of lines of the list whose files are synced.
     lines: u64,
 }
 
@@ -125,7 +130,7 @@ impl Synced {
     }
 }
 
-/// Prepares the copy to be continued and says what it misses; `None` if it is complete.
+/// Prepares the copy to be continued, and returns its missing part. `None` if it is complete.
 fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     let (data, part) = (entry.data(), entry.part());
     if data.exists() {
@@ -145,7 +150,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
     fs::create_dir_all(&part).map_err(on_disk(&part))?;
     let synced = Synced::of(entry);
     if synced.boot_id != lockstep_host::boot_id() {
-        // The machine has restarted: a file that was not synced may have the right size and the wrong content.
+        // The machine has restarted: a file that was not synced may have the right size and wrong content.
         for (line, found) in (1..).zip(entries(entry)?) {
             if let DatasetEntry::File(path, ..) = found.map_err(on_disk(entry.dir()))?
                 && line > synced.lines
@@ -163,7 +168,7 @@ fn entries(entry: &Entry) -> Result<Entries, CopyError> {
     Entries::open(&list).map_err(on_disk(&list))
 }
 
-/// The bytes of a file that have arrived; `None` if there is no file, or one that is too long.
+/// The number of bytes of a file that have arrived. `None` if there is no file, or if it is too long.
 fn there(path: &Path, size: u64) -> Option<u64> {
     fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file).map(|m| m.len()).filter(|len| *len <= size)
 }
@@ -202,7 +207,7 @@ async fn check_disk(
         if free >= needed {
             return Ok(());
         }
-        // Copies are evicted only if that makes enough room.
+        // Evict copies only if that frees enough space.
         let gone = match free.saturating_add(unused) >= needed {
             true => copies.evict_oldest().map_err(on_disk(entry.dir()))?,
             false => None,
@@ -215,7 +220,7 @@ async fn check_disk(
     }
 }
 
-/// Why there is no room on the disk: what is needed, what is there, and what to change.
+/// Why the disk has too little space: the space that is needed, the free space, and what to change.
 fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> String {
     let needed = missing.disk_bytes.saturating_add(SPARE_BYTES);
     // Rounded up, so that freeing the named amount is enough.
@@ -228,12 +233,12 @@ fn too_small(folder: &Path, dataset: &str, missing: &Missing, free: u64) -> Stri
     )
 }
 
-/// Iterates over what to request next.
+/// Iterates over the next parts to request.
 struct Work {
     list: PathBuf,
     entries: Entries,
     part: PathBuf,
-    /// Lines of the list that were read so far.
+    /// The number of lines of the list that have been read.
     lines: u64,
     /// The file that is requested in parts, and the offset of its next part.
     current: Option<(DatasetEntry, u64)>,
@@ -245,12 +250,13 @@ impl Work {
         Ok(Self { list: entry.list(), entries, part: entry.part(), lines: 0, current: None })
     }
 
-    /// Lines of the list whose files are complete.
+    /// The number of lines of the list whose files are complete.
     fn done(&self) -> u64 {
         self.lines - u64::from(self.current.is_some())
     }
 
-    /// The parts for the next request, up to its limits; empty at the end. Creates folders and empty files on the way.
+    /// The parts for the next request, up to its limits. Empty at the end. Creates folders and empty files on the
+    /// way.
     fn next(&mut self) -> Result<Vec<DatasetPart>, CopyError> {
         let (mut parts, mut bytes, mut names) = (Vec::new(), 0, 0);
         while parts.len() < DATASET_PARTS && bytes < DATASET_PARTS_BYTES && names < NAMES_BYTES {
@@ -280,7 +286,7 @@ impl Work {
         Ok(parts)
     }
 
-    /// Creates an entry's folder, and says how many bytes of it have arrived.
+    /// Creates the folder of an entry, and returns the number of bytes that have arrived.
     fn prepare(&self, entry: &DatasetEntry) -> Result<u64, CopyError> {
         match entry {
             DatasetEntry::Folder(path) => {
@@ -291,7 +297,7 @@ impl Work {
                 let path = self.part.join(path);
                 let there = there(&path, *size);
                 if there.is_none() {
-                    // With a pattern, files may be in folders that the list does not name.
+                    // With a pattern, files may be in folders that are not in the list.
                     if let Some(folder) = path.parent() {
                         fs::create_dir_all(folder).map_err(on_disk(folder))?;
                     }
@@ -305,14 +311,14 @@ impl Work {
     }
 }
 
-/// Syncs the whole file system: one call for what may be a million files.
+/// Syncs the whole file system with one call, because there may be a million files.
 fn sync(entry: &Entry) -> Result<(), CopyError> {
     let part = entry.part();
     let folder = File::open(&part).map_err(on_disk(&part))?;
     rustix::fs::syncfs(&folder).map_err(|e| on_disk(&part)(io::Error::from(e)))
 }
 
-/// Checks that all files are complete, and renames the copy to its final name if it does not have it yet.
+/// Checks that all files are complete, and renames the copy to its final name if necessary.
 fn finish(entry: &Entry) -> Result<(), CopyError> {
     if entry.data().exists() {
         return Ok(());
@@ -320,7 +326,7 @@ fn finish(entry: &Entry) -> Result<(), CopyError> {
     let part = entry.part();
     let missing = missing_of(entry, &part)?;
     if missing != Missing::default() {
-        return Err(CopyError::Damaged(format!("{} files of its copy are not whole", missing.files)));
+        return Err(CopyError::Damaged(format!("{} files of its copy are incomplete", missing.files)));
     }
     sync(entry)?;
     fs::rename(&part, entry.data()).map_err(on_disk(&part))?;

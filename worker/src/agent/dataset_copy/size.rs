@@ -1,20 +1,20 @@
-//! Sizes in words.
+//! Formats sizes.
 
 pub(super) fn megabytes(bytes: u64) -> String {
     format!("{:.1} MB", bytes as f64 / 1e6)
 }
 
-/// At least so much.
+/// The size in megabytes, rounded up.
 pub(super) fn up(bytes: u64) -> String {
     format!("{:.1} MB", bytes.div_ceil(100_000) as f64 / 10.0)
 }
 
-/// At most so much.
+/// The size in megabytes, rounded down.
 pub(super) fn down(bytes: u64) -> String {
     format!("{:.1} MB", (bytes / 100_000) as f64 / 10.0)
 }
 
-/// Two sizes of which one is too large for the other: in bytes where they are the same in megabytes.
+/// Formats two sizes that differ: in bytes if they are the same in megabytes.
 pub(super) fn sizes(one: u64, other: u64) -> (String, String) {
     match (megabytes(one), megabytes(other)) {
         (a, b) if a == b => (format!("{one} bytes"), format!("{other} bytes")),

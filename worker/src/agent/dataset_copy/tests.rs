@@ -12,22 +12,22 @@ fn a_server_that_is_away_is_waited_for_and_one_that_sends_nothing_is_not() {
         PullProgress { answered: true, advanced: false },
         PullProgress { answered: true, advanced: true },
     );
-    for _ in 0..10 * MOST_WITHOUT_PROGRESS {
+    for _ in 0..10 * MAX_TRIES_WITHOUT_PROGRESS {
         tries.note(later(), away).unwrap();
         tries.note(later(), more).unwrap();
     }
-    for _ in 1..MOST_WITHOUT_PROGRESS {
+    for _ in 1..MAX_TRIES_WITHOUT_PROGRESS {
         tries.note(later(), nothing).unwrap();
         tries.note(later(), away).unwrap();
     }
-    // Something comes: it begins anew.
+    // Data arrives, so the count starts again.
     tries.note(later(), more).unwrap();
-    for _ in 1..MOST_WITHOUT_PROGRESS {
+    for _ in 1..MAX_TRIES_WITHOUT_PROGRESS {
         tries.note(later(), nothing).unwrap();
     }
     match tries.note(later(), nothing) {
         Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)) => {
-            assert_eq!(why, "the files are cut off; in 10 tries nothing more has come");
+            assert_eq!(why, "the files are cut off; no further data arrived in 10 attempts");
         }
         other => panic!("{other:?}"),
     }
@@ -37,7 +37,7 @@ fn a_server_that_is_away_is_waited_for_and_one_that_sends_nothing_is_not() {
 fn what_changes_or_comes_damaged_is_tried_again_a_few_times() {
     let mut tries = RetryCounts::default();
     let more = PullProgress { answered: true, advanced: true };
-    for _ in 0..MOST_RESTARTS {
+    for _ in 0..MAX_RESTARTS {
         tries.note(CopyError::Changed("x has changed".into()), more).unwrap();
     }
     assert!(matches!(

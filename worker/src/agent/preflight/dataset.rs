@@ -1,4 +1,4 @@
-//! Whether a machine's dataset can be read, and is the one that was registered and that the job began with.
+//! Checks that a machine's dataset can be read, and is the dataset that was registered and with which the job began.
 
 use super::StoredAttempt;
 use crate::inspect;
@@ -13,15 +13,15 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// The file in a job's folder with its [`DatasetNote`].
+/// The file with the [`DatasetNote`] in a job's folder.
 pub(in super::super) const DATASET_NOTE: &str = "dataset.json";
 
-/// The dataset of the job's first start.
+/// The dataset's fingerprint at the job's first start.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(in super::super) struct DatasetNote {
     #[serde(flatten)]
     pub(in super::super) fingerprint: DatasetFingerprint,
-    /// The agent whose dataset it was. None in the notes of earlier versions.
+    /// The agent whose dataset it was. `None` in notes of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(in super::super) machine: Option<String>,
 }
@@ -31,14 +31,15 @@ impl DatasetNote {
         serde_json::from_slice(&fs::read(path).ok()?).ok()
     }
 
-    /// `node-2 has 640 files of 3 MB, or other content`.
+    /// A description, such as `node-2 has 640 files of 3 MB, or other content`.
     fn has(&self) -> String {
         let machine = self.machine.as_deref().unwrap_or("another machine");
         format!("{machine} has {}, or other content", self.fingerprint.in_words())
     }
 }
 
-/// Checks that the dataset can be read and is the one that the job began with or, before its first start, the one that was registered.
+/// Checks that the dataset can be read, and is the one with which the job began. Before the job's first start, it is
+/// compared with the registered one.
 ///
 /// # Errors
 /// What is wrong, and what to change.
@@ -59,7 +60,8 @@ pub(super) fn check(
     let registered = registered.and_then(|of| DatasetFingerprint::deserialize(of).ok());
     let form = before.as_ref().map(|note| &note.fingerprint).or(registered.as_ref());
     let found = take(path, form, before.is_some(), program, cancelled)?;
-    // Before the first start the server has none to send: another machine of this attempt was here meanwhile.
+    // Before the first start the server has no fingerprint to send. If there is a note, another machine of this
+    // attempt wrote it meanwhile.
     let is_first_start = stored.start.files.dataset.is_none();
     match (before, registered) {
         (Some(before), _) if before.fingerprint != found => {
@@ -85,14 +87,14 @@ pub(super) fn check(
             found.in_words(),
             registered.in_words(),
         )),
-        // Nobody waits for this check any more, and another may have begun.
+        // No one waits for this check any more, and another one may have begun.
         (None, _) if cancelled.load(Ordering::Relaxed) => Err("cancelled".into()),
         (None, _) => keep(stored, DatasetNote { fingerprint: found, machine: machine.map(str::to_owned) }),
     }
 }
 
-/// The fingerprint of what is there now, in the form of the one that it will be compared with. Unless the job has begun, each file is
-/// examined, so that ranks need not; later starts examine folders.
+/// The fingerprint of the dataset now, in the form of the fingerprint with which it will be compared. Before the job
+/// has begun, each file is examined, so that ranks need not do so. Later starts examine folders.
 fn take(
     path: &Path,
     form: Option<&DatasetFingerprint>,
@@ -102,7 +104,8 @@ fn take(
 ) -> Result<DatasetFingerprint, String> {
     let wrong = |e: &dyn Display| format!("the dataset {e}; bring it back and retry the job");
     let by_files = || Fingerprint::of(path, cancelled).map(DatasetFingerprint::Files).map_err(|e| wrong(&e));
-    // A process that died says nothing about the dataset, and the note is compared for the job's whole life.
+    // If the process died, the dataset is unknown. Nothing must be recorded, because the note is compared during the
+    // whole life of the job.
     let not_examined =
         |e: String| format!("the dataset {} was not examined: {e}; retry the job", path.display());
     let by_pictures = || {
@@ -119,22 +122,22 @@ fn take(
             Ok(found) => found.map_or_else(by_files, Ok),
             Err(detail) => Err(wrong(&format!("{}: {detail}", path.display()))),
         },
-        // A path that is no dataset is left to the ranks, which say why.
+        // A path that is not a dataset is left to the ranks, which report why.
         None if fingerprint::has_pictures(path) => match by_pictures()? {
             Ok(Some(found)) => Ok(found),
             Ok(None) => by_files(),
-            // A pattern of shards is no file.
+            // A pattern of shards is not a file.
             Err(detail) => by_files().map_err(|_| wrong(&format!("{}: {detail}", path.display()))),
         },
         None => by_files(),
     }
 }
 
-/// Keeps the note of a job's first start. Agents of one attempt may share the job's folder and be here at the same moment: the first
-/// one's note counts, and the other compares its dataset with it.
+/// Stores the note of a job's first start. Agents of one attempt may share the job's folder and arrive at the same
+/// time: the first note counts, and the other agent compares its dataset with it.
 fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
     let note = stored.job_dir.join(DATASET_NOTE);
-    // No other agent has the first of the ranks here.
+    // The first rank of this machine is unique among agents.
     let first = stored.start.ranks.iter().map(|(rank, _)| *rank).min().unwrap_or(0);
     let temporary = stored.job_dir.join(format!("dataset.{first}.json"));
     let text = serde_json::to_vec(&own).map_err(|e| e.to_string())?;
@@ -146,20 +149,20 @@ fn keep(stored: &StoredAttempt, own: DatasetNote) -> Result<(), String> {
                 return Err(differs(stored, &own, &first.has()));
             }
             Some(_) => fs::remove_file(&temporary),
-            // A note that is torn.
+            // A note that was written only partly.
             None => fs::rename(&temporary, &note),
         },
         Ok(()) => fs::remove_file(&temporary),
-        // A file system that has no links.
+        // The file system does not support links.
         Err(_) => fs::rename(&temporary, &note),
     };
     kept.map_err(|e| format!("{}: {e}", note.display()))
 }
 
-/// What is said where two machines of a job have different datasets; `other` names the other one.
+/// The error if two machines of a job have different datasets. `other` describes the other machine's.
 pub(in super::super) fn differs(stored: &StoredAttempt, own: &DatasetNote, other: &str) -> String {
     format!(
-        "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Which of the two is right is not known: compare them, and \
+        "the copies of the dataset {:?} differ: {} has {} at {}, and {other}. Lockstep cannot tell which of the two is right: compare them, and \
          copy the right one to the other machine",
         stored.start.spec.data.dataset,
         own.machine.as_deref().unwrap_or("this machine"),

@@ -7,11 +7,11 @@ use lockstep_protocol::{
 };
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Most threads that look at tensors: they are bound by memory.
-const MOST_THREADS: usize = 8;
+/// Maximum number of threads. More threads are not faster, because memory is the limit.
+const MAX_THREADS: usize = 8;
 
-/// The histograms of `step`: of each trained tensor of `weights`, and of its gradient where there is one. The result does not
-/// depend on `threads`.
+/// The histograms of `step`: of each trained tensor in `weights`, and of its gradient if there is one. The result
+/// does not depend on `threads`.
 pub(super) fn histograms(
     step: u64,
     weights: &NamedTensors,
@@ -37,7 +37,7 @@ pub(super) fn histograms(
         done
     };
     let mut layers: Vec<LayerHistogram> = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..threads.clamp(1, MOST_THREADS)).map(|_| scope.spawn(work)).collect();
+        let others: Vec<_> = (1..threads.clamp(1, MAX_THREADS)).map(|_| scope.spawn(work)).collect();
         let own = work();
         own.into_iter().chain(others.into_iter().filter_map(|thread| thread.join().ok()).flatten()).collect()
     });
@@ -45,7 +45,7 @@ pub(super) fn histograms(
     LayerHistograms { step, layers }
 }
 
-/// Of the finite values of a tensor.
+/// The histogram of the finite values of a tensor.
 fn histogram(name: String, kind: HistogramKind, values: &[f32]) -> LayerHistogram {
     let finite = || values.iter().copied().filter(|v| v.is_finite());
     let (min, max) =
@@ -54,7 +54,7 @@ fn histogram(name: String, kind: HistogramKind, values: &[f32]) -> LayerHistogra
     if min > max {
         return LayerHistogram { name, kind, min: 0.0, max: 0.0, counts };
     }
-    // In float64: the width of float32's whole range is none of its numbers.
+    // In float64, because the difference of float32's extreme values is not a float32.
     let (from, width) = (f64::from(min), f64::from(max) - f64::from(min));
     let per_value = if width > 0.0 { HISTOGRAM_BINS as f64 / width } else { 0.0 };
     for value in finite() {
@@ -116,7 +116,7 @@ mod tests {
         let (mut weights, mut gradients) = (tensors(30, "weight"), tensors(30, "weight"));
         weights.extend(tensors(3, "running_mean"));
         weights.extend(tensors(3, "running_var"));
-        // Of a frozen batch norm.
+        // A tensor of a frozen batch norm.
         gradients.remove("layer0007.weight");
         let one = histograms(20, &weights, &gradients, 1);
         assert_eq!((one.step, one.layers.len(), one.check()), (20, 59, Ok(())));

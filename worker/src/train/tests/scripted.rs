@@ -1,4 +1,4 @@
-//! An engine that trains nothing and whose float16 overflows on demand.
+//! An engine that trains nothing, and whose float16 overflows as requested.
 
 use lockstep_data::loader::Batch;
 use lockstep_engine::{Engine, EngineError, EvalResult, OptimizerState, StepResult};
@@ -9,25 +9,25 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-/// What float16 cannot hold.
+/// What exceeds the range of float16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Overflow {
     Gradients,
     Validation,
-    /// It holds everything.
+    /// Nothing.
     Nothing,
 }
 
-/// An engine of one weight. In float16 it cannot hold `overflow`, and skips such steps as loss scaling does.
+/// An engine with a single weight. In float16, steps with `overflow` are skipped, as with loss scaling.
 pub(super) struct Scripted {
     pub(super) precision: Precision,
     pub(super) overflow: Overflow,
     pub(super) weights: NamedTensors,
     pub(super) momentum: NamedTensors,
     pub(super) updates: u64,
-    /// Its rank in the group.
+    /// The rank in the group.
     pub(super) replica: u32,
-    /// Times that its weights were copied off it.
+    /// How often the weights were copied from the engine.
     pub(super) copied: Arc<AtomicU32>,
     /// Called for each batch of a validation pass.
     pub(super) evaluated: Box<dyn FnMut() + Send>,

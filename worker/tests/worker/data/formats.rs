@@ -171,7 +171,7 @@ fn usual_names_of_splits_are_recognised_in_any_case() {
     folder(dir.path(), "train", &["cat"], 2, &[28]);
     folder(dir.path(), "Training", &["cat"], 2, &[28]);
     let words = inspect(dir.path()).expect_err("two folders of one split").to_string();
-    says(&words, &["a second folder for the split \"train\", ", "put their classes together"]);
+    says(&words, &["a second folder for the split \"train\", ", "merge the two"]);
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
     for (files, words) in [
         (
             &["train/1.jpg", "val/2.jpg"][..],
-            "; it has train/, val/; pictures lie directly in train/, val/, and a picture's class is the folder that it lies in: \
+            "; it has train/, val/; pictures lie directly in train/, val/, but a picture's class is the name of its folder: \
              move them to train/<class>/",
         ),
         (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, and "),
@@ -200,7 +200,7 @@ fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
             fs::write(file, "").expect("writes");
         }
         let said = inspect(dir.path()).expect_err("no dataset").to_string();
-        says(&said, &["holds no dataset that is known", words]);
+        says(&said, &["holds no known dataset", words]);
         assert!(!said.contains("ln -s"), "it would train on the pictures that measure: {said}");
     }
 }
@@ -246,7 +246,7 @@ fn what_is_no_dataset_says_what_was_looked_for() {
     fs::write(path.join("data_batch_1"), "pickle").expect("writes");
     says(&refuses(), &["Python version", "binary version"]);
     fs::create_dir_all(path.join("train/cat")).expect("a folder");
-    says(&refuses(), &["train/cat has no picture", "put some"]);
+    says(&refuses(), &["train/cat has no picture", "add pictures"]);
     fs::remove_dir_all(path.join("train")).expect("removes");
     folder(path, "train", &["cat"], 2, &[28]);
     says(&refuses(), &["has one class, \"cat\": there is nothing to tell apart"]);
@@ -275,7 +275,7 @@ fn damaged_idx_files_are_named() {
     };
     let whole = fs::read(&pictures).expect("readable");
     fs::write(&pictures, &whole[..whole.len() / 2]).expect("writes");
-    says(&error(dir.path(), &spec), &["train-images", "cannot be unpacked"]);
+    says(&error(dir.path(), &spec), &["train-images", "cannot be decompressed"]);
     fs::write(&pictures, pack(&[0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1, 9, 9])).expect("writes");
     says(&error(dir.path(), &spec), &["2 pictures", "8000 labels"]);
     fs::write(

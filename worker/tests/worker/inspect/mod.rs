@@ -334,7 +334,7 @@ fn metadata_that_no_model_has_is_refused_by_file() {
         ("std", "[0.0]", "not those of 1 channel"),
         ("resize", "8193", "resized to 8193 pixels"),
         ("resize", "7", "resized to 7 pixels"),
-        ("resize", "large", "its resize is no number"),
+        ("resize", "large", "its resize is not a number"),
         ("classes", "[]", "0 classes"),
         ("classes", "no JSON", "metadata"),
     ] {

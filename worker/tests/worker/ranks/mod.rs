@@ -208,7 +208,7 @@ fn a_batch_that_does_not_say_how_many_pictures_all_ranks_have_is_refused() {
         engine.train_step(&[part_of(7, pictures(0, 0, 8))], 0.1).unwrap_err().to_string()
     });
     for error in errors {
-        assert!(error.contains("8 pictures is said to be one of 7 on all 2 ranks"), "{error}");
+        assert!(error.contains("8 pictures, but states 7 pictures on all 2 ranks"), "{error}");
     }
 }
 

@@ -1,9 +1,9 @@
-//! Folders that have not changed are not examined.
+//! Unchanged folders are not examined.
 
 use super::*;
 
-/// Sets the folders' times to one that no change has.
-fn long_ago(place: &Place) {
+/// Sets the times of the folders to a time long before any change.
+fn long_ago(place: &Fixture) {
     for entry in fs::read_dir(place.data.path().join("train")).unwrap() {
         let folder = fs::File::open(entry.unwrap().path()).unwrap();
         folder.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000)).unwrap();
@@ -12,8 +12,8 @@ fn long_ago(place: &Place) {
 
 #[test]
 fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_have_changed() {
-    let place = Place::new(2, 4);
-    // None is another's name, and a text that is no picture lies there.
+    let place = Fixture::new(2, 4);
+    // Names are not prefixes of each other; one file is text and not a picture.
     let odd = place.picture("class-0001/odd.png");
     image::RgbImage::new(9, 9).save(&odd).unwrap();
     fs::write(place.picture("class-0001/notes"), "no picture").unwrap();
@@ -21,7 +21,7 @@ fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_ha
     assert_eq!(counts(&at_folders(&place)), (9, vec![]), "nothing is known yet");
     let before = print(&place.open().unwrap());
     place.say(|entry| entry.width = 77);
-    // In place: the folder does not change.
+    // A change in place does not change the folder.
     fs::write(&odd, "I am no picture any more").unwrap();
     let catalog = at_folders(&place);
     assert_eq!((counts(&catalog), print(&catalog)), ((9, vec![]), before.clone()));
@@ -39,9 +39,9 @@ fn files_of_folders_that_are_the_same_are_not_looked_at_until_one_is_found_to_ha
 
 #[test]
 fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
-    let place = Place::new(3, 4);
+    let place = Fixture::new(3, 4);
     let look = || counts(&at_folders(&place));
-    // Opening with all files examined stores the folders each time.
+    // Each opening that examines all files stores the folders.
     let examine_all = || {
         long_ago(&place);
         assert_eq!(counts(&place.open().unwrap()), look());
@@ -62,7 +62,7 @@ fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
     fs::create_dir(place.picture("class-0000/inner")).unwrap();
     fs::write(place.picture("class-0000/inner/x.png"), "x").unwrap();
     assert_eq!(look().1.len(), 2);
-    // A whole folder, and a new one.
+    // A folder was removed and another added.
     fs::remove_dir_all(place.picture("class-0001")).unwrap();
     fs::create_dir(place.picture("class-0009")).unwrap();
     image::RgbImage::new(5, 5).save(place.picture("class-0009/a.png")).unwrap();
@@ -72,7 +72,7 @@ fn files_that_are_added_removed_or_replaced_are_noticed_by_their_folder() {
 
 #[test]
 fn folders_that_have_just_changed_or_whose_note_or_index_is_another_are_looked_at() {
-    let place = Place::new(2, 4);
+    let place = Fixture::new(2, 4);
     let hour = Duration::from_secs(3600);
     Catalog::open_with(place.data.path(), &place.store().with_min_age(hour)).unwrap();
     let odd = place.picture("class-0000/000001.png");
@@ -85,10 +85,10 @@ fn folders_that_have_just_changed_or_whose_note_or_index_is_another_are_looked_a
         Samples::Listed(listing) => listing.dimensions(1).0,
         Samples::Memory { .. } => panic!("they are listed"),
     };
-    // It could change again, and have the same time: it is not known.
+    // A folder that changed just now could change again with the same time, so it is not cached.
     rewrite(20);
     assert_eq!(first(), 20);
-    // It has stored the folders, as it waits for nothing; an index that was made meanwhile is another.
+    // Without a minimum age the folders were stored. The index has been rebuilt since.
     rewrite(30);
     assert_eq!(first(), 20, "the note is used");
     place.open().unwrap();

@@ -1,4 +1,5 @@
-//! What a device makes of a picture: the part of it that is cut out, and the size that it is resized to.
+//! The output of the device for a picture: the part of the picture that is cut out, and the size to which it is
+//! resized.
 
 use super::CropParams;
 use crate::{
@@ -8,12 +9,12 @@ use crate::{
     transform::{AugmentParams, Crop, Transform},
 };
 
-/// What the device produces of each picture of a batch.
+/// The output that the device produces for each picture of a batch.
 pub(super) struct OutputSpec {
     kind: Kind,
     /// Width and height.
     pub(super) size: (u32, u32),
-    /// Whether it is what comes after the crop, not before it.
+    /// Whether the output is the result of the crop, and not its input.
     pub(super) is_input: bool,
 }
 
@@ -22,7 +23,7 @@ enum Kind {
         scale: [f64; 2],
         ratio: [f64; 2],
     },
-    /// The short side, then the centre.
+    /// The short side is resized, and the centre is cut out.
     CentreCrop {
         resize: u32,
     },
@@ -31,7 +32,7 @@ enum Kind {
 }
 
 impl OutputSpec {
-    /// As [`Part::picture`] and [`crate::transform::Pipeline`] go about it.
+    /// Selects the same steps as [`Part::picture`] and [`crate::transform::Pipeline`].
     pub(super) fn new(part: &Part, transform: &Transform, training: bool) -> Self {
         let side = transform.side as u32;
         let [height, width, _] = part.size.map(|length| length as u32);
@@ -63,7 +64,7 @@ impl OutputSpec {
             }
             Kind::CentreCrop { resize } => (picture.centre_crop(resize, transform.side as u32), false),
             Kind::CentreSquare => (picture.centre_square(self.size.0).unwrap_or(Area::Whole), false),
-            // Cores say that it has changed.
+            // The file has changed; cores report that.
             Kind::AsItIs if (width, height) != self.size => return Err(CpuDecodeReason::Damaged),
             Kind::AsItIs => (Area::Whole, false),
         };

@@ -1,4 +1,4 @@
-//! The pictures of a batch that the device decodes, in the groups in which its threads take them.
+//! The pictures of a batch that the device decodes, and the groups in which threads claim them.
 
 use crate::DataError;
 use std::{
@@ -6,12 +6,13 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Numbers of pictures, each of which is claimed once.
+/// Numbers of pictures. Each is claimed once.
 pub(super) struct Queue {
     numbers: Vec<usize>,
-    /// The places in `numbers` that no thread has claimed.
+    /// The range in `numbers` that no thread has claimed yet.
     left: Mutex<Range<usize>>,
-    /// The error of the picture that comes first in the batch, so that the same one is reported in whichever order they fail.
+    /// The error of the first failed picture in the order of the batch, so that the reported error does not depend on
+    /// timing.
     first_error: Mutex<Option<(usize, DataError)>>,
 }
 
@@ -24,11 +25,11 @@ impl Queue {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Claims up to `most` of the next ones: where they begin and end.
-    pub(super) fn claim(&self, most: usize) -> (usize, usize) {
+    /// Claims up to `max` pictures, and returns their range in `numbers`.
+    pub(super) fn claim(&self, max: usize) -> (usize, usize) {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let from = left.start;
-        left.start += most.min(left.len());
+        left.start += max.min(left.len());
         (from, left.start)
     }
 
@@ -36,7 +37,7 @@ impl Queue {
         &self.numbers[from..to]
     }
 
-    /// Notes how those that begin at `at` ended.
+    /// Records the outcome for the group that begins at `at`.
     pub(super) fn note(&self, at: usize, outcome: Result<(), DataError>) {
         if let Err(error) = outcome {
             let mut first = self.first_error.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! JPEG files of all kinds and the pixels that libjpeg makes of them; see `tests/pytorch/make_jpegs.py`.
+//! JPEG files of all kinds, and the pixels that libjpeg decodes from them; see `tests/pytorch/make_jpegs.py`.
 
 use flate2::read::GzDecoder;
 use std::{collections::BTreeMap, io::Read, path::PathBuf};

@@ -1,4 +1,4 @@
-//! JPEG files of all kinds have the pixels that libjpeg makes of them.
+//! JPEG files of all kinds are decoded to the same pixels as by libjpeg.
 
 use super::{
     super::Picture,
@@ -18,7 +18,7 @@ fn jpeg_files_of_all_kinds_have_the_pixels_of_libjpeg() {
         });
         usual += usize::from(Frame::read(&file).unwrap().is_decoded_by_zune());
         match apart {
-            // Rounding, and at a border what is taken for the chroma beyond it.
+            // The difference comes from rounding, and at borders from the chroma assumed beyond them.
             Ok(apart) if apart <= 4 => most_apart = most_apart.max(apart),
             _ => wrong.push((name.clone(), apart)),
         }
@@ -41,7 +41,7 @@ fn jpeg_files_of_kinds_that_nothing_reads_are_refused_with_advice() {
     for (file, words) in [
         (
             files().remove(Path::new("refused/arithmetic.jpg")).unwrap(),
-            "is an arithmetic-coded JPEG picture, which is not read; `jpegtran FILE >NEW` makes it a usual one",
+            "is an arithmetic-coded JPEG picture, which is not supported; `jpegtran FILE >NEW` converts it losslessly",
         ),
         (changed(1, &[0xc3]), "lossless or hierarchical; save it as 8-bit baseline JPEG or as PNG"),
         (changed(1, &[0xc1, 0, 17, 12]), "12-bit; save it as 8-bit"),
@@ -52,7 +52,8 @@ fn jpeg_files_of_kinds_that_nothing_reads_are_refused_with_advice() {
     }
 }
 
-/// Breaks off after each of its bytes, lacks some in the middle, has others, or lacks a restart marker.
+/// A scan that is truncated after each of its bytes, lacks bytes in the middle, has changed bytes, or lacks a restart
+/// marker.
 #[test]
 fn a_scan_is_damaged_wherever_it_breaks_off() {
     let whole: Vec<Case> = cases().into_iter().filter(|case| case.name.contains("/b-one-")).collect();
@@ -61,7 +62,7 @@ fn a_scan_is_damaged_wherever_it_breaks_off() {
         for length in data..file.len() - 2 {
             assert!(has_damaged_scan(&[&file[..length], b"\xff\xd9"].concat()), "{name} until {length}");
         }
-        // Behind its last block, data is not read.
+        // Data after the last block is not read.
         assert!(!has_damaged_scan(&[&file[..file.len() - 2], &[7; 9], b"\xff\xd9"].concat()), "{name}");
     }
     let restarts = whole.iter().find(|case| case.name == "ycc_2x2,1x1,1x1_64x48/b-one-4.jpg").unwrap();
@@ -71,7 +72,7 @@ fn a_scan_is_damaged_wherever_it_breaks_off() {
     let mut another = restarts.file.clone();
     another[marker + 1] = 0xd1;
     assert!(has_damaged_scan(&another));
-    // All ones are no code.
+    // All ones are not a code.
     let mut overwritten = restarts.file.clone();
     overwritten[marker + 2..marker + 10].copy_from_slice(&[0xff, 0, 0xff, 0, 0xff, 0, 0xff, 0]);
     assert!(has_damaged_scan(&overwritten));

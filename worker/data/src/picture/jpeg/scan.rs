@@ -1,14 +1,16 @@
-//! Whether a scan's data makes a whole picture: its Huffman codes are followed (ITU-T T.81, annex F). `zune-jpeg` and
-//! `jpeg-decoder` fill what is missing and report nothing, so they cannot say it; and this takes a third of decoding's time.
+//! Checks that a scan has data for the whole picture, by following its Huffman codes (ITU-T T.81, annex F).
+//! `zune-jpeg` and `jpeg-decoder` fill in missing data and report nothing, so they cannot be used. The check takes a
+//! third of the time of decoding.
 
 use super::Frame;
 
-/// Codes of up to so many bits are looked up in one step.
+/// Codes of up to this many bits are looked up in one step.
 const SHORT: u32 = 10;
-/// Past the end of any block: "end of block".
+/// A number of coefficients past the end of any block, for "end of block".
 const END: u32 = 128;
 
-/// Of a Huffman code: how many bits it and the value behind it have, and by how much the coefficient's number grows.
+/// An entry for a Huffman code: the number of bits of the code and the value that follows, and the increment of the
+/// coefficient's number.
 #[derive(Clone, Copy, Default)]
 struct Code {
     bits: u8,
@@ -16,15 +18,15 @@ struct Code {
 }
 
 struct Table {
-    /// By the next [`SHORT`] bits; of no bits where the code is longer.
+    /// Indexed by the next [`SHORT`] bits. `bits` is 0 if the code is longer.
     short: Vec<Code>,
-    /// Longer codes in ascending order, each with what its successor begins with, as 16 bits.
+    /// Longer codes in ascending order, each with the first bits of its successor, as 16 bits.
     long: Vec<(u32, Code)>,
 }
 
 impl Table {
-    /// `spec`: how many codes there are of each length, and their symbols. `None` if the table is invalid: too many codes, or too few
-    /// symbols.
+    /// `spec` has the number of codes of each length, then their symbols. `None` if the table is invalid: too many
+    /// codes, or too few symbols.
     fn new(spec: &[u8], is_dc: bool) -> Option<Self> {
         let (counts, symbols) = spec.split_at_checked(16)?;
         let mut symbols = symbols.iter();
@@ -35,7 +37,7 @@ impl Table {
                 let symbol = *symbols.next()?;
                 let (run, size) = (symbol >> 4, symbol & 15);
                 let step = match (run, size) {
-                    // libjpeg's limit.
+                    // The same limit as in libjpeg.
                     _ if is_dc && symbol > 15 => return None,
                     (0..15, 0) => END as u8,
                     _ => run + 1,
@@ -55,7 +57,7 @@ impl Table {
         Some(table)
     }
 
-    /// The code that these bits begin with.
+    /// The code at the beginning of `bits`.
     fn code(&self, bits: u64) -> Option<Code> {
         let code = self.short[(bits >> (64 - SHORT)) as usize];
         if code.bits > 0 {
@@ -67,15 +69,15 @@ impl Table {
     }
 }
 
-/// The data of a scan, bit by bit.
+/// The data of a scan, read bit by bit.
 struct Bits<'a> {
     data: &'a [u8],
     at: usize,
-    /// The next bits, from the uppermost one on.
+    /// The next bits, from the most significant one on.
     next: u64,
-    /// How many of them there are.
+    /// The number of valid bits in `next`.
     count: u32,
-    /// How many of these are beyond the data's end.
+    /// The number of these bits that are beyond the end of the data.
     beyond: u32,
 }
 
@@ -84,7 +86,7 @@ impl<'a> Bits<'a> {
         Self { data, at: 0, next: 0, count: 0, beyond: 0 }
     }
 
-    /// Makes sure that there are 32 bits or more.
+    /// Ensures that there are at least 32 bits.
     fn fill(&mut self) {
         if self.count >= 32 {
             return;
@@ -110,7 +112,7 @@ impl<'a> Bits<'a> {
                     self.at += 1;
                     *byte
                 }
-                // A marker, or nothing at all.
+                // A marker, or the end of the file.
                 _ => {
                     self.beyond += 8;
                     0
@@ -129,7 +131,7 @@ impl<'a> Bits<'a> {
         Some(step.into())
     }
 
-    /// Passes over a block of 64 coefficients. `None` if its codes are invalid.
+    /// Skips a block of 64 coefficients. `None` if its codes are invalid.
     fn block(&mut self, dc: &Table, ac: &Table) -> Option<()> {
         self.take(dc)?;
         let mut number = 1;
@@ -139,12 +141,12 @@ impl<'a> Bits<'a> {
         (number == 64 || number >= END).then_some(())
     }
 
-    /// Whether nothing was taken from beyond the data's end.
+    /// Whether no bits from beyond the end of the data were used.
     fn is_within_data(&self) -> bool {
         self.beyond <= self.count
     }
 
-    /// Goes behind the restart marker of this number.
+    /// Skips the restart marker `number`.
     fn restart(&mut self, number: usize) -> Option<()> {
         let rest = &self.data[self.at..];
         let is_marker = |pair: &[u8]| pair[0] == 0xff && !matches!(pair[1], 0 | 0xff);
@@ -157,7 +159,7 @@ impl<'a> Bits<'a> {
     }
 }
 
-/// For each block of an MCU, the DC and the AC table that it is coded with. `None` where one is missing.
+/// The DC and the AC table of each block in an MCU. `None` if a table is missing.
 pub(super) fn blocks<'a>(frame: &Frame<'a>) -> Option<Vec<[&'a [u8]; 2]>> {
     let mut blocks = Vec::new();
     for channel in frame.scan.chunks_exact(2) {
@@ -165,14 +167,15 @@ pub(super) fn blocks<'a>(frame: &Frame<'a>) -> Option<Vec<[&'a [u8]; 2]>> {
         let (dc, ac) = (usize::from(channel[1] >> 4), usize::from(channel[1] & 15));
         let tables = [*frame.tables[..4].get(dc)?, *frame.tables[4..].get(ac)?];
         let [Some(dc), Some(ac)] = tables else { return None };
-        // A channel alone has MCUs of one block.
+        // If the scan has a single channel, its MCUs have one block.
         let count = if frame.scan.len() == 2 { 1 } else { (described[1] >> 4) * (described[1] & 15) };
         blocks.extend((0..count).map(|_| [dc, ac]));
     }
     Some(blocks)
 }
 
-/// Whether the data of a frame's first scan, which has all channels and whose MCUs have these `blocks`, is a code for each block.
+/// Whether the data of a frame's first scan has a code for each block. The scan must have all channels, and MCUs with
+/// these `blocks`.
 pub(super) fn is_whole(bytes: &[u8], frame: &Frame<'_>, blocks: &[[&[u8]; 2]]) -> bool {
     let whole = || {
         let mut tables = Vec::new();

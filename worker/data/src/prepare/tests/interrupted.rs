@@ -8,7 +8,7 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     let (whole, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let made = run(from.path(), whole.path(), &in_parts()).unwrap();
     assert!(made.shards > 4, "{made:?}");
-    // The third shard's disk is full.
+    // The disk is full while the third shard is written.
     let third = to.path().join(".later");
     let full = |progress: Progress| {
         if progress.done > 12 && !third.exists() {
@@ -21,12 +21,12 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
     fs::remove_file(&third).unwrap();
     let names: Vec<_> = files_of(to.path()).into_keys().collect();
     assert_eq!(names, ["classes.txt", "train-000000.tar", "train-000001.tar", "unfinished.json"]);
-    // Nobody trains on a part of it unawares.
+    // An incomplete copy is not used for training by mistake.
     let words = open(to.path()).unwrap_err().to_string();
-    assert!(words.contains("is a copy that is not whole"), "{words}");
+    assert!(words.contains("is an incomplete copy"), "{words}");
     let shard = |number: u32| to.path().join(format!("train-{number:06}.tar"));
     let first = fs::metadata(shard(0)).unwrap();
-    // One of those that were finished is cut off since.
+    // A finished shard has been truncated since.
     fs::write(shard(1), "").unwrap();
     let made = run(from.path(), to.path(), &in_parts()).unwrap();
     assert_eq!(made.kept_shards, 1);
@@ -39,7 +39,7 @@ fn a_copy_that_was_interrupted_by_a_full_disk_continues_to_the_same_bytes() {
         files_of(dir).into_iter().filter(|(name, _)| !name.ends_with("json")).collect()
     };
     assert!(shards(to.path()) == shards(whole.path()), "other bytes");
-    // What is whole is left as it is.
+    // Complete shards are not written again.
     let again = run(from.path(), to.path(), &in_parts()).unwrap();
     assert_eq!((again.kept_shards, again.splits), (again.shards, made.splits));
 }
@@ -51,7 +51,7 @@ fn a_finished_shard_is_looked_at_before_it_is_believed() {
     let whole = files_of(to.path());
     let shard = to.path().join("train-000001.tar");
     let content = whole["train-000001.tar"].clone();
-    // Of the right length, but its end was never written, or something in it is another's.
+    // The length is right, but the end was never written, or some bytes are different.
     let mut hollow = content.clone();
     let (half, all) = (hollow.len() / 2, hollow.len());
     hollow[half..].fill(0);
@@ -70,15 +70,15 @@ fn nobody_trains_unawares_on_a_copy_that_lost_something() {
     let made = run(from.path(), to.path(), &in_parts()).unwrap();
     let shard = to.path().join("train-000001.tar");
     let content = fs::read(&shard).unwrap();
-    // At the end of a member, where a tar file that breaks off seems whole.
+    // At the end of a member, where a truncated tar file seems complete.
     fs::write(&shard, &content[..2048]).unwrap();
     let words = open(to.path()).unwrap_err().to_string();
     let said = format!("train-000001.tar has 2048 bytes and was written with {}", content.len());
-    assert!(words.contains("is a copy that is no longer whole") && words.contains(&said), "{words}");
+    assert!(words.contains("is an incomplete copy") && words.contains(&said), "{words}");
     fs::remove_file(&shard).unwrap();
     let words = open(to.path()).unwrap_err().to_string();
-    assert!(words.contains("train-000001.tar is not there") && words.contains("prepare` again"), "{words}");
-    // Who names some shards means these.
+    assert!(words.contains("train-000001.tar is missing") && words.contains("prepare` again"), "{words}");
+    // Opening a shard by its own name is allowed.
     assert!(open(&to.path().join("train-{000000,000002}.tar")).is_ok());
     assert_eq!(run(from.path(), to.path(), &in_parts()).unwrap().kept_shards, made.shards - 1);
     assert_eq!(open(to.path()).unwrap().splits[0].labels.len(), 50);
@@ -108,7 +108,7 @@ fn other_settings_or_sources_or_files_are_refused_with_what_differs() {
     let words = refused(from.path(), mine.path(), &settings(16));
     assert!(words.contains("holds other files (letter.txt)"), "{words}");
     assert_eq!(files_of(mine.path()).len(), 1);
-    // Two at a time.
+    // Two copies to one folder at the same time.
     let _first = Destination::open(from.path(), to.path()).unwrap();
     assert!(refused(from.path(), to.path(), &settings(16)).contains("being written by another"));
 }

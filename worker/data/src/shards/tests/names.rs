@@ -1,4 +1,4 @@
-//! Which files are shards, and which split each belongs to, follows from their names.
+//! Names decide which files are shards, and to which split each belongs.
 
 use super::*;
 
@@ -18,7 +18,7 @@ fn splits_are_told_by_names_of_files_or_folders() {
     assert!(words.contains("more.tar has no split in its name"), "{words}");
     fs::remove_file(dir.path().join("imagenet1k-train-0000.tar")).unwrap();
     assert!(open(dir.path()).unwrap_err().to_string().contains("has no training split"));
-    // Classes that only validation has.
+    // A class that occurs only in the validation split.
     let only = tempfile::tempdir().unwrap();
     fs::copy(fixtures().join("names.tar"), only.path().join("train.tar")).unwrap();
     let mut png = std::io::Cursor::new(Vec::new());
@@ -34,7 +34,7 @@ fn compressed_shards_are_named() {
     fs::write(dir.path().join("train-0.tar.gz"), "").unwrap();
     let words = open(dir.path()).unwrap_err().to_string();
     assert!(words.contains("its shards are compressed"), "{words}");
-    // A compressed shard is ignored when its unpacked copy is there, and else reported as broken.
+    // A compressed shard is ignored if its decompressed copy exists. Otherwise it is reported as broken.
     for name in ["train-0.tar", "train-1.tar"] {
         fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join(name)).unwrap();
     }
@@ -48,17 +48,17 @@ fn compressed_shards_are_named() {
 fn a_split_that_cannot_be_listed_is_named() {
     let dir = tempfile::tempdir().unwrap();
     std::os::unix::fs::symlink("gone", dir.path().join("val")).unwrap();
-    // No folders, whatever their names say.
+    // These are not folders, whatever their names are.
     fs::write(dir.path().join("test"), "").unwrap();
     std::os::unix::fs::symlink("gone", dir.path().join("train.txt")).unwrap();
     let words = open(dir.path()).unwrap_err().to_string();
-    assert!(words.ends_with("val is a link to gone, which is not there; mend the link"), "{words}");
+    assert!(words.ends_with("val is a link to gone, which does not exist; repair the link"), "{words}");
     fs::copy(fixtures().join("numbers/train-000000.tar"), dir.path().join("train.tar")).unwrap();
     let words = broken(&open(dir.path()).expect("opens"));
     assert!(words.len() == 1 && words[0].contains("val is a link to gone"), "{words:?}");
     assert!(super::super::folder::listed(&dir.path().join("train.tar")).is_err());
     assert!(crate::fingerprint::has_pictures(dir.path()));
-    // In a split's folder alone.
+    // Only in the folder of a split.
     fs::create_dir(dir.path().join("training")).unwrap();
     fs::rename(dir.path().join("train.tar"), dir.path().join("training/0.tar")).unwrap();
     assert!(crate::fingerprint::has_pictures(dir.path()));

@@ -130,7 +130,7 @@ pub(super) fn groups(sizes: &[usize], most: usize) -> Vec<Range<usize>> {
 impl Cropping {
     /// For a picture that is decoded to `planes` and becomes output number `to`. Appends its resampling tables to `tables`.
     pub(super) fn new(picture: &Encoded<'_>, planes: Planes, to: u32, tables: &mut Vec<i32>) -> Self {
-        // Sides are at most `MOST_SIDE`, so the casts are exact.
+        // Sides are at most `MAX_SIDE`, so the casts are exact.
         let (last_column, last_row) = (picture.stored.width as i32 - 1, picture.stored.height as i32 - 1);
         // EXIF orientations: stored position of the upright picture's first pixel, and the stored steps from a pixel to its
         // right and lower neighbours.
@@ -183,7 +183,7 @@ pub(super) fn band(croppings: &[Cropping], height: u32) -> (u32, u32) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_data::device::{MOST_SIDE, Subsampling};
+    use lockstep_data::device::{MAX_SIDE, Subsampling};
 
     #[test]
     fn groups_are_as_long_as_fits_and_one_picture_always_is() {
@@ -198,7 +198,7 @@ mod tests {
 
     #[test]
     fn a_block_has_room_for_the_widest_picture_that_is_taken() {
-        for span in [1, 224, 939, MOST_SIDE] {
+        for span in [1, 224, 939, MAX_SIDE] {
             let (band, shared) = band(&[Cropping { span, ..Cropping::default() }], 224);
             assert!((1..=BAND).contains(&band) && shared <= SHARED && shared == band * span * 3, "{span}");
         }
@@ -210,7 +210,7 @@ mod tests {
 
     #[test]
     fn a_picture_of_the_largest_side_has_room_and_others_take_little() {
-        assert!(planes_bytes(Stored { width: MOST_SIDE, height: MOST_SIDE, ..FULL }) <= MOST_DECODED);
+        assert!(planes_bytes(Stored { width: MAX_SIDE, height: MAX_SIDE, ..FULL }) <= MOST_DECODED);
         // Any number of the smallest pictures.
         let smallest = planes_bytes(Stored { width: 1, height: 1, ..FULL });
         assert!(smallest == 3 * ALIGN && MOST_PICTURES * smallest <= MOST_DECODED);

@@ -1,4 +1,4 @@
-//! Folders with NVIDIA's libraries: toolkits, Python environments, what a container mounts.
+//! Folders with NVIDIA's libraries: CUDA toolkits, Python environments, and folders mounted into a container.
 
 use super::SETTING;
 use std::{
@@ -7,14 +7,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Folders to search, in this order.
+/// Folders to search, in the order of the fields.
 #[derive(Debug, Default)]
 pub(super) struct Folders {
-    /// Searched before the linker's own.
+    /// Folders of the setting, searched before the dynamic linker's own list.
     pub(super) setting: Vec<PathBuf>,
-    /// After that.
+    /// Usual folders, searched after that list.
     pub(super) usual: Vec<PathBuf>,
-    /// Where torchvision keeps copies of libraries, under names of its own.
+    /// Folders with torchvision's copies of libraries, which have other file names.
     pub(super) torchvision: Vec<PathBuf>,
 }
 
@@ -27,7 +27,7 @@ impl Folders {
     }
 }
 
-/// The folders that exist, with the environment as `variable` gives it.
+/// The folders that exist. `variable` returns the value of an environment variable.
 pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
     let mut folders = Folders::default();
     let given = variable(SETTING).unwrap_or_default();
@@ -38,7 +38,7 @@ pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
     for root in variable("CUDA_HOME").into_iter().chain(variable("CUDA_PATH")).map(PathBuf::from) {
         usual.push(root.join("lib64"));
     }
-    // `/usr/local/cuda` first, then the newest.
+    // `/usr/local/cuda` first, then other versions from the newest on.
     let mut toolkits = matching(Path::new("/usr/local"), "cuda-");
     toolkits.sort_by_key(|dir| std::cmp::Reverse(numbers(dir)));
     toolkits.insert(0, "/usr/local/cuda".into());
@@ -74,14 +74,14 @@ pub(super) fn folders(variable: &dyn Fn(&str) -> Option<OsString>) -> Folders {
     folders
 }
 
-/// Where Python environments are: the active one, that of the first `python3`, those under /opt and
-/// the system's.
+/// The folders of Python environments: the active environment, the environment of the first `python3` on the path,
+/// environments in `/opt`, and the system's Python.
 fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let mut prefixes: Vec<PathBuf> =
         ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|name| variable(name)).map(PathBuf::from).collect();
     let path = variable("PATH").unwrap_or_default();
     let program = std::env::split_paths(&path).map(|dir| dir.join("python3")).find(|p| p.is_file());
-    // A link on the path may point into an environment, whose own points at the system's Python.
+    // A link on the path may point into an environment, in which `python3` is a link to the system's Python.
     let mut next = program;
     for _ in 0..8 {
         let Some(program) = next else { break };
@@ -103,7 +103,7 @@ fn python_prefixes(variable: &dyn Fn(&str) -> Option<OsString>) -> Vec<PathBuf> 
     prefixes
 }
 
-/// What a folder holds that begins with `start`, in the order of names; nothing when it is not there.
+/// The entries of a folder whose names begin with `start`, in the order of names. Empty if the folder does not exist.
 fn matching(dir: &Path, start: &str) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = fs::read_dir(dir)
         .into_iter()
@@ -116,7 +116,7 @@ fn matching(dir: &Path, start: &str) -> Vec<PathBuf> {
     found
 }
 
-/// `cuda-13.0` as `[13, 0]`.
+/// The version in a name, such as `[13, 0]` for `cuda-13.0`.
 fn numbers(dir: &Path) -> Vec<u32> {
     let name = dir.file_name().unwrap_or_default().to_string_lossy().into_owned();
     name.split(|c: char| !c.is_ascii_digit()).filter_map(|part| part.parse().ok()).collect()

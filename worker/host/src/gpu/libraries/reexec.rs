@@ -1,4 +1,5 @@
-//! Executes the program once more with another environment: a process finds libraries by the environment that it started with.
+//! Executes the program again with another environment. The dynamic linker reads `LD_LIBRARY_PATH` only when a
+//! process starts.
 
 use super::{Libraries, Library, ready};
 use std::{
@@ -7,13 +8,13 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Set for a process that was started anew with the right environment: not a second time.
+/// Environment variable set for the second execution, to prevent a third.
 const STARTED_ANEW: &str = "LOCKSTEP_LIBRARIES";
 
-/// Where the links of this machine's user may lie: the cache folder, else one of this process's.
+/// The folder for links to libraries: in the user's cache folder, or else a folder for this process.
 ///
 /// # Errors
-/// Neither can be made.
+/// No folder can be created.
 pub fn links_dir() -> io::Result<PathBuf> {
     let cache = std::env::var_os("XDG_CACHE_HOME")
         .map(PathBuf::from)
@@ -23,10 +24,10 @@ pub fn links_dir() -> io::Result<PathBuf> {
     let own = |dir: &Path| -> io::Result<()> {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(dir)?;
         let about = fs::symlink_metadata(dir)?;
-        // Code is loaded from there: nobody else may write in it.
+        // Code is loaded from the folder, so no other user may write to it.
         let mine = about.is_dir() && about.uid() == rustix::process::getuid().as_raw();
         if !mine || about.mode() & 0o022 != 0 {
-            let text = format!("{}: others can write there", dir.display());
+            let text = format!("{}: other users can write to this folder", dir.display());
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
         }
         Ok(())
@@ -41,9 +42,9 @@ pub fn links_dir() -> io::Result<PathBuf> {
     own(&dir).map(|()| dir)
 }
 
-/// Starts this program anew, in its place and with the same arguments, when it cannot load
-/// `needed` as it was started but could with another environment, or lacks a variable that ranks are started with. Returns
-/// when there is no need or no help; [`ready`] then says which.
+/// Executes this program again, with the same arguments, if it cannot load `needed` or lacks a variable of a rank's
+/// environment, and a changed environment helps. Returns if that is not necessary or does not help; [`ready`] then
+/// names the missing library.
 pub fn reexec_if_needed(needed: &[Library]) {
     let queues = crate::gpu::queues();
     if std::env::var_os(STARTED_ANEW).is_some() || (queues.is_none() && ready(needed).is_ok()) {
@@ -60,13 +61,13 @@ pub fn reexec_if_needed(needed: &[Library]) {
     if let Some(name) = arguments.next() {
         use std::os::unix::process::CommandExt;
         command.arg0(name).args(arguments).envs(variables).envs(queues).env(STARTED_ANEW, "1");
-        // Only a failure returns; `ready` will say what is missing.
+        // `exec` returns only if it fails; `ready` then names the missing library.
         let error = command.exec();
-        tracing::warn!(%error, "could not start anew with the environment of a rank");
+        tracing::warn!(%error, "the program could not be executed again with the environment of a rank");
     }
 }
 
-/// A link that others see whole, replaced when it points elsewhere.
+/// Creates a link, or replaces a link to another target, atomically.
 pub(super) fn link(path: &Path, target: &Path) -> io::Result<()> {
     if fs::read_link(path).is_ok_and(|is| is == target) {
         return Ok(());

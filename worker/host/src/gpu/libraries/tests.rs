@@ -6,7 +6,7 @@ fn touch(path: &Path) {
     fs::write(path, "not a library").unwrap();
 }
 
-/// A Python environment reached by a link on the path, as on machines for PyTorch.
+/// A Python environment that is reached by a link on the path, as on machines prepared for PyTorch.
 fn environment(root: &Path) -> impl Fn(&str) -> Option<OsString> {
     let site = root.join("opt/venv/lib/python3.12/site-packages/nvidia");
     touch(&site.join("cudnn/lib/libcudnn.so.9"));
@@ -36,9 +36,9 @@ fn libraries_of_a_python_environment_are_found_through_the_link_on_the_path() {
     let dir = &path[0];
     assert!(path.iter().any(|p| p.ends_with("nvidia/cudnn/lib")), "{path:?}");
     assert_eq!(fs::read_link(dir.join("libnccl.so")).unwrap(), nccl.path);
-    // Where the system has a cuDNN of its own, cudarc must not take that one.
+    // If the system also has a cuDNN, cudarc must not take it.
     assert_eq!(fs::read_link(dir.join("libcudnn.so")).unwrap(), libraries.get(Library::Cudnn).unwrap().path);
-    // A second time, also when NCCL has moved meanwhile.
+    // The second call works too, also if the path of NCCL has changed.
     symlink("/elsewhere", dir.join("other")).unwrap();
     fs::rename(dir.join("other"), dir.join("libnccl.so")).unwrap();
     libraries.environment(&cache).unwrap();
@@ -51,7 +51,7 @@ fn torchvision_s_copy_of_nvjpeg_is_found_where_there_is_no_other() {
     let variables = environment(root.path());
     let packages = root.path().join("opt/venv/lib/python3.12/site-packages");
     let found = || {
-        // What this machine has itself does not count.
+        // The libraries of the test machine do not count.
         let mut folders = folders(&variables);
         folders.usual.retain(|dir| dir.starts_with(root.path()));
         folders.torchvision.retain(|dir| dir.starts_with(root.path()));
@@ -64,7 +64,7 @@ fn torchvision_s_copy_of_nvjpeg_is_found_where_there_is_no_other() {
     touch(&packages.join("torchvision.libs/libjpeg.ceea7512.so.62"));
     let (path, libraries) = found();
     assert_eq!(path.and_then(|p| p.canonicalize().ok()), copy.canonicalize().ok());
-    // It is opened by its path: what else lies there must not get in the way of other libraries.
+    // nvJPEG is opened by its path, so its folder, which has other libraries, must not be on the linker's path.
     assert!(libraries.folders().iter().all(|dir| !dir.ends_with("torchvision.libs")));
     let own = packages.join("nvidia/cu13/lib/libnvjpeg.so.13");
     touch(&own);

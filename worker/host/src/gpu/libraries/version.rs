@@ -4,10 +4,10 @@ use super::{FoundLibrary, Library};
 use libloading::os::unix::{Library as Handle, RTLD_LAZY, RTLD_LOCAL};
 
 impl FoundLibrary {
-    /// Asks the library itself: `13.0`, `9.19.0`, `2.28.9`. NVML is asked elsewhere: no version.
+    /// The version, such as `13.0`, `9.19.0` or `2.28.9`. NVML's version is not queried here.
     ///
     /// # Errors
-    /// It cannot be loaded, lacks the symbol, or fails; a sentence.
+    /// The library cannot be loaded, lacks the symbol, or fails; a sentence.
     pub fn version(&self) -> Result<String, String> {
         let shown = self.path.display();
         // SAFETY: loading one of NVIDIA's libraries runs initialisers that have no preconditions.
@@ -22,7 +22,7 @@ impl FoundLibrary {
         type Property = unsafe extern "C" fn(i32, *mut i32) -> i32;
         let (mut a, mut b) = (0, 0);
         let pointer = |name: &str, value: &mut i32| -> Result<(), String> {
-            // SAFETY: these symbols take a pointer to an int and return an enumeration.
+            // SAFETY: these functions take a pointer to an int and return an enumeration.
             let status = unsafe {
                 let ask = handle.get::<Pointer>(name.as_bytes()).map_err(lacks)?;
                 ask(value)
@@ -30,7 +30,7 @@ impl FoundLibrary {
             if status == 0 { Ok(()) } else { Err(failed(status)) }
         };
         let plain = |name: &str| -> Result<usize, String> {
-            // SAFETY: these symbols take nothing and return a size_t.
+            // SAFETY: these functions take no arguments and return a size_t.
             unsafe { Ok(handle.get::<Plain>(name.as_bytes()).map_err(lacks)?()) }
         };
         let version = match self.which {
@@ -69,7 +69,7 @@ impl FoundLibrary {
             }
             Library::Nvml => String::new(),
         };
-        // CUDA's libraries do not like to be unloaded.
+        // Unloading CUDA's libraries can crash.
         std::mem::forget(handle);
         Ok(version)
     }

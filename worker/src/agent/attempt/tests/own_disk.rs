@@ -1,4 +1,4 @@
-//! Attempts on a disk that the server does not have.
+//! Attempts on a disk that the server does not share.
 
 use super::*;
 use crate::agent::{asked, place};
@@ -13,7 +13,7 @@ async fn the_server_hears_of_the_disk_before_the_dataset_is_copied() {
     here.context.copies = Some(Arc::new(copies));
     let state_dir = crate::agent::state_dir::StateDir::open(&here.dir.path().join("agent")).unwrap();
     here.stored.start.files = StartFiles { mark: Some("word".into()), ..StartFiles::default() };
-    let (stored, made) = place::place(&state_dir, here.stored.start.clone());
+    let (stored, made) = place::choose_job_dir(&state_dir, here.stored.start.clone());
     made.unwrap();
     here.stored = stored;
     assert!(is_own_disk(&here.stored));

@@ -1,4 +1,4 @@
-//! The check before ranks start.
+//! The check before ranks are started.
 
 use super::*;
 
@@ -33,7 +33,7 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
     let (said, note) = checked("kill -9 $$");
     let refusal = said.unwrap_err();
     assert!(refusal.detail.contains("was not examined") && note.is_none(), "{refusal:?} {note:?}");
-    // What is no dataset is left to the ranks.
+    // A folder that is not a dataset is left to the ranks.
     let (said, note) = checked("echo '{\"Err\":\"holds nothing\"}'");
     assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");
 }
@@ -68,7 +68,7 @@ fn each_file_is_looked_at_before_a_jobs_first_start_and_folders_before_later_one
 async fn a_file_system_that_does_not_answer_does_not_keep_a_job_from_being_stopped() {
     for order in [Order::Stop { patient: false }, Order::Stop { patient: true }, Order::Leave] {
         let mut place = place(2, "exit 0");
-        // Like stat(2) of a file on a dead server: it never returns, cancelled or not.
+        // Like stat(2) of a file on a dead network file system: it never returns, cancelled or not.
         place.context.check = |_, _, _, _, _| loop {
             std::thread::park();
         };

@@ -19,7 +19,7 @@ fn about(path: &str, bytes: u64) -> About {
     }
 }
 
-/// Asks for the copy of `key`, which is whole at once; its name, or why there is no room.
+/// Requests the copy of `key`, which is complete at once. Returns its name, or why there is no space.
 fn have(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Result<Entry, String> {
     let mut file = tempfile::NamedTempFile::with_prefix_in(LISTED, copies.dir()).unwrap();
     file.write_all(b"list").unwrap();
@@ -51,14 +51,14 @@ fn the_copy_that_was_not_used_for_longest_makes_room_and_none_that_a_job_uses() 
     have(&copies, "a", &about("/a", 40), &a).unwrap();
     have(&copies, "b", &about("/b", 60), &b).unwrap();
     assert_eq!(names(dir.path()), ["a", "b"], "the limit is reached");
-    // One past the limit, and both are in use.
+    // One byte past the limit, and both copies are in use.
     let why = have(&copies, "c", &about("/c", 1), &c).unwrap_err();
     assert!(why.contains("running jobs use") && why.contains("--dataset-cache-limit"), "{why}");
     copies.release(&b);
     copies.release(&a);
     have(&copies, "c", &about("/c", 1), &c).unwrap();
     assert_eq!(names(dir.path()), ["a", "c"], "b was released first");
-    // Used again, and released: now c is the oldest, but in use.
+    // `b` is used again and released: now `c` is the oldest, but in use.
     have(&copies, "a", &about("/a", 40), &d).unwrap();
     copies.release(&d);
     have(&copies, "b", &about("/b", 99), &b).unwrap();
@@ -69,7 +69,7 @@ fn the_copy_that_was_not_used_for_longest_makes_room_and_none_that_a_job_uses() 
     have(&copies, "e", &about("/e", 100), &a).unwrap();
     assert_eq!(names(dir.path()), ["e"]);
     let why = have(&copies, "f", &about("/f", 101), &b).unwrap_err();
-    assert!(why.contains("may have") && why.contains("--dataset-cache-limit"), "{why}");
+    assert!(why.contains("the limit of all copies") && why.contains("--dataset-cache-limit"), "{why}");
     assert_eq!(names(dir.path()), ["e"], "nothing goes for what cannot be had");
 }
 
@@ -86,14 +86,15 @@ fn what_a_dataset_was_before_goes_when_no_job_uses_it() {
     copies.release(&a);
     have(&copies, "new", &about("/a", 10), &b).unwrap();
     assert_eq!(names(dir.path()), ["new", "other"]);
-    // A job whose dataset changes while it is copied uses the new one alone.
+    // A job whose dataset changes during the copy uses only the new copy.
     have(&copies, "newest", &about("/a", 10), &b).unwrap();
     copies.release(&c);
     have(&copies, "newest", &about("/a", 10), &b).unwrap();
     assert_eq!(names(dir.path()), ["newest", "other"]);
 }
 
-/// Opens a folder that was closed just now. A process that another test has forked may still hold its lock, until it becomes another program.
+/// Opens a folder that was closed just now. A process forked by another test may still hold its lock until it
+/// executes another program.
 fn open_again(dir: &Path, max_bytes: u64, live: &[&AttemptRef]) -> Copies {
     let since = Instant::now();
     loop {
@@ -117,12 +118,12 @@ fn the_next_agent_finds_the_copies_and_who_uses_them() {
     let why = Copies::open(dir.path(), 100, &[]).unwrap_err().to_string();
     assert!(why.contains("another agent") && why.contains("--dataset-cache"), "{why}");
     drop(copies);
-    // The ranks of one outlived the agent.
+    // The ranks of one attempt outlived the agent.
     let copies = open_again(dir.path(), 100, &[&a]);
     have(&copies, "c", &about("/c", 50), &c).unwrap();
     assert_eq!(names(dir.path()), ["a", "c"]);
     drop(copies);
-    // A lower limit holds at once, but not for what is in use.
+    // A lower limit applies at once, but not to copies in use.
     let _copies = open_again(dir.path(), 49, &[&a]);
     assert_eq!(names(dir.path()), ["a"]);
 }
@@ -134,7 +135,8 @@ fn mode(path: &Path) -> u32 {
 #[test]
 fn other_accounts_see_no_copies() {
     let dir = tempfile::tempdir().unwrap();
-    // A folder that is made, with those above it; one that is there for it; and one that others have things in.
+    // A folder that is created together with its parents, an existing folder made for the copies, and a folder with
+    // files of others.
     let (made, own, shared) =
         (dir.path().join("above/made"), dir.path().join("own"), dir.path().join("shared"));
     for (folder, file) in [(&own, None), (&shared, Some("of others"))] {
@@ -150,7 +152,7 @@ fn other_accounts_see_no_copies() {
         let entry = have(&copies, "a", &about("/a", 1), &attempt()).unwrap();
         assert_eq!(mode(entry.dir()), 0o700);
     }
-    // One that has copies already.
+    // A folder that already has copies.
     fs::set_permissions(&own, Permissions::from_mode(0o755)).unwrap();
     drop(open_again(&own, 100, &[]));
     assert_eq!((mode(&own), names(&own)), (0o700, vec!["a".to_owned()]));

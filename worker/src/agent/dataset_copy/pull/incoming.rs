@@ -10,15 +10,15 @@ use lockstep_protocol::{
 use sha2::{Digest, Sha256};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
-/// Bytes of parts that are written together.
+/// Number of bytes that are buffered and written together.
 const HELD_BYTES: usize = 4 << 20;
-/// The longest reason that the server may give in place of a part.
+/// Maximum length of a reason that the server sends instead of a part.
 const WORDS_BYTES: usize = 64 << 10;
 
-/// A part, its bytes, and the checksum that came with it.
+/// A part, its bytes, and the checksum sent with it.
 pub(super) type Part = (DatasetPart, BytesMut, BytesMut);
 
-/// The response, as it arrives.
+/// A response that is arriving.
 struct Incoming {
     download: Download,
     bytes: BytesMut,
@@ -35,7 +35,7 @@ impl Incoming {
         Ok(self.bytes.split_to(count))
     }
 
-    /// The next part's bytes and checksum.
+    /// The bytes and the checksum of the next part.
     async fn part(&mut self, length: u64) -> Result<(BytesMut, BytesMut), CopyError> {
         match self.take(1).await?[..] {
             [PART_FOLLOWS] => {
@@ -48,7 +48,7 @@ impl Incoming {
         }
     }
 
-    /// The reason that the server gives in place of a part.
+    /// The reason that the server sends instead of a part.
     async fn words(&mut self) -> Result<String, CopyError> {
         let size = self.take(4).await?;
         let size = size.iter().fold(0, |size, byte| size << 8 | usize::from(*byte));
@@ -60,10 +60,10 @@ impl Incoming {
 }
 
 fn odd() -> CopyError {
-    CopyError::Damaged("what comes from the server is not what was asked for".into())
+    CopyError::Damaged("the server's response does not match the request".into())
 }
 
-/// Writes parts as they arrive. On an error, those that arrived before it are written, too.
+/// Writes parts as they arrive. After an error, the parts that arrived before it are still written.
 pub(super) async fn receive(
     download: Download,
     parts: Vec<DatasetPart>,
@@ -105,13 +105,13 @@ async fn store(
     Ok(())
 }
 
-/// Checks a part and writes it at its offset into its file, which exists.
+/// Checks a part, and writes it to its file at its offset. The file must exist.
 ///
 /// # Errors
-/// The checksum is wrong, or the disk fails.
+/// The checksum is wrong, or writing fails.
 pub(super) fn write((part, bytes, sum): &Part, folder: &Path) -> Result<(), CopyError> {
     if Sha256::digest(bytes)[..] != sum[..] {
-        return Err(CopyError::Damaged(format!("{} came damaged from the server", part.path)));
+        return Err(CopyError::Damaged(format!("{} was damaged in transit from the server", part.path)));
     }
     let path = folder.join(&part.path);
     let file = File::options().write(true).open(&path).map_err(on_disk(&path))?;

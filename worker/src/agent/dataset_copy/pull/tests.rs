@@ -8,7 +8,7 @@ use lockstep_protocol::{agent::AttemptRef, job::JobId};
 use sha2::{Digest, Sha256};
 use std::io::Write;
 
-/// A copy of these files, of which nothing has come.
+/// A copy of these files, none of which has arrived.
 fn entry(dir: &Path, files: &[(&str, u64)]) -> (Copies, Entry) {
     let copies = Copies::open(dir, u64::MAX, &[]).unwrap();
     let mut file = tempfile::NamedTempFile::new_in(copies.dir()).unwrap();
@@ -83,8 +83,10 @@ fn it_continues_at_the_byte_where_it_ended_and_is_whole_in_the_end() {
     write(&came("b", 0, b"bb"), &part).unwrap();
     let mut wrong = came("c", 0, b"cc");
     wrong.1[0] ^= 1;
-    assert!(matches!(write(&wrong, &part), Err(CopyError::Damaged(why)) if why.contains("c came damaged")));
-    // One that is longer than it can be.
+    assert!(
+        matches!(write(&wrong, &part), Err(CopyError::Damaged(why)) if why.contains("c was damaged in transit"))
+    );
+    // A file that is longer than it can be.
     fs::write(part.join("c"), "cccc").unwrap();
     let missing = begin(&entry).unwrap().unwrap();
     assert_eq!((missing.files, missing.bytes, missing.disk_bytes), (2, 5, 2 * BLOCK_BYTES));
@@ -96,14 +98,14 @@ fn it_continues_at_the_byte_where_it_ended_and_is_whole_in_the_end() {
     finish(&entry).unwrap();
     assert_eq!(fs::read(entry.data().join("b")).unwrap(), b"bbBB");
     assert_eq!(begin(&entry).unwrap(), None);
-    // A file that is gone from it comes again, and no other.
+    // If a file is removed, only this file is fetched again.
     fs::remove_file(entry.data().join("a")).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 5);
     let mut work = Work::new(&entry).unwrap();
     assert_eq!(asked(&mut work), [("a".into(), 0, 5)]);
 }
 
-/// All of a copy whose only file is `a`, of one byte.
+/// Completes a copy whose only file is `a`, with one byte.
 fn whole(entry: &Entry) {
     begin(entry).unwrap();
     asked(&mut Work::new(entry).unwrap());
@@ -145,14 +147,14 @@ async fn what_a_stopped_job_has_begun_keeps_its_turn_until_it_is_done() {
         })
         .await
     });
-    // It has begun, and nobody waits for it any more.
+    // The work has begun, and no one waits for it any more.
     assert!(futures_util::poll!(work.as_mut()).is_pending());
     drop(work);
     let mut next = Box::pin(copies.turn(&entry));
     assert!(tokio::time::timeout(std::time::Duration::from_millis(100), next.as_mut()).await.is_err());
     drop(goes_on);
     let _turn = next.await;
-    // What the earlier one has finished is whole.
+    // Everything that the earlier job finished is complete.
     whole(&entry);
     finish(&entry).unwrap();
 }
@@ -166,7 +168,7 @@ fn after_the_machine_was_off_what_was_not_synced_comes_again() {
     asked(&mut work);
     write(&came("a", 0, b"a"), &entry.part()).unwrap();
     write(&came("b", 0, b"b"), &entry.part()).unwrap();
-    // Its line is the second, after that of the beginning.
+    // The file is on the second line, after the line of the beginning.
     Synced { boot_id: "an earlier one".into(), lines: 2 }.note(&entry).unwrap();
     assert_eq!(begin(&entry).unwrap().unwrap().bytes, 1);
     assert!(entry.part().join("a").exists() && !entry.part().join("b").exists());
@@ -199,7 +201,7 @@ fn a_disk_that_is_too_small_is_told_with_what_is_needed_what_is_free_and_what_to
         "the copy of the dataset birds needs 900.1 MB more on the disk of /cache, with 67.2 MB to be left free, and 300.0 MB are \
          free: free 667.1 MB there, or give the agent a folder on another disk with --dataset-cache, and retry the job"
     );
-    // A byte too few is never said to be enough.
+    // A space that is one byte too small is never called sufficient.
     let words = too_small(Path::new("/cache"), "birds", &missing, missing.disk_bytes + spare - 1);
     assert!(words.contains(": free 0.1 MB there"), "{words}");
 }

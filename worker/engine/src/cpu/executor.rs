@@ -9,13 +9,14 @@ use super::{
     layout::Layout,
     loss,
     reduce::Reducer,
-    sample::Sample,
+    sample::{Sample, SampledRows},
     split_loss::{self, Classes, Labels},
     state::{Sharding, State},
 };
 use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
     fuse::{self, Capabilities, FusedOp},
+    loss::Order,
     net::{Network, Placement, Slice},
     plan::{self, Pass, Plan},
     prologue::{Prologue, StepPart},
@@ -23,6 +24,7 @@ use crate::{
 use lockstep_comm::{ProcessGroup, Reduction, SingleRank};
 use lockstep_data::loader::Batch;
 use std::{
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -275,6 +277,44 @@ impl Executor {
             all_reduce_secs: self.reducer.take_waited().as_secs_f64(),
             loss_scale: None,
         })
+    }
+
+    /// The classes of this rank, if it has the last layer.
+    pub(super) fn own_classes(&self) -> Range<usize> {
+        let part = self.network.part.as_ref();
+        let split = part.and_then(|part| part.channels(self.network.logits()));
+        split.map_or(0..self.network.classes, |(own, _)| own)
+    }
+
+    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their gradients, so
+    /// the sample includes the labels of all ranks and of all micro-batches.
+    pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
+        let loss = self.config.loss;
+        if !loss.samples() {
+            return Ok(None);
+        }
+        let labels = batches.iter().flat_map(|batch| batch.labels.iter().chain(&batch.mixed_labels));
+        let labels: Vec<u8> = labels.flat_map(|label| label.to_le_bytes()).collect();
+        let all = self.all_ranks.all_gather_bytes(&labels)?;
+        if !self.network.is_last_stage() {
+            return Ok(None);
+        }
+        let own = self.own_classes();
+        let order = Order::new(loss.seed, self.state.updates, own.start, own.len());
+        let mut rows: Vec<u32> = (0..loss.drawn(own.len()) as u32).map(|place| order.class(place)).collect();
+        let labels = all.iter().flat_map(|labels| labels.as_chunks::<4>().0);
+        let labels = labels.map(|label| u32::from_le_bytes(*label) as usize);
+        rows.extend(labels.filter(|label| own.contains(label)).map(|label| (label - own.start) as u32));
+        rows.sort_unstable();
+        rows.dedup();
+        let sample = Arc::new(Sample { rows });
+        self.sample = Some(sample.clone());
+        let parameter = |suffix: &str| -> Result<_, EngineError> {
+            let slot = self.layout.slot(&format!("{}.{suffix}", self.network.head()))?;
+            let range = &self.layout.slots[slot].range;
+            Ok((slot, range.start, range.len() / own.len()))
+        };
+        Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
     }
 
     /// Collective in the model group: exchanges each rank's number of pictures and labels for this micro-batch.

@@ -1,11 +1,7 @@
 //! The sampled classes of a step ([`crate::loss`]), and their rows of the last layer's parameters.
 
-use super::{executor::Executor, margin::Unit};
-use crate::{
-    EngineError,
-    loss::{Margin, Order},
-};
-use lockstep_data::loader::Batch;
+use super::margin::Unit;
+use crate::loss::Margin;
 use lockstep_kernels::linear;
 use std::{borrow::Cow, ops::Range, sync::Arc};
 
@@ -63,9 +59,9 @@ pub(super) fn forward(
 /// The parameters of which a step updates only the sampled rows.
 #[derive(Debug)]
 pub(super) struct SampledRows {
-    sample: Arc<Sample>,
+    pub(super) sample: Arc<Sample>,
     /// For the weight and the bias: slot number, offset in the flat buffer, and number of values of a row.
-    parameters: [(usize, usize, usize); 2],
+    pub(super) parameters: [(usize, usize, usize); 2],
 }
 
 impl SampledRows {
@@ -84,45 +80,5 @@ impl SampledRows {
             }
             update(row.max(from) - from..(row + width).min(to) - from);
         }
-    }
-}
-
-impl Executor {
-    /// The classes of this rank, if it has the last layer.
-    pub(super) fn own_classes(&self) -> Range<usize> {
-        let part = self.network.part.as_ref();
-        let split = part.and_then(|part| part.channels(self.network.logits()));
-        split.map_or(0..self.network.classes, |(own, _)| own)
-    }
-
-    /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their gradients, so
-    /// the sample includes the labels of all ranks and of all micro-batches.
-    pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
-        let loss = self.config.loss;
-        if !loss.samples() {
-            return Ok(None);
-        }
-        let labels = batches.iter().flat_map(|batch| batch.labels.iter().chain(&batch.mixed_labels));
-        let labels: Vec<u8> = labels.flat_map(|label| label.to_le_bytes()).collect();
-        let all = self.all_ranks.all_gather_bytes(&labels)?;
-        if !self.network.is_last_stage() {
-            return Ok(None);
-        }
-        let own = self.own_classes();
-        let order = Order::new(loss.seed, self.state.updates, own.start, own.len());
-        let mut rows: Vec<u32> = (0..loss.drawn(own.len()) as u32).map(|place| order.class(place)).collect();
-        let labels = all.iter().flat_map(|labels| labels.as_chunks::<4>().0);
-        let labels = labels.map(|label| u32::from_le_bytes(*label) as usize);
-        rows.extend(labels.filter(|label| own.contains(label)).map(|label| (label - own.start) as u32));
-        rows.sort_unstable();
-        rows.dedup();
-        let sample = Arc::new(Sample { rows });
-        self.sample = Some(sample.clone());
-        let parameter = |suffix: &str| -> Result<_, EngineError> {
-            let slot = self.layout.slot(&format!("{}.{suffix}", self.network.head()))?;
-            let range = &self.layout.slots[slot].range;
-            Ok((slot, range.start, range.len() / own.len()))
-        };
-        Ok(Some(SampledRows { sample, parameters: [parameter("weight")?, parameter("bias")?] }))
     }
 }

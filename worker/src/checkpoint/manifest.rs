@@ -1,36 +1,14 @@
 //! Sizes and checksums, by which a damaged checkpoint is recognised.
 
 use super::{CheckpointError, MANIFEST, STATE};
+pub use lockstep_protocol::checkpoint_files::{Files, Manifest, ManifestFile};
 use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
-    collections::BTreeMap,
     fs::{self, File},
     io::{self, Read},
     path::Path,
 };
-
-/// Sizes and checksums of a checkpoint's other files.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Manifest {
-    /// 1.
-    pub version: u32,
-    pub epoch: u32,
-    pub step: u64,
-    pub files: Files,
-}
-
-/// Files by their names.
-pub type Files = BTreeMap<String, ManifestFile>;
-
-/// A file as the manifest knows it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ManifestFile {
-    pub size_bytes: u64,
-    /// Hexadecimal.
-    pub sha256: String,
-}
 
 pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
     let manifest_size = fs::metadata(folder.join(MANIFEST)).map_or(0, |m| m.len());

@@ -4,7 +4,7 @@
 use super::{
     Checkpoints, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
-    manifest::{MANIFEST, Written, hexadecimal},
+    manifest::{MANIFEST, ManifestFile},
     object_storage::{Place, words},
 };
 use crate::store::CheckpointRow;
@@ -352,7 +352,7 @@ async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Resul
 async fn receive(
     store: &ArtifactStore,
     place: &Place,
-    (name, wanted): (&str, &Written),
+    (name, wanted): (&str, &ManifestFile),
     path: &Path,
 ) -> Result<()> {
     let mut bytes = store.storage.get(place, name, &wanted.sha256).await?;
@@ -373,7 +373,7 @@ async fn receive(
             wanted.size_bytes
         )));
     }
-    if hexadecimal(hash.finalize().as_slice()) != wanted.sha256 {
+    if hex::encode(hash.finalize()) != wanted.sha256 {
         return Err(NotFetched::Damaged(format!("the bytes of its {name} are not those that were written")));
     }
     Ok(file.sync_all().await?)

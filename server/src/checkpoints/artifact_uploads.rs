@@ -3,7 +3,7 @@
 use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, Asked},
-    manifest::{MANIFEST, Written, hexadecimal, sha256},
+    manifest::{MANIFEST, ManifestFile, sha256},
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
 };
 use crate::{
@@ -11,7 +11,7 @@ use crate::{
     util::regular,
 };
 use bytes::Bytes;
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, backoff::Backoff};
 use sha2::{Digest, Sha256};
 use std::{
     fs::File,
@@ -24,7 +24,7 @@ use std::{
 /// Checkpoints at a time.
 const AT_ONCE: usize = 2;
 /// Pauses after a failure, the first and the longest.
-const TRY_AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+const TRY_AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 /// Rows that are read at a time.
 const ROWS: u32 = 1000;
 
@@ -78,11 +78,10 @@ type Result<T> = std::result::Result<T, UploadError>;
 /// Uploads until dropped: first what an earlier server did not get to.
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let Some(store) = &checkpoints.artifact_store else { return };
-    let mut pause = TRY_AGAIN.0;
+    let mut backoff = TRY_AGAIN;
     while let Err(error) = find(&checkpoints, store).await {
         tracing::warn!(%error, "which checkpoints the object store lacks could not be read; trying again");
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(TRY_AGAIN.1);
+        tokio::time::sleep(backoff.pause()).await;
     }
     futures_util::future::join_all((0..AT_ONCE).map(|_| work(&checkpoints, store))).await;
 }
@@ -122,7 +121,7 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> std::res
 }
 
 async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
-    let mut pause = TRY_AGAIN.0;
+    let mut backoff = TRY_AGAIN;
     loop {
         let noted = store.waiting.notified();
         let Some(id) = store.take() else {
@@ -171,11 +170,10 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
         if failed {
             store.note_again(&id);
             store.done(&id);
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(TRY_AGAIN.1);
+            tokio::time::sleep(backoff.pause()).await;
         } else {
             store.done(&id);
-            pause = TRY_AGAIN.0;
+            backoff = TRY_AGAIN;
         }
     }
 }
@@ -284,7 +282,7 @@ async fn send(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
     place: &Place,
-    (name, wanted): (&str, &Written),
+    (name, wanted): (&str, &ManifestFile),
     path: &Path,
     record: &mut StoredCheckpoint,
 ) -> Result<()> {
@@ -327,14 +325,14 @@ async fn send(
 }
 
 /// Checks the size and checksum of what was read against the manifest.
-fn check(name: &str, wanted: &Written, size_bytes: u64, reader: &Reader) -> Result<()> {
+fn check(name: &str, wanted: &ManifestFile, size_bytes: u64, reader: &Reader) -> Result<()> {
     if size_bytes != wanted.size_bytes {
         return Err(UploadError::Damaged(format!(
             "its {name} has {size_bytes} bytes and was written with {}",
             wanted.size_bytes
         )));
     }
-    if hexadecimal(reader.hash.clone().finalize().as_slice()) != wanted.sha256 {
+    if hex::encode(reader.hash.clone().finalize()) != wanted.sha256 {
         return Err(UploadError::Damaged(format!("the bytes of its {name} are not those that were written")));
     }
     Ok(())

@@ -34,8 +34,7 @@ fn folder(job_dir: &Path, attempt: u32) -> PathBuf {
 
 /// An agent's id is whatever it says: it is no part of a path.
 fn holder_file(agent_id: &str) -> String {
-    let sum = Sha256::digest(agent_id.as_bytes());
-    sum[..8].iter().fold("apart-".to_owned(), |name, byte| name + &format!("{byte:02x}")) + ".json"
+    format!("apart-{}.json", hex::encode(&Sha256::digest(agent_id.as_bytes())[..8]))
 }
 
 fn read<T: DeserializeOwned>(path: &Path) -> Option<T> {

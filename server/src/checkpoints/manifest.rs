@@ -1,43 +1,18 @@
 //! What a checkpoint's `MANIFEST.json` says of its files, and whether they are those.
 
 use rustix::io::Errno;
-use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::{
-    collections::BTreeMap,
     fs,
     io::{self, Read as _},
     path::Path,
 };
 
-/// The file's name.
-pub(crate) const MANIFEST: &str = "MANIFEST.json";
-
-/// The part of a manifest that a copy is checked against.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Manifest {
-    #[serde(default)]
-    pub(crate) epoch: u32,
-    #[serde(default)]
-    pub(crate) step: u64,
-    #[serde(default)]
-    pub(crate) files: BTreeMap<String, Written>,
-}
-
-#[derive(Debug, Deserialize)]
-pub(crate) struct Written {
-    pub(crate) size_bytes: u64,
-    /// Hexadecimal.
-    pub(crate) sha256: String,
-}
+pub(crate) use lockstep_protocol::checkpoint_files::{MANIFEST, Manifest, ManifestFile};
 
 /// The hexadecimal SHA-256 of `bytes`.
 pub(crate) fn sha256(bytes: &[u8]) -> String {
-    hexadecimal(Sha256::digest(bytes).as_slice())
-}
-
-pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+    hex::encode(Sha256::digest(bytes))
 }
 
 /// Whether a disk cannot return what was written, and will not be able to later either: a bad sector, or metadata that is corrupt. Other errors
@@ -80,7 +55,7 @@ pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
                 wanted.size_bytes
             )));
         }
-        if hexadecimal(hash.finalize().as_slice()) != wanted.sha256 {
+        if hex::encode(hash.finalize()) != wanted.sha256 {
             return Err(damaged(format!("the bytes of its {name} are not those that were written")));
         }
     }

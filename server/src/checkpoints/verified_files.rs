@@ -1,9 +1,6 @@
 //! Files of checkpoints that were compared with their manifest: a disk may return other bytes than were written, as many as there were.
 
-use crate::{
-    checkpoints::manifest::{Written, hexadecimal},
-    util::regular,
-};
+use crate::{checkpoints::manifest::ManifestFile, util::regular};
 use sha2::{Digest, Sha256};
 use std::{
     collections::HashSet,
@@ -54,7 +51,7 @@ impl VerifiedFiles {
     ///
     /// # Errors
     /// It cannot be read.
-    pub(crate) async fn is_whole(&self, path: PathBuf, written: &Written) -> io::Result<bool> {
+    pub(crate) async fn is_whole(&self, path: PathBuf, written: &ManifestFile) -> io::Result<bool> {
         let about = tokio::fs::metadata(&path).await?;
         if self.lock().contains(&Seen::of(&about, &written.sha256)) {
             return Ok(true);
@@ -82,7 +79,7 @@ fn read(path: &Path) -> io::Result<(Metadata, String)> {
     loop {
         let n = file.read(&mut block)?;
         if n == 0 {
-            return Ok((about, hexadecimal(hash.finalize().as_slice())));
+            return Ok((about, hex::encode(hash.finalize())));
         }
         hash.update(&block[..n]);
     }
@@ -99,7 +96,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
         fs::write(&path, b"weights").unwrap();
-        let written = Written { size_bytes: 7, sha256: sha256(b"weights") };
+        let written = ManifestFile { size_bytes: 7, sha256: sha256(b"weights") };
         let files = VerifiedFiles::default();
         let is_whole = async || files.is_whole(path.clone(), &written).await.unwrap();
         assert!(is_whole().await && is_whole().await);

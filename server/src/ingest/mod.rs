@@ -14,6 +14,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, ToAgent},
+    backoff::Backoff,
     job::JobId,
 };
 use std::{
@@ -158,7 +159,7 @@ impl Ingest {
     /// Stores reports, and retries transient errors (a full disk, a busy database) until they are stored or refused for good. Agents keep what
     /// is not acknowledged. The flag says whether it took more than one try. `None` when the server stops.
     async fn store_patiently(&self, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
-        let mut wait = Duration::from_millis(100);
+        let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
         let mut failing = Failing::default();
         loop {
             match self.store.ingest(reports).await {
@@ -167,10 +168,9 @@ impl Ingest {
                         tracing::error!(%error, "reports cannot be stored; trying again");
                     }
                     tokio::select! {
-                        () = tokio::time::sleep(wait) => {}
+                        () = tokio::time::sleep(backoff.pause()) => {}
                         () = self.scheduler.tasks.stopping.cancelled() => return None,
                     }
-                    wait = (wait * 2).min(Duration::from_secs(2));
                 }
                 done => {
                     let tries = failing.ended();

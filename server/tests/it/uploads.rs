@@ -111,7 +111,7 @@ async fn the_end_of_an_attempt_is_not_stored_while_a_checkpoint_that_was_reporte
         }
         if !returns {
             // Long before its lease ends.
-            let words = "agent \"b\" was stopped in order (the agent was stopped)";
+            let words = "agent \"b\" was shut down (the agent was stopped)";
             let since = Instant::now();
             let says = |event: &Value| {
                 event["state"] == "queued" && event["reason"].as_str().is_some_and(|why| why.contains(words))

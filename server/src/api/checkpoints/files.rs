@@ -4,7 +4,7 @@ use crate::{
     api::checkpoints::{check_regular, damaged, fetched, find, is_file, manifest, no_average, removed},
     checkpoints::{
         Checkpoints, artifact_fetches,
-        manifest::{Written, is_media_error},
+        manifest::{ManifestFile, is_media_error},
     },
     http::{
         conditional::{self, CACHING},
@@ -116,14 +116,18 @@ pub(crate) async fn file(
 ///
 /// # Errors
 /// It is damaged, and there is no better one.
-async fn whole(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow, name: &str) -> Result<Option<Written>> {
+async fn whole(
+    checkpoints: &Arc<Checkpoints>,
+    row: &CheckpointRow,
+    name: &str,
+) -> Result<Option<ManifestFile>> {
     let path = checkpoints.folder(row).join(name);
     let mut tries = 0;
     loop {
         let about = manifest(checkpoints, row).await?;
         check_regular(&path)?;
         let written = about.pointer(&format!("/files/{name}")).cloned();
-        let Some(written) = written.and_then(|written| serde_json::from_value::<Written>(written).ok())
+        let Some(written) = written.and_then(|written| serde_json::from_value::<ManifestFile>(written).ok())
         else {
             return Ok(None);
         };

@@ -17,6 +17,7 @@ use crate::{
 use futures_util::future::join_all;
 use lockstep_protocol::{
     agent::{AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
+    backoff::Backoff,
     dataset::Dataset,
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
@@ -33,7 +34,7 @@ use std::{
 const TOGETHER: usize = 64;
 
 /// Pauses between attempts to find out what became of claims: the first and the longest.
-const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const ASK_AGAIN: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
 /// A job that may be claimed, with what it needs.
 struct Prepared {
@@ -205,16 +206,15 @@ async fn find_claimed(
     claims: &[Claim],
     error: StoreError,
 ) -> Result<Vec<Option<Claimed>>> {
-    let (mut pause, longest) = ASK_AGAIN;
+    let mut backoff = ASK_AGAIN;
     let found = loop {
         match read_claimed(scheduler, claims).await {
             Err(again) if again.may_pass() => {
                 tracing::warn!(error = %again, "what became of a claim is not known; asking again");
                 tokio::select! {
-                    () = tokio::time::sleep(pause) => {}
+                    () = tokio::time::sleep(backoff.pause()) => {}
                     () = scheduler.tasks.stopping.cancelled() => return Err(error),
                 }
-                pause = (pause * 2).min(longest);
             }
             found => break found?,
         }

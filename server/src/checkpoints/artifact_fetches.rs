@@ -4,7 +4,7 @@
 use super::{
     Checkpoints, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
-    manifest::{MANIFEST, ManifestFile},
+    manifest::{MANIFEST, Verifier, ManifestFile},
     object_storage::{Place, words},
 };
 use crate::store::CheckpointRow;
@@ -14,7 +14,6 @@ use lockstep_protocol::{
     job::Job,
     reason::{Facts, Reason, ReasonCode},
 };
-use sha2::{Digest, Sha256};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -356,26 +355,17 @@ async fn receive(
     path: &Path,
 ) -> Result<()> {
     let mut bytes = store.storage.get(place, name, &wanted.sha256).await?;
-    let (mut file, mut hash, mut size) = (File::create(path).await?, Sha256::new(), 0);
+    let (mut file, mut verifier) = (File::create(path).await?, Verifier::default());
     while let Some(piece) = bytes.next().await {
         let piece = piece?;
-        size += piece.len() as u64;
-        if size > wanted.size_bytes {
+        verifier.add(&piece);
+        if verifier.size_bytes > wanted.size_bytes {
             break;
         }
-        hash.update(&piece);
         file.write_all(&piece).await?;
     }
     file.flush().await?;
-    if size != wanted.size_bytes {
-        return Err(NotFetched::Damaged(format!(
-            "its {name} has not the {} bytes that were written",
-            wanted.size_bytes
-        )));
-    }
-    if hex::encode(hash.finalize()) != wanted.sha256 {
-        return Err(NotFetched::Damaged(format!("the bytes of its {name} are not those that were written")));
-    }
+    verifier.finish(name, wanted).map_err(NotFetched::Damaged)?;
     Ok(file.sync_all().await?)
 }
 

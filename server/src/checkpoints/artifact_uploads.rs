@@ -3,7 +3,7 @@
 use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, Asked},
-    manifest::{MANIFEST, ManifestFile, sha256},
+    manifest::{MANIFEST, Verifier, ManifestFile, sha256},
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
 };
 use crate::{
@@ -12,7 +12,6 @@ use crate::{
 };
 use bytes::Bytes;
 use lockstep_protocol::{JobId, backoff::Backoff};
-use sha2::{Digest, Sha256};
 use std::{
     fs::File,
     io::{self, Read as _},
@@ -249,21 +248,21 @@ async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &Stored
     Ok(())
 }
 
-/// A file that is read and hashed part by part.
+/// A file that is read and verified part by part.
 struct Reader {
     file: File,
-    hash: Sha256,
+    verifier: Verifier,
 }
 
 impl Reader {
     fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: regular::open(path)?, hash: Sha256::new() })
+        Ok(Self { file: regular::open(path)?, verifier: Verifier::default() })
     }
 
     fn part(&mut self, bytes: u64) -> io::Result<Bytes> {
         let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
         (&mut self.file).take(bytes).read_to_end(&mut part)?;
-        self.hash.update(&part);
+        self.verifier.add(&part);
         Ok(part.into())
     }
 }
@@ -295,7 +294,7 @@ async fn send(
     let bytes;
     (bytes, reader) = next(reader, part).await?;
     if wanted.size_bytes <= PART_BYTES {
-        check(name, wanted, bytes.len() as u64, &reader)?;
+        reader.verifier.finish(name, wanted).map_err(UploadError::Damaged)?;
         return Ok(store.storage.put(place, name, &wanted.sha256, bytes).await?);
     }
     let mut upload = store.storage.begin(place, name, &wanted.sha256).await?;
@@ -304,13 +303,12 @@ async fn send(
         if record.parts.is_some() {
             write(checkpoints, store, record).await?;
         }
-        let (mut bytes, mut size) = (bytes, 0);
+        let mut bytes = bytes;
         while !bytes.is_empty() {
-            size += bytes.len() as u64;
             upload.send(bytes).await?;
             (bytes, reader) = next(reader, part).await?;
         }
-        check(name, wanted, size, &reader)?;
+        reader.verifier.finish(name, wanted).map_err(UploadError::Damaged)?;
         Ok(upload.finish().await?)
     }
     .await;
@@ -320,20 +318,6 @@ async fn send(
             upload.abort().await;
             return Err(trouble);
         }
-    }
-    Ok(())
-}
-
-/// Checks the size and checksum of what was read against the manifest.
-fn check(name: &str, wanted: &ManifestFile, size_bytes: u64, reader: &Reader) -> Result<()> {
-    if size_bytes != wanted.size_bytes {
-        return Err(UploadError::Damaged(format!(
-            "its {name} has {size_bytes} bytes and was written with {}",
-            wanted.size_bytes
-        )));
-    }
-    if hex::encode(reader.hash.clone().finalize()) != wanted.sha256 {
-        return Err(UploadError::Damaged(format!("the bytes of its {name} are not those that were written")));
     }
     Ok(())
 }

@@ -26,10 +26,6 @@ use std::{
 /// Bytes of reports per transaction, at most: the first report of a batch is published only when all are stored.
 const BATCH_BYTES: usize = 4 << 20;
 
-/// Tries to record which agent has a checkpoint, and the pause between them.
-const NOTE_TRIES: u32 = 3;
-const NOTE_PAUSE: Duration = Duration::from_millis(50);
-
 /// Stores reports, publishes what was stored, and acknowledges it to the agents.
 pub(crate) struct Ingest {
     store: Arc<dyn Store>,
@@ -79,9 +75,11 @@ impl Ingest {
                     if connection.is_incomplete(&report.attempt) {
                         continue;
                     }
-                    if let Err(error) = self.note_files(&mut report, &reports).await {
+                    if let Err(error) = self.checkpoints.keep_uploaded(&mut report).await {
                         let job = &report.attempt.job;
-                        let why = format!("who has the checkpoints of job {job} cannot be noted: {error}");
+                        let why = format!(
+                            "which checkpoints of job {job} the server keeps cannot be read: {error}"
+                        );
                         self.agents.refusals.note_cut_off(&agent, &why);
                         connection.cut(&report.attempt);
                         continue;
@@ -131,28 +129,6 @@ impl Ingest {
         }
         for done in flushes {
             let _ = done.send(());
-        }
-    }
-
-    /// Updates the files on the server's disk for checkpoints that a report names. Retries for a moment only, because other reports wait
-    /// meanwhile.
-    async fn note_files(&self, report: &mut Report, earlier: &[Report]) -> Result<()> {
-        let of_checkpoint = |event: &AttemptEvent| {
-            matches!(event, AttemptEvent::Checkpoint(_) | AttemptEvent::CheckpointRemoved { .. })
-        };
-        if !report.events.iter().any(of_checkpoint) {
-            return Ok(());
-        }
-        self.checkpoints.keep_uploaded(report).await?;
-        let mut tries = 1;
-        loop {
-            match self.checkpoints.note_holders(report, earlier).await {
-                Err(_) if tries < NOTE_TRIES => {
-                    tokio::time::sleep(NOTE_PAUSE).await;
-                    tries += 1;
-                }
-                done => return done,
-            }
         }
     }
 

@@ -8,7 +8,6 @@ use super::{
     skip_permanent_error,
 };
 use crate::{
-    checkpoints::holders::Holder,
     datasets::notes,
     lifecycle,
     scheduler::{AgentState, Scheduler, Start, address, device_for},
@@ -359,13 +358,14 @@ fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
 
 /// The files of each job that agents without the server's disk need. By the mark an agent sees whether it has this disk.
 async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartFiles> {
-    let folder = |claim: &Claim| (scheduler.config.job_dir(&claim.job), claim.after_attempt + 1);
-    let folders: Vec<_> = prepared.iter().map(|prepared| folder(&prepared.claim)).collect();
+    let folders: Vec<_> =
+        prepared.iter().map(|prepared| scheduler.config.job_dir(&prepared.claim.job)).collect();
     let number = folders.len();
     // The other fields are set when the order is sent.
-    let files = |(folder, attempt): (PathBuf, u32)| {
-        Holder::forget_all(&folder, attempt);
-        StartFiles { mark: mark(&folder), dataset: notes::dataset_note(&folder), ..StartFiles::default() }
+    let files = |folder: PathBuf| StartFiles {
+        mark: mark(&folder),
+        dataset: notes::dataset_note(&folder),
+        ..StartFiles::default()
     };
     let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
     all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])

@@ -57,6 +57,7 @@ CREATE TABLE attempts (
     job_id TEXT COLLATE "C" NOT NULL REFERENCES jobs (id) ON DELETE CASCADE,
     attempt BIGINT NOT NULL,
     places TEXT NOT NULL,
+    own_disks TEXT NOT NULL DEFAULT '[]',
     resume TEXT,
     started_at BIGINT NOT NULL,
     ended_at BIGINT,
@@ -124,12 +125,12 @@ CREATE TABLE checkpoints (
     UNIQUE (job_id, epoch, step)
 );
 
-CREATE TABLE stored_checkpoints (
+CREATE TABLE checkpoint_copies (
     checkpoint_id TEXT COLLATE "C" NOT NULL,
-    store TEXT COLLATE "C" NOT NULL,
+    location TEXT COLLATE "C" NOT NULL,
     manifest TEXT,
     parts TEXT,
-    PRIMARY KEY (checkpoint_id, store)
+    PRIMARY KEY (checkpoint_id, location)
 );
 
 CREATE TABLE artifact_stores (

@@ -1,5 +1,4 @@
--- Every table, put together anew before the first release. Databases of earlier versions (migrations 1 to 26) are refused and
--- come over by a backup: see server/src/store/older.rs.
+-- Every table of version 0.1.0.
 --
 -- Times are milliseconds since 1970, UTC. Columns named after a JSON shape hold that shape.
 
@@ -76,6 +75,8 @@ CREATE TABLE attempts (
     attempt INTEGER NOT NULL,
     -- [{agent_id, agent, ranks: [[rank, slot]]}]: one entry an agent; a job over several machines has several.
     places TEXT NOT NULL,
+    -- Ids of those of its agents that keep its checkpoints on a disk of their own and not on the server's: a JSON list.
+    own_disks TEXT NOT NULL DEFAULT '[]',
     -- The checkpoint it continues from: `<epoch>-<step>`.
     resume TEXT,
     started_at INTEGER NOT NULL,
@@ -160,22 +161,23 @@ CREATE TABLE checkpoints (
     UNIQUE (job_id, epoch, step)
 ) STRICT;
 
--- What of checkpoints is in object stores (`serve --artifacts`). No references: a row outlives its checkpoint until its objects are
--- deleted, so one without a checkpoint says what is left to delete.
-CREATE TABLE stored_checkpoints (
+-- Where checkpoints are, but for the server's disk, on which a folder appears whole or not at all. No references: the row of an object
+-- store outlives its checkpoint until its objects are deleted, so one without a checkpoint says what is left to delete.
+CREATE TABLE checkpoint_copies (
     checkpoint_id TEXT NOT NULL,
-    -- The store's address.
-    store TEXT NOT NULL,
-    -- SHA-256 of the MANIFEST.json by which it is whole there; NULL while it is uploaded.
+    -- `agent:` and the id of an agent that has written it whole, in the attempt that the checkpoint is of; or the address of an object
+    -- store (`serve --artifacts`).
+    location TEXT NOT NULL,
+    -- Of an object store: SHA-256 of the MANIFEST.json by which it is whole there; NULL while it is uploaded.
     manifest TEXT,
-    -- The upload of a file in parts that was begun and has not ended: the object's path, a blank and the store's id of it.
+    -- Of an object store: the upload of a file in parts that was begun and has not ended: the object's path, a blank and the store's id of it.
     parts TEXT,
-    PRIMARY KEY (checkpoint_id, store)
+    PRIMARY KEY (checkpoint_id, location)
 ) STRICT, WITHOUT ROWID;
 
 -- The object stores that are known, and by what each is known again.
 CREATE TABLE artifact_stores (
-    -- As in `stored_checkpoints`.
+    -- As in `checkpoint_copies.location`.
     store TEXT PRIMARY KEY,
     -- What its LOCKSTEP.json names.
     marker TEXT NOT NULL
@@ -260,7 +262,7 @@ CREATE TABLE machine_minutes (
     agent_id TEXT NOT NULL,
     -- Minutes since 1970.
     minute INTEGER NOT NULL,
-    -- See server/src/machines/point.rs.
+    -- See server/src/agents/machines/point.rs.
     data BLOB NOT NULL,
     PRIMARY KEY (agent_id, minute)
 ) STRICT, WITHOUT ROWID;

@@ -15,6 +15,12 @@ impl Backoff {
         Self { first, longest, next: first }
     }
 
+    /// The pause after this many failures in a row, from 1.
+    pub fn after(&self, failures: u32) -> Duration {
+        let doubled = 2_u32.saturating_pow(failures.saturating_sub(1));
+        self.first.saturating_mul(doubled).min(self.longest)
+    }
+
     /// The pause before the next try.
     pub fn pause(&mut self) -> Duration {
         let pause = self.next;
@@ -31,5 +37,6 @@ mod tests {
     fn pauses_double_up_to_the_longest() {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(5));
         assert_eq!([(); 5].map(|()| backoff.pause().as_secs()), [1, 2, 4, 5, 5]);
+        assert_eq!([1, 2, 3, 4, 5, u32::MAX].map(|n| backoff.after(n).as_secs()), [1, 2, 4, 5, 5, 5]);
     }
 }

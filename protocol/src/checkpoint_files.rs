@@ -1,6 +1,9 @@
 //! The names of a checkpoint's files. Tensors of one kind are in one file, or in several parts with an index: the
 //! layout of Hugging Face's sharded checkpoints (<https://huggingface.co/docs/transformers/big_models>).
 
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
 /// Weights, biases and running statistics.
 pub const MODEL: &str = "model.safetensors";
 /// The optimizer's state: `<parameter>.<slot>`, such as `conv1.weight.momentum` or `conv1.weight.exp_avg`.
@@ -11,6 +14,29 @@ pub const AVERAGE: &str = "ema.safetensors";
 pub const STATE: &str = "state.json";
 /// Sizes and checksums of the other files.
 pub const MANIFEST: &str = "MANIFEST.json";
+
+/// A [`MANIFEST`]. What it leaves out is 0 or empty, which no checkpoint has.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Manifest {
+    /// 1.
+    pub version: u32,
+    pub epoch: u32,
+    pub step: u64,
+    /// The checkpoint's other files, by their names.
+    pub files: Files,
+}
+
+/// Files by their names.
+pub type Files = BTreeMap<String, ManifestFile>;
+
+/// A file as the manifest knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ManifestFile {
+    pub size_bytes: u64,
+    /// Hexadecimal.
+    pub sha256: String,
+}
 
 /// The name of part `number` (from 1) of `count` parts of `file`: `model-00002-of-00004.safetensors`.
 pub fn part(file: &str, number: usize, count: usize) -> String {

@@ -9,6 +9,7 @@ mod code;
 mod words;
 
 pub use code::ReasonCode;
+pub use words::undrain;
 use words::words;
 
 /// The longest text in a reason, in bytes.

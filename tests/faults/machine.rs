@@ -113,7 +113,7 @@ async fn does_not_end(server: &Server, id: &str, rank: &Process) -> String {
     let job = server.job_when(id, "the job is over", |job| job["state"] == "cancelled").await;
     let reason = job["reason"].as_str().expect("a reason").to_owned();
     let named = format!("(process {}, state", rank.pid);
-    assert!(reason.contains(&named) && reason.contains("does not end, not even by SIGKILL"), "{reason}");
+    assert!(reason.contains(&named) && reason.contains("has not ended after SIGKILL"), "{reason}");
     // On the page, for people.
     let page = server.http.get(format!("{}/jobs/{id}", server.url)).send().await.expect("a page");
     let page = page.text().await.expect("its text");

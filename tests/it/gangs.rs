@@ -233,7 +233,7 @@ async fn cancel_and_pause_and_an_orderly_end_reach_all_machines() {
     let queued = |job: &Value| job["state"] == "queued";
     let job = machines.server.job_when(&id, "it is back in the queue", queued).await;
     let reason = job["reason"].as_str().unwrap_or_default();
-    assert!(reason.contains("agent \"b\" was stopped in order"), "{job:#}");
+    assert!(reason.contains("agent \"b\" was shut down"), "{job:#}");
     let step = number(&job["step"]);
     assert!(reason.contains(&format!("continues from step {step}")), "{job:#}");
     machines.join("b", 1, &[]);

@@ -81,7 +81,7 @@ async fn gangs_wait_for_all_their_slots_and_higher_priority_goes_first() {
 async fn is_taken_by_nobody(server: &Server, id: &str) {
     let says = |job: &Value| {
         let reason = job["reason"].as_str().unwrap_or_default();
-        reason.starts_with("no agent that is online takes this job; drained")
+        reason.starts_with("no online agent takes this job; drained")
     };
     let job = server.job_when(id, "it says that nobody takes it", says).await;
     assert_eq!((&job["state"], number(&job["attempt"])), (&json!("queued"), 0), "{job:#}");

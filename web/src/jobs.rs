@@ -10,6 +10,7 @@ use lockstep_protocol::{
     job::{Job, JobState},
     labels::DEFAULT_PROJECT,
 };
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 /// The filter of the list, which is part of the page's address.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -176,14 +177,8 @@ fn joined(states: impl Iterator<Item = JobState>) -> String {
 
 /// Percent-encodes a value for an address.
 pub(crate) fn encoded(text: &str) -> String {
-    let is_plain = |b: &u8| b.is_ascii_alphanumeric() || b"-_.~".contains(b);
-    text.bytes().fold(String::new(), |mut out, byte| {
-        match is_plain(&byte) {
-            true => out.push(byte.into()),
-            false => out.push_str(&format!("%{byte:02X}")),
-        }
-        out
-    })
+    const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+    utf8_percent_encode(text, ENCODED).to_string()
 }
 
 /// A row's text.

@@ -21,9 +21,9 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("rank {rank} ended with exit status {status} at step {step}{}", more(": "))
         }
         RankStopped => {
-            format!("rank {rank} was asked to stop at step {step} by somebody other than its agent")
+            format!("rank {rank} was stopped at step {step}, and not by its agent")
         }
-        RankVanished => format!("rank {rank} died at step {step} while no agent was watching it"),
+        RankVanished => format!("rank {rank} ended at step {step} while its agent was not running"),
         Stalled if facts.secs.is_some() => {
             format!("rank {rank} made no progress for {secs} s at step {step}{}", more("; "))
         }
@@ -35,7 +35,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("the ranks were not started: {detail}")
         }
         Unkillable => format!(
-            "{detail} does not end, not even by SIGKILL: it holds its memory until {} is restarted",
+            "{detail} has not ended after SIGKILL: it holds its memory until {} is restarted",
             facts.agent.as_deref().unwrap_or("its machine")
         ),
         ServerSilent => format!("the server was silent for {secs} s, so its agent ended the ranks"),
@@ -44,21 +44,21 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("the spool of {agent} is full: {size:.0} MB of records wait for the server (--spool-mib)")
         }
         PrecisionFallback => {
-            format!("float16 could not hold {detail}: continues in bfloat16 after step {step}")
+            format!("float16 could not hold {detail}: training continues in bfloat16 after step {step}")
         }
         AgentRestarted => {
-            format!("{agent} was ended and started anew before it had started the ranks{}", more(": "))
+            format!("{agent} was restarted before it had started the ranks{}", more(": "))
         }
-        Unexplained => "the ranks ended".into(),
+        Unexplained => "the ranks ended, and none of them reported why".into(),
         CancelledByUser => format!("cancelled on request{}", more("; ")),
-        Cancelling => "being cancelled: its ranks are asked to stop".into(),
+        Cancelling => "being cancelled: its ranks are stopping".into(),
         PausedByUser => match &facts.detail {
             Some(why) => format!("paused on request ({why})"),
             None => "paused on request".into(),
         },
-        Pausing => "being paused: its ranks finish their step and keep a checkpoint of it".into(),
+        Pausing => "being paused: its ranks finish their step and write a checkpoint".into(),
         Preempting => format!(
-            "being preempted by {}: its ranks finish their step and keep a checkpoint of it",
+            "being preempted by {}: its ranks finish their step and write a checkpoint",
             facts.other_job()
         ),
         Preempted => match &facts.detail {
@@ -76,40 +76,34 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         }
         AgentLost => format!("{agent} was silent for {secs} s{at_step}{}", more("; ")),
         AgentWithoutRanks => format!("{agent} has no ranks of attempt {attempt}{at_step}"),
-        StartLost => format!("the order to start attempt {attempt} has not reached {agent}"),
-        AgentStopped if detail.is_empty() => "its agent stopped it in order".into(),
-        AgentStopped => format!("{agent} was stopped in order ({detail})"),
+        StartLost => format!("the order to start attempt {attempt} did not reach {agent}"),
+        AgentStopped if detail.is_empty() => "its agent was shut down".into(),
+        AgentStopped => format!("{agent} was shut down ({detail})"),
         AgentDeclined => format!("{agent} did not start the job: {detail}"),
-        AgentLeft => format!("{agent} went away before it could start"),
+        AgentLeft => format!("{agent} disconnected before it could start the ranks"),
         DatasetMissing => {
             let name = facts.dataset.as_deref().unwrap_or_default();
             format!("dataset {name:?} is no longer registered; add it again and retry the job")
         }
         CheckpointMissing => {
             let id = facts.checkpoint.as_deref().unwrap_or_default();
-            format!("model.pretrained: checkpoint {id:?} is no longer there; it was deleted or not kept")
+            format!(
+                "model.pretrained: checkpoint {id:?} no longer exists; name another one and submit the job again"
+            )
         }
         UnreadableSpec => format!(
-            "was stored by another version of lockstep and cannot be started by this one ({detail}); start that \
-             version again, or submit the job anew"
+            "another version of lockstep stored this job, and this version cannot start it ({detail}); run that version, \
+             or submit the job again"
         ),
         NoAgentOnline => "no agent is online; start one with `lockstep agent --server URL`".into(),
-        NoAgentAccepts if detail.is_empty() => "no agent that is online takes this job".into(),
-        NoAgentAccepts => {
-            format!(
-                "no agent that is online takes this job; drained, which `lockstep machine undrain` or page Machines can undo: {detail}"
-            )
-        }
+        NoAgentAccepts if detail.is_empty() => "no online agent takes this job".into(),
+        NoAgentAccepts => format!("no online agent takes this job; {}", undrain(detail)),
         TooFewSlots if facts.slots_total.unwrap_or(0) == 0 => {
-            let where_ = if detail.is_empty() { "that is online" } else { "that takes work" };
-            format!(
-                "needs {}, and no machine {where_} has one{}",
-                facts.slots(facts.slots_needed),
-                more("; ")
-            )
+            let which = if detail.is_empty() { "online machine has" } else { "machine that takes work has" };
+            format!("needs {}, and no {which} any{}", facts.slots(facts.slots_needed), more("; "))
         }
         TooFewSlots if facts.machines.is_some() => format!(
-            "needs {}; {} machines online have {} in all, {} of them free{}",
+            "needs {}; {} online machines have {} in all, {} of them free{}",
             facts.slots(facts.slots_needed),
             facts.machines.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
@@ -117,19 +111,17 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             more("; ")
         ),
         MachinesApart => format!(
-            "needs {}; the machines online have as many, but {detail} can be reached from {} alone: start the agents with \
-             --advertise ADDRESS",
+            "needs {}; the online machines have enough together, but others cannot reach {detail}: start {} with --advertise ADDRESS",
             facts.slots(facts.slots_needed),
-            if detail.contains(", ") { "their own machines" } else { "its own machine" }
+            if detail.contains(", ") { "these agents" } else { "that agent" }
         ),
         WaitingForCheckpoint if facts.agent.is_none() => {
             let id = facts.checkpoint.as_deref().unwrap_or_default();
-            let more = facts.detail.as_ref().map_or(String::new(), |why| format!("; not yet: {why}"));
-            format!("waits for its checkpoint {id} from the object store{more}")
+            format!("waits for checkpoint {id} from the object store{}", more("; the last try failed: "))
         }
         WaitingForCheckpoint => {
             let id = facts.checkpoint.as_deref().unwrap_or_default();
-            format!("waits for its checkpoint {id}, which {agent} uploads")
+            format!("waits until {agent} has uploaded checkpoint {id}")
         }
         WaitingForSlots if facts.machines.is_some() => format!(
             "waits for {}: {} of {} on {} machines free{}{}",
@@ -141,7 +133,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             more("; ")
         ),
         TooFewSlots => format!(
-            "needs {}; the largest machine online, {:?}, has {}{}",
+            "needs {}; the largest online machine, {:?}, has {}{}",
             facts.slots(facts.slots_needed),
             facts.agent.as_deref().unwrap_or_default(),
             facts.slots_total.unwrap_or(0),
@@ -157,16 +149,21 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             more("; ")
         ),
         FewerRanks => format!(
-            "trains with {} of {} ranks: for {secs} s there was no place for all{}",
+            "trains with {} of {} ranks, because for {secs} s there were not enough free slots for all{}",
             facts.ranks.unwrap_or(0),
             facts.slots_needed.unwrap_or(0),
-            more(" after the last attempt: ")
+            more("; the last attempt: ")
         ),
         // A rank's own words.
         _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),
         _ if facts.detail.is_some() => detail.to_owned(),
         other => other.as_str().replace('_', " "),
     }
+}
+
+/// How to give work to drained machines.
+pub fn undrain(names: &str) -> String {
+    format!("drained: {names} (`lockstep machine undrain` or the page Machines gives them work again)")
 }
 
 impl Facts {

@@ -281,7 +281,7 @@ impl Leases {
         let leases = self.by_job();
         let lease = leases.get(&attempt.job).filter(|lease| lease.attempt == *attempt)?;
         let hold = lease.held_at(agent_id)?;
-        Some(hold.place.ranks.iter().any(|(rank, _)| *rank == 0))
+        Some(hold.place.has_rank_0())
     }
 
     /// The attempt of a job that may run.

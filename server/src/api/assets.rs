@@ -15,7 +15,6 @@ use sha2::{Digest, Sha256};
 use std::{
     borrow::Cow,
     collections::HashMap,
-    fmt::Write as _,
     sync::{Mutex, OnceLock, PoisonError},
 };
 
@@ -35,11 +34,7 @@ pub(crate) fn folder() -> &'static str {
             hash.update(path.as_bytes());
             hash.update(Assets::get(&path).map(|file| file.metadata.sha256_hash()).unwrap_or_default());
         }
-        let mut folder = String::from("/static/v-");
-        for byte in &hash.finalize()[..6] {
-            let _ = write!(folder, "{byte:02x}");
-        }
-        folder
+        format!("/static/v-{}", hex::encode(&hash.finalize()[..6]))
     })
 }
 
@@ -72,11 +67,7 @@ pub(crate) async fn asset(Path(path): Path<String>, headers: HeaderMap) -> Resul
     let own = versioned.is_some_and(|(version, _)| folder().ends_with(version));
     let path = versioned.map_or(path.as_str(), |(_, file)| file);
     let content = content(path).ok_or_else(|| Error::NotFound("there is no such file".into()))?;
-    let mut tag = String::from("\"");
-    for byte in &Sha256::digest(&content)[..12] {
-        let _ = write!(tag, "{byte:02x}");
-    }
-    tag.push('"');
+    let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&content)[..12]));
     let known = conditional::is_known(&headers, &tag);
     let keep = if own { "public, max-age=31536000, immutable" } else { "no-cache" };
     let common = [(header::ETAG, tag), (header::CACHE_CONTROL, keep.to_owned())];

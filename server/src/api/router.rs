@@ -27,6 +27,8 @@ use tower_http::{
         CompressionLayer,
         predicate::{DefaultPredicate, NotForContentType, Predicate},
     },
+    request_id::{MakeRequestUuid, PropagateRequestIdLayer, SetRequestIdLayer},
+    trace::TraceLayer,
 };
 use utoipa::OpenApi;
 use utoipa_axum::{router::OpenApiRouter, routes};
@@ -181,7 +183,18 @@ pub(crate) fn build_router(app: App) -> Router {
         .layer(CatchPanicLayer::custom(panicked))
         .layer(middleware::from_fn_with_state(app.gate.clone(), gate::gate))
         .layer(middleware::from_fn_with_state(app.gate.clone(), guard::guard))
-        .layer(middleware::from_fn(request_id::name))
+        .layer(PropagateRequestIdLayer::x_request_id())
+        // A span without events of its own: requests are in the access log.
+        .layer(
+            TraceLayer::new_for_http()
+                .make_span_with(request_id::span)
+                .on_request(())
+                .on_response(())
+                .on_eos(())
+                .on_failure(()),
+        )
+        .layer(SetRequestIdLayer::x_request_id(MakeRequestUuid))
+        .layer(middleware::map_request(request_id::refuse_unsafe))
         .with_state(app)
 }
 

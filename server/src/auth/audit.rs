@@ -5,6 +5,7 @@ use crate::{
     store::{AuditEntry, Store},
     util::failing::Failing,
 };
+use lockstep_protocol::backoff::Backoff;
 use std::{sync::Arc, time::Duration};
 use tokio::{
     sync::{mpsc, oneshot},
@@ -25,7 +26,7 @@ const PURGE_AFTER: usize = 1000;
 /// Between two steps of a purge.
 const BREATH: Duration = Duration::from_millis(50);
 /// Before a write is tried again: first, and at most.
-const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
 /// What waits to be written.
 #[derive(Debug)]
@@ -115,7 +116,7 @@ impl AuditWriter {
                 Entry::Flush(done) => flushes.push(done),
             }
         }
-        let (mut wait, mut failing) = (RETRY.0, Failing::default());
+        let (mut backoff, mut failing) = (RETRY, Failing::default());
         while !entries.is_empty() {
             match self.store.add_audit(&entries).await {
                 Ok(()) => {
@@ -130,8 +131,7 @@ impl AuditWriter {
                     if failing.is_new(&error) {
                         tracing::warn!(%error, "the audit log cannot be written; trying again");
                     }
-                    sleep(wait).await;
-                    wait = (wait * 2).min(RETRY.1);
+                    sleep(backoff.pause()).await;
                 }
                 Err(error) => {
                     tracing::error!(%error, entries = entries.len(), "these are missing in the audit log");

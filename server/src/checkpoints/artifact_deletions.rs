@@ -7,10 +7,11 @@ use super::{
     object_storage::words,
 };
 use crate::store::StoredCheckpoint;
+use lockstep_protocol::backoff::Backoff;
 use std::{sync::Arc, time::Duration};
 
 /// Pauses after a failure, the first and the longest. The longest is also the time between two queries.
-const TRY_AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+const TRY_AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 /// Records that are read at a time.
 const ROWS: u32 = 100;
 
@@ -26,20 +27,17 @@ enum Failed {
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let Some(store) = &checkpoints.artifact_store else { return };
     wait_for(&checkpoints, store).await;
-    let (mut pause, mut reported) = (TRY_AGAIN.0, 0);
+    let (mut backoff, mut reported) = (TRY_AGAIN, 0);
     loop {
         let removed = store.removed.notified();
         match delete_some(&checkpoints, store, &mut reported).await {
-            Ok(true) => pause = TRY_AGAIN.0,
+            Ok(true) => backoff = TRY_AGAIN,
             Ok(false) => {
-                pause = TRY_AGAIN.0;
+                backoff = TRY_AGAIN;
                 // Records that are busy cause no further notification.
-                let _ = tokio::time::timeout(TRY_AGAIN.1, removed).await;
+                let _ = tokio::time::timeout(TRY_AGAIN.longest, removed).await;
             }
-            Err(()) => {
-                tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(TRY_AGAIN.1);
-            }
+            Err(()) => tokio::time::sleep(backoff.pause()).await,
         }
     }
 }
@@ -47,15 +45,14 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
 /// Waits until the store can be used and is the right one. If it was unavailable when the server started, a wrong configuration is found
 /// only now.
 async fn wait_for(checkpoints: &Checkpoints, store: &ArtifactStore) {
-    let (mut pause, mut is_told) = (TRY_AGAIN.0, false);
+    let (mut backoff, mut is_told) = (TRY_AGAIN, false);
     while let Err(unusable) = store.confirm(&*checkpoints.store).await {
         store.is_away(Asked::Other, &unusable.why);
         if !unusable.may_pass && !is_told {
             tracing::error!(error = unusable.why, "the object store cannot be used as it is");
             is_told = true;
         }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(TRY_AGAIN.1);
+        tokio::time::sleep(backoff.pause()).await;
     }
     store.answers(Asked::Other);
 }

@@ -4,7 +4,7 @@
 use super::{
     Checkpoints, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
-    manifest::{MANIFEST, Written, hexadecimal},
+    manifest::{MANIFEST, Verifier, ManifestFile},
     object_storage::{Place, words},
 };
 use crate::store::CheckpointRow;
@@ -14,7 +14,6 @@ use lockstep_protocol::{
     job::Job,
     reason::{Facts, Reason, ReasonCode},
 };
-use sha2::{Digest, Sha256};
 use std::{
     fs, io,
     path::{Path, PathBuf},
@@ -352,30 +351,21 @@ async fn gather(store: &ArtifactStore, place: &Place, gathering: &Path) -> Resul
 async fn receive(
     store: &ArtifactStore,
     place: &Place,
-    (name, wanted): (&str, &Written),
+    (name, wanted): (&str, &ManifestFile),
     path: &Path,
 ) -> Result<()> {
     let mut bytes = store.storage.get(place, name, &wanted.sha256).await?;
-    let (mut file, mut hash, mut size) = (File::create(path).await?, Sha256::new(), 0);
+    let (mut file, mut verifier) = (File::create(path).await?, Verifier::default());
     while let Some(piece) = bytes.next().await {
         let piece = piece?;
-        size += piece.len() as u64;
-        if size > wanted.size_bytes {
+        verifier.add(&piece);
+        if verifier.size_bytes > wanted.size_bytes {
             break;
         }
-        hash.update(&piece);
         file.write_all(&piece).await?;
     }
     file.flush().await?;
-    if size != wanted.size_bytes {
-        return Err(NotFetched::Damaged(format!(
-            "its {name} has not the {} bytes that were written",
-            wanted.size_bytes
-        )));
-    }
-    if hexadecimal(hash.finalize().as_slice()) != wanted.sha256 {
-        return Err(NotFetched::Damaged(format!("the bytes of its {name} are not those that were written")));
-    }
+    verifier.finish(name, wanted).map_err(NotFetched::Damaged)?;
     Ok(file.sync_all().await?)
 }
 

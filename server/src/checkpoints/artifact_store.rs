@@ -4,7 +4,7 @@
 mod confirm;
 
 use crate::{checkpoints::object_storage::ObjectStorage, store::StoredCheckpoint};
-use lockstep_protocol::JobId;
+use lockstep_protocol::{JobId, backoff::Backoff};
 use serde::Serialize;
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -16,7 +16,7 @@ use tokio::sync::{Notify, OnceCell, Semaphore, watch};
 use utoipa::ToSchema;
 
 /// A fetch that has failed is not tried again sooner: after its first failure, and at most. Each failure doubles it.
-const FETCH_AGAIN: (Duration, Duration) = (Duration::from_secs(3), Duration::from_secs(60));
+const FETCH_AGAIN: Backoff = Backoff::new(Duration::from_secs(3), Duration::from_secs(60));
 /// Checkpoints that are fetched at a time; others wait.
 const FETCHED_AT_ONCE: usize = 2;
 /// Copies on the disk that are checked at a time, each of which reads every byte: after an outage hundreds of jobs restart at once, and the
@@ -25,12 +25,6 @@ const CHECKED_AT_ONCE: usize = 2;
 
 /// Copies on the disk of which it is remembered that they were whole. Beyond, one may be checked a second time.
 const CHECKED: usize = 4096;
-
-/// How long a fetch that has failed so many times in a row is not tried again.
-fn pause(failures: u32) -> Duration {
-    let doubled = 1_u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
-    FETCH_AGAIN.0.saturating_mul(doubled).min(FETCH_AGAIN.1)
-}
 
 /// Where a checkpoint is on its way into the object store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
@@ -322,7 +316,7 @@ impl ArtifactStore {
             let counts = match ended {
                 None => !is_lost,
                 Some(Ok(())) => false,
-                Some(Err(_)) => fetch.since.elapsed() < pause(fetch.failures),
+                Some(Err(_)) => fetch.since.elapsed() < FETCH_AGAIN.after(fetch.failures),
             };
             if counts {
                 return (fetch.clone(), None);

@@ -3,7 +3,7 @@
 use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, Asked},
-    manifest::{MANIFEST, Written, hexadecimal, sha256},
+    manifest::{MANIFEST, Verifier, ManifestFile, sha256},
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
 };
 use crate::{
@@ -11,8 +11,7 @@ use crate::{
     util::regular,
 };
 use bytes::Bytes;
-use lockstep_protocol::JobId;
-use sha2::{Digest, Sha256};
+use lockstep_protocol::{JobId, backoff::Backoff};
 use std::{
     fs::File,
     io::{self, Read as _},
@@ -24,7 +23,7 @@ use std::{
 /// Checkpoints at a time.
 const AT_ONCE: usize = 2;
 /// Pauses after a failure, the first and the longest.
-const TRY_AGAIN: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+const TRY_AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 /// Rows that are read at a time.
 const ROWS: u32 = 1000;
 
@@ -78,11 +77,10 @@ type Result<T> = std::result::Result<T, UploadError>;
 /// Uploads until dropped: first what an earlier server did not get to.
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let Some(store) = &checkpoints.artifact_store else { return };
-    let mut pause = TRY_AGAIN.0;
+    let mut backoff = TRY_AGAIN;
     while let Err(error) = find(&checkpoints, store).await {
         tracing::warn!(%error, "which checkpoints the object store lacks could not be read; trying again");
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(TRY_AGAIN.1);
+        tokio::time::sleep(backoff.pause()).await;
     }
     futures_util::future::join_all((0..AT_ONCE).map(|_| work(&checkpoints, store))).await;
 }
@@ -122,7 +120,7 @@ pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> std::res
 }
 
 async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
-    let mut pause = TRY_AGAIN.0;
+    let mut backoff = TRY_AGAIN;
     loop {
         let noted = store.waiting.notified();
         let Some(id) = store.take() else {
@@ -171,11 +169,10 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
         if failed {
             store.note_again(&id);
             store.done(&id);
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(TRY_AGAIN.1);
+            tokio::time::sleep(backoff.pause()).await;
         } else {
             store.done(&id);
-            pause = TRY_AGAIN.0;
+            backoff = TRY_AGAIN;
         }
     }
 }
@@ -251,21 +248,21 @@ async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &Stored
     Ok(())
 }
 
-/// A file that is read and hashed part by part.
+/// A file that is read and verified part by part.
 struct Reader {
     file: File,
-    hash: Sha256,
+    verifier: Verifier,
 }
 
 impl Reader {
     fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self { file: regular::open(path)?, hash: Sha256::new() })
+        Ok(Self { file: regular::open(path)?, verifier: Verifier::default() })
     }
 
     fn part(&mut self, bytes: u64) -> io::Result<Bytes> {
         let mut part = Vec::with_capacity(usize::try_from(bytes).unwrap_or(0));
         (&mut self.file).take(bytes).read_to_end(&mut part)?;
-        self.hash.update(&part);
+        self.verifier.add(&part);
         Ok(part.into())
     }
 }
@@ -284,7 +281,7 @@ async fn send(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
     place: &Place,
-    (name, wanted): (&str, &Written),
+    (name, wanted): (&str, &ManifestFile),
     path: &Path,
     record: &mut StoredCheckpoint,
 ) -> Result<()> {
@@ -297,7 +294,7 @@ async fn send(
     let bytes;
     (bytes, reader) = next(reader, part).await?;
     if wanted.size_bytes <= PART_BYTES {
-        check(name, wanted, bytes.len() as u64, &reader)?;
+        reader.verifier.finish(name, wanted).map_err(UploadError::Damaged)?;
         return Ok(store.storage.put(place, name, &wanted.sha256, bytes).await?);
     }
     let mut upload = store.storage.begin(place, name, &wanted.sha256).await?;
@@ -306,13 +303,12 @@ async fn send(
         if record.parts.is_some() {
             write(checkpoints, store, record).await?;
         }
-        let (mut bytes, mut size) = (bytes, 0);
+        let mut bytes = bytes;
         while !bytes.is_empty() {
-            size += bytes.len() as u64;
             upload.send(bytes).await?;
             (bytes, reader) = next(reader, part).await?;
         }
-        check(name, wanted, size, &reader)?;
+        reader.verifier.finish(name, wanted).map_err(UploadError::Damaged)?;
         Ok(upload.finish().await?)
     }
     .await;
@@ -322,20 +318,6 @@ async fn send(
             upload.abort().await;
             return Err(trouble);
         }
-    }
-    Ok(())
-}
-
-/// Checks the size and checksum of what was read against the manifest.
-fn check(name: &str, wanted: &Written, size_bytes: u64, reader: &Reader) -> Result<()> {
-    if size_bytes != wanted.size_bytes {
-        return Err(UploadError::Damaged(format!(
-            "its {name} has {size_bytes} bytes and was written with {}",
-            wanted.size_bytes
-        )));
-    }
-    if hexadecimal(reader.hash.clone().finalize().as_slice()) != wanted.sha256 {
-        return Err(UploadError::Damaged(format!("the bytes of its {name} are not those that were written")));
     }
     Ok(())
 }

@@ -1,43 +1,18 @@
 //! What a checkpoint's `MANIFEST.json` says of its files, and whether they are those.
 
 use rustix::io::Errno;
-use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::{
-    collections::BTreeMap,
     fs,
     io::{self, Read as _},
     path::Path,
 };
 
-/// The file's name.
-pub(crate) const MANIFEST: &str = "MANIFEST.json";
-
-/// The part of a manifest that a copy is checked against.
-#[derive(Debug, Deserialize)]
-pub(crate) struct Manifest {
-    #[serde(default)]
-    pub(crate) epoch: u32,
-    #[serde(default)]
-    pub(crate) step: u64,
-    #[serde(default)]
-    pub(crate) files: BTreeMap<String, Written>,
-}
-
-#[derive(Debug, Deserialize)]
-pub(crate) struct Written {
-    pub(crate) size_bytes: u64,
-    /// Hexadecimal.
-    pub(crate) sha256: String,
-}
+pub(crate) use lockstep_protocol::checkpoint_files::{MANIFEST, Manifest, ManifestFile};
 
 /// The hexadecimal SHA-256 of `bytes`.
 pub(crate) fn sha256(bytes: &[u8]) -> String {
-    hexadecimal(Sha256::digest(bytes).as_slice())
-}
-
-pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+    hex::encode(Sha256::digest(bytes))
 }
 
 /// Whether a disk cannot return what was written, and will not be able to later either: a bad sector, or metadata that is corrupt. Other errors
@@ -47,41 +22,70 @@ pub(crate) fn is_media_error(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|number| LASTING.iter().any(|of| of.raw_os_error() == number))
 }
 
+/// Compares the bytes of a file with its manifest, while they are read or copied.
+#[derive(Debug, Default)]
+pub(crate) struct Verifier {
+    hash: Sha256,
+    pub(crate) size_bytes: u64,
+}
+
+impl Verifier {
+    pub(crate) fn add(&mut self, bytes: &[u8]) {
+        self.hash.update(bytes);
+        self.size_bytes += bytes.len() as u64;
+    }
+
+    /// # Errors
+    /// How the bytes differ from those that were written.
+    pub(crate) fn finish(self, name: &str, wanted: &ManifestFile) -> Result<(), String> {
+        if self.size_bytes != wanted.size_bytes {
+            return Err(format!(
+                "its {name} has {} bytes and was written with {}",
+                self.size_bytes, wanted.size_bytes
+            ));
+        }
+        if hexadecimal(self.hash.finalize().as_slice()) != wanted.sha256 {
+            return Err(format!("the bytes of its {name} are not those that were written"));
+        }
+        Ok(())
+    }
+}
+
+fn damaged(detail: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, detail)
+}
+
+/// Whether a file has the bytes that its manifest says.
+///
+/// # Errors
+/// [`io::ErrorKind::InvalidData`] says how it is damaged, or that it can never be read again.
+pub(crate) fn verify(mut file: fs::File, name: &str, wanted: &ManifestFile) -> io::Result<()> {
+    let (mut verifier, mut block) = (Verifier::default(), vec![0; 1 << 18]);
+    loop {
+        let n = file.read(&mut block).map_err(|error| match is_media_error(&error) {
+            true => damaged(format!("its {name} cannot be read ({error})")),
+            false => error,
+        })?;
+        if n == 0 {
+            return verifier.finish(name, wanted).map_err(damaged);
+        }
+        verifier.add(&block[..n]);
+    }
+}
+
 /// Whether the files of a checkpoint are those that its manifest names.
 ///
 /// # Errors
 /// [`io::ErrorKind::InvalidData`] says which one is not, or can never be read again.
 pub(crate) fn check_whole(folder: &Path) -> io::Result<()> {
-    let damaged = |detail: String| io::Error::new(io::ErrorKind::InvalidData, detail);
     let text = fs::read(folder.join(MANIFEST))
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
     let manifest: Manifest = serde_json::from_slice(&text)
         .map_err(|e| damaged(format!("its MANIFEST.json cannot be read ({e})")))?;
     for (name, wanted) in &manifest.files {
-        let mut file = match fs::File::open(folder.join(name)) {
-            Ok(file) if Path::new(name).file_name() == Some(name.as_ref()) => file,
+        match fs::File::open(folder.join(name)) {
+            Ok(file) if Path::new(name).file_name() == Some(name.as_ref()) => verify(file, name, wanted)?,
             _ => return Err(damaged(format!("its {name} is missing"))),
-        };
-        let (mut hash, mut size, mut block) = (Sha256::new(), 0, vec![0; 1 << 18]);
-        loop {
-            let n = file.read(&mut block).map_err(|error| match is_media_error(&error) {
-                true => damaged(format!("its {name} cannot be read ({error})")),
-                false => error,
-            })?;
-            if n == 0 {
-                break;
-            }
-            hash.update(&block[..n]);
-            size += n as u64;
-        }
-        if size != wanted.size_bytes {
-            return Err(damaged(format!(
-                "its {name} has {size} bytes and was written with {}",
-                wanted.size_bytes
-            )));
-        }
-        if hexadecimal(hash.finalize().as_slice()) != wanted.sha256 {
-            return Err(damaged(format!("the bytes of its {name} are not those that were written")));
         }
     }
     Ok(())

@@ -7,7 +7,6 @@ pub(crate) mod artifact_fetches;
 pub(crate) mod artifact_store;
 pub(crate) mod artifact_uploads;
 pub(crate) mod evaluations;
-pub(crate) mod holders;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;
 pub(crate) mod uploads;
@@ -21,13 +20,12 @@ use crate::{
     config::ServeConfig,
     events::Events,
     lifecycle,
-    store::{CheckpointRow, JobRow, Report, Result, Store, StoreError},
+    store::{CheckpointRow, Holder, Holders, JobRow, Report, Result, Store},
     util::tasks::Tasks,
 };
 use artifact_fetches::{Availability, CheckWait, fetch_if_missing};
 use artifact_store::{ArtifactStore, StoredState};
 use evaluations::Evaluations;
-use holders::Holder;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef},
@@ -105,11 +103,12 @@ impl Checkpoints {
     }
 
     /// The agents that have a checkpoint which the server does not have yet; the agent that uploads it first. Empty if the server has it.
-    pub(crate) fn on_its_way(&self, row: &CheckpointRow) -> Vec<Holder> {
+    /// `holders`: those of the checkpoint's job.
+    pub(crate) fn on_its_way(&self, row: &CheckpointRow, holders: &Holders) -> Vec<Holder> {
         if self.is_kept(row) {
             return Vec::new();
         }
-        let mut holders = Holder::all(&self.config.job_dir(&row.job), row.attempt, &name_of(row));
+        let mut holders = holders.get(&row.id).cloned().unwrap_or_default();
         if holders.len() > 1 {
             let online = self.in_touch();
             holders.sort_by_key(|holder| !online.contains(&holder.agent_id));
@@ -121,55 +120,6 @@ impl Checkpoints {
     fn in_touch(&self) -> HashSet<String> {
         let online = self.agents.online().into_iter().map(|online| online.row.id.clone());
         online.filter(|id| !self.agents.leases.is_cut_off(id)).collect()
-    }
-
-    /// Notes which agents have the checkpoints of a report, unless only the attempt's holder has them. `earlier`: reports of the same
-    /// transaction, before this one.
-    ///
-    /// # Errors
-    /// The database, or the disk.
-    pub(crate) async fn note_holders(&self, report: &Report, earlier: &[Report]) -> Result<()> {
-        let AttemptRef { job, attempt, fencing_token } = report.attempt.clone();
-        for event in &report.events {
-            let AttemptEvent::Checkpoint(info) = event else { continue };
-            let (job_dir, name) = (self.config.job_dir(&job), format!("{}-{}", info.epoch, info.step));
-            let (dir, of, agent_id) = (job_dir.clone(), name.clone(), report.agent_id.clone());
-            let read = move || {
-                Ok(Noted {
-                    first: Holder::of(&dir, attempt),
-                    other: Holder::of_agent(&dir, attempt, &agent_id)
-                        .filter(|other| other.fencing_token == fencing_token),
-                    is_listed: Holder::is_listed(&dir, attempt, &of),
-                })
-            };
-            let Noted { first, other, is_listed } = on_files("the notes of its holders", read).await?;
-            // The agent that most likely continues the job comes first.
-            let holders = if first.as_ref().is_some_and(|first| first.agent_id == report.agent_id) {
-                first.filter(|_| is_listed).map(|first| (first, true)).into_iter().collect()
-            } else if let Some(other) = other {
-                let tells = |event: &AttemptEvent| matches!(event, AttemptEvent::Checkpoint(of) if of.step == info.step);
-                let in_batch = |first: &Holder| {
-                    earlier.iter().any(|e| {
-                        e.agent_id == first.agent_id
-                            && e.attempt == report.attempt
-                            && e.events.iter().any(tells)
-                    })
-                };
-                let row = self.store.checkpoint(&format!("{job}-{name}")).await?;
-                // A stored checkpoint without a list was reported by its holder only.
-                let is_stored = row.is_some_and(|row| row.attempt == attempt) && !is_listed;
-                let has_it = first.filter(|first| in_batch(first) || is_stored);
-                has_it.map(|first| (first, true)).into_iter().chain([(other, false)]).collect()
-            } else {
-                Vec::new()
-            };
-            let list = move || {
-                let mut each = holders.into_iter();
-                each.try_for_each(|(holder, in_front)| holder.list(&job_dir, attempt, &name, in_front))
-            };
-            on_files("the list of its holders", list).await?;
-        }
-        Ok(())
     }
 
     /// Why a job does not start on `agent` yet: another agent, which is online, uploads a newer checkpoint than the server has, or the newest
@@ -197,10 +147,11 @@ impl Checkpoints {
             return Ok(None);
         }
         let online = self.in_touch();
+        let all_holders = self.store.holders(&job.id).await?;
         let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
         for row in self.store.checkpoints(&job.id).await? {
             // The newest comes first.
-            let holders = self.on_its_way(&row);
+            let holders = self.on_its_way(&row, &all_holders);
             if holders.is_empty() {
                 match fetch_if_missing(self, &row, job, patience).await {
                     Availability::Here => break,
@@ -233,34 +184,30 @@ impl Checkpoints {
     /// and damaged checkpoints; a damaged one stays if the object store has it whole.
     ///
     /// # Errors
-    /// The disk, or the database.
-    pub(crate) async fn keep_uploaded(self: &Arc<Self>, report: &mut Report) -> Result<()> {
+    /// The database.
+    pub(crate) async fn keep_uploaded(&self, report: &mut Report) -> Result<()> {
         if !report.events.iter().any(|event| matches!(event, AttemptEvent::CheckpointRemoved { .. })) {
             return Ok(());
         }
-        let (job, attempt, mut events) =
-            (report.attempt.job.clone(), report.attempt.attempt, report.events.clone());
+        let job = &report.attempt.job;
         // A checkpoint that does not count as old yet is removed when the newest one is stored.
         let old = match &self.artifact_store {
-            Some(_) => self.old_ones(&job).await?.map(|(_, old)| old).unwrap_or_default(),
+            Some(_) => self.old_ones(job).await?.map(|(_, old)| old).unwrap_or_default(),
             None => Vec::new(),
         };
-        let (job_dir, this) = (self.config.job_dir(&job), Arc::clone(self));
-        let kept = move || {
-            for event in &mut events {
-                let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
-                let name = format!("{epoch}-{step}");
-                let is_stored = |store: &ArtifactStore| store.has_whole(&format!("{job}-{name}"));
-                let is_stored = this.artifact_store.as_deref().is_some_and(is_stored);
-                let is_here = is_stored || job_dir.join("checkpoints").join(&name).exists();
-                let is_wanted = is_stored && !old.contains(&(*epoch, *step));
-                if is_wanted || is_here && Holder::of(&job_dir, attempt).is_some() {
-                    *event = AttemptEvent::Unknown;
-                }
+        let place = self.store.given_place(&report.attempt, &report.agent_id).await?;
+        let has_own_disk = place.is_some_and(|place| place.has_own_disk);
+        for event in &mut report.events {
+            let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
+            let name = format!("{epoch}-{step}");
+            let is_stored = |store: &ArtifactStore| store.has_whole(&format!("{job}-{name}"));
+            let is_stored = self.artifact_store.as_deref().is_some_and(is_stored);
+            let is_here = is_stored || self.config.job_dir(job).join("checkpoints").join(&name).exists();
+            let is_wanted = is_stored && !old.contains(&(*epoch, *step));
+            if is_wanted || is_here && has_own_disk {
+                *event = AttemptEvent::Unknown;
             }
-            Ok(events)
-        };
-        report.events = on_files("the checkpoints that are here", kept).await?;
+        }
         Ok(())
     }
 
@@ -332,23 +279,6 @@ impl Checkpoints {
 }
 
 /// The agents that are known to have a checkpoint.
-struct Noted {
-    /// The agent of rank 0.
-    first: Option<Holder>,
-    /// The reporting agent, if it is another one with its own disk.
-    other: Option<Holder>,
-    is_listed: bool,
-}
-
-/// Runs blocking work on files on a thread of its own.
-async fn on_files<T: Send + 'static>(
-    what: &'static str,
-    work: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> Result<T> {
-    let done = tokio::task::spawn_blocking(work).await.map_err(io::Error::other).flatten();
-    done.map_err(|error| StoreError::Unavailable(format!("{what}: {error}")))
-}
-
 impl Availability {
     fn wait(self) -> Option<Wait> {
         let (why, is_kept) = match self {

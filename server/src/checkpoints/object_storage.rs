@@ -199,7 +199,7 @@ impl ObjectStorage {
             self.delete_one(&manifest).await?;
         }
         let is_kept = |path: &Path| {
-            let file = |(name, file): (&String, &crate::checkpoints::manifest::Written)| {
+            let file = |(name, file): (&String, &crate::checkpoints::manifest::ManifestFile)| {
                 place.file(name, &file.sha256)
             };
             kept.is_some_and(|kept| {

@@ -1,23 +1,20 @@
 //! Files of checkpoints that were compared with their manifest: a disk may return other bytes than were written, as many as there were.
 
 use crate::{
-    checkpoints::manifest::{Written, hexadecimal},
+    checkpoints::manifest::{ManifestFile, verify},
     util::regular,
 };
-use sha2::{Digest, Sha256};
 use std::{
     collections::HashSet,
     fs::Metadata,
-    io::{self, Read as _},
+    io,
     os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
 /// Files of which it is remembered that they were whole. Beyond, one may be read a second time.
 const REMEMBERED: usize = 4096;
-/// Bytes that are read at a time.
-const BLOCK: usize = 1 << 18;
 
 /// A file as it was when it was read: whoever writes into it changes its times, and whoever replaces it makes another one.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -53,38 +50,27 @@ impl VerifiedFiles {
     /// Whether a file has the bytes that its manifest says.
     ///
     /// # Errors
-    /// It cannot be read.
-    pub(crate) async fn is_whole(&self, path: PathBuf, written: &Written) -> io::Result<bool> {
+    /// [`io::ErrorKind::InvalidData`] says how it is damaged; it cannot be read for now.
+    pub(crate) async fn check(&self, path: PathBuf, written: &ManifestFile) -> io::Result<()> {
         let about = tokio::fs::metadata(&path).await?;
         if self.lock().contains(&Seen::of(&about, &written.sha256)) {
-            return Ok(true);
+            return Ok(());
         }
-        let (seen, sha256) =
-            tokio::task::spawn_blocking(move || read(&path)).await.map_err(io::Error::other)??;
-        let seen = Seen::of(&seen, &written.sha256);
-        if seen.size_bytes != written.size_bytes || sha256 != written.sha256 {
-            return Ok(false);
-        }
+        let wanted = written.clone();
+        let seen = move || {
+            let file = regular::open(&path)?;
+            // What changes while it is read is read again.
+            let seen = Seen::of(&file.metadata()?, &wanted.sha256);
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            verify(file, &name, &wanted).map(|()| seen)
+        };
+        let seen = tokio::task::spawn_blocking(seen).await.map_err(io::Error::other)??;
         let mut known = self.lock();
         if known.len() >= REMEMBERED {
             known.clear();
         }
         known.insert(seen);
-        Ok(true)
-    }
-}
-
-/// The checksum of a file, and what it was before it was read: what changes meanwhile is read again.
-fn read(path: &Path) -> io::Result<(Metadata, String)> {
-    let mut file = regular::open(path)?;
-    let about = file.metadata()?;
-    let (mut hash, mut block) = (Sha256::new(), vec![0; BLOCK]);
-    loop {
-        let n = file.read(&mut block)?;
-        if n == 0 {
-            return Ok((about, hexadecimal(hash.finalize().as_slice())));
-        }
-        hash.update(&block[..n]);
+        Ok(())
     }
 }
 
@@ -99,9 +85,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("model.safetensors");
         fs::write(&path, b"weights").unwrap();
-        let written = Written { size_bytes: 7, sha256: sha256(b"weights") };
+        let written = ManifestFile { size_bytes: 7, sha256: sha256(b"weights") };
         let files = VerifiedFiles::default();
-        let is_whole = async || files.is_whole(path.clone(), &written).await.unwrap();
+        let is_whole = async || match files.check(path.clone(), &written).await {
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+                false
+            }
+            Ok(()) => true,
+        };
         assert!(is_whole().await && is_whole().await);
         // In place, by a program that sets the time back.
         let before = fs::metadata(&path).unwrap().modified().unwrap();
@@ -113,6 +105,6 @@ mod tests {
         fs::write(&path, b"weight").unwrap();
         assert!(!is_whole().await);
         fs::remove_file(&path).unwrap();
-        assert!(files.is_whole(path, &written).await.is_err());
+        assert_eq!(files.check(path, &written).await.unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

@@ -1,8 +1,9 @@
 //! Addresses as they are given on the command line and in headers: the server's public URL, the networks of trusted proxies.
 
+use ipnet::IpNet;
 use std::{
     fmt,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv6Addr, SocketAddr},
     str::FromStr,
 };
 
@@ -65,7 +66,7 @@ pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
             let (host, port) = rest.split_once(']')?;
-            host.parse::<std::net::Ipv6Addr>().ok()?;
+            host.parse::<Ipv6Addr>().ok()?;
             (host, port)
         }
         None => {
@@ -88,23 +89,12 @@ pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
 
 /// A network: `10.0.0.0/8`, or a single address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Network {
-    address: IpAddr,
-    prefix: u8,
-}
+pub struct Network(IpNet);
 
 impl Network {
     /// Whether an address is in it.
     pub fn contains(&self, address: IpAddr) -> bool {
-        let same = |a: u128, b: u128, bits: u8| {
-            let shift = u32::from(bits - self.prefix);
-            a >> shift == b >> shift
-        };
-        match (self.address, address.to_canonical()) {
-            (IpAddr::V4(a), IpAddr::V4(b)) => same(a.to_bits().into(), b.to_bits().into(), 32),
-            (IpAddr::V6(a), IpAddr::V6(b)) => same(a.to_bits(), b.to_bits(), 128),
-            _ => false,
-        }
+        self.0.contains(&address.to_canonical())
     }
 }
 
@@ -112,25 +102,23 @@ impl FromStr for Network {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (address, prefix) = text.split_once('/').map_or((text, None), |(a, p)| (a, Some(p)));
-        let address: IpAddr =
-            address.parse().map_err(|_| format!("{address:?} is no address; an example is 10.0.0.0/8"))?;
-        let longest = if address.is_ipv4() { 32 } else { 128 };
-        let prefix = match prefix {
-            None => longest,
-            Some(prefix) => prefix
-                .parse()
-                .ok()
-                .filter(|prefix| *prefix <= longest)
-                .ok_or_else(|| format!("/{prefix} is no length of a network: 1 to {longest}"))?,
-        };
-        if prefix == 0 {
-            return Err(
-                "a network of all addresses would let everybody choose the address that they come from"
-                    .into(),
-            );
+        let network = text.parse::<IpNet>().or_else(|_| text.parse::<IpAddr>().map(IpNet::from));
+        match network {
+            Err(_) => Err(format!("{text:?} is no network and no address; an example is 10.0.0.0/8")),
+            Ok(network) if network.prefix_len() == 0 => {
+                Err("a network of all addresses would let everybody choose the address that they come from"
+                    .into())
+            }
+            Ok(network) => Ok(Self(network)),
         }
-        Ok(Self { address, prefix })
+    }
+}
+
+/// The address by which a client is counted: of IPv6 its /64 network, because a client there has 2^64 addresses.
+pub(crate) fn client_key(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64)),
+        v4 => v4,
     }
 }
 
@@ -190,6 +178,14 @@ mod tests {
         for text in ["", "10.0.0.0/33", "10.0.0.0/x", "::/129", "0.0.0.0/0", "::/0", "10.0.0/8", "a"] {
             assert!(text.parse::<Network>().is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn addresses_of_one_ipv6_network_are_one_client() {
+        let key = |text: &str| client_key(text.parse().unwrap()).to_string();
+        assert_eq!(key("2001:db8::1"), key("2001:db8::ffff:1"));
+        assert_ne!(key("2001:db8::1"), key("2001:db8:0:1::1"));
+        assert_eq!(key("::ffff:10.0.0.1"), "10.0.0.1");
     }
 
     #[test]

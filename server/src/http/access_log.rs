@@ -1,5 +1,6 @@
 //! The access log: one line a request, for `serve --access-log`. A thread of its own writes it, so a slow disk holds up no answer:
-//! what it cannot take is counted, and the log itself reports it.
+//! what it cannot take is counted, and the log itself reports it. `tracing-appender` begins new files by time and not by size, and
+//! `file-rotate` and its like bring `chrono`.
 //!
 //! `2026-11-23T04:17:37.123Z 10.0.0.7 GET /api/v1/jobs?limit 200 1834 3.2 -`: time, client, method, path with the names (not the
 //! values) of its query, status, bytes of the answer, milliseconds, request id.

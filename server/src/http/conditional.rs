@@ -7,7 +7,6 @@ use axum::{
 };
 use serde::Serialize;
 use sha2::{Digest, Sha256};
-use std::fmt::Write as _;
 
 /// Clients may cache an answer, and ask whether it is still the same.
 pub(crate) const CACHING: &str = "private, no-cache";
@@ -19,11 +18,7 @@ pub(crate) const CACHING: &str = "private, no-cache";
 /// It cannot be written as JSON.
 pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
     let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
-    let hash = Sha256::digest(&body).iter().take(16).fold(String::new(), |mut hex, byte| {
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    });
-    let tag = format!("\"{hash}\"");
+    let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));
     let about = [(header::ETAG, format!("W/{tag}")), (header::CACHE_CONTROL, CACHING.into())];
     if is_known(headers, &tag) {
         return Ok((StatusCode::NOT_MODIFIED, about).into_response());

@@ -22,7 +22,7 @@ use crate::{
         error::{Error, PageError, shown_to},
         ingress::{Ingress, Peer},
         rate_limit::RateLimiter,
-        request_id::RequestId,
+        request_id,
     },
     store::{AuditEntry, principal},
     util::tasks::Tasks,
@@ -34,6 +34,7 @@ use axum::{
     response::{IntoResponse, Redirect, Response},
 };
 use lockstep_protocol::{access::Scope, people::Role};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use std::sync::Arc;
 
 /// Longest address in the audit log, in characters.
@@ -84,7 +85,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
     // The guard has refused a request without it.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
-    let request_id = request.extensions().get::<RequestId>().cloned().unwrap_or_default();
+    let request_id = request_id::of(&request).to_owned();
     let by_certificate = match request.extensions().get::<Peer>() {
         Some(peer) if needed == Requirement::Scope(Scope::Agent) => {
             agents::by_certificate(&gate, request.headers(), peer)
@@ -164,7 +165,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
                 action,
                 object,
                 status: status.as_u16(),
-                request_id: request_id.0,
+                request_id,
             });
         }
         response
@@ -248,22 +249,12 @@ fn asked_to_sign_in(method: &Method, path: &str, object: &str) -> Response {
 
 /// The address of the page to sign in, with the page to return to.
 pub(crate) fn login_address(back: &str) -> String {
-    let mut to = String::from("/login");
-    for (n, byte) in back.bytes().enumerate() {
-        if back == "/" {
-            break;
-        }
-        if n == 0 {
-            to.push_str("?next=");
-        }
-        match byte {
-            b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'-' | b'.' | b'_' | b'~' | b'/' => {
-                to.push(byte.into())
-            }
-            other => to.push_str(&format!("%{other:02X}")),
-        }
+    const ENCODED: &AsciiSet =
+        &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
+    match back {
+        "" | "/" => "/login".to_owned(),
+        _ => format!("/login?next={}", utf8_percent_encode(back, ENCODED)),
     }
-    to
 }
 
 fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {

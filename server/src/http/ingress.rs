@@ -4,10 +4,10 @@
 use crate::{
     config::{
         ServeConfig,
-        addresses::{Network, PublicUrl, forwarded_address, host_and_port},
+        addresses::{Network, PublicUrl, client_key, forwarded_address, host_and_port},
     },
     http::{
-        rate_limit::{RateLimiter, client_key},
+        rate_limit::RateLimiter,
         tls::{AgentTrust, ClientCertificate, ServerCertificate},
     },
 };

@@ -3,26 +3,29 @@
 //! A connection costs a file descriptor, and a client that opens many and sends nothing would leave none for others. So a request's head
 //! must arrive within a time limit, and an idle connection is closed after the same time. At the limit of connections, the one that has
 //! been idle longest is closed for the next. If a client does not read, the kernel closes its connection (`TCP_USER_TIMEOUT`), or the
-//! handler of its websocket does. An address of another machine gets a quarter of all connections at most. TLS handshakes have limits of
-//! their own (`handshakes.rs`).
+//! handler of its websocket does. An address of another machine gets a quarter of all connections at most. A connection in its TLS
+//! handshake counts as idle.
+//!
+//! hyper speaks HTTP, and `tokio-util` joins the streams. The limits are ours: `axum::serve`, `axum-server` and hyper-util close no
+//! connection to make room for another.
 
-mod in_flight;
-mod socket;
-
-use crate::http::{
-    access_log::AccessLog,
-    gate::Gate,
-    handshakes::Handshakes,
-    ingress::Transport,
-    rate_limit::client_key,
-    tls::{ClientCertificate, accept},
+use crate::{
+    config::addresses::client_key,
+    http::{
+        access_log::AccessLog,
+        gate::Gate,
+        ingress::Transport,
+        request_id,
+        tls::{ClientCertificate, accept},
+    },
 };
 use axum::{Router, body::Body, extract::Request, response::Response};
+use bytes::Bytes;
+use http_body::Frame;
+use http_body_util::BodyExt as _;
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use in_flight::{CountedBody, InFlightRequest};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use socket::{Held, Stream};
 use std::{
     collections::HashMap,
     io,
@@ -39,7 +42,7 @@ use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore},
 };
 use tokio_rustls::TlsAcceptor;
-use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tokio_util::{either::Either, io::InspectReader, sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
 /// Connections at most, however many descriptors there are.
@@ -51,8 +54,6 @@ const RESERVED_DESCRIPTORS: u64 = 44;
 const HEAD_BYTES: usize = 64 << 10;
 /// How long a client may leave sent data unacknowledged. Longer than the interruptions from which a network recovers.
 const UNREAD: Duration = Duration::from_secs(120);
-/// Header with the id of a request in the server's log and the access log.
-const REQUEST_ID: &str = "x-request-id";
 /// Pause before the next accept after the system has refused one.
 const BREATH: Duration = Duration::from_millis(50);
 
@@ -83,7 +84,6 @@ struct Shared {
     gate: Arc<Gate>,
     router: Router,
     access_log: Option<AccessLog>,
-    handshakes: Arc<Handshakes>,
     /// Connections of each address, websockets included.
     of_address: Mutex<HashMap<IpAddr, usize>>,
     most_of_address: usize,
@@ -105,6 +105,24 @@ struct Use {
     idle_since: Instant,
 }
 
+/// Marks a connection as in use, from the head of a request to the end of its response.
+struct InFlightRequest(Arc<Connection>);
+
+impl InFlightRequest {
+    fn begin(connection: &Arc<Connection>) -> Self {
+        lock(&connection.state).requests += 1;
+        Self(connection.clone())
+    }
+}
+
+impl Drop for InFlightRequest {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        state.requests -= 1;
+        state.idle_since = Instant::now();
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -121,7 +139,6 @@ pub(crate) async fn serve(
         gate,
         router,
         access_log,
-        handshakes: Handshakes::new(limit),
         of_address: Mutex::default(),
         most_of_address: (limit / 4).max(FEWEST_CONNECTIONS as usize),
         room: Arc::new(Semaphore::new(limit)),
@@ -236,13 +253,12 @@ impl Shared {
         // Removed from the list however this ends.
         let _listed = Listed { shared: &self, number };
         let stream = match tls {
-            None => Stream::Plain(stream),
+            None => Either::Left(stream),
             Some(acceptor) => {
-                let handshake = self.handshakes.begin(from.ip());
                 let patience = self.gate.config.handshake_patience;
                 tokio::select! {
                     tls = Box::pin(accept(&acceptor, stream, patience)) => match tls {
-                        Ok(stream) => Stream::Tls(Box::new(stream)),
+                        Ok(stream) => Either::Right(Box::new(stream)),
                         Err(refused) => {
                             if let Some(refused) = refused {
                                 self.gate.agents.refusals.note(transport.from, &refused.who, &refused.why);
@@ -250,22 +266,24 @@ impl Shared {
                             return;
                         }
                     },
-                    () = handshake.given_up.cancelled() => return,
                     () = connection.give_up.cancelled() => return,
                     () = stop.cancelled() => return,
                 }
             }
         };
         let certificate = match &stream {
-            Stream::Tls(stream) => stream.get_ref().1.peer_certificates().and_then(ClientCertificate::of),
-            Stream::Plain(_) => None,
+            Either::Right(stream) => stream.get_ref().1.peer_certificates().and_then(ClientCertificate::of),
+            Either::Left(_) => None,
         };
         let certificate = certificate.map(Arc::new);
         let service = service_fn(|request: hyper::Request<Incoming>| {
             let in_flight = InFlightRequest::begin(&connection);
             self.answer(request.map(Body::new), transport, certificate.clone(), in_flight)
         });
-        let io = TokioIo::new(Held { stream, _place: place });
+        // The permit is the stream's, so a connection keeps it after it has become a websocket.
+        let io = TokioIo::new(InspectReader::new(stream, move |_: &[u8]| {
+            let _ = &place;
+        }));
         let serving = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(self.gate.config.head_patience)
@@ -294,7 +312,7 @@ impl Shared {
         transport: Transport,
         certificate: Option<Arc<ClientCertificate>>,
         in_flight: InFlightRequest,
-    ) -> impl Future<Output = Result<hyper::Response<CountedBody>, std::convert::Infallible>> + use<> {
+    ) -> impl Future<Output = Result<Response, std::convert::Infallible>> + use<> {
         let mut peer = self.gate.ingress.peer(transport, request.headers());
         // What a proxy shows is not its clients'.
         peer.certificate = certificate.filter(|_| !peer.by_proxy);
@@ -306,10 +324,17 @@ impl Shared {
             let response: Response = router.oneshot(request).await?;
             if let Some(line) = &mut line {
                 line.status = response.status();
-                let id = response.headers().get(REQUEST_ID).and_then(|id| id.to_str().ok());
+                let id = response.headers().get(request_id::HEADER).and_then(|id| id.to_str().ok());
                 line.request_id = id.map(str::to_owned);
             }
-            Ok(response.map(|body| CountedBody { body, line, _in_flight: in_flight }))
+            // The line is written, and the connection is idle, when the body is sent or dropped.
+            let count = move |frame: &Frame<Bytes>| {
+                let _ = &in_flight;
+                if let Some(line) = &mut line {
+                    line.bytes += frame.data_ref().map_or(0, Bytes::len) as u64;
+                }
+            };
+            Ok(response.map(|body| Body::new(body.inspect_frame(count))))
         }
     }
 }

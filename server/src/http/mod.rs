@@ -7,7 +7,6 @@ pub(crate) mod error;
 pub(crate) mod extract;
 pub(crate) mod gate;
 pub(crate) mod guard;
-mod handshakes;
 pub(crate) mod ingress;
 pub(crate) mod listener;
 pub(crate) mod rate_limit;

@@ -1,53 +1,49 @@
-//! How many requests an address or a token may make: a token bucket each. A request beyond the rate is refused with the time to wait (`Retry-After`).
+//! How many requests an address or a token may make. A request beyond the rate is refused with the time to wait (`Retry-After`).
 
+use governor::{
+    Quota,
+    clock::{Clock, DefaultClock},
+    middleware::NoOpMiddleware,
+    state::{InMemoryState, NotKeyed},
+};
+use hashlink::LruCache;
 use std::{
     borrow::Borrow,
-    collections::HashMap,
     hash::Hash,
-    net::{IpAddr, Ipv6Addr},
+    num::NonZeroU32,
     sync::{Mutex, PoisonError},
-    time::{Duration, Instant},
 };
 
-/// Whoever was idle may make so many seconds' worth of requests at once.
-const BURST_SECONDS: f64 = 10.0;
-/// Keys that are known at once. What was not heard for [`BURST_SECONDS`] has a full bucket and is forgotten.
+/// An idle client may make this many seconds' worth of requests at once.
+const BURST_SECS: u32 = 10;
+/// Number of clients that are remembered. One more displaces the client that has been silent longest.
 const KEYS: usize = 16_384;
-/// How often a full table is looked through for such.
-const SWEEP_EVERY: Duration = Duration::from_secs(1);
+
+/// The limiter of one client.
+type Bucket<C> = governor::RateLimiter<NotKeyed, InMemoryState, C, NoOpMiddleware<<C as Clock>::Instant>>;
 
 /// One limit for each key, which is an address or the id of a token.
-pub(crate) struct RateLimiter<K> {
-    per_second: f64,
-    table: Mutex<Table<K>>,
-}
-
-struct Table<K> {
-    buckets: HashMap<K, Bucket>,
-    /// Shared by those for whom the table has no room.
-    others: Option<Bucket>,
-    swept: Option<Instant>,
-}
-
-#[derive(Clone, Copy)]
-struct Bucket {
-    left: f64,
-    at: Instant,
-}
-
-/// Whoever has an IPv6 network has all addresses of a /64.
-pub(crate) fn client_key(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from(v6.to_bits() >> 64 << 64)),
-        v4 => v4,
-    }
+pub(crate) struct RateLimiter<K, C: Clock = DefaultClock> {
+    /// Absent if requests are not limited.
+    quota: Option<Quota>,
+    clock: C,
+    buckets: Mutex<LruCache<K, Bucket<C>>>,
 }
 
 impl<K: Hash + Eq> RateLimiter<K> {
     /// `per_second` requests of a key; 0 is no limit.
     pub(crate) fn new(per_second: u32) -> Self {
-        let table = Table { buckets: HashMap::new(), others: None, swept: None };
-        Self { per_second: per_second.into(), table: Mutex::new(table) }
+        Self::with_clock(per_second, DefaultClock::default())
+    }
+}
+
+impl<K: Hash + Eq, C: Clock + Clone> RateLimiter<K, C> {
+    fn with_clock(per_second: u32, clock: C) -> Self {
+        let quota = NonZeroU32::new(per_second).map(|rate| {
+            let burst = rate.saturating_mul(NonZeroU32::MIN.saturating_add(BURST_SECS - 1));
+            Quota::per_second(rate).allow_burst(burst)
+        });
+        Self { quota, clock, buckets: Mutex::new(LruCache::new(KEYS)) }
     }
 
     /// Takes one request of a key; the seconds until it may make the next when it has none left.
@@ -56,52 +52,29 @@ impl<K: Hash + Eq> RateLimiter<K> {
         K: Borrow<Q>,
         Q: Hash + Eq + ToOwned<Owned = K> + ?Sized,
     {
-        self.take_at(key, Instant::now())
-    }
-
-    fn take_at<Q>(&self, key: &Q, now: Instant) -> Result<(), u64>
-    where
-        K: Borrow<Q>,
-        Q: Hash + Eq + ToOwned<Owned = K> + ?Sized,
-    {
-        if self.per_second == 0.0 {
-            return Ok(());
-        }
-        let full = Bucket { left: self.per_second * BURST_SECONDS, at: now };
-        let mut table = self.table.lock().unwrap_or_else(PoisonError::into_inner);
-        if table.buckets.len() >= KEYS && !table.buckets.contains_key(key) {
-            table.sweep(now);
-        }
-        let has_room = table.buckets.len() < KEYS;
-        let bucket = match table.buckets.get_mut(key) {
-            Some(bucket) => bucket,
-            None if has_room => table.buckets.entry(key.to_owned()).or_insert(full),
-            None => table.others.get_or_insert(full),
+        let Some(quota) = self.quota else { return Ok(()) };
+        let mut buckets = self.buckets.lock().unwrap_or_else(PoisonError::into_inner);
+        let checked = match buckets.get(key) {
+            Some(bucket) => bucket.check(),
+            None => {
+                let bucket = Bucket::direct_with_clock(quota, self.clock.clone());
+                let checked = bucket.check();
+                buckets.insert(key.to_owned(), bucket);
+                checked
+            }
         };
-        let gained = now.saturating_duration_since(bucket.at).as_secs_f64() * self.per_second;
-        *bucket = Bucket { left: (bucket.left + gained).min(full.left), at: now };
-        if bucket.left < 1.0 {
-            return Err((((1.0 - bucket.left) / self.per_second).ceil() as u64).max(1));
-        }
-        bucket.left -= 1.0;
-        Ok(())
-    }
-}
-
-impl<K> Table<K> {
-    fn sweep(&mut self, now: Instant) {
-        if self.swept.is_some_and(|last| now.saturating_duration_since(last) < SWEEP_EVERY) {
-            return;
-        }
-        self.swept = Some(now);
-        self.buckets
-            .retain(|_, bucket| now.saturating_duration_since(bucket.at).as_secs_f64() < BURST_SECONDS);
+        checked.map_err(|refused| {
+            let wait = refused.wait_time_from(self.clock.now());
+            (wait.as_secs_f64().ceil() as u64).max(1)
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use governor::clock::FakeRelativeClock;
+    use std::{net::IpAddr, time::Duration};
 
     fn v4(number: u32) -> IpAddr {
         IpAddr::from((0xcb00_0000 + number).to_be_bytes())
@@ -109,59 +82,35 @@ mod tests {
 
     #[test]
     fn a_burst_then_the_rate_and_others_are_not_touched() {
-        let limit = RateLimiter::<IpAddr>::new(2);
-        let start = Instant::now();
+        let clock = FakeRelativeClock::default();
+        let limit = RateLimiter::<IpAddr, _>::with_clock(2, clock.clone());
         for n in 0..20 {
-            assert_eq!(limit.take_at(&v4(1), start), Ok(()), "{n}");
+            assert_eq!(limit.take(&v4(1)), Ok(()), "{n}");
         }
-        assert_eq!(limit.take_at(&v4(1), start), Err(1));
-        assert_eq!(limit.take_at(&v4(2), start), Ok(()));
-        assert_eq!(limit.take_at(&v4(1), start + Duration::from_millis(499)), Err(1));
-        assert_eq!(limit.take_at(&v4(1), start + Duration::from_millis(501)), Ok(()));
+        assert_eq!(limit.take(&v4(1)), Err(1));
+        assert_eq!(limit.take(&v4(2)), Ok(()));
+        clock.advance(Duration::from_millis(499));
+        assert_eq!(limit.take(&v4(1)), Err(1));
+        clock.advance(Duration::from_millis(2));
+        assert_eq!(limit.take(&v4(1)), Ok(()));
         // However long it was silent, it has one burst.
-        let later = start + Duration::from_secs(3600);
-        assert_eq!((0..30).filter(|_| limit.take_at(&v4(1), later).is_ok()).count(), 20);
+        clock.advance(Duration::from_secs(3600));
+        assert_eq!((0..30).filter(|_| limit.take(&v4(1)).is_ok()).count(), 20);
         let none = RateLimiter::<IpAddr>::new(0);
-        assert!((0..1000).all(|_| none.take_at(&v4(1), start).is_ok()));
+        assert!((0..1000).all(|_| none.take(&v4(1)).is_ok()));
     }
 
     #[test]
-    fn the_table_has_an_end_and_makes_room_again() {
-        let limit = RateLimiter::<IpAddr>::new(1);
-        let start = Instant::now();
-        for n in 0..KEYS as u32 {
-            assert_eq!(limit.take_at(&v4(n), start), Ok(()));
-        }
-        // One past it: these share a bucket.
-        let past = (0..1000).filter(|n| limit.take_at(&v4((1 << 20) + n), start).is_ok()).count();
-        assert_eq!(past, 10);
-        assert_eq!(limit.table.lock().unwrap().buckets.len(), KEYS);
-        assert_eq!(limit.take_at(&v4(5), start), Ok(()), "who is known has its own");
-        let later = start + Duration::from_secs(11);
-        assert_eq!(limit.take_at(&v4(1 << 21), later), Ok(()));
-        assert_eq!(limit.table.lock().unwrap().buckets.len(), 1);
-    }
-
-    #[test]
-    fn tokens_are_limited_as_addresses_are() {
-        let limit = RateLimiter::<String>::new(1);
-        let start = Instant::now();
-        assert_eq!((0..20).filter(|_| limit.take_at("a", start).is_ok()).count(), 10);
-        assert_eq!(limit.take_at("b", start), Ok(()));
-        let len = || limit.table.lock().unwrap().buckets.len();
+    fn the_client_that_was_silent_longest_makes_room_for_one_more() {
+        let limit = RateLimiter::<String, _>::with_clock(1, FakeRelativeClock::default());
+        let takes = |key: &str| (0..20).filter(|_| limit.take(key).is_ok()).count();
+        assert_eq!((takes("first"), takes("second")), (10, 10));
         for n in 2..KEYS {
-            assert_eq!(limit.take_at(n.to_string().as_str(), start), Ok(()));
+            assert_eq!(limit.take(n.to_string().as_str()), Ok(()));
         }
-        assert_eq!(len(), KEYS);
-        assert_eq!(limit.take_at("one past it", start), Ok(()));
-        assert_eq!(len(), KEYS, "the table does not grow");
-    }
-
-    #[test]
-    fn addresses_of_one_ipv6_network_are_one() {
-        let parse = |text: &str| text.parse::<IpAddr>().unwrap();
-        assert_eq!(client_key(parse("2001:db8::1")), client_key(parse("2001:db8::ffff:1")));
-        assert_ne!(client_key(parse("2001:db8::1")), client_key(parse("2001:db8:0:1::1")));
-        assert_eq!(client_key(parse("::ffff:10.0.0.1")), parse("10.0.0.1"));
+        assert_eq!(limit.take("first"), Err(1), "as many as there may be are known");
+        assert_eq!(limit.take("one more"), Ok(()));
+        assert_eq!(limit.buckets.lock().unwrap().len(), KEYS);
+        assert_eq!((takes("first"), takes("second")), (0, 10), "the second was silent longest");
     }
 }

@@ -1,37 +1,38 @@
-//! A name for each request, in its answer (`x-request-id`), in the log lines that it causes, and in the audit log.
+//! The id of a request: in its answer (`x-request-id`), in the log lines that it causes, and in the audit log. `tower-http` makes it and
+//! returns it; only the check of a client's own id is ours.
 
 use axum::{
     extract::Request,
     http::{HeaderName, HeaderValue},
-    middleware::Next,
-    response::Response,
 };
-use tracing::Instrument;
+use tower_http::request_id::RequestId;
+use tracing::Span;
 
-const HEADER: HeaderName = HeaderName::from_static("x-request-id");
+pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 /// Longest id that is taken over from a client.
 const CHARS: usize = 64;
 
-/// Letters, digits, `-`, `_` and `.`.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct RequestId(pub(crate) String);
-
-/// A client's own id, if it is one that may stand in a log.
-fn given(request: &Request) -> Option<String> {
-    let id = request.headers().get(HEADER)?.to_str().ok()?;
-    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-    ((1..=CHARS).contains(&id.len()) && id.bytes().all(is_plain)).then(|| id.to_owned())
+/// Removes a client's own id if it could forge a log line: it may have letters, digits, `-`, `_` and `.`.
+pub(crate) async fn refuse_unsafe(mut request: Request) -> Request {
+    let is_safe = |id: &HeaderValue| {
+        let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
+        (1..=CHARS).contains(&id.len()) && id.as_bytes().iter().all(is_plain)
+    };
+    if !request.headers().get_all(HEADER).iter().all(is_safe) {
+        request.headers_mut().remove(HEADER);
+    }
+    request
 }
 
-pub(crate) async fn name(mut request: Request, next: Next) -> Response {
-    let id = given(&request).unwrap_or_else(|| uuid::Uuid::new_v4().simple().to_string());
-    request.extensions_mut().insert(RequestId(id.clone()));
-    let span = tracing::info_span!("request", id);
-    let mut response = next.run(request).instrument(span).await;
-    if let Ok(value) = HeaderValue::from_str(&id) {
-        response.headers_mut().insert(HEADER, value);
-    }
-    response
+/// The id of a request; empty before it has one.
+pub(crate) fn of(request: &Request) -> &str {
+    let id = request.extensions().get::<RequestId>();
+    id.and_then(|id| id.header_value().to_str().ok()).unwrap_or_default()
+}
+
+/// What the log lines of a request begin with.
+pub(crate) fn span(request: &Request) -> Span {
+    tracing::info_span!("request", id = of(request))
 }
 
 #[cfg(test)]
@@ -39,18 +40,18 @@ mod tests {
     use super::*;
     use axum::body::Body;
 
-    #[test]
-    fn an_id_that_could_forge_log_lines_is_not_taken_over() {
-        let of = |id: &str| {
-            let request = Request::builder().header("x-request-id", id).body(Body::empty());
-            given(&request.expect("a request"))
+    #[tokio::test]
+    async fn an_id_that_could_forge_log_lines_is_not_taken_over() {
+        let taken_over = async |id: &str| {
+            let request = Request::builder().header(HEADER, id).body(Body::empty());
+            refuse_unsafe(request.expect("a request")).await.headers().contains_key(HEADER)
         };
         let longest = "a".repeat(CHARS);
         for id in ["a", "2f-A_b.c", &longest] {
-            assert_eq!(of(id).as_deref(), Some(id));
+            assert!(taken_over(id).await, "{id}");
         }
         for id in ["", "a b", "a\"b", "ä", &format!("{longest}a")] {
-            assert_eq!(of(id), None, "{id}");
+            assert!(!taken_over(id).await, "{id}");
         }
     }
 }

@@ -10,19 +10,18 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use http_body::{Frame, SizeHint};
+use http_body::Frame;
+use http_body_util::{BodyExt, Limited};
 use std::{
-    future::poll_fn,
-    io,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
     task::{Context, Poll},
     time::Duration,
 };
-use tokio::time::Sleep;
+use tower_http::timeout::{TimeoutBody, TimeoutError};
 
 /// Bytes of a body that is too large which are read and dropped, so that its sender reads the answer.
 const DRAINED_BYTES: usize = 256 << 20;
@@ -38,106 +37,58 @@ pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Requ
     let stopped = Arc::new(AtomicBool::new(false));
     let mut rest = None;
     let request = request.map(|body| {
-        let body = Shared::new(body);
+        let body = SharedBody(Arc::new(Mutex::new(body)));
         rest = Some(body.clone());
-        Body::new(Watched { body, patience, silence: None, stopped: Arc::clone(&stopped) })
+        let stopped = stopped.clone();
+        Body::new(TimeoutBody::new(patience, body).inspect_err(move |error| {
+            stopped.fetch_or(error.is::<TimeoutError>(), Ordering::Relaxed);
+        }))
     });
     let response = next.run(request).await;
     if !stopped.load(Ordering::Relaxed) {
         if let (StatusCode::PAYLOAD_TOO_LARGE, Some(rest)) = (response.status(), rest) {
             // The answer does not depend on how this ends.
-            let _ = tokio::time::timeout(DRAINING, rest.drain()).await;
+            let _ = tokio::time::timeout(DRAINING, drain(rest)).await;
         }
         return response;
     }
     let detail = format!("no byte of the body came for {} s; send it again", patience.as_secs_f32());
-    timeout(detail)
-}
-
-/// 408; the connection is closed without reading the rest of the body.
-fn timeout(detail: String) -> Response {
     let mut response = Error::Refused(StatusCode::REQUEST_TIMEOUT, detail).into_response();
+    // The connection is closed without reading the rest of the body.
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     response
 }
 
+/// Reads a body to its end, or past [`DRAINED_BYTES`].
+async fn drain(body: impl HttpBody<Data = Bytes, Error = axum::Error> + Unpin) {
+    let mut body = Limited::new(body, DRAINED_BYTES);
+    while let Some(Ok(_)) = body.frame().await {}
+}
+
 /// A body that outlives its handler.
 #[derive(Clone)]
-struct Shared(Arc<Mutex<Body>>);
+struct SharedBody(Arc<Mutex<Body>>);
 
-impl Shared {
-    fn new(body: Body) -> Self {
-        Self(Arc::new(Mutex::new(body)))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Body> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn poll_frame(&self, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut *self.lock()).poll_frame(context)
-    }
-
-    /// Reads to the end, or as far as [`DRAINED_BYTES`].
-    async fn drain(&self) {
-        let mut left = DRAINED_BYTES;
-        while let Some(Ok(frame)) = poll_fn(|context| self.poll_frame(context)).await {
-            let bytes = frame.data_ref().map_or(0, Bytes::len);
-            left = left.saturating_sub(bytes);
-            if left == 0 {
-                return;
-            }
-        }
-    }
-}
-
-/// A body that fails if nothing arrives for some time while its handler waits.
-struct Watched {
-    body: Shared,
-    patience: Duration,
-    /// The timer; set while the handler waits for the next part.
-    silence: Option<Pin<Box<Sleep>>>,
-    stopped: Arc<AtomicBool>,
-}
-
-impl HttpBody for Watched {
+impl HttpBody for SharedBody {
     type Data = Bytes;
     type Error = axum::Error;
 
     fn poll_frame(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        if let Poll::Ready(frame) = self.body.poll_frame(context) {
-            self.silence = None;
-            return Poll::Ready(frame);
-        }
-        let patience = self.patience;
-        let silence = self.silence.get_or_insert_with(|| Box::pin(tokio::time::sleep(patience)));
-        if silence.as_mut().poll(context).is_pending() {
-            return Poll::Pending;
-        }
-        self.stopped.store(true, Ordering::Relaxed);
-        let error = io::Error::new(io::ErrorKind::TimedOut, "the body stopped coming");
-        Poll::Ready(Some(Err(axum::Error::new(error))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.body.lock().is_end_stream()
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        self.body.lock().size_hint()
+        let mut body = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Pin::new(&mut *body).poll_frame(context)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::atomic::AtomicUsize;
+    use std::{io, sync::atomic::AtomicUsize};
 
     #[tokio::test]
-    async fn of_a_body_that_is_too_large_256_mib_are_read_and_no_more() {
+    async fn of_a_body_that_is_too_large_256_mib_are_read_and_one_part_more() {
         let read = async |bytes: usize| {
             let taken = Arc::new(AtomicUsize::new(0));
             let part = Bytes::from_static(&[0; 1 << 20]);
@@ -148,12 +99,12 @@ mod tests {
                 seen.fetch_add(part.len(), Ordering::Relaxed);
                 Ok::<_, io::Error>(part)
             }));
-            Shared::new(Body::from_stream(stream)).drain().await;
+            drain(Body::from_stream(stream)).await;
             taken.load(Ordering::Relaxed)
         };
         assert_eq!(read(DRAINED_BYTES - 1).await, DRAINED_BYTES - 1);
         assert_eq!(read(DRAINED_BYTES).await, DRAINED_BYTES);
-        assert_eq!(read(DRAINED_BYTES + 1).await, DRAINED_BYTES);
-        assert_eq!(read(2 * DRAINED_BYTES).await, DRAINED_BYTES);
+        assert_eq!(read(DRAINED_BYTES + 1).await, DRAINED_BYTES + 1);
+        assert_eq!(read(2 * DRAINED_BYTES).await, DRAINED_BYTES + (1 << 20));
     }
 }

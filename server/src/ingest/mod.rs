@@ -14,6 +14,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, ToAgent},
+    backoff::Backoff,
     job::JobId,
 };
 use std::{
@@ -24,10 +25,6 @@ use std::{
 
 /// Bytes of reports per transaction, at most: the first report of a batch is published only when all are stored.
 const BATCH_BYTES: usize = 4 << 20;
-
-/// Tries to record which agent has a checkpoint, and the pause between them.
-const NOTE_TRIES: u32 = 3;
-const NOTE_PAUSE: Duration = Duration::from_millis(50);
 
 /// Stores reports, publishes what was stored, and acknowledges it to the agents.
 pub(crate) struct Ingest {
@@ -78,9 +75,11 @@ impl Ingest {
                     if connection.is_incomplete(&report.attempt) {
                         continue;
                     }
-                    if let Err(error) = self.note_files(&mut report, &reports).await {
+                    if let Err(error) = self.checkpoints.keep_uploaded(&mut report).await {
                         let job = &report.attempt.job;
-                        let why = format!("who has the checkpoints of job {job} cannot be noted: {error}");
+                        let why = format!(
+                            "which checkpoints of job {job} the server keeps cannot be read: {error}"
+                        );
                         self.agents.refusals.note_cut_off(&agent, &why);
                         connection.cut(&report.attempt);
                         continue;
@@ -133,32 +132,10 @@ impl Ingest {
         }
     }
 
-    /// Updates the files on the server's disk for checkpoints that a report names. Retries for a moment only, because other reports wait
-    /// meanwhile.
-    async fn note_files(&self, report: &mut Report, earlier: &[Report]) -> Result<()> {
-        let of_checkpoint = |event: &AttemptEvent| {
-            matches!(event, AttemptEvent::Checkpoint(_) | AttemptEvent::CheckpointRemoved { .. })
-        };
-        if !report.events.iter().any(of_checkpoint) {
-            return Ok(());
-        }
-        self.checkpoints.keep_uploaded(report).await?;
-        let mut tries = 1;
-        loop {
-            match self.checkpoints.note_holders(report, earlier).await {
-                Err(_) if tries < NOTE_TRIES => {
-                    tokio::time::sleep(NOTE_PAUSE).await;
-                    tries += 1;
-                }
-                done => return done,
-            }
-        }
-    }
-
     /// Stores reports, and retries transient errors (a full disk, a busy database) until they are stored or refused for good. Agents keep what
     /// is not acknowledged. The flag says whether it took more than one try. `None` when the server stops.
     async fn store_patiently(&self, reports: &[Report]) -> Option<(Result<Vec<Ingested>>, bool)> {
-        let mut wait = Duration::from_millis(100);
+        let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
         let mut failing = Failing::default();
         loop {
             match self.store.ingest(reports).await {
@@ -167,10 +144,9 @@ impl Ingest {
                         tracing::error!(%error, "reports cannot be stored; trying again");
                     }
                     tokio::select! {
-                        () = tokio::time::sleep(wait) => {}
+                        () = tokio::time::sleep(backoff.pause()) => {}
                         () = self.scheduler.tasks.stopping.cancelled() => return None,
                     }
-                    wait = (wait * 2).min(Duration::from_secs(2));
                 }
                 done => {
                     let tries = failing.ended();

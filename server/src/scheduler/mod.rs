@@ -25,6 +25,7 @@ use crate::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
+    backoff::Backoff,
     job::{JobId, JobState},
     reason::Reason,
 };
@@ -55,10 +56,8 @@ pub(crate) use last_plan::LastPlan;
 pub(crate) use round::device_for;
 pub(crate) use waiting_jobs::WaitingJobs;
 
-/// Restart backoff: the first restart is immediate, the second waits this long, each later one twice as long, up to
-/// [`MAX_BACKOFF`].
-const FIRST_BACKOFF: Duration = Duration::from_secs(1);
-const MAX_BACKOFF: Duration = Duration::from_secs(60);
+/// Restart backoff: the first restart is immediate, and the second waits for the first pause.
+const RESTART: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(60));
 
 /// The queue, the newest plan, and what carries plans out.
 pub(crate) struct Scheduler {
@@ -236,7 +235,7 @@ fn is_due(row: &JobRow, now: Timestamp) -> bool {
 fn backoff(restarts: u32) -> Duration {
     match restarts {
         0 | 1 => Duration::ZERO,
-        n => (FIRST_BACKOFF * 2u32.saturating_pow(n - 2)).min(MAX_BACKOFF),
+        n => RESTART.after(n - 1),
     }
 }
 

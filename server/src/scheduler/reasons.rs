@@ -7,7 +7,7 @@ use super::{
 };
 use lockstep_protocol::{
     job::{Job, JobId},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Facts, Reason, ReasonCode, undrain},
     spec::{DEVICE_KINDS, Device},
 };
 
@@ -43,7 +43,7 @@ pub(super) fn wait_reason(
     let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
     let drained = drained.filter(|_| all >= ranks as usize && !has_own);
     let too_few = |facts: Facts| {
-        let details: Vec<_> = drained.map(undrain).into_iter().chain(facts.detail).collect();
+        let details: Vec<_> = drained.as_deref().map(undrain).into_iter().chain(facts.detail).collect();
         let detail = (!details.is_empty()).then(|| details.join("; "));
         Reason::new(ReasonCode::TooFewSlots, Facts { detail, ..facts })
     };
@@ -83,11 +83,6 @@ pub(super) fn wait_reason(
             too_few(facts)
         }
     }
-}
-
-/// With drained machines there might be enough.
-fn undrain(names: String) -> String {
-    format!("drained, which `lockstep machine undrain` or page Machines can undo: {names}")
 }
 
 /// Which of the free slots are kept for jobs that come first.

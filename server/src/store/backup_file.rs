@@ -1,6 +1,6 @@
 //! The file of a backup: written line by line, checked to its end, and read row by row. What is in it, `backup.rs` says.
 
-use super::cells::{Cell, Table, hexadecimal};
+use super::cells::{Cell, Table};
 use crate::{config::serve_error::ServeError, util::regular};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -118,7 +118,7 @@ impl Writer {
     /// The last line; then all of it is on the disk.
     pub(super) fn finish(mut self) -> io::Result<Summary> {
         let rows = self.tables.iter().map(|(_, rows)| rows).sum();
-        let sha256 = hexadecimal(&self.hash.clone().finalize());
+        let sha256 = hex::encode(self.hash.clone().finalize());
         self.line(&End { rows, sha256 })?;
         self.to.flush().and_then(|()| self.to.get_ref().sync_all())?;
         Ok(Summary { tables: self.tables, size_bytes: self.size_bytes })
@@ -159,7 +159,7 @@ pub(super) fn verify(path: &Path) -> Result<(Heading, Summary), BackupError> {
     }
     let heading = heading.ok_or_else(|| not_whole("it is empty"))?;
     let end: End = serde_json::from_slice(&last).map_err(|_| not_whole("its end is missing"))?;
-    if end.sha256 != hexadecimal(&hash.finalize()) {
+    if end.sha256 != hex::encode(hash.finalize()) {
         return Err(not_whole("its checksum does not match"));
     }
     Ok((heading, Summary { tables, size_bytes }))

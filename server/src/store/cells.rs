@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::fmt::Write as _;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Table {
@@ -54,7 +53,7 @@ impl Cell {
             Cell::Integer(value) => (*value).into(),
             Cell::Real(value) => value.map(|v| format!("{v:?}")).into(),
             Cell::Text(value) => value.clone().into(),
-            Cell::Bytes(value) => value.as_deref().map(hexadecimal).into(),
+            Cell::Bytes(value) => value.as_deref().map(hex::encode).into(),
         }
     }
 
@@ -73,19 +72,8 @@ impl Cell {
             Kind::Text => Cell::Text(text(value)?),
             Kind::Bytes => Cell::Bytes(match text(value)? {
                 None => None,
-                Some(hex) => Some(
-                    (0..hex.len() / 2)
-                        .map(|i| u8::from_str_radix(hex.get(2 * i..2 * i + 2)?, 16).ok())
-                        .collect::<Option<_>>()?,
-                ),
+                Some(text) => Some(hex::decode(text).ok()?),
             }),
         })
     }
-}
-
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut hex, byte| {
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    })
 }

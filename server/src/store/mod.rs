@@ -24,11 +24,11 @@ pub use location::Location;
 pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow,
-    Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, EventRow, GroupBy, GroupRow, GroupValue,
-    HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobSort, LogFilter,
-    LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf,
-    PersonRow, Place, ProjectRow, QueuePlace, Report, SessionRow, SettingKind, SettingValue, SortBy,
-    SortValue, Spread, Stored, StoredCheckpoint, TokenRow, WaitingVersion,
+    Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, EventRow, GivenPlace, GroupBy, GroupRow,
+    GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Holders, Ingested,
+    JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob,
+    Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, SessionRow,
+    SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, WaitingVersion,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -164,8 +164,10 @@ pub trait Store: Send + Sync + 'static {
     }
     /// As [`Store::claim`], of several jobs in one transaction: one commit for all.
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>>;
-    /// Whether an attempt with this fencing token was given to an agent, also when it is over.
-    async fn was_given(&self, attempt: &AttemptRef, agent_id: &str) -> Result<bool>;
+    /// What an agent has of an attempt, also when that is over. `None`: an attempt with this fencing token was not given to it.
+    async fn given_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<GivenPlace>>;
+    /// Stores that an agent keeps an attempt's checkpoints on a disk of its own.
+    async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()>;
     /// The attempts that may write, on any agent.
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>>;
     /// Jobs that have an attempt which may write: those of the lowest priority first, of equal ones the newest.
@@ -227,6 +229,8 @@ pub trait Store: Send + Sync + 'static {
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
     /// Checkpoints of all jobs behind this id, by id: at most `limit`.
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
+    /// The agents that have a job's checkpoints on disks of their own.
+    async fn holders(&self, job: &JobId) -> Result<Holders>;
     /// What is in the object store of this address behind this id, by id: at most `limit`.
     async fn stored_checkpoints(
         &self,

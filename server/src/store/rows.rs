@@ -14,7 +14,7 @@ mod people;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{
-    AttemptRow, Claim, Claimed, Ingested, Occupant, Place, QueuePlace, Report, WaitingVersion,
+    AttemptRow, Claim, Claimed, GivenPlace, Ingested, Occupant, Place, QueuePlace, Report, WaitingVersion,
 };
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};
@@ -36,7 +36,7 @@ use lockstep_protocol::{
     job::{JobId, JobState},
 };
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use utoipa::ToSchema;
 
 /// A complete checkpoint.
@@ -53,6 +53,18 @@ pub struct CheckpointRow {
     /// When it was reported.
     pub created_at: Timestamp,
 }
+
+/// An agent that has a checkpoint on a disk of its own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holder {
+    /// Its id.
+    pub agent_id: String,
+    /// Its name when it was given the attempt.
+    pub agent: String,
+}
+
+/// By the checkpoint's id; the agent of rank 0, which most likely continues the job, is the first.
+pub type Holders = HashMap<String, Vec<Holder>>;
 
 /// What of a checkpoint is in an object store.
 #[derive(Debug, Clone, PartialEq, Eq)]

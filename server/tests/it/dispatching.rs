@@ -147,7 +147,7 @@ async fn an_agent_stopped_in_order_puts_its_job_back_into_the_queue() {
         let back = frames.last().unwrap();
         assert_eq!(
             back["reason"],
-            "agent \"a\" was stopped in order (the agent was stopped); continues from the start"
+            "agent \"a\" was shut down (the agent was stopped); continues from the start"
         );
     }
     // The next agent takes both up, and it is no restart.
@@ -389,9 +389,9 @@ async fn a_job_that_is_too_large_names_the_drained_machines_with_which_it_is_not
         }
     };
     assert_eq!(server.post("/agents/id-b/drain", &json!({})).await.0, 204);
-    says("the largest machine online, \"a\", has 2; drained, which `lockstep machine undrain` or page Machines can undo: b").await;
+    says("the largest online machine, \"a\", has 2; drained: b (`lockstep machine undrain` or the page Machines gives them work again)").await;
     assert_eq!(server.post("/agents/id-a/drain", &json!({})).await.0, 204);
-    says("no agent that is online takes this job; drained, which `lockstep machine undrain` or page Machines can undo: a, b").await;
+    says("no online agent takes this job; drained: a, b (`lockstep machine undrain` or the page Machines gives them work again)").await;
     assert_eq!(server.post("/agents/id-b/undrain", &json!({})).await.0, 204);
     says("1 of 4 on \"b\" free").await;
     server.stop().await;
@@ -426,7 +426,7 @@ async fn machines_that_come_and_go_are_no_events_of_the_jobs_that_wait_for_more(
     known(2).await;
     // That it is too small now is an event of each job, which is stored a moment later.
     let since = std::time::Instant::now();
-    let changed = "SELECT count(*) FROM jobs WHERE reason LIKE '%the largest machine online%'";
+    let changed = "SELECT count(*) FROM jobs WHERE reason LIKE '%the largest online machine%'";
     while server.number(changed).await != 20 {
         assert!(since.elapsed() < DEADLINE, "not all jobs say that no machine is large enough");
         tokio::time::sleep(Duration::from_millis(20)).await;

@@ -8,7 +8,6 @@ use crate::{
 };
 use lockstep_protocol::agent::{AttemptRef, Ending, FencingToken, Source};
 use serde_json::{Value, json};
-use std::fs;
 
 #[tokio::test]
 async fn the_last_checkpoint_comes_also_where_the_next_attempt_is_stopped_before_it_has_its_dataset() {
@@ -78,11 +77,9 @@ async fn an_agent_uploads_what_it_has_of_an_earlier_attempt_where_another_one_ha
     let next = asks(&start.attempt);
     assert_eq!(next.ask("POST", "", vec![]).await.0, 204);
     // As if the other ranks' machine had the first one.
-    let note =
-        json!({"agent_id": "id-b", "agent": "b", "fencing_token": String::from(start.attempt.fencing_token)});
-    let holder = server.dir.path().join("jobs").join(&id).join("attempts/2/holder.json");
-    assert!(holder.exists());
-    fs::write(holder, note.to_string()).unwrap();
+    let places = r#"[{"agent_id":"id-b","agent":"b","ranks":[[0,0]]},{"agent_id":"id-a","agent":"a","ranks":[[1,0]]}]"#;
+    let query = format!("UPDATE attempts SET places = '{places}' WHERE job_id = '{id}' AND attempt = 2");
+    assert_eq!(server.execute(&query).await, 1);
     let (status, state) = next.ask("GET", "/uploads/1-10", vec![]).await;
     assert_eq!((status, state["stored"].is_string()), (200, true), "it has come: {state}");
     assert_eq!(next.upload("1-20", manifest(1, 20)).await.0, 204);

@@ -77,7 +77,7 @@ async fn a_job_that_lost_a_machine_continues_with_fewer_ranks_and_with_all_after
     assert_eq!((start.spec.parallel.ranks, start.spec.train.accumulate), (2, 1));
     assert_eq!((start.spec.micro_batch_size(), start.spec.global_batch_size()), (20, 40));
     assert!(start.network.is_none(), "its ranks are on one machine");
-    let words = "trains with 2 of 4 ranks: for 1 s there was no place for all after the last attempt: agent \"b\" was silent";
+    let words = "trains with 2 of 4 ranks, because for 1 s there were not enough free slots for all; the last attempt: agent \"b\" was silent";
     let job = server.job(&id).await;
     assert_eq!((job.state, job.ranks, job.ranks_now()), (JobState::Starting, 4, 2));
     assert!(job.reason.unwrap().starts_with(words));
@@ -145,7 +145,7 @@ async fn a_machine_that_leaves_in_order_counts_as_lost_and_a_pause_does_not() {
     let start = a.started().await;
     assert_eq!((start.attempt.attempt, start.world_size), (2, 2));
     a.report(&start.attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
-    assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was stopped in order"));
+    assert!(server.job(&id).await.reason.unwrap().contains("agent \"b\" was shut down"));
 
     server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
     assert!(stopped(&mut a).await);

@@ -228,7 +228,7 @@ async fn a_machine_that_leaves_takes_the_others_checkpoint_with_it_and_one_that_
     a.end(&attempt, Ending::Stopped).await;
     b.vanish();
     let job = server.until(&id, JobState::Queued).await;
-    assert!(job.reason.unwrap().contains("agent \"b\" was stopped in order (the agent was stopped)"));
+    assert!(job.reason.unwrap().contains("agent \"b\" was shut down (the agent was stopped)"));
 
     let mut b = Agent::greet(&server, hello_at("b", 2, Vec::new(), "10.0.0.2")).await.unwrap();
     let attempt = again(&mut a, &mut b).await;
@@ -338,7 +338,7 @@ async fn machines_that_do_not_reach_each_other_share_no_job_and_it_says_so() {
     stream
         .until(|f| {
             f["reason"].as_str().is_some_and(|r| {
-                r.contains("needs 4 slots; the machines online have as many, but a can be reached from its own machine alone")
+                r.contains("needs 4 slots; the online machines have enough together, but others cannot reach a: start that agent")
                     && r.contains("--advertise ADDRESS")
             })
         })

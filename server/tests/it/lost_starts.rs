@@ -57,7 +57,7 @@ async fn an_order_to_start_that_is_lost_with_its_connection_costs_no_restart() {
     let lost = stored.iter().filter(|event| event["state"] == "lost");
     let said: Vec<_> = lost.map(|event| event["reason"].as_str().unwrap_or_default().to_owned()).collect();
     assert!(
-        said.len() == 6 && said[0] == "the order to start attempt 1 has not reached agent \"a\"",
+        said.len() == 6 && said[0] == "the order to start attempt 1 did not reach agent \"a\"",
         "{said:?}"
     );
 

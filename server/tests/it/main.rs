@@ -10,6 +10,7 @@ mod test_server;
 
 mod access;
 mod artifacts;
+mod checkpoint_copies;
 mod checks_before_starts;
 mod cursors;
 mod damaged_files;

@@ -64,7 +64,7 @@ async fn a_job_gives_way_with_a_checkpoint_and_continues_by_itself() {
     assert_eq!(
         job.reason.unwrap(),
         format!(
-            "being preempted by job {} of priority 5: its ranks finish their step and keep a checkpoint of it",
+            "being preempted by job {} of priority 5: its ranks finish their step and write a checkpoint",
             high.id
         )
     );
@@ -340,7 +340,7 @@ async fn nobody_is_stopped_for_a_job_that_cannot_start() {
     assert_eq!(server.delete(&format!("/jobs/{}", first.id)).await.0, 204);
     assert_eq!(server.post("/agents/id-a/undrain", &json!({})).await.0, 204);
     let high = server.until(high.id.as_str(), JobState::Failed).await;
-    assert!(high.reason.as_ref().unwrap().contains("it was deleted or not kept"), "{high:?}");
+    assert!(high.reason.as_ref().unwrap().contains("no longer exists"), "{high:?}");
     assert_eq!(server.job(low.id.as_str()).await.state, JobState::Starting);
     // The next word is about its report.
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;

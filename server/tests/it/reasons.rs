@@ -124,8 +124,7 @@ async fn a_change_of_format_is_told_while_the_job_runs_on() {
     let change =
         AttemptEvent::PrecisionFallback { step: 41, what: "the gradients of 5 steps in a row".into() };
     agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=41), change]).await;
-    let words =
-        "float16 could not hold the gradients of 5 steps in a row: continues in bfloat16 after step 41";
+    let words = "float16 could not hold the gradients of 5 steps in a row: training continues in bfloat16 after step 41";
     let job = server.job(&id).await;
     assert_eq!((job.state, job.reason.as_deref()), (JobState::Running, Some(words)));
     let response = server.stored(&id).await.into_iter().rfind(|e| e["type"] == "state").unwrap();

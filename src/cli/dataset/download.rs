@@ -2,6 +2,7 @@
 
 use super::known::Remote;
 use futures_util::StreamExt as _;
+use lockstep_protocol::backoff::Backoff;
 use reqwest::{
     Client, Response, StatusCode,
     header::{CONTENT_RANGE, RANGE},
@@ -17,8 +18,7 @@ use std::{
 
 /// Number of successive connections without new bytes after which a download is given up.
 const ATTEMPTS: u32 = 4;
-/// The first pause between two connections; each later pause is twice as long.
-const PAUSE: Duration = Duration::from_millis(250);
+const RETRY: Backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(2));
 
 /// Why a download failed.
 #[derive(Debug, PartialEq, Eq)]
@@ -130,7 +130,7 @@ async fn receive(
         if in_vain >= ATTEMPTS {
             return Err(Failure::Unreachable(broken));
         }
-        tokio::time::sleep(PAUSE * 2_u32.pow(in_vain)).await;
+        tokio::time::sleep(RETRY.after(in_vain + 1)).await;
     }
 }
 

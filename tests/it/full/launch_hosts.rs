@@ -155,7 +155,7 @@ async fn a_host_that_dies_is_named_and_a_second_launch_continues_without_it() {
                 all["attempts"].as_array().expect("attempts").iter().find(|one| one["attempt"] == 1).cloned();
             let reason = first.map(|first| first["reason"].to_string()).unwrap_or_default();
             // mpirun ends the other agent in order once it knows, which may be before the dead one's lease has ended.
-            reason.contains(&dead) || with == "mpirun" && reason.contains("was stopped in order")
+            reason.contains(&dead) || with == "mpirun" && reason.contains("was shut down")
         })
         .await;
         let job = site.get(&format!("/jobs/{id}")).await;

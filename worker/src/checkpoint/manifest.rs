@@ -1,36 +1,14 @@
 //! The manifest of a checkpoint: sizes and checksums, which reveal damage.
 
 use super::{CheckpointError, MANIFEST, STATE};
+pub use lockstep_protocol::checkpoint_files::{Files, Manifest, ManifestFile};
 use lockstep_protocol::{checkpoint_files, limits::STATE_FILE_BYTES};
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::{
-    collections::BTreeMap,
     fs::{self, File},
     io::{self, Read},
     path::Path,
 };
-
-/// Sizes and checksums of the checkpoint's other files.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Manifest {
-    /// The version of the format: 1.
-    pub version: u32,
-    pub epoch: u32,
-    pub step: u64,
-    pub files: Files,
-}
-
-/// Files by name.
-pub type Files = BTreeMap<String, ManifestFile>;
-
-/// A file's entry in the manifest.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ManifestFile {
-    pub size_bytes: u64,
-    /// In hexadecimal.
-    pub sha256: String,
-}
 
 pub(super) fn size_of(folder: &Path, manifest: &Manifest) -> u64 {
     let manifest_size = fs::metadata(folder.join(MANIFEST)).map_or(0, |m| m.len());

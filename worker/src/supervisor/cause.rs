@@ -208,7 +208,7 @@ mod tests {
         let unseen = RankEnd { rank: 0, exit: Some(Exit::Unseen), step: 9, ..Default::default() };
         assert_eq!(
             reason(std::slice::from_ref(&unseen)),
-            "rank 0 died at step 9 while no agent was watching it"
+            "rank 0 ended at step 9 while its agent was not running"
         );
         let finished = RankEnd { finished: true, ..unseen };
         assert!(finished.is_success());

@@ -11,7 +11,6 @@ use crate::{
     auth::{Auth, access::Caller},
     checkpoints::{
         Checkpoints,
-        holders::Holder,
         uploads::{PIECE_BYTES, Refused, Upload},
     },
     datasets::notes,
@@ -61,12 +60,8 @@ pub(crate) async fn begin(
     headers: HeaderMap,
 ) -> Result<StatusCode> {
     let asking = RequestingAgent::of(&auth, &caller, &headers, &job, attempt)?;
-    let has_rank_0 = asking.holds(&checkpoints.agents)?;
-    let agent = asking.agent_name(&checkpoints.agents);
-    let fencing_token = asking.attempt.fencing_token;
-    let holder = Holder { agent_id: asking.agent_id, agent, fencing_token };
-    let job_dir = checkpoints.config.job_dir(&asking.attempt.job);
-    blocking(move || holder.note(&job_dir, attempt, has_rank_0)).await?.map_err(|e| disk(&e))?;
+    asking.holds(&checkpoints.agents)?;
+    checkpoints.store.note_own_disk(&asking.attempt, &asking.agent_id).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -3,12 +3,12 @@
 use crate::{
     agents::Agents,
     auth::{Auth, access::Caller},
-    checkpoints::{Checkpoints, holders::Holder},
+    checkpoints::Checkpoints,
     http::{
         error::{Error, Result},
         extract::job_id,
     },
-    store::CheckpointRow,
+    store::{CheckpointRow, Holder},
 };
 use axum::http::HeaderMap;
 use lockstep_protocol::{
@@ -72,76 +72,42 @@ impl RequestingAgent {
 
     /// The row of a checkpoint that this agent has on its disk and may upload.
     pub(crate) async fn uploads(&self, checkpoints: &Checkpoints, name: &str) -> Result<CheckpointRow> {
-        let job_dir = checkpoints.config.job_dir(&self.attempt.job);
-        let (attempt, fencing_token) = (self.attempt.attempt, self.attempt.fencing_token);
-        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
-        let is_noted = Holder::of_agent(&job_dir, attempt, &self.agent_id)
-            .or_else(|| Holder::of(&job_dir, attempt).filter(is_its))
-            .is_some_and(|holder| holder.fencing_token == fencing_token);
-        let has_rank_0 = Holder::of(&job_dir, attempt).is_some_and(|holder| is_its(&holder));
         let not_its = || Error::Forbidden("this attempt's checkpoints are not this agent's to upload".into());
-        // There is no note of an attempt that waits for its dataset or was stopped meanwhile.
-        if !is_noted && !checkpoints.store.was_given(&self.attempt, &self.agent_id).await? {
+        let place =
+            checkpoints.store.given_place(&self.attempt, &self.agent_id).await?.ok_or_else(not_its)?;
+        let has_rank_0 = place.has_rank_0 && place.has_own_disk;
+        let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
+        let is_earlier = row.as_ref().is_some_and(|row| row.attempt != self.attempt.attempt);
+        // An attempt that waits for its dataset or was stopped meanwhile has not said whose its disk is; it may upload earlier checkpoints.
+        if !place.has_own_disk && !is_earlier {
             return Err(not_its());
         }
-        let row = checkpoints.store.checkpoint(&format!("{}-{name}", self.attempt.job)).await?;
-        let row = match row {
-            Some(row) if row.attempt != attempt => {
-                return self.uploads_earlier(checkpoints, row, name, has_rank_0);
-            }
-            _ if !is_noted => return Err(not_its()),
-            row => row,
-        };
+        let holds = checkpoints.agents.leases.held_by(&self.agent_id, &self.attempt).is_some();
         let Some(row) = row else {
             // Where it has not rank 0 it has one only if a rank was lost, and its report may be on its way.
-            let may_come =
-                has_rank_0 || checkpoints.agents.leases.held_by(&self.agent_id, &self.attempt).is_some();
-            return if may_come { Err(self.no_such(name)) } else { Err(not_its()) };
+            return if has_rank_0 || holds { Err(self.no_such(name)) } else { Err(not_its()) };
         };
-        let holders = Holder::all(&job_dir, attempt, name);
-        let first = checkpoints.on_its_way(&row).into_iter().chain(holders.clone()).next();
+        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
+        let all_holders = checkpoints.store.holders(&row.job).await?;
+        let holders = all_holders.get(&row.id).cloned().unwrap_or_default();
+        let has_it = holders.iter().any(is_its);
+        let first = checkpoints.on_its_way(&row, &all_holders).into_iter().chain(holders).next();
         match first.is_some_and(|first| is_its(&first)) {
+            // Whatever its own attempt does: this checkpoint may be the newest one, and no other agent has it.
             true => Ok(row),
             // If the first agent disconnects, this one may upload.
-            false if holders.iter().any(is_its) && !checkpoints.folder(&row).exists() => {
-                Err(uploaded_by_another())
+            false if has_it && !checkpoints.folder(&row).exists() => {
+                Err(Error::Unavailable("another machine uploads this checkpoint; try again".into()))
             }
+            // The agent continued from this checkpoint, and learns that it is uploaded.
+            false if is_earlier && has_it && has_rank_0 => Ok(row),
             // Its report of this checkpoint may still be on its way.
-            false if checkpoints.agents.leases.held_by(&self.agent_id, &self.attempt).is_some() => {
-                Err(self.no_such(name))
-            }
+            false if is_earlier || holds => Err(self.no_such(name)),
             false => Err(not_its()),
         }
-    }
-
-    /// As [`Self::uploads`], for a checkpoint of another attempt. An agent that has it uploads it whatever its own attempt does: it may be the
-    /// newest one, and no other agent has it.
-    fn uploads_earlier(
-        &self,
-        checkpoints: &Checkpoints,
-        row: CheckpointRow,
-        name: &str,
-        has_rank_0: bool,
-    ) -> Result<CheckpointRow> {
-        let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
-        let holders = Holder::all(&checkpoints.config.job_dir(&row.job), row.attempt, name);
-        let has_it = holders.iter().any(is_its);
-        let first = checkpoints.on_its_way(&row).into_iter().chain(holders).next();
-        if first.is_some_and(|first| is_its(&first)) {
-            return Ok(row);
-        }
-        if has_it && !checkpoints.folder(&row).exists() {
-            return Err(uploaded_by_another());
-        }
-        // The agent continued from this checkpoint, and learns that it is uploaded.
-        if has_it && has_rank_0 { Ok(row) } else { Err(self.no_such(name)) }
     }
 
     fn no_such(&self, name: &str) -> Error {
         Error::NotFound(format!("the job has no checkpoint {name} of this agent (any more)"))
     }
-}
-
-fn uploaded_by_another() -> Error {
-    Error::Unavailable("another machine uploads this checkpoint; try again".into())
 }

@@ -2,10 +2,7 @@
 
 use crate::{
     api::checkpoints::{check_regular, damaged, fetched, find, is_file, manifest, no_average, removed},
-    checkpoints::{
-        Checkpoints, artifact_fetches,
-        manifest::{Written, is_media_error},
-    },
+    checkpoints::{Checkpoints, artifact_fetches, manifest::ManifestFile},
     http::{
         conditional::{self, CACHING},
         error::{Error, Problem, Result},
@@ -20,7 +17,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use lockstep_protocol::checkpoint_files::{self, AVERAGE};
-use std::sync::Arc;
+use std::{io, sync::Arc};
 use tower_http::services::ServeFile;
 
 /// How often a file is compared with its manifest before it counts as damaged: the checkpoint may be replaced meanwhile, and a better copy
@@ -116,22 +113,25 @@ pub(crate) async fn file(
 ///
 /// # Errors
 /// It is damaged, and there is no better one.
-async fn whole(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow, name: &str) -> Result<Option<Written>> {
+async fn whole(
+    checkpoints: &Arc<Checkpoints>,
+    row: &CheckpointRow,
+    name: &str,
+) -> Result<Option<ManifestFile>> {
     let path = checkpoints.folder(row).join(name);
     let mut tries = 0;
     loop {
         let about = manifest(checkpoints, row).await?;
         check_regular(&path)?;
         let written = about.pointer(&format!("/files/{name}")).cloned();
-        let Some(written) = written.and_then(|written| serde_json::from_value::<Written>(written).ok())
+        let Some(written) = written.and_then(|written| serde_json::from_value::<ManifestFile>(written).ok())
         else {
             return Ok(None);
         };
-        let how = match checkpoints.verified_files.is_whole(path.clone(), &written).await {
-            Ok(false) => format!("the bytes of its {name} are not those that were written"),
-            Err(error) if is_media_error(&error) => format!("its {name} cannot be read ({error})"),
+        let how = match checkpoints.verified_files.check(path.clone(), &written).await {
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => error.to_string(),
             // One that is missing, or cannot be read for now, is found out when it is sent.
-            Ok(true) | Err(_) => return Ok(Some(written)),
+            _ => return Ok(Some(written)),
         };
         tries += 1;
         // Files of two moments are no damage.

@@ -19,7 +19,7 @@ use crate::{
         extract::{Path, Query},
     },
     scheduler::Scheduler,
-    store::{CheckpointRow, Store},
+    store::{CheckpointRow, Holders, Store},
     util::regular,
 };
 use axum::{Json, extract::State, http::HeaderMap, response::Response};
@@ -154,8 +154,9 @@ pub(crate) struct CheckpointDetail {
 }
 
 impl Checkpoint {
-    fn of(checkpoints: &Checkpoints, row: CheckpointRow) -> Self {
-        let uploading_from = checkpoints.on_its_way(&row).into_iter().next().map(|holder| holder.agent);
+    fn of(checkpoints: &Checkpoints, row: CheckpointRow, holders: &Holders) -> Self {
+        let uploading_from =
+            checkpoints.on_its_way(&row, holders).into_iter().next().map(|holder| holder.agent);
         let stored = checkpoints.stored_state(&row);
         let CheckpointRow { id, attempt, info, created_at, .. } = row;
         Self { id, attempt, info, created_at, uploading_from, stored }
@@ -176,7 +177,8 @@ pub(crate) async fn list(
 ) -> Result<Response> {
     let job = jobs::find(&scheduler, &id).await?;
     let rows = scheduler.store.checkpoints(&job.id).await?;
-    let rows = rows.into_iter().map(|row| Checkpoint::of(&checkpoints, row)).collect();
+    let holders = scheduler.store.holders(&job.id).await?;
+    let rows = rows.into_iter().map(|row| Checkpoint::of(&checkpoints, row, &holders)).collect();
     tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, rows, &params)?))
 }
 
@@ -191,9 +193,10 @@ pub(crate) async fn show(
 ) -> Result<Json<CheckpointDetail>> {
     let row = find(&*checkpoints.store, &id).await?;
     let files = manifest(&checkpoints, &row).await?.get("files").cloned().unwrap_or_default();
+    let holders = checkpoints.store.holders(&row.job).await?;
     Ok(Json(CheckpointDetail {
         job: row.job.to_string(),
-        checkpoint: Checkpoint::of(&checkpoints, row),
+        checkpoint: Checkpoint::of(&checkpoints, row, &holders),
         files,
     }))
 }
@@ -227,7 +230,8 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
 /// # Errors
 /// It is on its way, or cannot be fetched.
 pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
-    if let Some(holder) = checkpoints.on_its_way(row).into_iter().next() {
+    let holders = checkpoints.store.holders(&row.job).await?;
+    if let Some(holder) = checkpoints.on_its_way(row, &holders).into_iter().next() {
         return Err(Error::Conflict(
             format!(
                 "this checkpoint is still being uploaded from {}; ask again, or use an older one",

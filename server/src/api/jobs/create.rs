@@ -22,7 +22,6 @@ use bytes::Bytes;
 use lockstep_protocol::{Job, JobId, JobSpec, labels};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
-use std::fmt::Write as _;
 use std::sync::Arc;
 
 /// The longest `Idempotency-Key`.
@@ -162,14 +161,10 @@ pub(in crate::api) fn idempotency_key(
     })?;
     // A path has no NUL, so no two requests have the same text.
     let request = Sha256::new().chain_update(uri.path()).chain_update([0]).chain_update(body).finalize();
-    let hash = request.iter().fold(String::new(), |mut hex, byte| {
-        let _ = write!(hex, "{byte:02x}");
-        hex
-    });
     // Where jobs have owners, two people may choose the same key. No name has the character between.
     let key = match caller.owner().filter(|_| auth.access.has_people()) {
         Some(owner) => format!("{owner}\u{1f}{key}"),
         None => key.to_owned(),
     };
-    Ok(Some((key, hash)))
+    Ok(Some((key, hex::encode(request))))
 }

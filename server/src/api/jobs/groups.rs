@@ -130,7 +130,7 @@ impl Group {
         let json = serde_json::to_string(&row.values);
         let mut id = json.map_err(|e| Error::Internal(format!("a group: {e}")))?;
         if id.len() > ID_BYTES {
-            id = Sha256::digest(&id).iter().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"));
+            id = hex::encode(Sha256::digest(&id));
         }
         Ok(Self {
             jobs: row.states.iter().map(|(_, count)| count).sum(),

@@ -7,10 +7,11 @@
 //! checked, and refused without a check beyond the limit. An address from which the person has signed in before (since the server's
 //! start) has a counter of its own, so guessing elsewhere does not lock the person out.
 
+use crate::config::addresses::client_key;
 use std::{
     collections::HashMap,
     hash::Hash,
-    net::{IpAddr, Ipv6Addr},
+    net::IpAddr,
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -36,16 +37,6 @@ struct Counters {
     names: Counts<String>,
     /// Names and addresses that they have signed in from.
     familiar: Counts<(String, IpAddr)>,
-}
-
-/// What is counted as one address: of IPv6 the /64 network, because a host there has 2^64 addresses.
-fn network(address: IpAddr) -> IpAddr {
-    match address {
-        IpAddr::V6(v6) if v6.to_ipv4_mapped().is_none() => {
-            IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64))
-        }
-        other => other.to_canonical(),
-    }
 }
 
 /// How long to wait until a counter is reset, if it is full.
@@ -101,7 +92,7 @@ impl Attempts {
     /// Counts a failure with a token or a code.
     pub(super) fn failed(&self, from: IpAddr) -> Result<(), Duration> {
         let mut counters = self.counters();
-        let from = network(from);
+        let from = client_key(from);
         counters.make_room(from)?;
         let (count, since) = add(&mut counters.addresses, from);
         if count <= MOST { Ok(()) } else { Err(WINDOW.saturating_sub(since.elapsed())) }
@@ -109,12 +100,12 @@ impl Attempts {
 
     /// Whether an address has failures left.
     pub(super) fn check(&self, from: IpAddr) -> Result<(), Duration> {
-        full(&self.counters().addresses, &network(from), MOST).map_or(Ok(()), Err)
+        full(&self.counters().addresses, &client_key(from), MOST).map_or(Ok(()), Err)
     }
 
     /// Takes back the last failure that was counted for an address: it was none.
     pub(super) fn was_right(&self, from: IpAddr) {
-        take_back(&mut self.counters().addresses, &network(from));
+        take_back(&mut self.counters().addresses, &client_key(from));
     }
 
     /// Counts an attempt with a name and a password before it is checked. Returns whether the person has signed in from this address
@@ -124,7 +115,7 @@ impl Attempts {
     /// How long to wait, beyond the limit.
     pub(super) fn begin(&self, name: &str, from: IpAddr) -> Result<bool, Duration> {
         let mut counters = self.counters();
-        let from = network(from);
+        let from = client_key(from);
         let pair = (name.to_owned(), from);
         if counters.familiar.contains_key(&pair) {
             if let Some(wait) = full(&counters.familiar, &pair, MOST) {
@@ -149,7 +140,7 @@ impl Attempts {
     /// Takes back the last attempt: its password was correct.
     pub(super) fn succeeded(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
-        let from = network(from);
+        let from = client_key(from);
         let pair = (name.to_owned(), from);
         if counters.familiar.contains_key(&pair) {
             take_back(&mut counters.familiar, &pair);
@@ -164,7 +155,7 @@ impl Attempts {
     /// Takes back the last attempt: it was not checked.
     pub(super) fn not_checked(&self, name: &str, from: IpAddr) {
         let mut counters = self.counters();
-        let from = network(from);
+        let from = client_key(from);
         let pair = (name.to_owned(), from);
         if counters.familiar.contains_key(&pair) {
             take_back(&mut counters.familiar, &pair);
@@ -204,10 +195,6 @@ mod tests {
         }
         assert!(attempts.failed([255, 0, 0, 1].into()).is_err());
         assert!(attempts.begin("ada", [255, 0, 0, 1].into()).is_err());
-        let one: IpAddr = "2001:db8::1".parse().unwrap();
-        assert_eq!(network(one), network("2001:db8::2".parse().unwrap()));
-        assert_ne!(network(one), network("2001:db8:0:1::1".parse().unwrap()));
-        assert_eq!(network("::ffff:10.0.0.1".parse().unwrap()), IpAddr::from([10, 0, 0, 1]));
     }
 
     #[test]

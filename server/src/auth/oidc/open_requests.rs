@@ -1,12 +1,15 @@
 //! Sign-ins under way: browsers that were sent to the provider and are not back. In memory alone.
 
-use crate::auth::access::{Secret, same_secret};
+use crate::{
+    auth::access::{Secret, same_secret},
+    config::addresses::client_key,
+};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
 use std::{
     collections::HashMap,
     io,
-    net::{IpAddr, Ipv6Addr},
+    net::IpAddr,
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -50,7 +53,7 @@ impl OpenRequests {
         let (state, cookie) = (Secret::plain()?, Secret::plain()?);
         let (nonce, verifier) = (Secret::plain()?.text, Secret::plain()?.text);
         let challenge = URL_SAFE_NO_PAD.encode(Sha256::digest(verifier.as_bytes()));
-        let from = network(from);
+        let from = client_key(from);
         let request = OpenRequest {
             nonce: nonce.clone(),
             verifier,
@@ -92,14 +95,6 @@ fn forget_oldest(open: &mut HashMap<String, OpenRequest>, of: impl Fn(&OpenReque
     let oldest = open.iter().filter(|(_, request)| of(request)).min_by_key(|(_, request)| request.since);
     if let Some(state) = oldest.map(|(state, _)| state.clone()) {
         open.remove(&state);
-    }
-}
-
-/// Whoever has one IPv6 address has 2^64 of them.
-fn network(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64)),
-        v4 => v4,
     }
 }
 

@@ -90,7 +90,7 @@ fn whoever_needs_a_checkpoint_joins_the_fetch_that_runs() {
 
 #[test]
 fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
-    let seconds = |failures| pause(failures).as_secs();
+    let seconds = |failures| FETCH_AGAIN.after(failures).as_secs();
     assert_eq!([1, 2, 3, 4, 5, 6].map(seconds), [3, 6, 12, 24, 48, 60]);
     assert_eq!(seconds(u32::MAX), 60);
     let dir = tempfile::tempdir().unwrap();
@@ -98,10 +98,10 @@ fn the_pause_after_a_failed_fetch_doubles_up_to_a_minute() {
     let (_, sender) = store.fetch("a");
     store.fetched("a", &sender.unwrap(), Err(NotFetched::Missing));
     assert_eq!(store.fetch("a").0.failures, 1);
-    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.0;
+    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.first;
     let (_, sender) = store.fetch("a");
     store.fetched("a", &sender.expect("it is tried again"), Err(NotFetched::Missing));
-    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.0;
+    lock(&store.fetches).get_mut("a").unwrap().since -= FETCH_AGAIN.first;
     let (failed, none) = store.fetch("a");
     assert!(none.is_none() && failed.failures == 2, "now the pause is longer");
 }

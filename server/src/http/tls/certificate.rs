@@ -1,8 +1,16 @@
-//! What a certificate says: its names, when it begins and ends, and who it is for. Read from its DER encoding (X.690, RFC 5280);
-//! whether it is to be trusted is for clients to decide, so no signature is checked here.
+//! What a certificate says: its names, when it begins and ends, and who it is for. Whether it is to be trusted is for clients to decide, so
+//! no signature is checked here.
 
 use jiff::Timestamp;
 use std::{fmt, net::IpAddr};
+use x509_parser::{
+    certificate::{Validity, X509Certificate},
+    extensions::GeneralName,
+    prelude::FromDer,
+    revocation_list::CertificateRevocationList,
+    time::ASN1Time,
+    x509::AttributeTypeAndValue,
+};
 
 /// A name that a certificate is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,26 +65,31 @@ pub struct Facts {
 impl Facts {
     /// Reads a certificate; none when it is no X.509 certificate.
     pub fn read(der: &[u8]) -> Option<Self> {
-        let mut certificate = Der(Der(der).take(SEQUENCE)?);
-        let mut fields = Der(certificate.take(SEQUENCE)?);
-        if fields.tag() == Some(VERSION) {
-            fields.next()?;
-        }
-        let serial = fields.take(INTEGER)?.to_vec();
-        let _signature = fields.take(SEQUENCE)?;
-        let _issuer = fields.take(SEQUENCE)?;
-        let mut validity = Der(fields.take(SEQUENCE)?);
-        let (not_before, not_after) = (time(validity.next()?)?, time(validity.next()?)?);
-        let subject = fields.take(SEQUENCE)?;
-        let (common_name, subject_name) = (common_name(subject), subject_name(subject));
-        let _public_key = fields.take(SEQUENCE)?;
+        let (_, certificate) = X509Certificate::from_der(der).ok()?;
+        let subject = certificate.subject();
+        let text = |name: &AttributeTypeAndValue<'_>| String::from_utf8(name.as_slice().to_vec()).ok();
+        let subject_name = subject.iter_common_name().last().and_then(text);
+        let common_name = subject_name.clone().filter(|_| subject.iter_attributes().count() == 1);
         let mut names = Vec::new();
-        while let Some((tag, content)) = fields.next() {
-            if tag == EXTENSIONS {
-                names = alternative_names(content)?;
+        for name in
+            certificate.subject_alternative_name().ok()?.iter().flat_map(|all| &all.value.general_names)
+        {
+            match name {
+                GeneralName::DNSName(name) => names.push(Name::Dns((*name).to_owned())),
+                GeneralName::IPAddress(bytes) => names.push(Name::Address(address(bytes)?)),
+                GeneralName::Invalid(..) => return None,
+                _ => {}
             }
         }
-        Some(Self { serial, common_name, subject_name, not_before, not_after, names })
+        let Validity { not_before, not_after } = certificate.validity();
+        Some(Self {
+            serial: certificate.raw_serial().to_vec(),
+            common_name,
+            subject_name,
+            not_before: timestamp(*not_before),
+            not_after: timestamp(*not_after),
+            names,
+        })
     }
 
     /// Whole days until it ends; 0 when it has.
@@ -100,152 +113,22 @@ impl Facts {
 
 /// When a certificate revocation list is to be replaced by the next (RFC 5280, section 5.1); none where it does not say, or is none.
 pub(super) fn next_update(list: &[u8]) -> Option<Timestamp> {
-    let mut list = Der(Der(list).take(SEQUENCE)?);
-    let mut fields = Der(list.take(SEQUENCE)?);
-    if fields.tag() == Some(INTEGER) {
-        // Its version.
-        fields.next()?;
-    }
-    let _signature = fields.take(SEQUENCE)?;
-    let _issuer = fields.take(SEQUENCE)?;
-    let _this_update = fields.next()?;
-    time(fields.next()?)
+    let (_, list) = CertificateRevocationList::from_der(list).ok()?;
+    list.next_update().map(timestamp)
 }
 
 const DAY: i64 = 24 * 3600;
 /// Of a certificate that is valid for longer, so many seconds before its end somebody should renew it.
 const SOON: i64 = 90 * DAY;
 
-const INTEGER: u8 = 0x02;
-const OCTETS: u8 = 0x04;
-const OBJECT_ID: u8 = 0x06;
-const UTC_TIME: u8 = 0x17;
-const GENERALIZED_TIME: u8 = 0x18;
-const SEQUENCE: u8 = 0x30;
-const SET: u8 = 0x31;
-const VERSION: u8 = 0xa0;
-const EXTENSIONS: u8 = 0xa3;
-const DNS_NAME: u8 = 0x82;
-const IP_ADDRESS: u8 = 0x87;
-/// 2.5.4.3
-const COMMON_NAME_ID: &[u8] = &[0x55, 0x04, 0x03];
-/// 2.5.29.17
-const ALTERNATIVE_NAMES_ID: &[u8] = &[0x55, 0x1d, 0x11];
-
-/// Elements one after another: tag, length, content.
-struct Der<'a>(&'a [u8]);
-
-impl<'a> Der<'a> {
-    fn tag(&self) -> Option<u8> {
-        self.0.first().copied()
-    }
-
-    fn next(&mut self) -> Option<(u8, &'a [u8])> {
-        let (&tag, rest) = self.0.split_first()?;
-        let (&first, rest) = rest.split_first()?;
-        let (length, rest) = match first {
-            0..=0x7f => (usize::from(first), rest),
-            // More than four bytes of length are longer than any file that is read.
-            0x81..=0x84 => {
-                let (length, rest) = rest.split_at_checked(usize::from(first - 0x80))?;
-                (length.iter().fold(0, |all, &byte| all << 8 | usize::from(byte)), rest)
-            }
-            _ => return None,
-        };
-        let (content, rest) = rest.split_at_checked(length)?;
-        self.0 = rest;
-        Some((tag, content))
-    }
-
-    fn take(&mut self, wanted: u8) -> Option<&'a [u8]> {
-        self.next().filter(|(tag, _)| *tag == wanted).map(|(_, content)| content)
-    }
-}
-
-/// `YYMMDDhhmmssZ` until 2049, `YYYYMMDDhhmmssZ` otherwise.
-fn time((tag, content): (u8, &[u8])) -> Option<Timestamp> {
-    let text = std::str::from_utf8(content).ok()?.strip_suffix('Z')?;
-    let (year, rest) = match tag {
-        UTC_TIME => {
-            let (year, rest) = text.split_at_checked(2)?;
-            let year: u16 = year.parse().ok()?;
-            (if year < 50 { 2000 + year } else { 1900 + year }, rest)
-        }
-        GENERALIZED_TIME => {
-            let (year, rest) = text.split_at_checked(4)?;
-            (year.parse().ok()?, rest)
-        }
-        _ => return None,
-    };
-    if rest.len() != 10 || !rest.bytes().all(|byte| byte.is_ascii_digit()) {
-        return None;
-    }
-    // "Never ends" is the last second of the year 9999, which is later than the latest time there is here.
-    if year == 9999 {
-        return Some(Timestamp::MAX);
-    }
-    let two = |at: usize| &rest[at..at + 2];
-    let (month, day, hour, minute, second) = (two(0), two(2), two(4), two(6), two(8));
-    format!("{year:04}-{month}-{day}T{hour}:{minute}:{second}Z").parse().ok()
-}
-
-fn common_name(subject: &[u8]) -> Option<String> {
-    let mut parts = Der(subject);
-    let mut attributes = Der(parts.take(SET)?);
-    let mut attribute = Der(attributes.take(SEQUENCE)?);
-    let is_it = attribute.take(OBJECT_ID)? == COMMON_NAME_ID;
-    let (_, text) = attribute.next()?;
-    let alone = parts.0.is_empty() && attributes.0.is_empty();
-    (is_it && alone).then(|| String::from_utf8(text.to_vec()).ok())?
-}
-
-/// As [`common_name`], among other parts.
-fn subject_name(subject: &[u8]) -> Option<String> {
-    let (mut parts, mut found) = (Der(subject), None);
-    while let Some(part) = parts.take(SET) {
-        let mut attributes = Der(part);
-        while let Some(attribute) = attributes.take(SEQUENCE) {
-            let mut attribute = Der(attribute);
-            if attribute.take(OBJECT_ID)? == COMMON_NAME_ID {
-                let (_, text) = attribute.next()?;
-                found = String::from_utf8(text.to_vec()).ok();
-            }
-        }
-    }
-    found
-}
-
-fn alternative_names(extensions: &[u8]) -> Option<Vec<Name>> {
-    let mut extensions = Der(Der(extensions).take(SEQUENCE)?);
-    let mut names = Vec::new();
-    while let Some((_, extension)) = extensions.next() {
-        let mut parts = Der(extension);
-        if parts.take(OBJECT_ID)? != ALTERNATIVE_NAMES_ID {
-            continue;
-        }
-        // Whether it is critical may stand before.
-        let mut content = None;
-        while let Some((tag, part)) = parts.next() {
-            content = (tag == OCTETS).then_some(part).or(content);
-        }
-        let mut all = Der(Der(content?).take(SEQUENCE)?);
-        while let Some((tag, name)) = all.next() {
-            match tag {
-                DNS_NAME => names.push(Name::Dns(String::from_utf8(name.to_vec()).ok()?)),
-                IP_ADDRESS => names.push(Name::Address(address(name)?)),
-                _ => {}
-            }
-        }
-    }
-    Some(names)
+/// "Never ends" is the last second of the year 9999, which is later than the latest time there is here.
+fn timestamp(time: ASN1Time) -> Timestamp {
+    Timestamp::from_second(time.timestamp()).unwrap_or(Timestamp::MAX)
 }
 
 fn address(bytes: &[u8]) -> Option<IpAddr> {
-    match bytes.len() {
-        4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
-        16 => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
-        _ => None,
-    }
+    let v4 = <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    v4.or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).ok()
 }
 
 #[cfg(test)]
@@ -271,6 +154,8 @@ mod tests {
         assert_eq!(facts.common_name.as_deref(), Some("rcgen self signed cert"));
         let far = Facts::read(&certificate(|p| p.not_after = date_time_ymd(2080, 1, 1))).unwrap();
         assert_eq!(far.not_after, "2080-01-01T00:00:00Z".parse().unwrap());
+        let never = Facts::read(&certificate(|p| p.not_after = date_time_ymd(9999, 12, 31))).unwrap();
+        assert_eq!(never.not_after, Timestamp::MAX);
         let subject = |p: &mut CertificateParams| p.distinguished_name.push(DnType::OrganizationName, "Lab");
         let of_lab = Facts::read(&certificate(subject)).unwrap();
         assert_eq!(of_lab.common_name, None);

@@ -8,7 +8,7 @@ use rustls::{
     sign::CertifiedKey,
 };
 use sha2::{Digest, Sha256};
-use std::{fmt::Write as _, fs::File, io::Read, os::unix::fs::MetadataExt, path::Path, sync::Arc};
+use std::{fs::File, io::Read, os::unix::fs::MetadataExt, path::Path, sync::Arc};
 
 /// The longest file that is read: a chain has a few kilobytes.
 const FILE_BYTES: u64 = 1 << 20;
@@ -148,11 +148,7 @@ pub(super) fn read(path: &Path, private: bool) -> Result<Vec<u8>, String> {
 
 /// SHA-256 of a certificate, as browsers show it.
 pub(super) fn fingerprint(der: &[u8]) -> String {
-    let mut text = String::new();
-    for byte in Sha256::digest(der) {
-        let _ = write!(text, "{}{byte:02X}", if text.is_empty() { "" } else { ":" });
-    }
-    text
+    Sha256::digest(der).iter().map(|byte| format!("{byte:02X}")).collect::<Vec<_>>().join(":")
 }
 
 #[cfg(test)]

@@ -1,9 +1,6 @@
 //! The names and addresses of this machine, for which the server makes its own certificate.
 
-use std::{
-    fs,
-    net::{IpAddr, Ipv4Addr, Ipv6Addr, UdpSocket},
-};
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 /// A machine with more, such as one of many containers, is not reached by each of them.
 const MOST_ADDRESSES: usize = 32;
@@ -25,19 +22,17 @@ pub(super) fn of_this_machine() -> Vec<String> {
 
 /// The addresses at which other machines may reach this one, that of the default route first; those of one link alone are left out.
 pub fn addresses() -> Vec<IpAddr> {
-    let v4 = fs::read_to_string("/proc/net/fib_trie").unwrap_or_default();
-    let v6 = fs::read_to_string("/proc/net/if_inet6").unwrap_or_default();
+    let is_link_local = |ip: &IpAddr| matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
     let mut found: Vec<IpAddr> = Vec::new();
-    for address in local_v4(&v4).into_iter().map(IpAddr::V4).chain(local_v6(&v6).into_iter().map(IpAddr::V6))
-    {
-        if !address.is_loopback() && !found.contains(&address) {
-            found.push(address);
+    for ip in interfaces.iter().map(if_addrs::Interface::ip) {
+        if !ip.is_loopback() && !is_link_local(&ip) && !found.contains(&ip) {
+            found.push(ip);
         }
     }
-    if let Some(outward) = outward().and_then(|address| found.iter().position(|f| *f == address)) {
-        // Those of bridges for containers come before it in the tables, and no other machine reaches them.
-        found[..=outward].rotate_right(1);
-    }
+    // Of IPv4 first. The addresses of bridges for containers may come before that of the default route, and no other machine reaches them.
+    let outward = outward();
+    found.sort_by_key(|ip| (Some(*ip) != outward, ip.is_ipv6()));
     found.truncate(MOST_ADDRESSES);
     found
 }
@@ -48,27 +43,6 @@ fn outward() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     socket.connect((Ipv4Addr::new(203, 0, 113, 1), 9)).ok()?;
     Some(socket.local_addr().ok()?.ip())
-}
-
-/// In the routing table of IPv4, `/32 host LOCAL` below an address says that it is this machine's.
-fn local_v4(trie: &str) -> Vec<Ipv4Addr> {
-    let mut last: Option<Ipv4Addr> = None;
-    let mut found = Vec::new();
-    for line in trie.lines().map(str::trim) {
-        if let Some(address) = line.strip_prefix("|-- ") {
-            last = address.parse().ok();
-        } else if line == "/32 host LOCAL" {
-            found.extend(last.take());
-        }
-    }
-    found
-}
-
-/// 32 hexadecimal digits, then numbers and the interface.
-fn local_v6(table: &str) -> Vec<Ipv6Addr> {
-    let read =
-        |line: &str| u128::from_str_radix(line.split_whitespace().next()?, 16).ok().map(Ipv6Addr::from);
-    table.lines().filter_map(read).filter(|address| !address.is_unicast_link_local()).collect()
 }
 
 /// Whether a certificate can be for it: a DNS name (perhaps with `*` as its first label) or an address.
@@ -89,17 +63,6 @@ pub(super) fn is_name(name: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn addresses_are_found_in_the_systems_tables() {
-        let trie = "Main:\n  +-- 0.0.0.0/0 3 0 5\n     |-- 10.0.2.0\n        /24 link UNICAST\n     |-- 10.0.2.15\n        \
-                    /32 host LOCAL\n     |-- 10.0.2.255\n        /32 link BROADCAST\n     |-- 127.0.0.1\n        /32 host LOCAL\n";
-        assert_eq!(local_v4(trie), [Ipv4Addr::new(10, 0, 2, 15), Ipv4Addr::LOCALHOST]);
-        let table = "00000000000000000000000000000001 01 80 10 80       lo\n\
-                     fe800000000000000000000000000001 02 40 20 80     eth0\n\
-                     20010db8000000000000000000000007 02 40 00 80     eth0\nnonsense\n";
-        assert_eq!(local_v6(table), [Ipv6Addr::LOCALHOST, "2001:db8::7".parse::<Ipv6Addr>().unwrap()]);
-    }
 
     #[test]
     fn names_are_dns_names_or_addresses() {

@@ -41,8 +41,9 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
     let (all, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
     let newest = rows.iter().map(|row| row.info.step).max();
     let mut left = BTreeSet::new();
+    let all_holders = scheduler.store.holders(&job.id).await?;
     for row in rows {
-        let holders = scheduler.checkpoints.on_its_way(&row);
+        let holders = scheduler.checkpoints.on_its_way(&row, &all_holders);
         let is_missing = match holders.is_empty() {
             false => holders.iter().all(|holder| holder.agent_id != agent),
             true => {

@@ -8,7 +8,6 @@ use super::{
     skip_permanent_error,
 };
 use crate::{
-    checkpoints::holders::Holder,
     datasets::notes,
     lifecycle,
     scheduler::{AgentState, Scheduler, Start, address, device_for},
@@ -17,6 +16,7 @@ use crate::{
 use futures_util::future::join_all;
 use lockstep_protocol::{
     agent::{AttemptRef, MARK, RankNetwork, StartAttempt, StartFiles, ToAgent},
+    backoff::Backoff,
     dataset::Dataset,
     job::{Job, JobId, JobState},
     reason::{Facts, Reason, ReasonCode},
@@ -33,7 +33,7 @@ use std::{
 const TOGETHER: usize = 64;
 
 /// Pauses between attempts to find out what became of claims: the first and the longest.
-const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const ASK_AGAIN: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
 /// A job that may be claimed, with what it needs.
 struct Prepared {
@@ -205,16 +205,15 @@ async fn find_claimed(
     claims: &[Claim],
     error: StoreError,
 ) -> Result<Vec<Option<Claimed>>> {
-    let (mut pause, longest) = ASK_AGAIN;
+    let mut backoff = ASK_AGAIN;
     let found = loop {
         match read_claimed(scheduler, claims).await {
             Err(again) if again.may_pass() => {
                 tracing::warn!(error = %again, "what became of a claim is not known; asking again");
                 tokio::select! {
-                    () = tokio::time::sleep(pause) => {}
+                    () = tokio::time::sleep(backoff.pause()) => {}
                     () = scheduler.tasks.stopping.cancelled() => return Err(error),
                 }
-                pause = (pause * 2).min(longest);
             }
             found => break found?,
         }
@@ -359,13 +358,14 @@ fn master_address(chosen: &[(Arc<AgentState>, Vec<u32>)]) -> Option<&str> {
 
 /// The files of each job that agents without the server's disk need. By the mark an agent sees whether it has this disk.
 async fn start_files(scheduler: &Scheduler, prepared: &[Prepared]) -> Vec<StartFiles> {
-    let folder = |claim: &Claim| (scheduler.config.job_dir(&claim.job), claim.after_attempt + 1);
-    let folders: Vec<_> = prepared.iter().map(|prepared| folder(&prepared.claim)).collect();
+    let folders: Vec<_> =
+        prepared.iter().map(|prepared| scheduler.config.job_dir(&prepared.claim.job)).collect();
     let number = folders.len();
     // The other fields are set when the order is sent.
-    let files = |(folder, attempt): (PathBuf, u32)| {
-        Holder::forget_all(&folder, attempt);
-        StartFiles { mark: mark(&folder), dataset: notes::dataset_note(&folder), ..StartFiles::default() }
+    let files = |folder: PathBuf| StartFiles {
+        mark: mark(&folder),
+        dataset: notes::dataset_note(&folder),
+        ..StartFiles::default()
     };
     let all = tokio::task::spawn_blocking(move || folders.into_iter().map(files).collect());
     all.await.unwrap_or_else(|_| vec![StartFiles::default(); number])

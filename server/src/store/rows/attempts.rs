@@ -20,6 +20,22 @@ pub struct Place {
     pub ranks: Vec<(u32, u32)>,
 }
 
+impl Place {
+    /// Rank 0 writes the checkpoints.
+    pub(crate) fn has_rank_0(&self) -> bool {
+        self.ranks.iter().any(|(rank, _)| *rank == 0)
+    }
+}
+
+/// What an agent was given of an attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GivenPlace {
+    /// Rank 0, which writes the checkpoints.
+    pub has_rank_0: bool,
+    /// It has said that it keeps them on a disk of its own.
+    pub has_own_disk: bool,
+}
+
 /// The wish to start a job's next attempt.
 #[derive(Debug, Clone)]
 pub struct Claim {

@@ -1,14 +1,17 @@
 //! Attempts: claims, those that may write, and all there were.
 
 use super::{
-    Connection, DbRow, SqlStore, events,
+    Connection, DbRow, SqlStore,
+    checkpoint_copies::AGENT,
+    events,
     jobs::{append, load_all, read, save},
     together,
 };
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Changed, Claim, Claimed, Occupant, Place, Result, StoreError,
+        AttemptRow, Changed, Claim, Claimed, GivenPlace, Holder, Holders, Occupant, Place, Result,
+        StoreError,
         quarantine::{self, readable},
         values::{fencing, json, new_fencing, reached, small, time, uint},
     },
@@ -48,18 +51,80 @@ impl SqlStore {
         Ok(places.map(|places| read(job.as_str(), "places", &places)).unwrap_or_default())
     }
 
-    pub(super) async fn has_given(&self, attempt: &AttemptRef, agent_id: &str) -> Result<bool> {
+    pub(super) async fn write_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        let own_disks: Option<String> =
+            sqlx::query_scalar("SELECT own_disks FROM attempts WHERE job_id = $1 AND attempt = $2")
+                .bind(attempt.job.as_str())
+                .bind(i64::from(attempt.attempt))
+                .fetch_optional(&mut *db)
+                .await?;
+        let mut own_disks: Vec<String> = own_disks
+            .map(|own_disks| read(attempt.job.as_str(), "own_disks", &own_disks))
+            .unwrap_or_default();
+        if !own_disks.iter().any(|id| id == agent_id) {
+            own_disks.push(agent_id.to_owned());
+            sqlx::query("UPDATE attempts SET own_disks = $3 WHERE job_id = $1 AND attempt = $2")
+                .bind(attempt.job.as_str())
+                .bind(i64::from(attempt.attempt))
+                .bind(json(&own_disks)?)
+                .execute(&mut *db)
+                .await?;
+        }
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn read_given_place(
+        &self,
+        attempt: &AttemptRef,
+        agent_id: &str,
+    ) -> Result<Option<GivenPlace>> {
         let row = sqlx::query(
-            "SELECT fencing_token, fencing_secret, places FROM attempts WHERE job_id = $1 AND attempt = $2",
+            "SELECT fencing_token, fencing_secret, places, own_disks FROM attempts WHERE job_id = $1 AND attempt = $2",
         )
         .bind(attempt.job.as_str())
         .bind(i64::from(attempt.attempt))
         .fetch_optional(&self.reader)
         .await?;
-        let Some(row) = row else { return Ok(false) };
+        let Some(row) = row else { return Ok(None) };
         let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
         let places: Vec<Place> = read(attempt.job.as_str(), "places", row.try_get("places")?);
-        Ok(token == attempt.fencing_token && places.iter().any(|place| place.agent_id == agent_id))
+        let own_disks: Vec<String> = read(attempt.job.as_str(), "own_disks", row.try_get("own_disks")?);
+        let place = places.into_iter().find(|place| place.agent_id == agent_id);
+        Ok(place.filter(|_| token == attempt.fencing_token).map(|place| GivenPlace {
+            has_rank_0: place.has_rank_0(),
+            has_own_disk: own_disks.iter().any(|id| id == agent_id),
+        }))
+    }
+
+    pub(super) async fn read_holders(&self, job: &JobId) -> Result<Holders> {
+        let rows = sqlx::query(
+            "SELECT k.id, a.places, a.own_disks, c.location FROM checkpoints k \
+             JOIN attempts a ON a.job_id = k.job_id AND a.attempt = k.attempt \
+             JOIN checkpoint_copies c ON c.checkpoint_id = k.id WHERE k.job_id = $1 AND a.own_disks <> '[]'",
+        )
+        .bind(job.as_str())
+        .fetch_all(&self.reader)
+        .await?;
+        let mut found: HashMap<String, Vec<(usize, Holder)>> = HashMap::new();
+        for row in &rows {
+            let location: &str = row.try_get("location")?;
+            let Some(agent_id) = location.strip_prefix(AGENT) else { continue };
+            let own_disks: Vec<String> = read(job.as_str(), "own_disks", row.try_get("own_disks")?);
+            let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+            let place = places.into_iter().enumerate().find(|(_, place)| place.agent_id == agent_id);
+            if let Some((n, Place { agent_id, agent, .. })) = place
+                && own_disks.contains(&agent_id)
+            {
+                // That of rank 0 is the first.
+                found.entry(row.try_get("id")?).or_default().push((n, Holder { agent_id, agent }));
+            }
+        }
+        let sorted = found.into_iter().map(|(checkpoint, mut holders)| {
+            holders.sort_by_key(|(n, _)| *n);
+            (checkpoint, holders.into_iter().map(|(_, holder)| holder).collect())
+        });
+        Ok(sorted.collect())
     }
 
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {

@@ -4,7 +4,7 @@
 use super::{
     super::dialect::{AFTER_COPY, SCHEMA},
     Connection, DbRow,
-    stored_checkpoints::RESTORED,
+    checkpoint_copies::RESTORED,
 };
 use crate::store::{
     backup_file::{BackupError, Writer},

@@ -75,6 +75,13 @@ impl SqlStore {
             .bind(crate::now().as_millisecond())
             .execute(&mut *db)
             .await?;
+        sqlx::query(
+            "DELETE FROM checkpoint_copies WHERE location LIKE 'agent:%' \
+             AND checkpoint_id IN (SELECT id FROM checkpoints WHERE job_id = $1)",
+        )
+        .bind(id.as_str())
+        .execute(&mut *db)
+        .await?;
         // What is found without its job goes at once; there is little of it.
         for table in ["checkpoints", "annotations", "idempotency"] {
             let query = format!("DELETE FROM {table} WHERE job_id = $1");

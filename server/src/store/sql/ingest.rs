@@ -1,6 +1,6 @@
 //! Reports into events: every check against what is stored happens in the transaction that stores.
 
-use super::{Connection, SqlStore, events, jobs, layers, together};
+use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, together};
 use crate::{
     lifecycle,
     store::{
@@ -11,6 +11,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{Acknowledged, AttemptEvent, AttemptRef, FencingToken, Source},
     job::JobId,
+    stream::EventBody,
 };
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::{BTreeSet, HashMap, hash_map::Entry};
@@ -257,7 +258,14 @@ async fn store_report(
         };
         match changed {
             Ok(bodies) => {
+                let written = bodies.iter().find_map(|body| match body {
+                    EventBody::Checkpoint { id, .. } => Some(id.clone()),
+                    _ => None,
+                });
                 new.extend(jobs::append(db, row, bodies, at).await?);
+                if let Some(checkpoint) = written {
+                    checkpoint_copies::add_agent(db, &checkpoint, agent_id).await?;
+                }
                 reached("ingest.event")?;
             }
             Err(refused) => {

@@ -1,6 +1,6 @@
 //! Jobs: rows in and out, and changes.
 
-use super::{Connection, DbRow, SqlStore, datasets, events, together};
+use super::{Connection, DbRow, SqlStore, checkpoint_copies, datasets, events, together};
 use crate::{
     lifecycle,
     store::{
@@ -269,6 +269,7 @@ pub(super) async fn append(
 async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
     match body {
         EventBody::Checkpoint { attempt, id, checkpoint } => {
+            checkpoint_copies::forget_agents(db, id, Some(*attempt)).await?;
             if checkpoint.best {
                 sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = $1")
                     .bind(job.as_str())
@@ -294,6 +295,7 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
                 .await?;
         }
         EventBody::CheckpointRemoved { id, .. } => {
+            checkpoint_copies::forget_agents(db, id, None).await?;
             sqlx::query("DELETE FROM checkpoints WHERE id = $1").bind(id).execute(db).await?;
         }
         _ => {}

@@ -8,6 +8,7 @@ mod agents;
 mod annotations;
 mod attempts;
 mod audit;
+mod checkpoint_copies;
 mod chunks;
 pub(in crate::store) mod copy;
 mod datasets;
@@ -25,7 +26,6 @@ mod people;
 mod purge;
 mod queue;
 mod reads;
-mod stored_checkpoints;
 mod together;
 
 use super::dialect::{
@@ -34,10 +34,10 @@ use super::dialect::{
 use crate::config::FairShare;
 use crate::store::{
     AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
-    CheckpointRow, Claim, Claimed, Counts, Created, EventRow, GroupBy, GroupRow, HistogramFilter,
-    HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk,
-    MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place,
-    ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow,
+    CheckpointRow, Claim, Claimed, Counts, Created, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter,
+    HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage,
+    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow,
+    Place, ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow,
     WaitingVersion,
 };
 use async_trait::async_trait;
@@ -151,8 +151,11 @@ impl Store for SqlStore {
     async fn claim_all(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {
         self.make_attempts(claims).await
     }
-    async fn was_given(&self, attempt: &AttemptRef, agent_id: &str) -> Result<bool> {
-        self.has_given(attempt, agent_id).await
+    async fn given_place(&self, attempt: &AttemptRef, agent_id: &str) -> Result<Option<GivenPlace>> {
+        self.read_given_place(attempt, agent_id).await
+    }
+    async fn note_own_disk(&self, attempt: &AttemptRef, agent_id: &str) -> Result<()> {
+        self.write_own_disk(attempt, agent_id).await
     }
     async fn live_attempts(&self) -> Result<Vec<AttemptRow>> {
         self.list_live().await
@@ -221,6 +224,9 @@ impl Store for SqlStore {
     }
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>> {
         self.read_checkpoints_behind(id, limit).await
+    }
+    async fn holders(&self, job: &JobId) -> Result<Holders> {
+        self.read_holders(job).await
     }
     async fn stored_checkpoints(
         &self,

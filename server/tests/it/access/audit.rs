@@ -24,7 +24,7 @@ async fn everything_that_may_change_something_is_written_down() {
     let forged = server.http.delete(server.url("/api/v1/datasets/none")).header("x-request-id", "a b");
     let answer = forged.send().await.unwrap();
     let named = answer.headers()["x-request-id"].to_str().unwrap().to_owned();
-    assert_eq!(named.len(), 32, "{named}");
+    assert_eq!(named.len(), 36, "{named}");
     assert_eq!(reader.get(server.url("/api/v1/jobs")).send().await.unwrap().status(), 200);
     // Not done: neither is written down, so that strangers cannot push out what was.
     assert_eq!(reader.post(server.url("/api/v1/jobs")).send().await.unwrap().status(), 403);

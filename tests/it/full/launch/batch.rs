@@ -137,7 +137,7 @@ async fn a_time_limit_that_slurm_itself_enforces_costs_no_step() {
     assert!(kept >= at && kept == number(&job["step"]), "{kept} is the last step: {job:#}");
     let attempts = server.get(&format!("/jobs/{id}/attempts")).await;
     let reason = attempts["attempts"][0]["reason"].to_string();
-    assert!(reason.contains("was stopped in order"), "{reason}");
+    assert!(reason.contains("was shut down"), "{reason}");
     let log = server.folder().path().join("launch").join(&id).join(format!("slurm-{batch}.log"));
     let log = fs::read_to_string(log).expect("its log");
     assert!(log.contains("Slurm's time limit is near") && log.contains("this job is requeued"), "{log}");

@@ -187,10 +187,7 @@ async fn ranks_that_stop_by_themselves_have_time_for_their_checkpoint() {
     place.recorded(1, &[step(41)]);
     let attempt = Attempt::start(place.stored.clone(), None, place.context.clone());
     let reason = reason(place.end_of(&attempt).await);
-    assert!(
-        reason.contains("was asked to stop") && reason.contains("somebody other than its agent"),
-        "{reason}"
-    );
+    assert!(reason.contains("was stopped at step") && reason.contains("not by its agent"), "{reason}");
     let said = fs::read_to_string(rank_file(&place.stored.attempt_dir(), 0, "stderr")).unwrap();
     assert_eq!(said, "kept\n");
 }
@@ -277,7 +274,7 @@ async fn the_next_agent_takes_over_the_living_and_the_dead() {
         }
     });
     let ending = place.end_of(&adopted).await;
-    assert_eq!(reason(ending.clone()), "rank 1 died at step 0 while no agent was watching it");
+    assert_eq!(reason(ending.clone()), "rank 1 ended at step 0 while its agent was not running");
     reaper.await.unwrap();
     // A third agent finds the attempt over and adds nothing.
     let third = Attempt::adopt(place.stored.clone(), place.context.clone());
@@ -297,7 +294,10 @@ async fn an_attempt_whose_agent_ended_before_its_ranks_were_started_says_that_an
     let place = self::place(2, "exit 0");
     fs::write(rank_file(&place.stored.attempt_dir(), 1, "json"), "{}").unwrap();
     let adopted = Attempt::adopt(place.stored.clone(), place.context.clone());
-    assert_eq!(reason(place.end_of(&adopted).await), "rank 0 died at step 0 while no agent was watching it");
+    assert_eq!(
+        reason(place.end_of(&adopted).await),
+        "rank 0 ended at step 0 while its agent was not running"
+    );
 }
 
 #[tokio::test]

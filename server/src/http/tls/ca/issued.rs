@@ -69,11 +69,7 @@ impl Record {
 
 /// A serial number as people compare it: lower case, without separators and leading zeros.
 pub fn serial_text(bytes: &[u8]) -> String {
-    let mut text = String::new();
-    for byte in bytes {
-        let _ = write!(text, "{byte:02x}");
-    }
-    plain_serial(&text)
+    plain_serial(&hex::encode(bytes))
 }
 
 fn plain_serial(text: &str) -> String {
@@ -83,7 +79,7 @@ fn plain_serial(text: &str) -> String {
 
 fn serial_bytes(text: &str) -> Vec<u8> {
     let even = if text.len() % 2 == 1 { format!("0{text}") } else { text.to_owned() };
-    (0..even.len()).step_by(2).filter_map(|at| u8::from_str_radix(&even[at..at + 2], 16).ok()).collect()
+    hex::decode(even).unwrap_or_default()
 }
 
 /// The revocation list of a data directory's authority; it is there once something was revoked.

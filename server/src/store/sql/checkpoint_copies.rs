@@ -1,11 +1,39 @@
-//! What of checkpoints is in object stores.
+//! Where checkpoints are, but for the server's disk: on disks of agents and in object stores.
 
-use super::{DbRow, SqlStore};
+use super::{Connection, DbRow, SqlStore};
 use crate::store::{ArtifactMarker, Result, StoredCheckpoint};
 use sqlx::Row;
 
 /// Stands before a marker that came with a backup.
 pub(super) const RESTORED: &str = "restored ";
+
+/// Stands before the id of an agent in the column `location`.
+pub(super) const AGENT: &str = "agent:";
+
+/// An agent has written a checkpoint whole.
+pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
+    sqlx::query(
+        "INSERT INTO checkpoint_copies (checkpoint_id, location) VALUES ($1, $2) ON CONFLICT DO NOTHING",
+    )
+    .bind(checkpoint)
+    .bind(format!("{AGENT}{agent_id}"))
+    .execute(db)
+    .await?;
+    Ok(())
+}
+
+/// Forgets which agents have a checkpoint, unless it is of `attempt`.
+pub(super) async fn forget_agents(db: &mut Connection, checkpoint: &str, attempt: Option<u32>) -> Result<()> {
+    sqlx::query(
+        "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location LIKE 'agent:%' \
+         AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE id = $1 AND attempt = $2)",
+    )
+    .bind(checkpoint)
+    .bind(attempt.map(i64::from))
+    .execute(db)
+    .await?;
+    Ok(())
+}
 
 fn stored(row: &DbRow) -> Result<StoredCheckpoint> {
     Ok(StoredCheckpoint {
@@ -23,7 +51,7 @@ impl SqlStore {
         limit: u32,
     ) -> Result<Vec<StoredCheckpoint>> {
         let rows = sqlx::query(
-            "SELECT * FROM stored_checkpoints WHERE store = $1 AND checkpoint_id > $2 ORDER BY checkpoint_id LIMIT $3",
+            "SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 ORDER BY checkpoint_id LIMIT $3",
         )
         .bind(store)
         .bind(behind)
@@ -40,8 +68,8 @@ impl SqlStore {
         limit: u32,
     ) -> Result<Vec<StoredCheckpoint>> {
         let rows = sqlx::query(
-            "SELECT * FROM stored_checkpoints WHERE store = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
-             checkpoints WHERE checkpoints.id = stored_checkpoints.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
+            "SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
+             checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
         )
         .bind(store)
         .bind(behind)
@@ -54,8 +82,8 @@ impl SqlStore {
     pub(super) async fn upsert_stored(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         let mut db = self.begin().await?;
         let done = sqlx::query(
-            "INSERT INTO stored_checkpoints (checkpoint_id, store, manifest, parts) SELECT $1, $2, $3, $4 \
-             WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, store) \
+            "INSERT INTO checkpoint_copies (checkpoint_id, location, manifest, parts) SELECT $1, $2, $3, $4 \
+             WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
              DO UPDATE SET manifest = excluded.manifest, parts = excluded.parts",
         )
         .bind(&stored.id)
@@ -97,9 +125,9 @@ impl SqlStore {
     pub(super) async fn upsert_artifact_marker(&self, store: &str, marker: &str) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query(
-            "UPDATE stored_checkpoints SET store = $1 WHERE store <> $1 AND store IN (SELECT store FROM artifact_stores \
-             WHERE marker = $2) AND NOT EXISTS (SELECT 1 FROM stored_checkpoints other WHERE other.store = $1 AND \
-             other.checkpoint_id = stored_checkpoints.checkpoint_id)",
+            "UPDATE checkpoint_copies SET location = $1 WHERE location <> $1 AND location IN (SELECT store FROM artifact_stores \
+             WHERE marker = $2) AND NOT EXISTS (SELECT 1 FROM checkpoint_copies other WHERE other.location = $1 AND \
+             other.checkpoint_id = checkpoint_copies.checkpoint_id)",
         )
         .bind(store)
         .bind(marker)
@@ -120,7 +148,7 @@ impl SqlStore {
 
     pub(super) async fn delete_stored(&self, store: &str, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
-        sqlx::query("DELETE FROM stored_checkpoints WHERE checkpoint_id = $1 AND store = $2")
+        sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
             .bind(id)
             .bind(store)
             .execute(&mut *db)

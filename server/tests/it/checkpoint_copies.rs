@@ -1,0 +1,182 @@
+//! Which agents have a checkpoint on a disk of their own, as both databases store it.
+
+use crate::agent::{info, running};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    agent::{AttemptEvent, AttemptRef, CheckpointInfo, Ending, Source},
+    dataset::Dataset,
+    job::JobId,
+    spec::JobSpec,
+};
+use lockstep_server::{
+    lifecycle,
+    store::{
+        Annotation, Claim, Created, GivenPlace, NewJob, Place, Report, Store, postgres::PostgresStore,
+        sqlite::SqliteStore,
+    },
+};
+use sqlx::Connection as _;
+
+fn at() -> Timestamp {
+    "2026-01-02T03:04:05.678Z".parse().unwrap()
+}
+
+async fn submitted(store: &dyn Store) -> JobId {
+    let dataset = Dataset {
+        name: "p".into(),
+        path: "/p".into(),
+        info: info(),
+        added_at: at(),
+        owner: None,
+        private: false,
+    };
+    store.add_dataset(&dataset).await.unwrap();
+    let mut spec = JobSpec { name: "copied".into(), ..JobSpec::default() };
+    spec.data.dataset = "p".into();
+    let id = JobId::generate();
+    let new = NewJob {
+        id: id.clone(),
+        spec,
+        annotation: Annotation::default(),
+        at: at(),
+        idempotency: None,
+        fork: None,
+        owner: None,
+    };
+    assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));
+    id
+}
+
+/// Starts the job's next attempt, with a rank on each of these agents.
+async fn started(store: &dyn Store, job: &JobId, after_attempt: u32, agents: &[&str]) -> AttemptRef {
+    let place = |(rank, id): (u32, &&str)| Place {
+        agent_id: format!("id-{id}"),
+        agent: (*id).to_owned(),
+        ranks: vec![(rank, 0)],
+    };
+    let places = (0..).zip(agents).map(place).collect();
+    let claim = Claim { job: job.clone(), after_attempt, places, fewer: None, at: at() };
+    store.claim(claim).await.unwrap().unwrap().attempt
+}
+
+fn report(attempt: &AttemptRef, (agent, source): (&str, Source), first: u64, event: AttemptEvent) -> Report {
+    Report {
+        agent_id: format!("id-{agent}"),
+        attempt: attempt.clone(),
+        source,
+        first,
+        events: vec![event],
+        at: at(),
+        leaving: None,
+    }
+}
+
+fn checkpoint(step: u64) -> AttemptEvent {
+    AttemptEvent::Checkpoint(CheckpointInfo {
+        epoch: 1,
+        step,
+        val_accuracy: None,
+        val_loss: None,
+        validation: None,
+        best: false,
+        size_bytes: 9,
+    })
+}
+
+async fn agents_that_have_a_checkpoint(store: &dyn Store) {
+    let id = submitted(store).await;
+    let attempt = started(store, &id, 0, &["a", "b", "c"]).await;
+    let holders = async |step: u64| -> Vec<String> {
+        let mut holders = store.holders(&id).await.unwrap();
+        let holders = holders.remove(&format!("{id}-1-{step}")).unwrap_or_default();
+        holders.into_iter().map(|holder| holder.agent).collect()
+    };
+    let (a, b, c) = (("a", Source::Rank(0)), ("b", Source::Rank(1)), ("c", Source::Rank(2)));
+    let tell = async |attempt: &AttemptRef, from: (&str, Source), first, event| {
+        store.ingest(&[report(attempt, from, first, event)]).await.unwrap();
+    };
+
+    // What an agent was given, and what it has said.
+    let given = async |agent: &str, attempt: &AttemptRef| store.given_place(attempt, agent).await.unwrap();
+    let place = |has_rank_0, has_own_disk| Some(GivenPlace { has_rank_0, has_own_disk });
+    assert_eq!(
+        (given("id-a", &attempt).await, given("id-b", &attempt).await),
+        (place(true, false), place(false, false))
+    );
+    for agent in ["id-a", "id-b", "id-b"] {
+        store.note_own_disk(&attempt, agent).await.unwrap();
+    }
+    assert_eq!(
+        (given("id-a", &attempt).await, given("id-b", &attempt).await),
+        (place(true, true), place(false, true))
+    );
+    assert_eq!((given("id-c", &attempt).await, given("id-d", &attempt).await), (place(false, false), None));
+    let mut guessed = attempt.clone();
+    guessed.fencing_token.secret += 1;
+    assert_eq!(given("id-a", &guessed).await, None);
+
+    // Each that reports it has it; the agent of rank 0 is the first, and the server's disk is nobody's own.
+    tell(&attempt, a, 0, running(100, 0)).await;
+    tell(&attempt, a, 1, checkpoint(10)).await;
+    for (from, first) in [(c, 0), (b, 0), (a, 2)] {
+        tell(&attempt, from, first, checkpoint(17)).await;
+    }
+    assert_eq!(
+        (holders(10).await, holders(17).await),
+        (vec!["a".to_owned()], vec!["a".to_owned(), "b".to_owned()])
+    );
+    // Again, as after its validation.
+    tell(&attempt, a, 3, checkpoint(10)).await;
+    assert_eq!(holders(10).await, ["a"]);
+
+    // Removed, nobody has it.
+    tell(&attempt, a, 4, AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 }).await;
+    tell(&attempt, b, 1, checkpoint(10)).await;
+    assert_eq!(holders(10).await, ["b"]);
+
+    // Written anew by another attempt, only that one's agents have it; what that one did not write stays.
+    for agent in [a, b, c] {
+        let ending = AttemptEvent::Ended(Ending::Failed { reason: "it was to".into(), retriable: false });
+        tell(&attempt, (agent.0, Source::Agent), 0, ending).await;
+    }
+    store.change_job(&id, Box::new(|row| lifecycle::retry(row, at()))).await.unwrap();
+    let attempt = started(store, &id, 1, &["b", "c"]).await;
+    store.note_own_disk(&attempt, "id-b").await.unwrap();
+    tell(&attempt, ("b", Source::Rank(0)), 0, running(100, 10)).await;
+    assert_eq!(holders(17).await, ["a", "b"]);
+    tell(&attempt, ("b", Source::Rank(0)), 1, checkpoint(17)).await;
+    assert_eq!((holders(17).await, holders(10).await), (vec!["b".to_owned()], vec!["b".to_owned()]));
+    store.close().await;
+}
+
+#[tokio::test]
+async fn sqlite_knows_which_agents_have_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    agents_that_have_a_checkpoint(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn postgres_knows_which_agents_have_a_checkpoint() {
+    agents_that_have_a_checkpoint(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn a_checkpoint_is_stored_with_the_agent_that_has_it_or_not_at_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("test.db");
+    let store = SqliteStore::open(&path).await.unwrap();
+    let id = submitted(&store).await;
+    let attempt = started(&store, &id, 0, &["a"]).await;
+    store.note_own_disk(&attempt, "id-a").await.unwrap();
+    let from = ("a", Source::Rank(0));
+    store.ingest(&[report(&attempt, from, 0, running(100, 0))]).await.unwrap();
+    let mut db = sqlx::SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
+    sqlx::query("ALTER TABLE checkpoint_copies RENAME TO elsewhere").execute(&mut db).await.unwrap();
+    store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap_err();
+    assert!(store.checkpoints(&id).await.unwrap().is_empty());
+    assert_eq!(store.acknowledged(&attempt, "id-a").await.unwrap()[0].records, 1, "its agent tells it again");
+    sqlx::query("ALTER TABLE elsewhere RENAME TO checkpoint_copies").execute(&mut db).await.unwrap();
+    store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap();
+    assert_eq!(store.holders(&id).await.unwrap()[&format!("{id}-1-10")][0].agent, "a");
+    store.close().await;
+}

@@ -4,7 +4,7 @@
 use super::{
     Checkpoints, artifact_checks,
     artifact_store::{ArtifactStore, Asked, Fetch, Fetched, NotFetched},
-    manifest::{MANIFEST, Verifier, ManifestFile},
+    manifest::{MANIFEST, ManifestFile, Verifier},
     object_storage::{Place, words},
 };
 use crate::store::CheckpointRow;

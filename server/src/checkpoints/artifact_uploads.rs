@@ -3,7 +3,7 @@
 use super::{
     Checkpoints,
     artifact_store::{ArtifactStore, Asked},
-    manifest::{MANIFEST, Verifier, ManifestFile, sha256},
+    manifest::{MANIFEST, ManifestFile, Verifier, sha256},
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
 };
 use crate::{

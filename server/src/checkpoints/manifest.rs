@@ -44,7 +44,7 @@ impl Verifier {
                 self.size_bytes, wanted.size_bytes
             ));
         }
-        if hexadecimal(self.hash.finalize().as_slice()) != wanted.sha256 {
+        if hex::encode(self.hash.finalize()) != wanted.sha256 {
             return Err(format!("the bytes of its {name} are not those that were written"));
         }
         Ok(())

@@ -137,7 +137,7 @@ async fn what_cannot_be_read_is_named_when_registered_and_fatal_or_skipped_as_th
         ("pipe.jpg", "named pipe"),
         ("looping.png", "leads back to itself"),
         ("dangling.png", "nowhere.png, which does not exist"),
-        ("boot/up", "a folder that it lies in"),
+        ("boot/up", "a folder that contains the link"),
         ("unreadable.png", "cannot be read"),
     ];
     let path = images.to_str().expect("UTF-8");

@@ -258,7 +258,7 @@ mod tests {
             ("zero", "is a device, not a regular file"),
             ("dangling", "is a link to gone, which does not exist"),
             ("loop", "is a link that leads back to itself"),
-            ("inner/up", "is a link to a folder that it lies in"),
+            ("inner/up", "is a link to a folder that contains the link"),
             ("nothing", "cannot be read: No such file"),
             ("unreadable", "cannot be read: Input/output error"),
             ("pointer", "is a Git LFS pointer, not the file that it stands for: run `git lfs pull`"),

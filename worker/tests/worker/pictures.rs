@@ -100,7 +100,7 @@ fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_w
         ("device.png", "is a device, not a regular file"),
         ("dangling.png", "is a link to nowhere.png, which does not exist"),
         ("looping.png", "is a link that leads back to itself"),
-        ("cat/up", "is a link to a folder that it lies in"),
+        ("cat/up", "is a link to a folder that contains the link"),
         ("unreadable.jpg", "cannot be read: Input/output error"),
         ("IMG_1.HEIC", "is a heic file, which is not supported; convert it to JPEG, PNG"),
         ("heic by another name.jpg", "is a HEIF or AVIF picture, which is not supported"),
@@ -109,7 +109,7 @@ fn what_cannot_be_used_is_named_the_same_by_everybody_who_looks_and_nothing_is_w
         ("contact sheet.png", "is not in a class folder"),
         ("train/caf\u{fffd}", "is a class folder whose name is not UTF-8 (1 file in it); rename it"),
         ("train/fox", "is a link to gone, which does not exist"),
-        ("train/round", "is a link to a folder that it lies in"),
+        ("train/round", "is a link to a folder that contains the link"),
         ("/val", "is a link to gone, which does not exist"),
     ];
     let info = inspect(dir.path()).expect("readable");

@@ -33,7 +33,7 @@ fn a_call_that_makes_no_sense_is_refused_and_the_group_continues() {
                 ),
                 (
                     group.all_gather((&[1.0f64]).into(), (&mut two).into()),
-                    "the input is float64 and the output float32",
+                    "the input is float64 and the output is float32",
                 ),
             ];
             for (result, words) in refused {

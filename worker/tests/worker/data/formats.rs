@@ -182,7 +182,7 @@ fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
             "; it has train/, val/; pictures lie directly in train/, val/, but a picture's class is the name of its folder: \
              move them to train/<class>/",
         ),
-        (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, and "),
+        (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, but "),
         (
             &["cat/1.jpg", "dog/1.jpg", "labels.csv"],
             "; it has cat/, dog/, labels.csv; cat/, dog/ are folders of pictures: put each class in train/",

@@ -77,7 +77,7 @@ fn a_damaged_scan_is_found_before_training_whoever_decodes() {
     fs::write(&path, [&file[..file.len() / 2], b"\xff\xd9"].concat()).unwrap();
     let spec = DataSpec { image_size: Some(ImageSize::Fixed(24)), random_resized_crop: true, ..spec() };
     let error = DataSource::open(dir.path(), &spec, 5).unwrap_err().to_string();
-    assert!(error.contains("05.jpg is damaged: its data breaks off"), "{error}");
+    assert!(error.contains("05.jpg is damaged: its data is truncated"), "{error}");
     let spec = DataSpec { broken_files: BrokenFiles::Skip, ..spec };
     let on_cores = open(dir.path(), &spec, BatchFormat::Bytes);
     let mut elsewhere = open(dir.path(), &spec, BatchFormat::Bytes);

@@ -151,7 +151,7 @@ impl GraphEmitter<'_> {
             let flat = ops::Flat { weights: rows[0].1.operand(), low_precision, planar, ..of_all.flat };
             self.update_weights(&[Updated { flat, slots, ..of_all }]);
             for (all, some, row_bytes) in rows {
-                let rows = self.rows(all, some, row_bytes);
+                let rows = self.sampled_rows(all, some, row_bytes);
                 self.main(facts.ops.scatter_rows(rows, of.sample.operand()));
                 self.free_now(some);
             }
@@ -161,7 +161,7 @@ impl GraphEmitter<'_> {
         self.free_now(of.sample);
     }
 
-    fn rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {
+    fn sampled_rows(&self, all: Operand, some: Allocation, row_bytes: usize) -> ops::Rows {
         let slots = self.plan.sampled().map_or(0, |sampled| sampled.slots);
         ops::Rows { all, some: some.operand(), row_bytes, slots }
     }
@@ -170,7 +170,7 @@ impl GraphEmitter<'_> {
     fn gather_rows(&mut self, sample: Allocation, all: Operand, row_bytes: usize) -> Allocation {
         let slots = self.plan.sampled().map_or(0, |sampled| sampled.slots);
         let some = self.alloc_bytes(slots * row_bytes, Content::OfHead);
-        let rows = self.rows(all, some, row_bytes);
+        let rows = self.sampled_rows(all, some, row_bytes);
         self.main(self.facts.ops.gather_rows(rows, sample.operand()));
         some
     }

@@ -213,12 +213,3 @@ impl GraphEmitter<'_> {
         }
     }
 }
-
-/// What a step of the optimizer changes; see [`ops::Flat`].
-pub(super) struct Trained {
-    pub(super) weights: Operand,
-    pub(super) low_precision: Operand,
-    pub(super) planar: bool,
-    /// Of the optimizer.
-    pub(super) slots: Vec<Operand>,
-}

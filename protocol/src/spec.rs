@@ -95,7 +95,7 @@ pub struct ParallelSpec {
     /// These ranks have the same pictures, so a step has `ranks / height` micro-batches of pictures.
     #[serde(skip_serializing_if = "is_one")]
     pub height: u32,
-    /// Number of stages of the network (mode `hybrid`, CPU ranks only), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`.
+    /// Number of stages of the network (mode `hybrid`), 1 when absent; `model` x `height` x `pipeline` must divide `ranks`.
     /// Each rank has the layers of one stage, and the `train.accumulate` micro-batches of a step pass through the stages one after another.
     #[serde(skip_serializing_if = "is_one")]
     pub pipeline: u32,

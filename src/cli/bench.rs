@@ -55,6 +55,12 @@ pub(crate) struct Args {
     /// Number of ranks that share the rows of pictures (GPUs only); --parallel-model times this is a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_height: u32,
+    /// Number of pipeline stages (GPUs only): a divisor of --ranks
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    parallel_pipeline: u32,
+    /// Number of micro-batches of a step, each of the case's batch size (GPUs only)
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    accumulate: u32,
     /// Deterministic results on GPUs: the same bits in every run
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     deterministic: bool,
@@ -130,17 +136,28 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
              {parallel_model} x {parallel_height}"
         )));
     }
-    let Args { optimizer_sharding, sample_share, .. } = args;
+    let Args { parallel_pipeline, accumulate, optimizer_sharding, sample_share, .. } = args;
     let is_plain = (classes, parallel_model, parallel_height) == (bench::CLASSES as u32, 1, 1)
-        && !optimizer_sharding
+        && (parallel_pipeline, accumulate, optimizer_sharding) == (1, 1, false)
         && sample_share == 1.0;
     if devices.is_empty() && !is_plain {
         return Err(wrong(
-            "--classes, --parallel-model, --parallel-height, --optimizer-sharding, --sample-share: they are measured on GPUs only",
+            "--classes, --parallel-model, --parallel-height, --parallel-pipeline, --accumulate, --optimizer-sharding, --sample-share: \
+             they are measured on GPUs only",
         ));
     }
     if parallel_model > 1 && optimizer_sharding {
         return Err(wrong("--optimizer-sharding: not with --parallel-model. Leave one of the two out"));
+    }
+    if !ranks.is_multiple_of(parallel_pipeline) {
+        return Err(wrong(format!(
+            "--parallel-pipeline {parallel_pipeline}: {ranks} ranks cannot be divided into that many stages"
+        )));
+    }
+    if parallel_pipeline > 1 && (parallel_model * parallel_height > 1 || optimizer_sharding) {
+        return Err(wrong(
+            "--parallel-pipeline: not with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
+        ));
     }
     let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
     for case in &cases {
@@ -228,6 +245,8 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
         format!("--parallel-model={}", args.parallel_model),
         format!("--sample-share={}", args.sample_share),
         format!("--parallel-height={}", args.parallel_height),
+        format!("--parallel-pipeline={}", args.parallel_pipeline),
+        format!("--accumulate={}", args.accumulate),
     ]
     .map(OsString::from)
     .into();
@@ -254,6 +273,8 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         optimizer_sharding: args.optimizer_sharding,
         sample_share: args.sample_share,
         height: args.parallel_height,
+        pipeline: args.parallel_pipeline,
+        accumulate: args.accumulate as usize,
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

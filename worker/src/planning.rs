@@ -392,7 +392,7 @@ mod tests {
     fn gpus_choose_among_the_plans_that_they_compute() {
         let (spec, network) = job();
         let rows_of_two = super::network(&spec.model, (8, 8), 3, 10).unwrap();
-        for (network, meshes) in [(&network, 6), (&rows_of_two, 5)] {
+        for (network, meshes) in [(&network, 8), (&rows_of_two, 7)] {
             let planned = Planned::of(&spec, network, &machine("cuda")).unwrap();
             assert_eq!(planned.considered.len(), meshes, "{:?}", planned.considered);
             for Candidate { plan, .. } in &planned.considered {

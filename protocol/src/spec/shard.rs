@@ -1,6 +1,6 @@
 //! Hybrid parallel: which ranks share one copy of the network, and which operators are split over them.
 
-use super::{BrokenFiles, Device, JobSpec, ParallelSpec, mistake::shown, named::named, nearest::nearest};
+use super::{BrokenFiles, JobSpec, ParallelSpec, mistake::shown, named::named, nearest::nearest};
 use crate::numbers::plural;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -188,12 +188,6 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
             }
         }
         return;
-    }
-    // On a machine with GPUs, `auto` would choose the GPUs.
-    if pipeline > 1 && parallel.device != Device::Cpu {
-        let detail =
-            "only CPU ranks have stages of the network: set parallel.device = \"cpu\", or leave pipeline out";
-        mistake("/parallel/pipeline", detail.into());
     }
     if !ranks.is_multiple_of(model) {
         let near = (1..=ranks.min(model)).rev().find(|model| ranks.is_multiple_of(*model)).unwrap_or(1);

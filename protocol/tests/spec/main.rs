@@ -332,12 +332,6 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             &["model x height x pipeline = 2 x 1 x 4", "such as 3"],
         ),
         (
-            "parallel",
-            "mode = \"hybrid\"\npipeline = 2\nranks = 2\ndevice = \"cuda\"",
-            "pipeline",
-            &["only CPU ranks", "leave pipeline out"],
-        ),
-        (
             "train",
             "global_batch_size = 7\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\nheight = 2\npipeline = 2\nranks = 8",
             "global_batch_size",

@@ -74,7 +74,6 @@ async fn stages_that_there_cannot_be_are_refused() {
             2,
             &["resnet20 can be cut into at most 11 stages", "parallel.pipeline = 12"][..],
         ),
-        (&["parallel.device=cuda"], 2, &["parallel.pipeline", "only CPU ranks"]),
         (&["parallel.device=cpu", "train.accumulate=0"], 2, &["train.accumulate", "from 1 to 4,096"]),
         (
             &["parallel.device=cpu", "parallel.ranks=16"],

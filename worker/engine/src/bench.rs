@@ -227,6 +227,10 @@ pub struct OnDevice {
     pub sample_share: f64,
     /// Number of ranks that share the rows of pictures.
     pub height: u32,
+    /// Number of pipeline stages.
+    pub pipeline: u32,
+    /// Number of micro-batches of a step.
+    pub accumulate: usize,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
@@ -237,14 +241,15 @@ pub struct OnDevice {
 /// # Errors
 /// The engine cannot be built or a step fails.
 pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
-    let (began, mesh) = (Instant::now(), how.mesh(comm.as_ref()));
+    let (began, mesh, accumulate) = (Instant::now(), how.mesh(comm.as_ref()), how.accumulate);
     let (mut engine, data) = on_device(case, comm.clone(), how)?;
-    let mut batches = batches(&data, case, mesh, comm.as_ref());
+    let mut batches = batches(&data, case, mesh, accumulate, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {
         let mut results = Vec::new();
         for _ in 0..steps {
-            let batch = batches.next().ok_or("the data ended")?.map_err(|e| e.to_string())?;
-            results.extend(engine.start_step(&[batch], 0.01).map_err(|e| e.to_string())?);
+            let step: Result<Vec<_>, _> = batches.by_ref().take(accumulate).collect();
+            let step = step.map_err(|e| e.to_string())?;
+            results.extend(engine.start_step(&step, 0.01).map_err(|e| e.to_string())?);
         }
         results.extend(engine.finish_steps().map_err(|e| e.to_string())?);
         Ok(results)
@@ -266,7 +271,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
         device: engine.device_name(),
         threads: 1,
         ranks: comm.size(),
-        images_per_second: (mesh.data * mesh.model * case.batch_size) as f64 / secs,
+        images_per_second: (mesh.data * mesh.model * case.batch_size * accumulate) as f64 / secs,
         step_ms: 1e3 * median,
         fastest_step_ms: 1e3 * steps[0].0,
         all_reduce_ms: 1e3 * waited,
@@ -283,7 +288,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
 pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
     let mesh = how.mesh(&SingleRank);
     let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
-    let mut batches = batches(&data, case, mesh, &SingleRank);
+    let mut batches = batches(&data, case, mesh, 1, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
     // The first steps load kernels.
     for _ in 0..3 {
@@ -294,8 +299,8 @@ pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, 
 
 impl OnDevice {
     fn mesh(&self, comm: &dyn ProcessGroup) -> Mesh {
-        let [height, model] = [self.height, self.model].map(|ranks| ranks as usize);
-        Mesh { stage: 1, data: comm.size() as usize / (height * model), height, model }
+        let [stage, height, model] = [self.pipeline, self.height, self.model].map(|ranks| ranks as usize);
+        Mesh { stage, data: comm.size() as usize / (stage * height * model), height, model }
     }
 }
 
@@ -312,7 +317,7 @@ fn on_device(
         batch_size: case.batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
         loss: LossConfig { sample_share: how.sample_share, ..LossConfig::default() },
-        accumulate: 1,
+        accumulate: how.accumulate,
         sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,
         threads: 1,
@@ -342,6 +347,7 @@ fn batches<'a>(
     data: &'a DataSource,
     case: &Case,
     mesh: Mesh,
+    accumulate: usize,
     comm: &dyn ProcessGroup,
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
     let rank = comm.rank() as usize;
@@ -351,7 +357,7 @@ fn batches<'a>(
         rank: (mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)) as u32,
         world_size: (mesh.data * mesh.model) as u32,
         batch_size: case.batch_size,
-        accumulate: 1,
+        accumulate,
         drop_remainder: true,
         threads: 2,
     };

@@ -15,7 +15,7 @@ pub use mesh::Mesh;
 pub use search::{Candidate, search};
 pub use stages::{Pass, cuts, schedule};
 
-use crate::net::{self, Network};
+use crate::net::{self, Network, Op};
 use lockstep_protocol::{
     numbers::plural,
     spec::{JobSpec, ParallelSpec, ShardSpec, Split},
@@ -85,6 +85,16 @@ impl Plan {
     /// Whether the plan is plain data parallelism.
     pub fn is_data(&self) -> bool {
         self.mesh.stage * self.mesh.height * self.mesh.model == 1
+    }
+
+    /// The layers at which stages after the first begin, for the log; empty if there is one stage.
+    pub(crate) fn later_stages(&self, network: &Network) -> String {
+        let first = |cut: &usize| match &network.ops[*cut] {
+            Op::Conv { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
+            _ => None,
+        };
+        let names: Vec<_> = self.cuts.iter().filter_map(first).collect();
+        if names.is_empty() { String::new() } else { format!("; later stages begin at {}", names.join(", ")) }
     }
 
     /// How `network`'s operator `name` is split; `None`: not split.

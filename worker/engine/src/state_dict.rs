@@ -1,7 +1,7 @@
 //! The state of an engine in a checkpoint, and its division among the ranks that write it.
 
 use super::{
-    EngineError, LossScaling, NamedTensors, OptimizerState,
+    EngineError, HostTensor, LossScaling, NamedTensors, OptimizerState,
     net::{Network, Parameter},
 };
 use lockstep_comm::CommError;
@@ -55,6 +55,15 @@ pub(super) fn complete<'a>(
         }
     }
     Ok(())
+}
+
+/// Adds zeros for tensors that are missing in `tensors`: the parameters of other stages.
+pub(super) fn add_zeros(tensors: &mut NamedTensors, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) {
+    for (name, shape) in shapes {
+        tensors
+            .entry(name)
+            .or_insert_with(|| HostTensor { values: vec![0.0; shape.iter().product()], shape });
+    }
 }
 
 impl StateDict {

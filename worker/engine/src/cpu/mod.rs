@@ -35,9 +35,10 @@ use super::{
     layers::layer_times,
     optimizer::state_shapes,
     plan::{self, Mesh, Plan},
-    state_dict, unknown_size,
+    state_dict::{self, add_zeros},
+    unknown_size,
 };
-use crate::net::{Network, Op};
+use crate::net::Network;
 use average::Average;
 pub(super) use backend::Cpu;
 pub use backend::MOST_CPU_SLOTS;
@@ -336,15 +337,8 @@ impl Engine for CpuEngine {
         if !self.plan.is_data() {
             let is_exchange =
                 |op: &&FusedOp| matches!(op, FusedOp::Redistribute { .. } | FusedOp::Halo { .. });
-            let first_of_stages = self.plan.cuts.iter().filter_map(|cut| match &self.network.ops[*cut] {
-                Op::Conv { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
-                _ => None,
-            });
-            let begins = first_of_stages.collect::<Vec<_>>().join(", ");
-            let (axis, begins) = match stage {
-                1 => (String::new(), String::new()),
-                _ => (format!("{stage} (pipeline) x "), format!("; later stages begin at {begins}")),
-            };
+            let axis = if stage > 1 { format!("{stage} (pipeline) x ") } else { String::new() };
+            let begins = self.plan.later_stages(&self.network);
             return format!(
                 "a mesh of {axis}{data} (data) x {height} (height) x {model} (model) ranks: {} operations exchange activations{begins}{saving}",
                 self.executor.ops.iter().filter(is_exchange).count()
@@ -424,14 +418,5 @@ impl CpuEngine {
             )));
         }
         batch.check_labels(self.network.classes).map_err(EngineError::Parameters)
-    }
-}
-
-/// Adds zeros for tensors that are missing in `tensors`: the parameters of other stages.
-fn add_zeros(tensors: &mut NamedTensors, shapes: impl IntoIterator<Item = (String, Vec<usize>)>) {
-    for (name, shape) in shapes {
-        tensors
-            .entry(name)
-            .or_insert_with(|| HostTensor { values: vec![0.0; shape.iter().product()], shape });
     }
 }

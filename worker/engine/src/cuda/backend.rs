@@ -106,7 +106,12 @@ impl Backend for Cuda {
     }
 
     fn check(&self, spec: &JobSpec) -> Result<(), String> {
-        let ParallelSpec { ranks, model, optimizer_sharding, .. } = spec.parallel;
+        let ParallelSpec { ranks, model, height, pipeline, optimizer_sharding, .. } = spec.parallel;
+        if pipeline > 1 && (model * height > 1 || optimizer_sharding) {
+            return Err("parallel.pipeline: stages on GPUs are combined with data parallelism only. Leave parallel.model, parallel.height and \
+                parallel.optimizer_sharding out, or set parallel.device = \"cpu\""
+                .into());
+        }
         let adapts = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
         if model > 1 && adapts {
             return Err("train.optimizer: GPUs that share a network (parallel.model) compute momentum, nesterov and adamw. Choose one of them, \
@@ -132,7 +137,10 @@ impl Backend for Cuda {
     }
 
     fn check_plan(&self, network: &Network, plan: &Plan) -> Result<(), String> {
-        program::check(&plan::lower(network, plan, 0)?).map_err(|error| error.to_string())
+        (0..plan.mesh.stage).try_for_each(|stage| {
+            let part = plan::lower(network, plan, stage * plan.mesh.ranks_of_stage())?;
+            program::check(&part).map_err(|error| error.to_string())
+        })
     }
 
     fn shared_memory(&self, _spec: &JobSpec, local_ranks: usize) -> SharedMemory {
@@ -205,7 +213,15 @@ mod tests {
             change(&mut spec);
             Cuda.check(&spec).err()
         };
-        let cases: [(fn(&mut JobSpec), &[&str]); 4] = [
+        let cases: [(fn(&mut JobSpec), &[&str]); 6] = [
+            (
+                |spec| (spec.parallel.pipeline, spec.parallel.height) = (2, 2),
+                &["parallel.pipeline", "parallel.height", "device = \"cpu\""],
+            ),
+            (
+                |spec| (spec.parallel.pipeline, spec.parallel.optimizer_sharding) = (2, true),
+                &["parallel.pipeline", "parallel.optimizer_sharding"],
+            ),
             (
                 |spec| (spec.parallel.model, spec.train.optimizer) = (2, OptimizerKind::Lamb),
                 &["train.optimizer", "Choose one of them"],
@@ -230,6 +246,7 @@ mod tests {
         }
         assert_eq!(refusal(|spec| spec.parallel.optimizer_sharding = true), None);
         assert_eq!(refusal(|spec| spec.parallel.model = 2), None);
+        assert_eq!(refusal(|spec| spec.parallel.pipeline = 2), None);
         assert_eq!(
             refusal(|spec| (spec.parallel.height, spec.parallel.optimizer_sharding) = (2, true)),
             None

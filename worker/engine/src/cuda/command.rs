@@ -47,6 +47,8 @@ pub(super) enum Region {
     /// An optimizer slot, by number.
     OptimizerSlot(usize),
     MatrixGradients,
+    /// Gradient of a stage's input, until it is sent to the preceding stage.
+    InputGradient,
     /// Gradients of the vectors, float32.
     VectorGradients,
     /// Float32 sums over micro-batches of the matrices' gradients.
@@ -211,10 +213,12 @@ pub(super) enum Group {
     World,
     /// The ranks that share this rank's copy of the network.
     Model,
-    /// Those that share the rows of this one's pictures.
+    /// The ranks that share the rows of this rank's pictures.
     Height,
-    /// Those that have the same part of the network as this one.
+    /// The ranks that have the same part of the network as this rank.
     Data,
+    /// The ranks with the same place in the other stages, in the order of the stages.
+    Stage,
 }
 
 /// The kind of a collective.
@@ -256,6 +260,8 @@ pub(super) enum Content {
     OfHead,
     /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
     OfRows,
+    /// Sums that stages exchange.
+    OfStages,
 }
 
 /// A part of the step, for readers of the list.
@@ -349,6 +355,28 @@ impl Command {
         let [from, to] = if kind == Collective::AllGather { [own, at] } else { [at, own] };
         let (group, count) = (Group::World, bytes / dtype.size_bytes());
         Command::Collective { stream, kind, group, from, to, count, dtype }
+    }
+
+    /// Moves each operand by the bytes that `distance` gives for its region.
+    pub(super) fn shift(&mut self, distance: impl Fn(Region) -> usize) {
+        let shift = |operand: &mut Operand| operand.offset += distance(operand.region);
+        match self {
+            Command::Part(_) | Command::Record { .. } | Command::Wait { .. } => {}
+            Command::Alloc { at, .. } | Command::Free { at } => shift(at),
+            Command::Kernel { kernel, .. } => kernel.args.iter_mut().for_each(|arg| match arg {
+                Arg::In(operand) | Arg::Out(operand) | Arg::InOut(operand) | Arg::Unused(operand) => {
+                    shift(operand);
+                }
+                Arg::U32(_) | Arg::U64(_) | Arg::F32(_) | Arg::F64(_) => {}
+            }),
+            Command::Convolution { tensors: Tensors { x, w, y, sums }, workspace, .. } => {
+                [x, w, y, sums, workspace].into_iter().for_each(shift);
+            }
+            Command::Collective { from, to, .. } => [from, to].into_iter().for_each(shift),
+            Command::Exchange { gives, takes, .. } => {
+                gives.iter_mut().chain(takes).for_each(|(_, operand)| shift(operand));
+            }
+        }
     }
 
     /// Where it is queued; `None` for what starts nothing.

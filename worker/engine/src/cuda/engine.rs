@@ -32,6 +32,10 @@ impl Engine for CudaEngine {
     fn take_data(&mut self, data: &DataSource) -> Result<BatchFormat, EngineError> {
         self.device.bind()?;
         self.program.set_normalisation(&data.shape.mean, &data.shape.std)?;
+        if self.program.network().stage().0 > 0 {
+            // Only the first stage needs pictures; the others need only labels.
+            return Ok(BatchFormat::AugmentParams);
+        }
         if let Some(resident) = data.resident() {
             self.on_gpu = OnGpu::new(&self.device, &resident)?;
             self.program.set_size(&self.device, resident.height, resident.width)?;
@@ -41,18 +45,23 @@ impl Engine for CudaEngine {
 
     fn start_step(&mut self, micro_batches: &[Batch], lr: f32) -> Result<Option<StepResult>, EngineError> {
         self.device.bind()?;
-        let height = self.plan.mesh.height as u32;
+        let (height, stages) = (self.plan.mesh.height as u32, self.plan.mesh.stage as u32);
         let Prologue { parts, gradient_scale } =
-            Prologue::of(micro_batches, &self.config, self.comm.size() / height)?;
+            Prologue::of(micro_batches, &self.config, self.comm.size() / (height * stages))?;
         // Gradients are added over all ranks, and ranks that share rows compute the same loss.
         let gradient_scale = gradient_scale / f64::from(height);
         if parts.is_empty() {
             self.under_way.push_back(UnderWay::Empty);
             return if self.under_way.len() > AHEAD { self.result() } else { Ok(None) };
         }
-        for part in parts {
-            let (phase, control) = self.micro_batch(&part, gradient_scale, lr);
-            self.run(phase, control, part.batch)?;
+        match stages {
+            1 => {
+                for part in parts {
+                    let (phase, control) = self.micro_batch(&part, gradient_scale, lr);
+                    self.run(phase, control, part.batch)?;
+                }
+            }
+            _ => self.run_passes(&parts, gradient_scale, lr)?,
         }
         self.has_old_weights = self.program.state.share.is_some();
         self.under_way.push_back(UnderWay::OnGpu);
@@ -113,13 +122,17 @@ impl Engine for CudaEngine {
 
     fn eval_step(&mut self, batch: &Batch) -> Result<EvalResult, EngineError> {
         self.device.bind()?;
-        let mut result = EvalResult { samples: batch.labels.len() as u64, ..EvalResult::default() };
+        let mut result = EvalResult::default();
         for part in parts(batch, self.config.batch_size, &self.network) {
             let control = Control { valid: part.labels.len() as u32, ..Control::default() };
             self.run(Phase::Evaluate, control, &part)?;
+            if !self.program.network().is_last_stage() {
+                continue;
+            }
             let (loss, correct) = self.program.evaluated()?;
             result.loss_sum += loss;
             result.correct += correct;
+            result.samples += part.labels.len() as u64;
         }
         Ok(result)
     }
@@ -130,6 +143,9 @@ impl Engine for CudaEngine {
         for part in parts(batch, self.config.batch_size, &self.network) {
             let control = Control { valid: part.labels.len() as u32, ..Control::default() };
             self.run(Phase::Evaluate, control, &part)?;
+            if !self.program.network().is_last_stage() {
+                continue;
+            }
             logits.extend(match &self.groups {
                 Some(groups) if self.program.head().is_some() => {
                     split_logits(&mut self.program, groups, part.labels.len())?
@@ -141,7 +157,7 @@ impl Engine for CudaEngine {
     }
 
     fn parameters(&self) -> Result<NamedTensors, EngineError> {
-        self.read(State::parameters)
+        Ok(self.with_other_stages(self.read(State::parameters)?))
     }
 
     fn set_parameters(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
@@ -164,7 +180,7 @@ impl Engine for CudaEngine {
     }
 
     fn averaged(&self) -> Result<Option<NamedTensors>, EngineError> {
-        self.read(State::averaged)
+        Ok(self.read(State::averaged)?.map(|tensors| self.with_other_stages(tensors)))
     }
 
     fn set_averaged(&mut self, values: &NamedTensors) -> Result<(), EngineError> {
@@ -176,7 +192,9 @@ impl Engine for CudaEngine {
     }
 
     fn optimizer_state(&self) -> Result<OptimizerState, EngineError> {
-        self.read(State::optimizer_state)
+        let mut state = self.read(State::optimizer_state)?;
+        self.add_slots_of_other_stages(&mut state);
+        Ok(state)
     }
 
     fn set_optimizer_state(&mut self, to: &OptimizerState) -> Result<(), EngineError> {
@@ -216,12 +234,14 @@ impl Engine for CudaEngine {
     }
 
     fn state_dict(&self, writers: &Writers) -> Result<Contribution, EngineError> {
-        let (own, model) = (self.comm.rank(), self.groups.as_ref().map_or(1, |groups| groups.model.size()));
-        // The ranks of a model group have all parts of the state; they gather the tensors that one of them writes.
-        let gathers = |rank: u32| rank / model == own / model;
+        // The ranks with the same data coordinate have all parts of the state; they gather the tensors that one of them writes.
+        let (own, mesh) = (self.comm.rank(), self.plan.mesh);
+        let place = |rank: u32| rank as usize % mesh.ranks_of_stage() / mesh.model;
+        let gathers = |rank: u32| place(rank) == place(own);
         let keeps = (0..self.comm.size()).any(|rank| gathers(rank) && writers.include(rank));
         // Where ranks divide the optimizer's state, those that write nothing give their parts.
-        let optimizer = self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), keeps))?;
+        let mut optimizer = self.read(|state| state.gathered_optimizer_state(self.comm.as_ref(), keeps))?;
+        optimizer.iter_mut().for_each(|optimizer| self.add_slots_of_other_stages(optimizer));
         if !keeps {
             return Ok(Contribution::Replica);
         }
@@ -250,7 +270,12 @@ impl Engine for CudaEngine {
 
     fn exchange(&self) -> String {
         let saving = self.program.state.saving();
-        self.program.reducer.as_ref().map(|reducer| reducer.exchange() + &saving).unwrap_or_default()
+        let begins = self.plan.later_stages(&self.network);
+        self.program
+            .reducer
+            .as_ref()
+            .map(|reducer| reducer.exchange() + &begins + &saving)
+            .unwrap_or_default()
     }
 
     fn broadcast_parameters(&mut self) -> Result<(), EngineError> {
@@ -309,11 +334,37 @@ fn split_logits(program: &mut Program, groups: &Groups, pictures: usize) -> Resu
 }
 
 impl CudaEngine {
-    /// Collective in the model group: completes split tensors, of which each rank has its own part and zeros elsewhere.
+    /// Collective in the model group and among stages: completes tensors, of which each rank has its part and zeros elsewhere.
     fn gather<'a>(&self, all: impl IntoIterator<Item = &'a mut NamedTensors>) -> Result<(), EngineError> {
         let Some(groups) = &self.groups else { return Ok(()) };
+        let mut all: Vec<_> = all.into_iter().collect();
         let add = |values: &mut [f32]| groups.model.all_reduce(values.into(), Reduction::Sum);
-        state_dict::complete(self.program.network(), all, add)
+        state_dict::complete(self.program.network(), all.iter_mut().map(|tensors| &mut **tensors), add)?;
+        if groups.stage.size() > 1 {
+            for tensor in all.into_iter().flat_map(|tensors| tensors.values_mut()) {
+                groups.stage.all_reduce((&mut tensor.values).into(), Reduction::Sum)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds zeros for the parameters of other stages.
+    fn with_other_stages(&self, mut tensors: NamedTensors) -> NamedTensors {
+        if self.plan.mesh.stage > 1 {
+            state_dict::add_zeros(
+                &mut tensors,
+                self.network.parameters().into_iter().map(|p| (p.name, p.shape)),
+            );
+        }
+        tensors
+    }
+
+    /// The same for the optimizer's slots.
+    fn add_slots_of_other_stages(&self, state: &mut OptimizerState) {
+        if self.plan.mesh.stage > 1 {
+            let shapes = crate::optimizer::state_shapes(&self.config.optimizer, &self.network);
+            state_dict::add_zeros(&mut state.slots, shapes);
+        }
     }
 
     /// Reads the state after all launched work is done, or is known never to finish.

@@ -11,12 +11,14 @@ pub(super) struct Groups {
     pub(super) height: Arc<dyn ProcessGroup>,
     /// The ranks that have the same part of the network.
     pub(super) data: Arc<dyn ProcessGroup>,
+    /// The ranks with the same place in the other stages, in the order of the stages.
+    pub(super) stage: Arc<dyn ProcessGroup>,
 }
 
 impl Groups {
     /// Collective over all ranks of the mesh: creates the groups. `None` if every rank has the whole network.
     pub(super) fn split(mesh: Mesh, all: &dyn ProcessGroup) -> Result<Option<Self>, EngineError> {
-        if mesh.height * mesh.model == 1 {
+        if mesh.stage * mesh.height * mesh.model == 1 {
             return Ok(None);
         }
         let rank = all.rank() as usize;
@@ -24,8 +26,10 @@ impl Groups {
             let group = all.split(Some(color as u32), rank as i32)?;
             group.ok_or(CommError::Failed { operation: "split", detail: "there is no group".into() })
         };
-        let [model, height, data] =
-            [mesh.model_group(rank), mesh.height_group(rank), mesh.model_rank(rank)].map(of);
-        Ok(Some(Self { model: model?, height: height?, data: data? }))
+        let same_part = mesh.stage_rank(rank) * mesh.model + mesh.model_rank(rank);
+        let [model, height, data, stage] =
+            [mesh.model_group(rank), mesh.height_group(rank), same_part, rank % mesh.ranks_of_stage()]
+                .map(of);
+        Ok(Some(Self { model: model?, height: height?, data: data?, stage: stage? }))
     }
 }

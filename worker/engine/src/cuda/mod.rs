@@ -61,7 +61,7 @@ use lockstep_host::gpu::libraries::{self, Library};
 use lockstep_protocol::spec::{LossScale, Precision};
 use pictures::{OnGpu, Staging};
 use profile::TimedCall;
-use program::{Input, MicroBatch, Phase, Program};
+use program::{Input, MicroBatch, Phase, Program, StagePass};
 use rings::{Control, Inputs, Record, Results};
 use state::State;
 use std::{
@@ -101,10 +101,15 @@ fn build(
         needed.push(Library::Nccl);
     }
     libraries::ready(&needed).map_err(CudaError::Missing)?;
-    let groups = Groups::split(gpu.plan.mesh, comm.as_ref())?;
+    let mut plan = gpu.plan.clone();
+    if plan.cuts.is_empty() {
+        // Networks for other image sizes have the same cuts. `part_of` reports errors in the plan.
+        plan.cuts = plan::cuts(&network, plan.mesh.stage).unwrap_or_default();
+    }
+    let groups = Groups::split(plan.mesh, comm.as_ref())?;
     if config.loss.samples() {
         // A sample includes the labels of one model group and of one micro-batch only.
-        let has_all_labels = groups.as_ref().is_some_and(|groups| groups.data.size() == 1);
+        let has_all_labels = comm.size() > 1 && plan.mesh.model == comm.size() as usize;
         if !has_all_labels || config.accumulate > 1 {
             let text = "loss.sample_share: GPUs sample classes where all ranks share one copy of the network, in steps of one micro-batch. \
                 Set parallel.mode = \"hybrid\", parallel.model to parallel.ranks (2 or more) and train.accumulate = 1, or \
@@ -112,14 +117,18 @@ fn build(
             return Err(CudaError::Unsupported(text.into()).into());
         }
     }
-    let part = part_of(&network, &gpu.plan, comm.as_ref())?;
+    let part = part_of(&network, &plan, comm.as_ref())?;
+    // The ranks over which gradients and statistics are reduced.
+    let of_stage = match &groups {
+        Some(groups) if plan.mesh.stage > 1 => groups.data.clone(),
+        _ => comm.clone(),
+    };
     let device = Device::open(gpu.ordinal)?;
     let (free_before, total) = device.memory();
     fits(&part, config.batch_size, dtype, (free_before, total))?;
     // The watchdog counts this process's steps, whichever engine does them.
     let counted = gpu.watchdog.as_ref().map_or(0, |watchdog| watchdog.steps_done());
-    let program =
-        Program::new(&device, part, &config, dtype, loss_scale, comm.clone(), groups.as_ref(), gpu)?;
+    let program = Program::new(&device, part, &config, dtype, loss_scale, of_stage, groups.as_ref(), gpu)?;
     let mut engine = CudaEngine {
         recovery_stream: RecoveryStream::new(program.state.kept_of.bytes)?,
         program,
@@ -139,7 +148,7 @@ fn build(
         steps: (counted, counted),
         config,
         network,
-        plan: gpu.plan.clone(),
+        plan,
         comm,
         groups,
         device,
@@ -234,7 +243,7 @@ struct CudaEngine {
     /// How the network is parallelised over the ranks.
     plan: Plan,
     comm: Arc<dyn ProcessGroup>,
-    /// Where ranks share copies of the network, or rows of pictures.
+    /// Where ranks share copies of the network or rows of pictures, or have stages.
     groups: Option<Groups>,
     device: Device,
 }

@@ -105,6 +105,8 @@ fn gpu_a_step_tells_where_its_time_goes() {
             optimizer_sharding: false,
             sample_share: 1.0,
             height: 1,
+            pipeline: 1,
+            accumulate: 1,
             store: None,
         };
         let calls = bench::profile(&case.parse().unwrap(), how).unwrap();

@@ -56,6 +56,18 @@ pub(super) struct MicroBatch {
     pub(super) last: bool,
     /// No picture is padding, which statistics would have to ignore.
     pub(super) whole: bool,
+    /// `None`: both passes, one after the other.
+    pub(super) pass: Option<StagePass>,
+}
+
+/// One pass of a micro-batch through a pipeline stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct StagePass {
+    pub(super) is_backward: bool,
+    /// Number of the memory of this micro-batch. Micro-batches that are between their passes at the same time have different slots.
+    pub(super) slot: usize,
+    /// The gradient that the pass before has computed is still to be sent to the preceding stage.
+    pub(super) sends_gradient: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -66,6 +78,14 @@ pub(super) enum Phase {
 }
 
 impl Phase {
+    /// The pass of a pipeline stage, if it is only one.
+    fn pass(self) -> Option<StagePass> {
+        match self {
+            Phase::Train(micro_batch) => micro_batch.pass,
+            Phase::Evaluate => None,
+        }
+    }
+
     /// Whether this phase adds to the gradients and totals of an earlier micro-batch.
     fn carries_over(self) -> bool {
         matches!(self, Phase::Train(MicroBatch { first: false, .. }))
@@ -132,6 +152,11 @@ pub(super) struct Program {
     pub(super) reducer: Option<Reducer>,
     /// Number of ranks that have the same part of the network.
     data_ranks: usize,
+    /// Number of micro-batches that may be between their passes at the same time: more than 1 in stages before the last one. Each has its own
+    /// part of the arena, of the control blocks and of batch norms' values.
+    pub(super) slots: usize,
+    /// Gradient of a stage's input, until it is sent to the preceding stage.
+    input_gradient: Option<Buffer>,
     /// If ranks share the network: the control blocks of all ranks of the model group.
     group_controls: Option<Buffer>,
     /// Gradients of the matrices in the activations' format, without the given number of leading values: the gradients of a split head that
@@ -230,7 +255,11 @@ impl Program {
             label_smoothing: self.config.loss.label_smoothing,
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
-            ranks: self.reducer.as_ref().map(|reducer| &reducer.statistics),
+            ranks: self
+                .reducer
+                .as_ref()
+                .filter(|reducer| reducer.reduces())
+                .map(|reducer| &reducer.statistics),
             data_ranks: self.data_ranks,
             share: self.share,
             takes_sums: &|convolution| self.tuner.has(convolution),
@@ -249,12 +278,19 @@ impl Program {
         input: Input,
         side_stream: bool,
     ) -> Result<Vec<Command>, EngineError> {
-        self.with_facts(|facts| {
-            let commands = emit(facts, phase, input, side_stream)?.commands;
-            tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &commands));
-            verify::verify(&commands, phase.carries_over()).map_err(CudaError::Commands)?;
-            Ok(commands)
-        })
+        let emitted = self.with_facts(|facts| {
+            let emitted = emit(facts, phase, input, side_stream)?;
+            tracing::trace!("{phase:?}, {input:?}:\n{}", text::text(facts, &emitted.commands));
+            Ok::<_, EngineError>(emitted)
+        })?;
+        verify::verify(&emitted.commands, phase.carries_over()).map_err(CudaError::Commands)?;
+        let Some(pass) = phase.pass() else { return Ok(emitted.commands) };
+        Ok(emitted.of_pass(pass, |region| match region {
+            Region::Arena => self.arena.bytes / self.slots,
+            Region::Control => self.inputs.control.bytes / self.slots,
+            Region::NormValues => self.norm_values.bytes / self.slots,
+            _ => 0,
+        }))
     }
 
     /// [`Program::run`] with each call timed, without overlap.

@@ -50,12 +50,15 @@ enum Memory {
 }
 
 pub(super) struct Reducer {
-    nccl: Arc<Nccl>,
+    /// All ranks, or those of this rank's stage; `None` if it is the only one.
+    nccl: Option<Arc<Nccl>>,
     /// If ranks share the network: the ranks of this copy, and, if there are several copies, the ranks with the same part.
     model: Option<Arc<Nccl>>,
     data: Option<Arc<Nccl>>,
     /// Where ranks share the rows of pictures.
     height: Option<Arc<Nccl>>,
+    /// Where the network has stages.
+    stage: Option<Arc<Nccl>>,
     pub(super) statistics: Statistics,
     memory: Memory,
     /// A nonzero value ends all waits for other ranks.
@@ -68,8 +71,8 @@ pub(super) struct Reducer {
 }
 
 impl Reducer {
-    /// Connects the GPUs of the ranks of `comm` and of `groups`. `gradients` describes the gradients, and must be equal on all ranks; `sync`
-    /// has the channels of each batch norm if statistics are synchronised.
+    /// Connects the GPUs of the ranks of `comm`, all ranks of this rank's stage, and of `groups`. `gradients` describes the gradients, and must
+    /// be equal on all ranks of `comm`; `sync` has the channels of each batch norm if statistics are synchronised.
     pub(super) fn new(
         device: &Device,
         gpu: &GpuConfig,
@@ -82,7 +85,8 @@ impl Reducer {
         // If `comm` is a subgroup of the job's ranks, only its ranks meet.
         let place = Exchange::of(comm, gpu.store.as_deref());
         let name = |what: &str| format!("{what}/{}", gpu.generation);
-        let nccl = Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout())?;
+        let connect = || Nccl::connect(place, &name("gradients"), gpu.ordinal, comm.timeout());
+        let nccl = (comm.size() > 1).then(connect).transpose()?;
         let of = |group: Option<&Arc<dyn ProcessGroup>>, what: &str| {
             let connect = |group: &Arc<dyn ProcessGroup>| {
                 let place = Exchange::Group(group.as_ref());
@@ -92,19 +96,22 @@ impl Reducer {
         };
         let model = of(groups.map(|groups| &groups.model), "model")?;
         let height = of(groups.map(|groups| &groups.height), "height")?;
+        let stage = of(groups.map(|groups| &groups.stage), "stage")?;
+        let meets_between_kernels = height.is_some() || stage.is_some();
         // If each rank has the whole network, these are all ranks.
         let data = of(groups.filter(|groups| groups.model.size() > 1).map(|groups| &groups.data), "data")?;
         device.bind()?;
         let abort = Pinned::new(256)?;
         let world = comm.size() as usize;
         let (statistics, memory) = match sync {
-            None if height.is_some() => (Statistics::ApartInOrder, Memory::None),
+            None if meets_between_kernels => (Statistics::ApartInOrder, Memory::None),
             None => (Statistics::Apart, Memory::None),
             Some(channels) => {
                 let (exchanged, all, sequences) = Statistics::exchanged(channels, world);
                 let wanted = match std::env::var_os("LOCKSTEP_NO_PEER_MEMORY") {
-                    _ if height.is_some() => {
-                        Err("GPUs that share rows of pictures meet between kernels anyway".into())
+                    _ if meets_between_kernels => {
+                        Err("GPUs that share rows of pictures or have stages meet between kernels anyway"
+                            .into())
                     }
                     None => Ok(()),
                     Some(_) => Err("LOCKSTEP_NO_PEER_MEMORY is set".into()),
@@ -144,6 +151,7 @@ impl Reducer {
             model,
             data,
             height,
+            stage,
             statistics,
             memory,
             abort,
@@ -199,21 +207,32 @@ impl Reducer {
 
     fn of(&self, group: Group) -> Result<&Arc<Nccl>, EngineError> {
         let nccl = match group {
-            Group::World => Some(&self.nccl),
+            Group::World => self.nccl.as_ref(),
             Group::Model => self.model.as_ref(),
             Group::Height => self.height.as_ref(),
             Group::Data => self.data.as_ref(),
+            Group::Stage => self.stage.as_ref(),
         };
         let absent = || format!("a step with a collective{group}, which this engine does not have");
         nccl.ok_or_else(|| EngineError::Device(absent()))
     }
 
     fn all(&self) -> impl Iterator<Item = &Arc<Nccl>> {
-        std::iter::once(&self.nccl).chain(&self.model).chain(&self.data).chain(&self.height)
+        [&self.nccl, &self.model, &self.data, &self.height, &self.stage].into_iter().flatten()
+    }
+
+    /// Whether gradients are added over several ranks.
+    pub(super) fn reduces(&self) -> bool {
+        self.nccl.is_some()
     }
 
     /// How gradients and statistics are exchanged between ranks, for the log.
     pub(super) fn exchange(&self) -> String {
+        let stages = if self.stage.is_some() { "stages exchange activations through NCCL" } else { "" };
+        if !self.reduces() {
+            return stages.into();
+        }
+        let stages = if stages.is_empty() { String::new() } else { format!("{stages}; ") };
         let split = if self.model.is_some() { "classes are split over ranks; " } else { "" };
         let rows = if self.height.is_some() { "ranks share the rows of pictures; " } else { "" };
         let rest = match &self.memory {
@@ -229,7 +248,7 @@ impl Reducer {
                 )
             }
         };
-        format!("{rows}{split}{rest}")
+        format!("{stages}{rows}{split}{rest}")
     }
 
     /// Checks for asynchronous NCCL errors.

@@ -17,6 +17,8 @@ use std::{
 
 /// Maximum number of micro-batches that the host has sent and the GPU has not taken yet.
 pub(super) const SLOTS: usize = 64;
+/// `Totals` in `loss.cu`: loss, number of correct predictions and of pictures.
+pub(super) const TOTALS: Operand = Operand::new(Region::Totals, 0, 24);
 /// Maximum number of results that the host has not read yet.
 const RESULTS: usize = 64;
 // Counts wrap at 2^32, which must not skip a slot.
@@ -92,7 +94,7 @@ unsafe impl bytemuck::Pod for Record {}
 /// The ring of control blocks.
 pub(super) struct Inputs {
     pub(super) ring: Pinned,
-    /// The current micro-batch's control block, on the GPU.
+    /// The current micro-batch's control block on the GPU, in each slot.
     pub(super) control: Buffer,
     /// Number of control blocks that the GPU has taken.
     pub(super) counter: Buffer,
@@ -105,11 +107,11 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    pub(super) fn new(device: &Device, batch: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(device: &Device, batch: usize, slots: usize) -> Result<Self, CudaError> {
         let bytes = 4 * Self::words_for(batch);
         Ok(Self {
             ring: Pinned::new(SLOTS * bytes)?,
-            control: device.zeros(bytes)?,
+            control: device.zeros(bytes * slots)?,
             counter: device.zeros(256)?,
             taken: Pinned::new(256)?,
             batch,
@@ -227,7 +229,7 @@ pub(super) fn record() -> ops::Record {
         ring: Operand::whole(Region::ResultRing),
         counter: Operand::new(Region::ResultCounter, 0, 4),
         slots: RESULTS as u32,
-        totals: Operand::whole(Region::Totals),
+        totals: TOTALS,
         scaler: Operand::whole(Region::LossScale),
         stamps: Operand::new(Region::Stamps, 0, size_of::<[u64; 4]>()),
     }

@@ -1,8 +1,11 @@
 //! Sends micro-batches to the GPU and receives the results of steps.
 
 use super::*;
+use crate::plan::Pass;
 use std::time::Instant;
 
+/// The input of passes that read no pictures: those of later stages, and backward passes.
+const NO_PICTURES: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 /// Maximum time, after a process has ended, between the ends of two of its connections.
 const SEEN_WITHIN: Duration = Duration::from_secs(1);
 
@@ -20,17 +23,51 @@ impl CudaEngine {
             ..Control::default()
         };
         let whole = batch.labels.len() == self.config.batch_size;
-        (Phase::Train(MicroBatch { first, last, whole }), control.with_mix(batch.mix_params.as_ref()))
+        let micro_batch = MicroBatch { first, last, whole, pass: None };
+        (Phase::Train(micro_batch), control.with_mix(batch.mix_params.as_ref()))
+    }
+
+    /// The passes of a step through this rank's stage, in the order of the schedule.
+    pub(super) fn run_passes(
+        &mut self,
+        parts: &[StepPart<'_>],
+        gradient_scale: f64,
+        lr: f32,
+    ) -> Result<(), EngineError> {
+        let (stage, stages) = self.program.network().stage();
+        let mut sends_gradient = false;
+        for pass in plan::schedule(stage, stages, parts.len()) {
+            let (Pass::Forward(number) | Pass::Backward(number)) = pass;
+            let is_backward = pass == Pass::Backward(number);
+            let (mut phase, control) = self.micro_batch(&parts[number], gradient_scale, lr);
+            if let Phase::Train(micro_batch) = &mut phase {
+                let slot = number % self.program.slots;
+                micro_batch.pass = Some(StagePass { is_backward, slot, sends_gradient });
+            }
+            if is_backward {
+                self.launch(phase, NO_PICTURES)?;
+            } else {
+                self.run(phase, control, parts[number].batch)?;
+            }
+            sends_gradient = is_backward && stage > 0;
+        }
+        Ok(())
     }
 
     /// Sends a micro-batch and runs `phase` on it.
     pub(super) fn run(&mut self, phase: Phase, control: Control, batch: &Batch) -> Result<(), EngineError> {
-        check_batch(&self.network, batch, self.config.batch_size)?;
+        let reads_pictures = self.program.network().stage().0 == 0;
+        check_batch(&self.network, batch, self.config.batch_size, reads_pictures)?;
         let input = self.input(phase, batch)?;
         self.wait_on_gpu(|inputs, _, patience, alive| inputs.send(control, batch, patience, alive))?;
         if matches!(phase, Phase::Train(MicroBatch { first: true, .. })) {
             self.begun = self.begun.wrapping_add(1);
         }
+        self.launch(phase, input)
+    }
+
+    /// Launches `phase` on a micro-batch that was sent before.
+    fn launch(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
         if let Some(calls) = &mut self.profiled {
             calls.extend(self.program.profile(phase, input)?);
             return Ok(());
@@ -59,6 +96,9 @@ impl CudaEngine {
 
     /// The location of the pictures of `batch`, which are copied to the GPU if necessary.
     pub(super) fn input(&mut self, phase: Phase, batch: &Batch) -> Result<Input, EngineError> {
+        if self.program.network().stage().0 > 0 {
+            return Ok(NO_PICTURES);
+        }
         let training = matches!(phase, Phase::Train(_));
         if let (Some(data), false) = (&self.on_gpu, batch.augment_params.len() != batch.labels.len()) {
             let pictures = data.pictures(training);
@@ -200,7 +240,12 @@ pub(super) fn parts(batch: &Batch, room: usize, network: &Network) -> Vec<Batch>
 }
 
 /// Checks that a batch fits the network; the kernels rely on this.
-fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), EngineError> {
+fn check_batch(
+    network: &Network,
+    batch: &Batch,
+    room: usize,
+    reads_pictures: bool,
+) -> Result<(), EngineError> {
     let picture = network.tensors[network.input()].len();
     let (pictures, values) = (batch.labels.len(), batch.images.len().max(batch.bytes.len()));
     if pictures > room {
@@ -208,7 +253,7 @@ fn check_batch(network: &Network, batch: &Batch, room: usize) -> Result<(), Engi
             "a batch has {pictures} pictures, but at most {room} fit"
         )));
     }
-    if batch.augment_params.len() != pictures && values != pictures * picture {
+    if reads_pictures && batch.augment_params.len() != pictures && values != pictures * picture {
         return Err(EngineError::Parameters(format!(
             "a batch of {pictures} labels has {values} values instead of {picture} per picture"
         )));

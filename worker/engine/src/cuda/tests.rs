@@ -28,6 +28,7 @@ mod scaling;
 mod sharded;
 mod sizes;
 mod split_head;
+mod stages;
 mod trajectories;
 mod unfused;
 

@@ -103,6 +103,7 @@ impl Display for Content {
             Content::Argmax(number) => write!(f, "argmax {number}"),
             Content::OfHead => f.write_str("of the split head"),
             Content::OfRows => f.write_str("of shared rows"),
+            Content::OfStages => f.write_str("of the stages"),
         }
     }
 }
@@ -125,6 +126,7 @@ impl Display for Group {
             Group::Model => " in the model group",
             Group::Height => " in the height group",
             Group::Data => " in the data group",
+            Group::Stage => " between stages",
         })
     }
 }

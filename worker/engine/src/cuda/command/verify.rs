@@ -307,6 +307,7 @@ fn lasts(region: Region, carries_over: bool) -> bool {
         | Region::InputsTaken
         | Region::ResultRing
         | Region::ResultCounter
+        | Region::InputGradient
         | Region::Weights
         | Region::LowPrecision
         | Region::OptimizerSlot(_)

@@ -42,10 +42,10 @@ impl Program {
             ops.keeping_blocks(),
         )?;
         let vector_gradients = device.zeros(4 * (layout.trained - layout.matrices).max(1))?;
-        let norm_values = device.zeros(norm_bytes.max(4))?;
         let sync = config.sync_batch_norm && comm.size() > 1 && !network.frozen_norm;
-        let reducer = match comm.size() {
-            1 => None,
+        let stages = groups.map_or(1, |groups| groups.stage.size() as usize);
+        let reducer = match (comm.size(), stages) {
+            (1, 1) => None,
             _ => {
                 let channels: Vec<usize> = norms.iter().map(NormSite::channels).collect();
                 let gradients = format!("{} {:?} {}", dtype.name(), layout.buckets, layout.trained);
@@ -88,7 +88,9 @@ impl Program {
             }
         };
         let (segments, rates) = (device.upload(&segments)?, device.zeros(8 * count)?);
-        let inputs = Inputs::new(device, config.batch_size)?;
+        // As many as the schedule has between their passes.
+        let slots = (stages - network.stage().0).min(config.accumulate.max(1));
+        let inputs = Inputs::new(device, config.batch_size, slots)?;
         // A split head has separate kernels and does not copy its logits.
         let (padded, logits, controls) = match &plan.head {
             None => (plan.padded_classes, 4 * config.batch_size * network.classes, None),
@@ -107,6 +109,8 @@ impl Program {
             tuner: Tuner::new(device, gpu.deterministic)?,
             inputs,
             data_ranks,
+            slots,
+            input_gradient: None,
             group_controls: controls,
             results: Results::new(device)?,
             normalisation: device.zeros(4 * 256 * network.channels)?,
@@ -133,7 +137,7 @@ impl Program {
             recomputed,
             vector_gradients,
             accumulated,
-            norm_values,
+            norm_values: device.zeros(norm_bytes.max(4) * slots)?,
             channel_sums: device.zeros(8 * network.tensors.iter().map(|t| t.channels).max().unwrap_or(1))?,
             norms,
             sizes: vec![network],
@@ -162,7 +166,7 @@ impl Program {
             return Err(CudaError::Unsupported(text).into());
         }
         // Memory suffices for the largest size.
-        let mut bytes = self.arena.bytes;
+        let mut bytes = self.arena.bytes / self.slots;
         for (networks, trains) in [(training, true), (evaluation, false)] {
             for network in networks {
                 check(network)?;
@@ -208,16 +212,21 @@ impl Program {
         Ok(self.tuner.prepare(device, &wanted)?)
     }
 
-    /// Allocates memory for activations and workspaces of all plans.
+    /// Allocates memory for activations, `bytes` a slot, and workspaces of all plans.
     fn allocate(&mut self, device: &Device, bytes: usize) -> Result<(), EngineError> {
         let own = self.tuner.workspace_bytes(false).max(self.ops.bottleneck_bytes());
         self.workspace = device.alloc(own)?;
         self.side_workspace = device.alloc(self.tuner.workspace_bytes(true))?;
         // Frees the old arena first: both may not fit.
         self.arena = device.alloc(256)?;
-        self.arena = device.zeros(bytes)?;
+        self.arena = device.zeros(bytes * self.slots)?;
+        if self.plan.network.stage().0 > 0 {
+            let values = |network: &Arc<Network>| network.tensors[network.input()].len();
+            let values = self.sizes.iter().map(values).max().unwrap_or(0);
+            self.input_gradient = Some(device.zeros(self.plan.batch * values * self.dtype.size())?);
+        }
         let (own, side) = (self.workspace.bytes >> 20, self.side_workspace.bytes >> 20);
-        tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", bytes >> 20);
+        tracing::debug!("activations take {} MB, workspaces {own} and {side} MB", self.arena.bytes >> 20);
         Ok(())
     }
 

@@ -13,6 +13,7 @@ mod plain;
 mod rows;
 mod sampled_head;
 mod split_head;
+mod stages;
 #[cfg(test)]
 mod tests;
 mod update;
@@ -80,12 +81,25 @@ struct GraphEmitter<'a> {
     sampled: Option<sampled_head::SampledHead>,
     /// The convolution output whose sums cuDNN has taken along.
     summed: Option<TensorId>,
+    /// Number of commands of the forward pass, without the loss.
+    forward_commands: usize,
 }
 
 /// A list of commands, and the bytes of [`Region::Arena`] that it needs.
 pub(super) struct Emitted {
     pub(super) commands: Vec<Command>,
+    forward_commands: usize,
     pub(super) arena_bytes: usize,
+}
+
+impl Emitted {
+    /// The commands of one pass, in the memory of its slot: `slot_bytes` gives the bytes of a slot in each region.
+    pub(super) fn of_pass(mut self, pass: StagePass, slot_bytes: impl Fn(Region) -> usize) -> Vec<Command> {
+        let backward = self.commands.split_off(self.forward_commands);
+        let mut commands = if pass.is_backward { backward } else { self.commands };
+        commands.iter_mut().for_each(|command| command.shift(|region| pass.slot * slot_bytes(region)));
+        commands
+    }
 }
 
 /// The commands of a micro-batch. `side_stream`: weight gradients run on a stream of their own.
@@ -100,7 +114,8 @@ pub(super) fn emit(
 ) -> Result<Emitted, EngineError> {
     let mut emitter = GraphEmitter::new(facts, side_stream);
     emitter.network(phase, input)?;
-    Ok(Emitted { arena_bytes: emitter.arena.peak, commands: emitter.commands })
+    let GraphEmitter { arena, commands, forward_commands, .. } = emitter;
+    Ok(Emitted { commands, forward_commands, arena_bytes: arena.peak })
 }
 
 impl<'a> GraphEmitter<'a> {
@@ -125,6 +140,7 @@ impl<'a> GraphEmitter<'a> {
             head: None,
             sampled: None,
             summed: None,
+            forward_commands: 0,
         }
     }
 
@@ -136,6 +152,8 @@ impl<'a> GraphEmitter<'a> {
             self.part(Part::Forward(index));
             self.forward(index, phase)?;
         }
+        self.send_output()?;
+        self.forward_commands = self.commands.len();
         self.part(Part::Loss);
         match phase {
             Phase::Evaluate => self.evaluate(),
@@ -146,6 +164,7 @@ impl<'a> GraphEmitter<'a> {
                     self.part(Part::Backward(index));
                     self.backward(index, micro_batch)?;
                 }
+                self.keep_input_gradient(micro_batch)?;
                 self.part(Part::Update);
                 self.finish(micro_batch)
             }
@@ -204,7 +223,7 @@ impl<'a> GraphEmitter<'a> {
     /// Room for a tensor of the whole batch. Before more memory is taken for it, the backward pass waits for the weight
     /// gradients that are far behind, and uses again what they have read.
     fn alloc(&mut self, tensor: TensorId, content: fn(TensorId) -> Content) -> Allocation {
-        let bytes = self.plan.pictures(tensor) * self.plan.values(tensor) * self.plan.dtype.size();
+        let bytes = self.tensor_bytes(tensor);
         if self.pending.len() > PENDING_WEIGHT_GRADIENTS && !self.arena.fits(bytes) {
             let done: Vec<_> = self.pending.drain(..self.pending.len() - PENDING_WEIGHT_GRADIENTS).collect();
             if let Some((number, _)) = done.last() {
@@ -215,6 +234,11 @@ impl<'a> GraphEmitter<'a> {
             }
         }
         self.alloc_bytes(bytes, content(tensor))
+    }
+
+    /// Bytes of a tensor of the whole batch.
+    fn tensor_bytes(&self, tensor: TensorId) -> usize {
+        self.plan.pictures(tensor) * self.plan.values(tensor) * self.plan.dtype.size()
     }
 
     /// Frees an allocation, which may have two owners that do so.
@@ -259,7 +283,7 @@ impl<'a> GraphEmitter<'a> {
 /// # Errors
 /// An operation reads what none has made.
 pub(super) fn arena_bytes(facts: &Facts<'_>, trains: bool) -> Result<usize, EngineError> {
-    let only = MicroBatch { first: true, last: true, whole: true };
+    let only = MicroBatch { first: true, last: true, whole: true, pass: None };
     let peak = |phase: Phase, side_stream: bool| -> Result<usize, EngineError> {
         let input = Input::Staged { at: 0, format: BatchFormat::Bytes };
         Ok(emit(facts, phase, input, side_stream)?.arena_bytes)

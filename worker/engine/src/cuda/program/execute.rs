@@ -131,6 +131,7 @@ impl Program {
                 let missing = (self.recomputed * self.dtype.size()) as u64;
                 return Some(self.matrix_gradients.ptr.wrapping_sub(missing));
             }
+            Region::InputGradient => self.input_gradient.as_ref(),
             Region::VectorGradients => Some(&self.vector_gradients),
             Region::Accumulated => self.accumulated.as_ref(),
             Region::NormValues => Some(&self.norm_values),

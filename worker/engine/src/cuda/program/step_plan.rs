@@ -226,7 +226,7 @@ impl StepPlan {
         }
         let channels = match tensor {
             t if self.network.is_pictures(t) => self.padded_input,
-            t if t == self.network.logits() => self.padded_classes,
+            t if self.network.is_last_stage() && t == self.network.logits() => self.padded_classes,
             _ => shape.channels,
         };
         shape.pixels() * channels
@@ -292,7 +292,7 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
              other strategies out, or set parallel.device = \"cpu\""
         ));
     }
-    if network.head().is_empty() {
+    if network.is_last_stage() && network.head().is_empty() {
         return refuse(format!("{}, which does not end in a linear layer", network.arch));
     }
     for op in &network.ops {
@@ -315,7 +315,8 @@ pub(in crate::cuda) fn check(network: &Network) -> Result<(), CudaError> {
     }
     check_rows(network)?;
     for (tensor, shape) in network.tensors.iter().enumerate() {
-        let padded = network.is_pictures(tensor) || tensor == network.logits();
+        let is_logits = network.is_last_stage() && tensor == network.logits();
+        let padded = network.is_pictures(tensor) || is_logits;
         if !padded && !shape.channels.is_multiple_of(CHANNELS) {
             return refuse(format!("{} channels, which is not a multiple of {CHANNELS}", shape.channels));
         }

@@ -1,4 +1,4 @@
-//! GPUs that share the rows of pictures, next to one CPU rank that has all of them.
+//! GPUs that share the rows of pictures, next to one CPU rank that has all of them. [`super::stages`] has pipeline stages in the same way.
 
 use super::{split_head::on_gpus, *};
 use crate::{Contribution, StateDict, StepResult, Writers, plan::Mesh};
@@ -13,20 +13,22 @@ const LARGER: usize = 6;
 
 /// What is trained, and how.
 #[derive(Debug, Clone, Copy)]
-struct Case {
-    network: fn() -> Network,
+pub(super) struct Case {
+    pub(super) network: fn() -> Network,
     /// Data, height and model.
-    mesh: [usize; 3],
-    accumulate: usize,
+    pub(super) mesh: [usize; 3],
+    pub(super) stages: usize,
+    pub(super) accumulate: usize,
     /// The last micro-batch of each second step has fewer pictures.
-    ragged: bool,
-    precision: Precision,
-    optimizer_sharding: bool,
+    pub(super) ragged: bool,
+    pub(super) precision: Precision,
+    pub(super) optimizer_sharding: bool,
 }
 
-const CASE: Case = Case {
+pub(super) const CASE: Case = Case {
     network: block,
     mesh: [1, 2, 1],
+    stages: 1,
     accumulate: 1,
     ragged: false,
     precision: Precision::Fp32,
@@ -54,7 +56,7 @@ fn block() -> Network {
 }
 
 /// Windows of 7, 3 and 5 pixels, of 26, 13, 7 and 4 rows.
-fn large_windows() -> Network {
+pub(super) fn large_windows() -> Network {
     let mut net = Network::new("rows of large windows", 26, 3, 10);
     let x = net.conv("conv1", net.input(), 16, 7, 2);
     let x = net.batch_norm("bn1", x);
@@ -77,7 +79,7 @@ fn large_windows() -> Network {
 impl Case {
     fn mesh(&self) -> Mesh {
         let [data, height, model] = self.mesh;
-        Mesh { stage: 1, data, height, model }
+        Mesh { stage: self.stages, data, height, model }
     }
 
     /// Sets of ranks with different pictures.
@@ -154,7 +156,7 @@ fn run(engine: &mut dyn Engine, case: &Case, network: &Network, set: Option<usiz
 }
 
 /// Trains a case on GPUs and on one CPU rank, and compares: losses by `loss` and weights by `way`, relative to how far they moved.
-fn compare(case: Case, loss: f32, way: f64) {
+pub(super) fn compare(case: Case, loss: f32, way: f64) {
     let network = Arc::new((case.network)());
     let of = |batch_size: usize| EngineConfig { accumulate: case.accumulate, ..config(batch_size) };
     let start = initial(&network);
@@ -167,9 +169,10 @@ fn compare(case: Case, loss: f32, way: f64) {
     };
     let mut alone = cpu_from(&start, &network, &of(case.sets() * OWN));
     let wanted = run(alone.as_mut(), &case, &network, None);
-    // Ranks that share rows have the same results.
-    let sets: Vec<&Run> =
-        (0..runs.len()).filter(|rank| case.mesh().height_rank(*rank) == 0).map(|rank| &runs[rank]).collect();
+    // Ranks that share rows have the same results, and the last stage has the logits.
+    let mesh = case.mesh();
+    let is_of_set = |rank: &usize| mesh.height_rank(*rank) == 0 && mesh.stage_rank(*rank) + 1 == mesh.stage;
+    let sets: Vec<&Run> = (0..runs.len()).filter(is_of_set).map(|rank| &runs[rank]).collect();
     for (step, theirs) in wanted.steps.iter().enumerate() {
         let samples: u32 = sets.iter().map(|run| run.steps[step].samples).sum();
         let sum: f32 = sets.iter().map(|run| run.steps[step].loss * run.steps[step].samples as f32).sum();
@@ -188,7 +191,8 @@ fn compare(case: Case, loss: f32, way: f64) {
         }
     }
     for (rank, run) in runs.iter().enumerate() {
-        let wanted = [runs[0].checksum[0], runs[rank % case.mesh[2]].checksum[1]];
+        let first = mesh.stage_rank(rank) * mesh.ranks_of_stage();
+        let wanted = [runs[first].checksum[0], runs[first + rank % case.mesh[2]].checksum[1]];
         assert_eq!(run.checksum, wanted, "{case:?}: rank {rank}");
     }
     let logits: Vec<f32> = sets.iter().flat_map(|run| run.logits.iter().copied()).collect();

@@ -5,6 +5,10 @@ use super::*;
 impl<'a> GraphEmitter<'a> {
     /// Takes the next micro-batch in and makes its pictures the network's input.
     pub(super) fn begin(&mut self, phase: Phase, input: Input) -> Result<(), EngineError> {
+        if self.plan.network.stage().0 > 0 {
+            self.receive_input(phase);
+            return Ok(());
+        }
         if self.plan.shares_rows() {
             return self.begin_with_own_rows(phase, input);
         }
@@ -15,12 +19,18 @@ impl<'a> GraphEmitter<'a> {
         Ok(())
     }
 
+    /// Takes the next control block.
+    pub(super) fn fetch(&mut self, phase: Phase) {
+        let facts = self.facts;
+        let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
+        self.main(facts.ops.fetch(rings::fetch(self.plan.batch, begins_step.then(|| facts.kept()))));
+        self.main(facts.ops.stamp(stamp(0), Operand::NONE));
+    }
+
     /// Takes the next micro-batch in, as whole pictures.
     pub(super) fn take_in(&mut self, phase: Phase, input: Input, allocation: Allocation) {
+        self.fetch(phase);
         let (facts, plan) = (self.facts, self.plan);
-        let begins_step = matches!(phase, Phase::Train(MicroBatch { first: true, .. }));
-        self.main(facts.ops.fetch(rings::fetch(plan.batch, begins_step.then(|| facts.kept()))));
-        self.main(facts.ops.stamp(stamp(0), Operand::NONE));
         let (control, pictures, to) = (CONTROL, plan.batch as u32, allocation.operand());
         let [side, channels, padded] =
             [plan.network.image_size, plan.network.channels, plan.padded_input].map(|number| number as u32);

@@ -3,7 +3,14 @@
 use super::*;
 
 impl GraphEmitter<'_> {
-    pub(super) fn loss(&mut self, MicroBatch { first, .. }: MicroBatch) -> Result<(), EngineError> {
+    pub(super) fn loss(&mut self, MicroBatch { first, pass, .. }: MicroBatch) -> Result<(), EngineError> {
+        if pass.is_some_and(|pass| pass.is_backward && pass.sends_gradient) {
+            self.send_input_gradient();
+        }
+        if !self.plan.network.is_last_stage() {
+            self.receive_gradient();
+            return Ok(());
+        }
         let logits = self.plan.network.logits();
         let allocation = self.activation(logits)?;
         if self.plan.head.is_some() {
@@ -26,6 +33,9 @@ impl GraphEmitter<'_> {
     }
 
     pub(super) fn evaluate(&mut self) -> Result<(), EngineError> {
+        if !self.plan.network.is_last_stage() {
+            return Ok(());
+        }
         if self.plan.head.is_some() {
             return self.split_loss(0.0, None);
         }

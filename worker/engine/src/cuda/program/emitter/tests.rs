@@ -18,8 +18,9 @@ mod rows;
 mod sharded;
 mod signatures;
 mod split_head;
+mod stages;
 
-const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true };
+const ONLY: MicroBatch = MicroBatch { first: true, last: true, whole: true, pass: None };
 const STAGED: Input = Input::Staged { at: 0, format: BatchFormat::Bytes };
 
 fn build(arch: Arch, stem: Stem, side: usize, classes: usize) -> Arc<Network> {
@@ -114,7 +115,8 @@ impl Setting {
         let name = &self.plan.network.arch;
         assert_eq!(checked, Ok(()), "{name}, {:?}, {phase:?}\n{}", self.plan.dtype, self.text(&emitted));
         let logits = Content::Activation(self.plan.network.logits());
-        let left: &[Content] = if phase == Phase::Evaluate { &[logits] } else { &[] };
+        let has_logits = phase == Phase::Evaluate && self.plan.network.is_last_stage();
+        let left: &[Content] = if has_logits { &[logits] } else { &[] };
         assert_eq!(live(&emitted.commands), left, "{name}, {phase:?}");
         emitted
     }
@@ -152,7 +154,7 @@ fn commands_are_sound(networks: &[Arc<Network>]) {
                     }
                     for (first, last) in [(true, false), (false, false), (false, true)] {
                         if accumulates {
-                            setting.sound(Phase::Train(MicroBatch { first, last, whole: true }), true);
+                            setting.sound(Phase::Train(MicroBatch { first, last, ..ONLY }), true);
                         }
                     }
                 }

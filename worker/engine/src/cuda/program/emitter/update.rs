@@ -108,21 +108,27 @@ impl GraphEmitter<'_> {
         let squares = squares.map(|own| self.gather_squares(own));
         let updated = self.facts.updated();
         let of_buckets = self.facts.share.map(|_| self.bucket_squares(&updated));
+        let of_stages = self.meet_stages(gradients);
+        let parts = match of_stages {
+            Some(Squares { at, count }) => Some((at.operand().part(0, 8 * count), count)),
+            None => of_buckets.map(|all| (all, updated.len())),
+        };
         // From here on nothing waits for other ranks that have all of an update: what begins also ends.
         self.main(ops.stamp(stamp(2), UPDATING));
         let (scaler, dynamic) = (Operand::whole(Region::LossScale), self.facts.dynamic_scale);
         let norm = |gradients| ops::GradientNorm { gradients, scaler, dynamic };
-        match (squares, of_buckets) {
+        match (squares, parts) {
             (None, None) => self.main(ops.gradient_norm(norm(gradients))),
-            (None, Some(all)) => {
+            (None, Some((all, count))) => {
                 let none = gradients.part(0..0, layout.matrices..layout.matrices);
-                self.main(ops.gradient_norm_of_parts(norm(none), all, updated.len() as u32));
+                self.main(ops.gradient_norm_of_parts(norm(none), all, count as u32));
             }
             (Some(Squares { at, count }), _) => {
                 self.main(ops.gradient_norm_of_parts(norm(whole), at.operand(), count as u32));
                 self.free_now(at);
             }
         }
+        of_stages.into_iter().for_each(|of| self.free_now(of.at));
         self.update_weights(&updated);
         match self.sampled.take() {
             Some(sampled) => self.update_sampled(sampled),

@@ -205,7 +205,7 @@ fn a_step_keeps_what_its_forward_pass_changes() {
         };
         let setting = Setting { accumulates: true, ..setting };
         for (first, last) in [(true, true), (true, false), (false, false), (false, true)] {
-            let micro_batch = MicroBatch { first, last, whole: true };
+            let micro_batch = MicroBatch { first, last, ..ONLY };
             let commands = setting.sound(Phase::Train(micro_batch), true).commands;
             let kept = numbers(&commands, |c| changes(c, Region::KeptStatistics));
             let changed = numbers(&commands, |c| changes(c, Region::RunningStatistics));

@@ -47,7 +47,7 @@ fn its_commands_are_sound_and_meet_those_of_the_other_ranks() {
                     all.extend(meetings(&setting.sound(train, true).commands));
                     if accumulates {
                         for (first, last) in [(true, false), (false, false), (false, true)] {
-                            let phase = Phase::Train(MicroBatch { first, last, whole });
+                            let phase = Phase::Train(MicroBatch { first, last, whole, ..ONLY });
                             all.extend(meetings(&setting.sound(phase, true).commands));
                         }
                     }

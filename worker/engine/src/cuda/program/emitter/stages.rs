@@ -1,0 +1,107 @@
+//! Exchange between pipeline stages: an activation is sent to the next stage, and its gradient is sent back.
+//!
+//! A send may block until it is received, so neighbouring stages order their messages alike. A stage sends the gradient of a backward pass at
+//! the beginning of its next pass, behind the input that this pass receives: the preceding stage sends that input first.
+
+use super::{split_head::Squares, *};
+
+impl GraphEmitter<'_> {
+    /// The input of a forward pass, from the preceding stage.
+    pub(super) fn receive_input(&mut self, phase: Phase) {
+        self.fetch(phase);
+        let input = self.plan.network.input();
+        let x = self.alloc(input, Content::Activation);
+        self.activations[input] = Some(x);
+        let from = self.plan.network.stage().0 - 1;
+        self.exchange_stages(Vec::new(), vec![(from as u32, self.values_at(input, x))], self.plan.dtype);
+        if phase.pass().is_some_and(|pass| !pass.is_backward && pass.sends_gradient) {
+            self.send_input_gradient();
+        }
+    }
+
+    /// Sends the output of a forward pass to the next stage, if there is one.
+    pub(super) fn send_output(&mut self) -> Result<(), EngineError> {
+        let network = &self.plan.network;
+        if network.is_last_stage() {
+            return Ok(());
+        }
+        let (output, to) = (network.logits(), network.stage().0 + 1);
+        let y = self.activation(output)?;
+        self.exchange_stages(vec![(to as u32, self.values_at(output, y))], Vec::new(), self.plan.dtype);
+        // Only a ReLU that is not fused reads it in the backward pass.
+        if self.readers[output] == 0 {
+            self.drop_activation(output);
+        }
+        Ok(())
+    }
+
+    /// The gradient of the stage's output, from the next stage.
+    pub(super) fn receive_gradient(&mut self) {
+        let (output, from) = (self.plan.network.logits(), self.plan.network.stage().0 + 1);
+        let dy = self.alloc(output, Content::Gradient);
+        self.exchange_stages(Vec::new(), vec![(from as u32, self.values_at(output, dy))], self.plan.dtype);
+        self.gradients[output].push(Gradient::Whole(dy));
+    }
+
+    /// Keeps the gradient of the stage's input for the preceding stage, if there is one. The slot of the micro-batch is free afterwards.
+    pub(super) fn keep_input_gradient(
+        &mut self,
+        MicroBatch { last, .. }: MicroBatch,
+    ) -> Result<(), EngineError> {
+        if self.plan.network.stage().0 == 0 {
+            return Ok(());
+        }
+        let dx = self.gradient(self.plan.network.input())?;
+        let to = self.input_gradient();
+        let values = (to.bytes / self.plan.dtype.size()) as u64;
+        self.main(self.facts.ops.scale_values([dx.operand(), to], values, 1.0));
+        self.free(dx);
+        if last {
+            self.send_input_gradient();
+        }
+        Ok(())
+    }
+
+    /// Sends the gradient of the newest backward pass to the preceding stage.
+    pub(super) fn send_input_gradient(&mut self) {
+        let to = self.plan.network.stage().0 - 1;
+        self.exchange_stages(vec![(to as u32, self.input_gradient())], Vec::new(), self.plan.dtype);
+    }
+
+    /// Before the update: the sum of squares (f64) of the gradients of each stage, and on all stages the loss that the last one has computed.
+    /// `None` if there is one stage.
+    pub(super) fn meet_stages(&mut self, gradients: ops::Gradients) -> Option<Squares> {
+        let (stage, stages) = self.plan.network.stage();
+        if stages == 1 {
+            return None;
+        }
+        let at = self.alloc_bytes(8 * stages, Content::OfStages);
+        let of = |stage: usize| at.operand().part(8 * stage, 8);
+        self.main(self.facts.ops.gradient_squares(gradients, of(stage)));
+        let others = || (0..stages).filter(move |other| *other != stage);
+        let mut gives: Vec<_> = others().map(|other| (other as u32, of(stage))).collect();
+        let mut takes: Vec<_> = others().map(|other| (other as u32, of(other))).collect();
+        if self.plan.network.is_last_stage() {
+            gives.extend(others().map(|other| (other as u32, rings::TOTALS)));
+        } else {
+            takes.push((stages as u32 - 1, rings::TOTALS));
+        }
+        self.exchange_stages(gives, takes, DType::F32);
+        Some(Squares { at, count: stages })
+    }
+
+    /// Messages between the ranks that have the same place in all stages, by stage.
+    fn exchange_stages(&mut self, gives: Vec<(u32, Operand)>, takes: Vec<(u32, Operand)>, dtype: DType) {
+        let (stream, group) = (StreamId::Main, Group::Stage);
+        self.commands.push(Command::Exchange { stream, group, gives, takes, dtype });
+    }
+
+    fn input_gradient(&self) -> Operand {
+        Operand::new(Region::InputGradient, 0, self.tensor_bytes(self.plan.network.input()))
+    }
+
+    /// The values of an allocation for `tensor`, without the padding of the allocation: the same bytes on both stages.
+    fn values_at(&self, tensor: TensorId, at: Allocation) -> Operand {
+        at.operand().part(0, self.tensor_bytes(tensor))
+    }
+}

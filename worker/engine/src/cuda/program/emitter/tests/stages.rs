@@ -1,0 +1,149 @@
+//! Pipeline stages.
+
+use super::{signatures, *};
+use crate::plan::{self, Mesh, Pass, Plan};
+
+/// Bytes between two slots of a region: more than any test needs.
+const SLOT: usize = 1 << 32;
+
+/// Each stage of a network.
+fn stages(network: &Network, stage: usize) -> Vec<Arc<Network>> {
+    let plan = Plan::on(Mesh { stage, data: 1, height: 1, model: 1 }, Vec::new());
+    (0..stage).map(|rank| Arc::new(plan::lower(network, &plan, rank).unwrap())).collect()
+}
+
+/// The passes of a step on one stage, as the engine launches them.
+fn step(setting: &Setting, micro_batches: usize) -> Vec<Command> {
+    let (stage, stages) = setting.plan.network.stage();
+    let slots = (stages - stage).min(micro_batches);
+    let (mut commands, mut sends_gradient) = (Vec::new(), false);
+    for pass in plan::schedule(stage, stages, micro_batches) {
+        let (Pass::Forward(number) | Pass::Backward(number)) = pass;
+        let is_backward = pass == Pass::Backward(number);
+        let pass = StagePass { is_backward, slot: number % slots, sends_gradient };
+        let (first, last) = (number == 0, number + 1 == micro_batches);
+        let emitted = setting.sound(Phase::Train(MicroBatch { first, last, pass: Some(pass), ..ONLY }), true);
+        assert!(emitted.arena_bytes < SLOT);
+        commands.extend(emitted.of_pass(pass, |region| match region {
+            Region::Arena | Region::Control | Region::NormValues => SLOT,
+            _ => 0,
+        }));
+        sends_gradient = is_backward && stage > 0;
+    }
+    commands
+}
+
+/// A message of a stage: the other stage, whether that stage gets it, and its bytes.
+type Message = (usize, bool, usize);
+
+/// What a stage exchanges with other stages, in order.
+fn messages(commands: &[Command]) -> Vec<Vec<Message>> {
+    let of = |command: &Command| {
+        let Command::Exchange { group: Group::Stage, gives, takes, .. } = command else { return None };
+        let given = gives.iter().map(|(stage, at)| (*stage as usize, true, at.bytes));
+        let taken = takes.iter().map(|(stage, at)| (*stage as usize, false, at.bytes));
+        Some(given.chain(taken).collect())
+    };
+    commands.iter().filter_map(of).collect()
+}
+
+/// Each message waits until its receiver is there: no stage waits for ever, and both ends of a message have as many bytes. The exchange
+/// before the update is the last one, among all stages.
+fn all_messages_meet(of_stages: &[Vec<Vec<Message>>]) {
+    let mut done = vec![0; of_stages.len()];
+    let head = |done: &[usize], stage: usize| of_stages[stage].get(done[stage]);
+    loop {
+        let pair = (0..of_stages.len()).find_map(|stage| {
+            let [(to, true, bytes)] = head(&done, stage)?[..] else { return None };
+            let is_awaited = head(&done, to).is_some_and(|other| other[..] == [(stage, false, bytes)]);
+            is_awaited.then_some([stage, to])
+        });
+        let Some(pair) = pair else { break };
+        pair.into_iter().for_each(|stage| done[stage] += 1);
+    }
+    for (stage, messages) in of_stages.iter().enumerate() {
+        assert_eq!(done[stage] + 1, messages.len(), "stage {stage} waits for ever");
+        for (other, of_other) in of_stages.iter().enumerate().filter(|(other, _)| *other != stage) {
+            let with = |messages: &[Message], peer: usize, given: bool| -> Vec<usize> {
+                messages.iter().filter(|(of, is, _)| (*of, *is) == (peer, given)).map(|m| m.2).collect()
+            };
+            let (gives, takes) = (messages.last().unwrap(), of_other.last().unwrap());
+            assert_eq!(with(gives, other, true), with(takes, stage, false), "{stage} and {other}");
+            assert!(!with(gives, other, true).is_empty());
+        }
+    }
+}
+
+/// Each pass is sound by itself and among those of a whole step; neighbours exchange what the other one expects.
+#[test]
+fn stages_are_sound_and_meet_each_other_in_a_step() {
+    let declared = signatures::declared();
+    let (bottleneck, pooled) =
+        (build(Arch::ResNet50, Stem::Cifar, 32, 10), build(Arch::ResNet18, Stem::Imagenet, 64, 1001));
+    for (network, count, dtype, micro_batches) in [
+        (&bottleneck, 2, DType::F16, 1),
+        (&bottleneck, 4, DType::F16, 6),
+        (&bottleneck, 3, DType::Bf16, 2),
+        (&pooled, 10, DType::F32, 3),
+        (&pooled, 2, DType::F16, 5),
+    ] {
+        for ranks in [Ranks::Single, Ranks::ByNccl] {
+            let of_stages: Vec<_> = stages(network, count)
+                .iter()
+                .map(|stage| {
+                    let accumulates = micro_batches > 1;
+                    let setting = Setting { accumulates, ..Setting::new(stage, 8, dtype, 90, ranks) };
+                    for side_stream in [false, true] {
+                        setting.sound(Phase::Train(ONLY), side_stream);
+                        setting.sound(Phase::Evaluate, side_stream);
+                    }
+                    let commands = step(&setting, micro_batches);
+                    let case = format!("{} in {count}, {dtype:?}, {ranks:?}", network.arch);
+                    assert_eq!(verify::verify(&commands, false), Ok(()), "{case}");
+                    for command in &commands {
+                        if let Command::Kernel { kernel, .. } = command {
+                            signatures::check(kernel, &declared);
+                        }
+                    }
+                    messages(&commands)
+                })
+                .collect();
+            all_messages_meet(&of_stages);
+        }
+    }
+}
+
+/// An evaluation passes all stages, and only the last one has logits.
+#[test]
+fn evaluations_pass_the_stages_one_after_another() {
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 10);
+    let passed: Vec<_> = stages(&network, 3)
+        .iter()
+        .map(|stage| {
+            let setting = Setting::new(stage, 8, DType::F32, 90, Ranks::Single);
+            let commands = setting.sound(Phase::Evaluate, true).commands;
+            assert_eq!(count(&commands, "cross_entropy"), usize::from(stage.is_last_stage()));
+            messages(&commands)
+        })
+        .collect();
+    let bytes = |messages: &[Message]| messages[0].2;
+    assert_eq!(passed[0].len() + passed[2].len(), passed[1].len());
+    let [sent, received] = [&passed[0][0], &passed[1][0]];
+    assert_eq!((&sent[..], &received[..]), (&[(1, true, bytes(sent))][..], &[(0, false, bytes(sent))][..]));
+}
+
+/// Whatever a stage receives is used.
+#[test]
+fn a_message_that_a_stage_misses_is_refused() {
+    let stages = stages(&build(Arch::ResNet18, Stem::Cifar, 32, 10), 3);
+    let setting = Setting { accumulates: true, ..Setting::new(&stages[1], 8, DType::F16, 90, Ranks::Single) };
+    let commands = step(&setting, 3);
+    let receives = |c: &Command| matches!(c, Command::Exchange { takes, .. } if !takes.is_empty());
+    let numbers: Vec<usize> = (0..commands.len()).filter(|number| receives(&commands[*number])).collect();
+    assert_eq!(numbers.len(), 3 + 3 + 1);
+    for number in numbers {
+        let without = [&commands[..number], &commands[number + 1..]].concat();
+        let refused = verify::verify(&without, false).unwrap_err();
+        assert!(refused.contains("is read before it is written"), "{refused}");
+    }
+}

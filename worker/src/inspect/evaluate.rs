@@ -1,6 +1,6 @@
 //! Evaluates a checkpoint on its job's validation pictures: scores per class and the confusion matrix.
 
-use super::model::{BATCH, Model, cross_entropy, softmax};
+use super::model::{BATCH, Model, Output, cross_entropy, softmax};
 use crate::checkpoint;
 use lockstep_data::{held_out::foreign_divisions, loader::DataSource};
 use lockstep_protocol::numbers::plural;
@@ -15,41 +15,26 @@ use std::{path::Path, time::Instant};
 const MISTAKES: usize = 5000;
 /// Right predictions of each class that are named.
 const RIGHT: usize = 24;
+/// The most classes of a confusion matrix: this many have 800 MB.
+const MOST_CLASSES: usize = 10_000;
 
 pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, String> {
     let start = Instant::now();
     let spec = &request.spec;
-    let mut model = Model::open(Path::new(&request.model))?;
-    // Pictures become what the model was trained on, whatever has become of the job or its dataset since.
-    let seen = DataSpec {
-        image_size: Some(ImageSize::Fixed(model.image_size as u32)),
-        validation_size: None,
-        mean: Some(model.mean.clone()),
-        std: Some(model.std.clone()),
-        resize_size: model.resize,
-        // Training's; it would have pictures resized where the model's were not.
-        random_resized_crop: false,
-        ..spec.data.clone()
-    };
-    let dataset = lockstep_data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
-    let listed = lockstep_data::held_out::validation_set(&dataset, &spec.data).map_err(|e| e.to_string())?;
-    let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
-    if data.shape.channels != model.channels {
+    let mut model = Model::open(Path::new(&request.model), Output::Logits)?;
+    if model.classes.len() > MOST_CLASSES {
         return Err(format!(
-            "the model was trained on pictures of {}, those of {} have {}",
-            plural(model.channels as u64, "channel"),
-            spec.data.dataset,
-            data.shape.channels
+            "the model has {} classes, and a confusion matrix may have {MOST_CLASSES}; evaluate it by nearest neighbours (`lockstep \
+             evaluate --knn 20`)",
+            model.classes.len()
         ));
     }
+    let (data, listed) = open_dataset(request, &model)?;
     if let Some(difference) = classes_differ(&model.classes, &data.shape.classes) {
         return Err(format!(
             "the model was trained on other classes than {} has: {difference}",
             spec.data.dataset
         ));
-    }
-    if data.shape.validation_samples == 0 {
-        return Err("this job has no validation pictures: data.validation = \"none\"".into());
     }
     let classes = model.classes.len();
     let mut confusion = vec![vec![0u64; classes]; classes];
@@ -57,7 +42,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     let mut loss = 0.0f64;
     for batch in data.validation(0, 1, BATCH, 1) {
         let batch = batch.map_err(|e| e.to_string())?;
-        let all = model.logits(&batch)?;
+        let all = model.outputs(&batch)?;
         for ((logits, label), index) in all.into_iter().zip(&batch.labels).zip(&batch.indices) {
             let logits = logits.map_err(|e| format!("validation picture {index} {e}"))?;
             let probabilities = softmax(&logits);
@@ -100,9 +85,43 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     })
 }
 
+/// The dataset of a request, with pictures as the model was trained on, and the validation pictures that its index lists.
+pub(super) fn open_dataset(
+    request: &EvaluateModel,
+    model: &Model,
+) -> Result<(DataSource, Option<ValidationSet>), String> {
+    let spec = &request.spec;
+    // Pictures become what the model was trained on, whatever has become of the job or its dataset since.
+    let seen = DataSpec {
+        image_size: Some(ImageSize::Fixed(model.image_size as u32)),
+        validation_size: None,
+        mean: Some(model.mean.clone()),
+        std: Some(model.std.clone()),
+        resize_size: model.resize,
+        // Training's; it would have pictures resized where the model's were not.
+        random_resized_crop: false,
+        ..spec.data.clone()
+    };
+    let dataset = lockstep_data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
+    let listed = lockstep_data::held_out::validation_set(&dataset, &spec.data).map_err(|e| e.to_string())?;
+    let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
+    if data.shape.channels != model.channels {
+        return Err(format!(
+            "the model was trained on pictures of {}, those of {} have {}",
+            plural(model.channels as u64, "channel"),
+            spec.data.dataset,
+            data.shape.channels
+        ));
+    }
+    if data.shape.validation_samples == 0 {
+        return Err("this job has no validation pictures: data.validation = \"none\"".into());
+    }
+    Ok((data, listed))
+}
+
 /// Which pictures these are, how many of them were trained on where that is known, and in words how they differ from those that measured
 /// the checkpoint in its run.
-fn compare(
+pub(super) fn compare(
     model: &Path,
     data: &DataSource,
     spec: &DataSpec,

@@ -33,7 +33,7 @@ pub use cpu::MOST_CPU_SLOTS;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
-pub use measure::{Sample, measure};
+pub use measure::{Sample, WIDE, heads, measure};
 pub use optimizer::{Optimizer, OptimizerState, slots};
 pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
 

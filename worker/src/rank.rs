@@ -154,6 +154,7 @@ fn last_words(config: &RankConfig, state: &RankState, reporter: &Reporter, error
             images_per_second: 0.0,
             pid: std::process::id(),
             device: config.device().to_string(),
+            axis_ms: None,
         },
     });
     let (retriable, secondary) = (error.is_retriable(), error.is_secondary());

@@ -16,7 +16,7 @@ pub use dataset_files::{
     ANEW_BYTES, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart,
     DatasetParts, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES,
 };
-pub use events::{AttemptEvent, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
+pub use events::{AttemptEvent, AxisTimes, CheckpointInfo, Ending, Evaluation, LogLine, RankReport};
 pub use fencing::FencingToken;
 pub use files::{MARK, StartFiles, UploadState, WhatIsNeeded};
 pub use machine::{GpuSample, Machine, MachineSample, MachineWarning};

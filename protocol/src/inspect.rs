@@ -116,6 +116,36 @@ pub struct ModelEvaluation {
     pub right: Vec<Mistake>,
 }
 
+/// Default number of neighbours that vote on a picture.
+pub const NEIGHBOURS: u32 = 20;
+/// Maximum number of neighbours that vote on a picture.
+pub const MOST_NEIGHBOURS: u32 = 1000;
+
+/// Accuracy of the nearest neighbours of validation pictures among training pictures, by the cosine similarity of their embeddings.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct NearestNeighbours {
+    /// Number of neighbours that vote on each picture.
+    pub k: u32,
+    /// Number of training pictures among which the neighbours are.
+    pub gallery: u64,
+    /// Number of validation pictures.
+    pub samples: u64,
+    /// Identifies the validation pictures, as in an evaluation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<ValidationSet>,
+    /// The validation pictures that the dataset's index lists, as in an evaluation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listed: Option<ValidationSet>,
+    /// For people: how these pictures differ from the pictures that measured the checkpoint in its run. Absent if they are the same.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+    /// Fraction of the pictures whose class wins, 0 to 1, if a neighbour's vote counts `exp(similarity / 0.07)`.
+    pub weighted: f64,
+    /// The same if every neighbour's vote counts 1.
+    pub majority: f64,
+    pub secs: f64,
+}
+
 /// A picture and its prediction.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Mistake {
@@ -139,8 +169,11 @@ pub struct NamedPicture {
 pub struct Prediction {
     /// The name that was sent with the picture.
     pub name: String,
-    /// Every class, the most probable first; empty with an `error`.
+    /// Every class, the most probable first; empty with an `error` or an `embedding`.
     pub classes: Vec<Probability>,
+    /// The input of the network's last layer, if the request asked for it in place of classes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub embedding: Option<Vec<f32>>,
     /// Why the picture cannot be read, or why the model gives no answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -179,4 +212,7 @@ pub struct EvaluateModel {
     /// Folders to which the dataset's path may lead if it has links; any folder if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allowed: Option<AllowedFolders>,
+    /// Evaluate by this many nearest neighbours, in place of the classes' scores.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub neighbours: Option<u32>,
 }

@@ -8,7 +8,7 @@ use super::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use lockstep_protocol::{
-    inspect::ModelEvaluation,
+    inspect::{MOST_NEIGHBOURS, ModelEvaluation, NearestNeighbours},
     numbers::{percent, plural, standard_error},
 };
 use reqwest::{Method, StatusCode};
@@ -26,9 +26,13 @@ const PAIRS: usize = 5;
 pub(crate) struct Args {
     #[command(flatten)]
     which: CheckpointArgs,
-    /// Another registered dataset with the same classes [default: the job's own]
+    /// Another registered dataset, with the same classes unless --knn is given [default: the job's own]
     #[arg(long, value_name = "NAME")]
     dataset: Option<String>,
+    /// Evaluate embeddings by this many nearest training pictures (20 is usual) in place of the classes' scores; the dataset may have
+    /// other classes
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_NEIGHBOURS)))]
+    knn: Option<u32>,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -57,14 +61,20 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             query.push(("weights", "ema"));
         }
         query.extend(args.dataset.as_deref().map(|name| ("dataset", name)));
+        let k = args.knn.map(|k| k.to_string());
+        query.extend(k.as_deref().map(|k| ("k", k)));
+        let by = if k.is_some() { "/neighbours" } else { "" };
         let query = reqwest::Url::parse_with_params("http://none/", &query)?;
-        let path = format!("/jobs/{}/evaluation?{}", job.id, query.query().unwrap_or_default());
+        let path = format!("/jobs/{}/evaluation{by}?{}", job.id, query.query().unwrap_or_default());
         let found = wait(&api, &path).await?;
         let checkpoint = chosen.name();
         if args.server.json {
             return output::json(&Evaluated { job: job.id.to_string(), checkpoint, found });
         }
-        print(&checkpoint, &serde_json::from_value(found)?)
+        match args.knn {
+            Some(_) => print_neighbours(&checkpoint, &serde_json::from_value(found)?),
+            None => print(&checkpoint, &serde_json::from_value(found)?),
+        }
     })
 }
 
@@ -85,6 +95,22 @@ async fn wait(api: &Api, path: &str) -> anyhow::Result<Value> {
         bar.set_message(reply.get("detail").and_then(Value::as_str).unwrap_or_default().to_owned());
         bar.tick();
         tokio::time::sleep(PAUSE).await;
+    }
+}
+
+fn print_neighbours(checkpoint: &str, found: &NearestNeighbours) -> anyhow::Result<()> {
+    let accuracy = |of: f64| format!("{:.2} %{}", of * 100.0, standard_error(of, found.samples));
+    output::line(format_args!(
+        "checkpoint {checkpoint}: accuracy {} of {} by {} among {}; {} without weights",
+        accuracy(found.weighted),
+        plural(found.samples, "picture"),
+        plural(found.k.into(), "nearest neighbour"),
+        plural(found.gallery, "training picture"),
+        accuracy(found.majority)
+    ))?;
+    match &found.note {
+        Some(note) => output::line(format_args!("note: {note}")),
+        None => Ok(()),
     }
 }
 

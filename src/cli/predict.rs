@@ -1,4 +1,4 @@
-//! `lockstep predict`: classifies pictures.
+//! `lockstep predict`: classifies or embeds pictures.
 
 use super::{
     api::{Api, ServerArgs},
@@ -6,17 +6,23 @@ use super::{
     checkpoint_choice::{Listed, Weights, choose},
     file, output, wrong,
 };
+use anyhow::Context;
 use lockstep_protocol::{
     Job, JobId,
     inspect::{Prediction, Probability},
+    numbers::plural,
 };
+use lockstep_worker::inspect;
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 /// The largest total size of pictures in a request, as on the server.
 const MOST_BYTES: u64 = 24 << 20;
 
-/// Classify pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
+/// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Files of the pictures
@@ -37,6 +43,13 @@ pub(crate) struct Args {
     /// Number of classes to print, the most probable first
     #[arg(long, default_value_t = 5, value_name = "N")]
     top: usize,
+    /// Print each picture's embedding, the input of the network's last layer, as a line of JSON in place of its classes
+    #[arg(long, conflicts_with = "top")]
+    embed: bool,
+    /// Write the embeddings into this safetensors file: the tensor `embeddings` (float32, a row for each picture), and the pictures'
+    /// names in the metadata
+    #[arg(short, long, value_name = "FILE", requires = "embed")]
+    output: Option<PathBuf>,
     #[command(flatten)]
     server: ServerArgs,
 }
@@ -48,11 +61,14 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
     file::read(path, MOST_BYTES, &larger)
 }
 
-/// Prints each picture's most probable classes.
+/// Prints each picture's most probable classes, or its embedding.
 ///
 /// # Errors
 /// Exit status 2 for a file that is missing or not a picture, and when there is no such job or checkpoint.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    if let Some(place) = &args.output {
+        file::check_output(place)?;
+    }
     let mut pictures = Vec::new();
     for image in &args.images {
         let bytes = read(image).map_err(|e| wrong(format!("{}: {e}", image.display())))?;
@@ -65,32 +81,51 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         pictures.push((image.display().to_string(), bytes));
     }
     let (answering, mut predictions) = match &args.model {
-        Some(model) => (None, lockstep_worker::inspect::predict(model, pictures).map_err(wrong)?),
+        Some(model) => {
+            let answer = if args.embed { inspect::embed } else { inspect::predict };
+            (None, answer(model, pictures).map_err(wrong)?)
+        }
         None => {
             let (answering, predictions) = block_on(ask(&args, pictures))?;
             (Some(answering), predictions)
         }
     };
     predictions.iter_mut().for_each(|prediction| prediction.classes.truncate(args.top));
-    match &answering {
-        Some(by) if args.server.json => {
+    match (&answering, &args.output) {
+        (_, Some(place)) => write(place, &predictions)?,
+        (Some(by), _) if args.server.json => {
             let each = predictions.iter().map(|prediction| PredictionLine { prediction, by });
             output::json(&each.collect::<Vec<_>>())?;
         }
-        None if args.server.json => output::json(&predictions)?,
+        (None, _) if args.server.json => output::json(&predictions)?,
         _ => {
             if let Some(by) = &answering {
                 let best = if by.best { ", the best" } else { "" };
                 output::warn(format_args!("{} ({}), checkpoint {}{best}", by.job, by.job_id, by.checkpoint));
             }
             for prediction in predictions.iter().filter(|prediction| prediction.error.is_none()) {
-                output::line(line(prediction))?;
+                match args.embed {
+                    true => output::line(serde_json::to_string(prediction)?)?,
+                    false => output::line(line(prediction))?,
+                }
             }
         }
     }
     let unread: Vec<String> =
         predictions.iter().filter_map(|p| p.error.as_ref().map(|e| format!("{} {e}", p.name))).collect();
     if unread.is_empty() { Ok(()) } else { Err(wrong(unread.join("\n"))) }
+}
+
+/// Writes embeddings next to `place` first, so a broken file never has its name.
+fn write(place: &Path, predictions: &[Prediction]) -> anyhow::Result<()> {
+    let mut partial = place.as_os_str().to_owned();
+    partial.push(".part");
+    let partial = PathBuf::from(partial);
+    // An earlier run may have left its partial file.
+    let _ = fs::remove_file(&partial);
+    let [rows, width] = inspect::write_embeddings(&partial, predictions).map_err(wrong)?;
+    fs::rename(&partial, place).with_context(|| place.display().to_string())?;
+    output::line(format_args!("{}: {} of {width} values", place.display(), plural(rows as u64, "embedding")))
 }
 
 /// A prediction as one line. Class names come from the model's file; their control characters must not move the cursor
@@ -166,8 +201,8 @@ async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(M
         }
         None => newest(&api, &args.checkpoint).await?,
     };
-    let by = if args.weights == Weights::Ema { "?weights=ema" } else { "" };
-    let path = format!("/checkpoints/{}/predict{by}", checkpoint.id);
+    let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
+    let path = format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
     let mut predictions = Vec::new();
     for (name, bytes) in pictures {
         let answer: serde_json::Value = api.send_bytes(&path, bytes).await?;
@@ -190,6 +225,7 @@ mod tests {
         let prediction = Prediction {
             name: "a.png".into(),
             classes: vec![Probability { class, probability: 0.5 }],
+            embedding: None,
             error: None,
         };
         let shown = line(&prediction);

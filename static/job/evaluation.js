@@ -26,6 +26,7 @@ export class Evaluation {
     Object.assign(this, { job, checkpoints });
     this.choice = byId("evaluation-checkpoint");
     this.choice.addEventListener("change", () => { write({ checkpoint: this.choice.value }); this.load(); });
+    byId("neighbours").addEventListener("click", () => this.neighbours());
     checkpoints.changed.add(() => this.#options());
     this.#options();
   }
@@ -42,27 +43,44 @@ export class Evaluation {
   async load() {
     const mine = ++this.#asked, out = byId("evaluation-out"), began = Date.now();
     out.hidden = true;
+    text(byId("neighbours-sum"), "");
     if (!this.choice.value) return tell("No checkpoint yet. The first one can be evaluated here.");
-    let doing = "Evaluating on the validation pictures …";
+    const found = await this.#answer("evaluation", "Evaluating on the validation pictures …", (doing) => tell(doing, `${Math.round((Date.now() - began) / 1000)} s`));
+    if (found) this.#show(found);
+    else if (mine === this.#asked) tell(byId("evaluation-status").textContent);
+  }
+
+  /** How often the nearest training pictures have the right class. */
+  async neighbours() {
+    if (!this.choice.value) return;
+    const sum = byId("neighbours-sum");
+    const found = await this.#answer("evaluation/neighbours", "Embedding the pictures …", (doing) => text(sum, doing));
+    if (found) text(sum, `${accuracyOf(found.weighted, found.samples, 2)} right by ${found.k} nearest neighbours among ${count(found.gallery)} training pictures; ${percent(found.majority, 2)} without weights`);
+  }
+
+  /** Asks for the chosen checkpoint until there is an answer. Nothing if another is chosen meanwhile, or after a problem, which is told. */
+  async #answer(what, doing, say) {
+    const mine = this.#asked;
     for (;;) {
-      tell(doing, `${Math.round((Date.now() - began) / 1000)} s`);
+      say(doing);
       let found;
-      try { found = await ask(`/api/v1/jobs/${this.job}/evaluation?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
-        if (mine !== this.#asked) return;
+      try { found = await ask(`/api/v1/jobs/${this.job}/${what}?checkpoint=${encodeURIComponent(this.choice.value)}`); } catch (error) {
+        if (mine !== this.#asked) return null;
         doing = sentence(error);
-        if (error instanceof Problem && error.status !== 503) return tell(doing);
+        if (error instanceof Problem && error.status !== 503) { say(doing); return null; }
       }
-      if (mine !== this.#asked) return;
-      if (found?.confusion) { tell(""); return this.#show(found); }
+      if (mine !== this.#asked) return null;
+      if (found && !found.detail) return found;
       if (found?.detail) doing = found.detail.replace("; ask again", " …");
       await new Promise((done) => setTimeout(done, ASK_AGAIN_MS));
-      if (mine !== this.#asked) return;
+      if (mine !== this.#asked) return null;
     }
   }
 
   #show(found) {
     const names = found.classes.map((c) => c.name), out = byId("evaluation-out");
     this.found = found;
+    tell("");
     text(byId("evaluation-sum"), `${accuracyOf(found.accuracy, found.samples, 2)} right · loss ${value(found.loss)} · took ${found.secs.toFixed(1)} s`);
     text(byId("evaluation-note"), found.note ? `${found.note[0].toUpperCase()}${found.note.slice(1)}.` : "");
     byId("class-rows").replaceChildren(...found.classes.map((c) => {

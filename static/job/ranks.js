@@ -179,6 +179,14 @@ export class Ranks {
     return said === "failed" || said === "finished" ? said : "ended";
   }
 
+  /** The axes of a mesh that have several ranks, with the share of its step that a rank spends in exchanges along each. */
+  #axes(rank, { pipeline = 1, height = 1, model = 1 }) {
+    const { axis_ms: spent, step_ms: step } = this.#reports.get(rank) ?? {};
+    if (!spent || !step) return [];
+    const data = Math.floor(this.metrics.ranks / (pipeline * height * model));
+    return Object.entries({ pipeline, data, height, model }).filter(([, size]) => size > 1).map(([axis]) => `${axis} ${percent(spent[axis] / step, 0)}`);
+  }
+
   draw({ state, cause, attempt, images_per_second: speed, spec: { parallel } }) {
     const live = !isFinal(state), splits = Array.from({ length: this.metrics.ranks }, (_, r) => this.split(r));
     const longest = Math.max(...splits.map((s) => s.step + s.checkpoint).filter(Number.isFinite), 0);
@@ -190,6 +198,12 @@ export class Ranks {
       }
       row.item.hidden = !this.#takesPart(r, attempt);
       text(row.ms, known ? millis(s.step) : "–");
+      const axes = this.#axes(r, this.plan ?? parallel);
+      row.line.classList.toggle("with-axes", axes.length > 0);
+      if (row.axes.dataset.key !== axes.join()) {
+        row.axes.dataset.key = axes.join();
+        row.axes.replaceChildren(...axes.map((words) => Object.assign(document.createElement("span"), { textContent: words })));
+      }
       row.lane.title = known
         ? `compute ${millis(s.compute)}, all-reduce ${millis(s.wait)}, data ${millis(s.data)}${s.checkpoint ? `, checkpoint ${millis(s.checkpoint)}` : ""}, idle ${millis(longest - s.step - s.checkpoint)}`
         : "no step yet";
@@ -240,8 +254,9 @@ export class Ranks {
     lane.setAttribute("role", "img");
     const row = {
       item, lane, compute: make("span", "k-compute", lane), wait: make("span", "k-wait", lane), data: make("span", "k-data", lane), checkpoint: make("span", "k-checkpoint", lane),
-      ms: make("span", "num", line), about: make("div", "rank-about", item), key: "",
+      line, ms: make("span", "num", line), axes: make("div", "rank-axes", line), about: make("div", "rank-about", item), key: "",
     };
+    row.axes.title = "Share of a step in exchanges along each axis of the mesh, waiting for the other ranks included";
     this.#rows.set(rank, row);
     this.list.append(item);
     return row;

@@ -38,6 +38,10 @@ describe("a model", () => {
     const cells = (await page.locator("#matrix td").allTextContents()).map(Number);
     assert.deepEqual(cells.slice(1), told.confusion.flat().map(Number), "the page shows that matrix");
     assert.match(await page.locator("#evaluation-sum").textContent(), new RegExp(`${(told.accuracy * 100).toFixed(2)} % ± [0-9.]+ of 187 right`));
+    await page.getByRole("button", { name: "Nearest neighbours" }).click();
+    await until("neighbours have voted", async () => /right by 20 nearest/.test(await page.locator("#neighbours-sum").textContent()));
+    const near = await server.ask(`/jobs/${job.id}/evaluation/neighbours?checkpoint=${checkpoint.id}`);
+    assert.equal(await page.locator("#neighbours-sum").textContent(), `${(near.weighted * 100).toFixed(2)} % ± ${(100 * Math.sqrt(near.weighted * (1 - near.weighted) / 187)).toFixed(1)} of 187 right by 20 nearest neighbours among ${near.gallery.toLocaleString("en")} training pictures; ${(near.majority * 100).toFixed(2)} % without weights`);
     // Recall by hand from the matrix.
     for (const [i, c] of told.classes.entries()) assert.ok(Math.abs(c.recall - told.confusion[i][i] / Math.max(1, told.confusion[i].reduce((a, b) => a + b))) < 1e-9);
 

@@ -87,10 +87,12 @@ describe("a rank's lane", () => {
 
     const report = (status) => agent.evaluate(async ([id, status]) => {
       const attempt = await window.it.attempt(id);
-      await window.it.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2" } }]);
+      await window.it.report(attempt, 2, [{ type: "rank", rank: 2, report: { status, step: 60, epoch: 1, step_ms: 40.5, all_reduce_ms: 10.5, data_ms: 5.5, images_per_second: 790.5, pid: 4321, device: "GPU 2", axis_ms: { pipeline: 0, data: 8.1, height: 0, model: 2.4 } } }]);
     }, [job.id, status]);
     await report("checkpointing");
     await until("it says that it writes a checkpoint", async () => /GPU 2.*checkpointing.*step 60/s.test(await lane(2).locator(".rank-about").innerText()));
+    assert.equal(await lane(2).locator(".rank-axes").innerText(), "data 20 %", "of the axes, those with several ranks");
+    assert.ok(await lane(1).locator(".rank-axes").isHidden(), "nothing where nothing is reported");
     await new Promise((done) => setTimeout(done, 300));
     await report("training");
     await until("and the lane shows for how long it did", async () => parseFloat(await lane(2).locator(".k-checkpoint").evaluate((s) => s.style.width)) > 0);

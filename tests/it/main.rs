@@ -31,6 +31,7 @@ mod datasets;
 mod differing_copies;
 mod edges;
 mod elsewhere;
+mod embeddings;
 mod faults;
 mod finetune;
 mod full;

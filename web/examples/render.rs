@@ -118,6 +118,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         images_per_second: 9735.0,
         pid: 4000 + rank,
         device: format!("GPU {rank}"),
+        axis_ms: None,
     };
     let checkpoint = |epoch: u32, accuracy: f64, best: bool| job::Checkpoint {
         id: format!("c{epoch}"),

@@ -5,7 +5,7 @@
 use crate::links;
 use lockstep_comm::{ProcessGroup, rendezvous::Store};
 use lockstep_engine::{
-    DeviceChoice, EngineError, Sample, Selection,
+    DeviceChoice, EngineError, Sample, Selection, WIDE, heads,
     net::{self, Network, Placement},
     plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, search},
     registry, slots,
@@ -49,6 +49,7 @@ pub fn sample(spec: &JobSpec, network: &Network, device: DeviceChoice, threads: 
         pictures: spec.micro_batch_size().clamp(1, most) as usize,
         precision: spec.train.precision,
         threads,
+        heads: heads(network.classes),
     }
 }
 
@@ -74,14 +75,15 @@ pub fn measure(
             Some(Link::of_all_reduce(ranks, found.short_us, found.bytes_per_second))
         }
     };
-    let (name, rates) = lockstep_engine::measure(sample, device)?;
+    let memory_bytes = facts(device, local_ranks).1;
+    let (name, rates) = lockstep_engine::measure(sample, device, memory_bytes)?;
     // When the process of the first rank ends, the connections of the others may break.
     group.barrier()?;
     Ok(Machine {
         device: name,
         backend: device.backend.name().into(),
         ranks: local_ranks.max(1) as usize,
-        memory_bytes: facts(device, local_ranks).1,
+        memory_bytes,
         shared_memory: needs.shared_memory,
         rates,
         within: link,
@@ -106,10 +108,14 @@ fn file(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<PathBuf> {
     Some(cache::dir()?.join(format!("machine-{}.json", hex::encode(&digest[..8]))))
 }
 
-/// The stored figures, if there are any.
+/// The stored figures that include the sample's heads, if there are any.
 pub fn kept(sample: &Sample, device: DeviceChoice, ranks: u32) -> Option<Machine> {
-    let machine: Machine = serde_json::from_slice(&fs::read(file(sample, device, ranks)?).ok()?).ok()?;
-    machine.check().ok().map(|()| machine)
+    let with = |heads: usize| -> Option<Machine> {
+        let sample = Sample { heads: WIDE[..heads].to_vec(), ..sample.clone() };
+        let machine: Machine = serde_json::from_slice(&fs::read(file(&sample, device, ranks)?).ok()?).ok()?;
+        machine.check().ok().map(|()| machine)
+    };
+    (sample.heads.len()..=WIDE.len()).find_map(with)
 }
 
 /// Stores figures. Without a cache directory they are measured again each time.
@@ -359,6 +365,7 @@ mod tests {
             rates: Rates {
                 value_bytes: 4,
                 flops_per_second: [("conv3x3".to_owned(), 3e10)].into(),
+                linear: Vec::new(),
                 memory_bytes_per_second: 1e10,
             },
             within: link,

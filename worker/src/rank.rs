@@ -155,6 +155,7 @@ fn report_failure(config: &RankConfig, state: &RankState, reporter: &Reporter, e
             images_per_second: 0.0,
             pid: std::process::id(),
             device: config.device().to_string(),
+            axis_ms: None,
         },
     });
     let (retriable, secondary) = (error.is_retriable(), error.is_secondary());

@@ -106,6 +106,42 @@ pub struct RankReport {
     pub pid: u32,
     /// `CPU, 1 thread`, `GPU 0`.
     pub device: String,
+    /// The part of `step_ms` spent in exchanges along each axis of the mesh: transfers, and waiting for the other ranks. Only CPU ranks that
+    /// share a network or pictures report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub axis_ms: Option<AxisTimes>,
+}
+
+/// A time for each axis of the mesh of ranks. A sum over several axes counts as the first one of data, height and model that has several ranks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct AxisTimes {
+    /// Between stages: activations and their gradients.
+    pub pipeline: f64,
+    /// Between copies of the network: gradients, statistics of batch norms, and parts of the optimizer's state.
+    pub data: f64,
+    /// Between ranks that share the rows of pictures.
+    pub height: f64,
+    /// Between ranks that share a copy of the network.
+    pub model: f64,
+}
+
+impl AxisTimes {
+    /// Adds `factor` times `other`.
+    pub fn add(&mut self, other: Self, factor: f64) {
+        self.pipeline += factor * other.pipeline;
+        self.data += factor * other.data;
+        self.height += factor * other.height;
+        self.model += factor * other.model;
+    }
+
+    pub fn sum(self) -> f64 {
+        self.pipeline + self.data + self.height + self.model
+    }
+
+    /// All times.
+    pub fn values_mut(&mut self) -> [&mut f64; 4] {
+        [&mut self.pipeline, &mut self.data, &mut self.height, &mut self.model]
+    }
 }
 
 /// A complete checkpoint on disk.

@@ -3,7 +3,10 @@
 use crate::{
     allowed::AllowedFolders,
     dataset::{DatasetInfo, PicturesFingerprint, ValidationSet},
-    inspect::{EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, Pick, Prediction, Samples},
+    inspect::{
+        EvaluateModel, FitWeights, ModelEvaluation, NamedPicture, NearestNeighbours, Pick, Prediction,
+        Samples,
+    },
     spec::DataSpec,
 };
 use serde::{Deserialize, Serialize};
@@ -55,6 +58,9 @@ pub enum AgentRequest {
     Predict {
         model: String,
         pictures: Vec<NamedPicture>,
+        /// Reply with embeddings in place of classes.
+        #[serde(default)]
+        embed: bool,
     },
 }
 
@@ -127,6 +133,7 @@ pub enum AgentReply {
     },
     Samples(Samples),
     Evaluation(Box<ModelEvaluation>),
+    Neighbours(NearestNeighbours),
     Predictions {
         predictions: Vec<Prediction>,
     },

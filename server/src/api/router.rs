@@ -77,6 +77,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(checkpoints::show))
         .routes(routes!(checkpoints::files::file))
         .routes(routes!(checkpoints::evaluation::evaluation))
+        .routes(routes!(checkpoints::evaluation::neighbours))
         .routes(routes!(jobs::pictures::of_job))
         .merge(
             OpenApiRouter::new()

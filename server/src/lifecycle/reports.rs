@@ -5,7 +5,7 @@ use super::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    agent::{AttemptEvent, Ending},
+    agent::{AttemptEvent, AxisTimes, Ending},
     best::is_better,
     job::{JobState, Measured},
     metric::{self, MetricColumn},
@@ -100,7 +100,8 @@ pub fn report(
         AttemptEvent::Rank { rank, mut report } if has(row, rank) => {
             // JSON has no NaN, and what is read back is a number.
             let times = [&mut report.step_ms, &mut report.all_reduce_ms, &mut report.data_ms];
-            for number in times.into_iter().chain([&mut report.images_per_second]) {
+            let of_axes = report.axis_ms.iter_mut().flat_map(AxisTimes::values_mut);
+            for number in times.into_iter().chain([&mut report.images_per_second]).chain(of_axes) {
                 *number = if number.is_finite() { *number } else { 0.0 };
             }
             vec![EventBody::Rank { attempt, rank, report }]

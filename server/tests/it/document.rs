@@ -7,7 +7,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AgentReply, AgentRequest, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent},
-    inspect::{ModelEvaluation, Prediction, Samples},
+    inspect::{EvaluateModel, ModelEvaluation, NearestNeighbours, Prediction, Samples},
 };
 use lockstep_server::Bundled;
 use reqwest::RequestBuilder;
@@ -42,6 +42,19 @@ async fn answer_all(mut agent: Agent) {
             AgentRequest::Samples { .. } => {
                 AgentReply::Samples(Samples { total: 0, classes: Vec::new(), samples: Vec::new() })
             }
+            AgentRequest::Evaluate(EvaluateModel { neighbours: Some(k), .. }) => {
+                AgentReply::Neighbours(NearestNeighbours {
+                    k,
+                    gallery: 1,
+                    samples: 1,
+                    validation: None,
+                    listed: None,
+                    note: None,
+                    weighted: 1.0,
+                    majority: 1.0,
+                    secs: 0.0,
+                })
+            }
             AgentRequest::Evaluate(_) => AgentReply::Evaluation(Box::new(ModelEvaluation {
                 samples: 1,
                 validation: None,
@@ -60,7 +73,7 @@ async fn answer_all(mut agent: Agent) {
             AgentRequest::Predict { pictures, .. } => AgentReply::Predictions {
                 predictions: pictures
                     .into_iter()
-                    .map(|p| Prediction { name: p.name, classes: Vec::new(), error: None })
+                    .map(|p| Prediction { name: p.name, classes: Vec::new(), embedding: None, error: None })
                     .collect(),
             },
         };
@@ -209,6 +222,7 @@ async fn what_is_answered_is_documented() {
         "/jobs/{id}/histograms",
         "/jobs/{id}/network",
         "/jobs/{id}/evaluation",
+        "/jobs/{id}/evaluation/neighbours",
         "/datasets",
         "/datasets/{name}",
         "/datasets/{name}/samples",
@@ -351,7 +365,7 @@ async fn what_is_answered_is_documented() {
     let elsewhere = |call: &str, status: u16| {
         status == 101
             || call.contains(" /api/v1/agent/attempts/")
-            || (call, status) == ("get /api/v1/jobs/{id}/evaluation", 202)
+            || (call.starts_with("get /api/v1/jobs/{id}/evaluation") && status == 202)
             || (call, status) == ("post /api/v1/password", 204)
             || (call.starts_with("post /api/v1/datasets") && status == 202)
             || (call, status) == ("post /api/v1/jobs/{id}/fork", 200)

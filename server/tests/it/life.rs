@@ -49,6 +49,7 @@ async fn a_job_runs_to_its_end_and_everything_of_it_can_be_read() {
         images_per_second: 100.0,
         pid: 7,
         device: "CPU, 1 thread".into(),
+        axis_ms: None,
     };
     let mut first: Vec<_> = (1..=50).map(|s| losses(0, s..=s)).collect();
     first.push(line(0, 1, "epoch: 1 step: 1, loss is 2.3025854"));

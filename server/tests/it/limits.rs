@@ -242,7 +242,12 @@ async fn pictures_of_24_mib_reach_the_agent_and_no_more() {
             assert!(bytes.abs_diff(LIMIT) < 10 && pictures.len() == count, "{bytes} in {}", pictures.len());
             let predictions = pictures
                 .into_iter()
-                .map(|p| Prediction { name: p.name, classes: Vec::new(), error: Some("is none".into()) })
+                .map(|p| Prediction {
+                    name: p.name,
+                    classes: Vec::new(),
+                    embedding: None,
+                    error: Some("is none".into()),
+                })
                 .collect();
             let answer = FromAgent::Reply { id, reply: Ok(AgentReply::Predictions { predictions }) };
             agent.send(answer).await;

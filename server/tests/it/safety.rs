@@ -154,6 +154,7 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /jobs/{id}/fork/check",
         "patch /jobs/{id}",
         "get /jobs/{id}/evaluation",
+        "get /jobs/{id}/evaluation/neighbours",
         "get /jobs/{id}/samples",
         "get /jobs/{id}/size",
         "get /annotations",

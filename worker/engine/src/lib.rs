@@ -35,13 +35,13 @@ pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};
 pub use loss::{LossConfig, Margin};
-pub use measure::{Sample, measure};
+pub use measure::{Sample, WIDE, heads, measure};
 pub use optimizer::{Optimizer, OptimizerState, slots};
 pub use state_dict::{AverageOn, Contribution, StateDict, Writers};
 
 use lockstep_comm::{CommError, ProcessGroup};
 use lockstep_data::loader::{Batch, BatchFormat, DataSource};
-use lockstep_protocol::spec::Precision;
+use lockstep_protocol::{agent::AxisTimes, spec::Precision};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -74,6 +74,8 @@ pub struct StepResult {
     pub step_secs: f64,
     /// Seconds that this rank waited for gradients or statistics of other ranks.
     pub all_reduce_secs: f64,
+    /// `all_reduce_secs` by the axes of the mesh; `None` in data parallel, and if the engine does not measure it.
+    pub axis_secs: Option<AxisTimes>,
     /// Factor of the loss before the backward pass; `None` without loss scaling (all formats but float16).
     pub loss_scale: Option<f32>,
 }

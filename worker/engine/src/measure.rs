@@ -1,10 +1,11 @@
 //! Measures a device's speed: steps of a network on synthetic pictures, and the time of each operation in one step.
 
 use super::{
-    BuildArgs, DeviceChoice, EngineConfig, EngineError, LossConfig, Optimizer,
+    BuildArgs, DeviceChoice, EngineConfig, EngineError, HostTensor, LayerTime, LossConfig, NamedTensors,
+    Optimizer,
     plan::{Plan, Rates},
 };
-use crate::net::{self, init};
+use crate::net::{self, Network, init};
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::{DataSource, EpochPlan};
 use lockstep_protocol::spec::{LossScale, ModelSpec, Precision};
@@ -13,6 +14,10 @@ use std::{sync::Arc, time::Instant};
 
 /// Classes of the measured network: enough that the head multiplies matrices, not vectors.
 const CLASSES: usize = 1000;
+/// Classes of wider heads, which are measured for networks with more classes than the width before.
+pub const WIDE: [usize; 2] = [65_536, 524_288];
+/// A wide head is measured if its weights, gradients and momentum take at most this part of the memory.
+const HEAD_MEMORY: usize = 4;
 /// Untimed steps, which load kernels and allocate.
 const WARM_UP: usize = 3;
 /// Timed steps; the fastest one counts.
@@ -28,19 +33,73 @@ pub struct Sample {
     pub pictures: usize,
     pub precision: Precision,
     pub threads: usize,
+    /// Numbers of classes of the heads that are measured besides, as [`heads`] has them.
+    pub heads: Vec<usize>,
 }
 
-/// The name of `device`, as its engine reports it, and the measured rates.
+/// The wide heads to measure for a network with so many classes.
+pub fn heads(classes: usize) -> Vec<usize> {
+    let narrower = [CLASSES].into_iter().chain(WIDE);
+    WIDE.into_iter().zip(narrower).filter(|(_, narrower)| classes > *narrower).map(|(wide, _)| wide).collect()
+}
+
+/// The name of `device`, as its engine reports it, and the measured rates. A rank has `memory_bytes` of memory.
 ///
 /// # Errors
 /// The network cannot be built, the device fails, or its engine cannot time operations.
-pub fn measure(sample: &Sample, device: DeviceChoice) -> Result<(String, Rates), EngineError> {
+pub fn measure(
+    sample: &Sample,
+    device: DeviceChoice,
+    memory_bytes: u64,
+) -> Result<(String, Rates), EngineError> {
+    let network = |classes| net::build(&sample.model, sample.image_size, 3, classes);
+    let pictures = sample.pictures as f64;
+    let base = network(CLASSES).map_err(EngineError::Parameters)?;
+    let initial = init::initial_parameters(&base, false, 0);
+    let found = run(&base, &initial, sample, device)?;
+    let mut rates =
+        Rates::fit(&base, pictures, &found.times, (found.step_secs, found.state), found.value_bytes)
+            .map_err(EngineError::Parameters)?;
+    for width in &sample.heads {
+        let wide = network(*width).map_err(EngineError::Parameters)?;
+        let mut initial = initial.clone();
+        let mut head_bytes = 0;
+        for of_head in wide.parameters().into_iter().filter(|p| p.name.starts_with(wide.head())) {
+            head_bytes += 3 * size_of::<f32>() * of_head.len();
+            // The time does not depend on values.
+            let values = vec![0.0; of_head.len()];
+            initial.insert(of_head.name, HostTensor { shape: of_head.shape, values });
+        }
+        if HEAD_MEMORY * head_bytes <= memory_bytes as usize {
+            let found = run(&wide, &initial, sample, device)?;
+            rates.add_head(&wide, pictures, (found.step_secs, found.state));
+        }
+    }
+    Ok((found.device, rates))
+}
+
+/// Measured steps of a network.
+struct Steps {
+    device: String,
+    /// The fastest one.
+    step_secs: f64,
+    times: Vec<LayerTime>,
+    value_bytes: u64,
+    /// Values that the optimizer keeps of each weight.
+    state: f64,
+}
+
+fn run(
+    network: &Network,
+    initial: &NamedTensors,
+    sample: &Sample,
+    device: DeviceChoice,
+) -> Result<Steps, EngineError> {
     let &Sample { image_size, pictures, precision, threads, .. } = sample;
-    let network = net::build(&sample.model, image_size, 3, CLASSES).map_err(EngineError::Parameters)?;
     let optimizer = Optimizer { momentum: 0.9, ..Optimizer::default() };
     let mut engine = device.backend.build(BuildArgs {
         network: Arc::new(network.clone()),
-        initial: &init::initial_parameters(&network, false, 0),
+        initial,
         config: EngineConfig {
             batch_size: pictures,
             optimizer,
@@ -86,12 +145,13 @@ pub fn measure(sample: &Sample, device: DeviceChoice) -> Result<(String, Rates),
             fastest = fastest.min(began.elapsed().as_secs_f64());
         }
     }
-    let times = engine.layer_times();
-    let value_bytes = if engine.precision() == Precision::Fp32 { 4 } else { 2 };
-    let state = optimizer.slots().len() as f64;
-    let rates = Rates::fit(&network, pictures as f64, &times, (fastest, state), value_bytes)
-        .map_err(EngineError::Parameters)?;
-    Ok((engine.device_name(), rates))
+    Ok(Steps {
+        device: engine.device_name(),
+        step_secs: fastest,
+        times: engine.layer_times(),
+        value_bytes: if engine.precision() == Precision::Fp32 { 4 } else { 2 },
+        state: optimizer.slots().len() as f64,
+    })
 }
 
 #[cfg(test)]
@@ -109,15 +169,36 @@ mod tests {
     #[ignore = "needs a GPU"]
     fn gpu_a_measured_network_has_a_plausible_time() {
         let model = ModelSpec { arch: Arch::ResNet50, ..ModelSpec::default() };
-        let sample = Sample { model, image_size: 224, pictures: 64, precision: Precision::Auto, threads: 1 };
+        let sample = Sample {
+            model,
+            image_size: 224,
+            pictures: 64,
+            precision: Precision::Auto,
+            threads: 1,
+            heads: Vec::new(),
+        };
         let gpu = RankGpu { ordinal: 0, visible: vec!["0".into()] };
-        let (device, rates) = measure(&sample, registry::device_of(Some(&gpu), Device::Cuda)).unwrap();
+        let (device, rates) =
+            measure(&sample, registry::device_of(Some(&gpu), Device::Cuda), 1 << 36).unwrap();
         let machine = Machine { rates, ..machine(device) };
         assert_eq!((machine.check(), machine.rates.value_bytes), (Ok(()), 2));
         let network = net::build(&sample.model, 224, 3, CLASSES).unwrap();
         let work = Workload { pictures: 64, accumulate: 1, state: 1, sync_batch_norm: true };
         let cost = cost(&network, &Plan::data(1), &machine, &work).unwrap();
         assert!((2000.0..20_000.0).contains(&cost.images_per_second), "{machine:?}");
+    }
+
+    #[test]
+    fn wide_heads_are_measured_for_jobs_that_have_one() {
+        for (classes, expected) in [
+            (10, &[][..]),
+            (1000, &[][..]),
+            (1001, &[65_536][..]),
+            (65_536, &[65_536][..]),
+            (4_000_000, &[65_536, 524_288][..]),
+        ] {
+            assert_eq!(heads(classes), expected, "{classes} classes");
+        }
     }
 
     fn machine(device: String) -> Machine {
@@ -127,7 +208,12 @@ mod tests {
             ranks: 1,
             memory_bytes: 1 << 40,
             shared_memory: true,
-            rates: Rates { value_bytes: 4, flops_per_second: [].into(), memory_bytes_per_second: 1.0 },
+            rates: Rates {
+                value_bytes: 4,
+                flops_per_second: [].into(),
+                linear: Vec::new(),
+                memory_bytes_per_second: 1.0,
+            },
             within: None,
             between: None,
         }
@@ -137,9 +223,16 @@ mod tests {
     #[test]
     fn a_measured_network_has_the_predicted_time() {
         let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
-        let sample = Sample { model, image_size: 16, pictures: 8, precision: Precision::Auto, threads: 1 };
+        let sample = Sample {
+            model,
+            image_size: 16,
+            pictures: 8,
+            precision: Precision::Auto,
+            threads: 1,
+            heads: Vec::new(),
+        };
         let began = Instant::now();
-        let (device, rates) = measure(&sample, registry::device_of(None, Device::Cpu)).unwrap();
+        let (device, rates) = measure(&sample, registry::device_of(None, Device::Cpu), 0).unwrap();
         let all = began.elapsed().as_secs_f64();
         assert_eq!((device.as_str(), rates.value_bytes), ("CPU, 1 thread", 4));
         assert!(rates.flops_per_second.keys().eq(["conv1x1", "conv3x3", "linear"]), "{rates:?}");

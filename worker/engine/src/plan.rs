@@ -9,7 +9,7 @@ mod stages;
 #[cfg(test)]
 mod tests;
 
-pub use cost::{Cost, Link, Machine, OperatorCost, Rates, Workload, cost};
+pub use cost::{Cost, LinearRate, Link, Machine, OperatorCost, Rates, Workload, cost};
 pub use lower::{lower, part_of};
 pub use mesh::Mesh;
 pub use search::{Candidate, search};

@@ -21,7 +21,7 @@ pub(super) struct Entry {
     pub(super) dtype: String,
     pub(super) shape: Vec<usize>,
     /// Begin and end, relative to the end of the header.
-    data_offsets: [u64; 2],
+    pub(super) data_offsets: [u64; 2],
 }
 
 impl Entry {
@@ -43,7 +43,7 @@ pub(super) struct Header {
     /// The file's metadata.
     pub(super) metadata: HashMap<String, String>,
     /// The number of bytes after the header, according to the file's length.
-    data_bytes: u64,
+    pub(super) data_bytes: u64,
 }
 
 /// Why there is no header.

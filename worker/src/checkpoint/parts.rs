@@ -147,9 +147,17 @@ pub fn model_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
 /// # Errors
 /// As [`read_tensors`](super::read_tensors).
 pub fn read_files(files: &[PathBuf]) -> Result<NamedTensors, String> {
+    read_wanted(files, &|_| true)
+}
+
+/// Reads those tensors of several files whose names are `wanted`.
+///
+/// # Errors
+/// As [`read_tensors`](super::read_tensors).
+pub(crate) fn read_wanted(files: &[PathBuf], wanted: &dyn Fn(&str) -> bool) -> Result<NamedTensors, String> {
     let mut all = NamedTensors::new();
     for file in files {
-        all.extend(tensors::read(file)?);
+        all.extend(tensors::read_wanted(file, tensors::open(file)?, wanted)?);
     }
     Ok(all)
 }

@@ -20,6 +20,7 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs::File,
     io::{self, BufWriter, Write},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
@@ -41,7 +42,7 @@ struct Data<'a> {
 
 /// Writes `tensors` in the order of their names. With `batches`, each batch norm gets its `num_batches_tracked`.
 /// Equal arguments give identical bytes.
-pub(super) fn write(
+pub(crate) fn write(
     path: &Path,
     tensors: &NamedTensors,
     batches: Option<u64>,
@@ -156,22 +157,41 @@ pub fn read(path: &Path) -> Result<NamedTensors, String> {
 /// # Errors
 /// As [`read`].
 pub(crate) fn read_opened(path: &Path, opened: (File, u64)) -> Result<NamedTensors, String> {
+    read_wanted(path, opened, &|_| true)
+}
+
+/// Reads the tensors whose names are `wanted`, as [`read_opened`]. Other tensors are not read, so they may be larger than
+/// the memory.
+///
+/// # Errors
+/// As [`read`].
+pub(super) fn read_wanted(
+    path: &Path,
+    (file, has): (File, u64),
+    wanted: &dyn Fn(&str) -> bool,
+) -> Result<NamedTensors, String> {
     let naming = |e: String| format!("{}: {e}", path.display());
-    let bytes = read_bytes(path, opened)?;
-    let (_, file) = parse(path, &bytes)?;
+    let mut header = header::read(&file, has).map_err(|why| no_header(path, why))?;
+    readable_types(&header).map_err(naming)?;
+    header.check_places().map_err(|e| naming(format!("not a whole safetensors file: {e}")))?;
+    header.tensors.retain(|name, _| !name.ends_with(TRACKED) && wanted(name));
+    let bytes: u64 = header.tensors.values().filter_map(Entry::bytes).sum();
+    if bytes > MAX_BYTES {
+        return Err(naming(format!("has {bytes} bytes of tensors, and up to {MAX_BYTES} are read")));
+    }
+    let first = has - header.data_bytes;
     let mut tensors = NamedTensors::new();
-    for (name, view) in file.iter().filter(|(name, _)| !name.ends_with(TRACKED)) {
-        let data = view.data();
-        let values: Vec<f32> = match view.dtype() {
-            Dtype::F32 => bytemuck::pod_collect_to_vec(data),
-            Dtype::F64 => {
-                bytemuck::pod_collect_to_vec::<u8, f64>(data).into_iter().map(|v| v as f32).collect()
-            }
-            Dtype::BF16 => halves(data).map(|bits| half::bf16::from_bits(bits).to_f32()).collect(),
-            Dtype::F16 => halves(data).map(|bits| half::f16::from_bits(bits).to_f32()).collect(),
-            other => return Err(naming(format!("{name} is of type {other:?}; {TYPES}"))),
+    for (name, Entry { dtype, shape, data_offsets: [begin, end] }) in header.tensors {
+        let mut data = vec![0; (end - begin) as usize];
+        file.read_exact_at(&mut data, first + begin).map_err(|e| naming(format!("{name}: {e}")))?;
+        let values: Vec<f32> = match &*dtype {
+            "F32" => bytemuck::pod_collect_to_vec(&data),
+            "F64" => bytemuck::pod_collect_to_vec::<u8, f64>(&data).into_iter().map(|v| v as f32).collect(),
+            "BF16" => halves(&data).map(|bits| half::bf16::from_bits(bits).to_f32()).collect(),
+            "F16" => halves(&data).map(|bits| half::f16::from_bits(bits).to_f32()).collect(),
+            other => return Err(naming(format!("{name} is of type {other}; {TYPES}"))),
         };
-        tensors.insert(name.to_string(), HostTensor { shape: view.shape().to_vec(), values });
+        tensors.insert(name, HostTensor { shape, values });
     }
     Ok(tensors)
 }
@@ -255,6 +275,6 @@ pub fn metadata(path: &Path) -> Result<HashMap<String, String>, String> {
     Ok(header::read(file, has).map_err(|why| no_header(path, why))?.metadata)
 }
 
-fn open(path: &Path) -> Result<(File, u64), String> {
+pub(super) fn open(path: &Path) -> Result<(File, u64), String> {
     files::open(path).map_err(|detail| format!("{} {detail}", path.display()))
 }

@@ -1,6 +1,6 @@
 //! Evaluates a checkpoint on the validation pictures of its job: scores per class and the confusion matrix.
 
-use super::model::{BATCH, Model, cross_entropy, softmax};
+use super::model::{BATCH, Model, Output, cross_entropy, softmax};
 use crate::checkpoint;
 use lockstep_data::{held_out::foreign_divisions, loader::DataSource};
 use lockstep_protocol::numbers::plural;
@@ -15,41 +15,26 @@ use std::{path::Path, time::Instant};
 const MISTAKES: usize = 5000;
 /// Maximum number of correct predictions that are listed per class.
 const RIGHT: usize = 24;
+/// Maximum number of classes of a confusion matrix. A matrix of this size takes 800 MB.
+const MOST_CLASSES: usize = 10_000;
 
 pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, String> {
     let start = Instant::now();
     let spec = &request.spec;
-    let mut model = Model::open(Path::new(&request.model))?;
-    // Pictures are prepared as in the model's training, even if the job or its dataset has changed since.
-    let seen = DataSpec {
-        image_size: Some(ImageSize::Fixed(model.image_size as u32)),
-        validation_size: None,
-        mean: Some(model.mean.clone()),
-        std: Some(model.std.clone()),
-        resize_size: model.resize,
-        // An option of training. It would resize pictures although the model's were not resized.
-        random_resized_crop: false,
-        ..spec.data.clone()
-    };
-    let dataset = lockstep_data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
-    let listed = lockstep_data::held_out::validation_set(&dataset, &spec.data).map_err(|e| e.to_string())?;
-    let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
-    if data.shape.channels != model.channels {
+    let mut model = Model::open(Path::new(&request.model), Output::Logits)?;
+    if model.classes.len() > MOST_CLASSES {
         return Err(format!(
-            "the model was trained on pictures of {}, but the pictures of {} have {}",
-            plural(model.channels as u64, "channel"),
-            spec.data.dataset,
-            data.shape.channels
+            "the model has {} classes, but a confusion matrix can have at most {MOST_CLASSES}; evaluate it by nearest neighbours (`lockstep \
+             evaluate --knn 20`)",
+            model.classes.len()
         ));
     }
+    let (data, listed) = open_dataset(request, &model)?;
     if let Some(difference) = classes_differ(&model.classes, &data.shape.classes) {
         return Err(format!(
             "the model was trained on other classes than {} has: {difference}",
             spec.data.dataset
         ));
-    }
-    if data.shape.validation_samples == 0 {
-        return Err("this job has no validation pictures: data.validation = \"none\"".into());
     }
     let classes = model.classes.len();
     let mut confusion = vec![vec![0u64; classes]; classes];
@@ -57,7 +42,7 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     let mut loss = 0.0f64;
     for batch in data.validation(0, 1, BATCH, 1) {
         let batch = batch.map_err(|e| e.to_string())?;
-        let all = model.logits(&batch)?;
+        let all = model.outputs(&batch)?;
         for ((logits, label), index) in all.into_iter().zip(&batch.labels).zip(&batch.indices) {
             let logits = logits.map_err(|e| format!("validation picture {index} {e}"))?;
             let probabilities = softmax(&logits);
@@ -100,9 +85,44 @@ pub(super) fn evaluate(request: &EvaluateModel) -> Result<ModelEvaluation, Strin
     })
 }
 
+/// Opens the dataset of a request. Pictures are prepared as in the model's training. Also returns the validation
+/// pictures that the dataset's index lists.
+pub(super) fn open_dataset(
+    request: &EvaluateModel,
+    model: &Model,
+) -> Result<(DataSource, Option<ValidationSet>), String> {
+    let spec = &request.spec;
+    // Pictures are prepared as in the model's training, even if the job or its dataset has changed since.
+    let seen = DataSpec {
+        image_size: Some(ImageSize::Fixed(model.image_size as u32)),
+        validation_size: None,
+        mean: Some(model.mean.clone()),
+        std: Some(model.std.clone()),
+        resize_size: model.resize,
+        // An option of training. It would resize pictures although the model's were not resized.
+        random_resized_crop: false,
+        ..spec.data.clone()
+    };
+    let dataset = lockstep_data::resolve(Path::new(&request.dataset), request.allowed.as_ref())?;
+    let listed = lockstep_data::held_out::validation_set(&dataset, &spec.data).map_err(|e| e.to_string())?;
+    let data = DataSource::open(&dataset, &seen, spec.train.seed).map_err(|e| e.to_string())?;
+    if data.shape.channels != model.channels {
+        return Err(format!(
+            "the model was trained on pictures of {}, but the pictures of {} have {}",
+            plural(model.channels as u64, "channel"),
+            spec.data.dataset,
+            data.shape.channels
+        ));
+    }
+    if data.shape.validation_samples == 0 {
+        return Err("this job has no validation pictures: data.validation = \"none\"".into());
+    }
+    Ok((data, listed))
+}
+
 /// Describes the pictures: how many of them were trained on, if known, and how they differ from the pictures with
 /// which the checkpoint was measured in its run.
-fn compare(
+pub(super) fn compare(
     model: &Path,
     data: &DataSource,
     spec: &DataSpec,

@@ -4,11 +4,12 @@
 
 mod evaluate;
 mod model;
+mod neighbours;
 mod predict;
 mod pretrained;
 mod samples;
 
-pub use predict::predict;
+pub use predict::{embed, predict, write_embeddings};
 
 use lockstep_host::{SECRETS, files::allowed::have};
 use lockstep_protocol::{
@@ -203,16 +204,17 @@ pub fn answer(request: AgentRequest) -> Result<AgentReply, String> {
         AgentRequest::FitWeights(request) => {
             Ok(AgentReply::Weights { mistake: pretrained::mistake(&request) })
         }
-        AgentRequest::Evaluate(request) => {
-            evaluate::evaluate(&request).map(|found| AgentReply::Evaluation(Box::new(found)))
-        }
+        AgentRequest::Evaluate(request) => match request.neighbours {
+            Some(k) => neighbours::evaluate(&request, k).map(AgentReply::Neighbours),
+            None => evaluate::evaluate(&request).map(|found| AgentReply::Evaluation(Box::new(found))),
+        },
         AgentRequest::ValidationSet { path, data, allowed } => {
             let path = lockstep_data::resolve(Path::new(&path), allowed.as_ref())?;
             let found = lockstep_data::held_out::validation_set(&path, &data).map_err(|e| e.to_string())?;
             Ok(AgentReply::ValidationSet { found })
         }
-        AgentRequest::Predict { model, pictures } => {
-            let predictions = predict::named(Path::new(&model), pictures)?;
+        AgentRequest::Predict { model, pictures, embed } => {
+            let predictions = predict::named(Path::new(&model), pictures, embed)?;
             Ok(AgentReply::Predictions { predictions })
         }
     }
@@ -239,7 +241,7 @@ mod tests {
         // Predictions do not wait for other requests either.
         drop(predictions);
         let _short = SHORT.acquire_many(CONCURRENT_REQUESTS as u32).await.unwrap();
-        let asked = AgentRequest::Predict { model: here.into(), pictures: Vec::new() };
+        let asked = AgentRequest::Predict { model: here.into(), pictures: Vec::new(), embed: false };
         let predicting = request(Path::new("/bin/false"), &asked);
         let answer = tokio::time::timeout(Duration::from_secs(30), predicting).await.expect("it is its turn");
         assert!(answer.unwrap_err().contains("ended with"));

@@ -15,11 +15,23 @@ pub(super) const BATCH: usize = 32;
 const SIDES: RangeInclusive<usize> = 8..=4096;
 /// Maximum length of the short side of resized pictures, as in a job specification.
 const MAX_RESIZE: usize = 8192;
-/// Allowed numbers of classes, far more than in any dataset.
+/// Allowed numbers of classes of a model whose probabilities are computed.
 const CLASSES: RangeInclusive<usize> = 1..=100_000;
+
+/// What a model computes for a picture.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Output {
+    /// A value per class, before softmax.
+    Logits,
+    /// The input of the last layer. That layer is not read, so its size has no limit.
+    Embedding,
+}
 
 pub(super) struct Model {
     engine: Box<dyn Engine>,
+    /// Number of values per picture in the output.
+    pub(super) width: usize,
+    /// Empty for embeddings.
     pub(super) classes: Vec<String>,
     pub(super) image_size: usize,
     pub(super) channels: usize,
@@ -37,7 +49,7 @@ impl Model {
     ///
     /// # Errors
     /// Why the file cannot be used, in a sentence.
-    pub(super) fn open(path: &Path) -> Result<Self, String> {
+    pub(super) fn open(path: &Path, output: Output) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
         let about = checkpoint::metadata(path)?;
@@ -54,10 +66,14 @@ impl Model {
         };
         let naming = |e: String| format!("{}: {e}", path.display());
         let (image_size, channels) = (number("image_size")?, number("channels")?);
-        let classes: Vec<String> = value(text("classes")?).map_err(naming)?;
+        let classes: Vec<String> = match output {
+            Output::Logits => value(text("classes")?).map_err(naming)?,
+            Output::Embedding => Vec::new(),
+        };
         let (mean, std): (Vec<f32>, Vec<f32>) =
             (value(text("mean")?).map_err(naming)?, value(text("std")?).map_err(naming)?);
-        check_sizes(image_size, channels, classes.len(), &mean, &std).map_err(naming)?;
+        let class_count = if output == Output::Logits { classes.len() } else { 1 };
+        check_sizes(image_size, channels, class_count, &mean, &std).map_err(naming)?;
         let spec: serde_json::Value = value(text("spec")?).map_err(naming)?;
         let model: ModelSpec = serde_json::from_value(spec.get("model").cloned().unwrap_or_default())
             .map_err(|e| naming(e.to_string()))?;
@@ -67,8 +83,17 @@ impl Model {
             .map(serde_json::from_value)
             .transpose()
             .map_err(|e| naming(e.to_string()))?;
-        let network = net::build(&model, image_size, channels, classes.len()).map_err(naming)?;
-        let weights = checkpoint::read_files(&files)?;
+        // An embedding does not depend on the last layer, so it has no margin.
+        let margin = loss.filter(|_| output == Output::Logits).and_then(|loss| Margin::of(&loss));
+        let mut network = net::build(&model, image_size, channels, class_count).map_err(naming)?;
+        let weights = match output {
+            Output::Logits => checkpoint::read_files(&files)?,
+            Output::Embedding => {
+                let head = format!("{}.", network.head());
+                network = network.without_head();
+                checkpoint::read_wanted(&files, &|name| !name.starts_with(&head))?
+            }
+        };
         if let Some(found) = lockstep_engine::first_not_finite(&weights) {
             return Err(naming(format!(
                 "{found}; its training has diverged, so it has no answers: choose another checkpoint"
@@ -78,32 +103,39 @@ impl Model {
             batch_size: BATCH,
             // The optimizer does not matter, because the model is not trained.
             optimizer: Optimizer::default(),
-            loss: LossConfig { margin: Margin::of(&loss.unwrap_or_default()), ..LossConfig::default() },
+            loss: LossConfig { margin, ..LossConfig::default() },
             accumulate: 1,
             sync_batch_norm: false,
             gradients_mean: true,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
         };
+        let width = network.tensors[network.logits()].len();
         let engine = lockstep_engine::build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank))
             .map_err(|e| naming(e.to_string()))?;
         let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
         let resize = about.get("resize").map(|_| number("resize")).transpose()?;
         let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(naming)?;
-        Ok(Self { engine, classes, image_size, channels, mean, std, whole_pictures, resize })
+        Ok(Self { engine, width, classes, image_size, channels, mean, std, whole_pictures, resize })
     }
 
-    /// Computes the logits of each picture: a value per class, before softmax. If the weights are so large that sums
-    /// are not finite, the result is an error with the reason.
-    pub(super) fn logits(&mut self, batch: &Batch) -> Result<Vec<Result<Vec<f32>, String>>, String> {
-        let logits = self.engine.predict(batch).map_err(|e| e.to_string())?;
-        let one = |values: &[f32]| match values.iter().zip(&self.classes).find(|(v, _)| !v.is_finite()) {
+    /// Computes the output of each picture. Labels must be 0 for embeddings. If the weights are so large that sums are
+    /// not finite, the result is an error with the reason.
+    pub(super) fn outputs(&mut self, batch: &Batch) -> Result<Vec<Result<Vec<f32>, String>>, String> {
+        let outputs = self.engine.predict(batch).map_err(|e| e.to_string())?;
+        let one = |values: &[f32]| match values.iter().position(|v| !v.is_finite()) {
             None => Ok(values.to_vec()),
-            Some((value, class)) => Err(format!(
-                "has no answer: the model computes {value} for class {class:?}; its training has diverged, choose another \
-                 checkpoint"
-            )),
+            Some(place) => {
+                let of = self.classes.get(place).map_or_else(
+                    || format!("value {place} of the embedding"),
+                    |class| format!("class {class:?}"),
+                );
+                Err(format!(
+                    "has no answer: the model computes {} for {of}; its training has diverged, choose another checkpoint",
+                    values[place]
+                ))
+            }
         };
-        Ok(logits.chunks_exact(self.classes.len()).map(one).collect())
+        Ok(outputs.chunks_exact(self.width).map(one).collect())
     }
 }
 
@@ -115,6 +147,13 @@ fn check_sizes(
     mean: &[f32],
     std: &[f32],
 ) -> Result<(), String> {
+    if classes > *CLASSES.end() {
+        return Err(format!(
+            "has {classes} classes, but probabilities are computed for at most {} classes; use embeddings (`lockstep predict --embed`, \
+             `lockstep evaluate --knn 20`)",
+            CLASSES.end()
+        ));
+    }
     if !SIDES.contains(&image_size) || ![1, 3].contains(&channels) || !CLASSES.contains(&classes) {
         return Err(format!(
             "is not a valid model: {image_size} pixels, {}, {}",
@@ -171,12 +210,12 @@ mod tests {
             assert_eq!(check_sizes(side, 1, classes, &grey, &grey), Ok(()));
             assert_eq!(check_sizes(side, 3, classes, &colour, &colour), Ok(()));
         }
-        for (side, channels, classes) in
-            [(7, 1, 1), (4097, 1, 1), (28, 2, 1), (28, 0, 1), (28, 1, 0), (28, 1, 100_001)]
-        {
+        for (side, channels, classes) in [(7, 1, 1), (4097, 1, 1), (28, 2, 1), (28, 0, 1), (28, 1, 0)] {
             let error = check_sizes(side, channels, classes, &grey, &grey).unwrap_err();
             assert!(error.contains("is not a valid model"), "{error}");
         }
+        let error = check_sizes(28, 1, 100_001, &grey, &grey).unwrap_err();
+        assert!(error.contains("has 100001 classes") && error.contains("--knn"), "{error}");
         let unfit: [(&[f32], &[f32]); 5] =
             [(&[], &grey), (&grey, &[]), (&colour, &grey), (&grey, &[0.0]), (&grey, &[f32::NAN])];
         for (mean, std) in unfit {

@@ -1,10 +1,12 @@
-//! Classification of users' pictures.
+//! Classification and embedding of users' pictures.
 
-use super::model::{BATCH, Model, softmax};
+use super::model::{BATCH, Model, Output, softmax};
+use crate::checkpoint;
 use base64::Engine as _;
 use lockstep_data::{Picture, loader::Batch};
+use lockstep_host::tensors::{HostTensor, NamedTensors};
 use lockstep_protocol::inspect::{NamedPicture, Prediction, Probability};
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
 /// Maximum number of pixels per request. Decoding this many takes a few seconds.
 const MAX_PIXELS: u64 = 256 << 20;
@@ -17,7 +19,44 @@ const MAX_PIXELS: u64 = 256 << 20;
 /// The model cannot be read, or its training has diverged. For a picture that cannot be read, only its own result is
 /// an error.
 pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Prediction>, String> {
-    let mut model = Model::open(path)?;
+    outputs(path, pictures, Output::Logits)
+}
+
+/// Computes the embedding of each picture, with pictures prepared as in [`predict`]. The network's last layer is not
+/// read.
+///
+/// # Errors
+/// As [`predict`].
+pub fn embed(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Prediction>, String> {
+    outputs(path, pictures, Output::Embedding)
+}
+
+/// Writes embeddings to a new safetensors file. The float32 tensor `embeddings` has a row for each picture that could
+/// be read. The metadata's `names` lists the names of these pictures as JSON. Returns the tensor's shape.
+///
+/// # Errors
+/// There is no embedding, or the file cannot be written.
+pub fn write_embeddings(path: &Path, predictions: &[Prediction]) -> Result<[usize; 2], String> {
+    let found = || predictions.iter().filter_map(|of| Some((&of.name, of.embedding.as_ref()?)));
+    let (names, rows): (Vec<_>, Vec<_>) = found().unzip();
+    let Some(first) = rows.first() else { return Err("no picture could be read".into()) };
+    let shape = [rows.len(), first.len()];
+    let values = rows.into_iter().flatten().copied().collect();
+    let tensor = HostTensor { shape: shape.to_vec(), values };
+    let names = serde_json::to_string(&names).map_err(|e| e.to_string())?;
+    let metadata = BTreeMap::from([("names".to_owned(), names)]);
+    checkpoint::write_tensors(
+        path,
+        &NamedTensors::from([("embeddings".to_owned(), tensor)]),
+        None,
+        &metadata,
+    )
+    .map_err(|e| format!("{}: {e}", path.display()))?;
+    Ok(shape)
+}
+
+fn outputs(path: &Path, pictures: Vec<(String, Vec<u8>)>, output: Output) -> Result<Vec<Prediction>, String> {
+    let mut model = Model::open(path, output)?;
     let mut predictions = Vec::with_capacity(pictures.len());
     for part in pictures.chunks(BATCH) {
         let inputs: Vec<_> = part.iter().map(|(_, bytes)| input(&model, bytes)).collect();
@@ -28,21 +67,28 @@ pub fn predict(path: &Path, pictures: Vec<(String, Vec<u8>)>) -> Result<Vec<Pred
             indices: (0..readable.len() as u64).collect(),
             ..Batch::default()
         };
-        let found = if readable.is_empty() { Vec::new() } else { model.logits(&batch)? };
+        let found = if readable.is_empty() { Vec::new() } else { model.outputs(&batch)? };
         let mut found = found.into_iter();
         for ((name, _), input) in part.iter().zip(inputs) {
-            let logits = input.and_then(|_| found.next().unwrap_or_else(|| Err("has no answer".into())));
-            let (classes, error) = match logits {
-                Ok(logits) => (ranked(&model.classes, &softmax(&logits)), None),
-                Err(detail) => (Vec::new(), Some(detail)),
+            let values = input.and_then(|_| found.next().unwrap_or_else(|| Err("has no answer".into())));
+            let (classes, embedding, error) = match values {
+                Ok(logits) if output == Output::Logits => {
+                    (ranked(&model.classes, &softmax(&logits)), None, None)
+                }
+                Ok(embedding) => (Vec::new(), Some(embedding), None),
+                Err(detail) => (Vec::new(), None, Some(detail)),
             };
-            predictions.push(Prediction { name: name.clone(), classes, error });
+            predictions.push(Prediction { name: name.clone(), classes, embedding, error });
         }
     }
     Ok(predictions)
 }
 
-pub(super) fn named(path: &Path, pictures: Vec<NamedPicture>) -> Result<Vec<Prediction>, String> {
+pub(super) fn named(
+    path: &Path,
+    pictures: Vec<NamedPicture>,
+    embeds: bool,
+) -> Result<Vec<Prediction>, String> {
     let decode = |p: NamedPicture| {
         base64::engine::general_purpose::STANDARD
             .decode(&p.content)
@@ -51,7 +97,7 @@ pub(super) fn named(path: &Path, pictures: Vec<NamedPicture>) -> Result<Vec<Pred
     };
     let pictures: Vec<(String, Vec<u8>)> = pictures.into_iter().map(decode).collect::<Result<_, _>>()?;
     check_pixels(pictures.iter().map(|(_, bytes)| bytes.as_slice()))?;
-    predict(path, pictures)
+    outputs(path, pictures, if embeds { Output::Embedding } else { Output::Logits })
 }
 
 /// Fails if the pictures have too many pixels for one request. Only headers are read. The limit is needed because
@@ -134,6 +180,6 @@ mod tests {
         let content = base64::engine::general_purpose::STANDARD.encode(&large);
         let pictures = vec![NamedPicture { name: "large".into(), content }; 5];
         // This is checked before the model is opened, which does not exist.
-        assert!(named(Path::new("/nowhere"), pictures).unwrap_err().contains("(256 megapixels)"));
+        assert!(named(Path::new("/nowhere"), pictures, false).unwrap_err().contains("(256 megapixels)"));
     }
 }

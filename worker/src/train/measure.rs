@@ -1,10 +1,19 @@
 //! Reports how a rank spends its time, about once a second and whenever its activity changes.
 
 use crate::report::Observer;
-use lockstep_protocol::agent::{AttemptEvent, RankReport};
+use lockstep_protocol::agent::{AttemptEvent, AxisTimes, RankReport};
 use std::time::{Duration, Instant};
 
 const EVERY: Duration = Duration::from_secs(1);
+
+/// Duration and waiting times of a step, in seconds.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct StepTimes {
+    pub(super) secs: f64,
+    pub(super) data_secs: f64,
+    pub(super) all_reduce_secs: f64,
+    pub(super) axis_secs: Option<AxisTimes>,
+}
 
 /// Sums since the last report.
 pub(super) struct ThroughputMeter<'a> {
@@ -15,13 +24,12 @@ pub(super) struct ThroughputMeter<'a> {
     epoch: u32,
     last: Instant,
     steps: u32,
-    secs: f64,
-    data_secs: f64,
-    all_reduce_secs: f64,
+    times: StepTimes,
     samples: u64,
     /// The most recent step times and rate. They are reported again while there are no steps, such as during an
     /// evaluation.
     averages: [f64; 4],
+    axis_ms: Option<AxisTimes>,
 }
 
 impl<'a> ThroughputMeter<'a> {
@@ -35,11 +43,10 @@ impl<'a> ThroughputMeter<'a> {
             epoch: 0,
             last: Instant::now(),
             steps: 0,
-            secs: 0.0,
-            data_secs: 0.0,
-            all_reduce_secs: 0.0,
+            times: StepTimes::default(),
             samples: 0,
             averages: [0.0; 4],
+            axis_ms: None,
         }
     }
 
@@ -48,21 +55,16 @@ impl<'a> ThroughputMeter<'a> {
     }
 
     /// Records a finished step. `samples` is the number of this rank's pictures.
-    pub(super) fn step(
-        &mut self,
-        step: u64,
-        epoch: u32,
-        secs: f64,
-        data_secs: f64,
-        all_reduce_secs: f64,
-        samples: u32,
-    ) {
+    pub(super) fn step(&mut self, step: u64, epoch: u32, times: StepTimes, samples: u32) {
         let first = self.step == 0;
         (self.step, self.epoch) = (step, epoch);
         self.steps += 1;
-        self.secs += secs;
-        self.data_secs += data_secs;
-        self.all_reduce_secs += all_reduce_secs;
+        self.times.secs += times.secs;
+        self.times.data_secs += times.data_secs;
+        self.times.all_reduce_secs += times.all_reduce_secs;
+        if let Some(of_step) = times.axis_secs {
+            self.times.axis_secs.get_or_insert_default().add(of_step, 1.0);
+        }
         self.samples += u64::from(samples);
         if first || self.last.elapsed() >= EVERY {
             self.report("training");
@@ -79,14 +81,19 @@ impl<'a> ThroughputMeter<'a> {
     pub(super) fn report(&mut self, status: &str) {
         if self.steps > 0 {
             let steps = f64::from(self.steps) / 1e3;
+            let times = std::mem::take(&mut self.times);
             self.averages = [
-                self.secs / steps,
-                self.all_reduce_secs / steps,
-                self.data_secs / steps,
-                self.samples as f64 / self.secs.max(1e-9),
+                times.secs / steps,
+                times.all_reduce_secs / steps,
+                times.data_secs / steps,
+                self.samples as f64 / times.secs.max(1e-9),
             ];
+            self.axis_ms = times.axis_secs.map(|of_steps| {
+                let mut average = AxisTimes::default();
+                average.add(of_steps, 1.0 / steps);
+                average
+            });
             (self.steps, self.samples) = (0, 0);
-            (self.secs, self.data_secs, self.all_reduce_secs) = (0.0, 0.0, 0.0);
         }
         self.last = Instant::now();
         let [step_ms, all_reduce_ms, data_ms, images_per_second] = self.averages;
@@ -100,6 +107,7 @@ impl<'a> ThroughputMeter<'a> {
             images_per_second,
             pid: std::process::id(),
             device: self.device.clone(),
+            axis_ms: self.axis_ms,
         };
         self.observer.event(&AttemptEvent::Rank { rank: self.rank, report });
     }

@@ -1,6 +1,6 @@
 //! One optimizer step: its batches, its start, and its result, which may arrive several steps later.
 
-use super::{Run, TrainError, dataset::report_broken};
+use super::{Run, TrainError, dataset::report_broken, measure::StepTimes};
 use lockstep_data::{DataError, loader::Batch};
 use lockstep_engine::StepResult;
 use lockstep_protocol::fault;
@@ -121,7 +121,8 @@ impl Run<'_> {
             }
             observer.metric("images_per_second", step, (plan.pictures_of(step) as f64 / secs) as f32);
         }
-        self.throughput.step(step, epoch, secs, data_secs, all_reduce_secs, result.samples);
+        let times = StepTimes { secs, data_secs, all_reduce_secs, axis_secs: result.axis_secs };
+        self.throughput.step(step, epoch, times, result.samples);
         let is_timed_apart = result.step_secs > 0.0;
         self.compare_step_time(step, if is_timed_apart { secs } else { secs - data_secs });
     }

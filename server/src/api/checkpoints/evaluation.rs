@@ -17,7 +17,7 @@ use crate::{
     datasets::Datasets,
     http::{
         error::{Error, Problem, Result},
-        extract::{Path, Query, job_id},
+        extract::{self, Path, Query, job_id},
     },
     scheduler::Scheduler,
     store::CheckpointRow,
@@ -32,8 +32,10 @@ use axum::{
 use lockstep_protocol::{
     Job, JobSpec,
     agent::{AgentReply, AgentRequest},
-    dataset::Dataset,
-    inspect::{CONCURRENT_REQUESTS, EvaluateModel, ModelEvaluation},
+    dataset::{Dataset, ValidationSet},
+    inspect::{
+        CONCURRENT_REQUESTS, EvaluateModel, MOST_NEIGHBOURS, ModelEvaluation, NEIGHBOURS, NearestNeighbours,
+    },
     spec::Validation,
 };
 use serde::{Deserialize, Serialize};
@@ -104,6 +106,22 @@ pub(crate) struct EvaluationQuery {
     dataset: Option<String>,
 }
 
+/// Which checkpoint, and how many neighbours.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct NeighboursQuery {
+    /// Its id, `best` or `latest`; the best when absent.
+    checkpoint: Option<String>,
+    /// `model`, or `ema` for their running average.
+    #[serde(default)]
+    #[param(inline)]
+    weights: Weights,
+    /// A registered dataset in place of the job's own, with any classes.
+    dataset: Option<String>,
+    /// Number of neighbours that vote, 1 to 1000 (default 20).
+    k: Option<u32>,
+}
+
 /// Evaluate a checkpoint
 ///
 /// Per-class scores, the confusion matrix and the most confident mistakes on the job's validation pictures, or on another
@@ -120,8 +138,41 @@ pub(crate) async fn evaluation(
     Path(id): Path<String>,
     Query(which): Query<EvaluationQuery>,
 ) -> Result<Response> {
-    let job = jobs::find(&scheduler, &id).await?;
-    let rows = scheduler.store.checkpoints(&job_id(&id)?).await?;
+    find(&scheduler, &caller, &id, which, None).await
+}
+
+/// Evaluate a checkpoint by nearest neighbours
+///
+/// Each validation picture gets the class for which its `k` nearest training pictures vote, by the cosine similarity of
+/// embeddings: the inputs of the network's last layer. That layer is not used, so it may have any number of classes. Computed at the first
+/// request, and again when the validation pictures have changed. Every picture is embedded on an agent's CPU cores, which may take
+/// a while: 202 then says that it is under way; ask again.
+#[utoipa::path(get, path = "/jobs/{id}/evaluation/neighbours", tag = "checkpoints", params(("id" = String, Path), NeighboursQuery),
+    responses((status = 200, body = NearestNeighbours), (status = 202, body = UnderWay, description = "Under way, or waiting"), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is still being uploaded from another machine"),
+        (status = 422, body = Problem), (status = 503, body = Problem, description = "No agent is online, or the one that computed it went away; ask again")))]
+pub(crate) async fn neighbours(
+    State(scheduler): State<Arc<Scheduler>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Query(asked): Query<NeighboursQuery>,
+) -> Result<Response> {
+    let NeighboursQuery { checkpoint, weights, dataset, k } = asked;
+    let k = extract::count("k", k, NEIGHBOURS, MOST_NEIGHBOURS)?;
+    let which = EvaluationQuery { checkpoint, weights, dataset };
+    find(&scheduler, &caller, &id, which, Some(k)).await
+}
+
+/// An evaluation: the stored one, or a new one by the classes' scores or by this number of `neighbours`.
+async fn find(
+    scheduler: &Arc<Scheduler>,
+    caller: &Caller,
+    id: &str,
+    which: EvaluationQuery,
+    neighbours: Option<u32>,
+) -> Result<Response> {
+    let job = jobs::find(scheduler, id).await?;
+    let rows = scheduler.store.checkpoints(&job_id(id)?).await?;
     let row = checkpoints::choose(rows, which.checkpoint.as_deref().unwrap_or("best"))?;
     // Another dataset may have the name of its own by now.
     if let Some(owned) = scheduler.store.owned_dataset(&job.spec.data.dataset).await?
@@ -135,7 +186,7 @@ pub(crate) async fn evaluation(
         None => None,
         // As a file's name it is safe: no other can be registered.
         Some(name) => {
-            let datasets = datasets::seen_by(&*scheduler.store, &caller).await?;
+            let datasets = datasets::seen_by(&*scheduler.store, caller).await?;
             let found = datasets.iter().find(|dataset| dataset.name == name).cloned();
             Some(found.ok_or_else(|| refused(jobs::no_dataset(name, &datasets)))?)
         }
@@ -145,15 +196,16 @@ pub(crate) async fn evaluation(
     // One that is registered anew under a name is another one.
     let on =
         other.as_ref().map(|d| format!("@{}@{}", d.name, d.added_at.as_millisecond())).unwrap_or_default();
-    let name = format!("{}-{}{of}{on}.json", row.info.epoch, row.info.step);
+    let by = neighbours.map(|k| format!("-{k}-neighbours")).unwrap_or_default();
+    let name = format!("{}-{}{of}{by}{on}.json", row.info.epoch, row.info.step);
     let file = scheduler.config.job_dir(&row.job).join("evaluations").join(name);
     if let Ok(known) = regular::read(&file).await
-        && is_of_pictures_now(&scheduler, &job, other.as_ref(), &known).await
+        && is_of_pictures_now(scheduler, &job, other.as_ref(), &known).await
     {
         return Ok(([(header::CONTENT_TYPE, "application/json")], known).into_response());
     }
     checkpoints::check_here(&scheduler.checkpoints, &row).await?;
-    let mut running = start(&scheduler, &row, which.weights, other, file.clone()).await?;
+    let mut running = start(scheduler, &row, which.weights, other, neighbours, file.clone()).await?;
     let done = async { running.outcome.wait_for(Option::is_some).await.map(|outcome| outcome.clone()) };
     let outcome = match tokio::time::timeout(scheduler.config.evaluation_wait, done).await {
         Err(_) => {
@@ -170,6 +222,13 @@ pub(crate) async fn evaluation(
     }
 }
 
+/// The pictures of a stored evaluation, of either kind.
+#[derive(Deserialize)]
+struct Measured {
+    validation: Option<ValidationSet>,
+    listed: Option<ValidationSet>,
+}
+
 /// Whether a stored evaluation is of the pictures that its dataset has now. Where no agent can say, it stands: it says of which pictures it
 /// is.
 async fn is_of_pictures_now(
@@ -178,7 +237,7 @@ async fn is_of_pictures_now(
     other: Option<&Dataset>,
     stored: &[u8],
 ) -> bool {
-    let Ok(stored) = serde_json::from_slice::<ModelEvaluation>(stored) else { return false };
+    let Ok(stored) = serde_json::from_slice::<Measured>(stored) else { return false };
     let Ok((spec, dataset)) = measured_on(&scheduler.datasets, job, other.cloned()).await else {
         return true;
     };
@@ -223,14 +282,16 @@ async fn start(
     row: &CheckpointRow,
     weights: Weights,
     other: Option<Dataset>,
+    neighbours: Option<u32>,
     file: PathBuf,
 ) -> Result<Running> {
     let model = weights.path(&scheduler.checkpoints.folder(row))?;
     let job = jobs::find(scheduler, row.job.as_str()).await?;
     jobs::check_readable(&job)?;
     let (spec, dataset) = measured_on(&scheduler.datasets, &job, other).await?;
-    // An agent would say so, too, when it comes to it.
-    if let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
+    // An agent would say so, too, when it comes to it. Neighbours may have classes of their own.
+    if neighbours.is_none()
+        && let Some(trained) = Trained::of(&scheduler.checkpoints.folder(row)).await
         && let Some(detail) = fit::not_measurable(&trained, &dataset)
     {
         return Err(refused(detail));
@@ -240,6 +301,7 @@ async fn start(
         dataset: dataset.path,
         spec: Box::new(spec),
         allowed: scheduler.datasets.roots.allowed(),
+        neighbours,
     });
     let (sender, outcome) = watch::channel(None);
     let request = Arc::new(OnceLock::new());
@@ -261,9 +323,8 @@ async fn start(
                 scheduler.agents.reply(waiting, PATIENCE).await
             };
             match answer.await {
-                Ok(AgentReply::Evaluation(found)) => keep(&file, &found).await.map_err(|error| {
-                    Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display()))
-                }),
+                Ok(AgentReply::Evaluation(found)) => keep(&file, &found).await,
+                Ok(AgentReply::Neighbours(found)) => keep(&file, &found).await,
                 Ok(_) => {
                     let detail = "the agent answered something else than an evaluation".to_owned();
                     Err(Failure::Agent(RequestError::Refused(detail)))
@@ -303,7 +364,13 @@ fn refused(detail: String) -> Error {
 }
 
 /// Appears whole or not at all; not when the job's folder is gone, since nobody would remove it again.
-async fn keep(file: &std::path::Path, found: &ModelEvaluation) -> std::io::Result<()> {
+async fn keep(file: &std::path::Path, found: &impl Serialize) -> std::result::Result<(), Failure> {
+    write(file, found)
+        .await
+        .map_err(|error| Failure::Lost(format!("{} cannot be written: {error}; ask again", file.display())))
+}
+
+async fn write(file: &std::path::Path, found: &impl Serialize) -> std::io::Result<()> {
     let words = serde_json::to_vec(found).map_err(std::io::Error::other)?;
     if let Some(folder) = file.parent() {
         match tokio::fs::create_dir(folder).await {

@@ -51,9 +51,12 @@ pub(crate) struct PredictQuery {
     #[serde(default)]
     #[param(inline)]
     weights: Weights,
+    /// `true` for embeddings in place of classes: the input of the network's last layer.
+    #[serde(default)]
+    embed: bool,
 }
 
-/// Classify pictures
+/// Classify or embed pictures
 ///
 /// One picture (JPEG, PNG, WebP, GIF, BMP or TIFF) as the body, or several as `multipart/form-data`; prepared as for the job's validation. A picture
 /// that cannot be read says so in its own answer. Together they have at most 256 megapixels.
@@ -77,7 +80,8 @@ pub(crate) async fn predict(
             format!("the pictures did not come within {} s; send fewer at a time", READING.as_secs());
         Error::Refused(StatusCode::REQUEST_TIMEOUT, detail)
     })??;
-    let for_agent = AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures };
+    let for_agent =
+        AgentRequest::Predict { model: model.to_string_lossy().into_owned(), pictures, embed: by.embed };
     match requests::call(&checkpoints.agents, for_agent, PATIENCE).await {
         Ok(AgentReply::Predictions { predictions }) => Ok(Json(Predictions { predictions })),
         Ok(_) => Err(Error::Internal("an agent answered something else than predictions".into())),

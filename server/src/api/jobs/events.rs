@@ -68,6 +68,7 @@ const FIELDS: &[&str] = &[
     "images_per_second",
     "pid",
     "device",
+    "axis_ms",
     "val_accuracy",
     "val_loss",
     "best",
@@ -174,7 +175,7 @@ mod tests {
     use super::*;
     use lockstep_protocol::{
         JobState,
-        agent::{CheckpointInfo, Evaluation, RankReport},
+        agent::{AxisTimes, CheckpointInfo, Evaluation, RankReport},
         stream::EventBody,
     };
 
@@ -191,6 +192,7 @@ mod tests {
             images_per_second: 1.0,
             pid: 1,
             device: "CPU".into(),
+            axis_ms: Some(AxisTimes::default()),
         };
         let checkpoint = CheckpointInfo {
             epoch: 1,

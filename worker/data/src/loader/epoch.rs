@@ -4,6 +4,7 @@ use super::{
     DataSource,
     ahead::prepare_ahead,
     batch::{Batch, BatchBuilder},
+    broken::Broken,
     part::Part,
     workers::Workers,
 };
@@ -12,7 +13,10 @@ use crate::{
     shard::{self, EpochPlan},
     transform::Transform,
 };
-use std::sync::{Arc, PoisonError};
+use std::{
+    ops::Range,
+    sync::{Arc, PoisonError},
+};
 
 /// Batches in the order of steps. The iterator ends after the first error.
 pub type Batches = Box<dyn Iterator<Item = Result<Batch, DataError>> + Send>;
@@ -63,8 +67,35 @@ impl DataSource {
 
     /// The batches of `rank`'s part of the validation split. Each sample is in the part of exactly one rank.
     pub fn validation(&self, rank: u32, world_size: u32, batch_size: usize, threads: usize) -> Batches {
-        let (part, transform) = (self.validation.clone(), self.evaluation.clone());
-        let share = shard::even_share(part.chosen.len(), rank, world_size);
+        let share = shard::even_share(self.validation.chosen.len(), rank, world_size);
+        self.not_augmented(self.validation.clone(), share, batch_size, threads)
+    }
+
+    /// The training pictures in their order, in batches, prepared as for validation.
+    pub fn gallery(&self, batch_size: usize, threads: usize) -> Batches {
+        let Part { pixels, files_digest, labels, chosen, size, broken, .. } = &*self.train;
+        let part = Part {
+            pixels: pixels.clone(),
+            files_digest: *files_digest,
+            labels: labels.clone(),
+            chosen: chosen.clone(),
+            size: *size,
+            whole: self.validation.whole,
+            broken: Broken::new(broken.allowed),
+        };
+        let all = 0..part.chosen.len();
+        self.not_augmented(Arc::new(part), all, batch_size, threads)
+    }
+
+    /// The pictures of `part` at the places `share`, in batches, prepared as for validation.
+    fn not_augmented(
+        &self,
+        part: Arc<Part>,
+        share: Range<usize>,
+        batch_size: usize,
+        threads: usize,
+    ) -> Batches {
+        let transform = self.evaluation.clone();
         let batch_size = batch_size.max(1);
         let count = share.len().div_ceil(batch_size);
         let batches = self.prepare(part, transform, count, threads, move |builder, number| {

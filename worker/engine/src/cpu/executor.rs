@@ -4,7 +4,7 @@ use super::{
     batch_norm::Statistics,
     conv,
     exchange::Pictures,
-    groups::{ByAxes, Groups},
+    groups::{ByAxes, Groups, TimesByAxes},
     in_flight::Kept,
     layout::Layout,
     loss,
@@ -17,12 +17,13 @@ use crate::{
     EngineConfig, EngineError, EvalResult, StepResult,
     fuse::{self, Capabilities, FusedOp},
     loss::Order,
-    net::{Network, Placement, Slice},
+    net::{Axes, Network, Placement, Slice},
     plan::{self, Pass, Plan},
     prologue::{Prologue, StepPart},
 };
 use lockstep_comm::{ProcessGroup, Reduction, SingleRank};
 use lockstep_data::loader::Batch;
+use lockstep_protocol::agent::AxisTimes;
 use std::{
     ops::Range,
     sync::Arc,
@@ -236,7 +237,7 @@ impl Executor {
         }
         // Discards waiting times of evaluations.
         if let Some(groups) = &self.groups {
-            groups.take_waited();
+            groups.take_waited(&TimesByAxes::default());
         }
         let mut measured = loss::Loss::default();
         let (stage, stages) = self.network.stage();
@@ -264,8 +265,9 @@ impl Executor {
         let mut sums = [square_sum, measured.sum, measured.correct as f64];
         if let Some(groups) = &self.groups {
             groups.stage.all_reduce((&mut sums).into(), Reduction::Sum)?;
-            self.reducer.add_waited(groups.take_waited());
         }
+        let waited = self.reducer.take_waited();
+        let axis_secs = self.groups.as_ref().map(|groups| groups.take_waited(&waited));
         let [square_sum, loss_sum, correct] = sums;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
         Ok(StepResult {
@@ -274,7 +276,8 @@ impl Executor {
             samples: samples as u32,
             grad_norm: square_sum.sqrt() as f32,
             step_secs: 0.0,
-            all_reduce_secs: self.reducer.take_waited().as_secs_f64(),
+            all_reduce_secs: axis_secs.map_or_else(|| waited.sum().as_secs_f64(), AxisTimes::sum),
+            axis_secs,
             loss_scale: None,
         })
     }
@@ -393,12 +396,12 @@ impl Executor {
         if self.reducer.carries_gradients() {
             // No weight changes before all buckets have arrived: if a rank is lost, all weights still belong to one step.
             for bucket in 0..self.layout.buckets.len() {
-                *self.state.gradient(bucket) = self.reducer.finish_bucket()?;
+                *self.state.gradient(bucket) = self.reducer.finish_bucket(self.layout.axes[bucket])?;
             }
             (0..self.layout.buckets.len()).for_each(|bucket| self.state.complete(bucket));
         }
         let (square_sum, waited) = self.state.finish()?;
-        self.reducer.add_waited(waited);
+        self.reducer.add_waited(Axes { model: true, height: true }, waited);
         Ok(square_sum)
     }
 

@@ -2,6 +2,7 @@
 
 use crate::{net::Axes, plan::Mesh};
 use lockstep_comm::{CommError, ProcessGroup, Reduction, Values, ValuesMut};
+use lockstep_protocol::agent::AxisTimes;
 use std::{
     sync::{
         Arc,
@@ -89,12 +90,32 @@ impl ByAxes {
     }
 
     pub(super) fn of(&self, axes: Axes) -> &Group {
-        &self.0[usize::from(axes.model) + 2 * usize::from(axes.height)]
+        &self.0[index(axes)]
+    }
+}
+
+fn index(axes: Axes) -> usize {
+    usize::from(axes.model) + 2 * usize::from(axes.height)
+}
+
+/// A time for each set of axes over which values are summed in addition to `data`.
+#[derive(Default)]
+pub(super) struct TimesByAxes([(Axes, Duration); 4]);
+
+impl TimesByAxes {
+    pub(super) fn add(&mut self, axes: Axes, time: Duration) {
+        let (of, sum) = &mut self.0[index(axes)];
+        (*of, *sum) = (axes, *sum + time);
+    }
+
+    pub(super) fn sum(&self) -> Duration {
+        self.0.iter().map(|(_, time)| *time).sum()
     }
 }
 
 /// All groups of a rank.
 pub(super) struct Groups {
+    mesh: Mesh,
     /// The ranks that share this rank's copy of the network.
     pub(super) model: Group,
     /// The ranks that share the rows of this rank's pictures.
@@ -108,9 +129,21 @@ pub(super) struct Groups {
 }
 
 impl Groups {
-    /// Time that this rank waited for activations since the last call of this function.
-    pub(super) fn take_waited(&self) -> Duration {
-        [&self.model, &self.height, &self.stage].map(Group::take_waited).iter().sum()
+    /// Seconds that this rank has spent in exchanges along each axis since the last call of this function: of activations,
+    /// and of sums over pictures, which `sums` has.
+    pub(super) fn take_waited(&self, sums: &TimesByAxes) -> AxisTimes {
+        let [pipeline, height, model] =
+            [&self.stage, &self.height, &self.model].map(|group| group.take_waited().as_secs_f64());
+        let mut times = AxisTimes { pipeline, data: 0.0, height, model };
+        for (axes, time) in &sums.0 {
+            let axis = match self.mesh {
+                Mesh { data: 2.., .. } => &mut times.data,
+                Mesh { height: 2.., .. } if axes.height => &mut times.height,
+                _ => &mut times.model,
+            };
+            *axis += time.as_secs_f64();
+        }
+        times
     }
 
     /// Collective over all ranks of the mesh: creates the groups.
@@ -139,6 +172,7 @@ impl Groups {
             })))
         };
         Ok(Self {
+            mesh,
             model: of(&|rank| mesh.model_group(rank))?,
             height: of(&|rank| mesh.height_group(rank))?,
             stage: of(&|rank| rank % mesh.ranks_of_stage())?,

@@ -12,7 +12,7 @@
 //! Ranks that share a network have one group for each set of axes. The single queue keeps the calls of all groups in the same order on
 //! every rank, so no two ranks wait for each other in different groups.
 
-use super::groups::{ByAxes, Group, Groups};
+use super::groups::{ByAxes, Group, Groups, TimesByAxes};
 use crate::net::Axes;
 use lockstep_comm::{
     CommError, ProcessGroup, Reduction, Values, ValuesMut,
@@ -61,7 +61,7 @@ struct Thread {
 /// Sums values over the ranks and measures this rank's waiting time.
 pub(super) struct Reducer {
     way: Transport,
-    waited: Duration,
+    waited: TimesByAxes,
 }
 
 impl Reducer {
@@ -80,14 +80,14 @@ impl Reducer {
                 statistics: comm.concurrent().map(ByAxes::same),
             },
         };
-        Ok(Self { way, waited: Duration::ZERO })
+        Ok(Self { way, waited: TimesByAxes::default() })
     }
 
     /// For a plan with one group for each set of axes.
     pub(super) fn over(groups: &Groups, sharded: bool) -> std::io::Result<Self> {
         let (gradients, statistics) = (groups.gradients.clone(), Some(groups.statistics.clone()));
         let way = Transport::Group { thread: Thread::start(sharded)?, gradients, statistics };
-        Ok(Self { way, waited: Duration::ZERO })
+        Ok(Self { way, waited: TimesByAxes::default() })
     }
 
     /// Sums `values` over all ranks along `data` and `axes`. While this rank waits in shared memory it calls `idle`, which does some other work, or
@@ -104,7 +104,7 @@ impl Reducer {
         let (thread, gradients, statistics) = match &self.way {
             Transport::SingleRank => return Ok(()),
             Transport::Shared(memory) => {
-                self.waited += memory.all_reduce_f64(values, idle)?;
+                self.waited.add(axes, memory.all_reduce_f64(values, idle)?);
                 return Ok(());
             }
             Transport::Group { thread, gradients, statistics } => (thread, gradients, statistics),
@@ -119,7 +119,7 @@ impl Reducer {
                 *values = thread.statistics.recv().map_err(|_| gone())??;
             }
         }
-        self.waited += start.elapsed();
+        self.waited.add(axes, start.elapsed());
         Ok(())
     }
 
@@ -140,25 +140,25 @@ impl Reducer {
         }
     }
 
-    /// Waits for the oldest started bucket and returns its sum.
+    /// Waits for the oldest started bucket, which is summed over all ranks along `data` and `axes`, and returns its sum.
     ///
     /// # Errors
     /// As for [`ProcessGroup::all_reduce`]; no bucket was started.
-    pub(super) fn finish_bucket(&mut self) -> Result<Bucket, CommError> {
+    pub(super) fn finish_bucket(&mut self, axes: Axes) -> Result<Bucket, CommError> {
         let Transport::Group { thread, .. } = &self.way else { return Err(gone()) };
         let start = Instant::now();
         let answer = thread.buckets.recv().map_err(|_| gone())?;
-        self.waited += start.elapsed();
+        self.waited.add(axes, start.elapsed());
         answer
     }
 
-    /// Adds waiting time that was measured elsewhere.
-    pub(super) fn add_waited(&mut self, waited: Duration) {
-        self.waited += waited;
+    /// Adds waiting time for sums that was measured elsewhere.
+    pub(super) fn add_waited(&mut self, axes: Axes, waited: Duration) {
+        self.waited.add(axes, waited);
     }
 
     /// Waiting time since the last call.
-    pub(super) fn take_waited(&mut self) -> Duration {
+    pub(super) fn take_waited(&mut self) -> TimesByAxes {
         std::mem::take(&mut self.waited)
     }
 }

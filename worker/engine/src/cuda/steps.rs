@@ -155,6 +155,7 @@ impl CudaEngine {
             grad_norm: record.grad_norm,
             step_secs: end.saturating_sub(from) as f64 / 1e9,
             all_reduce_secs: reduced.saturating_sub(backward) as f64 / 1e9,
+            axis_secs: None,
             loss_scale: self.program.dynamic_scale.map(|_| record.loss_scale),
         }))
     }

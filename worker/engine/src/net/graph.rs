@@ -209,6 +209,16 @@ impl Network {
         }
     }
 
+    /// The network without the layer that produces the logits: its output is the embedding, the result of global pooling.
+    #[must_use]
+    pub fn without_head(mut self) -> Self {
+        if !self.head().is_empty() {
+            self.ops.pop();
+            self.tensors.pop();
+        }
+        self
+    }
+
     /// The placement of an activation on the ranks of a model group.
     pub fn placement(&self, tensor: TensorId) -> &Placement {
         self.part.as_ref().map_or(&Placement::Batch, |part| &part.placements[tensor])

@@ -51,8 +51,20 @@ pub struct Rates {
     pub value_bytes: u64,
     /// Floating-point operations a second by kind of operation: `conv1x1`, `conv3x3`, `conv7x7`, `grouped`, `linear`.
     pub flops_per_second: BTreeMap<String, f64>,
+    /// Of linear layers by their size, the smallest first; `linear` for any size if empty.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub linear: Vec<LinearRate>,
     /// In passes over activations and weights.
     pub memory_bytes_per_second: f64,
+}
+
+/// How fast a rank computes linear layers of a size: matrices that are too small leave a device idle.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LinearRate {
+    /// Floating-point operations in a step.
+    pub operations: f64,
+    pub flops_per_second: f64,
 }
 
 /// A connection between ranks: the time of a short message, and what a rank sends in a second.
@@ -89,6 +101,12 @@ impl Machine {
             ("flops_per_second", flops_per_second.values().copied().fold(0.0, f64::max)),
         ];
         figures.extend(flops_per_second.iter().map(|(kind, rate)| (kind.as_str(), *rate)));
+        figures.extend(
+            self.rates
+                .linear
+                .iter()
+                .flat_map(|of| [("operations", of.operations), ("flops_per_second", of.flops_per_second)]),
+        );
         figures.extend(
             links.flat_map(|l| [("latency_us", l.latency_us), ("bytes_per_second", l.bytes_per_second)]),
         );
@@ -143,8 +161,13 @@ impl Rates {
         let update_secs = parameters * update_bytes(state) / bytes_per_second;
         let secs = sums.values().map(|[_, secs]| secs).sum::<f64>() + memory_secs + update_secs;
         let scale = secs / step_secs;
+        let rate = |[operations, secs]: &[f64; 2]| LinearRate {
+            operations: *operations,
+            flops_per_second: scale * operations / secs,
+        };
         Ok(Self {
             value_bytes,
+            linear: sums.get("linear").map(rate).into_iter().collect(),
             flops_per_second: sums
                 .into_iter()
                 .map(|(kind, [operations, secs])| (kind.to_owned(), scale * operations / secs))
@@ -153,9 +176,59 @@ impl Rates {
         })
     }
 
-    /// Of a kind that was not measured: the mean of those that were.
-    fn flops_of(&self, kind: &str) -> f64 {
+    /// Adds the rate of the head of `network`, which is wider than that of [`Rates::fit`]: a step of `pictures` pictures took `step_secs`,
+    /// in which everything but the head took what these rates predict.
+    pub fn add_head(&mut self, network: &Network, pictures: f64, (step_secs, state): (f64, f64)) {
+        let (mut head_secs, mut operations) = (step_secs, 0.0);
+        for op in &network.ops {
+            match kind(op) {
+                Some("linear") => operations += pictures * operations_of(network, op),
+                _ => head_secs -= self.secs(network, op, pictures),
+            }
+            head_secs -= weights_of(network, op) * update_bytes(state) / self.memory_bytes_per_second;
+        }
+        // A step that is faster than its update as predicted says nothing about the head.
+        if head_secs > 0.0 {
+            self.linear.push(LinearRate { operations, flops_per_second: operations / head_secs });
+            self.linear.sort_by(|a, b| a.operations.total_cmp(&b.operations));
+        }
+    }
+
+    /// Seconds of an operation in a step of `pictures` pictures: its arithmetic or its passes over memory, whichever is longer.
+    fn secs(&self, network: &Network, op: &Op, pictures: f64) -> f64 {
+        let value = self.value_bytes as f64;
+        match kind(op) {
+            Some(kind) => {
+                let operations = pictures * operations_of(network, op);
+                let passes = PRODUCTS * weights_of(network, op) * value / self.memory_bytes_per_second;
+                (operations / self.flops_of(kind, operations)).max(passes)
+            }
+            None => pictures * passes_of(network, op) * value / self.memory_bytes_per_second,
+        }
+    }
+
+    /// The rate of a linear layer of `operations`: between two measured sizes, the logarithms of rate and size grow together.
+    fn linear_of(&self, operations: f64) -> Option<f64> {
+        let larger = self.linear.partition_point(|of| of.operations <= operations);
+        let smaller = larger.checked_sub(1).map(|place| self.linear[place]);
+        match (smaller, self.linear.get(larger)) {
+            (Some(a), Some(b)) => {
+                let share = (operations / a.operations).ln() / (b.operations / a.operations).ln();
+                Some(a.flops_per_second * (b.flops_per_second / a.flops_per_second).powf(share))
+            }
+            (Some(only), None) | (None, Some(&only)) => Some(only.flops_per_second),
+            (None, None) => None,
+        }
+    }
+
+    /// The rate of `operations` of a kind; of a kind that was not measured, the mean of those that were.
+    fn flops_of(&self, kind: &str, operations: f64) -> f64 {
         let all = &self.flops_per_second;
+        if kind == "linear"
+            && let Some(rate) = self.linear_of(operations)
+        {
+            return rate;
+        }
         all.get(kind).copied().unwrap_or_else(|| all.values().sum::<f64>() / all.len().max(1) as f64)
     }
 }
@@ -310,7 +383,7 @@ impl Walk<'_> {
                 continue;
             }
             let (mut spent, weights) = (std::mem::take(&mut before), weights_of(local, op));
-            self.compute(op, weights, &mut spent);
+            self.compute(op, &mut spent);
             let trains = weights > 0.0 && !(local.frozen_norm && matches!(op, Op::BatchNorm { .. }));
             let (mut sent, mut memory) = (0.0, std::mem::take(&mut kept_before));
             if trains {
@@ -393,17 +466,9 @@ impl Walk<'_> {
         pictures * self.local.tensors[tensor].len() as f64
     }
 
-    fn compute(&self, op: &Op, weights: f64, spent: &mut Spent) {
-        let rates = &self.machine.rates;
+    fn compute(&self, op: &Op, spent: &mut Spent) {
         let pictures = self.values(op.output()) / self.local.tensors[op.output()].len().max(1) as f64;
-        let value = rates.value_bytes as f64;
-        spent.compute += match kind(op) {
-            Some(kind) => {
-                let arithmetic = pictures * operations_of(self.local, op) / rates.flops_of(kind);
-                arithmetic.max(PRODUCTS * weights * value / rates.memory_bytes_per_second)
-            }
-            None => pictures * passes_of(self.local, op) * value / rates.memory_bytes_per_second,
-        };
+        spent.compute += self.machine.rates.secs(self.local, op, pictures);
         // Sums in memory that ranks share take no time to speak of.
         let is_synced = self.work.sync_batch_norm && !self.local.frozen_norm && !self.shares_memory();
         if matches!(op, Op::BatchNorm { .. }) && is_synced {
@@ -570,4 +635,29 @@ fn passes_of(network: &Network, op: &Op) -> f64 {
 /// Bytes of memory that the update of a weight reads and writes: its gradient, itself, and what is kept of it.
 fn update_bytes(state: f64) -> f64 {
     WEIGHT_BYTES * (1.0 + 2.0 * (1.0 + state))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_linear_layer_has_the_rate_of_its_size() {
+        let rate = |operations, flops_per_second| LinearRate { operations, flops_per_second };
+        let mut rates = Rates {
+            value_bytes: 2,
+            flops_per_second: [("conv1x1".to_owned(), 3e14), ("linear".to_owned(), 1e13)].into(),
+            linear: vec![rate(1e9, 1e13), rate(1e11, 1e14), rate(1e12, 4e14)],
+            memory_bytes_per_second: 1e12,
+        };
+        for (operations, flops) in
+            [(1.0, 1e13), (1e9, 1e13), (1e10, 1e13 * 10f64.sqrt()), (1e11, 1e14), (1e12, 4e14), (1e15, 4e14)]
+        {
+            let found = rates.flops_of("linear", operations);
+            assert!((found / flops - 1.0).abs() < 1e-9, "{operations}: {found} instead of {flops}");
+        }
+        assert_eq!(rates.flops_of("conv1x1", 1e11), 3e14);
+        rates.linear.clear();
+        assert_eq!(rates.flops_of("linear", 1e12), 1e13);
+    }
 }

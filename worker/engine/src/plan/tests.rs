@@ -24,6 +24,7 @@ fn gpus() -> Machine {
             ]
             .map(rate)
             .into(),
+            linear: Vec::new(),
             memory_bytes_per_second: 3.5e12,
         },
         within: Some(Link { latency_us: 3.0, bytes_per_second: 2e11 }),
@@ -80,6 +81,29 @@ fn a_very_wide_classifier_has_its_head_split() {
     // A machine on its own.
     let far = Machine { ranks: 1, ..gpus() };
     assert_eq!(best(&network, 2, &far, 64).plan.shards, [out("fc")]);
+}
+
+/// A step that was measured with a wide head is predicted as it was measured, also where the head is split over ranks with as many pictures.
+#[test]
+fn a_measured_head_is_predicted_as_measured() {
+    let mut machine = gpus();
+    let measured = [(1_000, 0.08), (65_536, 0.1), (524_288, 0.2)];
+    let network = |classes: usize| resnet(Arch::ResNet50, classes);
+    for (classes, secs) in measured {
+        machine.rates.add_head(&network(classes), 256.0, (secs, 1.0));
+    }
+    assert!(machine.rates.linear.len() == 3 && machine.check().is_ok(), "{machine:?}");
+    for (classes, secs) in measured {
+        let found = cost(&network(classes), &Plan::data(1), &machine, &work(256)).unwrap();
+        assert!((found.step_ms / (1e3 * secs) - 1.0).abs() < 1e-9, "{classes}: {} ms", found.step_ms);
+    }
+    // Half of the classes of twice as many pictures.
+    let link = Some(Link { latency_us: 1e-9, bytes_per_second: 1e20 });
+    let near = Machine { within: link, ..machine };
+    let work = Workload { pictures: 512, sync_batch_norm: false, ..work(256) };
+    let split = Plan::on(mesh(1, 1, 2), vec![out("fc")]);
+    let found = cost(&network(2 * 262_144), &split, &near, &work).unwrap();
+    assert!((196.5..197.5).contains(&found.step_ms), "the update is half as long: {} ms", found.step_ms);
 }
 
 #[test]

@@ -202,6 +202,7 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
         dataset: here,
         spec: Box::new(spec(&of)),
         allowed: None,
+        neighbours: None,
     });
     let Ok(AgentReply::Evaluation(found)) = inspect::answer(question) else { panic!("it can be evaluated") };
     assert_eq!(found.confusion, of.confusion);
@@ -216,7 +217,13 @@ fn the_confusion_matrix_is_the_one_that_pytorch_counts() {
 
 fn evaluate(folder: &Path, spec: JobSpec) -> Result<ModelEvaluation, String> {
     let here = folder.to_string_lossy().into_owned();
-    let question = EvaluateModel { model: here.clone(), dataset: here, spec: Box::new(spec), allowed: None };
+    let question = EvaluateModel {
+        model: here.clone(),
+        dataset: here,
+        spec: Box::new(spec),
+        allowed: None,
+        neighbours: None,
+    };
     match inspect::answer(AgentRequest::Evaluate(question)) {
         Ok(AgentReply::Evaluation(found)) => Ok(*found),
         Ok(other) => panic!("{other:?}"),
@@ -342,4 +349,71 @@ fn metadata_that_no_model_has_is_refused_by_file() {
         let words = inspect::predict(dir.path(), vec![("0.png".to_owned(), png(&of, 0))]).unwrap_err();
         assert!(words.contains("model.safetensors") && words.contains(said), "{key} = {value}: {words}");
     }
+}
+
+#[test]
+fn an_embedding_is_the_input_of_the_last_layer_which_is_not_read() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_model(dir.path(), &of);
+    let pictures = || (0..of.probabilities.len()).map(|i| (format!("{i}.png"), png(&of, i))).collect();
+    let found = inspect::embed(dir.path(), pictures()).unwrap();
+    let weight: Vec<f32> =
+        synthetic::values("resnet20.fc.weight", 640).iter().map(|v| v * ((1.0 / 8.0) * 512.0)).collect();
+    for (prediction, expected) in found.iter().zip(&of.probabilities) {
+        let embedding = prediction.embedding.as_ref().unwrap();
+        assert_eq!((embedding.len(), prediction.classes.len(), &prediction.error), (64, 0, &None));
+        let logit = |class: usize| {
+            let row = &weight[class * 64..(class + 1) * 64];
+            f64::from(of.bias[class])
+                + row.iter().zip(embedding).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>()
+        };
+        let sum: f64 = (0..10).map(|class| logit(class).exp()).sum();
+        for (class, theirs) in expected.iter().enumerate() {
+            let ours = logit(class).exp() / sum;
+            assert!((ours - f64::from(*theirs)).abs() < 1e-4, "{class}: {ours}, PyTorch says {theirs}");
+        }
+    }
+    // A head that predictions cannot use, as of classes that nobody counts.
+    let many = |about: &mut serde_json::Value| about["classes"] = json!("no list");
+    write_changed(dir.path(), &of, many, |name, values| {
+        if name.starts_with("fc.") {
+            values.fill(f32::NAN);
+        }
+    });
+    assert!(inspect::predict(dir.path(), pictures()).is_err());
+    assert_eq!(inspect::embed(dir.path(), pictures()).unwrap(), found);
+}
+
+#[test]
+fn neighbours_are_the_training_pictures_as_validation_sees_them() {
+    let of = expected();
+    let dir = tempfile::tempdir().unwrap();
+    write_model(dir.path(), &of);
+    // Training and test pictures are the same, so each picture's nearest neighbour is itself; training would crop and flip it.
+    write_dataset(dir.path(), &of);
+    let here = dir.path().to_string_lossy().into_owned();
+    let neighbours = |k: u32| {
+        let question = EvaluateModel {
+            model: here.clone(),
+            dataset: here.clone(),
+            spec: Box::new(spec(&of)),
+            allowed: None,
+            neighbours: Some(k),
+        };
+        let Ok(AgentReply::Neighbours(found)) = inspect::answer(AgentRequest::Evaluate(question)) else {
+            panic!("it can be evaluated")
+        };
+        found
+    };
+    let found = neighbours(1);
+    assert_eq!((found.k, found.gallery, found.samples), (1, 200, 200));
+    assert_eq!((found.weighted, found.majority), (1.0, 1.0));
+    // All pictures vote, so the most frequent class wins everywhere.
+    let labels = synthetic::labels("looking.labels", of.count, 10);
+    let counts: Vec<usize> =
+        (0..10).map(|class| labels.iter().filter(|label| **label == class).count()).collect();
+    let most = counts.iter().max().copied().unwrap();
+    let found = neighbours(500);
+    assert_eq!((found.gallery, found.majority), (200, most as f64 / 200.0));
 }

@@ -114,6 +114,7 @@ fn a_dataset_whose_path_has_become_a_link_is_read_below_the_allowed_folders_alon
             dataset: path.clone(),
             spec: Box::new(spec(&of)),
             allowed: allowed.clone(),
+            neighbours: None,
         };
         [
             AgentRequest::InspectDataset { path: path.clone(), allowed: allowed.clone() },
@@ -199,6 +200,6 @@ fn pictures_are_shown_as_they_are_and_as_training_sees_them() {
             .contains("train, test")
     );
     let picture = NamedPicture { name: "a".into(), content: String::new() };
-    let none = AgentRequest::Predict { model: "/nowhere".into(), pictures: vec![picture] };
+    let none = AgentRequest::Predict { model: "/nowhere".into(), pictures: vec![picture], embed: false };
     assert!(inspect::answer(none).is_err());
 }

@@ -5,7 +5,7 @@ use super::{
     *,
 };
 use lockstep_engine::{Contribution, StateDict, Writers, build_cpu_with, plan::Plan};
-use lockstep_protocol::spec::Split;
+use lockstep_protocol::{agent::AxisTimes, spec::Split};
 
 const STEPS: usize = 10;
 /// Of all ranks: eight for each of two, so that float64 sums of gradients are those of one rank.
@@ -89,6 +89,21 @@ fn stages_train_as_one_rank_with_as_many_micro_batches() {
             };
             let loss = mean(&|result| result.loss);
             let right = mean(&|result| result.correct as f32 / result.samples as f32);
+            // A stage may have nothing that is split over an axis, such as rows behind the global pooling.
+            let (mut axes, mesh) = (AxisTimes::default(), plan.mesh);
+            for of_rank in theirs.iter().map(|results| &results[step]) {
+                let times = of_rank.axis_secs.unwrap();
+                assert!((times.sum() - of_rank.all_reduce_secs).abs() < 1e-9, "{case}: {of_rank:?}");
+                axes.add(times, 1.0);
+            }
+            for (size, secs) in [
+                (mesh.stage, axes.pipeline),
+                (mesh.data, axes.data),
+                (mesh.height, axes.height),
+                (mesh.model, axes.model),
+            ] {
+                assert!(size == 1 || secs > 0.0, "{case}: {axes:?}");
+            }
             let norm = theirs.iter().map(|results| (results[step].grad_norm / wanted.grad_norm - 1.0).abs());
             let norm = norm.fold(0.0, f32::max);
             let wanted_right = wanted.correct as f32 / wanted.samples as f32;

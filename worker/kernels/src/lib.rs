@@ -13,6 +13,7 @@ pub mod draws;
 pub mod elementwise;
 pub mod linear;
 pub mod loss;
+pub mod nearest;
 pub mod optimizer;
 pub mod pool;
 mod shape;

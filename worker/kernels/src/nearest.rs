@@ -1,0 +1,85 @@
+//! The nearest neighbours of vectors, by their dot products.
+
+use crate::linear;
+use rayon::prelude::*;
+
+/// Number of queries that a thread compares with a batch at a time.
+const BLOCK: usize = 512;
+
+/// A vector that is near to a query.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Neighbour {
+    /// The dot product with the query: the cosine, if both have length 1.
+    pub similarity: f32,
+    pub label: u32,
+}
+
+/// The nearest neighbours of each query among the vectors that were added. The vectors are not kept.
+#[derive(Debug)]
+pub struct Nearest {
+    /// `[queries, width]`.
+    queries: Vec<f32>,
+    width: usize,
+    k: usize,
+    found: Vec<Vec<Neighbour>>,
+}
+
+impl Nearest {
+    /// Searches the `k` (at least 1) nearest neighbours of `queries` `[queries, width]`.
+    #[must_use]
+    pub fn new(queries: Vec<f32>, width: usize, k: usize) -> Self {
+        let found = vec![Vec::new(); queries.len() / width];
+        Self { queries, width, k, found }
+    }
+
+    /// By query: at most `k` neighbours, the most similar first. Of equals, the one that was added earlier is first.
+    #[must_use]
+    pub fn found(&self) -> &[Vec<Neighbour>] {
+        &self.found
+    }
+
+    /// Compares all queries with `vectors` `[labels, width]`.
+    pub fn add(&mut self, vectors: &[f32], labels: &[u32]) {
+        let k = self.k;
+        let blocks = self.queries.par_chunks(BLOCK * self.width).zip(self.found.par_chunks_mut(BLOCK));
+        blocks.for_each(|(queries, found)| {
+            let mut similarities = vec![0.0; labels.len() * found.len()];
+            linear::forward(vectors, queries, &vec![0.0; found.len()], &mut similarities);
+            for (row, label) in similarities.chunks_exact(found.len()).zip(labels) {
+                for (found, similarity) in found.iter_mut().zip(row) {
+                    insert(found, k, Neighbour { similarity: *similarity, label: *label });
+                }
+            }
+        });
+    }
+}
+
+fn insert(found: &mut Vec<Neighbour>, k: usize, new: Neighbour) {
+    if found.len() == k && found.last().is_none_or(|last| last.similarity >= new.similarity) {
+        return;
+    }
+    found.truncate(k - 1);
+    let place = found.partition_point(|of| of.similarity >= new.similarity);
+    found.insert(place, new);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_similar_are_found_and_of_equals_the_earlier() {
+        let mut nearest = Nearest::new(vec![1.0, 0.0, 0.0, 1.0], 2, 3);
+        nearest.add(&[0.6, 0.8, 0.0, 1.0, 1.0, 0.0], &[3, 7, 7]);
+        nearest.add(&[-1.0, 0.0, 0.8, 0.6], &[9, 3]);
+        for found in nearest.found() {
+            let found: Vec<_> = found.iter().map(|n| (n.similarity, n.label)).collect();
+            assert_eq!(found, [(1.0, 7), (0.8, 3), (0.6, 3)]);
+        }
+        // Also across the blocks of a larger number of queries.
+        let mut nearest = Nearest::new([1.0, 0.0].repeat(2 * BLOCK + 1), 2, 1);
+        nearest.add(&[0.0, 1.0, 1.0, 0.0], &[1, 2]);
+        nearest.add(&[1.0, 0.0], &[3]);
+        assert!(nearest.found().iter().all(|of| *of == [Neighbour { similarity: 1.0, label: 2 }]));
+    }
+}

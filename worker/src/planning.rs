@@ -5,9 +5,9 @@
 use crate::links;
 use lockstep_comm::{ProcessGroup, rendezvous::Store};
 use lockstep_engine::{
-    DeviceChoice, EngineError, Sample, Selection, WIDE, heads,
+    DeviceChoice, EngineError, LossConfig, Sample, Selection, WIDE, heads,
     net::{self, Network, Placement},
-    plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, search},
+    plan::{Candidate, Link, Machine, Mesh, OperatorCost, Plan, Workload, cost, lower, search},
     registry, slots,
 };
 use lockstep_host::{cache, cpu_name, usage::memory_free, write_whole};
@@ -165,6 +165,9 @@ impl Planned {
         };
         let runs = |plan: &Plan| {
             can_run(&with_plan(spec, plan, machine), machine)?;
+            if !plan.is_data() {
+                LossConfig::from(spec).check_part(&lower(network, plan, ranks - 1)?)?;
+            }
             registry::named(&machine.backend).map_or(Ok(()), |backend| backend.check_plan(network, plan))
         };
         // Plans must not change results that depend on how pictures are distributed over ranks.

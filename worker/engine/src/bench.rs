@@ -242,6 +242,11 @@ pub struct OnDevice {
 /// The engine cannot be built or a step fails.
 pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
     let (began, mesh, accumulate) = (Instant::now(), how.mesh(comm.as_ref()), how.accumulate);
+    if case.batch_size * mesh.data * mesh.model * accumulate > PICTURES {
+        return Err(format!(
+            "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
+        ));
+    }
     let (mut engine, data) = on_device(case, comm.clone(), how)?;
     let mut batches = batches(&data, case, mesh, accumulate, comm.as_ref());
     let mut run = |steps: u64| -> Result<Vec<StepResult>, String> {

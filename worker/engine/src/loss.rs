@@ -3,6 +3,7 @@
 //! A rank's random classes depend only on the seed, the number of updates before the step, and the rank's first class, so a resumed run
 //! draws the same classes. `worker/kernels/sample.cu` computes the same numbers.
 
+use crate::net::Network;
 use lockstep_protocol::spec::{JobSpec, LossKind, LossSpec};
 
 /// Settings of the loss, which stay the same during a run.
@@ -51,6 +52,20 @@ impl LossConfig {
     /// Whether a step samples classes.
     pub(crate) fn samples(&self) -> bool {
         self.sample_share < 1.0
+    }
+
+    /// Checks a rank's part of a network.
+    ///
+    /// # Errors
+    /// The loss needs whole rows of the last layer's weights, and the part has some of each row's values.
+    pub fn check_part(&self, part: &Network) -> Result<(), String> {
+        let is_plain = !self.samples() && self.margin.is_none();
+        if is_plain || !part.is_last_stage() || !part.head().is_empty() {
+            return Ok(());
+        }
+        Err("loss.sample_share and loss.kind: the last layer is split over its inputs. Split it over its classes (split = \"out\"), or not at \
+             all"
+            .into())
     }
 
     /// Number of a rank's `classes` that are drawn, at least one.

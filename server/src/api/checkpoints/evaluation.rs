@@ -323,10 +323,10 @@ async fn start(
                 scheduler.agents.reply(waiting, PATIENCE).await
             };
             match answer.await {
-                Ok(AgentReply::Evaluation(found)) => keep(&file, &found).await,
-                Ok(AgentReply::Neighbours(found)) => keep(&file, &found).await,
+                Ok(AgentReply::Evaluation(found)) if neighbours.is_none() => keep(&file, &found).await,
+                Ok(AgentReply::Neighbours(found)) if neighbours.is_some() => keep(&file, &found).await,
                 Ok(_) => {
-                    let detail = "the agent answered something else than an evaluation".to_owned();
+                    let detail = "the agent did not answer with the evaluation that was asked for; is it of this version?".to_owned();
                     Err(Failure::Agent(RequestError::Refused(detail)))
                 }
                 Err(error) => Err(Failure::Agent(error)),

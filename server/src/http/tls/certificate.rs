@@ -77,7 +77,8 @@ impl Facts {
             match name {
                 GeneralName::DNSName(name) => names.push(Name::Dns((*name).to_owned())),
                 GeneralName::IPAddress(bytes) => names.push(Name::Address(address(bytes)?)),
-                GeneralName::Invalid(..) => return None,
+                // Names of hosts and addresses. Other kinds are not read.
+                GeneralName::Invalid(tag, _) if matches!(tag.0, 2 | 7) => return None,
                 _ => {}
             }
         }

@@ -128,10 +128,7 @@ impl Executor {
         capabilities: Capabilities,
     ) -> Result<Self, EngineError> {
         let network = part_of(&network, plan, comm.rank())?;
-        if config.loss.samples() && network.is_last_stage() && network.head().is_empty() {
-            let text = "loss.sample_share: the last layer is split over its inputs. Split it over its classes (split = \"out\"), or not at all";
-            return Err(EngineError::Parameters(text.into()));
-        }
+        config.loss.check_part(&network).map_err(EngineError::Parameters)?;
         let ops = fuse::fuse(&network, &capabilities);
         let layout = Layout::new(&network, &ops);
         let f64_gradients = layout.whole_len <= F64_GRADIENTS_UP_TO;

@@ -1,6 +1,6 @@
 //! NVIDIA's GPUs as a backend.
 
-use super::{CudaError, GpuConfig, build, build_decoder, program};
+use super::{CudaError, GpuConfig, build, build_decoder, check_sample, program};
 use crate::{
     Engine, EngineError,
     backend::{Backend, BuildArgs, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory},
@@ -111,6 +111,9 @@ impl Backend for Cuda {
             return Err("parallel.pipeline: stages on GPUs are combined with data parallelism only. Leave parallel.model, parallel.height and \
                 parallel.optimizer_sharding out, or set parallel.device = \"cpu\""
                 .into());
+        }
+        if spec.loss.sample_share < 1.0 {
+            check_sample(ranks, model, spec.train.accumulate)?;
         }
         let adapts = matches!(spec.train.optimizer, OptimizerKind::Lars | OptimizerKind::Lamb);
         if model > 1 && adapts {

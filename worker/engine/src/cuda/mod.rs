@@ -76,6 +76,19 @@ const AHEAD: usize = 2;
 /// Initial loss scale of fp16, as in PyTorch's `GradScaler`.
 const FIRST_LOSS_SCALE: f32 = 65_536.0;
 
+/// Checks the plan of steps that sample classes.
+///
+/// # Errors
+/// A sample would not include all labels: it includes those of one model group and of one micro-batch.
+fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
+    if ranks > 1 && model == ranks && accumulate == 1 {
+        return Ok(());
+    }
+    Err("loss.sample_share: GPUs sample classes where all ranks share one copy of the network, in steps of one micro-batch. Set \
+         parallel.mode = \"hybrid\", parallel.model to parallel.ranks (2 or more) and train.accumulate = 1, or parallel.device = \"cpu\""
+        .into())
+}
+
 /// Opens the JPEG decoder of GPU `ordinal`, for an engine that computes in `precision`.
 fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
     libraries::ready(&[Library::Driver, Library::Nvrtc])?;
@@ -108,14 +121,8 @@ fn build(
     }
     let groups = Groups::split(plan.mesh, comm.as_ref())?;
     if config.loss.samples() {
-        // A sample includes the labels of one model group and of one micro-batch only.
-        let has_all_labels = comm.size() > 1 && plan.mesh.model == comm.size() as usize;
-        if !has_all_labels || config.accumulate > 1 {
-            let text = "loss.sample_share: GPUs sample classes where all ranks share one copy of the network, in steps of one micro-batch. \
-                Set parallel.mode = \"hybrid\", parallel.model to parallel.ranks (2 or more) and train.accumulate = 1, or \
-                parallel.device = \"cpu\"";
-            return Err(CudaError::Unsupported(text.into()).into());
-        }
+        let model = plan.mesh.model as u32;
+        check_sample(comm.size(), model, config.accumulate as u32).map_err(CudaError::Unsupported)?;
     }
     let part = part_of(&network, &plan, comm.as_ref())?;
     // The ranks over which gradients and statistics are reduced.

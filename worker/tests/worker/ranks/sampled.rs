@@ -221,13 +221,15 @@ fn a_sample_is_the_same_after_a_resume() {
 
 #[test]
 fn a_head_that_is_split_over_its_inputs_is_refused() {
-    let errors = on_ranks(2, |comm| {
-        let (network, plan) = (wide(CLASSES), plan([1, 1, 2], &[("fc", Split::In)]));
-        let initial = init::initial_parameters(&network, false, 1);
-        build_cpu_with(network, &initial, sampled(OptimizerKind::Momentum, 1), comm, &plan)
-            .err()
-            .unwrap()
-            .to_string()
-    });
-    assert!(errors[0].contains("loss.sample_share") && errors[0].contains("split = \"out\""), "{errors:?}");
+    let sample = sampled(OptimizerKind::Momentum, 1);
+    let margin = Margin::of(&LossSpec { kind: LossKind::CosFace, ..LossSpec::default() });
+    let with_margin = EngineConfig { loss: LossConfig { margin, ..LossConfig::default() }, ..sample.clone() };
+    for config in [sample, with_margin] {
+        let errors = on_ranks(2, |comm| {
+            let (network, plan) = (wide(CLASSES), plan([1, 1, 2], &[("fc", Split::In)]));
+            let initial = init::initial_parameters(&network, false, 1);
+            build_cpu_with(network, &initial, config.clone(), comm, &plan).err().unwrap().to_string()
+        });
+        assert!(errors[0].contains("loss.kind") && errors[0].contains("split = \"out\""), "{errors:?}");
+    }
 }

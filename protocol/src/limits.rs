@@ -63,7 +63,7 @@ pub const MEASURED_GPUS: usize = 64;
 pub const FINDINGS: usize = 20;
 /// The text of a finding, in characters.
 pub const FINDING_CHARS: usize = 600;
-/// Machines whose measurements are kept; beyond that, only those that were measured last.
+/// Number of machines whose measurements are kept: those that were measured last.
 pub const MEASURED_MACHINES: usize = 2048;
 /// Histograms of one step, of weights and gradients together. ResNet-152 has 934 tensors of both.
 pub const HISTOGRAM_LAYERS: usize = 1024;

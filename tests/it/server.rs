@@ -36,7 +36,7 @@ pub(crate) const SOON: Duration = Duration::from_secs(30);
 pub(crate) const JOB_END: Duration = Duration::from_secs(120);
 
 /// Tests that train at the same time.
-const TURNS: u32 = 2;
+const TURNS: u32 = 3;
 
 static TURN: Semaphore = Semaphore::const_new(TURNS as usize);
 

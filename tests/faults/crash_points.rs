@@ -15,26 +15,35 @@ use std::time::Duration;
 
 const LOCAL: Agents = Agents::Local { cpu_slots: 2 };
 
+/// Steps of a job that a point of the program disturbs, and not the test: the third checkpoint is in its middle.
+const FEW_STEPS: u64 = 4 * EVERY;
+
 /// Faults that strike once each, with their marks in `folder`; `nth` says how often a point is passed before.
 fn faults(folder: &std::path::Path, points: &[&str], action: &str, nth: u32) -> Vec<(String, String)> {
     let each = |point: &&str| format!("{point}:{action}@{nth}:{}", folder.join(point).display());
     vec![("LOCKSTEP_FAULT".into(), points.iter().map(each).collect::<Vec<_>>().join(","))]
 }
 
+/// The same, in ranks whose steps take at least 20 ms.
+fn with_slow_steps(mut environment: Vec<(String, String)>) -> Vec<(String, String)> {
+    environment[0].1 += &format!(",{}", SLOW_STEPS.1);
+    environment
+}
+
 #[tokio::test]
 async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed(FEW_STEPS).await;
     for point in CHECKPOINT_POINTS {
         // Its third time, so that there is a checkpoint to go back to; when one is removed, there are.
         let nth = if point == "checkpoint.remove" { 1 } else { 3 };
         let environment = faults(marks.path(), &[point], "kill", nth);
         let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let id = server.submit(&spec("disturbed", FEW_STEPS)).await;
         runs_past(&server, &id, EVERY).await;
         let row = Row::begin(&format!("kill -9 at {point}"));
-        judge(&server, &id, STEPS, &model, &[]).await;
+        judge(&server, &id, FEW_STEPS, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 2, "it was struck once at {point}");
         assert!(marks.path().join(point).exists(), "{point} was reached");
         let left: Vec<_> = std::fs::read_dir(server.job_dir(&id).join("checkpoints"))
@@ -53,7 +62,7 @@ async fn a_rank_dies_at_every_step_of_writing_a_checkpoint() {
 async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let often = specs::with(spec("disturbed", STEPS), json!({"checkpoint": {"every_steps": EVERY / 4}}));
+    let often = specs::with(spec("disturbed", FEW_STEPS), json!({"checkpoint": {"every_steps": EVERY / 4}}));
     let model = trained(&often).await;
     let points = &CHECKPOINT_POINTS[..8];
     // A checkpoint that fails at a point does not get to those after it: so one after the other, each at another one.
@@ -61,7 +70,7 @@ async fn the_disk_is_full_at_every_step_of_writing_a_checkpoint() {
     let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
     let id = server.submit(&often).await;
     let row = Row::begin(&format!("disk full at each of {} points of writing a checkpoint", points.len()));
-    judge(&server, &id, STEPS, &model, &[]).await;
+    judge(&server, &id, FEW_STEPS, &model, &[]).await;
     assert_eq!(number(&server.job(&id).await["attempt"]), 1, "training continued");
     let logged = server.cli(&["logs", &id, "--rank", "0"]);
     for point in points {
@@ -124,19 +133,19 @@ async fn the_last_checkpoint_waits_for_room() {
 async fn server_dies_at_every_point(database: fn() -> Option<String>, kind: &str) {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    let model = undisturbed(STEPS).await;
+    let model = undisturbed(FEW_STEPS).await;
 
     // While reports are stored: one job, struck again and again.
     for point in INGEST_POINTS {
-        // A quick run sends a handful of reports: its third is in the middle.
-        let environment = faults(marks.path(), &[point], "kill", 3);
+        // Reports come a few times a second: the third is in the middle.
+        let environment = with_slow_steps(faults(marks.path(), &[point], "kill", 3));
         let mut server = with_pictures(Server::start_on(LOCAL, database(), environment).await).await;
-        let id = server.submit(&spec("disturbed", STEPS)).await;
+        let id = server.submit(&spec("disturbed", FEW_STEPS)).await;
         let mut row = Row::begin(&format!("server killed at {point} ({kind})"));
         assert!(server.serve_died(Duration::from_secs(30)).await, "{point} was not reached");
         server.serve_again().await;
         row.mended_now();
-        judge(&server, &id, STEPS, &model, &[]).await;
+        judge(&server, &id, FEW_STEPS, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1);
         row.passed("same attempt");
         server.stop().await;
@@ -187,17 +196,17 @@ async fn slow_the_server_dies_at_every_point_of_writing_to_postgres() {
 async fn the_database_s_disk_is_full_for_a_while() {
     let _turn = turn().await;
     let marks = tempfile::tempdir().expect("a folder");
-    // Reports come a few times a second: the job must be long enough for the fourth on a quick machine.
-    let steps = 2 * STEPS;
-    let model = undisturbed(steps).await;
+    let model = undisturbed(FEW_STEPS).await;
     for point in ["ingest.begin", "ingest.event", "ingest.commit"] {
         let struck = |time: u32| marks.path().join(format!("{point}.{time}"));
         let fault = |time: u32| format!("{point}:error@{time}:{}", struck(time).display());
-        let environment = vec![("LOCKSTEP_FAULT".into(), (2..5).map(fault).collect::<Vec<_>>().join(","))];
+        let faults = vec![("LOCKSTEP_FAULT".into(), (2..5).map(fault).collect::<Vec<_>>().join(","))];
+        // Reports come a few times a second: the job lasts until the fourth.
+        let environment = with_slow_steps(faults);
         let server = with_pictures(Server::start_on(LOCAL, None, environment).await).await;
-        let id = server.submit(&spec("disturbed", steps)).await;
+        let id = server.submit(&spec("disturbed", FEW_STEPS)).await;
         let row = Row::begin(&format!("the database's disk is full at {point}"));
-        judge(&server, &id, steps, &model, &[]).await;
+        judge(&server, &id, FEW_STEPS, &model, &[]).await;
         assert_eq!(number(&server.job(&id).await["attempt"]), 1);
         assert!((2..5).all(|time| struck(time).exists()), "{point} was reached each time");
         row.passed("reports waited, training continued");

@@ -2,7 +2,7 @@
 //! `LOCKSTEP_FAULT`; and a disk that is full at each of them.
 
 use crate::{
-    judge::{EVERY, Row, STEPS, judge, runs_past, spec, trained, undisturbed, with_pictures},
+    judge::{EVERY, Row, SLOW_STEPS, STEPS, judge, runs_past, spec, trained, undisturbed, with_pictures},
     postgres,
     server::{Agents, Server, number, signal, turn},
     socket::stored,

@@ -147,7 +147,7 @@ export class Charts {
       const side = sides.indexOf(quantity(name)), label = about(name)[0] === name ? name : about(name)[0].toLowerCase(), colour = many ? `rank-${i}` : "accent";
       let layers;
       if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.of("step_ms"), pictures(this.job())) }];
-      else if (name in MACHINE) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
+      else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
       else if (!about(name)[2]) layers = [{ label, series: metrics.of(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
       else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: many ? label : "mean of ranks", series: metrics.mean(name), band: true }];
       else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: many ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.of(name, rank) }));

@@ -105,7 +105,7 @@ impl Asked {
         }
         let bytes = Bytes::from_request(request, &()).await;
         let bytes = bytes.map_err(|error| refuse("BAD_REQUEST", error.body_text()))?;
-        let body = serde_json::from_slice(if bytes.is_empty() { b"{}" } else { &bytes[..] });
+        let body = serde_json::from_slice(if bytes.is_empty() { &b"{}"[..] } else { &bytes[..] });
         Ok(Self(body.map_err(|error| refuse("BAD_REQUEST", format!("the body is no JSON object: {error}")))?))
     }
 
@@ -128,6 +128,11 @@ impl Asked {
         objects.ok_or_else(|| {
             invalid(format!("Invalid value for parameter '{key}': it must be a list of objects"))
         })
+    }
+
+    fn texts(&self, key: &str) -> Vec<&str> {
+        let list = self.0.get(key).and_then(Value::as_array);
+        list.map(|list| list.iter().filter_map(Value::as_str).collect()).unwrap_or_default()
     }
 
     /// A whole number; protobuf's JSON has long ones as text.
@@ -339,15 +344,11 @@ impl Parts {
     }
 
     async fn search_runs(&self, asked: &Asked) -> Result<Value> {
-        let texts = |key: &str| -> Vec<&str> {
-            let list = asked.0.get(key).and_then(Value::as_array);
-            list.map(|list| list.iter().filter_map(Value::as_str).collect()).unwrap_or_default()
-        };
         if asked.text("filter").is_some() {
             let detail = "Lockstep's runs/search takes no filter: leave it out and choose among the runs, or ask GET /api/v1/jobs";
             return Err(invalid(detail));
         }
-        let (sort, descending) = match texts("order_by")[..] {
+        let (sort, descending) = match asked.texts("order_by")[..] {
             [] => ("-created", true),
             [by] => {
                 match by.to_lowercase().replace(['`', '"'], "").split_whitespace().collect::<Vec<_>>()[..] {
@@ -363,7 +364,7 @@ impl Parts {
             }
             _ => return Err(invalid("Lockstep's runs/search orders by attributes.start_time only")),
         };
-        let wanted = texts("experiment_ids").into_iter().map(project).collect::<Result<Vec<_>>>()?;
+        let wanted = asked.texts("experiment_ids").into_iter().map(project).collect::<Result<Vec<_>>>()?;
         let pages = Pages::new("mlflow runs", sort);
         let max = asked.whole("max_results").and_then(|max| u32::try_from(max).ok()).unwrap_or(PAGE_RUNS);
         let filter = JobFilter {
@@ -421,7 +422,7 @@ impl Parts {
     /// Adds points behind those that are stored.
     async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<()> {
         let job = self.own(asked).await?;
-        let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None);
+        let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<i64>);
         for metric in metrics {
             let key = metric.required("key")?;
             if let Some(mistake) = name_mistake(key) {

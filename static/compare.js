@@ -13,7 +13,7 @@ import { Picker } from "./compare/picker.js";
 import { Scatter } from "./compare/scatter.js";
 import { Selection } from "./compare/selection.js";
 import { Tables } from "./compare/tables.js";
-import { ALL, named } from "./job/names.js";
+import { ALL, named, ownMetrics } from "./job/names.js";
 import { plural } from "./numbers.js";
 
 /** The largest number of charts. */
@@ -47,6 +47,7 @@ async function show() {
   text(byId("compare-about"), gone.join(" ") || (any ? plural(list().length, "job") : ""));
   picker.draw();
   if (!any) return;
+  charts();
   again();
   await curves.draw();
 }
@@ -107,7 +108,7 @@ const group = (key, usual, apply) => {
 
 /** Metrics in the address, a chart for each; the loss if the address names none. */
 function metrics() {
-  const wanted = [...new Set(read("metric", "loss").split(","))].filter((name) => Object.hasOwn(ALL, name)).slice(0, CHARTS);
+  const wanted = [...new Set(read("metric", "loss").split(","))].filter(Boolean).slice(0, CHARTS);
   return wanted.length ? wanted : ["loss"];
 }
 
@@ -115,7 +116,7 @@ function metrics() {
 function charts() {
   const now = metrics(), buttons = [...document.querySelectorAll("button[data-metric]")], own = buttons.map((button) => button.dataset.metric);
   for (const button of buttons) button.setAttribute("aria-pressed", String(now.includes(button.dataset.metric)));
-  const more = byId("more-metrics"), others = Object.keys(ALL).filter((name) => !own.includes(name));
+  const more = byId("more-metrics"), all = [...Object.keys(ALL), ...list().filter((job) => job.external).flatMap(ownMetrics)], others = [...new Set(all)].filter((name) => !own.includes(name));
   more.replaceChildren(new Option("more …", ""), ...others.map((name) => new Option(`${now.includes(name) ? "✓ " : ""}${named(name)}`, name)));
   curves.setMetrics(now);
 }

@@ -93,6 +93,7 @@ function apply(event) {
   switch (event.type) {
     case "metrics":
       metrics.apply(event);
+      panels.noticed(event.name).catch(() => {});
       charts.redraw();
       break;
     case "log": log.apply(event); break;

@@ -38,6 +38,7 @@ CREATE TABLE jobs (
     parent_private BIGINT NOT NULL DEFAULT 0,
     owner TEXT,
     private BIGINT NOT NULL DEFAULT 0,
+    external TEXT,
     deleted_at BIGINT
 );
 CREATE INDEX jobs_waiting ON jobs (state, priority DESC, created_at);

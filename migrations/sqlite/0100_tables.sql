@@ -51,6 +51,8 @@ CREATE TABLE jobs (
     -- Who submitted it: a person, or a token by its name. A private one is seen by its owner and admins alone.
     owner TEXT,
     private INTEGER NOT NULL DEFAULT 0,
+    -- What only a run from elsewhere has (JSON; see `External` in protocol/src/job.rs).
+    external TEXT,
     -- A deleted job is not found any more from one moment to the next; its rows are removed bit by bit after that.
     deleted_at INTEGER
 ) STRICT;

@@ -7,6 +7,7 @@ use crate::{
     spec::JobSpec,
 };
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::{collections::BTreeMap, fmt, str::FromStr};
 use utoipa::ToSchema;
 
@@ -18,9 +19,13 @@ pub struct JobId(String);
 impl JobId {
     /// A new id, which sorts after all ids made before it.
     pub fn generate() -> Self {
-        // The 128 bits of a version 7 UUID in base 32, most significant first.
+        // A version 7 UUID begins with the time.
+        Self::of_bits(uuid::Uuid::now_v7().as_u128())
+    }
+
+    /// The id of these bits: in base 32, most significant first.
+    pub fn of_bits(bits: u128) -> Self {
         const DIGITS: &[u8; 32] = b"0123456789abcdefghjkmnpqrstvwxyz";
-        let bits = uuid::Uuid::now_v7().as_u128();
         let digit = |i: u32| DIGITS[(bits >> (125 - 5 * i) & 31) as usize] as char;
         Self(format!(
             "j{}",
@@ -201,6 +206,10 @@ pub struct Job {
     /// shown, and the job is not started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
+    /// What only a run from elsewhere has (`POST /runs`): a job that another program trains, and whose `spec` therefore has
+    /// defaults alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub external: Option<External>,
     pub spec: JobSpec,
     /// The number of pictures in a step, from `spec` and from defaults. Absent if the specification cannot be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -243,6 +252,24 @@ pub struct Job {
     pub last_seq: u64,
     /// About 40 losses (mean over ranks) spread over the run, for a sparkline.
     pub sparkline: Vec<f32>,
+}
+
+/// What a program tells of a run that it trains itself.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct External {
+    /// The id that the program chose, if any.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub id: Option<String>,
+    /// The run's settings.
+    #[schema(value_type = Object)]
+    pub config: Map<String, Value>,
+    /// The run's results.
+    #[schema(value_type = Object)]
+    pub summary: Map<String, Value>,
+    /// Tags with values, as clients of MLflow set them.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub values: BTreeMap<String, String>,
 }
 
 fn default_project() -> String {

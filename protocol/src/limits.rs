@@ -89,3 +89,13 @@ pub const PANELS: usize = 24;
 pub const PANEL_METRICS: usize = 6;
 /// Length of a panel's title, in characters.
 pub const PANEL_TITLE_CHARS: usize = 80;
+/// Length of a metric's name, in characters: MLflow's limit.
+pub const METRIC_NAME_CHARS: usize = 250;
+/// Metrics of a run from elsewhere.
+pub const RUN_METRICS: usize = 1000;
+/// Length of the id that a program chooses for its run, in characters.
+pub const RUN_ID_CHARS: usize = 64;
+/// Length of a run's settings as JSON, in bytes; also of its summary, and of its tags with values.
+pub const RUN_CONFIG_BYTES: usize = 64 << 10;
+/// Values of one request that logs a run's records.
+pub const RUN_VALUES: usize = 10_000;

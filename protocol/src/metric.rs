@@ -1,9 +1,10 @@
 //! Metrics in messages: columns of steps and values, never a message for each point.
 
+use crate::limits::METRIC_NAME_CHARS;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Every metric name that a rank may report. Stores refer to names by index, so new names are added at the end.
+/// Every metric name that a rank may report. Runs from elsewhere have names of their own; see [`name_mistake`]. Stores refer to names by index, so new names are added at the end.
 pub const NAMES: [&str; 25] = [
     "loss",
     "accuracy",
@@ -32,7 +33,15 @@ pub const NAMES: [&str; 25] = [
     "network_sent_bytes_per_second",
 ];
 
-/// What a metric of [`NAMES`] measures. Metrics of the same quantity can share an axis.
+/// Why a run from elsewhere cannot have a metric of this name; `None` if it can.
+pub fn name_mistake(name: &str) -> Option<String> {
+    let fits = (1..=METRIC_NAME_CHARS).contains(&name.chars().count()) && !name.chars().any(char::is_control);
+    (!fits).then(|| {
+        format!("a metric's name must have 1 to {METRIC_NAME_CHARS} characters, and no control characters")
+    })
+}
+
+/// What a metric measures. Metrics of the same quantity can share an axis, as do all whose name is not one of [`NAMES`].
 pub fn quantity(name: &str) -> &'static str {
     match name {
         "loss" | "val_loss" | "val_ema_loss" => "loss",
@@ -46,12 +55,13 @@ pub fn quantity(name: &str) -> &'static str {
         "gpu_utilization" | "cpu_utilization" => "utilisation",
         "gpu_power_watts" => "power",
         "gpu_temperature_celsius" => "temperature",
+        _ if !NAMES.contains(&name) => "value",
         _ if name.ends_with("_bytes_per_second") => "bytes/s",
         _ => "bytes",
     }
 }
 
-/// A run of points of one metric of one rank, steps ascending.
+/// A run of points of one metric of one rank. Steps of a rank ascend; those of a run from elsewhere may repeat and go back.
 ///
 /// Every rank reports `loss`, `accuracy` (0 to 1), `step_ms`, `data_ms` and `all_reduce_ms`. Rank 0 reports `lr`,
 /// `grad_norm`, `images_per_second` (of all ranks), `val_loss` and `val_accuracy`; with float16 also `loss_scale` and
@@ -69,6 +79,13 @@ pub struct MetricColumn {
     /// One value for each of `steps`. In JSON a value that is not finite is `null`.
     #[serde(with = "finite_or_null")]
     pub values: Vec<f32>,
+}
+
+impl MetricColumn {
+    /// The lowest and the highest step.
+    pub fn ends(&self) -> Option<(u64, u64)> {
+        Some((*self.steps.iter().min()?, *self.steps.iter().max()?))
+    }
 }
 
 /// JSON has no NaN: a diverged loss is sent as `null` and read as NaN.

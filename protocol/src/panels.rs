@@ -3,7 +3,7 @@
 use crate::{
     limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS},
     metric,
-    spec::{SpecError, nearest, shortened},
+    spec::{SpecError, shortened},
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -125,10 +125,8 @@ impl Panel {
         }
         let mut quantities: Vec<&str> = Vec::new();
         for (place, name) in self.metrics.iter().enumerate() {
-            if !metric::NAMES.contains(&name.as_str()) {
-                let near = nearest(name, metric::NAMES.into_iter());
-                let near = near.map_or_else(String::new, |near| format!("; did you mean {near:?}?"));
-                return Some(format!("no metric is called {:?}{near}", shortened(name)));
+            if let Some(mistake) = metric::name_mistake(name) {
+                return Some(format!("has the name {:?}: {mistake}", shortened(name)));
             }
             if self.metrics[..place].contains(name) {
                 return Some(format!("has {name} twice"));
@@ -190,8 +188,12 @@ mod tests {
         let three = with(&["loss", "lr", "step_ms"]).metrics_mistake().unwrap();
         assert!(three.contains("3 quantities (loss, learning rate, time)"), "{three}");
         assert_eq!(with(&["loss", "loss"]).metrics_mistake().unwrap(), "has loss twice");
-        let unknown = with(&["los"]).metrics_mistake().unwrap();
-        assert!(unknown.contains("did you mean \"loss\"?"), "{unknown}");
+        assert!(wrong(with(&["train/loss", "val loss", "loss", "lr"])).contains(&"metrics".to_owned()));
+        assert!(
+            wrong(with(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
+            "names of runs from elsewhere"
+        );
+        assert_eq!(wrong(with(&["a\nb"])), ["metrics"]);
     }
 
     #[test]

@@ -106,6 +106,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "SECS", env = "LOCKSTEP_LEASE", default_value = "15",
         value_parser = clap::value_parser!(u32).range(8..=3600))]
     lease: u32,
+    /// Seconds without a message after which a run that another program trains and logs here counts as failed, until it
+    /// sends again
+    #[arg(long, value_name = "SECS", default_value = "600", value_parser = clap::value_parser!(u32).range(1..))]
+    run_silence: u32,
     /// Require no token: everybody on this machine may do everything. For loopback addresses only
     #[arg(long)]
     no_auth: bool,
@@ -172,6 +176,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.fair_share = args.fair_share;
     config.lease = Duration::from_secs(args.lease.into());
     config.keep_points = Duration::from_secs(args.keep_points.into());
+    config.run_silence = Duration::from_secs(args.run_silence.into());
     let slots = match (args.cpu_slots, args.gpus) {
         (Some(count), _) => Slots::Cpu(count),
         (None, Some(list)) => Slots::Gpus(list),

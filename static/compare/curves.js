@@ -12,11 +12,11 @@ import { MeanSeries, Series } from "../chart/series.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, times, View } from "../chart/view.js";
 import { isActive, pictures, ranksNow, tellsRanks } from "../job/facts.js";
-import { ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
+import { about, ALL, axisOf, MACHINE, named, unitOf } from "../job/names.js";
 import { groups, mean } from "./grouped.js";
 
 /** Whether every rank reports the metric; metrics of machines are read from the first rank. */
-const isOfEachRank = (metric) => ALL[metric]?.[2] && !(metric in MACHINE);
+const isOfEachRank = (metric) => Object.hasOwn(ALL, metric) && ALL[metric][2] && !(metric in MACHINE);
 /** Metrics that are measured rarely have a ring at every value. */
 const RINGS = /^val_/;
 /** Key of the clock series: rank 0's `step_ms`, as on a job's own page. */
@@ -71,7 +71,7 @@ export class Curves {
     chart.scale = this.#scale;
     chart.smoothing = this.#smoothing;
     const of = () => (this.groupBy ? `by ${this.groupBy}` : this.jobs().map((j) => titleOf(j, this.jobs())).join(", "));
-    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${ALL[metric][0]}, ${of()}`)));
+    head.append(tools(rangeMenu(chart, metric === "loss" ? "compare" : `compare-${metric}`, unitOf(metric)), saveMenu(chart, () => `compare-${metric}`, () => `${about(metric)[0]}, ${of()}`)));
     byId("curves").append(root);
     return chart;
   }
@@ -139,7 +139,7 @@ export class Curves {
     const news = this.#news.get(job.id) ?? 0;
     if (known?.news === news || !chart) return;
     const speeds = metric === "images_per_second", steps = speeds || metric === CLOCK;
-    const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : metric}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
+    const answer = await ask(`/api/v1/jobs/${job.id}/metrics?name=${steps ? "step_ms" : encodeURIComponent(metric)}${steps ? "&ranks=0" : ""}&points=${chart.pixels}`).catch(() => null);
     if (!answer || this.#known.get(key)?.news > news) return;
     const attempts = Map.groupBy(answer.series, (s) => s.attempt);
     // In an attempt that has ended, the ranks with points count.

@@ -8,7 +8,7 @@ let last = { key: "", titles: new Map() };
 
 /** Settings by key, each with its value for every job; names are left out. */
 export function settings(jobs) {
-  const specs = jobs.map((j) => new Map(flat(j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
+  const specs = jobs.map((j) => new Map(flat(j.external ? { project: j.project, config: j.external.config } : j.spec))), keys = [...new Set(specs.flatMap((s) => [...s.keys()]))].filter((k) => k !== "name");
   return keys.map((key) => ({ key, values: specs.map((s) => s.get(key)) })).map((row) => ({ ...row, different: new Set(row.values.map(written)).size > 1 }));
 }
 

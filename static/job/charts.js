@@ -10,7 +10,7 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
 import { pictures } from "./facts.js";
-import { ALL, axisOf, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
+import { about, axisOf, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
 /** Pause between requests while the reader turns a wheel; the first request is sent at once. */
@@ -86,7 +86,7 @@ export class Charts {
   }
 
   /** The number of buckets to request for a metric. */
-  points(name) { return Math.max((this.all[name] ?? this.all.lr).pixels, this.panelPixels(name)); }
+  points(name) { return Math.max((Object.hasOwn(this.all, name) ? this.all[name] : this.all.lr).pixels, this.panelPixels(name)); }
 
   /** Visible metrics, in the order of importance. */
   get shown() { return [...new Set(["loss", "accuracy", "step_ms", ...this.wanted])]; }
@@ -144,11 +144,11 @@ export class Charts {
   panelLayers({ metrics: names, lines }) {
     const { metrics } = this, many = names.length > 1, sides = [...new Set(names.map(quantity))];
     return names.flatMap((name, i) => {
-      const side = sides.indexOf(quantity(name)), label = ALL[name][0].toLowerCase(), colour = many ? `rank-${i}` : "accent";
+      const side = sides.indexOf(quantity(name)), label = about(name)[0] === name ? name : about(name)[0].toLowerCase(), colour = many ? `rank-${i}` : "accent";
       let layers;
       if (name === "images_per_second") layers = [{ label, series: new Speeds(metrics.of("step_ms"), pictures(this.job())) }];
-      else if (name in MACHINE) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
-      else if (!ALL[name][2]) layers = [{ label, series: metrics.of(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
+      else if (Object.hasOwn(MACHINE, name)) layers = this.#perMachine(name).map((layer) => ({ ...layer, label: many ? `${label}, ${layer.label}` : layer.label }));
+      else if (!about(name)[2]) layers = [{ label, series: metrics.of(name), rings: name.startsWith("val_"), smoothing: name.startsWith("val_") ? 0 : undefined }];
       else if (lines === "mean" || metrics.ranks > RANK_COLOURS) layers = [{ label: many ? label : "mean of ranks", series: metrics.mean(name), band: true }];
       else layers = [...Array(metrics.ranks).keys()].map((rank) => ({ label: many ? `${label}, rank ${rank}` : `rank ${rank}`, colour: colourOf(rank), series: metrics.of(name, rank) }));
       return layers.map((layer) => ({ ...layer, side, colour: many ? colour : layer.colour ?? colour }));

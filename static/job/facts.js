@@ -2,6 +2,7 @@
 
 import { byId, say, text } from "../page.js";
 import { bestWords } from "./checkpoints.js";
+import { ELSEWHERE } from "./names.js";
 import { sentenceOf } from "../cut.js";
 import { waits } from "../jobs/queue.js";
 import { clock, count, percent, plural, rate, standardError, timeOfDay, value } from "../numbers.js";
@@ -55,7 +56,7 @@ export class Facts {
     const newest = metrics.of("loss").last;
     // A new attempt goes back to its checkpoint, so the job's own step counts. Points in buckets are named by their
     // first step, so the server's count may be ahead.
-    const reported = newest && newest.attempt >= job.attempt ? newest.lastStep : job.step;
+    const reported = newest && !job.external && newest.attempt >= job.attempt ? newest.lastStep : job.step;
     const step = newest?.exact ? reported : Math.max(reported, job.step);
     if (step !== this.#step) { this.#step = step; this.#movedAt = now; }
     const epochs = Math.ceil(total / (job.steps_per_epoch || 1));
@@ -63,7 +64,7 @@ export class Facts {
     const done = isFinal(job.state);
 
     fact("epoch", total ? count(step ? epoch : 0) : "–", total ? `of ${count(epochs)}` : "");
-    fact("step", total ? count(step) : "–", total ? `of ${count(total)}` : "");
+    fact("step", total || job.external ? count(step) : "–", total ? `of ${count(total)}` : "");
     const bar = byId("progress");
     bar.max = total || 1;
     bar.value = Math.min(step, total);
@@ -121,7 +122,7 @@ export class Facts {
     state.dataset.state = job.state;
     byId("no-checkpoints").classList.toggle("over", FINAL.includes(job.state));
     const where = job.agents.length ? ` on ${job.agents.join(", ")}` : "";
-    text(byId("about"), [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
+    text(byId("about"), job.external ? ELSEWHERE : [job.attempt ? `attempt ${job.attempt}` : "", `${this.#ranksNow < job.ranks ? `${this.#ranksNow} of ` : ""}${plural(job.ranks, "rank")}${where}`,
       `${job.spec.model.arch} on ${job.spec.data.dataset}`].filter(Boolean).join(" · "));
     text(byId("project-name"), job.project);
     byId("project-name").setAttribute("href", `/jobs?project=${encodeURIComponent(job.project)}`);
@@ -191,7 +192,7 @@ export class Facts {
     const stepMs = this.metrics.of("step_ms").recent(50) || 0;
     const quiet = now - this.#movedAt;
     const busy = [...Array(this.#ranksNow).keys()].some((r) => ["evaluating", "checkpointing", "starting"].includes(ranks.reportOf(r)?.status));
-    if (this.live && !busy && step < job.total_steps && quiet > Math.max(QUIET_MS, 20 * stepMs)) {
+    if (this.live && !job.external && !busy && step < job.total_steps && quiet > Math.max(QUIET_MS, 20 * stepMs)) {
       const reports = [...Array(this.#ranksNow).keys()].map((r) => ({ rank: r, step: this.metrics.of("loss", r).last?.lastStep ?? 0 }));
       const behind = reports.reduce((a, b) => (b.step < a.step ? b : a));
       const one = reports.some((r) => r.step > behind.step);

@@ -62,7 +62,7 @@ export class Metrics {
   }
 
   #get(name, range = "") {
-    return ask(`/api/v1/jobs/${this.job}/metrics?name=${name}&points=${this.points(name)}${range}`);
+    return ask(`/api/v1/jobs/${this.job}/metrics?name=${encodeURIComponent(name)}&points=${this.points(name)}${range}`);
   }
 
   /** Reads a metric's history unless it is here. Waits for `first()` before the mean over ranks is made. */

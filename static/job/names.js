@@ -33,11 +33,18 @@ export const ALL = {
   loss: ["Loss", value, true], accuracy: ["Accuracy", percent, true], val_accuracy: ["Validation accuracy", percent, false],
   images_per_second: ["Images/s", rate, false], ...OTHERS,
 };
+/** The same of any metric: runs from elsewhere choose names. */
+export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : [name, value, false]);
+/** What stands in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
+export const ELSEWHERE = "logged by its own program";
+/** The metrics of which a run from elsewhere has a newest value. */
+export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Groups in the list of metrics, with the first metric of each group. */
 export const GROUPS = [["Training", "lr"], ["Time of a step", "step_ms"], ["float16", "loss_scale"], ["GPU", "gpu_utilization"], ["Machine", "cpu_utilization"]];
 
 /** The same as `quantity` in protocol/src/metric.rs: metrics of the same quantity share an axis. */
 export function quantity(name) {
+  if (!Object.hasOwn(ALL, name)) return "value";
   const known = {
     lr: "learning rate", grad_norm: "gradient norm", loss_scale: "loss scale", skipped_steps: "steps", images_per_second: "images/s",
     gpu_power_watts: "power", gpu_temperature_celsius: "temperature",
@@ -57,7 +64,7 @@ const withUnit = (words, of) => (UNITS[of] && UNITS[of] !== words ? `${words} ($
 
 /** A metric's name with its unit, as the name of an axis: `step time (ms)`. */
 export function named(name) {
-  const [label] = ALL[name], words = /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
+  const [label] = about(name), words = label === name || /^[A-Z]{2}/.test(label) ? label : label[0].toLowerCase() + label.slice(1);
   return withUnit(words, quantity(name));
 }
 
@@ -75,7 +82,7 @@ export const unitOf = (name) => (["accuracy", "utilisation"].includes(quantity(n
 
 /** The axis of a quantity, for one of its metrics. */
 export function axisOf(name) {
-  const format = ALL[name][1], of = quantity(name);
+  const format = about(name)[1], of = quantity(name);
   const tick = of === "accuracy" ? shortPercent : [value, rate].includes(format) ? short : format;
-  return { format, tick, zero: !["loss", "accuracy"].includes(of), limits: of === "accuracy" ? [0, 1] : undefined };
+  return { format, tick, zero: !["loss", "accuracy", "value"].includes(of), limits: of === "accuracy" ? [0, 1] : undefined };
 }

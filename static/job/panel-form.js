@@ -1,7 +1,7 @@
 // The form that edits a panel.
 
 import { byId, Problem, sentence, text } from "../page.js";
-import { ALL, GROUPS, unitOf } from "./names.js";
+import { about, ALL, GROUPS, ownMetrics, unitOf } from "./names.js";
 
 const field = (name) => byId(`panel-${name}`);
 
@@ -10,7 +10,9 @@ export class PanelForm {
     this.charts = charts;
     let group = null;
     const box = field("metrics");
-    for (const [name, [label]] of Object.entries(ALL)) {
+    const job = charts.job();
+    for (const name of job.external ? ownMetrics(job) : Object.keys(ALL)) {
+      const [label] = about(name);
       const [title] = GROUPS.find(([, first]) => first === name) ?? (group ? [] : ["Results"]);
       if (title) {
         group = box.appendChild(document.createElement("fieldset"));
@@ -75,7 +77,7 @@ export class PanelForm {
     };
     const ends = { y_min: end("min", "From"), y_max: end("max", "To") };
     for (const key of Object.keys(ends)) if (ends[key] === null) delete ends[key];
-    const title = field("name").value.trim() || metrics.map((name) => ALL[name][0]).join(", ").slice(0, 80).trim();
+    const title = field("name").value.trim() || metrics.map((name) => about(name)[0]).join(", ").slice(0, 80).trim();
     return {
       title, metrics, lines: field("lines").value, columns: Number(field("columns").value), rows: Number(field("rows").value),
       smoothing: Number(field("smoothing").value), robust: field("robust").checked, log: field("scale").value === "log", ...ends,

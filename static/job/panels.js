@@ -5,13 +5,16 @@ import { ask, byId, confirmThen, note, text } from "../page.js";
 import { saveMenu } from "../chart/export.js";
 import { PanelForm, said as problem } from "./panel-form.js";
 import { showSize, sizable, sizeOf } from "./panel-size.js";
-import { ALL, axesNamed, axisOf, quantity } from "./names.js";
+import { about, axesNamed, axisOf, ownMetrics, quantity } from "./names.js";
 
 /** The same as in protocol/src/limits.rs. */
 const MOST = 24;
 
 /** The metric behind a line: speeds are computed from step times. */
 const source = (name) => (name === "images_per_second" ? "step_ms" : name);
+
+/** The panel of a metric for which nobody has configured one. */
+const usual = (name) => ({ title: name.slice(0, 80), metrics: [name], lines: "mean", columns: 1, rows: 1, smoothing: 0, log: false, robust: false });
 
 export class Panels {
   /** The panels on the page: `{ panel, card, chart, key }`, in order. */
@@ -29,10 +32,21 @@ export class Panels {
     charts.panelPixels = (name) => Math.max(0, ...this.#shown.filter(({ panel }) => panel.metrics.some((of) => source(of) === name)).map(({ chart }) => chart.pixels));
     this.grid = byId("custom-grid");
     this.form = new PanelForm(charts);
-    this.#show(start.panels);
+    this.#show(this.#isUsual ? ownMetrics(job()).slice(0, MOST).map(usual) : start.panels);
     byId("panel-add").addEventListener("click", () => this.#edit(null));
     byId("panels-to-project").addEventListener("click", () => this.#toProject());
     byId("panels-from-project").addEventListener("click", () => this.#fromProject());
+  }
+
+  /** Whether the page shows a panel for each metric of a run from elsewhere, because nobody has configured any. */
+  get #isUsual() { return this.from === "none" && Boolean(this.job().external); }
+
+  /** A metric has new points: the first ones of a run's metric make its panel. */
+  async noticed(name) {
+    if (!this.#isUsual || this.list.length >= MOST || this.list.some((panel) => panel.metrics.includes(name))) return;
+    this.#show([...this.list, usual(name)]);
+    await this.metrics.need(name);
+    this.charts.redraw(true);
   }
 
   get list() { return this.#shown.map((entry) => entry.panel); }
@@ -108,7 +122,7 @@ export class Panels {
     list.replaceChildren(...panel.metrics.map((name, i) => {
       const item = document.createElement("li"), swatch = document.createElement("i");
       swatch.className = `swatch bg-rank-${i}`;
-      item.append(swatch, ALL[name][0] + (quantity(name) === sides[1] ? " (right)" : ""));
+      item.append(swatch, about(name)[0] + (quantity(name) === sides[1] ? " (right)" : ""));
       return item;
     }));
   }

@@ -3,6 +3,7 @@
 import { byId, serverNow, text } from "../page.js";
 import { cut, sentenceOf } from "../cut.js";
 import { waits } from "./queue.js";
+import { ELSEWHERE } from "../job/names.js";
 import { age, clock, percent, plural, rate, value } from "../numbers.js";
 
 /** The number of tags in a row (the rest is only counted), and the length up to which a tag is never shortened. */
@@ -28,7 +29,7 @@ export function fill(row, job) {
   cut(at("name"), job.name);
   at("name").href = `/jobs/${job.id}`;
   at("choose").setAttribute("aria-label", `Select ${job.name}`);
-  about(at("about"), `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
+  about(at("about"), job.external ? ELSEWHERE : `${job.spec.model.arch} · ${job.spec.data.dataset} · ${plural(job.ranks, "rank")}${job.spec.priority ? ` · priority ${job.spec.priority}` : ""}`, job.project === "default" ? "" : ` · ${job.project}`);
   // The layout cuts the end of the sentence; long paths are shortened in the middle, so that the words after them stay visible.
   const reason = [waits(job) && job.queue ? `place ${job.queue.place} in the queue` : "", job.reason].filter(Boolean).join(" · ");
   sentenceOf(at("reason"), reason, PATH);

@@ -49,6 +49,7 @@ fn sample(
         batch: None,
         warnings: Vec::new(),
         spec,
+        external: None,
         attempt: u32::from(share > 0.0),
         ranks: 4,
         agents: if share > 0.0 { vec!["h200-a".into()] } else { vec![] },

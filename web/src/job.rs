@@ -3,6 +3,7 @@
 mod own_settings;
 
 use crate::{
+    jobs::ELSEWHERE,
     layout::{Bar, Nav, Viewer, data_block},
     numbers::{Shown, bytes, clock, count, percent, plural, rate, value},
 };
@@ -11,7 +12,7 @@ use lockstep_protocol::{
     agent::{CheckpointInfo, RankReport},
     attempt::Attempt,
     best::best_words,
-    job::{Job, JobState},
+    job::{External, Job, JobState},
     numbers::standard_error,
     panels::Panel,
     queue::waits_for,
@@ -126,6 +127,9 @@ impl JobTemplate<'_> {
     /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds the start time in the reader's time zone.
     fn about(&self) -> String {
         let job = self.job;
+        if job.external.is_some() {
+            return ELSEWHERE.to_owned();
+        }
         let mut parts = Vec::new();
         if job.attempt > 0 {
             parts.push(format!("attempt {}", job.attempt));
@@ -145,6 +149,9 @@ impl JobTemplate<'_> {
 
     /// The specification as TOML, complete with its defaults.
     fn spec(&self) -> String {
+        if let Some(external) = &self.job.external {
+            return serde_json::to_string_pretty(&external.config).unwrap_or_default();
+        }
         // Every field of a specification has a TOML form; JSON is a fallback.
         toml::to_string(&self.job.spec)
             .or_else(|_| serde_json::to_string_pretty(&self.job.spec))
@@ -153,7 +160,17 @@ impl JobTemplate<'_> {
 
     /// Settings that differ from the defaults or have no default, by their keys in a job file.
     fn own_settings(&self) -> Vec<(String, String)> {
-        own_settings::of(&self.job.spec)
+        match &self.job.external {
+            Some(external) => own_settings::flat(&external.config),
+            None => own_settings::of(&self.job.spec),
+        }
+    }
+
+    /// Results of a run from elsewhere, and its tags with values.
+    fn summary(&self) -> Vec<(String, String)> {
+        let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
+        let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
+        own_settings::flat(summary).into_iter().chain(values).collect()
     }
 
     /// The banner's title and its sentence, if something is wrong.

@@ -181,6 +181,9 @@ pub(crate) fn encoded(text: &str) -> String {
     utf8_percent_encode(text, ENCODED).to_string()
 }
 
+/// What stands in place of network, dataset and ranks of a run from elsewhere.
+pub(crate) const ELSEWHERE: &str = "logged by its own program";
+
 /// A row's text.
 #[derive(Debug, Clone, Default)]
 struct JobRow {
@@ -207,10 +210,16 @@ impl JobRow {
             state: job.state.to_string(),
             name: job.name.clone(),
             about: format!(
-                "{} · {} · {}{}{}",
-                job.spec.model.arch.name(),
-                job.spec.data.dataset,
-                plural(job.ranks.into(), "rank"),
+                "{}{}{}",
+                match job.external {
+                    Some(_) => ELSEWHERE.to_owned(),
+                    None => format!(
+                        "{} · {} · {}",
+                        job.spec.model.arch.name(),
+                        job.spec.data.dataset,
+                        plural(job.ranks.into(), "rank")
+                    ),
+                },
                 match job.spec.priority {
                     0 => String::new(),
                     n => format!(" · priority {n}"),

@@ -135,6 +135,8 @@ codes! {
     WaitingForSlots = "waiting_for_slots",
     /// The attempt has fewer ranks than the job, because not all ranks found a slot.
     FewerRanks = "fewer_ranks",
+    /// The program of a run from elsewhere has sent nothing for a while.
+    RunSilent = "run_silent",
     /// Only words, without a code.
     Unspecified = "unspecified",
 }

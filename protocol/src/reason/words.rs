@@ -154,6 +154,9 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             facts.slots_needed.unwrap_or(0),
             more("; the last attempt: ")
         ),
+        RunSilent => {
+            format!("its program has sent nothing for {secs} s; the run continues when it sends again")
+        }
         // A rank's own words.
         _ if facts.rank.is_some() => format!("rank {rank} failed at step {step}: {detail}"),
         _ if facts.detail.is_some() => detail.to_owned(),

@@ -13,6 +13,7 @@ mod large;
 mod list;
 mod people;
 pub(crate) mod router;
+mod runs;
 mod server_url;
 
 use crate::http::error::{Error, Result};

@@ -1,7 +1,7 @@
 //! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
 //! descriptions, so `openapi.json` cannot forget one.
 
-use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people};
+use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people, runs};
 use crate::{
     app::App,
     checkpoints::uploads,
@@ -84,6 +84,9 @@ fn api() -> OpenApiRouter<App> {
                 .routes(routes!(checkpoints::predict::predict))
                 .layer(DefaultBodyLimit::max(checkpoints::predict::BODY_BYTES)),
         )
+        .routes(routes!(runs::create))
+        .routes(routes!(runs::change))
+        .routes(routes!(runs::log))
         .routes(routes!(datasets::list, datasets::create))
         .routes(routes!(datasets::bundled::register))
         .routes(routes!(datasets::inspect))
@@ -135,7 +138,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 19] {
+fn pages() -> [(&'static str, MethodRouter<App>); 24] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
@@ -156,6 +159,12 @@ fn pages() -> [(&'static str, MethodRouter<App>); 19] {
         ("/logout", post(people::login::sign_out)),
         ("/static/{*path}", get(assets::asset)),
         ("/api/{*path}", any(no_such_call)),
+        // As MLflow's clients call them. Those that `gate/rules.rs` tells apart have lines of their own.
+        ("/api/2.0/mlflow/experiments/search", any(runs::mlflow::call)),
+        ("/api/2.0/mlflow/runs/create", any(runs::mlflow::call)),
+        ("/api/2.0/mlflow/runs/delete", any(runs::mlflow::call)),
+        ("/api/2.0/mlflow/runs/search", any(runs::mlflow::call)),
+        ("/api/2.0/mlflow/{*call}", any(runs::mlflow::call)),
     ]
 }
 

@@ -1,5 +1,5 @@
 //! A cache of the owners of jobs, which the gate needs for each request that names a job. A job's owner and whether it is private never
-//! change, and ids are not reused, so entries stay valid. Datasets are not cached: a name can be registered again.
+//! change, and an id comes again only after its job was deleted, with its entry; so entries stay valid. Datasets are not cached: a name can be registered again.
 
 use crate::store::Owned;
 use lockstep_protocol::JobId;

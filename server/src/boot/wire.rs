@@ -12,7 +12,7 @@ use crate::{
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
     http::{gate::Gate, ingress::Ingress, tls::ServerCertificate},
-    ingest::Ingest,
+    ingest::{Ingest, runs::Runs},
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch},
     store::{Changed, Store, purge::DeletedJobs},
@@ -91,6 +91,7 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
         Arc::new(Datasets::new(&config, store.clone(), events.clone(), agents.clone(), tasks.clone()));
     let scheduler = Arc::new(Scheduler::new(checkpoints.clone(), datasets.clone(), waiting, tasks.clone()));
     let ingest = Ingest::new(scheduler.clone());
+    let runs = Arc::new(Runs::new(store.clone(), events.clone(), config.run_silence));
     let deleted_jobs = Arc::new(DeletedJobs::new(store.clone(), config.clone()));
     let ingress = Arc::new(Ingress::new(&config, certificate.clone()));
     let gate = Gate::new(config.clone(), auth.clone(), agents.clone(), ingress.clone(), tasks.clone());
@@ -104,6 +105,7 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
         datasets,
         metrics,
         scheduler,
+        runs,
         deleted_jobs,
         ingress,
         gate: Arc::new(gate),
@@ -142,7 +144,7 @@ async fn restore(app: &App) -> Result<(), ServeError> {
 fn run_tasks(app: &App) {
     let tasks = &app.tasks;
     let (auth, deleted_jobs, hub) = (app.auth.clone(), app.deleted_jobs.clone(), app.events.hub.clone());
-    let (agents, store) = (app.agents.clone(), app.store.clone());
+    let (agents, store, runs) = (app.agents.clone(), app.store.clone(), app.runs.clone());
     tasks.spawn(async move { auth.upkeep().await });
     tasks.spawn(dispatch::run(app.scheduler.clone()));
     tasks.spawn(compaction::run(app.metrics.clone()));
@@ -152,4 +154,5 @@ fn run_tasks(app: &App) {
     tasks.spawn(artifact_deletions::run(app.checkpoints.clone()));
     tasks.spawn(async move { agents.machines.keep_minutes(&*store).await });
     tasks.spawn(async move { hub.publish_list().await });
+    tasks.spawn(async move { runs.watch().await });
 }

@@ -148,6 +148,8 @@ pub struct ServeConfig {
     pub stream_patience: Duration,
     /// Points of a job stay among its events, and so in its stream, for so long after its end. Metrics keep them for ever.
     pub keep_points: Duration,
+    /// A run from elsewhere whose program sends nothing for this long has failed, until it sends again.
+    pub run_silence: Duration,
     /// A request for an evaluation waits so long for its end; then it is answered 202 and asked again.
     pub evaluation_wait: Duration,
     /// A request's head must have come within this time, counted from the connection's begin or its last answer.
@@ -209,6 +211,7 @@ impl ServeConfig {
             checkpoint_wait: Duration::from_secs(600),
             stream_patience: Duration::from_secs(20),
             keep_points: Duration::from_secs(3600),
+            run_silence: Duration::from_secs(600),
             evaluation_wait: Duration::from_secs(20),
             head_patience: Duration::from_secs(30),
             body_patience: Duration::from_secs(30),

@@ -26,6 +26,8 @@ pub(crate) enum Error {
     Invalid(Vec<SpecError>),
     /// What is there forbids it; the state, when it is a job's.
     Conflict(String, Option<JobState>),
+    /// Records are missing; the number of the next.
+    Gap(String, u64),
     /// Who sends this is not known.
     Unauthorized(String),
     /// From a page of another origin, or more than the caller may do.
@@ -63,6 +65,9 @@ pub(crate) struct Problem {
     /// The job's state that forbids the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     state: Option<JobState>,
+    /// The number of the record that comes next, where records are missing.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expected: Option<u64>,
 }
 
 impl Error {
@@ -72,7 +77,7 @@ impl Error {
             Error::BadRequest(_) => Code::BadRequest,
             Error::Invalid(_) => Code::Invalid,
             Error::Conflict(_, Some(_)) => Code::WrongState,
-            Error::Conflict(_, None) => Code::Conflict,
+            Error::Conflict(_, None) | Error::Gap(..) => Code::Conflict,
             Error::Unauthorized(_) => Code::Unauthorized,
             Error::Forbidden(_) => Code::Forbidden,
             Error::TooMany(..) => Code::TooManyRequests,
@@ -86,6 +91,7 @@ impl Error {
     fn problem(self) -> Problem {
         let code = self.code();
         let mut status = code.status();
+        let expected = if let Error::Gap(_, expected) = &self { Some(*expected) } else { None };
         let (detail, errors, state) = match self {
             Error::Invalid(errors) => {
                 let detail = match &errors[..] {
@@ -112,6 +118,7 @@ impl Error {
             | Error::Unauthorized(detail)
             | Error::Forbidden(detail)
             | Error::TooMany(detail, _)
+            | Error::Gap(detail, _)
             | Error::Of(_, detail) => (detail, Vec::new(), None),
         };
         let title = status.canonical_reason().unwrap_or("Error").to_owned();
@@ -123,11 +130,18 @@ impl Error {
             detail,
             errors,
             state,
+            expected,
         }
     }
 }
 
 impl Error {
+    /// The status and the sentence, for an interface that has errors of another form.
+    pub(crate) fn in_short(self) -> (StatusCode, String) {
+        let Problem { status, detail, .. } = self.problem();
+        (StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), detail)
+    }
+
     /// What the answer says besides its status and its body.
     fn header(&self) -> Option<(HeaderName, HeaderValue)> {
         match self {

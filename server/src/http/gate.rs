@@ -33,6 +33,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Redirect, Response},
 };
+use base64::{Engine, prelude::BASE64_STANDARD};
 use lockstep_protocol::{access::Scope, people::Role};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use std::sync::Arc;
@@ -93,7 +94,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         _ => Ok(None),
     };
     let caller = match by_certificate {
-        Ok(None) => identify(&gate, request.headers()),
+        Ok(None) => identify(&gate, request.headers(), &path),
         known => known,
     };
     let caller = match caller {
@@ -196,16 +197,16 @@ fn created(response: &Response) -> Option<&str> {
 }
 
 /// The caller that these headers authenticate; `None` without credentials. A token in `Authorization` is preferred to a cookie.
-fn identify(gate: &Gate, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
+fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Caller>, Error> {
     if !gate.auth.access.is_required() {
         return Ok(Some(Caller::anybody()));
     }
     if let Some(value) = headers.get(header::AUTHORIZATION) {
-        let Some(token) = bearer(value) else {
+        let Some(token) = token(value, path) else {
             let detail = "the Authorization header must be: Bearer TOKEN";
             return Err(Error::Unauthorized(detail.into()));
         };
-        return gate.auth.access.by_token(token).map(Some).map_err(|denied| {
+        return gate.auth.access.by_token(&token).map(Some).map_err(|denied| {
             Error::Unauthorized(match denied {
                 Denied::Unknown => "this server does not know that token; see `lockstep token create`".into(),
                 Denied::Revoked => "that token was revoked; ask for another one".into(),
@@ -219,10 +220,16 @@ fn identify(gate: &Gate, headers: &HeaderMap) -> Result<Option<Caller>, Error> {
     Ok(cookie(headers, &gate.auth.cookie_name).and_then(|secret| gate.auth.access.by_session(secret)))
 }
 
-/// The token of an `Authorization` header.
-fn bearer(value: &HeaderValue) -> Option<&str> {
-    let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
-    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
+/// The token of an `Authorization` header. Clients of MLflow may send it as a password (`MLFLOW_TRACKING_PASSWORD`).
+fn token(value: &HeaderValue, path: &str) -> Option<String> {
+    let (scheme, sent) = value.to_str().ok()?.split_once(' ')?;
+    if scheme.eq_ignore_ascii_case("bearer") {
+        return Some(sent.trim().to_owned());
+    }
+    let is_basic = scheme.eq_ignore_ascii_case("basic") && path.starts_with("/api/2.0/mlflow/");
+    let decoded = BASE64_STANDARD.decode(sent.trim()).ok().filter(|_| is_basic)?;
+    let (_, password) = std::str::from_utf8(&decoded).ok()?.split_once(':')?;
+    Some(password.to_owned())
 }
 
 /// The value of a cookie.

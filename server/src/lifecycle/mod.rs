@@ -11,6 +11,7 @@ use lockstep_protocol::{
     stream::EventBody,
 };
 
+pub mod external;
 mod gang;
 mod place_end;
 mod preemption;
@@ -178,6 +179,7 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
 /// A user pauses the job: its ranks write a checkpoint and free their slots. If their agent is away, it gets the order when it is
 /// back, or the ranks end with its lease.
 pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    external::refuse_external(row, "paused")?;
     let state = row.job.state;
     match state {
         JobState::Queued | JobState::Restarting => Ok(vec![paused(row, None, at)?]),
@@ -191,6 +193,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 
 /// A user resumes a paused job.
 pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    external::refuse_external(row, "resumed")?;
     let state = row.job.state;
     if state != JobState::Paused {
         let hint = match state {
@@ -221,6 +224,7 @@ fn queue(row: &mut JobRow, reason: Reason, at: Timestamp) -> Result<EventBody, R
 
 /// A user retries a failed or cancelled job from its newest checkpoint.
 pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    external::refuse_external(row, "retried")?;
     let state = row.job.state;
     if !matches!(state, JobState::Failed | JobState::Cancelled) {
         return Err(refused(

@@ -37,6 +37,8 @@ pub struct Progress {
     /// How many attempts in a row have ended before a rank of theirs had begun.
     #[serde(skip_serializing_if = "is_zero")]
     pub(super) not_begun: u32,
+    /// Of a run whose length nobody knows, the steps that the parts cover.
+    span: u64,
     /// When the live attempt began.
     began: Option<Timestamp>,
     /// How long the attempts before it had their slots, in milliseconds; none before the first has ended.
@@ -77,13 +79,30 @@ impl Progress {
 
     pub(super) fn add_losses(&mut self, column: &MetricColumn, total_steps: u64) {
         self.parts.resize(SPARKLINE, (0.0, 0));
-        let total = total_steps.max(1);
+        let total = match total_steps {
+            0 => self.widen(column.steps.iter().copied().max().unwrap_or(0)),
+            total => total,
+        };
         for (step, value) in column.steps.iter().zip(&column.values).filter(|(_, v)| v.is_finite()) {
             let at = u128::from(step.saturating_sub(1)) * SPARKLINE as u128 / u128::from(total);
             let part = &mut self.parts[(at as usize).min(SPARKLINE - 1)];
             part.0 += f64::from(*value);
             part.1 += 1;
         }
+    }
+
+    /// Makes the parts twice as long until `step` has its place in them; answers the steps that they cover.
+    fn widen(&mut self, step: u64) -> u64 {
+        self.span = self.span.max(SPARKLINE as u64);
+        while self.span < step {
+            let join = |pair: &[(f64, u32)]| {
+                pair.iter().fold((0.0, 0), |all, part| (all.0 + part.0, all.1 + part.1))
+            };
+            self.parts = self.parts.chunks(2).map(join).collect();
+            self.parts.resize(SPARKLINE, (0.0, 0));
+            self.span = self.span.saturating_mul(2);
+        }
+        self.span
     }
 
     /// Forgets what an attempt that starts again from `step` will measure anew.

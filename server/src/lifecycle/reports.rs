@@ -210,7 +210,7 @@ fn epoch_of(step: u64, steps_per_epoch: u64) -> u32 {
 }
 
 /// Updates what the job shows (newest values, step, sparkline, speed) from a column.
-fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
+pub(super) fn note(row: &mut JobRow, rank: u32, column: &MetricColumn) {
     let (Some(step), Some(newest)) = (column.steps.last().copied(), column.values.last()) else { return };
     let newest = Some(*newest).filter(|v| v.is_finite());
     let value = newest.map(f64::from);

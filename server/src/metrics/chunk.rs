@@ -55,6 +55,7 @@ impl Bucket {
     }
 
     pub(crate) fn join(&mut self, other: &Self) {
+        self.step = self.step.min(other.step);
         self.points += other.points;
         self.finite += other.finite;
         self.min = self.min.min(other.min);
@@ -73,6 +74,23 @@ pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
     match to.last_mut() {
         Some(last) if width > 1 && last.index(width) == bucket.index(width) => last.join(bucket),
         _ => to.push(*bucket),
+    }
+}
+
+/// Adds a point in its place among buckets of `width` steps. At a step that has a point already, it takes the place of that one
+/// where every bucket is one point, and joins it elsewhere.
+pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
+    let place = |bucket: &Bucket| if width > 1 { bucket.index(width) } else { bucket.step };
+    // Most points come in order.
+    let at = match to.last() {
+        Some(last) if place(last) > place(point) => to.partition_point(|bucket| place(bucket) < place(point)),
+        Some(last) if place(last) == place(point) => to.len() - 1,
+        _ => to.len(),
+    };
+    match to.get_mut(at) {
+        Some(same) if place(same) == place(point) && width > 1 => same.join(point),
+        Some(same) if place(same) == place(point) => *same = *point,
+        _ => to.insert(at, *point),
     }
 }
 

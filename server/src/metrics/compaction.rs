@@ -9,7 +9,7 @@ use super::{
 use crate::store::{MetricChunk, MetricFilter, Result, Store, StoreError, quarantine};
 use lockstep_protocol::{job::JobId, metric::MetricColumn};
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
     time::Duration,
 };
@@ -54,34 +54,66 @@ pub(super) async fn compact(store: &dyn Store, job: &JobId, cost: u64, rest: boo
     if !page.full && (!rest || page.last <= watermark) {
         return Ok(false);
     }
-    store.put_metric_chunks(job, watermark, page.last, &grow(newest, page.columns)).await
+    let stored = going_back(store, job, &newest, &page.columns).await?;
+    store.put_metric_chunks(job, watermark, page.last, &grow(newest, page.columns, stored)).await
 }
 
+/// Name, rank and attempt.
 type Key = (String, u32, u32);
 
-/// The chunks that change when `columns` are appended to the series whose newest chunks are `newest`.
-fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec<MetricChunk> {
-    let mut points: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
+fn key_of(chunk: &MetricChunk) -> Key {
+    (chunk.name.clone(), chunk.rank, chunk.attempt)
+}
+
+/// The stored points of those series to which `columns` add points that are no later. Only runs from elsewhere go back.
+async fn going_back(
+    store: &dyn Store,
+    job: &JobId,
+    newest: &[MetricChunk],
+    columns: &[(u32, u32, MetricColumn)],
+) -> Result<BTreeMap<Key, Vec<Bucket>>> {
+    let last: HashMap<Key, u64> = newest
+        .iter()
+        .filter(|chunk| chunk.level == 0)
+        .map(|chunk| (key_of(chunk), chunk.last_step))
+        .collect();
+    let mut stored = BTreeMap::new();
     for (rank, attempt, column) in columns {
-        let to = points.entry((column.name, rank, attempt)).or_default();
-        to.extend(column.steps.into_iter().zip(column.values).map(|(s, v)| Bucket::of(s, v)));
-    }
-    let mut newest: HashMap<(Key, u32), MetricChunk> =
-        newest.into_iter().map(|c| (((c.name.clone(), c.rank, c.attempt), c.level), c)).collect();
-    let mut changed = Vec::new();
-    for (key, mut points) in points {
-        // Steps of a rank ascend. Points that do not are left out, and the others are kept.
-        let known = newest.get(&(key.clone(), 0)).map_or(0, |c| c.last_step);
-        let mut last = known;
-        points.retain(|p| {
-            p.step > last && {
-                last = p.step;
-                true
-            }
-        });
-        if points.is_empty() {
+        let key = (column.name.clone(), *rank, *attempt);
+        let (Some(last), Some((first, _))) = (last.get(&key), column.ends()) else { continue };
+        if first > *last || stored.contains_key(&key) {
             continue;
         }
+        let filter =
+            MetricFilter { name: Some(column.name.clone()), ranks: vec![*rank], ..MetricFilter::default() };
+        let (_, chunks) = store.metric_chunks(job, 0, &filter).await?;
+        let chunks = chunks.iter().filter(|chunk| chunk.attempt == *attempt);
+        stored.insert(key, chunks.flat_map(|chunk| readable_chunk(0, chunk)).collect());
+    }
+    Ok(stored)
+}
+
+/// The chunks that change when `columns` are added to the series whose newest chunks are `newest`. `stored` has all points of those
+/// series that go back: their chunks are made anew. The last point of a step is the one that counts.
+fn grow(
+    newest: Vec<MetricChunk>,
+    columns: Vec<(u32, u32, MetricColumn)>,
+    stored: BTreeMap<Key, Vec<Bucket>>,
+) -> Vec<MetricChunk> {
+    let anew: BTreeSet<Key> = stored.keys().cloned().collect();
+    let mut points = stored;
+    for (rank, attempt, column) in columns {
+        let to = points.entry((column.name, rank, attempt)).or_default();
+        for (step, value) in column.steps.into_iter().zip(column.values) {
+            chunk::put(to, &Bucket::of(step, value), 1);
+        }
+    }
+    let newest = newest.into_iter().map(|chunk| ((key_of(&chunk), chunk.level), chunk));
+    let mut newest: HashMap<(Key, u32), MetricChunk> =
+        newest.filter(|((key, _), _)| !anew.contains(key)).collect();
+    let mut changed = Vec::new();
+    for (key, points) in points {
+        let Some(last) = points.last().map(|point| point.step) else { continue };
         for level in 0..LEVELS {
             let old = newest.remove(&(key.clone(), level));
             let mut buckets = old.as_ref().map(|old| readable_chunk(level, old)).unwrap_or_default();
@@ -107,6 +139,7 @@ fn grow(newest: Vec<MetricChunk>, columns: Vec<(u32, u32, MetricColumn)>) -> Vec
                     last_step: if is_last { last } else { next.min(last) },
                     data: chunk::encode(level, part),
                     grown,
+                    anew: anew.contains(&key),
                 });
             }
         }
@@ -136,12 +169,12 @@ mod tests {
 
     #[test]
     fn chunks_are_the_same_however_the_points_came() {
-        let mut whole = grow(Vec::new(), vec![column(1..20_001)]);
+        let mut whole = grow(Vec::new(), vec![column(1..20_001)], BTreeMap::new());
         let mut kept: BTreeMap<(u32, u64), MetricChunk> = BTreeMap::new();
         for first in (1..20_001).step_by(700) {
             let newest: BTreeMap<u32, MetricChunk> = kept.values().map(|c| (c.level, c.clone())).collect();
-            for chunk in grow(newest.into_values().collect(), vec![column(first..(first + 700).min(20_001))])
-            {
+            let columns = vec![column(first..(first + 700).min(20_001))];
+            for chunk in grow(newest.into_values().collect(), columns, BTreeMap::new()) {
                 kept.insert((chunk.level, chunk.first_step), chunk);
             }
         }
@@ -161,8 +194,15 @@ mod tests {
 
     #[test]
     fn a_repeated_step_is_taken_once() {
-        let first = grow(Vec::new(), vec![column(1..11)]);
-        let again = grow(first, vec![column(5..13)]);
-        assert_eq!(chunk::decode(0, &again[0].data).unwrap().len(), 12);
+        let first = grow(Vec::new(), vec![column(1..11)], BTreeMap::new());
+        let key = key_of(&first[0]);
+        let stored = BTreeMap::from([(key, readable_chunk(0, &first[0]))]);
+        let newer = MetricColumn { name: "loss".into(), steps: vec![7, 0, 7], values: vec![1.0, 2.0, 3.5] };
+        let again = grow(first, vec![column(5..13), (0, 1, newer)], stored);
+        let points = chunk::decode(0, &again[0].data).unwrap();
+        let steps: Vec<u64> = points.iter().map(|point| point.step).collect();
+        assert_eq!(steps, (0..13).collect::<Vec<_>>());
+        assert_eq!((points[0].min, points[6].min, points[7].min), (2.0, 6.0, 3.5), "the last one counts");
+        assert!(again.iter().all(|chunk| chunk.anew && !chunk.grown));
     }
 }

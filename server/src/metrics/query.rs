@@ -83,7 +83,7 @@ async fn attempt(
         metrics.queue.count(job, ranks, compaction_queue::batch_cost(ranks));
     }
     let (from, to) = (filter.from.unwrap_or(0), filter.to.unwrap_or(u64::MAX));
-    let tail_steps = tail.iter().filter_map(|(_, _, c)| Some((*c.steps.first()?, *c.steps.last()?)));
+    let tail_steps = tail.iter().filter_map(|(_, _, c)| c.ends());
     let ends = tail_steps.chain(extent);
     let Some((first, last)) = ends.reduce(|a, b| (a.0.min(b.0), a.1.max(b.1))) else {
         return Ok(Some(Found { as_of, exact: true, bucket_steps: 1, series: BTreeMap::new() }));
@@ -140,16 +140,12 @@ fn add_tail(
     width: u64,
     inside: impl Fn(&Bucket) -> bool,
 ) {
-    let mut last: BTreeMap<Key, u64> = BTreeMap::new();
     for (rank, attempt, column) in tail {
-        let key = (column.name.clone(), *attempt, *rank);
-        let to = series.entry(key.clone()).or_default();
-        let last = last.entry(key).or_insert(0);
+        let to = series.entry((column.name.clone(), *attempt, *rank)).or_default();
         for (step, value) in column.steps.iter().zip(&column.values) {
             let point = Bucket::of(*step, *value);
-            if *step > *last && inside(&point) {
-                *last = *step;
-                chunk::push(to, &point, width);
+            if inside(&point) {
+                chunk::put(to, &point, width);
             }
         }
     }

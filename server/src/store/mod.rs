@@ -23,12 +23,13 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow,
-    Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, EventRow, GivenPlace, GroupBy, GroupRow,
-    GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Holders, Ingested,
-    JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob,
-    Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, SessionRow,
-    SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, WaitingVersion,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed,
+    CheckpointRow, Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, EventRow, GivenPlace,
+    GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder,
+    Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
+    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records,
+    Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint,
+    TokenRow, WaitingVersion,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -74,6 +75,10 @@ fn migration_error(path: &str, known: &Migrator, error: MigrateError) -> ServeEr
 
 /// A change of one job: edits the row and returns the events to store. It may be called more than once.
 pub type Change = Box<dyn Fn(&mut JobRow) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
+
+/// A change of a run from elsewhere by records, of which so many were stored before.
+pub type RecordsChange =
+    Box<dyn Fn(&mut JobRow, u64) -> std::result::Result<Vec<EventBody>, Refused> + Send + Sync>;
 
 /// Everything that outlives the server. Each method is one transaction; when it has returned, what it wrote is on disk.
 ///
@@ -180,6 +185,12 @@ pub trait Store: Send + Sync + 'static {
     /// Stores reports in one transaction: events, what is acknowledged and the jobs' rows. Records stored
     /// before are skipped; one answer for each report, in order.
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>>;
+
+    /// Stores records of a run from elsewhere: the change, and how many there are now.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses.
+    async fn append_records(&self, records: &Records, change: RecordsChange) -> Result<Appended>;
 
     /// Rows of a job's events that end after `after`, in order, at most `limit`: of the first one some events may be known.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;

@@ -14,7 +14,8 @@ mod people;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{
-    AttemptRow, Claim, Claimed, GivenPlace, Ingested, Occupant, Place, QueuePlace, Report, WaitingVersion,
+    Appended, AttemptRow, Claim, Claimed, GivenPlace, Ingested, Occupant, Place, QueuePlace, Records, Report,
+    WaitingVersion,
 };
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};

@@ -42,6 +42,7 @@ async fn submitted(store: &dyn Store) -> JobId {
         idempotency: None,
         fork: None,
         owner: None,
+        external: None,
     };
     assert!(matches!(store.create_job(new).await.unwrap(), Created::New(_)));
     id

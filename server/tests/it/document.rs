@@ -258,6 +258,12 @@ async fn what_is_answered_is_documented() {
     let made = made["id"].as_str().unwrap();
     good("post", "/jobs/{id}/pause", made, None, 202).await;
     good("post", "/jobs/{id}/retry", &job, None, 202).await;
+    let run = json!({"id": "a-run", "name": "a run"});
+    good("post", "/runs", "", Some(run.clone()), 201).await;
+    good("post", "/runs", "", Some(run), 200).await;
+    let records = json!({"first": 1, "records": [{"step": 1, "values": {"a/b": 1}}]});
+    good("post", "/runs/{id}/records", "a-run", Some(records), 200).await;
+    good("patch", "/runs/{id}", "a-run", Some(json!({"state": "succeeded"})), 200).await;
     // The questions above may have registered them already.
     let bundled = v1("/datasets/bundled");
     let (status, answer) = held.ask("post", &bundled, &bundled, |r| r).await;

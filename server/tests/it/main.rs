@@ -54,6 +54,7 @@ mod quarantine;
 mod queue;
 mod reasons;
 mod refusals;
+mod runs;
 mod safety;
 mod starting;
 mod store;

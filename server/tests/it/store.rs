@@ -36,6 +36,7 @@ async fn scenario(store: &dyn Store) {
         idempotency: Some((key.into(), request.into())),
         fork: None,
         owner: None,
+        external: None,
     };
     // Of a job and the removal of its dataset only one is done.
     assert!(

@@ -1,21 +1,35 @@
 //! The settings of a job that differ from the defaults.
 
 use lockstep_protocol::spec::JobSpec;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 /// Keys that the page shows elsewhere, and that may have changed since the job was submitted.
 const ELSEWHERE: [&str; 4] = ["name", "priority", "private", "project"];
 
 /// The settings, by keys such as `train.lr`.
 pub(super) fn of(spec: &JobSpec) -> Vec<(String, String)> {
-    let (own, usual) = (flat(spec), flat(&JobSpec::default()));
+    let (own, usual) = (tables(spec), tables(&JobSpec::default()));
     let differs = |(key, value): &(String, Value)| {
         !ELSEWHERE.contains(&&key[..]) && !usual.iter().any(|(k, v)| k == key && v == value)
     };
     own.into_iter().filter(differs).map(|(key, value)| (key, words(&value))).collect()
 }
 
-fn flat(spec: &JobSpec) -> Vec<(String, Value)> {
+/// Whatever a program has named, with the keys of objects.
+pub(super) fn flat(values: &Map<String, Value>) -> Vec<(String, String)> {
+    let mut all = Vec::new();
+    for (key, value) in values {
+        match value {
+            Value::Object(inner) => {
+                all.extend(flat(inner).into_iter().map(|(name, value)| (format!("{key}.{name}"), value)));
+            }
+            value => all.push((key.clone(), words(value))),
+        }
+    }
+    all
+}
+
+fn tables(spec: &JobSpec) -> Vec<(String, Value)> {
     let mut all = Vec::new();
     // Every specification has a JSON form. Its text has numbers in their short form, even 32-bit floats.
     let text = serde_json::to_string(spec).unwrap_or_default();

@@ -126,6 +126,7 @@ pub(in crate::api) async fn store(
         idempotency: key,
         fork,
         owner: caller.owner().map(str::to_owned),
+        external: None,
     };
     let created = scheduler.store.create_job(new).await;
     if !matches!(created, Ok(Created::New(_))) {

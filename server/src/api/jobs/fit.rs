@@ -134,6 +134,9 @@ pub(crate) fn mistakes(
 /// # Errors
 /// That it is not registered, or what of it does not fit.
 pub(crate) async fn check_newest(checkpoints: &Checkpoints, caller: &Caller, job: &Job) -> Result<()> {
+    if job.external.is_some() {
+        return Ok(()); // It has no dataset here; its state or `lifecycle` refuses the rest.
+    }
     let name = &job.spec.data.dataset;
     // A private one may have been registered since under this name.
     let usable = |dataset: &Dataset| {

@@ -177,9 +177,9 @@ fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[Aud
         if before == now {
             continue;
         }
-        // The attempt itself reports what became of a lost one.
-        let was_active =
-            before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
+        // The attempt itself reports what became of a lost one. A run from elsewhere has no attempt that would.
+        let was_active = job.external.is_none()
+            && before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
         // What somebody else's job asked for is reported by the attempt's end; a pause may come on top of it.
         let was_preempted = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Preempting));
         let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));

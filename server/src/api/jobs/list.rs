@@ -37,6 +37,7 @@ pub(super) const FIELDS: &[&str] = &[
     "parent",
     "owner",
     "unreadable",
+    "external",
     "spec",
     "batch",
     "attempt",

@@ -8,7 +8,7 @@ use crate::{
     },
     metrics::{self, chunk::Bucket, compaction, query},
     scheduler::Scheduler,
-    store::{self, MetricFilter, Store},
+    store::{self, MetricChunk, MetricFilter, Store},
 };
 use axum::{
     body::Body,
@@ -23,6 +23,7 @@ use lockstep_protocol::{
 };
 use serde::{Deserialize, Serialize};
 use std::{
+    borrow::Cow,
     collections::{HashMap, VecDeque},
     fmt::Write as _,
     sync::Arc,
@@ -60,13 +61,8 @@ impl MetricsQuery {
     /// # Errors
     /// 400: a name or ranks that are none.
     pub(crate) fn filter(&self) -> Result<MetricFilter> {
-        if let Some(name) = &self.name
-            && !metric::NAMES.contains(&name.as_str())
-        {
-            return Err(Error::BadRequest(format!(
-                "no metric is called {name:?}; there are {}",
-                metric::NAMES.join(", ")
-            )));
+        if let Some(mistake) = self.name.as_deref().and_then(metric::name_mistake) {
+            return Err(Error::BadRequest(mistake));
         }
         let ranks = self
             .ranks
@@ -86,6 +82,18 @@ impl MetricsQuery {
             ..MetricFilter::default()
         })
     }
+}
+
+/// Whether jobs have metrics of this name: runs from elsewhere choose names.
+///
+/// # Errors
+/// 400: none of these jobs can have it.
+pub(crate) fn check_name<'a>(name: Option<&str>, jobs: impl IntoIterator<Item = &'a Job>) -> Result<()> {
+    let Some(name) = name.filter(|name| !metric::NAMES.contains(name)) else { return Ok(()) };
+    if jobs.into_iter().any(|job| job.external.is_some()) {
+        return Ok(());
+    }
+    Err(Error::BadRequest(format!("no metric is called {name:?}; there are {}", metric::NAMES.join(", "))))
 }
 
 /// Metrics of a job.
@@ -134,6 +142,7 @@ pub(crate) async fn find(
 ) -> Result<Response> {
     let filter = query.filter()?;
     let job = jobs::find(&scheduler, &id).await?;
+    check_name(filter.name.as_deref(), [&job])?;
     let points = count("points", query.points, DEFAULT_POINTS, MAX_POINTS)? as usize;
     let found = query::find(&metrics, &job, &filter, points).await?;
     large::json(answer(found)).await
@@ -167,7 +176,8 @@ fn series(((name, attempt, rank), buckets): (query::Key, Vec<Bucket>)) -> Series
 /// Every point as CSV
 ///
 /// Columns: attempt, rank, name, step, value; in the order in which they were stored. Of a job that was over long ago, by name
-/// and rank. `points` makes no difference: every point is in the file.
+/// and rank, and of a step that a run from elsewhere logged several times the last value. `points` makes no difference: every
+/// point is in the file.
 #[utoipa::path(get, path = "/jobs/{id}/metrics.csv", tag = "metrics", params(("id" = String, Path), MetricsQuery),
     responses((status = 200, content_type = "text/csv", body = String), (status = 400, body = Problem), (status = 404, body = Problem)))]
 pub(crate) async fn csv(
@@ -179,6 +189,7 @@ pub(crate) async fn csv(
     let filter = query.filter()?;
     count("points", query.points, DEFAULT_POINTS, MAX_POINTS)?;
     let job = jobs::find(&scheduler, &id).await?;
+    check_name(filter.name.as_deref(), [&job])?;
     let name = format!("attachment; filename=\"{}-metrics.csv\"", job.id);
     let csv = Csv::new(store, job, filter).await?;
     let parts = stream::try_unfold(csv, |mut csv| async move {
@@ -201,9 +212,9 @@ struct Csv {
     filter: MetricFilter,
     begun: bool,
     /// Metric and rank, of whose points some are in chunks alone.
-    series: VecDeque<(&'static str, u32)>,
-    /// The last step of each series that chunks had: name, rank and attempt.
-    last_steps: HashMap<(String, u32, u32), u64>,
+    series: VecDeque<(String, u32)>,
+    /// Up to which event chunks had the points of each of them.
+    watermarks: HashMap<(String, u32), u64>,
     /// Events up to this number are done with.
     after: u64,
 }
@@ -211,12 +222,29 @@ struct Csv {
 impl Csv {
     async fn new(store: Arc<dyn Store>, job: Job, filter: MetricFilter) -> Result<Self> {
         let after = store.first_seq(&job.id).await? - 1;
-        let names = metric::NAMES.into_iter().filter(|n| filter.name.as_ref().is_none_or(|name| name == n));
-        let ranks = |rank: &u32| filter.ranks.is_empty() || filter.ranks.contains(rank);
-        let ranks: Vec<u32> = (0..job.ranks).filter(ranks).collect();
-        let series = names.flat_map(|name| ranks.iter().map(move |rank| (name, *rank)));
-        let series = if after > 0 { series.collect() } else { VecDeque::new() };
-        Ok(Self { store, job, series, filter, begun: false, last_steps: HashMap::new(), after })
+        let mut series = Vec::new();
+        if after > 0 {
+            let (_, chunks) = store.newest_metric_chunks(&job.id).await?;
+            let wanted = |chunk: &MetricChunk| {
+                filter.name.as_ref().is_none_or(|name| *name == chunk.name)
+                    && (filter.ranks.is_empty() || filter.ranks.contains(&chunk.rank))
+            };
+            series.extend(chunks.into_iter().filter(wanted).map(|chunk| (chunk.name, chunk.rank)));
+            let place = |name: &str| metric::NAMES.iter().position(|known| *known == name);
+            series.sort_by_cached_key(|(name, rank)| {
+                (place(name).unwrap_or(metric::NAMES.len()), name.clone(), *rank)
+            });
+            series.dedup();
+        }
+        Ok(Self {
+            store,
+            job,
+            series: series.into(),
+            filter,
+            begun: false,
+            watermarks: HashMap::new(),
+            after,
+        })
     }
 
     async fn next(&mut self) -> store::Result<Option<String>> {
@@ -225,17 +253,15 @@ impl Csv {
         }
         let mut text = String::new();
         if let Some((name, rank)) = self.series.pop_front() {
-            let filter = MetricFilter { name: Some(name.into()), ranks: vec![rank], ..self.filter.clone() };
-            let (_, chunks) = self.store.metric_chunks(&self.job.id, 0, &filter).await?;
+            let filter = MetricFilter { name: Some(name.clone()), ranks: vec![rank], ..self.filter.clone() };
+            let (watermark, chunks) = self.store.metric_chunks(&self.job.id, 0, &filter).await?;
             for chunk in chunks {
                 let points = compaction::readable_chunk(0, &chunk);
-                if let Some(last) = points.last() {
-                    self.last_steps.insert((chunk.name, rank, chunk.attempt), last.step);
-                }
                 let points =
                     points.into_iter().map(|p| (p.step, if p.finite > 0 { p.min } else { f32::NAN }));
-                self.lines(&mut text, chunk.attempt, rank, name, points);
+                self.lines(&mut text, chunk.attempt, rank, &name, points);
             }
+            self.watermarks.insert((name, rank), watermark);
             return Ok(Some(text));
         }
         if self.after >= self.job.last_seq {
@@ -249,15 +275,17 @@ impl Csv {
         }
         self.after = events.last().map_or(self.job.last_seq, |row| row.seq);
         let name = self.filter.name.as_deref();
-        for (attempt, rank, columns) in events.iter().filter_map(|row| row.metrics(name)) {
+        for (seq, (attempt, rank, columns)) in
+            events.iter().filter_map(|row| Some((row.seq, row.metrics(name)?)))
+        {
             if !self.filter.ranks.is_empty() && !self.filter.ranks.contains(&rank) {
                 continue;
             }
             for MetricColumn { name, steps, values } in columns.into_iter().filter(|c| self.filter.wants(c)) {
-                let key = (name, rank, attempt);
-                let last = self.last_steps.get(&key).copied().unwrap_or(0);
-                let points = steps.into_iter().zip(values).filter(|(step, _)| last == 0 || *step > last);
-                self.lines(&mut text, attempt, rank, &key.0, points);
+                let key = (name, rank);
+                if self.watermarks.get(&key).is_none_or(|watermark| seq > *watermark) {
+                    self.lines(&mut text, attempt, rank, &key.0, steps.into_iter().zip(values));
+                }
             }
         }
         Ok(Some(text))
@@ -272,9 +300,15 @@ impl Csv {
         points: impl Iterator<Item = (u64, f32)>,
     ) {
         let (from, to) = (self.filter.from.unwrap_or(0), self.filter.to.unwrap_or(u64::MAX));
+        let name = quoted(name);
         for (step, value) in points.filter(|(step, _)| (from..=to).contains(step)) {
             let value = if value.is_finite() { value.to_string() } else { "NaN".to_owned() };
             let _ = writeln!(text, "{attempt},{rank},{name},{step},{value}");
         }
     }
+}
+
+/// A text as a field of CSV (RFC 4180).
+fn quoted(text: &str) -> Cow<'_, str> {
+    if text.contains([',', '"']) { format!("\"{}\"", text.replace('"', "\"\"")).into() } else { text.into() }
 }

@@ -94,7 +94,7 @@ pub(crate) async fn find(
         )));
     }
     let filter = MetricsQuery::of(asked.name.clone(), asked.ranks.clone(), asked.from, asked.to).filter()?;
-    let (mut found, mut buckets) = (Vec::new(), 0);
+    let mut jobs = Vec::with_capacity(ids.len());
     for id in &ids {
         let job = jobs::seen(&scheduler, &caller, id).await.map_err(|error| match error {
             Error::NotFound(_) => {
@@ -102,6 +102,11 @@ pub(crate) async fn find(
             }
             other => other,
         })?;
+        jobs.push(job);
+    }
+    metrics::check_name(Some(&asked.name), &jobs)?;
+    let (mut found, mut buckets) = (Vec::new(), 0);
+    for job in jobs {
         let metrics: Metrics = metrics::answer(query::find(&history, &job, &filter, points).await?);
         buckets += metrics.buckets();
         if buckets > MAX_ANSWER {

@@ -269,17 +269,28 @@ pub(crate) async fn delete(
     Path(id): Path<String>,
 ) -> Result<StatusCode> {
     let id = job_id(&id)?;
+    to_the_end(async move { remove(&scheduler, &auth, &deleted_jobs, &id).await }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Deletes a job that is over.
+///
+/// # Errors
+/// There is none, it is not over, or the store's.
+pub(super) async fn remove(
+    scheduler: &Scheduler,
+    auth: &Auth,
+    deleted_jobs: &DeletedJobs,
+    id: &JobId,
+) -> Result<()> {
+    let job = find(scheduler, id.as_str()).await?;
     // The files go with the rows (`store/purge.rs`).
-    to_the_end(async move {
-        let job = find(&scheduler, id.as_str()).await?;
-        scheduler.store.delete_job(&id).await?;
-        auth.job_owners.remove(&id);
-        deleted_jobs.note();
-        if let Some(store) = &scheduler.checkpoints.artifact_store {
-            store.removed.notify_one();
-        }
-        scheduler.events.hub.deleted(job);
-        Ok(StatusCode::NO_CONTENT)
-    })
-    .await
+    scheduler.store.delete_job(id).await?;
+    auth.job_owners.remove(id);
+    deleted_jobs.note();
+    if let Some(store) = &scheduler.checkpoints.artifact_store {
+        store.removed.notify_one();
+    }
+    scheduler.events.hub.deleted(job);
+    Ok(())
 }

@@ -181,8 +181,7 @@ pub(crate) async fn job(
         })
         .collect();
     let attempts = scheduler.store.attempts(&id).await?;
-    let may_change = caller.may(Scope::Submit)
-        && (!auth.access.has_people() || caller.sees_all() || caller.owns(job.owner.as_deref()));
+    let may_change = caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());
     let panels = panels::of_job(&*scheduler.store, &id, &job.project).await?;
     let has_histograms = !scheduler.store.histogram_index(&id).await?.steps.is_empty();
     let has_network = scheduler.store.network(&id).await?.is_some();

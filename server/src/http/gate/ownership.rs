@@ -22,6 +22,8 @@ const READING: [&str; 3] =
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Job,
+    /// A job by its id or by the one that its program chose.
+    Run,
     Checkpoint,
     Dataset,
 }
@@ -31,6 +33,7 @@ impl Kind {
         let kinds = [
             ("/jobs/{id}", Kind::Job),
             ("/api/v1/jobs/{id}", Kind::Job),
+            ("/api/v1/runs/{id}", Kind::Run),
             ("/api/v1/checkpoints/{id}", Kind::Checkpoint),
             ("/api/v1/datasets/{name}", Kind::Dataset),
         ];
@@ -44,7 +47,7 @@ impl Kind {
         Error::NotFound(
             match self {
                 Kind::Job if route.starts_with("/jobs/") => "No job has this id. It may have been deleted.",
-                Kind::Job => "no job has this id",
+                Kind::Job | Kind::Run => "no job has this id",
                 Kind::Checkpoint => "no checkpoint has this id",
                 Kind::Dataset => "no dataset has this name",
             }
@@ -54,7 +57,7 @@ impl Kind {
 
     fn word(self) -> &'static str {
         match self {
-            Kind::Job | Kind::Checkpoint => "job",
+            Kind::Job | Kind::Run | Kind::Checkpoint => "job",
             Kind::Dataset => "dataset",
         }
     }
@@ -84,6 +87,7 @@ pub(super) async fn check(
     };
     let owned = match kind {
         Kind::Job => of_job(auth, caller, name).await?,
+        Kind::Run => of_job(auth, caller, auth.run_id(caller, name).as_str()).await?,
         // Whether it is there is the handler's question, once the caller sees its job: its id begins with the job's.
         Kind::Checkpoint => of_job(auth, caller, name.split('-').next().unwrap_or_default()).await?,
         Kind::Dataset => auth.store.owned_dataset(name).await?,
@@ -92,7 +96,7 @@ pub(super) async fn check(
         return Err(kind.not_found(route));
     };
     let reads = matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS) || READING.contains(&route);
-    if reads || !auth.access.has_people() || caller.owns(owned.owner.as_deref()) {
+    if reads || auth.may_change(caller, owned.owner.as_deref()) {
         return Ok(());
     }
     Err(Error::Forbidden(not_yours(kind, &owned)))
@@ -131,6 +135,8 @@ mod tests {
             ("/jobs/{id}", Some(Kind::Job)),
             ("/api/v1/jobs/{id}", Some(Kind::Job)),
             ("/api/v1/jobs/{id}/metrics.csv", Some(Kind::Job)),
+            ("/api/v1/runs/{id}/records", Some(Kind::Run)),
+            ("/api/v1/runs", None),
             ("/api/v1/checkpoints/{id}/{file}", Some(Kind::Checkpoint)),
             ("/api/v1/datasets/{name}/samples", Some(Kind::Dataset)),
             ("/api/v1/jobs", None),

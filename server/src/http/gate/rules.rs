@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Requirement); 35] = [
+const RULES: [(Methods, &str, Requirement); 37] = [
     // What a browser needs to sign in, and health checks, which have no token. `/readyz` shows no details without one.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -69,6 +69,9 @@ const RULES: [(Methods, &str, Requirement); 35] = [
     (Safe, "/api/v1/queue", S(Scope::Read)),
     (Safe, "/api/v1/jobs/{id}/events", S(Scope::Read)),
     (Safe, "/api/v1/stream", S(Scope::Read)),
+    // As MLflow has them: requests that only look, with a body.
+    (All, "/api/2.0/mlflow/experiments/search", S(Scope::Read)),
+    (All, "/api/2.0/mlflow/runs/search", S(Scope::Read)),
 ];
 
 fn is_safe(method: &Method) -> bool {
@@ -94,11 +97,22 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
 /// Requests that check a form and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
+/// What a run's program tells while it trains, many times a minute. That it was made or deleted is recorded, and its history has when it
+/// ended.
+const TOLD: [&str; 5] = [
+    "/api/v1/runs/{id}",
+    "/api/v1/runs/{id}/records",
+    "/api/2.0/mlflow/{*call}",
+    "/api/2.0/mlflow/experiments/search",
+    "/api/2.0/mlflow/runs/search",
+];
+
 /// Whether a request is written to the audit log: it may change something. Checking a form while somebody types changes nothing.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
     // What an agent does for its job is not recorded either: nobody asked for it, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
-    !is_safe(method) && !is_agents && !CHECKS.iter().any(|check| route == Some(*check))
+    let is_listed = CHECKS.iter().chain(&TOLD).any(|listed| route == Some(*listed));
+    !is_safe(method) && !is_agents && !is_listed
 }
 
 /// Whether a request runs to its end and into the audit log, also when its client disconnects: those that may change something,

@@ -135,6 +135,36 @@ pub struct Report {
     pub leaving: Option<Reason>,
 }
 
+/// Records of a run from elsewhere.
+#[derive(Debug, Clone)]
+pub struct Records {
+    /// The run.
+    pub job: JobId,
+    /// The number of the first, from 1. `None`: they follow those that are stored.
+    pub first: Option<u64>,
+    /// How many there are.
+    pub count: u64,
+    /// When they were made.
+    pub at: Timestamp,
+}
+
+/// What became of them.
+#[derive(Debug, Clone)]
+pub enum Appended {
+    /// They are on disk.
+    Stored {
+        /// So many of the run are.
+        records: u64,
+        /// What those changed that were not there before.
+        changed: Box<Changed>,
+    },
+    /// Records before them are missing.
+    Gap {
+        /// The number of the next.
+        expected: u64,
+    },
+}
+
 /// What became of a report.
 #[derive(Debug, Clone)]
 pub enum Ingested {

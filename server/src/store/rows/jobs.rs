@@ -4,7 +4,7 @@ use super::{Annotation, EventRow};
 use crate::lifecycle::Fork;
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Job, JobId},
+    job::{External, Job, JobId},
     spec::JobSpec,
 };
 
@@ -25,6 +25,8 @@ pub struct NewJob {
     pub fork: Option<Fork>,
     /// Who submits it: a person's or a token's name.
     pub owner: Option<String>,
+    /// What only a run from elsewhere has; such a job runs at once.
+    pub external: Option<External>,
 }
 
 /// The job after a change, and the events that the change stored.

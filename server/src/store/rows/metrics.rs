@@ -22,10 +22,10 @@ pub struct MetricFilter {
 impl MetricFilter {
     /// Whether some of a column may match.
     pub fn wants(&self, column: &MetricColumn) -> bool {
-        let (first, last) = (column.steps.first().copied(), column.steps.last().copied());
+        let ends = column.ends();
         self.name.as_ref().is_none_or(|name| *name == column.name)
-            && self.from.is_none_or(|from| last.is_none_or(|last| last >= from))
-            && self.to.is_none_or(|to| first.is_none_or(|first| first <= to))
+            && self.from.is_none_or(|from| ends.is_none_or(|(_, last)| last >= from))
+            && self.to.is_none_or(|to| ends.is_none_or(|(first, _)| first <= to))
     }
 }
 
@@ -63,4 +63,6 @@ pub struct MetricChunk {
     pub data: Vec<u8>,
     /// One of the same series, level and first step is stored, which this one takes the place of.
     pub grown: bool,
+    /// It is one of all chunks of its series, which take the place of those that are stored.
+    pub anew: bool,
 }

@@ -7,6 +7,7 @@ use crate::store::{
 };
 use lockstep_protocol::job::JobId;
 use sqlx::{AssertSqlSafe, Row};
+use std::collections::BTreeSet;
 
 fn chunk(row: &DbRow) -> Result<MetricChunk> {
     Ok(MetricChunk {
@@ -18,6 +19,7 @@ fn chunk(row: &DbRow) -> Result<MetricChunk> {
         last_step: uint(row.try_get("last_step")?),
         data: row.try_get("data")?,
         grown: false,
+        anew: false,
     })
 }
 
@@ -140,6 +142,19 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         known.ok_or(StoreError::NotFound("job"))?;
+        let anew =
+            chunks.iter().filter(|chunk| chunk.anew).map(|chunk| (&chunk.name, chunk.rank, chunk.attempt));
+        for (name, rank, attempt) in anew.collect::<BTreeSet<_>>() {
+            sqlx::query(
+                "DELETE FROM metric_chunks WHERE job_id = $1 AND name = $2 AND rank = $3 AND attempt = $4",
+            )
+            .bind(job.as_str())
+            .bind(name)
+            .bind(i64::from(rank))
+            .bind(i64::from(attempt))
+            .execute(&mut *db)
+            .await?;
+        }
         for chunk in chunks.iter().filter(|chunk| chunk.grown) {
             sqlx::query(
                 "UPDATE metric_chunks SET last_step = $7, data = $8 WHERE job_id = $1 AND name = $2 AND level = $3 \

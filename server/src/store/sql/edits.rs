@@ -33,7 +33,7 @@ async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<
         let over = row.job.state.is_final();
         let bodies = change(row)?;
         let its = append(db, row, bodies, at).await?;
-        if over && !row.job.state.is_final() {
+        if over && !row.job.state.is_final() && row.job.external.is_none() {
             datasets::require_dataset(db, &row.job.spec.data.dataset).await?;
         }
         let events = its.iter().map(|new| new.row.clone()).collect();

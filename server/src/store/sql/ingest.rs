@@ -2,9 +2,10 @@
 
 use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, together};
 use crate::{
-    lifecycle,
+    lifecycle::{self, external},
     store::{
-        Changed, EventRow, Ingested, JobRow, Place, Report, Result, StoreError,
+        Appended, Changed, EventRow, Ingested, JobRow, Place, Records, RecordsChange, Report, Result,
+        StoreError,
         values::{fencing, int, reached, small, uint},
     },
 };
@@ -161,6 +162,32 @@ impl SqlStore {
             }
         }
         Ok(answers)
+    }
+
+    pub(super) async fn store_records(&self, records: &Records, change: RecordsChange) -> Result<Appended> {
+        let Records { job, first, count, at } = records;
+        let source = number(Source::Rank(external::RANK), 0);
+        let mut db = self.begin().await?;
+        let row = jobs::load(&mut db, job).await?.ok_or(StoreError::NotFound("job"))?;
+        let have: Option<i64> = sqlx::query_scalar(
+            "SELECT records FROM acknowledged WHERE job_id = $1 AND attempt = $2 AND source = $3",
+        )
+        .bind(job.as_str())
+        .bind(i64::from(external::ATTEMPT))
+        .bind(source)
+        .fetch_optional(&mut *db)
+        .await?;
+        let expected = have.map_or(0, uint) + 1;
+        let first = first.unwrap_or(expected);
+        if first > expected {
+            return Ok(Appended::Gap { expected });
+        }
+        let known = (expected - first).min(*count);
+        let changed = jobs::change(&mut db, row, *at, |row| change(row, known)).await?;
+        let records = (expected - 1) + (count - known);
+        acknowledge(&mut db, &[(job, external::ATTEMPT, source, records)]).await?;
+        db.commit().await?;
+        Ok(Appended::Stored { records, changed: Box::new(changed) })
     }
 
     pub(super) async fn read_acknowledged(

@@ -29,7 +29,7 @@ const TOGETHER: usize = 32;
 
 /// What a row has of what may be long.
 fn bytes(row: &DbRow) -> usize {
-    let long = ["spec", "notes", "last", "progress"];
+    let long = ["spec", "notes", "last", "progress", "external"];
     let length = |name| row.try_get::<Option<&str>, _>(name).ok().flatten().map_or(0, str::len);
     long.into_iter().map(length).sum()
 }

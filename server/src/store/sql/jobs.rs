@@ -11,7 +11,7 @@ use crate::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::{
-    job::{Batch, Failure, Job, JobId, JobState, LastValues, Parent},
+    job::{Batch, External, Failure, Job, JobId, JobState, LastValues, Parent},
     reason::Reason,
     stream::EventBody,
 };
@@ -76,6 +76,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
     let cause = optional("cause")?.and_then(|text| read(&id, "cause", &text));
     let parent = optional("parent_job")?.zip(optional("parent_checkpoint")?);
     let parent = parent.map(|(job, checkpoint)| Parent { job, checkpoint });
+    let external: Option<External> = optional("external")?.map(|text| read(&id, "external", &text));
     let is_hidden = row.try_get::<i64, _>("parent_private")? != 0;
     let (private_parent, parent) = if is_hidden { (parent, None) } else { (None, parent) };
     let job = Job {
@@ -90,13 +91,13 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         notes: optional("notes")?,
         parent,
         owner: optional("owner")?,
-        batch: flaws
-            .is_empty()
+        batch: (flaws.is_empty() && external.is_none())
             .then(|| Batch { epoch_samples: progress.epoch_samples(), ..Batch::of(&spec) }),
         unreadable: (!flaws.is_empty()).then(|| flaws.join("; ")),
         warnings: Vec::new(),
         attempt: small(row.try_get("attempt")?),
         ranks: spec.parallel.ranks,
+        external,
         spec,
         agents,
         step: unsigned("step")?,
@@ -165,7 +166,7 @@ pub(super) async fn load_all(db: &mut Connection, ids: &[JobId]) -> Result<Vec<J
 }
 
 /// Columns that can change of a job.
-const COLUMNS: [&str; 22] = [
+const COLUMNS: [&str; 23] = [
     "state",
     "reason",
     "attempt",
@@ -188,6 +189,7 @@ const COLUMNS: [&str; 22] = [
     "cause",
     "fencing_secret",
     "waiting_since",
+    "external",
 ];
 
 /// Writes what can change of jobs. Attempts that may no longer write are marked as ended, with how and why.
@@ -226,7 +228,8 @@ pub(super) async fn save(db: &mut Connection, rows: &[&JobRow], at: Timestamp) -
                 .bind(row.fencing_token.map(|token| int(token.number)))
                 .bind(job.cause.as_ref().map(json).transpose()?)
                 .bind(row.fencing_token.map(|token| token.secret_text()))
-                .bind(row.waiting_since.map(|t| t.as_millisecond()));
+                .bind(row.waiting_since.map(|t| t.as_millisecond()))
+                .bind(job.external.as_ref().map(json).transpose()?);
         }
         query.execute(&mut *db).await?;
     }
@@ -349,11 +352,13 @@ impl SqlStore {
         {
             return Ok(Created::Before(Box::new(before)));
         }
-        datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
+        if new.external.is_none() {
+            datasets::require_dataset(&mut db, &new.spec.data.dataset).await?;
+        }
         sqlx::query(
             "INSERT INTO jobs (id, name, state, priority, spec, ranks, created_at, parent_job, parent_checkpoint, \
-             parent_private, project, owner, private, preemptible) \
-             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)",
+             parent_private, project, owner, private, preemptible, external) \
+             VALUES ($1, $2, 'queued', $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
         )
         .bind(new.id.as_str())
         .bind(plain(&new.spec.name))
@@ -368,6 +373,7 @@ impl SqlStore {
         .bind(new.owner.as_deref().map(plain))
         .bind(i64::from(new.spec.private))
         .bind(i64::from(new.spec.preemptible))
+        .bind(new.external.as_ref().map(json).transpose()?)
         .execute(&mut *db)
         .await?;
         if new.annotation != Annotation::default() {
@@ -389,7 +395,11 @@ impl SqlStore {
         }
         let row = load(&mut db, &new.id).await?.ok_or(StoreError::NotFound("job"))?;
         let fork = new.fork.as_ref();
-        let changed = change(&mut db, row, new.at, |row| Ok(lifecycle::created(row, fork))).await?;
+        let changed = change(&mut db, row, new.at, |row| match row.job.external {
+            Some(_) => lifecycle::external::begun(row, new.at),
+            None => Ok(lifecycle::created(row, fork)),
+        });
+        let changed = changed.await?;
         reached("create.commit")?;
         db.commit().await?;
         reached("create.committed")?;

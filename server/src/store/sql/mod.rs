@@ -33,12 +33,12 @@ use super::dialect::{
 };
 use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
     CheckpointRow, Claim, Claimed, Counts, Created, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter,
     HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage,
     MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow,
-    Place, ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow,
-    WaitingVersion,
+    Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store,
+    StoredCheckpoint, TokenRow, WaitingVersion,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -171,6 +171,9 @@ impl Store for SqlStore {
     }
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         self.store_reports(reports).await
+    }
+    async fn append_records(&self, records: &Records, change: RecordsChange) -> Result<Appended> {
+        self.store_records(records, change).await
     }
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {
         self.read_events(job, after, limit).await

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 impl TestServer {
     /// A client with a token of a person's own.
-    pub(super) async fn client_of(&self, name: &str, scope: &str) -> (Client, String) {
+    pub async fn client_of(&self, name: &str, scope: &str) -> (Client, String) {
         let browser = self.signed_in(name).await;
         let made = browser.client.post(self.url("/api/v1/tokens")).header("cookie", &browser.cookie);
         let made = made.json(&json!({"name": format!("{name}'s"), "scope": scope}));
@@ -21,13 +21,7 @@ impl TestServer {
         (client(&secret), secret)
     }
 
-    pub(super) async fn as_who(
-        &self,
-        who: &Client,
-        method: &str,
-        path: &str,
-        body: Option<Value>,
-    ) -> (u16, Value) {
+    pub async fn as_who(&self, who: &Client, method: &str, path: &str, body: Option<Value>) -> (u16, Value) {
         let request = who.request(method.parse().unwrap(), self.url(&format!("/api/v1{path}")));
         self.send(match body {
             Some(body) => request.json(&body),

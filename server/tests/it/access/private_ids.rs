@@ -62,7 +62,10 @@ async fn a_private_id_is_answered_as_one_that_does_not_exist() {
     let mut asked = 0;
     for path in every_path() {
         let (private, nothing) = match path.as_str() {
-            path if path.starts_with("/api/v1/jobs/{id}") || path.starts_with("/jobs/{id}") => {
+            path if ["/api/v1/jobs/{id}", "/api/v1/runs/{id}", "/jobs/{id}"]
+                .iter()
+                .any(|start| path.starts_with(start)) =>
+            {
                 (&job, &missing)
             }
             path if path.starts_with("/api/v1/checkpoints/{id}") => (&checkpoint, &missing_checkpoint),

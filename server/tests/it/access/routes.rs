@@ -24,6 +24,8 @@ const ADMIN: [&str; 10] = [
 ];
 /// What every signed-in person may do, whatever the method: it concerns nobody else.
 const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];
+/// What only looks, whatever the method.
+const SEARCHES: [&str; 2] = ["/api/2.0/mlflow/experiments/search", "/api/2.0/mlflow/runs/search"];
 pub(super) const METHODS: [Method; 7] =
     [Method::GET, Method::HEAD, Method::OPTIONS, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
 
@@ -38,7 +40,7 @@ pub(super) fn sufficient(method: &Method, path: &str) -> Option<&'static [&'stat
     Some(match path {
         path if path.starts_with("/api/v1/agent/") => &["agent"],
         _ if ADMIN.contains(&path) => &["admin"],
-        _ if safe || OWN.contains(&path) => &["read", "submit", "admin"],
+        _ if safe || OWN.contains(&path) || SEARCHES.contains(&path) => &["read", "submit", "admin"],
         _ => &["submit", "admin"],
     })
 }

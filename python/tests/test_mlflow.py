@@ -1,0 +1,88 @@
+"""MLflow's own client against a real server: the program LOCKSTEP_BIN, or this tree's debug build."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+mlflow = pytest.importorskip("mlflow")
+MlflowException = pytest.importorskip("mlflow.exceptions").MlflowException
+MlflowClient = pytest.importorskip("mlflow.tracking").MlflowClient
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(os.environ.get("LOCKSTEP_BIN", ROOT / "target/debug/lockstep")).absolute()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The address and the token of a server."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    command = [str(PROGRAM), "serve", "--listen", "127.0.0.1:0", "--no-local-agent", "--no-open"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    with (
+        open(folder / "server.log", "w") as log,
+        subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[-1]
+            yield address, (folder / "lockstep-data/token").read_text().strip()
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize("sent_as", ["token", "password"])
+def test_mlflow_s_client_logs_and_reads(
+    server: tuple[str, str], sent_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, token = server
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    if sent_as == "token":
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", token)
+    else:
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", token)
+    mlflow.set_tracking_uri(address)
+    project = f"digits-{sent_as}"
+    mlflow.set_experiment(project)
+    with mlflow.start_run(run_name="mnist") as run:
+        mlflow.log_params({"lr": 0.1, "net/depth": 3})
+        for step in range(20):
+            mlflow.log_metric("train/loss", 1 / (step + 1), step=step)
+        mlflow.log_metrics({"val acc": 0.5, "diverged": float("nan")}, step=3)
+        mlflow.set_tags({"colour": "blue", "size": 7})
+        with pytest.raises(MlflowException, match="Changing param values is not allowed"):
+            mlflow.log_param("lr", 0.2)
+        with pytest.raises(MlflowException, match="registered artifact repository"):
+            mlflow.log_text("text", "file.txt")
+    found = mlflow.get_run(run.info.run_id)
+    assert (found.info.status, found.info.run_name) == ("FINISHED", "mnist")
+    assert found.data.params == {"lr": "0.1", "net/depth": "3"}
+    assert found.data.metrics == {"train/loss": pytest.approx(0.05), "val acc": 0.5}
+    assert (found.data.tags["colour"], found.data.tags["size"]) == ("blue", "7")
+    client = MlflowClient()
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history][:2] == [(0, 1.0), (1, 0.5)]
+    assert len(history) == 20
+    runs = mlflow.search_runs(experiment_names=[project], output_format="list")
+    assert [one.info.run_id for one in runs] == [run.info.run_id]
+    assert project in [one.name for one in mlflow.search_experiments()]
+
+    # The same run as a job of Lockstep's.
+    headers = {"authorization": f"Bearer {token}"}
+    job = httpx.get(f"{address}/api/v1/jobs/{run.info.run_id}", headers=headers).json()
+    assert (job["state"], job["project"], job["external"]["config"]["lr"]) == ("succeeded", project, "0.1")
+
+    with pytest.raises(ZeroDivisionError), mlflow.start_run():
+        1 / 0  # noqa: B018
+    assert mlflow.last_active_run().info.status == "FAILED"
+    client.delete_run(run.info.run_id)
+    with pytest.raises(MlflowException, match="not found"):
+        client.get_run(run.info.run_id)

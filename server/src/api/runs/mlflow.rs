@@ -1,0 +1,566 @@
+//! MLflow's REST interface (2.0), as far as its clients need it to log: experiments are projects, runs are runs from elsewhere, parameters
+//! are their settings. Requests, answers and errors are as in `mlflow/protos/service.proto` and `mlflow/store/tracking/rest_store.py`.
+
+use super::{LAST_STEP, NAME_CHARS, NewRun, begin, columns, number};
+use crate::{
+    api::{jobs, list::Pages, to_the_end},
+    auth::{Auth, access::Caller},
+    http::error::Error,
+    ingest::runs::Runs,
+    lifecycle::external::{RunChange, text_of},
+    metrics::{self, query},
+    scheduler::Scheduler,
+    store::{JobFilter, JobSort, MetricFilter, Records, SortBy, StoreError, purge::DeletedJobs},
+};
+use axum::{
+    Extension, Json,
+    extract::{FromRequest, OriginalUri, Query, Request, State},
+    http::{Method, StatusCode},
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use lockstep_protocol::{
+    job::{External, Job, JobState, LastValues},
+    labels::{self, DEFAULT_PROJECT},
+    metric::{MetricColumn, name_mistake},
+    spec::shortened,
+};
+use serde_json::{Map, Value, json};
+use std::{collections::BTreeMap, sync::Arc};
+
+const PREFIX: &str = "/api/2.0/mlflow/";
+/// MLflow's first experiment, which clients use when nobody names one.
+const DEFAULT_ID: &str = "0";
+const DEFAULT_NAME: &str = "Default";
+/// The tag that has a run's name.
+const RUN_NAME: &str = "mlflow.runName";
+/// As MLflow documents its limits.
+const KEY_CHARS: usize = 250;
+const PARAM_CHARS: usize = 6000;
+const TAG_CHARS: usize = 8000;
+const BATCH_METRICS: usize = 1000;
+const BATCH_PARAMS: usize = 100;
+const BATCH_TAGS: usize = 100;
+/// Runs of a page at most, and points of a page of a metric's history.
+const PAGE_RUNS: u32 = 1000;
+const PAGE_POINTS: usize = 25_000;
+
+/// An error as MLflow's clients read it.
+struct Refusal {
+    status: StatusCode,
+    code: &'static str,
+    message: String,
+}
+
+type Result<T> = std::result::Result<T, Refusal>;
+
+fn refuse(code: &'static str, message: impl Into<String>) -> Refusal {
+    let status = match code {
+        "RESOURCE_DOES_NOT_EXIST" | "ENDPOINT_NOT_FOUND" => StatusCode::NOT_FOUND,
+        "PERMISSION_DENIED" => StatusCode::FORBIDDEN,
+        _ => StatusCode::BAD_REQUEST,
+    };
+    Refusal { status, code, message: message.into() }
+}
+
+fn invalid(message: impl Into<String>) -> Refusal {
+    refuse("INVALID_PARAMETER_VALUE", message)
+}
+
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        let (status, message) = error.in_short();
+        match status {
+            StatusCode::NOT_FOUND => refuse("RESOURCE_DOES_NOT_EXIST", message),
+            StatusCode::FORBIDDEN => refuse("PERMISSION_DENIED", message),
+            StatusCode::SERVICE_UNAVAILABLE => Self { status, code: "TEMPORARILY_UNAVAILABLE", message },
+            status if status.is_server_error() => Self { status, code: "INTERNAL_ERROR", message },
+            _ => invalid(message),
+        }
+    }
+}
+
+impl From<StoreError> for Refusal {
+    fn from(error: StoreError) -> Self {
+        Error::from(error).into()
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        let Refusal { status, code, message } = self;
+        (status, Json(json!({"error_code": code, "message": message}))).into_response()
+    }
+}
+
+/// What a request asks for: the fields of its body or of its query.
+struct Asked(Map<String, Value>);
+
+impl Asked {
+    async fn of(request: Request) -> Result<Self> {
+        if request.method() == Method::GET {
+            let pairs = Query::<Vec<(String, String)>>::try_from_uri(request.uri());
+            let Query(pairs) = pairs.map_err(|error| invalid(error.body_text()))?;
+            return Ok(Self(pairs.into_iter().map(|(key, value)| (key, Value::String(value))).collect()));
+        }
+        let bytes = Bytes::from_request(request, &()).await;
+        let bytes = bytes.map_err(|error| refuse("BAD_REQUEST", error.body_text()))?;
+        let body = serde_json::from_slice(if bytes.is_empty() { &b"{}"[..] } else { &bytes[..] });
+        Ok(Self(body.map_err(|error| refuse("BAD_REQUEST", format!("the body is no JSON object: {error}")))?))
+    }
+
+    fn text(&self, key: &str) -> Option<&str> {
+        self.0.get(key).and_then(Value::as_str).filter(|text| !text.is_empty())
+    }
+
+    fn required(&self, key: &str) -> Result<&str> {
+        self.text(key).ok_or_else(|| {
+            let about = "See the API docs for more information about request parameters.";
+            invalid(format!("Missing value for required parameter '{key}'. {about}"))
+        })
+    }
+
+    fn list(&self, key: &str) -> Result<Vec<Asked>> {
+        let Some(list) = self.0.get(key) else { return Ok(Vec::new()) };
+        let objects = list.as_array().and_then(|list| {
+            list.iter().map(|one| one.as_object().cloned().map(Asked)).collect::<Option<Vec<_>>>()
+        });
+        objects.ok_or_else(|| {
+            invalid(format!("Invalid value for parameter '{key}': it must be a list of objects"))
+        })
+    }
+
+    fn texts(&self, key: &str) -> Vec<&str> {
+        let list = self.0.get(key).and_then(Value::as_array);
+        list.map(|list| list.iter().filter_map(Value::as_str).collect()).unwrap_or_default()
+    }
+
+    /// A whole number; protobuf's JSON has long ones as text.
+    fn whole(&self, key: &str) -> Option<i64> {
+        let value = self.0.get(key)?;
+        value.as_i64().or_else(|| value.as_str()?.parse().ok())
+    }
+}
+
+/// What the calls need.
+struct Parts {
+    runs: Arc<Runs>,
+    scheduler: Arc<Scheduler>,
+    auth: Arc<Auth>,
+    metrics: Arc<metrics::Metrics>,
+    deleted_jobs: Arc<DeletedJobs>,
+    caller: Caller,
+}
+
+/// Every call below [`PREFIX`].
+#[expect(clippy::too_many_arguments, reason = "what a handler needs, it extracts")]
+pub(crate) async fn call(
+    State(runs): State<Arc<Runs>>,
+    State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
+    State(metrics): State<Arc<metrics::Metrics>>,
+    State(deleted_jobs): State<Arc<DeletedJobs>>,
+    Extension(caller): Extension<Caller>,
+    OriginalUri(uri): OriginalUri,
+    request: Request,
+) -> Response {
+    let parts = Parts { runs, scheduler, auth, metrics, deleted_jobs, caller };
+    let method = request.method().clone();
+    let name = uri.path().strip_prefix(PREFIX).unwrap_or_default().to_owned();
+    let asked = match Asked::of(request).await {
+        Ok(asked) => asked,
+        Err(refusal) => return refusal.into_response(),
+    };
+    let done = to_the_end(async move { Ok(parts.answer(&method, &name, &asked).await) }).await;
+    match done.map_err(Refusal::from).flatten() {
+        Ok(answer) => Json(answer).into_response(),
+        Err(refusal) => refusal.into_response(),
+    }
+}
+
+impl Parts {
+    async fn answer(&self, method: &Method, name: &str, asked: &Asked) -> Result<Value> {
+        let nothing = json!({});
+        Ok(match (method.as_str(), name) {
+            ("POST", "experiments/create") => self.create_experiment(asked).await?,
+            ("GET", "experiments/get") => {
+                json!({"experiment": experiment(&project(asked.required("experiment_id")?)?)})
+            }
+            ("GET", "experiments/get-by-name") => self.experiment_by_name(asked).await?,
+            ("POST" | "GET", "experiments/search") | ("GET", "experiments/list") => {
+                let all = self.projects().await?;
+                json!({"experiments": all.iter().map(|name| experiment(name)).collect::<Vec<_>>()})
+            }
+            ("POST", "runs/create") => self.create_run(asked).await?,
+            ("GET", "runs/get") => json!({"run": run(&self.seen(asked).await?)}),
+            ("POST", "runs/update") => self.update_run(asked).await?,
+            ("POST", "runs/delete") => {
+                self.delete_run(asked).await?;
+                nothing
+            }
+            ("POST", "runs/search") => self.search_runs(asked).await?,
+            ("POST", "runs/log-metric") => {
+                let one = Asked(asked.0.clone());
+                self.log(asked, &[one], RunChange::default()).await?;
+                nothing
+            }
+            ("POST", "runs/log-parameter") => {
+                let params = BTreeMap::from([pair(asked, "Param", PARAM_CHARS)?]);
+                self.tell(asked, RunChange { params, ..RunChange::default() }).await?;
+                nothing
+            }
+            ("POST", "runs/log-batch") => {
+                self.log_batch(asked).await?;
+                nothing
+            }
+            ("POST", "runs/set-tag") => {
+                let (key, value) = pair(asked, "Tag", TAG_CHARS)?;
+                let values = BTreeMap::from([(key, Some(value))]);
+                self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
+                nothing
+            }
+            ("POST", "runs/delete-tag") => {
+                let values = BTreeMap::from([(asked.required("key")?.to_owned(), None)]);
+                self.tell(asked, RunChange { values, ..RunChange::default() }).await?;
+                nothing
+            }
+            // Which data a run has read is not kept.
+            ("POST", "runs/log-inputs") => {
+                self.tell(asked, RunChange::default()).await?;
+                nothing
+            }
+            ("GET", "metrics/get-history") => self.history(asked).await?,
+            ("GET", "artifacts/list") => {
+                json!({"root_uri": artifacts(&self.seen(asked).await?), "files": []})
+            }
+            _ => {
+                let detail = format!(
+                    "Lockstep has no call {method} {:?} of MLflow's: it takes experiments, runs, parameters, metrics and tags, and \
+                     no artifacts, models or traces",
+                    shortened(name)
+                );
+                return Err(refuse("ENDPOINT_NOT_FOUND", detail));
+            }
+        })
+    }
+
+    /// Projects with a job that the caller sees, and the one that is always there.
+    async fn projects(&self) -> Result<Vec<String>> {
+        let rows = self.scheduler.store.projects(self.caller.sees_as().as_deref()).await?;
+        let mut names: Vec<String> = rows.into_iter().map(|row| row.name).collect();
+        if !names.iter().any(|name| name == DEFAULT_PROJECT) {
+            names.push(DEFAULT_PROJECT.into());
+        }
+        Ok(names)
+    }
+
+    async fn create_experiment(&self, asked: &Asked) -> Result<Value> {
+        let name = asked.required("name")?;
+        let project = project(name)?;
+        if self.projects().await?.contains(&project) {
+            return Err(refuse(
+                "RESOURCE_ALREADY_EXISTS",
+                format!("Experiment(name={name}) already exists."),
+            ));
+        }
+        // A project is there as soon as a run is in it.
+        Ok(json!({"experiment_id": id_of(&project)}))
+    }
+
+    async fn experiment_by_name(&self, asked: &Asked) -> Result<Value> {
+        let name = asked.required("experiment_name")?;
+        let project = project(name)?;
+        if !self.projects().await?.contains(&project) {
+            let detail = format!("Could not find experiment with name '{name}'");
+            return Err(refuse("RESOURCE_DOES_NOT_EXIST", detail));
+        }
+        Ok(json!({"experiment": experiment(&project)}))
+    }
+
+    async fn create_run(&self, asked: &Asked) -> Result<Value> {
+        let mut values = BTreeMap::new();
+        for tag in asked.list("tags")? {
+            values.extend([pair(&tag, "Tag", TAG_CHARS)?]);
+        }
+        let name = asked.text("run_name").map(str::to_owned).or_else(|| values.get(RUN_NAME).cloned());
+        let name: String = name.unwrap_or_else(|| "run".into()).chars().take(NAME_CHARS).collect();
+        values.insert(RUN_NAME.into(), name.clone());
+        let experiment = asked.text("experiment_id").unwrap_or(DEFAULT_ID);
+        let new = NewRun { name, project: Some(project(experiment)?), values, ..NewRun::default() };
+        let (_, job) = begin(&self.runs, &self.auth, &self.caller, new).await?;
+        Ok(json!({"run": run(&job)}))
+    }
+
+    /// The run that a request names.
+    async fn seen(&self, asked: &Asked) -> Result<Job> {
+        let id = match asked.text("run_id") {
+            Some(id) => id,
+            None => asked.text("run_uuid").map_or_else(|| asked.required("run_id"), Ok)?,
+        };
+        let none = || refuse("RESOURCE_DOES_NOT_EXIST", format!("Run with id={} not found", shortened(id)));
+        match jobs::seen(&self.scheduler, &self.caller, id).await {
+            Ok(job) if job.external.is_some() => Ok(job),
+            Ok(_) | Err(Error::NotFound(_)) => Err(none()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The same, if the caller may change it.
+    async fn own(&self, asked: &Asked) -> Result<Job> {
+        let job = self.seen(asked).await?;
+        if self.auth.may_change(&self.caller, job.owner.as_deref()) {
+            return Ok(job);
+        }
+        Err(refuse("PERMISSION_DENIED", "this run is somebody else's: only its owner and admins change it"))
+    }
+
+    async fn tell(&self, asked: &Asked, change: RunChange) -> Result<Job> {
+        let job = self.own(asked).await?;
+        Ok(self.runs.tell(&job.id, change).await?)
+    }
+
+    async fn update_run(&self, asked: &Asked) -> Result<Value> {
+        let state = match asked.text("status") {
+            None => None,
+            Some("RUNNING" | "SCHEDULED") => Some(JobState::Running),
+            Some("FINISHED") => Some(JobState::Succeeded),
+            Some("FAILED") => Some(JobState::Failed),
+            Some("KILLED") => Some(JobState::Cancelled),
+            Some(other) => return Err(invalid(format!("Invalid value {other:?} for parameter 'status'"))),
+        };
+        let name = asked.text("run_name").map(|name| (RUN_NAME.to_owned(), Some(name.to_owned())));
+        let change = RunChange { state, values: name.into_iter().collect(), ..RunChange::default() };
+        Ok(json!({"run_info": info(&self.tell(asked, change).await?)}))
+    }
+
+    /// MLflow keeps deleted runs for a while; here they are gone.
+    async fn delete_run(&self, asked: &Asked) -> Result<()> {
+        let job = self.own(asked).await?;
+        if !job.state.is_final() {
+            let change = RunChange { state: Some(JobState::Cancelled), ..RunChange::default() };
+            self.runs.tell(&job.id, change).await?;
+        }
+        Ok(jobs::remove(&self.scheduler, &self.auth, &self.deleted_jobs, &job.id).await?)
+    }
+
+    async fn search_runs(&self, asked: &Asked) -> Result<Value> {
+        if asked.text("filter").is_some() {
+            let detail = "Lockstep's runs/search takes no filter: leave it out and choose among the runs, or ask GET /api/v1/jobs";
+            return Err(invalid(detail));
+        }
+        let (sort, descending) = match asked.texts("order_by")[..] {
+            [] => ("-created", true),
+            [by] => {
+                match by.to_lowercase().replace(['`', '"'], "").split_whitespace().collect::<Vec<_>>()[..] {
+                    ["attributes.start_time" | "attribute.start_time" | "start_time", "desc"] => {
+                        ("-created", true)
+                    }
+                    ["attributes.start_time" | "attribute.start_time" | "start_time"]
+                    | ["attributes.start_time" | "attribute.start_time" | "start_time", "asc"] => {
+                        ("created", false)
+                    }
+                    _ => return Err(invalid("Lockstep's runs/search orders by attributes.start_time only")),
+                }
+            }
+            _ => return Err(invalid("Lockstep's runs/search orders by attributes.start_time only")),
+        };
+        let wanted = asked.texts("experiment_ids").into_iter().map(project).collect::<Result<Vec<_>>>()?;
+        let pages = Pages::new("mlflow runs", sort);
+        let max = asked.whole("max_results").and_then(|max| u32::try_from(max).ok()).unwrap_or(PAGE_RUNS);
+        let filter = JobFilter {
+            seen_by: self.caller.sees_as(),
+            // Of several projects, those that were not asked for are left out below.
+            project: if let [one] = &wanted[..] { Some(one.clone()) } else { None },
+            sort: JobSort { by: SortBy::Created, descending },
+            limit: max.clamp(1, PAGE_RUNS),
+            cursor: pages.read(asked.text("page_token"))?,
+            ..JobFilter::default()
+        };
+        if wanted.is_empty() || asked.text("run_view_type") == Some("DELETED_ONLY") {
+            return Ok(json!({"runs": []}));
+        }
+        let page = self.scheduler.store.jobs(&filter).await?;
+        let is_wanted = |job: &&Job| job.external.is_some() && wanted.contains(&job.project);
+        let mut answer = json!({"runs": page.jobs.iter().filter(is_wanted).map(run).collect::<Vec<_>>()});
+        if let Some(next) = &page.next {
+            answer["next_page_token"] = pages.cursor(next)?.into();
+        }
+        Ok(answer)
+    }
+
+    async fn log_batch(&self, asked: &Asked) -> Result<()> {
+        let (metrics, params, tags) = (asked.list("metrics")?, asked.list("params")?, asked.list("tags")?);
+        let limits = [
+            ("metrics", metrics.len(), BATCH_METRICS),
+            ("params", params.len(), BATCH_PARAMS),
+            ("tags", tags.len(), BATCH_TAGS),
+        ];
+        for (what, length, limit) in limits {
+            if length > limit {
+                return Err(invalid(format!(
+                    "A batch logging request can contain at most {limit} {what}. Got {length} {what}. Please split up {what} across \
+                     multiple requests and try again."
+                )));
+            }
+        }
+        let mut change = RunChange::default();
+        for param in &params {
+            let (key, value) = pair(param, "Param", PARAM_CHARS)?;
+            let detail = || invalid(format!("Duplicate parameter keys have been submitted: ['{key}']"));
+            if change.params.get(&key).is_some_and(|before| *before != value) {
+                return Err(detail());
+            }
+            change.params.insert(key, value);
+        }
+        for tag in &tags {
+            let (key, value) = pair(tag, "Tag", TAG_CHARS)?;
+            change.values.insert(key, Some(value));
+        }
+        self.log(asked, &metrics, change).await
+    }
+
+    /// Adds points behind those that are stored.
+    async fn log(&self, asked: &Asked, metrics: &[Asked], change: RunChange) -> Result<()> {
+        let job = self.own(asked).await?;
+        let (mut points, mut newest) = (Vec::with_capacity(metrics.len()), None::<i64>);
+        for metric in metrics {
+            let key = metric.required("key")?;
+            if let Some(mistake) = name_mistake(key) {
+                return Err(invalid(mistake));
+            }
+            let value = metric.0.get("value").and_then(number).ok_or_else(|| {
+                invalid(format!("Got invalid value for metric '{key}'. Please specify value as a valid double (64-bit floating point)"))
+            })?;
+            let step = metric.whole("step").unwrap_or(0);
+            // Steps below 0 are rare, and no chart has them.
+            let step = u64::try_from(step).ok().filter(|step| *step <= LAST_STEP);
+            let step =
+                step.ok_or_else(|| invalid(format!("metric '{key}': a step must be 0 to {LAST_STEP}")))?;
+            points.push((key, step, value));
+            newest = newest.max(metric.whole("timestamp"));
+        }
+        let columns: Vec<MetricColumn> = columns(points.into_iter());
+        let now = crate::now();
+        let at =
+            newest.and_then(|at| jiff::Timestamp::from_millisecond(at).ok()).map_or(now, |at| at.min(now));
+        let records = Records { job: job.id, first: None, count: metrics.len() as u64, at };
+        self.runs.log(records, move |_| columns.clone(), change).await?;
+        Ok(())
+    }
+
+    async fn history(&self, asked: &Asked) -> Result<Value> {
+        let job = self.seen(asked).await?;
+        let key = asked.required("metric_key")?;
+        let from = asked.text("page_token").map(str::parse::<u64>).transpose();
+        let from = from.map_err(|_| invalid("page_token must be that of the page before"))?;
+        let filter = MetricFilter { name: Some(key.to_owned()), from, ..MetricFilter::default() };
+        // Every point.
+        let found = query::find(&self.metrics, &job, &filter, 1 << 40).await?;
+        let points: Vec<_> = found.series.into_values().flatten().collect();
+        let max = asked.whole("max_results").and_then(|max| usize::try_from(max).ok()).unwrap_or(PAGE_POINTS);
+        let (page, rest) = points.split_at(max.clamp(1, PAGE_POINTS).min(points.len()));
+        let values = page.iter().map(|point| {
+            let value = if point.finite > 0 { exact(point.min) } else { json!("NaN") };
+            metric(key, &value, point.step, &job)
+        });
+        let mut answer = json!({"metrics": values.collect::<Vec<_>>()});
+        if let Some(next) = rest.first() {
+            answer["next_page_token"] = next.step.to_string().into();
+        }
+        Ok(answer)
+    }
+}
+
+/// A number as JSON that reads as it was written: 0.1 stays 0.1.
+fn exact(value: f32) -> Value {
+    value.to_string().parse::<f64>().unwrap_or_else(|_| value.into()).into()
+}
+
+/// A key and its value, within MLflow's limits.
+fn pair(asked: &Asked, what: &str, limit: usize) -> Result<(String, String)> {
+    let (key, value) = (asked.required("key")?, asked.text("value").unwrap_or_default());
+    for (part, text, limit) in [("key", key, KEY_CHARS), ("value", value, limit)] {
+        let chars = text.chars().count();
+        if chars > limit {
+            let shown = shortened(text);
+            return Err(invalid(format!(
+                "{what} {part} '{shown}' had length {chars}, which exceeded length limit of {limit}"
+            )));
+        }
+    }
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// The project of an experiment's id or name, which are the same but for the first experiment's.
+fn project(experiment: &str) -> Result<String> {
+    if [DEFAULT_ID, DEFAULT_NAME].contains(&experiment) {
+        return Ok(DEFAULT_PROJECT.into());
+    }
+    match labels::project_mistake(experiment) {
+        None => Ok(experiment.to_owned()),
+        Some(mistake) => Err(invalid(format!(
+            "Invalid experiment name: {:?}. An experiment is a project of Lockstep, whose name {mistake}",
+            shortened(experiment)
+        ))),
+    }
+}
+
+fn id_of(project: &str) -> &str {
+    if project == DEFAULT_PROJECT { DEFAULT_ID } else { project }
+}
+
+fn experiment(project: &str) -> Value {
+    let name = if project == DEFAULT_PROJECT { DEFAULT_NAME } else { project };
+    json!({"experiment_id": id_of(project), "name": name, "lifecycle_stage": "active", "artifact_location": "lockstep-artifacts:/"})
+}
+
+/// Where a run's artifacts would be. No client of MLflow's knows such a place, so it refuses to upload any.
+fn artifacts(job: &Job) -> String {
+    format!("lockstep-artifacts:/{}", job.id)
+}
+
+fn info(job: &Job) -> Value {
+    let name = job.external.as_ref().and_then(|external| external.values.get(RUN_NAME)).unwrap_or(&job.name);
+    let status = match job.state {
+        JobState::Succeeded => "FINISHED",
+        JobState::Failed => "FAILED",
+        JobState::Cancelled => "KILLED",
+        _ => "RUNNING",
+    };
+    let mut info = json!({
+        "run_id": job.id, "run_uuid": job.id, "run_name": name, "experiment_id": id_of(&job.project), "status": status,
+        "user_id": job.owner.as_deref().unwrap_or_default(), "start_time": job.created_at.as_millisecond(),
+        "artifact_uri": artifacts(job), "lifecycle_stage": "active",
+    });
+    if let Some(at) = job.finished_at {
+        info["end_time"] = at.as_millisecond().into();
+    }
+    info
+}
+
+/// A point. When each was measured is not kept, so all have the run's start.
+fn metric(key: &str, value: &Value, step: u64, job: &Job) -> Value {
+    json!({"key": key, "value": value, "step": step, "timestamp": job.created_at.as_millisecond()})
+}
+
+fn run(job: &Job) -> Value {
+    let LastValues { loss, accuracy, lr, val_loss, val_accuracy, val_pictures: _, others } = &job.last;
+    let named = [
+        ("loss", loss),
+        ("accuracy", accuracy),
+        ("lr", lr),
+        ("val_loss", val_loss),
+        ("val_accuracy", val_accuracy),
+    ];
+    let named = named.into_iter().filter_map(|(name, value)| Some((name, (*value)?)));
+    let others = others.iter().map(|(name, value)| (name.as_str(), *value));
+    let metrics: Vec<_> =
+        named.chain(others).map(|(key, value)| metric(key, &value.into(), job.step, job)).collect();
+    let of_no_program = External::default();
+    let external = job.external.as_ref().unwrap_or(&of_no_program);
+    let params: Vec<_> =
+        external.config.iter().map(|(key, value)| json!({"key": key, "value": text_of(value)})).collect();
+    let tags: Vec<_> =
+        external.values.iter().map(|(key, value)| json!({"key": key, "value": value})).collect();
+    json!({"info": info(job), "data": {"metrics": metrics, "params": params, "tags": tags}, "inputs": {}})
+}

@@ -1,0 +1,395 @@
+//! Runs from elsewhere: jobs that other programs train, made, told of and logged by those. Everything else about them is a job's.
+
+pub(crate) mod mlflow;
+
+use crate::{
+    api::to_the_end,
+    auth::{Auth, access::Caller},
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Body, Path},
+    },
+    ingest::runs::{Logged, Runs},
+    lifecycle::external::RunChange,
+    store::{Annotation, NewJob, Records},
+};
+use axum::{
+    Extension, Json,
+    extract::State,
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    job::{External, Job, JobId, JobState},
+    labels,
+    limits::{RUN_CONFIG_BYTES, RUN_ID_CHARS, RUN_VALUES},
+    metric::{MetricColumn, name_mistake},
+    spec::{JobSpec, SpecError},
+    unseen::first_unseen,
+};
+use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
+use serde_json::{Map, Value};
+use std::{collections::BTreeMap, sync::Arc};
+use utoipa::ToSchema;
+
+/// Length of a run's name, in characters, as of a job's.
+const NAME_CHARS: usize = 200;
+/// The largest step: 2^53 - 1, what programs that read JSON count exactly.
+const LAST_STEP: u64 = (1 << 53) - 1;
+
+/// A run that a program trains.
+#[derive(Debug, Clone, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewRun {
+    /// An id that the program chooses: 1 to 64 characters, each a letter, a digit, `-` or `_`. A run with this id continues. Where
+    /// people sign in, everybody has ids of their own.
+    id: Option<String>,
+    /// 1 to 200 characters.
+    name: String,
+    /// `default` when absent.
+    project: Option<String>,
+    /// Settings: at most 64 kB of JSON.
+    #[schema(value_type = Option<Object>)]
+    config: Option<Map<String, Value>>,
+    /// As of a job.
+    tags: Option<Vec<String>>,
+    /// As of a job.
+    notes: Option<String>,
+    /// Only the owner and admins see the run.
+    private: Option<bool>,
+    /// From MLflow's wire alone.
+    #[serde(skip)]
+    values: BTreeMap<String, String>,
+}
+
+impl NewRun {
+    fn mistakes(&self) -> Vec<SpecError> {
+        let mut all = Vec::new();
+        let mut mistake =
+            |pointer: &str, detail: String| all.push(SpecError { pointer: pointer.into(), detail });
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_".contains(c);
+        if let Some(id) = &self.id
+            && !((1..=RUN_ID_CHARS).contains(&id.len()) && id.chars().all(is_plain))
+        {
+            let detail = format!(
+                "must have 1 to {RUN_ID_CHARS} characters, each a letter (a to z, A to Z), a digit, '-' or '_'"
+            );
+            mistake("/id", detail);
+        }
+        if !(1..=NAME_CHARS).contains(&self.name.chars().count()) || first_unseen(&self.name).is_some() {
+            mistake("/name", format!("must have 1 to {NAME_CHARS} characters, and no invisible ones"));
+        }
+        if let Some(detail) = self.project.as_deref().and_then(labels::project_mistake) {
+            mistake("/project", detail);
+        }
+        if let Some(detail) = self.tags.as_deref().and_then(labels::tags_mistake) {
+            mistake("/tags", detail);
+        }
+        if let Some(detail) = self.notes.as_deref().and_then(labels::notes_mistake) {
+            mistake("/notes", detail);
+        }
+        let bytes = |part: serde_json::Result<String>| part.map_or(usize::MAX, |text| text.len());
+        for (pointer, bytes) in [
+            ("/config", bytes(serde_json::to_string(&self.config))),
+            ("/tags", bytes(serde_json::to_string(&self.values))),
+        ] {
+            if bytes > RUN_CONFIG_BYTES {
+                mistake(pointer, format!("has {bytes} bytes as JSON; at most {RUN_CONFIG_BYTES} are kept"));
+            }
+        }
+        all
+    }
+}
+
+/// Start a run that another program trains
+///
+/// The run is a job that takes no slots and is shown like others. With the id of a run that there is, that run continues.
+#[utoipa::path(post, path = "/runs", tag = "runs", request_body = NewRun,
+    responses((status = 201, body = Job, headers(("Location" = String))), (status = 200, body = Job, description = "The run was there, and continues"),
+        (status = 404, body = Problem), (status = 409, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(runs): State<Arc<Runs>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Body(new, _): Body<NewRun>,
+) -> Result<Response> {
+    let (status, job) = to_the_end(async move { begin(&runs, &auth, &caller, new).await }).await?;
+    Ok((status, [(header::LOCATION, format!("/api/v1/jobs/{}", job.id))], Json(job)).into_response())
+}
+
+async fn begin(runs: &Runs, auth: &Auth, caller: &Caller, new: NewRun) -> Result<(StatusCode, Job)> {
+    let mistakes = new.mistakes();
+    if !mistakes.is_empty() {
+        return Err(Error::Invalid(mistakes));
+    }
+    let config = new.config.unwrap_or_default();
+    let id = new.id.as_deref().map_or_else(JobId::generate, |id| auth.run_id(caller, id));
+    let is_own = new.id.as_deref() == Some(id.as_str());
+    if new.id.is_some()
+        && let Some(job) = continued(runs, auth, caller, &id, is_own, &config).await?
+    {
+        return Ok((StatusCode::OK, job));
+    }
+    if is_own {
+        return Err(Error::NotFound(
+            "no job has this id; ids of this form are chosen by the server: choose another, or leave it out"
+                .into(),
+        ));
+    }
+    let spec = JobSpec {
+        name: new.name,
+        project: new.project.unwrap_or_else(|| labels::DEFAULT_PROJECT.into()),
+        private: new.private.unwrap_or(false),
+        ..JobSpec::default()
+    };
+    let tags = labels::tidy_tags(&new.tags.unwrap_or_default());
+    let external = External { id: new.id, config: config.clone(), summary: Map::new(), values: new.values };
+    let job = NewJob {
+        id: id.clone(),
+        spec,
+        annotation: Annotation { notes: new.notes.unwrap_or_default(), tags },
+        at: crate::now(),
+        idempotency: None,
+        fork: None,
+        owner: caller.owner().map(str::to_owned),
+        external: Some(external),
+    };
+    if let Some(job) = runs.create(job).await? {
+        return Ok((StatusCode::CREATED, job));
+    }
+    // Another request with the id was quicker.
+    match continued(runs, auth, caller, &id, is_own, &config).await? {
+        Some(job) => Ok((StatusCode::OK, job)),
+        None => {
+            Err(Error::Unavailable("the run that had this id is being deleted; try again in a moment".into()))
+        }
+    }
+}
+
+/// Continues a run, if there is one of this id. `is_own`: the request names it by the job's own id.
+async fn continued(
+    runs: &Runs,
+    auth: &Auth,
+    caller: &Caller,
+    id: &JobId,
+    is_own: bool,
+    config: &Map<String, Value>,
+) -> Result<Option<Job>> {
+    let Some(owned) = auth.store.owned_job(id).await? else { return Ok(None) };
+    if !caller.sees(owned.private, owned.owner.as_deref()) {
+        let taken =
+            || Error::Conflict("a private run of somebody else has this id: choose another".into(), None);
+        return if is_own { Ok(None) } else { Err(taken()) };
+    }
+    if !auth.may_change(caller, owned.owner.as_deref()) {
+        return Err(Error::Forbidden(
+            "this run is somebody else's: only its owner and admins change it".into(),
+        ));
+    }
+    let change = RunChange { config: config.clone(), state: Some(JobState::Running), ..RunChange::default() };
+    Ok(Some(runs.tell(id, change).await?))
+}
+
+/// A number, or one that JSON does not have.
+#[derive(Debug, Clone, Copy)]
+struct Number(f64);
+
+impl<'de> Deserialize<'de> for Number {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        number(&Value::deserialize(from)?).map(Self).ok_or_else(|| {
+            D::Error::custom("a value must be a number, \"NaN\", \"Infinity\" or \"-Infinity\"")
+        })
+    }
+}
+
+/// A number as it is in JSON, as text where JSON does not have it.
+fn number(value: &Value) -> Option<f64> {
+    match value {
+        Value::Number(number) => number.as_f64(),
+        Value::String(text) => match text.as_str() {
+            "NaN" => Some(f64::NAN),
+            "Infinity" => Some(f64::INFINITY),
+            "-Infinity" => Some(f64::NEG_INFINITY),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// What was measured at one step.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    /// From 0. Steps may repeat and go back.
+    step: u64,
+    /// When it was measured, in milliseconds since 1970; now when absent.
+    at: Option<i64>,
+    /// Numbers by the names of metrics. `"NaN"`, `"Infinity"` and `"-Infinity"` stand for what is not finite.
+    #[schema(value_type = Object)]
+    values: BTreeMap<String, Number>,
+}
+
+/// Records of a run, numbered without a gap.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewRecords {
+    /// The number of the first. The run's first record has number 1.
+    #[schema(minimum = 1)]
+    first: u64,
+    /// With at most 10000 values together.
+    records: Vec<Record>,
+}
+
+/// How far a run is stored.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct RecordsStored {
+    /// The number of the last record that is stored; 0 for none.
+    acknowledged: u64,
+}
+
+impl NewRecords {
+    fn mistakes(&self) -> Vec<SpecError> {
+        let mut all = Vec::new();
+        let mut mistake = |pointer: String, detail: String| all.push(SpecError { pointer, detail });
+        if !(1..=LAST_STEP).contains(&self.first) {
+            mistake(
+                "/first".into(),
+                "must be 1 for the run's first record, and larger for later ones".into(),
+            );
+        }
+        let values: usize = self.records.iter().map(|record| record.values.len()).sum();
+        if values > RUN_VALUES {
+            let detail = format!("have {values} values; send at most {RUN_VALUES} in one request");
+            mistake("/records".into(), detail);
+        }
+        for (place, record) in self.records.iter().enumerate() {
+            if record.step > LAST_STEP {
+                mistake(format!("/records/{place}/step"), format!("must be at most {LAST_STEP}"));
+            }
+            if let Some(detail) = record.values.keys().find_map(|name| name_mistake(name)) {
+                mistake(format!("/records/{place}/values"), detail);
+                break;
+            }
+        }
+        all
+    }
+
+    /// When the last was measured, as far as that may be.
+    fn at(&self) -> Timestamp {
+        let now = crate::now();
+        let at = self.records.iter().filter_map(|record| record.at).max();
+        at.and_then(|at| Timestamp::from_millisecond(at).ok()).map_or(now, |at| at.min(now))
+    }
+}
+
+/// The points of records as columns, each in the order of the records.
+fn columns<'a>(points: impl Iterator<Item = (&'a str, u64, f64)>) -> Vec<MetricColumn> {
+    let mut columns: BTreeMap<&str, (Vec<u64>, Vec<f32>)> = BTreeMap::new();
+    for (name, step, value) in points {
+        let (steps, values) = columns.entry(name).or_default();
+        steps.push(step);
+        values.push(value as f32);
+    }
+    let column = |(name, (steps, values)): (&str, _)| MetricColumn { name: name.to_owned(), steps, values };
+    columns.into_iter().map(column).collect()
+}
+
+/// Log what a run has measured
+///
+/// A record that is stored already is passed over, so the same request may be sent again. Of values that are logged for the same step
+/// of a metric, charts show the last.
+#[utoipa::path(post, path = "/runs/{id}/records", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
+    request_body = NewRecords, responses((status = 200, body = RecordsStored), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "Records before these are missing; `expected` has the number of the next. Or the job is none of a program's"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn log(
+    State(runs): State<Arc<Runs>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Body(new, _): Body<NewRecords>,
+) -> Result<Json<RecordsStored>> {
+    let mistakes = new.mistakes();
+    if !mistakes.is_empty() {
+        return Err(Error::Invalid(mistakes));
+    }
+    let (first, count, at) = (new.first, new.records.len() as u64, new.at());
+    let records = Records { job: auth.run_id(&caller, &id), first: Some(first), count, at };
+    let columns_of = move |known: u64| {
+        let new = new.records.iter().skip(usize::try_from(known).unwrap_or(usize::MAX));
+        columns(new.flat_map(|record| {
+            record.values.iter().map(move |(name, value)| (name.as_str(), record.step, value.0))
+        }))
+    };
+    let logged = to_the_end(async move { Ok(runs.log(records, columns_of, RunChange::default()).await?) });
+    match logged.await? {
+        Logged::Stored(acknowledged) => Ok(Json(RecordsStored { acknowledged })),
+        Logged::Gap(expected) => Err(Error::Gap(
+            format!(
+                "record {first} does not follow those that are stored; send again from number {expected}"
+            ),
+            expected,
+        )),
+    }
+}
+
+/// The states that a program gives its run.
+#[derive(Debug, Clone, Copy, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum RunState {
+    Running,
+    Succeeded,
+    Failed,
+    Cancelled,
+}
+
+impl From<RunState> for JobState {
+    fn from(state: RunState) -> Self {
+        match state {
+            RunState::Running => JobState::Running,
+            RunState::Succeeded => JobState::Succeeded,
+            RunState::Failed => JobState::Failed,
+            RunState::Cancelled => JobState::Cancelled,
+        }
+    }
+}
+
+/// What is new of a run; what is absent stays.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RunNews {
+    /// Settings, which take the place of those with the same names.
+    #[schema(value_type = Option<Object>)]
+    config: Option<Map<String, Value>>,
+    /// Results, likewise; at most 64 kB of JSON.
+    #[schema(value_type = Option<Object>)]
+    summary: Option<Map<String, Value>>,
+    state: Option<RunState>,
+    /// Why it failed or was cancelled, for people.
+    reason: Option<String>,
+}
+
+/// Tell how a run goes
+///
+/// Also with nothing new: a run that is silent for ten minutes (`lockstep serve --run-silence`) counts as failed, until it sends again.
+#[utoipa::path(patch, path = "/runs/{id}", tag = "runs", params(("id" = String, Path, description = "The job's, or the one that the program chose")),
+    request_body = RunNews, responses((status = 200, body = Job), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "It is none of a program's, or its settings or results are too long")))]
+pub(crate) async fn change(
+    State(runs): State<Arc<Runs>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(id): Path<String>,
+    Body(news, _): Body<RunNews>,
+) -> Result<Json<Job>> {
+    let change = RunChange {
+        config: news.config.unwrap_or_default(),
+        summary: news.summary.unwrap_or_default(),
+        state: news.state.map(JobState::from),
+        reason: news.reason,
+        ..RunChange::default()
+    };
+    let id = auth.run_id(&caller, &id);
+    Ok(Json(to_the_end(async move { Ok(runs.tell(&id, change).await?) }).await?))
+}

@@ -1,0 +1,196 @@
+//! Runs from elsewhere: jobs that another program trains and tells the server about. They take no slots. They have one attempt of one
+//! rank, to which their points belong, and no fencing token: whoever may change the job may write.
+
+use super::{JobRow, Refused, go, refused, reports::note, state_event};
+use jiff::Timestamp;
+use lockstep_protocol::{
+    job::{External, JobState},
+    limits::{RUN_CONFIG_BYTES, RUN_METRICS},
+    metric::MetricColumn,
+    reason::{Facts, Reason, ReasonCode},
+    stream::EventBody,
+};
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+
+/// The only attempt.
+pub const ATTEMPT: u32 = 1;
+/// The only rank.
+pub const RANK: u32 = 0;
+
+/// What a program changes of its run, all or nothing.
+#[derive(Debug, Clone, Default)]
+pub struct RunChange {
+    /// Settings that take the place of those with the same names.
+    pub config: Map<String, Value>,
+    /// Settings that must not take the place of others.
+    pub params: BTreeMap<String, String>,
+    /// Results, likewise merged.
+    pub summary: Map<String, Value>,
+    /// Tags with values; `None` removes one.
+    pub values: BTreeMap<String, Option<String>>,
+    /// `running` or a final state.
+    pub state: Option<JobState>,
+    /// Why, in the program's words.
+    pub reason: Option<String>,
+    /// Points in the order in which they were measured.
+    pub columns: Vec<MetricColumn>,
+}
+
+/// That a request is about jobs of this server's own ranks, and this one is a run from elsewhere.
+pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
+    let why = || format!("this run is trained by its own program, elsewhere: it cannot be {what} here");
+    row.job.external.as_ref().map_or(Ok(()), |_| Err(refused(row.job.state, why())))
+}
+
+fn own(row: &mut JobRow) -> Result<&mut External, Refused> {
+    let state = row.job.state;
+    row.job.external.as_mut().ok_or_else(|| {
+        refused(
+            state,
+            "ranks of this server train this job: only runs from elsewhere are changed by programs",
+        )
+    })
+}
+
+/// A run was made: it runs at once.
+pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    row.job.attempt = ATTEMPT;
+    run(row, at)
+}
+
+/// Takes what a program tells of its run. A run that had failed because it was silent continues.
+pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    merge(row, change)?;
+    let was_silent = row.job.cause.as_ref().is_some_and(|cause| *cause.code() == ReasonCode::RunSilent);
+    let mut events = match change.state {
+        None if was_silent && row.job.state == JobState::Failed => run(row, at)?,
+        None => Vec::new(),
+        Some(state) if state == row.job.state && !was_silent => Vec::new(),
+        Some(JobState::Running) => run(row, at)?,
+        Some(state) => {
+            run(row, at)?;
+            vec![go(row, state, reason(state, change.reason.as_deref()), None, at)?]
+        }
+    };
+    events.extend(points(row, &change.columns)?);
+    Ok(events)
+}
+
+/// A run that has been silent for so long has failed, as far as anybody knows.
+pub fn silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    if row.job.state != JobState::Running {
+        return Ok(Vec::new());
+    }
+    let facts = Facts { secs: Some(secs), ..Facts::default() };
+    Ok(vec![go(row, JobState::Failed, Some(Reason::new(ReasonCode::RunSilent, facts)), None, at)?])
+}
+
+/// Runs, from whatever state: as if it had been queued and started at once.
+fn run(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
+    if row.job.state == JobState::Running {
+        return Ok(Vec::new());
+    }
+    if row.job.state.is_final() {
+        go(row, JobState::Queued, None, None, at)?;
+    }
+    go(row, JobState::Starting, None, None, at)?;
+    go(row, JobState::Running, None, None, at)?;
+    Ok(vec![state_event(row)])
+}
+
+fn reason(state: JobState, words: Option<&str>) -> Option<Reason> {
+    match (state, words) {
+        (JobState::Succeeded, _) => None,
+        (_, Some(words)) => Some(words.into()),
+        (JobState::Cancelled, None) => Some(ReasonCode::CancelledByUser.into()),
+        (_, None) => Some("its program reported a failure".into()),
+    }
+}
+
+fn merge(row: &mut JobRow, change: &RunChange) -> Result<(), Refused> {
+    let (state, id) = (row.job.state, row.job.id.clone());
+    let external = own(row)?;
+    for (name, value) in &change.params {
+        let before = external.config.get(name).map(text_of);
+        if let Some(before) = before.filter(|before| before != value) {
+            // MLflow's words.
+            let detail = format!(
+                "Changing param values is not allowed. Param with key='{name}' was already logged with value='{before}' for run \
+                 ID='{id}'. Attempted logging new value '{value}'."
+            );
+            return Err(refused(state, detail));
+        }
+        external.config.entry(name.clone()).or_insert_with(|| Value::String(value.clone()));
+    }
+    external.config.extend(change.config.clone());
+    external.summary.extend(change.summary.clone());
+    for (name, value) in &change.values {
+        match value {
+            Some(value) => external.values.insert(name.clone(), value.clone()),
+            None => external.values.remove(name),
+        };
+    }
+    let sizes = [
+        ("settings", serde_json::to_string(&external.config)),
+        ("summary", serde_json::to_string(&external.summary)),
+        ("tags with values", serde_json::to_string(&external.values)),
+    ];
+    for (what, text) in sizes {
+        let bytes = text.map_or(usize::MAX, |text| text.len());
+        if bytes > RUN_CONFIG_BYTES {
+            let detail =
+                format!("the run's {what} would have {bytes} bytes; at most {RUN_CONFIG_BYTES} are kept");
+            return Err(refused(state, detail));
+        }
+    }
+    Ok(())
+}
+
+/// A setting as clients of MLflow see it.
+pub fn text_of(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// The events of points, and what the job shows of them.
+fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
+    let known = &row.job.last.others;
+    let new = columns.iter().filter(|column| !known.contains_key(&column.name)).count();
+    if known.len() + new > RUN_METRICS {
+        let detail = format!("the run would have more than {RUN_METRICS} metrics; log fewer names");
+        return Err(refused(row.job.state, detail));
+    }
+    let attempt = row.job.attempt;
+    let mut events = Vec::with_capacity(columns.len());
+    for column in columns {
+        // A field of `last` that is no metric.
+        if column.name != "val_pictures" {
+            note(row, RANK, column);
+        }
+        let job = &mut row.job;
+        job.step = job.step.max(column.steps.iter().copied().max().unwrap_or(0));
+        // Ranks report these with an evaluation.
+        let newest = column.values.last().copied().filter(|value| value.is_finite());
+        match column.name.as_str() {
+            "val_loss" => job.last.val_loss = newest.map(exact),
+            "val_accuracy" => job.last.val_accuracy = newest.map(exact),
+            _ => {}
+        }
+        events.push(EventBody::Metrics {
+            attempt,
+            rank: RANK,
+            name: column.name.clone(),
+            steps: column.steps.clone(),
+            values: column.values.iter().map(|value| value.is_finite().then_some(*value)).collect(),
+        });
+    }
+    Ok(events)
+}
+
+/// Through text, so that 0.1 stays 0.1.
+fn exact(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or_else(|_| f64::from(value))
+}

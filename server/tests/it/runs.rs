@@ -1,0 +1,303 @@
+//! Runs from elsewhere: by REST, and by MLflow's wire.
+
+mod mlflow;
+
+use crate::test_server::{DEADLINE, TestServer};
+use lockstep_protocol::job::{Job, JobState};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+impl TestServer {
+    async fn patch(&self, path: &str, body: &Value) -> (u16, Value) {
+        self.send(self.http.patch(self.url(&format!("/api/v1{path}"))).json(body)).await
+    }
+
+    /// Logs records that must be stored; answers how many are.
+    async fn log(&self, run: &str, first: u64, records: &Value) -> u64 {
+        let body = json!({"first": first, "records": records});
+        let (status, answer) = self.post(&format!("/runs/{run}/records"), &body).await;
+        assert_eq!(status, 200, "{answer}");
+        answer["acknowledged"].as_u64().unwrap()
+    }
+
+    /// Starts a run.
+    async fn run(&self, body: &Value) -> Job {
+        let (status, job) = self.post("/runs", body).await;
+        assert_eq!(status, 201, "{job}");
+        serde_json::from_value(job).unwrap()
+    }
+
+    async fn csv(&self, run: &str, query: &str) -> Vec<String> {
+        let (status, text) = self.text(&format!("/api/v1/jobs/{run}/metrics.csv{query}")).await;
+        assert_eq!(status, 200, "{text}");
+        text.lines().skip(1).map(str::to_owned).collect()
+    }
+}
+
+fn step(step: u64, values: Value) -> Value {
+    json!({"step": step, "values": values})
+}
+
+#[tokio::test]
+async fn a_run_lives_from_its_start_to_its_deletion() {
+    let server = TestServer::new().await;
+    let new = json!({"id": "my-run_1", "name": "mine", "project": "vision", "config": {"lr": 0.1, "net": {"depth": 3}},
+        "tags": ["a", "b"], "notes": "why"});
+    let run = server.run(&new).await;
+    assert_eq!((run.state, run.attempt, run.ranks), (JobState::Running, 1, 1));
+    assert_eq!(
+        (run.project.as_str(), run.tags.as_slice()),
+        ("vision", ["a".to_owned(), "b".into()].as_slice())
+    );
+    let external = run.external.unwrap();
+    assert_eq!((external.id.as_deref(), &external.config["net"]["depth"]), (Some("my-run_1"), &json!(3)));
+    let id = run.id.to_string();
+
+    // By its own id and by the one that its program chose.
+    let mut stream = server.stream(&id, 0).await;
+    assert_eq!(
+        server.log("my-run_1", 1, &json!([step(1, json!({"loss": 2.5, "train/acc 1": 0.1}))])).await,
+        1
+    );
+    assert_eq!(server.log(&id, 2, &json!([step(2, json!({"loss": 1.5})), step(9, json!({}))])).await, 3);
+    stream.until(|frame| frame["name"] == "train/acc 1" && frame["values"] == json!([0.1])).await;
+    let news = json!({"config": {"lr": 0.2}, "summary": {"best": 1}});
+    let (status, changed) = server.patch("/runs/my-run_1", &news).await;
+    assert_eq!(status, 200, "{changed}");
+    assert_eq!(
+        changed["external"]["config"],
+        json!({"lr": 0.2, "net": {"depth": 3}}),
+        "merged by their names"
+    );
+    assert_eq!(changed["external"]["summary"], json!({"best": 1}));
+    let job = server.job(&id).await;
+    assert_eq!((job.last.loss, job.last.others["train/acc 1"], job.step), (Some(1.5), 0.1, 2));
+    assert_eq!(job.sparkline.len(), 2);
+
+    // What only ranks of this server can do.
+    for what in ["pause", "resume", "retry"] {
+        let (status, problem) = server.post(&format!("/jobs/{id}/{what}"), &json!({})).await;
+        let detail = problem["detail"].as_str().unwrap();
+        assert!(status == 409 && detail.contains("trained by its own program"), "{what}: {problem}");
+    }
+    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    for words in ["data-external", "logged by its own program", "net.depth", "<dt>best</dt>"] {
+        assert!(page.contains(words), "{words}");
+    }
+    let (_, page) = server.text("/jobs").await;
+    assert!(page.contains("logged by its own program"));
+
+    // It ends, continues and fails.
+    let (_, over) = server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await;
+    assert_eq!((&over["state"], over["finished_at"].is_null()), (&json!("succeeded"), false));
+    assert_eq!(server.log(&id, 4, &json!([step(3, json!({"loss": 1.0}))])).await, 4, "late records are kept");
+    assert_eq!(server.job(&id).await.state, JobState::Succeeded);
+    let (status, again) =
+        server.post("/runs", &json!({"id": "my-run_1", "name": "other", "config": {"x": null}})).await;
+    assert_eq!(
+        (status, &again["id"], &again["state"], &again["name"]),
+        (200, &json!(id), &json!("running"), &json!("mine"))
+    );
+    assert_eq!(again["external"]["config"]["x"], Value::Null);
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 409, "it runs");
+    let (_, failed) =
+        server.patch(&format!("/runs/{id}"), &json!({"state": "failed", "reason": "out of luck"})).await;
+    assert_eq!((&failed["state"], &failed["reason"]), (&json!("failed"), &json!("out of luck")));
+
+    // The id is free again once the run is deleted.
+    assert_eq!(server.delete(&format!("/jobs/{id}")).await.0, 204);
+    assert_eq!(server.post("/runs/my-run_1/records", &json!({"first": 5, "records": []})).await.0, 404);
+    let start = Instant::now();
+    while server.post("/runs", &new).await.0 != 201 {
+        assert!(start.elapsed() < DEADLINE, "the run is deleted");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(server.log("my-run_1", 1, &json!([step(1, json!({"loss": 1}))])).await, 1, "it is a new one");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn records_are_stored_once_and_without_a_gap() {
+    let server = TestServer::new().await;
+    let id = server.run(&json!({"name": "numbered"})).await.id.to_string();
+    let records =
+        |from: u64, to: u64| json!((from..=to).map(|n| step(n, json!({"loss": n}))).collect::<Vec<_>>());
+    assert_eq!(server.log(&id, 1, &records(1, 3)).await, 3);
+    assert_eq!(server.log(&id, 1, &records(1, 3)).await, 3, "the same request");
+    assert_eq!(server.log(&id, 2, &records(2, 5)).await, 5, "some of it is new");
+    assert_eq!(server.log(&id, 1, &json!([])).await, 5);
+    let gap = json!({"first": 7, "records": records(7, 7)});
+    let (status, problem) = server.post(&format!("/runs/{id}/records"), &gap).await;
+    assert_eq!((status, &problem["expected"]), (409, &json!(6)), "{problem}");
+    let lines: Vec<String> = (1..=5).map(|n| format!("1,0,loss,{n},{n}")).collect();
+    assert_eq!(server.csv(&id, "").await, lines);
+
+    let path = format!("/runs/{id}/records");
+    let of = |values: Value| json!({"first": 6, "records": [{"step": 1, "values": values}]});
+    let many: serde_json::Map<_, _> = (0..1001).map(|n| (format!("m{n}"), json!(n))).collect();
+    let much: Vec<_> = (0..11).map(|n| step(n, Value::Object(many.clone()))).collect();
+    for (body, expected, words) in [
+        (of(json!({"a": "1"})), 400, "must be a number"),
+        (of(json!({"a": null})), 400, "must be a number"),
+        (of(json!({"": 1})), 422, "1 to 250 characters"),
+        (of(json!({"a\nb": 1})), 422, "control"),
+        (of(json!({"x".repeat(251): 1})), 422, "1 to 250 characters"),
+        (json!({"first": 0, "records": []}), 422, "must be 1"),
+        (json!({"first": 6, "records": [{"step": 1u64 << 53, "values": {}}]}), 422, "at most"),
+        (json!({"first": 6, "records": much}), 422, "at most 10000"),
+        (of(Value::Object(many)), 409, "more than 1000 metrics"),
+    ] {
+        let (status, problem) = server.post(&path, &body).await;
+        assert_eq!(status, expected, "{problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(words), "{words}: {problem}");
+    }
+    for (body, expected) in [
+        (json!({"name": ""}), 422),
+        (json!({"name": "a", "id": "a b"}), 422),
+        (json!({"name": "a", "id": "x".repeat(65)}), 422),
+        (json!({"name": "a", "id": "j00000000000000000000000000"}), 404),
+        (json!({"name": "a", "config": {"x": "y".repeat(66_000)}}), 422),
+        (json!({"name": "a", "project": "a/b"}), 422),
+        (json!({"name": "a", "unknown": 1}), 400),
+    ] {
+        assert_eq!(server.post("/runs", &body).await.0, expected, "{body}");
+    }
+    let long = json!({"summary": {"x": "y".repeat(66_000)}});
+    assert_eq!(server.patch(&format!("/runs/{id}"), &long).await.0, 409);
+    // Nothing of all that was stored.
+    assert_eq!(server.csv(&id, "").await, lines);
+    server.stop().await;
+}
+
+/// Whatever a metric is called, it is in charts, comparisons, panels and the CSV file; and the last value of a step is the one that counts,
+/// before and after compaction and once the points have left the events.
+#[tokio::test]
+async fn metrics_of_any_name_and_steps_in_any_order_are_shown() {
+    let server = TestServer::with(|config| config.keep_points = Duration::from_millis(100)).await;
+    let id = server.run(&json!({"name": "named"})).await.id.to_string();
+    let name = "train/Ünicode loss, \"top 1\"";
+    let encoded = "train%2F%C3%9Cnicode%20loss%2C%20%22top%201%22";
+    let records = json!([
+        step(0, json!({name: 1, "b": "NaN"})),
+        step(2, json!({name: 2, "b": "Infinity"})),
+        step(1, json!({name: 3.5})),
+        step(2, json!({name: 4}))
+    ]);
+    assert_eq!(server.log(&id, 1, &records).await, 4);
+    let chart = async |query: &str| {
+        let (status, answer) = server.get(&format!("/jobs/{id}/metrics?name={encoded}{query}")).await;
+        assert_eq!(status, 200, "{answer}");
+        let series = &answer["series"][0];
+        (series["steps"].clone(), series["mean"].clone())
+    };
+    assert_eq!(chart("").await, (json!([0, 1, 2]), json!([1.0, 3.5, 4.0])));
+    assert_eq!(chart("&from=1&to=1").await, (json!([1]), json!([3.5])));
+    let (_, compared) = server.get(&format!("/metrics/query?jobs={id}&name={encoded}")).await;
+    assert_eq!(compared["jobs"][0]["series"][0]["name"], name);
+    let panels = json!({"panels": [{"title": "t", "metrics": [name, "b", "never logged"]}]});
+    let put = server.http.put(server.url(&format!("/api/v1/jobs/{id}/panels"))).json(&panels);
+    assert_eq!(server.send(put).await.0, 200);
+    let quoted = "\"train/Ünicode loss, \"\"top 1\"\"\"";
+    let line = |step: u64, value: &str| format!("1,0,{quoted},{step},{value}");
+    let first = [line(0, "1"), line(2, "2"), line(1, "3.5"), line(2, "4")];
+    assert_eq!(server.csv(&id, &format!("?name={encoded}")).await, first, "every point as it came");
+    let (_, other) = server.get(&format!("/jobs/{id}/metrics?name=b")).await;
+    assert_eq!(other["series"][0]["mean"], json!([null, null]), "what is not finite");
+
+    // Enough to be compacted; then steps that are in chunks come again.
+    let rows = format!("SELECT count(*) FROM events WHERE kind = 'metrics' AND job_id = '{id}'");
+    for n in 0..30u64 {
+        let many: Vec<_> =
+            (n * 1000..(n + 1) * 1000).map(|at| step(10 + at, json!({name: at % 7}))).collect();
+        server.log(&id, 5 + n * 1000, &json!(many)).await;
+    }
+    let watermark =
+        format!("SELECT COALESCE(max(watermark), 0) FROM metric_compaction WHERE job_id = '{id}'");
+    let start = Instant::now();
+    while server.number(&watermark).await == 0 {
+        assert!(start.elapsed() < DEADLINE, "compaction");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let again = json!([step(12, json!({name: 100})), step(5, json!({name: -1}))]);
+    assert_eq!(server.log(&id, 30_005, &again).await, 30_006);
+    let expected = (json!([5, 10, 11, 12, 13]), json!([-1.0, 0.0, 1.0, 100.0, 3.0]));
+    assert_eq!(chart("&from=3&to=13").await, expected);
+    assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await.0, 200);
+    let start = Instant::now();
+    while server.number(&rows).await > 0 {
+        assert!(start.elapsed() < DEADLINE, "points leave the events");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(chart("&from=3&to=13").await, expected);
+    assert_eq!(chart("&points=10").await.0.as_array().unwrap().len(), 10);
+    let lines = server.csv(&id, &format!("?name={encoded}&to=12")).await;
+    let kept = [(0, "1"), (1, "3.5"), (2, "4"), (5, "-1"), (10, "0"), (11, "1"), (12, "100")];
+    assert_eq!(lines, kept.map(|(at, value)| line(at, value)));
+
+    // It goes on after that, backwards.
+    assert_eq!(server.patch(&format!("/runs/{id}"), &json!({"state": "running"})).await.0, 200);
+    server.log(&id, 30_007, &json!([step(11, json!({name: 50}))])).await;
+    assert_eq!(chart("&from=10&to=12").await, (json!([10, 11, 12]), json!([0.0, 50.0, 100.0])));
+    assert_eq!(server.csv(&id, &format!("?name={encoded}")).await.last(), Some(&line(11, "50")));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_silent_run_fails_and_continues_when_it_is_heard_again() {
+    let server = TestServer::with(|config| config.run_silence = Duration::from_millis(500)).await;
+    let id = server.run(&json!({"name": "quiet"})).await.id.to_string();
+    let path = format!("/runs/{id}");
+    let is_silent = async || {
+        let job = server.until(&id, JobState::Failed).await;
+        let cause = job.cause.unwrap();
+        assert_eq!(cause.code().as_str(), "run_silent");
+        assert!(cause.words().contains("sent nothing"), "{cause}");
+        job.last_seq
+    };
+    // A heartbeat, and records.
+    let seq = is_silent().await;
+    assert_eq!(server.patch(&path, &json!({})).await.1["state"], "running");
+    let mut stream = server.stream(&id, seq).await;
+    stream.until(|frame| frame["type"] == "state" && frame["state"] == "failed").await;
+    assert_eq!(server.log(&id, 1, &json!([step(1, json!({"loss": 1}))])).await, 1);
+    stream.until(|frame| frame["type"] == "state" && frame["state"] == "running").await;
+    // One that ended, or that somebody cancelled, stays so, however long it is silent and whatever comes late.
+    assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &json!({})).await.0, 202);
+    assert_eq!(server.log(&id, 2, &json!([step(2, json!({"loss": 1}))])).await, 2);
+    assert_eq!(server.patch(&path, &json!({})).await.1["state"], "cancelled");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_run_is_its_owner_s_and_a_private_one_is_not_found_by_others() {
+    let server = TestServer::new().await;
+    for name in ["mona", "otto"] {
+        server.add_person(name, "member").await;
+    }
+    let (mona, _) = server.client_of("mona", "submit").await;
+    let (otto, _) = server.client_of("otto", "submit").await;
+    let new = |private: bool, id: &str| Some(json!({"id": id, "name": "r", "private": private}));
+    let (status, secret) = server.as_who(&mona, "POST", "/runs", new(true, "same")).await;
+    assert_eq!(status, 201, "{secret}");
+    let (_, open) = server.as_who(&mona, "POST", "/runs", new(false, "open")).await;
+    // Ids are everybody's own.
+    let (status, other) = server.as_who(&otto, "POST", "/runs", new(false, "same")).await;
+    assert_eq!(status, 201, "{other}");
+    assert_ne!(other["id"], secret["id"]);
+    let records = Some(json!({"first": 1, "records": [step(1, json!({"loss": 1}))]}));
+    for (run, expected) in [(&secret, 404), (&open, 403), (&other, 200)] {
+        let id = run["id"].as_str().unwrap();
+        let path = format!("/runs/{id}/records");
+        assert_eq!(server.as_who(&otto, "POST", &path, records.clone()).await.0, expected);
+        let path = format!("/runs/{id}");
+        assert_eq!(server.as_who(&otto, "PATCH", &path, Some(json!({}))).await.0, expected);
+        let resumed = server.as_who(&otto, "POST", "/runs", new(false, id)).await.0;
+        assert_eq!(resumed, expected, "by the job's own id");
+        // As MLflow's clients see it.
+        let log = otto.post(server.url("/api/2.0/mlflow/runs/log-metric"));
+        let log = log.json(&json!({"run_id": id, "key": "a", "value": 1, "timestamp": 0}));
+        assert_eq!(log.send().await.unwrap().status().as_u16(), expected);
+    }
+    assert_eq!(server.as_who(&mona, "POST", "/runs/same/records", records).await.0, 200);
+    server.stop().await;
+}

@@ -1,0 +1,252 @@
+//! MLflow's wire: calls with the bodies that MLflow's own client sends, and the answers that it reads.
+
+use crate::test_server::{TestServer, client};
+use lockstep_protocol::job::JobState;
+use reqwest::Client;
+use serde_json::{Value, json};
+
+/// A call as MLflow's client makes it: fields of a GET are in the query.
+async fn call(
+    server: &TestServer,
+    client: &Client,
+    method: &str,
+    name: &str,
+    fields: &Value,
+) -> (u16, Value) {
+    let url = server.url(&format!("/api/2.0/mlflow/{name}"));
+    let request = match method {
+        "GET" => {
+            let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            let query: Vec<_> =
+                fields.as_object().unwrap().iter().map(|(key, value)| (key, text(value))).collect();
+            client.get(url).query(&query)
+        }
+        _ => client.post(url).json(fields),
+    };
+    let answer = request.send().await.unwrap();
+    (answer.status().as_u16(), answer.json().await.unwrap())
+}
+
+#[tokio::test]
+async fn mlflow_s_calls_are_answered_as_by_mlflow() {
+    let server = TestServer::new().await;
+    let post = async |name: &str, fields: Value| {
+        let (status, answer) = call(&server, &server.http, "POST", name, &fields).await;
+        assert_eq!(status, 200, "{name}: {answer}");
+        answer
+    };
+    let get = async |name: &str, fields: Value| {
+        let (status, answer) = call(&server, &server.http, "GET", name, &fields).await;
+        assert_eq!(status, 200, "{name}: {answer}");
+        answer
+    };
+    // An experiment is a project, and the first one is always there.
+    let default = json!({"experiment_id": "0", "name": "Default", "lifecycle_stage": "active",
+        "artifact_location": "lockstep-artifacts:/"});
+    assert_eq!(get("experiments/get", json!({"experiment_id": "0"})).await["experiment"], default);
+    assert_eq!(
+        get("experiments/get-by-name", json!({"experiment_name": "Default"})).await["experiment"],
+        default
+    );
+    let made = post("experiments/create", json!({"name": "shoes"})).await;
+    assert_eq!(made["experiment_id"], "shoes");
+    assert_eq!(
+        get("experiments/get", json!({"experiment_id": "shoes"})).await["experiment"]["name"],
+        "shoes"
+    );
+
+    let run = post(
+        "runs/create",
+        json!({"experiment_id": "shoes", "user_id": "me", "start_time": 1_700_000_000_000u64,
+        "tags": [{"key": "mlflow.user", "value": "me"}], "run_name": "sole"}),
+    )
+    .await;
+    let info = &run["run"]["info"];
+    let id = info["run_id"].as_str().unwrap();
+    assert_eq!(
+        (&info["status"], &info["run_name"], &info["experiment_id"]),
+        (&json!("RUNNING"), &json!("sole"), &json!("shoes"))
+    );
+    assert_eq!(info["artifact_uri"], format!("lockstep-artifacts:/{id}"));
+    let of = |mut fields: Value| {
+        fields["run_id"] = json!(id);
+        fields["run_uuid"] = json!(id);
+        fields
+    };
+    post("runs/log-parameter", of(json!({"key": "lr", "value": "0.1"}))).await;
+    post("runs/log-parameter", of(json!({"key": "lr", "value": "0.1"}))).await;
+    for (value, at) in [(json!(0.5), 0), (json!(0.25), 1), (json!("NaN"), 2)] {
+        post(
+            "runs/log-metric",
+            of(json!({"key": "val/loss", "value": value, "timestamp": 1_700_000_000_000u64, "step": at})),
+        )
+        .await;
+    }
+    post("runs/log-batch", of(json!({
+        "metrics": [{"key": "acc", "value": 0.1, "timestamp": "1700000000000", "step": "1"}, {"key": "acc", "value": 0.7, "timestamp": 1, "step": 2}],
+        "params": [{"key": "depth", "value": "3"}], "tags": [{"key": "colour", "value": "blue"}, {"key": "gone", "value": "x"}],
+    }))).await;
+    post("runs/set-tag", of(json!({"key": "colour", "value": "red"}))).await;
+    post("runs/delete-tag", of(json!({"key": "gone"}))).await;
+    post("runs/log-inputs", of(json!({"datasets": []}))).await;
+    let found = get("runs/get", of(json!({}))).await;
+    let data = &found["run"]["data"];
+    let pairs = |key: &str| -> Vec<(String, Value)> {
+        let list = data[key].as_array().unwrap().iter();
+        list.map(|one| (one["key"].as_str().unwrap().to_owned(), one["value"].clone())).collect()
+    };
+    let pair = |key: &str, value: Value| (key.to_owned(), value);
+    assert_eq!(pairs("params"), [pair("depth", json!("3")), pair("lr", json!("0.1"))]);
+    assert_eq!(pairs("metrics"), [pair("acc", json!(0.7))], "the newest is not finite");
+    let tags = [("colour", "red"), ("mlflow.runName", "sole"), ("mlflow.user", "me")];
+    assert_eq!(pairs("tags"), tags.map(|(key, value)| pair(key, json!(value))));
+    let history = async |page: Value| get("metrics/get-history", of(page)).await;
+    let all = history(json!({"metric_key": "val/loss"})).await;
+    let values: Vec<_> =
+        all["metrics"].as_array().unwrap().iter().map(|m| (&m["step"], &m["value"])).collect();
+    assert_eq!(values, [(&json!(0), &json!(0.5)), (&json!(1), &json!(0.25)), (&json!(2), &json!("NaN"))]);
+    let first = history(json!({"metric_key": "val/loss", "max_results": 2})).await;
+    let token = first["next_page_token"].clone();
+    let rest = history(json!({"metric_key": "val/loss", "page_token": token})).await;
+    assert_eq!((rest["metrics"].as_array().unwrap().len(), rest["next_page_token"].is_null()), (1, true));
+
+    let search = json!({"experiment_ids": ["shoes"], "filter": "", "run_view_type": "ACTIVE_ONLY", "max_results": 1, "order_by": []});
+    let runs = post("runs/search", search).await;
+    assert_eq!((runs["runs"].as_array().unwrap().len(), &runs["runs"][0]["info"]["run_id"]), (1, &json!(id)));
+    let experiments =
+        post("experiments/search", json!({"max_results": 10, "view_type": "ACTIVE_ONLY"})).await;
+    let names: Vec<_> = experiments["experiments"].as_array().unwrap().iter().map(|e| &e["name"]).collect();
+    assert_eq!(names, ["shoes", "Default"]);
+
+    let ended = post(
+        "runs/update",
+        of(json!({"status": "FINISHED", "end_time": 1_700_000_000_001u64, "run_name": "heel"})),
+    )
+    .await;
+    assert_eq!(
+        (&ended["run_info"]["status"], &ended["run_info"]["run_name"]),
+        (&json!("FINISHED"), &json!("heel"))
+    );
+    assert!(ended["run_info"]["end_time"].is_u64());
+    let job = server.job(id).await;
+    assert_eq!(
+        (job.state, job.project.as_str(), job.external.unwrap().config["lr"].as_str()),
+        (JobState::Succeeded, "shoes", Some("0.1"))
+    );
+
+    // What is refused, and in which words.
+    let long = |length: usize| "x".repeat(length);
+    let metrics: Vec<_> =
+        (0..1001).map(|n| json!({"key": "m", "value": n, "timestamp": 0, "step": n})).collect();
+    for (method, name, fields, status, code, words) in [
+        (
+            "POST",
+            "runs/log-parameter",
+            of(json!({"key": "lr", "value": "0.2"})),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "Changing param values is not allowed",
+        ),
+        (
+            "POST",
+            "runs/log-parameter",
+            of(json!({"key": "p", "value": long(6001)})),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "length limit of 6000",
+        ),
+        (
+            "POST",
+            "runs/log-metric",
+            of(json!({"key": "m", "value": "x"})),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "valid double",
+        ),
+        (
+            "POST",
+            "runs/log-metric",
+            of(json!({"key": long(251), "value": 1})),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "1 to 250 characters",
+        ),
+        (
+            "POST",
+            "runs/log-batch",
+            of(json!({"metrics": metrics})),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "at most 1000 metrics",
+        ),
+        (
+            "POST",
+            "runs/log-metric",
+            json!({"key": "m", "value": 1}),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "'run_id'",
+        ),
+        (
+            "GET",
+            "runs/get",
+            json!({"run_id": "nothing"}),
+            404,
+            "RESOURCE_DOES_NOT_EXIST",
+            "Run with id=nothing not found",
+        ),
+        (
+            "GET",
+            "experiments/get-by-name",
+            json!({"experiment_name": "boots"}),
+            404,
+            "RESOURCE_DOES_NOT_EXIST",
+            "Could not find experiment with name 'boots'",
+        ),
+        (
+            "POST",
+            "experiments/create",
+            json!({"name": "shoes"}),
+            400,
+            "RESOURCE_ALREADY_EXISTS",
+            "already exists",
+        ),
+        (
+            "POST",
+            "experiments/create",
+            json!({"name": "my shoes"}),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "a project of Lockstep",
+        ),
+        (
+            "POST",
+            "runs/search",
+            json!({"experiment_ids": ["shoes"], "filter": "metrics.acc > 1"}),
+            400,
+            "INVALID_PARAMETER_VALUE",
+            "no filter",
+        ),
+        ("POST", "registered-models/create", json!({"name": "m"}), 404, "ENDPOINT_NOT_FOUND", "no artifacts"),
+    ] {
+        let (given, problem) = call(&server, &server.http, method, name, &fields).await;
+        assert_eq!((given, &problem["error_code"]), (status, &json!(code)), "{name}: {problem}");
+        assert!(problem["message"].as_str().unwrap().contains(words), "{name}: {problem}");
+    }
+
+    // The token as a password; it looks and does not change.
+    let (_, reads) = server.make_token(&json!({"name": "reads", "scope": "read"})).await;
+    let anonymous = client("");
+    let as_password = |name: &str| {
+        anonymous.post(server.url(&format!("/api/2.0/mlflow/{name}"))).basic_auth("me", Some(&reads))
+    };
+    let search = as_password("runs/search").json(&json!({"experiment_ids": ["shoes"]})).send().await.unwrap();
+    assert_eq!(search.status(), 200);
+    assert_eq!(as_password("runs/create").json(&json!({})).send().await.unwrap().status(), 403);
+    let elsewhere = anonymous.get(server.url("/api/v1/jobs")).basic_auth("me", Some(&reads));
+    assert_eq!(elsewhere.send().await.unwrap().status(), 401, "only MLflow's clients send it so");
+
+    post("runs/delete", of(json!({}))).await;
+    assert_eq!(call(&server, &server.http, "GET", "runs/get", &of(json!({}))).await.0, 404);
+    server.stop().await;
+}

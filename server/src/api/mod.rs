@@ -14,6 +14,7 @@ mod list;
 mod people;
 pub(crate) mod router;
 mod server_url;
+mod webhooks;
 
 use crate::http::error::{Error, Result};
 

@@ -63,3 +63,4 @@ mod submission;
 mod tls;
 mod unreported;
 mod uploads;
+mod webhooks;

@@ -154,11 +154,11 @@ async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
 fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
     if let Some(text) = change.url {
         let url = Url::parse(text.trim());
-        let is_usable = |url: &Url| ["https", "http"].contains(&url.scheme()) && url.as_str().len() <= URL_BYTES;
+        let is_usable =
+            |url: &Url| ["https", "http"].contains(&url.scheme()) && url.as_str().len() <= URL_BYTES;
         let Some(url) = url.ok().filter(is_usable) else {
-            let detail = format!(
-                "must be an address such as https://example.org/hook, of at most {URL_BYTES} bytes"
-            );
+            let detail =
+                format!("must be an address such as https://example.org/hook, of at most {URL_BYTES} bytes");
             return Err(mistake("/url", detail));
         };
         if !webhooks.allow_private {
@@ -176,7 +176,10 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
         events.sort_unstable();
         events.dedup();
         if events.is_empty() {
-            return Err(mistake("/events", "must name an event; to send nothing, disable the webhook".into()));
+            return Err(mistake(
+                "/events",
+                "must name an event; to send nothing, disable the webhook".into(),
+            ));
         }
         webhook.events = events;
     }
@@ -204,7 +207,11 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
         created_at: crate::now(),
     };
     let NewWebhook { url, form, project, events, enabled } = new;
-    apply(webhooks, &mut webhook, WebhookChange { url: Some(url), form: Some(form), project, events, enabled })?;
+    apply(
+        webhooks,
+        &mut webhook,
+        WebhookChange { url: Some(url), form: Some(form), project, events, enabled },
+    )?;
     let _one_at_a_time = webhooks.changing.lock().await;
     if webhooks.store.webhooks().await?.len() >= WEBHOOKS {
         let detail = format!("there are {WEBHOOKS} webhooks already; remove some that nobody needs");
@@ -356,7 +363,9 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
         views::WebhooksPage {
             webhooks: lines,
             forms: WebhookForm::ALL.map(WebhookForm::as_str).into(),
-            events: WebhookEvent::ALL.map(|event| (event.as_str(), WebhookEvent::ENDS.contains(&event))).into(),
+            events: WebhookEvent::ALL
+                .map(|event| (event.as_str(), WebhookEvent::ENDS.contains(&event)))
+                .into(),
             url,
             error,
             secret,

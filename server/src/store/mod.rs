@@ -24,11 +24,12 @@ pub use location::Location;
 pub(crate) use rows::principal;
 pub use rows::{
     AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow,
-    Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow,
-    GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Holders, Ingested,
-    JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob,
-    Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, SessionRow,
-    SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
+    Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow,
+    GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows,
+    Holder, Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
+    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report,
+    SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow,
+    WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
 };
 
 pub use crate::lifecycle::JobRow;

@@ -108,14 +108,13 @@ fn discord(text: &Text) -> Value {
 
 /// An adaptive card, as the workflow "When a Teams webhook request is received" takes it. The text of a `TextRun` is no Markdown.
 fn teams(text: &Text) -> Value {
-    let block = |text: &str, weight: &str| {
-        json!({ "type": "RichTextBlock", "inlines": [{ "type": "TextRun", "text": text, "weight": weight }] })
-    };
+    let block = |text: &str, weight: &str| json!({ "type": "RichTextBlock", "inlines": [{ "type": "TextRun", "text": text, "weight": weight }] });
     let mut blocks = vec![block(&text.title, "bolder")];
     if !text.detail.is_empty() {
         blocks.push(block(&text.detail, "default"));
     }
-    let actions = text.link.iter().map(|url| json!({ "type": "Action.OpenUrl", "title": "Open the job", "url": url }));
+    let actions =
+        text.link.iter().map(|url| json!({ "type": "Action.OpenUrl", "title": "Open the job", "url": url }));
     json!({
         "type": "message",
         "attachments": [{
@@ -167,7 +166,10 @@ mod tests {
         let of = |form| made(form, name, json!("rank 1 was killed"), "https://chat.example/hook").0;
         let slack = of(WebhookForm::Slack);
         assert_eq!(slack["text"], format!("{} has failed", name.replace('<', "&lt;").replace('>', "&gt;")));
-        assert_eq!(slack["blocks"][0]["text"], json!({"type": "plain_text", "text": format!("{name} has failed")}));
+        assert_eq!(
+            slack["blocks"][0]["text"],
+            json!({"type": "plain_text", "text": format!("{name} has failed")})
+        );
         assert_eq!(slack["blocks"][2]["text"]["text"], "<https://l.example/jobs/j1|Open the job>");
         let discord = of(WebhookForm::Discord);
         let content = discord["content"].as_str().unwrap();
@@ -181,10 +183,14 @@ mod tests {
 
     #[test]
     fn ntfy_s_topic_is_the_last_part_of_the_address() {
-        let (body, url) = made(WebhookForm::Ntfy, "shoes", json!("diverged"), "https://ntfy.example/sub/topic?auth=x");
+        let (body, url) =
+            made(WebhookForm::Ntfy, "shoes", json!("diverged"), "https://ntfy.example/sub/topic?auth=x");
         assert_eq!(url, "https://ntfy.example/sub?auth=x");
         assert_eq!((&body["topic"], &body["title"]), (&json!("topic"), &json!("shoes has failed")));
-        assert_eq!((&body["message"], &body["click"]), (&json!("diverged"), &json!("https://l.example/jobs/j1")));
+        assert_eq!(
+            (&body["message"], &body["click"]),
+            (&json!("diverged"), &json!("https://l.example/jobs/j1"))
+        );
         let (body, url) = made(WebhookForm::Ntfy, "shoes", Value::Null, "https://ntfy.sh/topic");
         assert_eq!((url.as_str(), &body["message"]), ("https://ntfy.sh/", &json!("shoes has failed")));
     }

@@ -138,9 +138,8 @@ impl Webhooks {
         let pause = self.retries.get(delivery.attempts.len()).copied();
         let disabled_reason = self.send(&row, &mut delivery).await;
         let is_over = delivery.attempts.last().is_none_or(|attempt| attempt.error.is_none());
-        delivery.next_at = pause
-            .filter(|_| !is_over && disabled_reason.is_none())
-            .map(|pause| crate::now() + pause);
+        delivery.next_at =
+            pause.filter(|_| !is_over && disabled_reason.is_none()).map(|pause| crate::now() + pause);
         let mut backoff = RETRY;
         // Not stored, the message would be sent again at once.
         while let Err(error) = self.store.note_attempt(&delivery, disabled_reason).await {
@@ -156,7 +155,8 @@ impl Webhooks {
     /// The store's. A receiver that refuses the test is none.
     pub(crate) async fn test(&self, row: &WebhookRow) -> Result<Delivery> {
         let at = crate::now();
-        let payload = json!({ "type": "webhook.test", "timestamp": at, "data": { "webhook": row.webhook.id } });
+        let payload =
+            json!({ "type": "webhook.test", "timestamp": at, "data": { "webhook": row.webhook.id } });
         let mut delivery = Delivery {
             id: Delivery::new_id(),
             webhook: row.webhook.id.clone(),

@@ -45,7 +45,8 @@ impl Sender {
         if !self.allow_private {
             addresses::check_literal(&url)?;
         }
-        let client = self.client.get_or_init(|| client(self.allow_private)).as_ref().map_err(String::clone)?;
+        let client =
+            self.client.get_or_init(|| client(self.allow_private)).as_ref().map_err(String::clone)?;
         let payload: Value = serde_json::from_str(&delivery.payload).map_err(|error| error.to_string())?;
         let body = forms::body(row.webhook.form, self.with_link(payload), &mut url);
         let timestamp = at.as_second();
@@ -64,7 +65,8 @@ impl Sender {
     /// Adds the address of the job's page.
     fn with_link(&self, mut payload: Value) -> Value {
         let job = payload["data"]["id"].as_str();
-        if let Some(link) = self.server.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}")) {
+        if let Some(link) = self.server.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}"))
+        {
             payload["data"]["url"] = link.into();
         }
         payload

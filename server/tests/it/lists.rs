@@ -187,7 +187,8 @@ async fn every_list_has_pages_fields_and_a_count() {
     }
     let mut webhooks = Vec::new();
     for name in ["one", "two"] {
-        let (status, made) = server.post("/webhooks", &json!({"url": format!("http://localhost:1/{name}")})).await;
+        let (status, made) =
+            server.post("/webhooks", &json!({"url": format!("http://localhost:1/{name}")})).await;
         assert_eq!(status, 201, "{made}");
         webhooks.push(made["id"].as_str().unwrap().to_owned());
     }

@@ -73,7 +73,8 @@ impl Receiver {
         let (to, messages) = mpsc::unbounded_channel();
         let is_failing = Arc::new(AtomicBool::new(false));
         let address = listener.local_addr().unwrap();
-        let router = Router::new().fallback(answer).with_state(Answers { to, is_failing: is_failing.clone() });
+        let router =
+            Router::new().fallback(answer).with_state(Answers { to, is_failing: is_failing.clone() });
         tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
         Self { address, messages, is_failing }
     }
@@ -157,7 +158,13 @@ async fn a_job_s_moves_are_told_once_each_and_signed() {
     let mut receiver = Receiver::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let events = json!([
-        "job.started", "job.preempted", "job.paused", "job.restarting", "job.succeeded", "job.failed", "job.cancelled"
+        "job.started",
+        "job.preempted",
+        "job.paused",
+        "job.restarting",
+        "job.succeeded",
+        "job.failed",
+        "job.cancelled"
     ]);
     let (all, secret) = server.add_webhook(&json!({"url": receiver.url("/all"), "events": events})).await;
     let (other, _) = server.add_webhook(&json!({"url": receiver.url("/other"), "project": "other"})).await;
@@ -192,11 +199,21 @@ async fn a_job_s_moves_are_told_once_each_and_signed() {
     for (event, job, state) in expected {
         let message = receiver.next().await;
         verifier.verify(&message.body, &message.headers).unwrap();
-        assert_eq!((message.path.as_str(), &message.headers["content-type"]), ("/all", &"application/json".parse().unwrap()));
+        assert_eq!(
+            (message.path.as_str(), &message.headers["content-type"]),
+            ("/all", &"application/json".parse().unwrap())
+        );
         let body = message.json();
         let data = &body["data"];
-        assert_eq!((&body["type"], &data["id"], &data["state"]), (&json!(event), &json!(job), &json!(state)), "{body}");
-        assert_eq!((&data["name"], &data["project"], &data["total_steps"]), (&json!("shoes"), &json!("default"), &json!(100)));
+        assert_eq!(
+            (&body["type"], &data["id"], &data["state"]),
+            (&json!(event), &json!(job), &json!(state)),
+            "{body}"
+        );
+        assert_eq!(
+            (&data["name"], &data["project"], &data["total_steps"]),
+            (&json!("shoes"), &json!("default"), &json!(100))
+        );
         assert_eq!(data["url"], format!("http://lockstep.example:7070/jobs/{job}"));
         assert!(body["timestamp"].as_str().unwrap().ends_with('Z'), "{body}");
     }
@@ -286,7 +303,8 @@ async fn redirects_are_not_followed_and_gone_disables() {
     assert_eq!(server.delete(&format!("/webhooks/{moved}")).await.0, 204);
     server.cancelled_job("quiet").await;
     assert_eq!(server.deliveries(gone, |_| true).await.len(), 1);
-    let (status, changed) = server.change_webhook(gone, &json!({"enabled": true, "url": receiver.url("/")})).await;
+    let (status, changed) =
+        server.change_webhook(gone, &json!({"enabled": true, "url": receiver.url("/")})).await;
     assert!(status == 200 && changed["disabled_reason"].is_null(), "{changed}");
     server.cancelled_job("told").await;
     assert_eq!(receiver.next().await.json()["data"]["name"], "told");
@@ -311,7 +329,9 @@ async fn private_addresses_are_refused_by_number_and_by_name() {
         assert!(attempt["status"].is_null(), "{sent}");
     }
     assert!(receiver.is_empty());
-    for url in ["http://127.0.0.1/", "http://2130706433/", "http://[::ffff:169.254.169.254]/", "http://10.0.0.1/x"] {
+    for url in
+        ["http://127.0.0.1/", "http://2130706433/", "http://[::ffff:169.254.169.254]/", "http://10.0.0.1/x"]
+    {
         let (status, problem) = server.post("/webhooks", &json!({"url": url})).await;
         assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!("/url")), "{url}: {problem}");
         assert!(problem["detail"].as_str().unwrap().contains("--webhooks-allow-private"), "{problem}");
@@ -402,16 +422,29 @@ async fn mistakes_in_a_webhook_are_named() {
         (json!({"url": "https://hooks.example/", "project": "a b"}), "/project"),
         (json!({"url": "https://hooks.example/", "events": []}), "/events"),
     ] {
-        for (status, problem) in [server.post("/webhooks", &change).await, server.change_webhook(&id, &change).await] {
-            assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!(pointer)), "{change}: {problem}");
+        for (status, problem) in
+            [server.post("/webhooks", &change).await, server.change_webhook(&id, &change).await]
+        {
+            assert_eq!(
+                (status, &problem["errors"][0]["pointer"]),
+                (422, &json!(pointer)),
+                "{change}: {problem}"
+            );
         }
     }
-    for body in [json!({}), json!({"url": "https://a.example/", "events": ["job.exploded"]}), json!({"url": "https://a.example/", "form": "fax"})] {
+    for body in [
+        json!({}),
+        json!({"url": "https://a.example/", "events": ["job.exploded"]}),
+        json!({"url": "https://a.example/", "form": "fax"}),
+    ] {
         assert_eq!(server.post("/webhooks", &body).await.0, 400, "{body}");
     }
     let change = json!({"form": "slack", "project": "vision", "events": ["job.failed", "job.failed"], "enabled": false});
     let (_, changed) = server.change_webhook(&id, &change).await;
-    assert_eq!((&changed["form"], &changed["project"], &changed["events"]), (&json!("slack"), &json!("vision"), &json!(["job.failed"])));
+    assert_eq!(
+        (&changed["form"], &changed["project"], &changed["events"]),
+        (&json!("slack"), &json!("vision"), &json!(["job.failed"]))
+    );
     let (_, page) = server.get("/webhooks").await;
     assert_eq!(page["webhooks"], json!([changed]), "and no secret");
     assert_eq!(server.change_webhook(&id, &json!({"project": ""})).await.1["project"], Value::Null);

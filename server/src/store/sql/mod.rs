@@ -35,11 +35,11 @@ use super::dialect::{
 use crate::config::FairShare;
 use crate::store::{
     AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
-    CheckpointRow, Claim, Claimed, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter,
-    HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage,
-    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow,
-    Place, ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow,
-    WaitingVersion, WebhookRow,
+    CheckpointRow, Claim, Claimed, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow,
+    HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow,
+    LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page,
+    PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store,
+    StoredCheckpoint, TokenRow, WaitingVersion, WebhookRow,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;

@@ -159,7 +159,8 @@ impl SqlStore {
 
     pub(super) async fn delete_webhook(&self, id: &str) -> Result<()> {
         let mut db = self.begin().await?;
-        for text in ["DELETE FROM webhooks WHERE id = $1", "DELETE FROM webhook_deliveries WHERE webhook_id = $1"]
+        for text in
+            ["DELETE FROM webhooks WHERE id = $1", "DELETE FROM webhook_deliveries WHERE webhook_id = $1"]
         {
             sqlx::query(text).bind(id).execute(&mut *db).await?;
         }
@@ -168,8 +169,7 @@ impl SqlStore {
 
     pub(super) async fn list_deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
         let text = "SELECT * FROM webhook_deliveries WHERE webhook_id = $1 ORDER BY id DESC LIMIT $2";
-        let rows =
-            sqlx::query(text).bind(webhook).bind(i64::from(limit)).fetch_all(&self.reader).await?;
+        let rows = sqlx::query(text).bind(webhook).bind(i64::from(limit)).fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(delivery)))
     }
 

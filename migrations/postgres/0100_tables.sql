@@ -267,7 +267,6 @@ CREATE TABLE webhooks (
     project TEXT COLLATE "C",
     events TEXT NOT NULL,
     enabled BIGINT NOT NULL,
-    disabled_reason TEXT,
     secret TEXT NOT NULL,
     created_at BIGINT NOT NULL
 );

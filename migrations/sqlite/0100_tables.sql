@@ -343,8 +343,6 @@ CREATE TABLE webhooks (
     -- ["job.failed", ...]
     events TEXT NOT NULL,
     enabled INTEGER NOT NULL,
-    -- Why the server has disabled it; NULL unless it has.
-    disabled_reason TEXT,
     -- What messages are signed with: `whsec_` and base64. Signing takes the secret itself, so it is no hash.
     secret TEXT NOT NULL,
     created_at INTEGER NOT NULL

@@ -16,8 +16,6 @@ pub struct WebhookLine {
     /// `succeeded, failed`.
     pub events: String,
     pub enabled: bool,
-    /// Why the server has disabled it; empty unless it has.
-    pub disabled_reason: String,
     /// The newest messages, newest first.
     pub deliveries: Vec<DeliveryLine>,
 }

@@ -117,7 +117,7 @@ impl From<Page<Delivery>> for DeliveryList {
 
 const LIST: List<Webhook> = List {
     name: "webhooks",
-    fields: &["id", "url", "form", "project", "events", "enabled", "disabled_reason", "created_at"],
+    fields: &["id", "url", "form", "project", "events", "enabled", "created_at"],
     sorts: &[
         ("created", |webhook| webhook.created_at.into()),
         ("url", |webhook| webhook.url.as_str().into()),
@@ -184,10 +184,7 @@ fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> R
         webhook.events = events;
     }
     webhook.form = change.form.unwrap_or(webhook.form);
-    if let Some(enabled) = change.enabled {
-        webhook.enabled = enabled;
-        webhook.disabled_reason = None;
-    }
+    webhook.enabled = change.enabled.unwrap_or(webhook.enabled);
     Ok(())
 }
 
@@ -203,7 +200,6 @@ async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
         project: None,
         events: WebhookEvent::ENDS.to_vec(),
         enabled: true,
-        disabled_reason: None,
         created_at: crate::now(),
     };
     let NewWebhook { url, form, project, events, enabled } = new;
@@ -353,7 +349,6 @@ async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage 
             form: webhook.form.as_str(),
             project: webhook.project.unwrap_or_default(),
             enabled: webhook.enabled,
-            disabled_reason: webhook.disabled_reason.unwrap_or_default(),
             id: webhook.id,
             url: webhook.url,
         });

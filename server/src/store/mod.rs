@@ -380,9 +380,9 @@ pub trait Store: Send + Sync + 'static {
     async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>>;
     /// Stores a message that belongs to no job. Messages about jobs are stored with the moves of the jobs.
     async fn add_delivery(&self, delivery: &Delivery) -> Result<()>;
-    /// Stores the attempts of a message and when the next one is due, and disables its webhook where there is a reason to. Of the
+    /// Stores the attempts of a message and when the next one is due, and disables its webhook where the receiver is gone. Of the
     /// webhook's messages without a next attempt, the newest stay. Nothing happens to a message that was removed.
-    async fn note_attempt(&self, delivery: &Delivery, disabled_reason: Option<&str>) -> Result<()>;
+    async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
     /// Removes messages that were made before this time.
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
 

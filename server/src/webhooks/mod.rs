@@ -18,6 +18,7 @@ use crate::{
 };
 use jiff::Timestamp;
 use lockstep_protocol::backoff::Backoff;
+use reqwest::StatusCode;
 use sender::Sender;
 use serde_json::json;
 use std::{
@@ -37,8 +38,6 @@ const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 const PURGE_EVERY: Duration = Duration::from_secs(3600);
 /// Before the database is asked again: first, and at most.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
-/// HTTP 410: the receiver wants no more messages.
-const GONE: u16 = 410;
 
 /// The webhooks of a server.
 pub(crate) struct Webhooks {
@@ -136,13 +135,12 @@ impl Webhooks {
     /// Sends a message of the queue, and stores how that went; the webhook's id.
     async fn deliver(self: Arc<Self>, row: WebhookRow, mut delivery: Delivery) -> String {
         let pause = self.retries.get(delivery.attempts.len()).copied();
-        let disabled_reason = self.send(&row, &mut delivery).await;
-        let is_over = delivery.attempts.last().is_none_or(|attempt| attempt.error.is_none());
-        delivery.next_at =
-            pause.filter(|_| !is_over && disabled_reason.is_none()).map(|pause| crate::now() + pause);
+        let outcome = self.send(&row, &mut delivery).await;
+        let pause = pause.filter(|_| outcome == Outcome::Failed);
+        delivery.next_at = pause.map(|pause| crate::now() + pause);
         let mut backoff = RETRY;
         // Not stored, the message would be sent again at once.
-        while let Err(error) = self.store.note_attempt(&delivery, disabled_reason).await {
+        while let Err(error) = self.store.note_attempt(&delivery, outcome == Outcome::Gone).await {
             tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook is not stored yet");
             sleep(backoff.pause()).await;
         }
@@ -167,28 +165,41 @@ impl Webhooks {
             next_at: None,
             attempts: Vec::new(),
         };
-        let disabled_reason = self.send(row, &mut delivery).await;
+        let outcome = self.send(row, &mut delivery).await;
         self.store.add_delivery(&delivery).await?;
-        self.store.note_attempt(&delivery, disabled_reason).await?;
+        self.store.note_attempt(&delivery, outcome == Outcome::Gone).await?;
         Ok(delivery)
     }
 
-    /// Tries to send a message, and adds the attempt to it. Why the webhook is to be disabled, if it is.
-    async fn send(&self, row: &WebhookRow, delivery: &mut Delivery) -> Option<&'static str> {
+    /// Tries to send a message, and adds the attempt to it.
+    async fn send(&self, row: &WebhookRow, delivery: &mut Delivery) -> Outcome {
         let (at, since) = (crate::now(), Instant::now());
         let sent = self.sender.send(row, delivery, at).await;
         let secs = since.elapsed().as_millis() as f64 / 1000.0;
-        let (status, error) = match sent {
-            Ok(status) if status.is_success() => (Some(status.as_u16()), None),
-            Ok(status) if status.is_redirection() => {
-                (Some(status.as_u16()), Some(format!("it answered {status}, and redirects are not followed")))
+        let status = sent.as_ref().ok().map(StatusCode::as_u16);
+        let (outcome, error) = match sent {
+            Ok(status) if status.is_success() => (Outcome::Delivered, None),
+            Ok(StatusCode::GONE) => {
+                (Outcome::Gone, Some("it answered 410 Gone: it wants no more messages".into()))
             }
-            Ok(status) => (Some(status.as_u16()), Some(format!("it answered {status}"))),
-            Err(error) => (None, Some(error)),
+            Ok(status) if status.is_redirection() => {
+                (Outcome::Failed, Some(format!("it answered {status}, and redirects are not followed")))
+            }
+            Ok(status) => (Outcome::Failed, Some(format!("it answered {status}"))),
+            Err(error) => (Outcome::Failed, Some(error)),
         };
         delivery.attempts.push(DeliveryAttempt { at, status, error, secs });
-        (status == Some(GONE)).then_some("it answered 410 Gone: it wants no more messages")
+        outcome
     }
+}
+
+/// What became of an attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Delivered,
+    Failed,
+    /// The receiver wants no more messages.
+    Gone,
 }
 
 /// The time until then; zero when it has passed.

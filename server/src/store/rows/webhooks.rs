@@ -124,10 +124,8 @@ pub struct Webhook {
     pub project: Option<String>,
     /// What it is told.
     pub events: Vec<WebhookEvent>,
-    /// Whether messages are queued and sent.
+    /// Whether messages are queued and sent. A receiver that answers 410 disables its webhook.
     pub enabled: bool,
-    /// Why the server has disabled it; null unless it has.
-    pub disabled_reason: Option<String>,
     #[schema(value_type = String)]
     pub created_at: Timestamp,
 }

@@ -412,8 +412,8 @@ impl Store for SqlStore {
     async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
         self.insert_delivery(delivery).await
     }
-    async fn note_attempt(&self, delivery: &Delivery, disabled_reason: Option<&str>) -> Result<()> {
-        self.write_attempt(delivery, disabled_reason).await
+    async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
+        self.write_attempt(delivery, is_gone).await
     }
     async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
         self.remove_old_deliveries(before).await

@@ -109,7 +109,6 @@ fn webhook(row: &DbRow) -> Result<WebhookRow> {
         project: row.try_get("project")?,
         events: from_json(row.try_get("events")?)?,
         enabled: row.try_get::<i64, _>("enabled")? != 0,
-        disabled_reason: row.try_get("disabled_reason")?,
         created_at: time(row.try_get("created_at")?)?,
         id,
     };
@@ -136,12 +135,12 @@ impl SqlStore {
     }
 
     pub(super) async fn upsert_webhook(&self, row: &WebhookRow) -> Result<()> {
-        let Webhook { id, url, form, project, events, enabled, disabled_reason, created_at } = &row.webhook;
+        let Webhook { id, url, form, project, events, enabled, created_at } = &row.webhook;
         sqlx::query(
-            "INSERT INTO webhooks (id, url, form, project, events, enabled, disabled_reason, created_at, secret) \
-             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9) ON CONFLICT (id) DO UPDATE SET url = excluded.url, \
+            "INSERT INTO webhooks (id, url, form, project, events, enabled, created_at, secret) \
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT (id) DO UPDATE SET url = excluded.url, \
              form = excluded.form, project = excluded.project, events = excluded.events, \
-             enabled = excluded.enabled, disabled_reason = excluded.disabled_reason",
+             enabled = excluded.enabled",
         )
         .bind(id)
         .bind(url)
@@ -149,7 +148,6 @@ impl SqlStore {
         .bind(project)
         .bind(json(events)?)
         .bind(i64::from(*enabled))
-        .bind(disabled_reason)
         .bind(created_at.as_millisecond())
         .bind(&row.secret)
         .execute(&self.writer)
@@ -208,11 +206,7 @@ impl SqlStore {
         Ok(())
     }
 
-    pub(super) async fn write_attempt(
-        &self,
-        delivery: &Delivery,
-        disabled_reason: Option<&str>,
-    ) -> Result<()> {
+    pub(super) async fn write_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
         let mut db = self.begin().await?;
         sqlx::query("UPDATE webhook_deliveries SET attempts = $2, next_at = $3 WHERE id = $1")
             .bind(&delivery.id)
@@ -220,10 +214,9 @@ impl SqlStore {
             .bind(delivery.next_at.map(Timestamp::as_millisecond))
             .execute(&mut *db)
             .await?;
-        if let Some(reason) = disabled_reason {
-            sqlx::query("UPDATE webhooks SET enabled = 0, disabled_reason = $2 WHERE id = $1")
+        if is_gone {
+            sqlx::query("UPDATE webhooks SET enabled = 0 WHERE id = $1")
                 .bind(&delivery.webhook)
-                .bind(reason)
                 .execute(&mut *db)
                 .await?;
         }

@@ -137,6 +137,17 @@ impl TestServer {
     }
 }
 
+/// Verifies a message as receivers do.
+fn assert_signed(message: &Message, secret: &str) {
+    let verifier = Webhook::new(secret).unwrap();
+    verifier.verify(&message.body, &message.headers).unwrap();
+    // That takes the beginning of a signature, too.
+    let header = |name: &str| message.headers[name].to_str().unwrap();
+    let at = header("webhook-timestamp").parse().unwrap();
+    let signed = verifier.sign(message.id(), at, &message.body).unwrap();
+    assert_eq!(signed, header("webhook-signature"));
+}
+
 fn attempts(delivery: &Value) -> &Vec<Value> {
     delivery["attempts"].as_array().unwrap()
 }
@@ -168,7 +179,6 @@ async fn a_job_s_moves_are_told_once_each_and_signed() {
     ]);
     let (all, secret) = server.add_webhook(&json!({"url": receiver.url("/all"), "events": events})).await;
     let (other, _) = server.add_webhook(&json!({"url": receiver.url("/other"), "project": "other"})).await;
-    let verifier = Webhook::new(&secret).unwrap();
 
     // A private job is nobody's business.
     let hidden = server.submit(|spec| spec["private"] = json!(true)).await.id.to_string();
@@ -198,7 +208,7 @@ async fn a_job_s_moves_are_told_once_each_and_signed() {
     ];
     for (event, job, state) in expected {
         let message = receiver.next().await;
-        verifier.verify(&message.body, &message.headers).unwrap();
+        assert_signed(&message, &secret);
         assert_eq!(
             (message.path.as_str(), &message.headers["content-type"]),
             ("/all", &"application/json".parse().unwrap())
@@ -248,7 +258,7 @@ async fn a_message_is_sent_again_with_its_id_also_by_the_next_server() {
     assert_eq!(failed[0]["error"], "it answered 500 Internal Server Error");
     let again = receiver.next().await;
     assert_eq!((again.id(), &again.body), (first.id(), &first.body));
-    Webhook::new(&secret).unwrap().verify(&again.body, &again.headers).unwrap();
+    assert_signed(&again, &secret);
     server.stop().await;
 }
 
@@ -376,7 +386,7 @@ async fn each_form_is_what_its_service_takes() {
         assert_eq!(message.path, path, "{form}");
         let body = message.json();
         assert_eq!(body.pointer(pointer), Some(&json!(expected)), "{form}: {body}");
-        Webhook::new(&secret).unwrap().verify(&message.body, &message.headers).unwrap();
+        assert_signed(&message, &secret);
     }
     server.stop().await;
 }

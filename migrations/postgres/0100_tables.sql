@@ -261,6 +261,30 @@ CREATE TABLE audit (
 );
 CREATE INDEX audit_by_time ON audit (at);
 
+CREATE TABLE webhooks (
+    id TEXT COLLATE "C" PRIMARY KEY,
+    url TEXT NOT NULL,
+    form TEXT NOT NULL,
+    project TEXT COLLATE "C",
+    events TEXT NOT NULL,
+    enabled BIGINT NOT NULL,
+    secret TEXT NOT NULL,
+    created_at BIGINT NOT NULL
+);
+
+CREATE TABLE webhook_deliveries (
+    id TEXT COLLATE "C" PRIMARY KEY,
+    webhook_id TEXT COLLATE "C" NOT NULL,
+    job_id TEXT COLLATE "C",
+    event TEXT NOT NULL,
+    payload TEXT NOT NULL,
+    created_at BIGINT NOT NULL,
+    next_at BIGINT,
+    attempts TEXT NOT NULL DEFAULT '[]'
+);
+CREATE INDEX webhook_deliveries_due ON webhook_deliveries (webhook_id, next_at, id) WHERE next_at IS NOT NULL;
+CREATE INDEX webhook_deliveries_job ON webhook_deliveries (job_id) WHERE job_id IS NOT NULL;
+
 -- A number or a text inside a JSON text; NULL where there is none, or where the text is no JSON (another version may have written
 -- it). Without a function one unreadable row would fail every query that looks into this column.
 CREATE FUNCTION json_number_in(document TEXT, VARIADIC path TEXT[]) RETURNS DOUBLE PRECISION LANGUAGE plpgsql IMMUTABLE AS $$

@@ -333,3 +333,39 @@ CREATE TABLE audit (
     request_id TEXT NOT NULL
 ) STRICT;
 CREATE INDEX audit_by_time ON audit (at);
+
+-- Where messages about jobs go (https://www.standardwebhooks.com).
+CREATE TABLE webhooks (
+    id TEXT PRIMARY KEY,
+    url TEXT NOT NULL,
+    -- `standard`, `slack`, ...
+    form TEXT NOT NULL,
+    -- Only jobs of this project; NULL for all.
+    project TEXT,
+    -- ["job.failed", ...]
+    events TEXT NOT NULL,
+    enabled INTEGER NOT NULL,
+    -- What messages are signed with: `whsec_` and base64. Signing takes the secret itself, so it is no hash.
+    secret TEXT NOT NULL,
+    created_at INTEGER NOT NULL
+) STRICT;
+
+-- Messages: queued in the transaction that moves the job, kept for a while after their last attempt. No references: a backup restores
+-- tables by name, and this one comes before `webhooks`.
+CREATE TABLE webhook_deliveries (
+    -- The header `webhook-id`. Ids sort by time.
+    id TEXT PRIMARY KEY,
+    webhook_id TEXT NOT NULL,
+    -- NULL for a test.
+    job_id TEXT,
+    event TEXT NOT NULL,
+    -- The body in the standard form.
+    payload TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    -- When the next attempt is due; NULL when none follows.
+    next_at INTEGER,
+    -- [{at, status, error, secs}, ...]
+    attempts TEXT NOT NULL DEFAULT '[]'
+) STRICT;
+CREATE INDEX webhook_deliveries_due ON webhook_deliveries (webhook_id, next_at, id) WHERE next_at IS NOT NULL;
+CREATE INDEX webhook_deliveries_job ON webhook_deliveries (job_id) WHERE job_id IS NOT NULL;

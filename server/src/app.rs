@@ -14,6 +14,7 @@ use crate::{
     scheduler::Scheduler,
     store::{Store, purge::DeletedJobs},
     util::tasks::Tasks,
+    webhooks::Webhooks,
 };
 use axum::extract::FromRef;
 use std::sync::Arc;
@@ -26,6 +27,7 @@ pub(crate) struct App {
     /// The database.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) events: Arc<Events>,
+    pub(crate) webhooks: Arc<Webhooks>,
     pub(crate) auth: Arc<Auth>,
     pub(crate) agents: Arc<Agents>,
     pub(crate) checkpoints: Arc<Checkpoints>,

@@ -1,7 +1,7 @@
 //! The server: REST and websockets, dispatch of jobs to agents, ingest of what ranks report, and the store.
 //!
-//! Each folder uses only folders above it in this order: `util`, `config`, `lifecycle`, `store`, `events`, `auth`, `agents`, `checkpoints`,
-//! `datasets`, `metrics`, `scheduler`, `ingest`, `http`, `api`, `boot`. A folder is a subsystem that gets what it needs when it is made;
+//! Each folder uses only folders above it in this order: `util`, `config`, `lifecycle`, `store`, `events`, `webhooks`, `auth`, `agents`,
+//! `checkpoints`, `datasets`, `metrics`, `scheduler`, `ingest`, `http`, `api`, `boot`. A folder is a subsystem that gets what it needs when it is made;
 //! `app.rs` has all of them, for `boot` and for the router.
 
 mod agents;
@@ -20,6 +20,7 @@ mod metrics;
 mod scheduler;
 pub mod store;
 mod util;
+mod webhooks;
 
 pub use api::router::{openapi, page_paths};
 pub use boot::{running::Running, serve};

@@ -122,6 +122,9 @@ pub(crate) struct Args {
     /// any folder, but only admins may name it]
     #[arg(long, value_name = "DIR")]
     dataset_root: Vec<PathBuf>,
+    /// Let webhooks reach this machine, private networks and metadata services, and not only the internet
+    #[arg(long)]
+    webhooks_allow_private: bool,
     /// Start no agent for this machine
     #[arg(long)]
     no_local_agent: bool,
@@ -174,6 +177,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     config.oidc = args.oidc.config()?;
     config.dataset_roots = args.dataset_root;
     config.fair_share = args.fair_share;
+    config.webhooks_allow_private = args.webhooks_allow_private;
     config.lease = Duration::from_secs(args.lease.into());
     config.keep_points = Duration::from_secs(args.keep_points.into());
     config.run_silence = Duration::from_secs(args.run_silence.into());

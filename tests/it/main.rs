@@ -59,4 +59,5 @@ mod sweeps;
 mod tls;
 mod train;
 mod watch;
+mod webhooks;
 mod world_size;

@@ -102,6 +102,11 @@ impl Bar {
         self.viewer.is_person
     }
 
+    /// Whether the viewer is an admin: pages then link the page Webhooks.
+    pub fn is_admin(self) -> bool {
+        self.viewer.is_admin
+    }
+
     /// Whether the viewer may change nothing: pages then do not offer changes.
     pub fn reads_only(self) -> bool {
         self.viewer.reads_only

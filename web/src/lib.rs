@@ -15,6 +15,7 @@
 //! | `GET /people`, `POST /people` | [`people::PeoplePage`] | |
 //! | `GET /account`, `POST /account` | [`people::AccountPage`] | |
 //! | `GET /audit` | [`audit::AuditPage`] | |
+//! | `GET /webhooks`, `POST /webhooks` | [`webhooks::WebhooksPage`] | |
 //! | anything that failed | [`layout::MessagePage`] | |
 //!
 //! The pages need no inline script and no inline style, so they work under
@@ -33,3 +34,4 @@ pub mod numbers;
 pub mod people;
 pub mod queue;
 pub mod submit;
+pub mod webhooks;

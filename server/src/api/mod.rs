@@ -15,6 +15,7 @@ mod people;
 pub(crate) mod router;
 mod runs;
 mod server_url;
+mod webhooks;
 
 use crate::http::error::{Error, Result};
 

@@ -1,7 +1,7 @@
 //! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
 //! descriptions, so `openapi.json` cannot forget one.
 
-use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people, runs};
+use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people, runs, webhooks};
 use crate::{
     app::App,
     checkpoints::uploads,
@@ -116,6 +116,10 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(people::change_own))
         .routes(routes!(people::login::link))
         .routes(routes!(people::audit::list))
+        .routes(routes!(webhooks::list, webhooks::create))
+        .routes(routes!(webhooks::change, webhooks::delete))
+        .routes(routes!(webhooks::test))
+        .routes(routes!(webhooks::attempts))
         .routes(routes!(jobs::stream::job_stream))
         .routes(routes!(jobs::stream::list_stream))
         .routes(routes!(served_document));
@@ -138,7 +142,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 24] {
+fn pages() -> [(&'static str, MethodRouter<App>); 25] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
@@ -149,6 +153,7 @@ fn pages() -> [(&'static str, MethodRouter<App>); 24] {
         ("/datasets", get(datasets::pages::datasets).post(datasets::pages::add_dataset)),
         ("/machines", get(agents::pages::machines)),
         ("/audit", get(people::audit::show)),
+        ("/webhooks", get(webhooks::show).post(webhooks::submit)),
         ("/people", get(people::pages::all).post(people::pages::change)),
         ("/account", get(people::pages::account).post(people::pages::change_account)),
         ("/docs", get(docs::index)),

@@ -17,6 +17,7 @@ use crate::{
     scheduler::{Scheduler, WaitingJobs, dispatch},
     store::{Changed, Store, purge::DeletedJobs},
     util::tasks::Tasks,
+    webhooks::Webhooks,
 };
 use std::sync::Arc;
 
@@ -35,6 +36,7 @@ fn subscribers(
     waiting: Arc<WaitingJobs>,
     hub: Arc<Hub>,
     metrics: Arc<Metrics>,
+    webhooks: Arc<Webhooks>,
     artifact_store: Option<Arc<ArtifactStore>>,
     agents: Arc<Agents>,
 ) -> Vec<Subscriber> {
@@ -42,6 +44,11 @@ fn subscribers(
         Box::new(move |changed: &Changed| waiting.note(&changed.job)),
         Box::new(move |changed: &Changed| hub.publish(changed)),
         Box::new(move |changed: &Changed| metrics.note(changed)),
+        Box::new(move |changed: &Changed| {
+            if changed.events.iter().any(|event| event.state().is_some()) {
+                webhooks.wake();
+            }
+        }),
     ];
     if let Some(artifacts) = artifact_store {
         all.push(Box::new(move |changed: &Changed| {
@@ -74,8 +81,15 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
     let waiting = Arc::new(WaitingJobs::default());
     let metrics = Arc::new(Metrics::new(store.clone(), config.keep_points));
     let hub = Arc::new(Hub::new());
-    let subscribers =
-        subscribers(waiting.clone(), hub.clone(), metrics.clone(), artifact_store.clone(), agents.clone());
+    let webhooks = Arc::new(Webhooks::new(&config, store.clone()));
+    let subscribers = subscribers(
+        waiting.clone(),
+        hub.clone(),
+        metrics.clone(),
+        webhooks.clone(),
+        artifact_store.clone(),
+        agents.clone(),
+    );
     let events = Arc::new(Events::new(store.clone(), hub, subscribers));
     let (audit, audit_writer) = Audit::new(store.clone(), config.audit_entries, tasks.stopping.clone());
     let auth = Arc::new(Auth::new(&config, store.clone(), audit, oidc));
@@ -99,6 +113,7 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
         config,
         store,
         events,
+        webhooks,
         auth,
         agents,
         checkpoints,
@@ -155,4 +170,5 @@ fn run_tasks(app: &App) {
     tasks.spawn(async move { agents.machines.keep_minutes(&*store).await });
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });
+    tasks.spawn(app.webhooks.clone().run());
 }

@@ -167,6 +167,10 @@ pub struct ServeConfig {
     pub audit_entries: u32,
     /// Connections at once; as many as the process's file descriptors allow when absent.
     pub connections: Option<usize>,
+    /// Webhooks may reach addresses that the internet does not: this machine, private networks, metadata services.
+    pub webhooks_allow_private: bool,
+    /// The pause after each attempt to send a message of a webhook, but the last.
+    pub webhook_retries: Vec<Duration>,
     /// Pictures that come with the program, for a server that has no dataset yet.
     pub bundled: Option<Bundled>,
 }
@@ -220,6 +224,8 @@ impl ServeConfig {
             dataset_roots: Vec::new(),
             audit_entries: 100_000,
             connections: None,
+            webhooks_allow_private: false,
+            webhook_retries: [5, 300, 1800, 7200, 18_000, 36_000].map(Duration::from_secs).into(),
             bundled: None,
         }
     }

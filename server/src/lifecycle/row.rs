@@ -14,6 +14,8 @@ use lockstep_protocol::{
 pub struct JobRow {
     /// As it is shown.
     pub job: Job,
+    /// The state that the newest event has told.
+    pub announced: JobState,
     /// Why its ranks are being stopped at somebody's wish.
     pub stop: Option<Reason>,
     /// What a fork that others see began from, where they do not see that: then `job` does not show it.

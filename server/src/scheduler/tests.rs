@@ -47,6 +47,7 @@ static JOB: LazyLock<JobRow> = LazyLock::new(|| {
         "last_seq": 1, "sparkline": []});
     JobRow {
         job: serde_json::from_value(job).unwrap(),
+        announced: JobState::Queued,
         stop: None,
         private_parent: None,
         restarts: 0,

@@ -23,13 +23,7 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed,
-    CheckpointRow, Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, EventRow, GivenPlace,
-    GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder,
-    Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
-    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records,
-    Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint,
-    TokenRow, WaitingVersion,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -377,6 +371,24 @@ pub trait Store: Send + Sync + 'static {
     async fn audit(&self, before: Option<&str>, limit: u32) -> Result<Vec<AuditEntry>>;
     /// Removes some entries that are older than `before` or beyond the newest `keep`; false when there was none left.
     async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool>;
+
+    /// Every webhook, the first made first.
+    async fn webhooks(&self) -> Result<Vec<WebhookRow>>;
+    /// Stores a webhook, in place of the one with its id.
+    async fn put_webhook(&self, row: &WebhookRow) -> Result<()>;
+    /// Removes a webhook with its messages; nothing happens when there is none.
+    async fn remove_webhook(&self, id: &str) -> Result<()>;
+    /// The newest messages of a webhook, newest first: at most `limit`.
+    async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>>;
+    /// Of each enabled webhook, the message whose next attempt is due first.
+    async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>>;
+    /// Stores a message that belongs to no job. Messages about jobs are stored with the moves of the jobs.
+    async fn add_delivery(&self, delivery: &Delivery) -> Result<()>;
+    /// Stores the attempts of a message and when the next one is due, and disables its webhook where the receiver is gone. Of the
+    /// webhook's messages without a next attempt, the newest stay. Nothing happens to a message that was removed.
+    async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()>;
+    /// Removes messages that were made before this time.
+    async fn purge_deliveries(&self, before: Timestamp) -> Result<()>;
 
     /// Numbers for `/metrics`.
     async fn counts(&self) -> Result<Counts>;

@@ -11,6 +11,7 @@ mod layers;
 mod machines;
 mod metrics;
 mod people;
+mod webhooks;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{
@@ -30,6 +31,7 @@ pub use machines::MinuteRow;
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
 pub(crate) use people::principal;
 pub use people::{Owned, PersonRow};
+pub use webhooks::{Delivery, DeliveryAttempt, Webhook, WebhookEvent, WebhookForm, WebhookRow};
 
 use jiff::Timestamp;
 use lockstep_protocol::{

@@ -243,6 +243,14 @@ async fn what_is_answered_is_documented() {
     good("delete", "/tokens/{id}", token["id"].as_str().unwrap(), None, 204).await;
     good("delete", "/people/{name}", "", None, 204).await;
     good("post", "/login-links", "", None, 201).await;
+    let webhook = json!({"url": "http://localhost:1/"});
+    let webhook = good("post", "/webhooks", "", Some(webhook), 201).await;
+    let webhook = webhook["id"].as_str().unwrap();
+    good("get", "/webhooks", "", None, 200).await;
+    good("patch", "/webhooks/{id}", webhook, Some(json!({"enabled": false})), 200).await;
+    good("post", "/webhooks/{id}/test", webhook, None, 200).await;
+    good("get", "/webhooks/{id}/attempts", webhook, None, 200).await;
+    good("delete", "/webhooks/{id}", webhook, None, 204).await;
     good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
     good("post", "/jobs/validate", "", Some(spec()), 200).await;

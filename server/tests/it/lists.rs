@@ -185,6 +185,15 @@ async fn every_list_has_pages_fields_and_a_count() {
         let (status, body) = server.post("/people", &person).await;
         assert_eq!(status, 201, "{body}");
     }
+    let mut webhooks = Vec::new();
+    for name in ["one", "two"] {
+        let (status, made) =
+            server.post("/webhooks", &json!({"url": format!("http://localhost:1/{name}")})).await;
+        assert_eq!(status, 201, "{made}");
+        webhooks.push(made["id"].as_str().unwrap().to_owned());
+    }
+    assert_eq!(server.post(&format!("/webhooks/{}/test", webhooks[0]), &json!({})).await.0, 200);
+    let messages = format!("/webhooks/{}/attempts", webhooks[0]);
     let events = format!("/jobs/{}/events", ids[0]);
     for (path, list, fields, total) in [
         ("/jobs", "jobs", "id,spec", 2),
@@ -195,6 +204,8 @@ async fn every_list_has_pages_fields_and_a_count() {
         ("/tokens", "tokens", "id,name", 4),
         ("/people", "people", "name,role", 2),
         ("/audit", "entries", "at,id", 0),
+        ("/webhooks", "webhooks", "id,url", 2),
+        (&messages, "deliveries", "event,id", 1),
         (&events, "events", "seq,type", 0),
     ] {
         let count = if total > 0 { "&count=true" } else { "" };

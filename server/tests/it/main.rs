@@ -64,3 +64,4 @@ mod submission;
 mod tls;
 mod unreported;
 mod uploads;
+mod webhooks;

@@ -115,7 +115,7 @@ async fn done(auth: &Auth, name: &str, form: PeopleForm) -> Result<()> {
 ///
 /// # Errors
 /// What the form cannot mend.
-fn in_words(error: Error) -> Result<(StatusCode, String)> {
+pub(crate) fn in_words(error: Error) -> Result<(StatusCode, String)> {
     match error {
         Error::Invalid(mistakes) => {
             let each = mistakes.iter().map(|m| format!("{} {}", m.pointer.trim_start_matches('/'), m.detail));

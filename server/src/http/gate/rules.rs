@@ -24,7 +24,7 @@ use Methods::{All, Safe};
 use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
 /// The exceptions. Everything else needs `read` to look and `submit` to change.
-const RULES: [(Methods, &str, Requirement); 37] = [
+const RULES: [(Methods, &str, Requirement); 42] = [
     // What a browser needs to sign in, and health checks, which have no token. `/readyz` shows no details without one.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
@@ -56,6 +56,12 @@ const RULES: [(Methods, &str, Requirement); 37] = [
     (All, "/people", S(Scope::Admin)),
     (All, "/api/v1/audit", S(Scope::Admin)),
     (All, "/audit", S(Scope::Admin)),
+    // They send to other machines what this server knows.
+    (All, "/api/v1/webhooks", S(Scope::Admin)),
+    (All, "/api/v1/webhooks/{id}", S(Scope::Admin)),
+    (All, "/api/v1/webhooks/{id}/test", S(Scope::Admin)),
+    (All, "/api/v1/webhooks/{id}/attempts", S(Scope::Admin)),
+    (All, "/webhooks", S(Scope::Admin)),
     // Machines are shared by all users.
     (All, "/api/v1/agents/{id}", S(Scope::Admin)),
     (All, "/api/v1/agents/{id}/drain", S(Scope::Admin)),

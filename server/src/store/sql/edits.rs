@@ -83,7 +83,7 @@ impl SqlStore {
         .execute(&mut *db)
         .await?;
         // What is found without its job goes at once; there is little of it.
-        for table in ["checkpoints", "annotations", "idempotency"] {
+        for table in ["checkpoints", "annotations", "idempotency", "webhook_deliveries"] {
             let query = format!("DELETE FROM {table} WHERE job_id = $1");
             sqlx::query(AssertSqlSafe(query)).bind(id.as_str()).execute(&mut *db).await?;
         }

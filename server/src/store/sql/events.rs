@@ -1,6 +1,9 @@
 //! Rows of events: made from a change, and inserted many at a time.
 
-use super::{Connection, together};
+use super::{
+    Connection, together,
+    webhooks::{self, Notice},
+};
 use crate::{
     store::points,
     store::{
@@ -18,25 +21,28 @@ pub(super) struct New {
     kind: &'static str,
     attempt: u32,
     rank: Option<u32>,
+    /// What webhooks are told of it.
+    notice: Option<Box<Notice>>,
     pub(super) row: EventRow,
 }
 
 /// The rows of events after the job's newest: one each, but one for all metrics of a rank that follow each other.
 pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> Result<Vec<New>> {
+    let notices: Vec<_> = bodies.iter().map(|body| webhooks::notice(job, body, at)).collect();
     let mut rows = Vec::new();
     let mut points: Option<(u32, u32, Vec<MetricColumn>)> = None;
     let id = job.job.id.clone();
     let current = job.job.attempt;
-    let mut add = |kind, attempt, rank, events: u64, stored| {
+    let mut add = |kind, attempt, rank, events: u64, stored, notice| {
         job.job.last_seq += events;
         let row = EventRow { seq: job.job.last_seq, at, stored };
-        rows.push(New { job: id.clone(), kind, attempt, rank, row });
+        rows.push(New { job: id.clone(), kind, attempt, rank, notice, row });
     };
     let stored = |(attempt, rank, columns): (u32, u32, Vec<MetricColumn>)| {
         let data = points::encode(&columns);
         ("metrics", attempt, Some(rank), columns.len() as u64, Stored::Points { attempt, rank, data })
     };
-    for body in bodies {
+    for (body, notice) in bodies.into_iter().zip(notices) {
         let (kind, rank) = match body {
             EventBody::Metrics { attempt, rank, name, steps, values } => {
                 let values = values.into_iter().map(|v| v.unwrap_or(f32::NAN)).collect();
@@ -46,7 +52,7 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
                     other => {
                         if let Some(before) = other.replace((attempt, rank, vec![column])) {
                             let (kind, attempt, rank, events, stored) = stored(before);
-                            add(kind, attempt, rank, events, stored);
+                            add(kind, attempt, rank, events, stored, None);
                         }
                     }
                 }
@@ -64,18 +70,18 @@ pub(super) fn rows(job: &mut JobRow, bodies: Vec<EventBody>, at: Timestamp) -> R
         };
         if let Some(before) = points.take() {
             let (kind, attempt, rank, events, stored) = stored(before);
-            add(kind, attempt, rank, events, stored);
+            add(kind, attempt, rank, events, stored, None);
         }
-        add(kind, current, rank, 1, Stored::Body(json(&body)?));
+        add(kind, current, rank, 1, Stored::Body(json(&body)?), notice);
     }
     if let Some(before) = points {
         let (kind, attempt, rank, events, stored) = stored(before);
-        add(kind, attempt, rank, events, stored);
+        add(kind, attempt, rank, events, stored, None);
     }
     Ok(rows)
 }
 
-/// Stores rows.
+/// Stores rows, and queues what webhooks are told of them.
 pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
     for now in together::cut(rows) {
         let text = format!(
@@ -83,7 +89,7 @@ pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
             together::values(now.len(), 8)
         );
         let mut query = sqlx::query(AssertSqlSafe(text));
-        for New { job, kind, attempt, rank, row } in now {
+        for New { job, kind, attempt, rank, row, .. } in now {
             let (body, points) = match &row.stored {
                 Stored::Body(body) => (body.as_str(), None),
                 Stored::Points { data, .. } => ("", Some(&data[..])),
@@ -100,5 +106,6 @@ pub(super) async fn insert(db: &mut Connection, rows: &[New]) -> Result<()> {
         }
         query.execute(&mut *db).await?;
     }
-    Ok(())
+    let notices: Vec<&Notice> = rows.iter().filter_map(|new| new.notice.as_deref()).collect();
+    webhooks::enqueue(db, &notices).await
 }

@@ -117,6 +117,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         id: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
     };
     Ok(JobRow {
+        announced: job.state,
         stop: optional("stop")?.map(|text| stop_reason(&text)),
         job,
         private_parent,

@@ -27,18 +27,14 @@ mod purge;
 mod queue;
 mod reads;
 mod together;
+mod webhooks;
 
 use super::dialect::{
     BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, Lock, SOME_METRIC_CHUNKS,
 };
 use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
-    CheckpointRow, Claim, Claimed, Counts, Created, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter,
-    HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage,
-    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow,
-    Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store,
-    StoredCheckpoint, TokenRow, WaitingVersion,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, WaitingVersion, WebhookRow,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -395,6 +391,30 @@ impl Store for SqlStore {
     }
     async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
         self.remove_old_audit(before, keep).await
+    }
+    async fn webhooks(&self) -> Result<Vec<WebhookRow>> {
+        self.list_webhooks().await
+    }
+    async fn put_webhook(&self, row: &WebhookRow) -> Result<()> {
+        self.upsert_webhook(row).await
+    }
+    async fn remove_webhook(&self, id: &str) -> Result<()> {
+        self.delete_webhook(id).await
+    }
+    async fn deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
+        self.list_deliveries(webhook, limit).await
+    }
+    async fn next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
+        self.list_next_deliveries().await
+    }
+    async fn add_delivery(&self, delivery: &Delivery) -> Result<()> {
+        self.insert_delivery(delivery).await
+    }
+    async fn note_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
+        self.write_attempt(delivery, is_gone).await
+    }
+    async fn purge_deliveries(&self, before: Timestamp) -> Result<()> {
+        self.remove_old_deliveries(before).await
     }
     async fn counts(&self) -> Result<Counts> {
         self.count().await

@@ -10,7 +10,7 @@ use std::time::Instant;
 const OPEN: [&str; 6] =
     ["/login", "/login/oidc", "/login/oidc/callback", "/static/{*path}", "/healthz", "/readyz"];
 /// What needs `admin`, whatever the method.
-const ADMIN: [&str; 10] = [
+const ADMIN: [&str; 15] = [
     "/api/v1/tokens",
     "/api/v1/tokens/{id}",
     "/api/v1/people",
@@ -21,6 +21,11 @@ const ADMIN: [&str; 10] = [
     "/api/v1/agents/{id}",
     "/api/v1/agents/{id}/drain",
     "/api/v1/agents/{id}/undrain",
+    "/api/v1/webhooks",
+    "/api/v1/webhooks/{id}",
+    "/api/v1/webhooks/{id}/test",
+    "/api/v1/webhooks/{id}/attempts",
+    "/webhooks",
 ];
 /// What every signed-in person may do, whatever the method: it concerns nobody else.
 const OWN: [&str; 4] = ["/logout", "/api/v1/login-links", "/account", "/api/v1/password"];

@@ -1,0 +1,448 @@
+//! Webhooks, for admins: add, list, change, remove, test; their messages; the page.
+
+use super::{
+    html::{Page as HtmlPage, html, viewer},
+    list::{Elements, List, ListParams, Page},
+    people::pages::in_words,
+};
+use crate::{
+    auth::access::Caller,
+    http::{
+        error::{Error, Problem, Result},
+        extract::{Body, Path, Query},
+        gate::AuditSubject,
+    },
+    store::{Delivery, Webhook, WebhookEvent, WebhookForm, WebhookRow},
+    webhooks::{Webhooks, addresses, new_secret},
+};
+use axum::{
+    Extension, Form, Json,
+    extract::State,
+    http::StatusCode,
+    response::{IntoResponse, Redirect},
+};
+use lockstep_protocol::{labels::project_mistake, spec::SpecError};
+use lockstep_web::webhooks as views;
+use reqwest::Url;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use utoipa::ToSchema;
+
+/// Webhooks of a server.
+const WEBHOOKS: usize = 50;
+/// Longest address, in bytes.
+const URL_BYTES: usize = 2000;
+/// Messages of a webhook that are listed: the newest.
+const LISTED: u32 = 1000;
+/// Messages of a webhook on the page.
+const SHOWN: u32 = 5;
+
+/// A webhook to be added.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewWebhook {
+    /// Where messages are posted: `https://` or `http://`, at most 2000 bytes.
+    url: String,
+    #[serde(default)]
+    form: WebhookForm,
+    /// Only jobs of this project; of all projects when absent.
+    #[serde(default)]
+    project: Option<String>,
+    /// What it is told; `job.succeeded`, `job.failed` and `job.cancelled` when absent.
+    #[serde(default)]
+    events: Option<Vec<WebhookEvent>>,
+    /// Whether messages are sent; true when absent.
+    #[serde(default)]
+    enabled: Option<bool>,
+}
+
+/// What is to change; what is absent stays.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct WebhookChange {
+    url: Option<String>,
+    form: Option<WebhookForm>,
+    /// Empty: all projects.
+    project: Option<String>,
+    events: Option<Vec<WebhookEvent>>,
+    enabled: Option<bool>,
+}
+
+/// A webhook that was added.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct MadeWebhook {
+    /// What its messages are signed with. It is shown this once.
+    secret: String,
+    #[serde(flatten)]
+    webhook: Webhook,
+}
+
+/// Every webhook.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct WebhookList {
+    /// The first made first, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Webhook>)]
+    webhooks: Elements<Webhook>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: webhooks on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Webhook>> for WebhookList {
+    fn from(page: Page<Webhook>) -> Self {
+        Self { webhooks: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+/// Messages of a webhook.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DeliveryList {
+    /// The newest first, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Delivery>)]
+    deliveries: Elements<Delivery>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: messages on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Delivery>> for DeliveryList {
+    fn from(page: Page<Delivery>) -> Self {
+        Self { deliveries: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Webhook> = List {
+    name: "webhooks",
+    fields: &["id", "url", "form", "project", "events", "enabled", "created_at"],
+    sorts: &[
+        ("created", |webhook| webhook.created_at.into()),
+        ("url", |webhook| webhook.url.as_str().into()),
+    ],
+    default_sort: "created",
+    id: |webhook| &webhook.id,
+    created: Some(|webhook| webhook.created_at),
+};
+
+const DELIVERIES: List<Delivery> = List {
+    name: "deliveries",
+    fields: &["id", "job", "event", "created_at", "next_at", "attempts"],
+    sorts: &[("created", |delivery| delivery.created_at.into())],
+    default_sort: "-created",
+    id: |delivery| &delivery.id,
+    created: Some(|delivery| delivery.created_at),
+};
+
+fn mistake(pointer: &str, detail: String) -> Error {
+    Error::Invalid(vec![SpecError { pointer: pointer.into(), detail }])
+}
+
+/// # Errors
+/// No webhook has this id, or the store's.
+async fn find(webhooks: &Webhooks, id: &str) -> Result<WebhookRow> {
+    let found = webhooks.store.webhooks().await?.into_iter().find(|row| row.webhook.id == id);
+    found.ok_or_else(|| Error::NotFound("no webhook has this id".into()))
+}
+
+/// Makes a change of a webhook.
+///
+/// # Errors
+/// A mistake in it.
+fn apply(webhooks: &Webhooks, webhook: &mut Webhook, change: WebhookChange) -> Result<()> {
+    if let Some(text) = change.url {
+        let url = Url::parse(text.trim());
+        let is_usable =
+            |url: &Url| ["https", "http"].contains(&url.scheme()) && url.as_str().len() <= URL_BYTES;
+        let Some(url) = url.ok().filter(is_usable) else {
+            let detail =
+                format!("must be an address such as https://example.org/hook, of at most {URL_BYTES} bytes");
+            return Err(mistake("/url", detail));
+        };
+        if !webhooks.allow_private {
+            addresses::check_literal(&url).map_err(|refusal| mistake("/url", refusal))?;
+        }
+        webhook.url = url.into();
+    }
+    if let Some(project) = change.project {
+        webhook.project = Some(project).filter(|project| !project.is_empty());
+        if let Some(detail) = webhook.project.as_deref().and_then(project_mistake) {
+            return Err(mistake("/project", detail));
+        }
+    }
+    if let Some(mut events) = change.events {
+        events.sort_unstable();
+        events.dedup();
+        if events.is_empty() {
+            return Err(mistake(
+                "/events",
+                "must name an event; to send nothing, disable the webhook".into(),
+            ));
+        }
+        webhook.events = events;
+    }
+    webhook.form = change.form.unwrap_or(webhook.form);
+    webhook.enabled = change.enabled.unwrap_or(webhook.enabled);
+    Ok(())
+}
+
+/// Adds a webhook.
+///
+/// # Errors
+/// A mistake in it, or there are too many.
+async fn add(webhooks: &Webhooks, new: NewWebhook) -> Result<WebhookRow> {
+    let mut webhook = Webhook {
+        id: uuid::Uuid::now_v7().simple().to_string(),
+        url: String::new(),
+        form: new.form,
+        project: None,
+        events: WebhookEvent::ENDS.to_vec(),
+        enabled: true,
+        created_at: crate::now(),
+    };
+    let NewWebhook { url, form, project, events, enabled } = new;
+    apply(
+        webhooks,
+        &mut webhook,
+        WebhookChange { url: Some(url), form: Some(form), project, events, enabled },
+    )?;
+    let _one_at_a_time = webhooks.changing.lock().await;
+    if webhooks.store.webhooks().await?.len() >= WEBHOOKS {
+        let detail = format!("there are {WEBHOOKS} webhooks already; remove some that nobody needs");
+        return Err(Error::Conflict(detail, None));
+    }
+    let row = WebhookRow { webhook, secret: new_secret()? };
+    webhooks.store.put_webhook(&row).await?;
+    Ok(row)
+}
+
+/// # Errors
+/// No webhook has this id, or a mistake in the change.
+async fn edit(webhooks: &Webhooks, id: &str, change: WebhookChange) -> Result<Webhook> {
+    let _one_at_a_time = webhooks.changing.lock().await;
+    let mut row = find(webhooks, id).await?;
+    apply(webhooks, &mut row.webhook, change)?;
+    webhooks.store.put_webhook(&row).await?;
+    // What waits for a webhook that is enabled again.
+    webhooks.wake();
+    Ok(row.webhook)
+}
+
+/// # Errors
+/// No webhook has this id.
+async fn remove(webhooks: &Webhooks, id: &str) -> Result<()> {
+    let _one_at_a_time = webhooks.changing.lock().await;
+    find(webhooks, id).await?;
+    Ok(webhooks.store.remove_webhook(id).await?)
+}
+
+/// List webhooks
+///
+/// `sort`: `created`, `url`.
+#[utoipa::path(get, path = "/webhooks", tag = "webhooks", params(ListParams),
+    responses((status = 200, body = WebhookList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(webhooks): State<Arc<Webhooks>>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<WebhookList>> {
+    let all = webhooks.store.webhooks().await?.into_iter().map(|row| row.webhook);
+    Ok(Json(LIST.page(all.collect(), &params)?.into()))
+}
+
+/// Add a webhook
+///
+/// The server posts a message to it for each event of a job that is not private, as <https://www.standardwebhooks.com> has it.
+#[utoipa::path(post, path = "/webhooks", tag = "webhooks", request_body = NewWebhook,
+    responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(webhooks): State<Arc<Webhooks>>,
+    Body(new, _): Body<NewWebhook>,
+) -> Result<(StatusCode, Extension<AuditSubject>, Json<MadeWebhook>)> {
+    let WebhookRow { webhook, secret } = add(&webhooks, new).await?;
+    let concerns = AuditSubject(webhook.id.clone());
+    Ok((StatusCode::CREATED, Extension(concerns), Json(MadeWebhook { secret, webhook })))
+}
+
+/// Change a webhook
+///
+/// Enabled again, it gets the messages that still wait.
+#[utoipa::path(patch, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)), request_body = WebhookChange,
+    responses((status = 200, body = Webhook), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn change(
+    State(webhooks): State<Arc<Webhooks>>,
+    Path(id): Path<String>,
+    Body(change, _): Body<WebhookChange>,
+) -> Result<Json<Webhook>> {
+    Ok(Json(edit(&webhooks, &id, change).await?))
+}
+
+/// Remove a webhook
+///
+/// With its messages, also those that wait.
+#[utoipa::path(delete, path = "/webhooks/{id}", tag = "webhooks", params(("id" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn delete(
+    State(webhooks): State<Arc<Webhooks>>,
+    Path(id): Path<String>,
+) -> Result<StatusCode> {
+    remove(&webhooks, &id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Send a test to a webhook
+///
+/// At once, also to one that is disabled, and only once. Answers how that went.
+#[utoipa::path(post, path = "/webhooks/{id}/test", tag = "webhooks", params(("id" = String, Path)),
+    responses((status = 200, body = Delivery), (status = 404, body = Problem)))]
+pub(crate) async fn test(
+    State(webhooks): State<Arc<Webhooks>>,
+    Path(id): Path<String>,
+) -> Result<Json<Delivery>> {
+    let row = find(&webhooks, &id).await?;
+    Ok(Json(webhooks.test(&row).await?))
+}
+
+/// Messages of a webhook, with each attempt to send them
+///
+/// For a week; after its last attempt a message is kept among the newest 100. `sort`: `created`.
+#[utoipa::path(get, path = "/webhooks/{id}/attempts", tag = "webhooks", params(("id" = String, Path), ListParams),
+    responses((status = 200, body = DeliveryList), (status = 400, body = Problem), (status = 404, body = Problem)))]
+pub(crate) async fn attempts(
+    State(webhooks): State<Arc<Webhooks>>,
+    Path(id): Path<String>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<DeliveryList>> {
+    find(&webhooks, &id).await?;
+    let deliveries = webhooks.store.deliveries(&id, LISTED).await?;
+    Ok(Json(DELIVERIES.page(deliveries, &params)?.into()))
+}
+
+/// `GET /webhooks`
+pub(crate) async fn show(
+    State(webhooks): State<Arc<Webhooks>>,
+    Extension(caller): Extension<Caller>,
+) -> HtmlPage {
+    page(&webhooks, &caller, Notice::default()).await
+}
+
+/// What the page says besides what there is.
+#[derive(Default)]
+struct Notice {
+    /// The address in the form.
+    url: String,
+    error: String,
+    /// Of a webhook that was added just now.
+    secret: String,
+}
+
+async fn page(webhooks: &Webhooks, caller: &Caller, notice: Notice) -> HtmlPage {
+    let mut lines = Vec::new();
+    for WebhookRow { webhook, .. } in webhooks.store.webhooks().await? {
+        let deliveries = webhooks.store.deliveries(&webhook.id, SHOWN).await?;
+        let events = webhook.events.iter().map(|event| event.as_str().trim_start_matches("job."));
+        lines.push(views::WebhookLine {
+            events: events.collect::<Vec<_>>().join(", "),
+            deliveries: deliveries.into_iter().map(line).collect(),
+            form: webhook.form.as_str(),
+            project: webhook.project.unwrap_or_default(),
+            enabled: webhook.enabled,
+            id: webhook.id,
+            url: webhook.url,
+        });
+    }
+    let Notice { url, error, secret } = notice;
+    html(
+        views::WebhooksPage {
+            webhooks: lines,
+            forms: WebhookForm::ALL.map(WebhookForm::as_str).into(),
+            events: WebhookEvent::ALL
+                .map(|event| (event.as_str(), WebhookEvent::ENDS.contains(&event)))
+                .into(),
+            url,
+            error,
+            secret,
+            viewer: viewer(caller),
+        }
+        .render(),
+    )
+}
+
+fn line(delivery: Delivery) -> views::DeliveryLine {
+    let error = delivery.attempts.last().and_then(|attempt| attempt.error.clone());
+    views::DeliveryLine {
+        at: delivery.created_at,
+        event: delivery.event,
+        job: delivery.job.unwrap_or_default(),
+        attempts: delivery.attempts.len(),
+        state: match (&error, delivery.next_at) {
+            (_, Some(_)) => "waiting",
+            (None, None) => "delivered",
+            (Some(_), None) => "failed",
+        },
+        error: error.unwrap_or_default(),
+    }
+}
+
+/// `POST /webhooks`: what the page asks for.
+pub(crate) async fn submit(
+    State(webhooks): State<Arc<Webhooks>>,
+    Extension(caller): Extension<Caller>,
+    Form(pairs): Form<Vec<(String, String)>>,
+) -> HtmlPage {
+    let field = |name: &str| {
+        let found = pairs.iter().find(|(key, _)| key == name);
+        found.map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
+    };
+    let (action, id) = (field("action"), field("id"));
+    let enable = |enabled| WebhookChange { enabled: Some(enabled), ..Default::default() };
+    let done = match action.as_str() {
+        "add" => match new(&pairs, &field) {
+            Ok(new) => add(&webhooks, new).await.map(Some),
+            Err(error) => Err(error),
+        },
+        "test" => match find(&webhooks, &id).await {
+            Ok(row) => webhooks.test(&row).await.map(|_| None).map_err(Error::from),
+            Err(error) => Err(error),
+        },
+        "enable" => edit(&webhooks, &id, enable(true)).await.map(|_| None),
+        "disable" => edit(&webhooks, &id, enable(false)).await.map(|_| None),
+        "remove" => remove(&webhooks, &id).await.map(|()| None),
+        _ => Err(mistake("/action", "is none of this page's".into())),
+    };
+    let concerns = |id: &str| Extension(AuditSubject(format!("{action} {id:?}")));
+    match done {
+        Ok(Some(WebhookRow { webhook, secret })) => {
+            let notice = Notice { secret, ..Notice::default() };
+            Ok((concerns(&webhook.id), page(&webhooks, &caller, notice).await?).into_response())
+        }
+        Ok(None) => Ok((concerns(&id), Redirect::to("/webhooks")).into_response()),
+        Err(error) => {
+            let (status, error) = in_words(error)?;
+            let notice = Notice { url: field("url"), error, ..Notice::default() };
+            Ok((status, concerns(&id), page(&webhooks, &caller, notice).await?).into_response())
+        }
+    }
+}
+
+/// The webhook that the form has.
+///
+/// # Errors
+/// A form or an event that is none.
+fn new(pairs: &[(String, String)], field: &impl Fn(&str) -> String) -> Result<NewWebhook> {
+    let known = |pointer: &str| mistake(pointer, "is none of the page's".into());
+    let form = WebhookForm::ALL.into_iter().find(|form| form.as_str() == field("form"));
+    let chosen = pairs.iter().filter(|(key, _)| key == "event");
+    let events = chosen.map(|(_, value)| {
+        WebhookEvent::ALL.into_iter().find(|event| event.as_str() == value).ok_or_else(|| known("/events"))
+    });
+    Ok(NewWebhook {
+        url: field("url"),
+        form: form.ok_or_else(|| known("/form"))?,
+        project: Some(field("project")),
+        events: Some(events.collect::<Result<_>>()?),
+        enabled: None,
+    })
+}

@@ -1,0 +1,214 @@
+//! Webhooks, and the messages that are queued for them.
+
+use jiff::Timestamp;
+use lockstep_protocol::{
+    job::JobState,
+    reason::{Reason, ReasonCode},
+};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use utoipa::ToSchema;
+
+/// What a webhook can be told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
+pub enum WebhookEvent {
+    /// The ranks of an attempt run.
+    #[serde(rename = "job.started")]
+    Started,
+    /// A job of higher priority has taken the slots; the job waits and continues by itself.
+    #[serde(rename = "job.preempted")]
+    Preempted,
+    /// The job waits until somebody resumes it.
+    #[serde(rename = "job.paused")]
+    Paused,
+    /// An attempt has failed or was lost, and another one follows.
+    #[serde(rename = "job.restarting")]
+    Restarting,
+    #[serde(rename = "job.succeeded")]
+    Succeeded,
+    #[serde(rename = "job.failed")]
+    Failed,
+    #[serde(rename = "job.cancelled")]
+    Cancelled,
+}
+
+impl WebhookEvent {
+    /// Every event, in the order of a job's life.
+    pub const ALL: [WebhookEvent; 7] = [
+        WebhookEvent::Started,
+        WebhookEvent::Preempted,
+        WebhookEvent::Paused,
+        WebhookEvent::Restarting,
+        WebhookEvent::Succeeded,
+        WebhookEvent::Failed,
+        WebhookEvent::Cancelled,
+    ];
+    /// Those of a webhook that names none: a job is over.
+    pub const ENDS: [WebhookEvent; 3] =
+        [WebhookEvent::Succeeded, WebhookEvent::Failed, WebhookEvent::Cancelled];
+
+    /// As in JSON.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            WebhookEvent::Started => "job.started",
+            WebhookEvent::Preempted => "job.preempted",
+            WebhookEvent::Paused => "job.paused",
+            WebhookEvent::Restarting => "job.restarting",
+            WebhookEvent::Succeeded => "job.succeeded",
+            WebhookEvent::Failed => "job.failed",
+            WebhookEvent::Cancelled => "job.cancelled",
+        }
+    }
+
+    /// The event of a job that moves to this state; `None` for a move of which nobody is told.
+    pub(in crate::store) fn of(state: JobState, cause: Option<&Reason>) -> Option<Self> {
+        match state {
+            JobState::Running => Some(WebhookEvent::Started),
+            JobState::Queued => cause
+                .is_some_and(|cause| *cause.code() == ReasonCode::Preempted)
+                .then_some(WebhookEvent::Preempted),
+            JobState::Paused => Some(WebhookEvent::Paused),
+            JobState::Restarting => Some(WebhookEvent::Restarting),
+            JobState::Succeeded => Some(WebhookEvent::Succeeded),
+            JobState::Failed => Some(WebhookEvent::Failed),
+            JobState::Cancelled => Some(WebhookEvent::Cancelled),
+            // The agent is lost: the next state, which follows at once, says what becomes of the job.
+            JobState::Lost | JobState::Starting | JobState::Pausing => None,
+        }
+    }
+}
+
+/// The form of the messages: what the receiver reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum WebhookForm {
+    /// Standard Webhooks: type, time and the job's fields, for programs.
+    #[default]
+    Standard,
+    Slack,
+    Discord,
+    /// A workflow of Microsoft Teams.
+    Teams,
+    Ntfy,
+}
+
+impl WebhookForm {
+    pub const ALL: [WebhookForm; 5] = [
+        WebhookForm::Standard,
+        WebhookForm::Slack,
+        WebhookForm::Discord,
+        WebhookForm::Teams,
+        WebhookForm::Ntfy,
+    ];
+
+    /// As in JSON.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            WebhookForm::Standard => "standard",
+            WebhookForm::Slack => "slack",
+            WebhookForm::Discord => "discord",
+            WebhookForm::Teams => "teams",
+            WebhookForm::Ntfy => "ntfy",
+        }
+    }
+}
+
+/// Where the server sends messages about jobs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, ToSchema)]
+pub struct Webhook {
+    /// Opaque. Ids sort by time.
+    pub id: String,
+    pub url: String,
+    pub form: WebhookForm,
+    /// Only jobs of this project; null for all projects.
+    pub project: Option<String>,
+    /// What it is told.
+    pub events: Vec<WebhookEvent>,
+    /// Whether messages are queued and sent. A receiver that answers 410 disables its webhook.
+    pub enabled: bool,
+    #[schema(value_type = String)]
+    pub created_at: Timestamp,
+}
+
+/// A webhook and what its messages are signed with.
+#[derive(Clone, PartialEq, Eq)]
+pub struct WebhookRow {
+    /// As it is shown.
+    pub webhook: Webhook,
+    /// `whsec_` and the key as base64.
+    pub secret: String,
+}
+
+/// A secret is in no log.
+impl fmt::Debug for WebhookRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.webhook.fmt(f)
+    }
+}
+
+/// An attempt to send a message.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DeliveryAttempt {
+    #[schema(value_type = String)]
+    pub at: Timestamp,
+    /// HTTP status of the answer; null without an answer.
+    pub status: Option<u16>,
+    /// Why the message was not delivered; null if it was.
+    pub error: Option<String>,
+    /// Seconds until the answer or the error.
+    pub secs: f64,
+}
+
+/// A message to a webhook. It is delivered if its last attempt has no error.
+#[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
+pub struct Delivery {
+    /// The header `webhook-id`, the same in each attempt. Ids sort by time.
+    pub id: String,
+    #[serde(skip)]
+    pub webhook: String,
+    /// The job's id; null for a test.
+    pub job: Option<String>,
+    /// The message's type: an event of a webhook, or `webhook.test`.
+    pub event: String,
+    /// The body in the standard form.
+    #[serde(skip)]
+    pub payload: String,
+    #[schema(value_type = String)]
+    pub created_at: Timestamp,
+    /// When the next attempt is due; null when none follows.
+    #[schema(value_type = Option<String>)]
+    pub next_at: Option<Timestamp>,
+    /// In their order.
+    pub attempts: Vec<DeliveryAttempt>,
+}
+
+impl Delivery {
+    /// A new message's id.
+    pub(crate) fn new_id() -> String {
+        format!("msg_{}", uuid::Uuid::now_v7().simple())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_those_of_json() {
+        for event in WebhookEvent::ALL {
+            assert_eq!(serde_json::to_value(event).unwrap(), event.as_str());
+        }
+        for form in WebhookForm::ALL {
+            assert_eq!(serde_json::to_value(form).unwrap(), form.as_str());
+        }
+    }
+
+    #[test]
+    fn a_job_that_waits_again_was_preempted_or_is_no_event() {
+        let of = |state, code: Option<ReasonCode>| WebhookEvent::of(state, code.map(Reason::from).as_ref());
+        assert_eq!(of(JobState::Queued, Some(ReasonCode::Preempted)), Some(WebhookEvent::Preempted));
+        for code in [None, Some(ReasonCode::RetriedByUser)] {
+            assert_eq!(of(JobState::Queued, code), None);
+        }
+    }
+}

@@ -1,0 +1,241 @@
+//! Webhooks, and their messages, which are queued in the transaction that moves the job: no move is forgotten, and none is told that
+//! did not happen.
+
+use super::{Connection, DbRow, SqlStore, together};
+use crate::store::{
+    Delivery, JobRow, Result, StoreError, Webhook, WebhookEvent, WebhookRow,
+    quarantine::readable,
+    values::{from_json, json, time},
+};
+use jiff::Timestamp;
+use lockstep_protocol::{JobId, stream::EventBody};
+use serde_json::{Value, json};
+use sqlx::{AssertSqlSafe, Row};
+
+/// Messages of a webhook that are kept after their last attempt.
+const KEPT: i64 = 100;
+
+/// What webhooks are told of a move of a job.
+pub(super) struct Notice {
+    event: WebhookEvent,
+    job: JobId,
+    project: String,
+    at: Timestamp,
+    payload: String,
+}
+
+/// What webhooks are told of an event, after which the job is as in `row`. `None` of an event that moves the job to no other state. Nobody
+/// is told of private jobs: others read where the messages go.
+pub(super) fn notice(row: &mut JobRow, body: &EventBody, at: Timestamp) -> Option<Box<Notice>> {
+    let EventBody::State { state, reason, cause, attempt } = body else { return None };
+    let has_moved = std::mem::replace(&mut row.announced, *state) != *state;
+    let job = &row.job;
+    let is_told = has_moved && !job.spec.private;
+    let event = WebhookEvent::of(*state, cause.as_ref()).filter(|_| is_told)?;
+    let payload = json!({
+        "type": event,
+        "timestamp": at,
+        "data": {
+            "id": job.id,
+            "name": job.name,
+            "project": job.project,
+            "tags": job.tags,
+            "owner": job.owner,
+            "state": state,
+            "reason": reason,
+            "cause": cause,
+            "attempt": attempt,
+            "ranks": job.ranks,
+            "step": job.step,
+            "total_steps": job.total_steps,
+            "epoch": job.epoch,
+            "images_per_second": job.images_per_second,
+            "best": job.best,
+            "last": job.last,
+            "created_at": job.created_at,
+            "started_at": job.started_at,
+            "finished_at": job.finished_at,
+        },
+    });
+    let (job, project) = (job.id.clone(), job.project.clone());
+    Some(Box::new(Notice { event, job, project, at, payload: payload.to_string() }))
+}
+
+/// Queues a message for each webhook that wants to be told.
+pub(super) async fn enqueue(db: &mut Connection, notices: &[&Notice]) -> Result<()> {
+    if notices.is_empty() {
+        return Ok(());
+    }
+    let rows = sqlx::query("SELECT * FROM webhooks WHERE enabled <> 0").fetch_all(&mut *db).await?;
+    let webhooks: Vec<Webhook> =
+        readable(rows.iter().map(webhook)).into_iter().map(|row| row.webhook).collect();
+    let wants = |webhook: &Webhook, notice: &Notice| {
+        webhook.events.contains(&notice.event)
+            && webhook.project.as_ref().is_none_or(|project| *project == notice.project)
+    };
+    let wanted: Vec<(&Webhook, &Notice)> = notices
+        .iter()
+        .flat_map(|notice| webhooks.iter().map(move |webhook| (webhook, *notice)))
+        .filter(|(webhook, notice)| wants(webhook, notice))
+        .collect();
+    for now in together::cut(&wanted) {
+        let text = format!(
+            "INSERT INTO webhook_deliveries (id, webhook_id, job_id, event, payload, created_at, next_at) VALUES {}",
+            together::values(now.len(), 7)
+        );
+        let mut query = sqlx::query(AssertSqlSafe(text));
+        for (webhook, notice) in now {
+            query = query
+                .bind(Delivery::new_id())
+                .bind(webhook.id.as_str())
+                .bind(notice.job.as_str())
+                .bind(notice.event.as_str())
+                .bind(notice.payload.as_str())
+                .bind(notice.at.as_millisecond())
+                .bind(notice.at.as_millisecond());
+        }
+        query.execute(&mut *db).await?;
+    }
+    Ok(())
+}
+
+fn webhook(row: &DbRow) -> Result<WebhookRow> {
+    let id: String = row.try_get("id")?;
+    let form: String = row.try_get("form")?;
+    let webhook = Webhook {
+        form: serde_json::from_value(Value::String(form))
+            .map_err(|error| StoreError::Corrupt(format!("webhook {id}: {error}")))?,
+        url: row.try_get("url")?,
+        project: row.try_get("project")?,
+        events: from_json(row.try_get("events")?)?,
+        enabled: row.try_get::<i64, _>("enabled")? != 0,
+        created_at: time(row.try_get("created_at")?)?,
+        id,
+    };
+    Ok(WebhookRow { webhook, secret: row.try_get("secret")? })
+}
+
+fn delivery(row: &DbRow) -> Result<Delivery> {
+    Ok(Delivery {
+        id: row.try_get("id")?,
+        webhook: row.try_get("webhook_id")?,
+        job: row.try_get("job_id")?,
+        event: row.try_get("event")?,
+        payload: row.try_get("payload")?,
+        created_at: time(row.try_get("created_at")?)?,
+        next_at: row.try_get::<Option<i64>, _>("next_at")?.map(time).transpose()?,
+        attempts: from_json(row.try_get("attempts")?)?,
+    })
+}
+
+impl SqlStore {
+    pub(super) async fn list_webhooks(&self) -> Result<Vec<WebhookRow>> {
+        let rows = sqlx::query("SELECT * FROM webhooks ORDER BY id").fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(webhook)))
+    }
+
+    pub(super) async fn upsert_webhook(&self, row: &WebhookRow) -> Result<()> {
+        let Webhook { id, url, form, project, events, enabled, created_at } = &row.webhook;
+        sqlx::query(
+            "INSERT INTO webhooks (id, url, form, project, events, enabled, created_at, secret) \
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8) ON CONFLICT (id) DO UPDATE SET url = excluded.url, \
+             form = excluded.form, project = excluded.project, events = excluded.events, \
+             enabled = excluded.enabled",
+        )
+        .bind(id)
+        .bind(url)
+        .bind(form.as_str())
+        .bind(project)
+        .bind(json(events)?)
+        .bind(i64::from(*enabled))
+        .bind(created_at.as_millisecond())
+        .bind(&row.secret)
+        .execute(&self.writer)
+        .await?;
+        Ok(())
+    }
+
+    pub(super) async fn delete_webhook(&self, id: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        for text in
+            ["DELETE FROM webhooks WHERE id = $1", "DELETE FROM webhook_deliveries WHERE webhook_id = $1"]
+        {
+            sqlx::query(text).bind(id).execute(&mut *db).await?;
+        }
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn list_deliveries(&self, webhook: &str, limit: u32) -> Result<Vec<Delivery>> {
+        let text = "SELECT * FROM webhook_deliveries WHERE webhook_id = $1 ORDER BY id DESC LIMIT $2";
+        let rows = sqlx::query(text).bind(webhook).bind(i64::from(limit)).fetch_all(&self.reader).await?;
+        Ok(readable(rows.iter().map(delivery)))
+    }
+
+    pub(super) async fn list_next_deliveries(&self) -> Result<Vec<(WebhookRow, Delivery)>> {
+        let mut webhooks = self.list_webhooks().await?;
+        webhooks.retain(|row| row.webhook.enabled);
+        if webhooks.is_empty() {
+            return Ok(Vec::new());
+        }
+        let rows = sqlx::query(
+            "SELECT d.* FROM webhooks w JOIN webhook_deliveries d ON d.id = (SELECT id FROM webhook_deliveries \
+             WHERE webhook_id = w.id AND next_at IS NOT NULL ORDER BY next_at, id LIMIT 1) WHERE w.enabled <> 0",
+        )
+        .fetch_all(&self.reader)
+        .await?;
+        let with_webhook = |delivery: Delivery| {
+            let row = webhooks.iter().find(|row| row.webhook.id == delivery.webhook)?;
+            Some((row.clone(), delivery))
+        };
+        Ok(readable(rows.iter().map(delivery)).into_iter().filter_map(with_webhook).collect())
+    }
+
+    pub(super) async fn insert_delivery(&self, delivery: &Delivery) -> Result<()> {
+        sqlx::query(
+            "INSERT INTO webhook_deliveries (id, webhook_id, event, payload, created_at, attempts) \
+             VALUES ($1, $2, $3, $4, $5, $6)",
+        )
+        .bind(&delivery.id)
+        .bind(&delivery.webhook)
+        .bind(&delivery.event)
+        .bind(&delivery.payload)
+        .bind(delivery.created_at.as_millisecond())
+        .bind(json(&delivery.attempts)?)
+        .execute(&self.writer)
+        .await?;
+        Ok(())
+    }
+
+    pub(super) async fn write_attempt(&self, delivery: &Delivery, is_gone: bool) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query("UPDATE webhook_deliveries SET attempts = $2, next_at = $3 WHERE id = $1")
+            .bind(&delivery.id)
+            .bind(json(&delivery.attempts)?)
+            .bind(delivery.next_at.map(Timestamp::as_millisecond))
+            .execute(&mut *db)
+            .await?;
+        if is_gone {
+            sqlx::query("UPDATE webhooks SET enabled = 0 WHERE id = $1")
+                .bind(&delivery.webhook)
+                .execute(&mut *db)
+                .await?;
+        }
+        sqlx::query(
+            "DELETE FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL AND id NOT IN \
+             (SELECT id FROM webhook_deliveries WHERE webhook_id = $1 AND next_at IS NULL ORDER BY id DESC LIMIT $2)",
+        )
+        .bind(&delivery.webhook)
+        .bind(KEPT)
+        .execute(&mut *db)
+        .await?;
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn remove_old_deliveries(&self, before: Timestamp) -> Result<()> {
+        sqlx::query("DELETE FROM webhook_deliveries WHERE created_at < $1")
+            .bind(before.as_millisecond())
+            .execute(&self.writer)
+            .await?;
+        Ok(())
+    }
+}

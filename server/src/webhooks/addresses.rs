@@ -1,0 +1,156 @@
+//! Which addresses webhooks may reach: only those of the internet, unless `serve --webhooks-allow-private`. A webhook must not be a way
+//! to ask this machine, its network or the metadata service of its cloud.
+
+use ipnet::{Ipv4Net, Ipv6Net};
+use reqwest::{
+    Url,
+    dns::{Addrs, Name, Resolve, Resolving},
+};
+use std::{
+    error::Error,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+};
+
+/// Networks of the IANA registry of special addresses that the internet does not reach, and multicast.
+const SPECIAL_V4: [Ipv4Net; 14] = [
+    v4([0, 0, 0, 0], 8),
+    v4([10, 0, 0, 0], 8),
+    v4([100, 64, 0, 0], 10),
+    v4([127, 0, 0, 0], 8),
+    v4([169, 254, 0, 0], 16),
+    v4([172, 16, 0, 0], 12),
+    v4([192, 0, 0, 0], 24),
+    v4([192, 0, 2, 0], 24),
+    v4([192, 168, 0, 0], 16),
+    v4([198, 18, 0, 0], 15),
+    v4([198, 51, 100, 0], 24),
+    v4([203, 0, 113, 0], 24),
+    v4([224, 0, 0, 0], 4),
+    v4([240, 0, 0, 0], 4),
+];
+/// The internet's part of IPv6.
+const GLOBAL_V6: Ipv6Net = v6([0x2000, 0], 3);
+/// What of it is special: protocol assignments such as Teredo, documentation, and IPv4 addresses inside of others (6to4).
+const SPECIAL_V6: [Ipv6Net; 3] = [v6([0x2001, 0], 23), v6([0x2001, 0xdb8], 32), v6([0x2002, 0], 16)];
+
+const fn v4([a, b, c, d]: [u8; 4], length: u8) -> Ipv4Net {
+    Ipv4Net::new_assert(Ipv4Addr::new(a, b, c, d), length)
+}
+
+const fn v6([a, b]: [u16; 2], length: u8) -> Ipv6Net {
+    Ipv6Net::new_assert(Ipv6Addr::new(a, b, 0, 0, 0, 0, 0, 0), length)
+}
+
+/// Whether the internet reaches an address.
+fn is_public(address: IpAddr) -> bool {
+    // `::ffff:10.0.0.1` is 10.0.0.1.
+    match address.to_canonical() {
+        IpAddr::V4(address) => !SPECIAL_V4.iter().any(|net| net.contains(&address)),
+        IpAddr::V6(address) => {
+            GLOBAL_V6.contains(&address) && !SPECIAL_V6.iter().any(|net| net.contains(&address))
+        }
+    }
+}
+
+/// Why a webhook must not reach an address or a name.
+fn refusal(what: &str) -> String {
+    format!(
+        "{what} is of this machine or a private network, which webhooks reach only with `serve --webhooks-allow-private`"
+    )
+}
+
+/// The address that a URL names by number, which no resolver is asked for.
+///
+/// # Errors
+/// It is not public.
+pub(crate) fn check_literal(url: &Url) -> Result<(), String> {
+    let host = url.host_str().unwrap_or_default().trim_matches(['[', ']']);
+    match host.parse() {
+        Ok(address) if !is_public(address) => Err(refusal(host)),
+        _ => Ok(()),
+    }
+}
+
+/// Resolves names to public addresses only: the addresses that are checked are those that are connected to.
+pub(super) struct PublicResolver;
+
+impl Resolve for PublicResolver {
+    fn resolve(&self, name: Name) -> Resolving {
+        Box::pin(async move { resolve_public(name.as_str()).await })
+    }
+}
+
+async fn resolve_public(name: &str) -> Result<Addrs, Box<dyn Error + Send + Sync>> {
+    let found = tokio::net::lookup_host((name, 0)).await?;
+    let public: Vec<SocketAddr> = found.filter(|address| is_public(address.ip())).collect();
+    if public.is_empty() {
+        return Err(refusal(name).into());
+    }
+    Ok(Box::new(public.into_iter()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_addresses_of_the_internet_are_public() {
+        for address in ["1.1.1.1", "100.63.0.1", "172.32.0.1", "2606:4700::1111", "::ffff:8.8.8.8"] {
+            assert!(is_public(address.parse().unwrap()), "{address}");
+        }
+        for address in [
+            "127.0.0.1",
+            "127.1.2.3",
+            "0.0.0.0",
+            "10.1.2.3",
+            "172.16.0.1",
+            "172.31.255.255",
+            "192.168.1.1",
+            "100.64.0.1",
+            "169.254.169.254",
+            "224.0.0.1",
+            "255.255.255.255",
+            "::",
+            "::1",
+            "::ffff:127.0.0.1",
+            "::ffff:169.254.169.254",
+            "::127.0.0.1",
+            "fe80::1",
+            "fc00::1",
+            "fd00:ec2::254",
+            "ff02::1",
+            "64:ff9b::7f00:1",
+            "2001:0:1::1",
+            "2001:db8::1",
+            "2002:7f00:1::",
+        ] {
+            assert!(!is_public(address.parse().unwrap()), "{address}");
+        }
+    }
+
+    #[test]
+    fn numbers_of_any_spelling_are_addresses() {
+        for url in [
+            "http://127.0.0.1:7070/x",
+            "http://127.1/",
+            "http://2130706433/",
+            "http://0x7f.0.0.1/",
+            "http://0177.0.0.1/",
+            "http://[::1]:80/",
+            "http://[::ffff:10.0.0.1]/",
+            "http://169.254.169.254/latest/meta-data",
+        ] {
+            let refused = check_literal(&Url::parse(url).unwrap()).unwrap_err();
+            assert!(refused.contains("--webhooks-allow-private"), "{url}: {refused}");
+        }
+        for url in ["https://example.org/", "http://8.8.8.8/", "http://[2606:4700::1111]/"] {
+            check_literal(&Url::parse(url).unwrap()).unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_name_of_this_machine_is_not_resolved() {
+        let refused = PublicResolver.resolve("localhost".parse().unwrap()).await.err().unwrap();
+        assert!(refused.to_string().contains("localhost is of this machine"), "{refused}");
+    }
+}

@@ -1,0 +1,209 @@
+//! The body of a message in each form. Names and reasons are other people's words: in no form do they become a link, a mention or markup.
+
+use crate::store::WebhookForm;
+use lockstep_protocol::numbers::percent;
+use reqwest::Url;
+use serde_json::{Value, json};
+
+/// Longest title and longest detail, in bytes. Discord takes 2000 characters, ntfy 4096 bytes.
+const TEXT_BYTES: usize = 800;
+
+/// A message for people.
+struct Text {
+    /// `shoes has failed`.
+    title: String,
+    /// Why, or how well; may be empty.
+    detail: String,
+    /// The job's page.
+    link: Option<String>,
+    is_bad: bool,
+}
+
+/// The body of a message, as JSON. The form may have another address than the webhook's.
+pub(super) fn body(form: WebhookForm, payload: Value, url: &mut Url) -> String {
+    let body = match form {
+        WebhookForm::Standard => payload,
+        WebhookForm::Slack => slack(&Text::of(&payload)),
+        WebhookForm::Discord => discord(&Text::of(&payload)),
+        WebhookForm::Teams => teams(&Text::of(&payload)),
+        WebhookForm::Ntfy => ntfy(&Text::of(&payload), url),
+    };
+    body.to_string()
+}
+
+impl Text {
+    fn of(payload: &Value) -> Self {
+        let data = &payload["data"];
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let event = payload["type"].as_str().unwrap_or_default();
+        let what = match event {
+            "job.started" => "is running",
+            "job.preempted" => "gives way to a job of higher priority",
+            "job.paused" => "is paused",
+            "job.restarting" => "is restarting",
+            "job.succeeded" => "has succeeded",
+            "job.failed" => "has failed",
+            "job.cancelled" => "was cancelled",
+            _ => "",
+        };
+        let title = match text(&data["name"]) {
+            Some(name) => format!("{name} {what}"),
+            None => "Lockstep: a test of this webhook".to_owned(),
+        };
+        let best = data["best"]["value"].as_f64().filter(|_| event == "job.succeeded");
+        let best = best.map(|best| format!("best validation accuracy {}", percent(best)));
+        Self {
+            title: shortened(title),
+            detail: shortened(text(&data["reason"]).or(best).unwrap_or_default()),
+            link: text(&data["url"]),
+            is_bad: event == "job.failed",
+        }
+    }
+}
+
+fn shortened(mut text: String) -> String {
+    text.truncate(text.floor_char_boundary(TEXT_BYTES));
+    text
+}
+
+/// <https://docs.slack.dev/messaging/formatting-message-text>: three characters are special, all others in `plain_text` are plain.
+fn slack(text: &Text) -> Value {
+    let escaped = |text: &str| text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    let mut blocks = vec![json!({ "type": "section", "text": { "type": "plain_text", "text": text.title } })];
+    if !text.detail.is_empty() {
+        blocks.push(json!({ "type": "section", "text": { "type": "plain_text", "text": text.detail } }));
+    }
+    if let Some(link) = &text.link {
+        let link = format!("<{}|Open the job>", escaped(link));
+        blocks.push(json!({ "type": "section", "text": { "type": "mrkdwn", "text": link } }));
+    }
+    // For notifications, which show no blocks.
+    json!({ "text": escaped(&text.title), "blocks": blocks })
+}
+
+/// <https://docs.discord.com/developers/resources/webhook#execute-webhook>.
+fn discord(text: &Text) -> Value {
+    let escaped = |text: &str| {
+        text.chars().fold(String::new(), |mut text, c| {
+            if c.is_ascii_punctuation() {
+                text.push('\\');
+            }
+            text.push(c);
+            text
+        })
+    };
+    let mut content = format!("**{}**", escaped(&text.title));
+    if !text.detail.is_empty() {
+        content.push('\n');
+        content.push_str(&escaped(&text.detail));
+    }
+    // Escapes count, too.
+    content.truncate(content.floor_char_boundary(1500));
+    if let Some(link) = &text.link {
+        content.push('\n');
+        content.push_str(link);
+    }
+    json!({ "content": content, "allowed_mentions": { "parse": [] } })
+}
+
+/// An adaptive card, as the workflow "When a Teams webhook request is received" takes it. The text of a `TextRun` is no Markdown.
+fn teams(text: &Text) -> Value {
+    let block = |text: &str, weight: &str| json!({ "type": "RichTextBlock", "inlines": [{ "type": "TextRun", "text": text, "weight": weight }] });
+    let mut blocks = vec![block(&text.title, "bolder")];
+    if !text.detail.is_empty() {
+        blocks.push(block(&text.detail, "default"));
+    }
+    let actions =
+        text.link.iter().map(|url| json!({ "type": "Action.OpenUrl", "title": "Open the job", "url": url }));
+    json!({
+        "type": "message",
+        "attachments": [{
+            "contentType": "application/vnd.microsoft.card.adaptive",
+            "content": {
+                "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
+                "type": "AdaptiveCard",
+                "version": "1.4",
+                "body": blocks,
+                "actions": actions.collect::<Vec<_>>(),
+            },
+        }],
+    })
+}
+
+/// <https://docs.ntfy.sh/publish/#publish-as-json>: JSON goes to the address above the topic's.
+fn ntfy(text: &Text, url: &mut Url) -> Value {
+    let topic = url.path_segments().and_then(|mut parts| parts.next_back()).unwrap_or_default().to_owned();
+    if let Ok(mut parts) = url.path_segments_mut() {
+        parts.pop();
+    }
+    let message = if text.detail.is_empty() { &text.title } else { &text.detail };
+    let mut body = json!({
+        "topic": topic,
+        "title": text.title,
+        "message": message,
+        "priority": if text.is_bad { 4 } else { 3 },
+        "tags": [if text.is_bad { "x" } else { "bell" }],
+    });
+    if let Some(link) = &text.link {
+        body["click"] = link.as_str().into();
+    }
+    body
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn made(form: WebhookForm, name: &str, reason: Value, url: &str) -> (Value, String) {
+        let payload = json!({"type": "job.failed", "data": {"name": name, "reason": reason, "url": "https://l.example/jobs/j1"}});
+        let mut url = Url::parse(url).unwrap();
+        (serde_json::from_str(&body(form, payload, &mut url)).unwrap(), url.into())
+    }
+
+    #[test]
+    fn names_are_no_markup_in_any_form() {
+        let name = "<!everyone> [a](http://evil.example) *b* @everyone";
+        let of = |form| made(form, name, json!("rank 1 was killed"), "https://chat.example/hook").0;
+        let slack = of(WebhookForm::Slack);
+        assert_eq!(slack["text"], format!("{} has failed", name.replace('<', "&lt;").replace('>', "&gt;")));
+        assert_eq!(
+            slack["blocks"][0]["text"],
+            json!({"type": "plain_text", "text": format!("{name} has failed")})
+        );
+        assert_eq!(slack["blocks"][2]["text"]["text"], "<https://l.example/jobs/j1|Open the job>");
+        let discord = of(WebhookForm::Discord);
+        let content = discord["content"].as_str().unwrap();
+        assert!(content.starts_with("**\\<\\!everyone\\> \\[a\\]\\(http\\:"), "{content}");
+        assert!(content.ends_with("was killed\nhttps://l.example/jobs/j1"), "{content}");
+        assert_eq!(discord["allowed_mentions"], json!({"parse": []}));
+        let card = &of(WebhookForm::Teams)["attachments"][0]["content"];
+        assert_eq!(card["body"][0]["inlines"][0]["text"], format!("{name} has failed"));
+        assert_eq!(card["actions"][0]["url"], "https://l.example/jobs/j1");
+    }
+
+    #[test]
+    fn ntfy_s_topic_is_the_last_part_of_the_address() {
+        let (body, url) =
+            made(WebhookForm::Ntfy, "shoes", json!("diverged"), "https://ntfy.example/sub/topic?auth=x");
+        assert_eq!(url, "https://ntfy.example/sub?auth=x");
+        assert_eq!((&body["topic"], &body["title"]), (&json!("topic"), &json!("shoes has failed")));
+        assert_eq!(
+            (&body["message"], &body["click"]),
+            (&json!("diverged"), &json!("https://l.example/jobs/j1"))
+        );
+        let (body, url) = made(WebhookForm::Ntfy, "shoes", Value::Null, "https://ntfy.sh/topic");
+        assert_eq!((url.as_str(), &body["message"]), ("https://ntfy.sh/", &json!("shoes has failed")));
+    }
+
+    #[test]
+    fn texts_fit_into_what_services_take() {
+        for form in WebhookForm::ALL {
+            let (body, _) = made(form, &"*".repeat(10_000), json!("ü".repeat(10_000)), "https://a.example/b");
+            if form == WebhookForm::Discord {
+                assert!(body["content"].as_str().unwrap().chars().count() < 2000);
+            } else if form != WebhookForm::Standard {
+                assert!(body.to_string().len() < 4096, "{form:?}");
+            }
+        }
+    }
+}

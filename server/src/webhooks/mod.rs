@@ -1,0 +1,208 @@
+//! Webhooks: messages about jobs, as https://www.standardwebhooks.com has them.
+//!
+//! The store queues a message in the transaction that moves a job (`store/sql/webhooks.rs`). The task here sends what is due: one
+//! message of a webhook at a time, and no webhook waits for another one's receiver. A message is sent at least once, with the same
+//! `webhook-id` in each attempt.
+
+pub(crate) mod addresses;
+mod forms;
+mod sender;
+mod signature;
+
+pub(crate) use signature::new_secret;
+
+use crate::{
+    config::ServeConfig,
+    store::{Delivery, DeliveryAttempt, Result, Store, WebhookRow},
+    util::failing::Failing,
+};
+use jiff::Timestamp;
+use lockstep_protocol::backoff::Backoff;
+use reqwest::StatusCode;
+use sender::Sender;
+use serde_json::json;
+use std::{
+    collections::HashSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use tokio::{
+    sync::{Mutex, Notify},
+    task::JoinSet,
+    time::sleep,
+};
+
+/// How long messages are kept. The last attempt comes long before.
+const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+/// Between two removals of old messages.
+const PURGE_EVERY: Duration = Duration::from_secs(3600);
+/// Before the database is asked again: first, and at most.
+const RETRY: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(30));
+
+/// The webhooks of a server.
+pub(crate) struct Webhooks {
+    pub(crate) store: Arc<dyn Store>,
+    /// Whether messages go to addresses that the internet does not reach.
+    pub(crate) allow_private: bool,
+    sender: Sender,
+    /// The pause after each attempt but the last.
+    retries: Vec<Duration>,
+    /// Something may be due.
+    wake: Notify,
+    /// Held while a webhook is read, changed and stored.
+    pub(crate) changing: Mutex<()>,
+}
+
+impl Webhooks {
+    pub(crate) fn new(config: &ServeConfig, store: Arc<dyn Store>) -> Self {
+        let allow_private = config.webhooks_allow_private;
+        let server = config.public_url.as_ref().map(ToString::to_string);
+        Self {
+            store,
+            allow_private,
+            sender: Sender::new(allow_private, server),
+            retries: config.webhook_retries.clone(),
+            wake: Notify::new(),
+            changing: Mutex::default(),
+        }
+    }
+
+    /// Something may be due: a job has moved, or a webhook was changed.
+    pub(crate) fn wake(&self) {
+        self.wake.notify_one();
+    }
+
+    /// Sends what is due, until dropped.
+    pub(crate) async fn run(self: Arc<Self>) {
+        let mut sending = JoinSet::new();
+        // Webhooks to which a message is being sent. One whose task panics gets no more until the next start.
+        let mut busy = HashSet::new();
+        let mut purged: Option<Instant> = None;
+        let (mut failing, mut backoff) = (Failing::default(), RETRY);
+        loop {
+            let pause = match self.start_due(&mut sending, &mut busy, &mut purged).await {
+                Ok(pause) => {
+                    backoff = RETRY;
+                    if let Some(failures) = failing.ended() {
+                        tracing::info!(failures, "the queue of webhooks can be read again");
+                    }
+                    pause
+                }
+                Err(error) => {
+                    if failing.is_new(&error) {
+                        tracing::warn!(%error, "the queue of webhooks cannot be read; trying again");
+                    }
+                    backoff.pause()
+                }
+            };
+            tokio::select! {
+                () = self.wake.notified() => {}
+                Some(Ok(id)) = sending.join_next() => {
+                    busy.remove(&id);
+                }
+                () = sleep(pause) => {}
+            }
+        }
+    }
+
+    /// Starts to send what is due to webhooks that are not busy; how long nothing else is due.
+    async fn start_due(
+        self: &Arc<Self>,
+        sending: &mut JoinSet<String>,
+        busy: &mut HashSet<String>,
+        purged: &mut Option<Instant>,
+    ) -> Result<Duration> {
+        if purged.is_none_or(|at| at.elapsed() >= PURGE_EVERY) {
+            self.store.purge_deliveries(crate::now() - KEPT).await?;
+            *purged = Some(Instant::now());
+        }
+        let mut pause = PURGE_EVERY;
+        for (row, delivery) in self.store.next_deliveries().await? {
+            if busy.contains(&row.webhook.id) {
+                continue;
+            }
+            let due_in = delivery.next_at.map_or(Duration::ZERO, until);
+            if due_in.is_zero() {
+                busy.insert(row.webhook.id.clone());
+                sending.spawn(self.clone().deliver(row, delivery));
+            } else {
+                pause = pause.min(due_in);
+            }
+        }
+        Ok(pause)
+    }
+
+    /// Sends a message of the queue, and stores how that went; the webhook's id.
+    async fn deliver(self: Arc<Self>, row: WebhookRow, mut delivery: Delivery) -> String {
+        let pause = self.retries.get(delivery.attempts.len()).copied();
+        let outcome = self.send(&row, &mut delivery).await;
+        let pause = pause.filter(|_| outcome == Outcome::Failed);
+        delivery.next_at = pause.map(|pause| crate::now() + pause);
+        let mut backoff = RETRY;
+        // Not stored, the message would be sent again at once.
+        while let Err(error) = self.store.note_attempt(&delivery, outcome == Outcome::Gone).await {
+            tracing::warn!(%error, delivery = delivery.id, "an attempt of a webhook is not stored yet");
+            sleep(backoff.pause()).await;
+        }
+        row.webhook.id
+    }
+
+    /// Sends a test, whether or not the webhook is enabled, and stores it.
+    ///
+    /// # Errors
+    /// The store's. A receiver that refuses the test is none.
+    pub(crate) async fn test(&self, row: &WebhookRow) -> Result<Delivery> {
+        let at = crate::now();
+        let payload =
+            json!({ "type": "webhook.test", "timestamp": at, "data": { "webhook": row.webhook.id } });
+        let mut delivery = Delivery {
+            id: Delivery::new_id(),
+            webhook: row.webhook.id.clone(),
+            job: None,
+            event: "webhook.test".into(),
+            payload: payload.to_string(),
+            created_at: at,
+            next_at: None,
+            attempts: Vec::new(),
+        };
+        let outcome = self.send(row, &mut delivery).await;
+        self.store.add_delivery(&delivery).await?;
+        self.store.note_attempt(&delivery, outcome == Outcome::Gone).await?;
+        Ok(delivery)
+    }
+
+    /// Tries to send a message, and adds the attempt to it.
+    async fn send(&self, row: &WebhookRow, delivery: &mut Delivery) -> Outcome {
+        let (at, since) = (crate::now(), Instant::now());
+        let sent = self.sender.send(row, delivery, at).await;
+        let secs = since.elapsed().as_millis() as f64 / 1000.0;
+        let status = sent.as_ref().ok().map(StatusCode::as_u16);
+        let (outcome, error) = match sent {
+            Ok(status) if status.is_success() => (Outcome::Delivered, None),
+            Ok(StatusCode::GONE) => {
+                (Outcome::Gone, Some("it answered 410 Gone: it wants no more messages".into()))
+            }
+            Ok(status) if status.is_redirection() => {
+                (Outcome::Failed, Some(format!("it answered {status}, and redirects are not followed")))
+            }
+            Ok(status) => (Outcome::Failed, Some(format!("it answered {status}"))),
+            Err(error) => (Outcome::Failed, Some(error)),
+        };
+        delivery.attempts.push(DeliveryAttempt { at, status, error, secs });
+        outcome
+    }
+}
+
+/// What became of an attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Delivered,
+    Failed,
+    /// The receiver wants no more messages.
+    Gone,
+}
+
+/// The time until then; zero when it has passed.
+fn until(at: Timestamp) -> Duration {
+    Duration::try_from(at.duration_since(crate::now())).unwrap_or_default()
+}

@@ -1,0 +1,112 @@
+//! Sends one message over HTTP: no redirects, no proxy, no address that webhooks must not reach, and not for long.
+
+use super::{addresses, forms, signature};
+use crate::store::{Delivery, WebhookRow};
+use jiff::Timestamp;
+use reqwest::{Client, StatusCode, Url, header, redirect};
+use rustls::{ClientConfig, RootCertStore, crypto::ring};
+use serde_json::Value;
+use std::{
+    error::Error,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+/// Time limit of an attempt.
+const TIMEOUT: Duration = Duration::from_secs(15);
+/// The longest account of an error, in bytes.
+const ERROR_BYTES: usize = 300;
+
+/// See the module.
+pub(super) struct Sender {
+    allow_private: bool,
+    /// The server's address in links, if it is known.
+    server: Option<String>,
+    /// Made with the first message: reading the system's authorities takes a while.
+    client: OnceLock<Result<Client, String>>,
+}
+
+impl Sender {
+    pub(super) fn new(allow_private: bool, server: Option<String>) -> Self {
+        Self { allow_private, server, client: OnceLock::new() }
+    }
+
+    /// The status of the receiver's answer.
+    ///
+    /// # Errors
+    /// In words: there was no answer.
+    pub(super) async fn send(
+        &self,
+        row: &WebhookRow,
+        delivery: &Delivery,
+        at: Timestamp,
+    ) -> Result<StatusCode, String> {
+        let mut url = Url::parse(&row.webhook.url).map_err(|error| error.to_string())?;
+        if !self.allow_private {
+            addresses::check_literal(&url)?;
+        }
+        let client =
+            self.client.get_or_init(|| client(self.allow_private)).as_ref().map_err(String::clone)?;
+        let payload: Value = serde_json::from_str(&delivery.payload).map_err(|error| error.to_string())?;
+        let body = forms::body(row.webhook.form, self.with_link(payload), &mut url);
+        let timestamp = at.as_second();
+        let signature = signature::sign(&row.secret, &delivery.id, timestamp, &body)
+            .ok_or("its secret cannot be read; remove the webhook and add it again")?;
+        let request = client
+            .post(url)
+            .header(header::CONTENT_TYPE, "application/json")
+            .header("webhook-id", &delivery.id)
+            .header("webhook-timestamp", timestamp)
+            .header("webhook-signature", signature)
+            .body(body);
+        Ok(request.send().await.map_err(in_words)?.status())
+    }
+
+    /// Adds the address of the job's page.
+    fn with_link(&self, mut payload: Value) -> Value {
+        let job = payload["data"]["id"].as_str();
+        if let Some(link) = self.server.as_ref().zip(job).map(|(server, job)| format!("{server}/jobs/{job}"))
+        {
+            payload["data"]["url"] = link.into();
+        }
+        payload
+    }
+}
+
+fn client(allow_private: bool) -> Result<Client, String> {
+    let mut roots = RootCertStore::empty();
+    // What the system has and cannot be read is not trusted: an error comes when it is needed.
+    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    let mut tls = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| error.to_string())?
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+    let builder = Client::builder()
+        .timeout(TIMEOUT)
+        .redirect(redirect::Policy::none())
+        // A proxy would look up names itself, and reach what it can reach.
+        .no_proxy()
+        // Messages are rare, and each looks up its receiver.
+        .pool_max_idle_per_host(0)
+        .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
+        .tls_backend_preconfigured(tls);
+    let builder = if allow_private { builder } else { builder.dns_resolver(addresses::PublicResolver) };
+    builder.build().map_err(|error| error.to_string())
+}
+
+/// The last cause says most. The address, which may hold a secret, is not repeated.
+fn in_words(error: reqwest::Error) -> String {
+    if error.is_timeout() {
+        return format!("it has not answered within {} s", TIMEOUT.as_secs());
+    }
+    let error = error.without_url();
+    let mut cause: &dyn Error = &error;
+    while let Some(next) = cause.source() {
+        cause = next;
+    }
+    let mut words = cause.to_string();
+    words.truncate(words.floor_char_boundary(ERROR_BYTES));
+    words
+}

@@ -1,0 +1,503 @@
+//! Webhooks against a receiver on a real port: what comes, signed and in which form; what is tried again; what is not sent at all.
+
+use crate::{
+    agent::{Agent, running},
+    test_server::{DEADLINE, TestServer},
+};
+use axum::{
+    Router,
+    body::Bytes,
+    extract::State,
+    http::{HeaderMap, StatusCode, Uri, header},
+    response::{IntoResponse, Response},
+};
+use lockstep_protocol::agent::{Ending, Source, ToAgent};
+use lockstep_server::ServeConfig;
+use serde_json::{Value, json};
+use standardwebhooks::Webhook;
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+use tokio::{net::TcpListener, sync::mpsc, time::timeout};
+
+/// A request that came.
+struct Message {
+    path: String,
+    headers: HeaderMap,
+    body: Bytes,
+}
+
+impl Message {
+    fn json(&self) -> Value {
+        serde_json::from_slice(&self.body).unwrap()
+    }
+
+    fn id(&self) -> &str {
+        self.headers["webhook-id"].to_str().unwrap()
+    }
+}
+
+#[derive(Clone)]
+struct Answers {
+    to: mpsc::UnboundedSender<Message>,
+    is_failing: Arc<AtomicBool>,
+}
+
+/// Takes what is posted to it. Paths decide how it answers.
+struct Receiver {
+    address: SocketAddr,
+    messages: mpsc::UnboundedReceiver<Message>,
+    is_failing: Arc<AtomicBool>,
+}
+
+async fn answer(State(answers): State<Answers>, uri: Uri, headers: HeaderMap, body: Bytes) -> Response {
+    let path = uri.path().to_owned();
+    let _ = answers.to.send(Message { path: path.clone(), headers, body });
+    match path.as_str() {
+        "/gone" => StatusCode::GONE.into_response(),
+        "/moved" => (StatusCode::TEMPORARY_REDIRECT, [(header::LOCATION, "/elsewhere")]).into_response(),
+        "/slow" => std::future::pending().await,
+        _ if answers.is_failing.load(Ordering::Relaxed) => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
+        _ => StatusCode::NO_CONTENT.into_response(),
+    }
+}
+
+impl Receiver {
+    async fn new() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (to, messages) = mpsc::unbounded_channel();
+        let is_failing = Arc::new(AtomicBool::new(false));
+        let address = listener.local_addr().unwrap();
+        let router =
+            Router::new().fallback(answer).with_state(Answers { to, is_failing: is_failing.clone() });
+        tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
+        Self { address, messages, is_failing }
+    }
+
+    fn url(&self, path: &str) -> String {
+        format!("http://{}{path}", self.address)
+    }
+
+    async fn next(&mut self) -> Message {
+        timeout(DEADLINE, self.messages.recv()).await.expect("a message").unwrap()
+    }
+
+    /// Nothing more has come.
+    fn is_empty(&mut self) -> bool {
+        self.messages.try_recv().is_err()
+    }
+}
+
+fn private(config: &mut ServeConfig) {
+    config.webhooks_allow_private = true;
+    config.webhook_retries = vec![Duration::from_millis(200); 6];
+}
+
+impl TestServer {
+    /// Adds a webhook; its id and secret.
+    async fn add_webhook(&self, body: &Value) -> (String, String) {
+        let (status, made) = self.post("/webhooks", body).await;
+        assert_eq!(status, 201, "{made}");
+        (made["id"].as_str().unwrap().to_owned(), made["secret"].as_str().unwrap().to_owned())
+    }
+
+    async fn change_webhook(&self, id: &str, change: &Value) -> (u16, Value) {
+        self.send(self.http.patch(self.url(&format!("/api/v1/webhooks/{id}"))).json(change)).await
+    }
+
+    /// The messages of a webhook, newest first, once they are as wanted.
+    async fn deliveries(&self, id: &str, wanted: impl Fn(&[Value]) -> bool) -> Vec<Value> {
+        let since = Instant::now();
+        loop {
+            let (status, page) = self.get(&format!("/webhooks/{id}/attempts")).await;
+            assert_eq!(status, 200, "{page}");
+            let deliveries = page["deliveries"].as_array().unwrap();
+            if wanted(deliveries) {
+                return deliveries.clone();
+            }
+            assert!(since.elapsed() < DEADLINE, "{page}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Submits a job that no machine can start, and cancels it. The one called `other` is of that project.
+    async fn cancelled_job(&self, name: &str) -> String {
+        let submitted = self.submit(|spec| {
+            spec["name"] = json!(name);
+            spec["project"] = json!(if name == "other" { name } else { "default" });
+            spec["parallel"]["ranks"] = json!(3);
+        });
+        let id = submitted.await.id.to_string();
+        assert_eq!(self.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+        id
+    }
+}
+
+/// Verifies a message as receivers do.
+fn assert_signed(message: &Message, secret: &str) {
+    let verifier = Webhook::new(secret).unwrap();
+    verifier.verify(&message.body, &message.headers).unwrap();
+    // That takes the beginning of a signature, too.
+    let header = |name: &str| message.headers[name].to_str().unwrap();
+    let at = header("webhook-timestamp").parse().unwrap();
+    let signed = verifier.sign(message.id(), at, &message.body).unwrap();
+    assert_eq!(signed, header("webhook-signature"));
+}
+
+fn attempts(delivery: &Value) -> &Vec<Value> {
+    delivery["attempts"].as_array().unwrap()
+}
+
+/// A server with a dataset, and no machine.
+async fn server_without_machines() -> TestServer {
+    let server = TestServer::with(private).await;
+    Agent::with_pictures(&server, 2).await.vanish();
+    server
+}
+
+#[tokio::test]
+async fn a_job_s_moves_are_told_once_each_and_signed() {
+    let server = TestServer::with(|config| {
+        private(config);
+        config.public_url = Some("http://lockstep.example:7070".parse().unwrap());
+    })
+    .await;
+    let mut receiver = Receiver::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let events = json!([
+        "job.started",
+        "job.preempted",
+        "job.paused",
+        "job.restarting",
+        "job.succeeded",
+        "job.failed",
+        "job.cancelled"
+    ]);
+    let (all, secret) = server.add_webhook(&json!({"url": receiver.url("/all"), "events": events})).await;
+    let (other, _) = server.add_webhook(&json!({"url": receiver.url("/other"), "project": "other"})).await;
+
+    // A private job is nobody's business.
+    let hidden = server.submit(|spec| spec["private"] = json!(true)).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    // Succeeded, and cancelled while it runs: that it is being cancelled is no start.
+    let mut jobs = Vec::new();
+    for is_cancelled in [false, true] {
+        let id = server.submit(|spec| spec["name"] = json!("shoes")).await.id.to_string();
+        let attempt = agent.started().await.attempt;
+        agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0)]).await;
+        if is_cancelled {
+            assert_eq!(server.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);
+            assert!(matches!(agent.next().await, Some(ToAgent::Stop { .. })));
+            agent.end(&attempt, Ending::Stopped).await;
+        } else {
+            agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+        }
+        jobs.push(id);
+    }
+    let expected = [
+        ("job.started", &jobs[0], "running"),
+        ("job.succeeded", &jobs[0], "succeeded"),
+        ("job.started", &jobs[1], "running"),
+        ("job.cancelled", &jobs[1], "cancelled"),
+    ];
+    for (event, job, state) in expected {
+        let message = receiver.next().await;
+        assert_signed(&message, &secret);
+        assert_eq!(message.path, "/all");
+        assert_eq!(message.headers["content-type"], "application/json");
+        let body = message.json();
+        let data = &body["data"];
+        assert_eq!(
+            (&body["type"], &data["id"], &data["state"]),
+            (&json!(event), &json!(job), &json!(state)),
+            "{body}"
+        );
+        assert_eq!(
+            (&data["name"], &data["project"], &data["total_steps"]),
+            (&json!("shoes"), &json!("default"), &json!(100))
+        );
+        assert_eq!(data["url"], format!("http://lockstep.example:7070/jobs/{job}"));
+        assert!(body["timestamp"].as_str().unwrap().ends_with('Z'), "{body}");
+    }
+    let deliveries = server.deliveries(&all, |all| all.iter().all(|d| d["next_at"].is_null())).await;
+    assert_eq!(deliveries.len(), 4, "{deliveries:?}");
+    assert!(deliveries.iter().all(|d| attempts(d)[0]["status"] == 204 && d["job"] != hidden.as_str()));
+    assert_eq!(server.deliveries(&other, |_| true).await, Vec::<Value>::new());
+    // Of another project, the webhook of that project is told, too.
+    let job = server.cancelled_job("other").await;
+    server.deliveries(&other, |all| all.len() == 1 && all[0]["job"] == job.as_str()).await;
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_message_is_sent_again_with_its_id_also_by_the_next_server() {
+    let mut receiver = Receiver::new().await;
+    receiver.is_failing.store(true, Ordering::Relaxed);
+    let server = server_without_machines().await;
+    let (id, secret) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
+    let job = server.cancelled_job("shoes").await;
+    let first = receiver.next().await;
+    server.deliveries(&id, |all| all.len() == 1 && !attempts(&all[0]).is_empty()).await;
+    let dir = server.stop().await;
+    receiver.is_failing.store(false, Ordering::Relaxed);
+    let server = TestServer::open(dir, private).await;
+    let delivery = server.deliveries(&id, |all| all[0]["next_at"].is_null()).await.remove(0);
+    assert_eq!((&delivery["id"], &delivery["job"]), (&json!(first.id()), &json!(job)));
+    let (last, failed) = attempts(&delivery).split_last().unwrap();
+    assert!(last["status"] == 204 && last["error"].is_null(), "{delivery}");
+    assert!(!failed.is_empty() && failed.iter().all(|attempt| attempt["status"] == 500), "{delivery}");
+    assert_eq!(failed[0]["error"], "it answered 500 Internal Server Error");
+    let again = receiver.next().await;
+    assert_eq!((again.id(), &again.body), (first.id(), &first.body));
+    assert_signed(&again, &secret);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_message_is_given_up_after_the_last_attempt_and_goes_with_its_job() {
+    let receiver = Receiver::new().await;
+    receiver.is_failing.store(true, Ordering::Relaxed);
+    let server = TestServer::with(|config| {
+        private(config);
+        config.webhook_retries = vec![Duration::from_millis(20), Duration::from_millis(20)];
+    })
+    .await;
+    Agent::with_pictures(&server, 2).await.vanish();
+    let (id, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
+    server.cancelled_job("given up").await;
+    let given_up = server.deliveries(&id, |all| all.len() == 1 && all[0]["next_at"].is_null()).await;
+    assert_eq!(attempts(&given_up[0]).len(), 3, "{given_up:?}");
+    let dir = server.stop().await;
+
+    let server = TestServer::open(dir, |config| {
+        private(config);
+        config.webhook_retries = vec![Duration::from_secs(3600)];
+    })
+    .await;
+    let job = server.cancelled_job("deleted").await;
+    server.deliveries(&id, |all| all.len() == 2 && all[0]["next_at"].is_string()).await;
+    assert_eq!(server.delete(&format!("/jobs/{job}")).await.0, 204);
+    assert_eq!(server.deliveries(&id, |_| true).await.len(), 1);
+    assert_eq!(server.delete(&format!("/webhooks/{id}")).await.0, 204);
+    assert_eq!(server.number("SELECT count(*) FROM webhook_deliveries").await, 0);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn redirects_are_not_followed_and_gone_disables() {
+    let mut receiver = Receiver::new().await;
+    let server = server_without_machines().await;
+    for (path, status, words) in [("/moved", 307, "redirects are not followed"), ("/gone", 410, "410 Gone")] {
+        let (id, _) = server.add_webhook(&json!({"url": receiver.url(path)})).await;
+        let (code, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
+        assert_eq!((code, attempts(&sent)[0]["status"].as_u64()), (200, Some(status)), "{sent}");
+        assert!(attempts(&sent)[0]["error"].as_str().unwrap().contains(words), "{sent}");
+        assert_eq!(receiver.next().await.path, path);
+        assert!(receiver.is_empty(), "only the first address is asked");
+    }
+    let (_, page) = server.get("/webhooks").await;
+    let [moved, gone] = &page["webhooks"].as_array().unwrap()[..] else { panic!("{page}") };
+    assert!(moved["enabled"] == true && gone["enabled"] == false, "{page}");
+    // Nothing is queued for it until it is enabled again.
+    let (moved, gone) = (moved["id"].as_str().unwrap(), gone["id"].as_str().unwrap());
+    assert_eq!(server.delete(&format!("/webhooks/{moved}")).await.0, 204);
+    server.cancelled_job("quiet").await;
+    assert_eq!(server.deliveries(gone, |_| true).await.len(), 1);
+    let (status, changed) =
+        server.change_webhook(gone, &json!({"enabled": true, "url": receiver.url("/")})).await;
+    assert!(status == 200 && changed["enabled"] == true, "{changed}");
+    server.cancelled_job("told").await;
+    assert_eq!(receiver.next().await.json()["data"]["name"], "told");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn private_addresses_are_refused_by_number_and_by_name() {
+    let mut receiver = Receiver::new().await;
+    let server = TestServer::with(|config| config.webhooks_allow_private = true).await;
+    let (by_number, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
+    let dir = server.stop().await;
+    // What was added while it was allowed is not sent, either.
+    let server = TestServer::open(dir, |_| {}).await;
+    let url = format!("http://localhost:{}/", receiver.address.port());
+    let (by_name, _) = server.add_webhook(&json!({"url": url})).await;
+    for id in [by_number, by_name] {
+        let (status, sent) = server.post(&format!("/webhooks/{id}/test"), &json!({})).await;
+        assert_eq!(status, 200, "{sent}");
+        let attempt = &attempts(&sent)[0];
+        assert!(attempt["error"].as_str().unwrap().contains("--webhooks-allow-private"), "{sent}");
+        assert!(attempt["status"].is_null(), "{sent}");
+    }
+    assert!(receiver.is_empty());
+    for url in
+        ["http://127.0.0.1/", "http://2130706433/", "http://[::ffff:169.254.169.254]/", "http://10.0.0.1/x"]
+    {
+        let (status, problem) = server.post("/webhooks", &json!({"url": url})).await;
+        assert_eq!((status, &problem["errors"][0]["pointer"]), (422, &json!("/url")), "{url}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains("--webhooks-allow-private"), "{problem}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_slow_receiver_delays_nobody_else() {
+    let mut receiver = Receiver::new().await;
+    let server = server_without_machines().await;
+    for path in ["/slow", "/quick"] {
+        server.add_webhook(&json!({"url": receiver.url(path)})).await;
+    }
+    let since = Instant::now();
+    let mut slow = 0;
+    for name in ["a", "b", "c"] {
+        server.cancelled_job(name).await;
+        while receiver.next().await.path == "/slow" {
+            slow += 1;
+        }
+    }
+    assert!(since.elapsed() < Duration::from_secs(14), "before the slow one's time is over");
+    assert!(slow <= 1, "one message at a time, and {slow} came");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn each_form_is_what_its_service_takes() {
+    let mut receiver = Receiver::new().await;
+    let server = server_without_machines().await;
+    let test = "Lockstep: a test of this webhook";
+    for (form, path, pointer, expected) in [
+        ("standard", "/hook", "/type", "webhook.test"),
+        ("slack", "/hook", "/text", test),
+        ("discord", "/hook", "/content", "**Lockstep\\: a test of this webhook**"),
+        ("teams", "/hook", "/attachments/0/content/body/0/inlines/0/text", test),
+        ("ntfy", "/", "/topic", "hook"),
+    ] {
+        let (id, secret) = server.add_webhook(&json!({"url": receiver.url("/hook"), "form": form})).await;
+        assert_eq!(server.post(&format!("/webhooks/{id}/test"), &json!({})).await.0, 200);
+        let message = receiver.next().await;
+        assert_eq!(message.path, path, "{form}");
+        let body = message.json();
+        assert_eq!(body.pointer(pointer), Some(&json!(expected)), "{form}: {body}");
+        assert_signed(&message, &secret);
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn old_messages_go_and_the_newest_hundred_stay() {
+    let receiver = Receiver::new().await;
+    let server = server_without_machines().await;
+    let (id, _) = server.add_webhook(&json!({"url": receiver.url("/")})).await;
+    let now = milliseconds_now();
+    let many = format!(
+        "WITH RECURSIVE n (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 150) INSERT INTO webhook_deliveries \
+         (id, webhook_id, event, payload, created_at) SELECT 'm' || n, '{id}', 'job.failed', '{{}}', {now} FROM n"
+    );
+    assert_eq!(server.execute(&many).await, 150);
+    assert_eq!(server.post(&format!("/webhooks/{id}/test"), &json!({})).await.0, 200);
+    let kept = server.deliveries(&id, |_| true).await;
+    assert_eq!((kept.len(), &kept[0]["event"]), (100, &json!("webhook.test")));
+    // A week and a minute ago.
+    let old = now - (7 * 24 * 3600 + 60) * 1000;
+    server.execute(&format!("UPDATE webhook_deliveries SET created_at = {old} WHERE id LIKE 'm1%'")).await;
+    let left = server.number("SELECT count(*) FROM webhook_deliveries WHERE id NOT LIKE 'm1%'").await;
+    let server = TestServer::open(server.stop().await, private).await;
+    server.deliveries(&id, |all| all.len() as i64 == left).await;
+    server.stop().await;
+}
+
+fn milliseconds_now() -> i64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    i64::try_from(since.as_millis()).unwrap()
+}
+
+#[tokio::test]
+async fn mistakes_in_a_webhook_are_named() {
+    let server = TestServer::with(private).await;
+    let (id, secret) = server.add_webhook(&json!({"url": "https://hooks.example/a"})).await;
+    assert!(secret.starts_with("whsec_") && secret.len() == 50, "{secret}");
+    for (change, pointer) in [
+        (json!({"url": "hooks.example"}), "/url"),
+        (json!({"url": "ftp://hooks.example/"}), "/url"),
+        (json!({"url": format!("https://hooks.example/{}", "x".repeat(2000))}), "/url"),
+        (json!({"url": "https://hooks.example/", "project": "a b"}), "/project"),
+        (json!({"url": "https://hooks.example/", "events": []}), "/events"),
+    ] {
+        for (status, problem) in
+            [server.post("/webhooks", &change).await, server.change_webhook(&id, &change).await]
+        {
+            assert_eq!(
+                (status, &problem["errors"][0]["pointer"]),
+                (422, &json!(pointer)),
+                "{change}: {problem}"
+            );
+        }
+    }
+    for body in [
+        json!({}),
+        json!({"url": "https://a.example/", "events": ["job.exploded"]}),
+        json!({"url": "https://a.example/", "form": "fax"}),
+    ] {
+        assert_eq!(server.post("/webhooks", &body).await.0, 400, "{body}");
+    }
+    let change = json!({"form": "slack", "project": "vision", "events": ["job.failed", "job.failed"], "enabled": false});
+    let (_, changed) = server.change_webhook(&id, &change).await;
+    assert_eq!(
+        (&changed["form"], &changed["project"], &changed["events"]),
+        (&json!("slack"), &json!("vision"), &json!(["job.failed"]))
+    );
+    let (_, page) = server.get("/webhooks").await;
+    assert_eq!(page["webhooks"], json!([changed]), "and no secret");
+    assert_eq!(server.change_webhook(&id, &json!({"project": ""})).await.1["project"], Value::Null);
+    // As many as there may be.
+    for n in 1..50 {
+        server.add_webhook(&json!({"url": format!("https://hooks.example/{n}")})).await;
+    }
+    assert_eq!(server.post("/webhooks", &json!({"url": "https://hooks.example/51"})).await.0, 409);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_page_adds_tests_and_removes_webhooks() {
+    let mut receiver = Receiver::new().await;
+    let server = server_without_machines().await;
+    let post = async |body: String| {
+        let form = server.http.post(server.url("/webhooks"));
+        let form = form.header("content-type", "application/x-www-form-urlencoded").body(body);
+        let answer = form.send().await.unwrap();
+        (answer.status().as_u16(), answer.text().await.unwrap())
+    };
+    let url = receiver.url("/hook").replace(':', "%3A");
+    let add = format!("action=add&url={url}&form=slack&project=&event=job.failed&event=job.started");
+    let (status, page) = post(add).await;
+    assert!(status == 200 && page.contains("whsec_") && page.contains("started, failed"), "{page}");
+    let (_, list) = server.get("/webhooks").await;
+    let id = list["webhooks"][0]["id"].as_str().unwrap().to_owned();
+    // It follows the redirect to the page.
+    let (status, page) = post(format!("action=test&id={id}")).await;
+    assert!(status == 200 && page.contains("webhook.test") && page.contains("delivered"), "{page}");
+    assert!(!page.contains("whsec_"), "it is shown once");
+    assert_eq!(receiver.next().await.path, "/hook");
+    let (_, page) = post(format!("action=disable&id={id}")).await;
+    assert!(page.contains("disabled"), "{page}");
+    for (body, status, words) in [
+        ("action=add&url=nothing&form=slack&event=job.failed", 422, "must be an address"),
+        ("action=add&url=https://a.example/&form=slack&project=", 422, "must name an event"),
+        ("action=test&id=nothing", 404, "no webhook has this id"),
+        ("action=launch&id=nothing", 422, "is none of this page"),
+    ] {
+        let (code, page) = post(body.into()).await;
+        assert!(code == status && page.contains(words), "{body}: {code} {page}");
+    }
+    let (_, page) = post(format!("action=remove&id={id}")).await;
+    assert!(page.contains("No webhooks."), "{page}");
+    let (_, log) = server.get("/audit?limit=1").await;
+    assert_eq!(log["entries"][0]["object"], format!("/webhooks: remove {id:?}"));
+    server.stop().await;
+}

@@ -1,0 +1,110 @@
+//! `lockstep webhook`: where the server sends messages about jobs.
+
+use super::{api::ServerArgs, block_on, output, wrong};
+use reqwest::Method;
+use serde_json::{Value, json};
+
+/// Add, list, test and remove webhooks, which tell chats and programs what becomes of jobs
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    /// Add a webhook; the secret that its messages are signed with is printed only once
+    Add {
+        /// Where messages are posted
+        url: String,
+        /// Form of the messages: standard (for programs), slack, discord, teams or ntfy
+        #[arg(long, value_name = "FORM", default_value = "standard")]
+        form: String,
+        /// Only jobs of this project
+        #[arg(long, value_name = "NAME")]
+        project: Option<String>,
+        /// Event, such as job.started (may be repeated) [default: job.succeeded, job.failed and job.cancelled]
+        #[arg(long, value_name = "EVENT")]
+        event: Vec<String>,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// List webhooks
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Send a test to a webhook and print how that went
+    Test(Named),
+    /// Remove a webhook with its messages, also those that wait
+    Remove(Named),
+}
+
+#[derive(clap::Args)]
+struct Named {
+    /// The webhook's id
+    id: String,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Runs a command about webhooks.
+///
+/// # Errors
+/// The server's refusal, or a test that was not delivered.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    block_on(async {
+        match args.command {
+            Command::Add { url, form, project, event, server } => {
+                let events = Some(event).filter(|events| !events.is_empty());
+                let body = json!({ "url": url, "form": form, "project": project, "events": events });
+                let made: Value = server.api()?.post("/webhooks", &body).await?;
+                if server.json {
+                    return output::json(&made);
+                }
+                output::warn(format_args!("webhook {}; its secret is shown once", text(&made, "id")));
+                output::line(text(&made, "secret"))
+            }
+            Command::List { server } => {
+                let all = server.api()?.all("/webhooks", "webhooks", &[], None).await?;
+                if server.json {
+                    return output::json(&json!({ "webhooks": all }));
+                }
+                for webhook in &all {
+                    let enabled = webhook.get("enabled") == Some(&Value::Bool(true));
+                    let state = if enabled { "enabled" } else { "disabled" };
+                    let (id, form, url) = (text(webhook, "id"), text(webhook, "form"), text(webhook, "url"));
+                    output::line(format_args!("{id}  {state:<8}  {form:<8}  {url}"))?;
+                }
+                Ok(())
+            }
+            Command::Test(Named { id, server }) => {
+                let sent: Value = server.api()?.post(&format!("{}/test", path(&id)?), &json!({})).await?;
+                if server.json {
+                    return output::json(&sent);
+                }
+                let attempt = &sent["attempts"][0];
+                match attempt["error"].as_str() {
+                    None => output::line(format_args!("delivered: {}", attempt["status"])),
+                    Some(error) => Err(anyhow::anyhow!("the test was not delivered: {error}")),
+                }
+            }
+            Command::Remove(Named { id, server }) => {
+                server.api()?.request(Method::DELETE, &path(&id)?, None::<&()>).await?;
+                if server.json { output::json(&json!({ "removed": id })) } else { output::line(id) }
+            }
+        }
+    })
+}
+
+fn text<'a>(value: &'a Value, key: &str) -> &'a str {
+    value.get(key).and_then(Value::as_str).unwrap_or_default()
+}
+
+/// The URL path of a webhook. An invalid id must not lead to another path.
+fn path(id: &str) -> anyhow::Result<String> {
+    match !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric()) {
+        true => Ok(format!("/webhooks/{id}")),
+        false => Err(wrong("no webhook has this id; `lockstep webhook list` shows all webhooks")),
+    }
+}

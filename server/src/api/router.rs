@@ -1,7 +1,7 @@
 //! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
 //! descriptions, so `openapi.json` cannot forget one.
 
-use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people};
+use super::{agents, assets, checkpoints, datasets, docs, health, jobs, models, people};
 use crate::{
     app::App,
     checkpoints::uploads,
@@ -90,6 +90,11 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(jobs::pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))
         .routes(routes!(datasets::inspect_again))
+        .routes(routes!(models::list, models::create))
+        .routes(routes!(models::show))
+        .routes(routes!(models::add_version))
+        .routes(routes!(models::show_version, models::remove_version))
+        .routes(routes!(models::show_alias, models::put_alias, models::remove_alias))
         .routes(routes!(agents::list))
         .routes(routes!(agents::machine_metrics::find))
         .routes(routes!(agents::remove))
@@ -135,7 +140,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 19] {
+fn pages() -> [(&'static str, MethodRouter<App>); 21] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
@@ -144,6 +149,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 19] {
         ("/queue", get(jobs::queue_page::show)),
         ("/compare", get(jobs::pages::compare)),
         ("/datasets", get(datasets::pages::datasets).post(datasets::pages::add_dataset)),
+        ("/models", get(models::pages::models)),
+        ("/models/{name}", get(models::pages::model)),
         ("/machines", get(agents::pages::machines)),
         ("/audit", get(people::audit::show)),
         ("/people", get(people::pages::all).post(people::pages::change)),

@@ -49,6 +49,7 @@ enum Command {
     #[command(hide = true)]
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
+    Model(cli::model::Args),
     Machine(cli::machine::Args),
     Token(cli::token::Args),
     User(cli::user::Args),
@@ -106,6 +107,7 @@ fn main() -> ExitCode {
         Command::Predict(args) => cli::predict::run(args),
         Command::Inspect(args) => cli::inspect::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
+        Command::Model(args) => cli::model::run(args),
         Command::Machine(args) => cli::machine::run(args),
         Command::Token(args) => cli::token::run(args),
         Command::User(args) => cli::user::run(args),

@@ -15,6 +15,7 @@ import { Histograms } from "./job/histograms.js";
 import { Network } from "./job/network.js";
 import { Panels } from "./job/panels.js";
 import { Ranks } from "./job/ranks.js";
+import { register } from "./job/register.js";
 import { Tabs } from "./job/tabs.js";
 import { waits } from "./jobs/queue.js";
 
@@ -33,6 +34,7 @@ const log = new Log(job.id);
 const past = new History(job.id, () => { charts.marks(past.reasons); facts.queue = past.queue; factsSoon(); });
 const checkpoints = new Checkpoints(data.checkpoints, (what, c) => {
   if (what === "fork") return actions.fork(c.id);
+  if (what === "register") return register(c);
   if (what === "evaluate") { tabs.show("evaluation"); evaluation.choose(c.id); } else { tabs.show("classify"); classify.choose(c.id); }
   byId("panels").scrollIntoView({ block: "nearest" });
 }, data.has_artifact_store ? job.id : null);

@@ -299,3 +299,25 @@ BEGIN
 EXCEPTION WHEN others THEN
     RETURN NULL;
 END $$;
+
+CREATE TABLE model_versions (
+    model TEXT COLLATE "C" NOT NULL,
+    version BIGINT NOT NULL,
+    job_id TEXT COLLATE "C" NOT NULL,
+    checkpoint_id TEXT COLLATE "C" NOT NULL,
+    dataset_fingerprint TEXT,
+    programs TEXT NOT NULL,
+    description TEXT NOT NULL,
+    registered_by TEXT,
+    registered_at BIGINT NOT NULL,
+    deleted_at BIGINT,
+    PRIMARY KEY (model, version)
+);
+CREATE INDEX model_versions_by_job ON model_versions (job_id) WHERE deleted_at IS NULL;
+
+CREATE TABLE model_aliases (
+    model TEXT COLLATE "C" NOT NULL,
+    alias TEXT COLLATE "C" NOT NULL,
+    version BIGINT NOT NULL,
+    PRIMARY KEY (model, alias)
+);

@@ -369,3 +369,32 @@ CREATE TABLE webhook_deliveries (
 ) STRICT;
 CREATE INDEX webhook_deliveries_due ON webhook_deliveries (webhook_id, next_at, id) WHERE next_at IS NOT NULL;
 CREATE INDEX webhook_deliveries_job ON webhook_deliveries (job_id) WHERE job_id IS NOT NULL;
+
+-- Versions of registered models: names for checkpoints. A row never changes but for `deleted_at`: a number is not given again. No
+-- references: a job is not deleted while it has versions, and rows of removed versions outlive it.
+CREATE TABLE model_versions (
+    model TEXT NOT NULL,
+    -- From 1.
+    version INTEGER NOT NULL,
+    job_id TEXT NOT NULL,
+    checkpoint_id TEXT NOT NULL,
+    -- JSON: the dataset's content at the job's first start; NULL if it is not known.
+    dataset_fingerprint TEXT,
+    -- JSON: versions of the programs that wrote the checkpoint, by name.
+    programs TEXT NOT NULL,
+    description TEXT NOT NULL,
+    -- A person's or a token's name.
+    registered_by TEXT,
+    registered_at INTEGER NOT NULL,
+    deleted_at INTEGER,
+    PRIMARY KEY (model, version)
+) STRICT, WITHOUT ROWID;
+CREATE INDEX model_versions_by_job ON model_versions (job_id) WHERE deleted_at IS NULL;
+
+-- Names that move from version to version of a model.
+CREATE TABLE model_aliases (
+    model TEXT NOT NULL,
+    alias TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    PRIMARY KEY (model, alias)
+) STRICT, WITHOUT ROWID;

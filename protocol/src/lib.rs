@@ -18,6 +18,7 @@ pub mod job;
 pub mod labels;
 pub mod limits;
 pub mod metric;
+pub mod models;
 pub mod network;
 pub mod numbers;
 pub mod panels;

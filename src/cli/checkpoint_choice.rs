@@ -4,7 +4,11 @@ use super::{
     api::{Api, list},
     wrong,
 };
-use lockstep_protocol::{Job, agent::CheckpointInfo};
+use lockstep_protocol::{
+    Job,
+    agent::CheckpointInfo,
+    models::{ModelVersion, SCHEME, VersionName, Which},
+};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -27,13 +31,16 @@ impl Weights {
     }
 }
 
+/// The default of `--checkpoint`.
+const BEST: &str = "best";
+
 /// A job's checkpoint.
 #[derive(clap::Args)]
 pub(crate) struct CheckpointArgs {
-    /// The job's id, the start of its id, or its name
+    /// The job's id, the start of its id, or its name; or a model's version (`models:/shoes@champion`, `models:/shoes/3`)
     job: String,
     /// best, latest, a step, or epoch and step (`2-54`)
-    #[arg(long, default_value = "best")]
+    #[arg(long, default_value = BEST)]
     checkpoint: String,
     /// Which of the checkpoint's weights to use
     #[arg(long, value_enum, default_value_t = Weights::Model)]
@@ -46,10 +53,30 @@ impl CheckpointArgs {
     /// # Errors
     /// Exit status 2 when there is no such job or checkpoint.
     pub(crate) async fn find(&self, api: &Api) -> anyhow::Result<(Job, Listed)> {
-        let job = api.find_job(&self.job).await?;
-        let chosen = choose(api, &job, &self.checkpoint).await?;
-        Ok((job, chosen))
+        find(api, &self.job, &self.checkpoint).await
     }
+}
+
+/// The job that `named` names and its checkpoint `wanted`, as in [`choose`]; or those of a model's version, which is a checkpoint already.
+///
+/// # Errors
+/// Exit status 2 when there is no such job, checkpoint or version.
+pub(crate) async fn find(api: &Api, named: &str, wanted: &str) -> anyhow::Result<(Job, Listed)> {
+    if !named.starts_with(SCHEME) {
+        let job = api.find_job(named).await?;
+        let chosen = choose(api, &job, wanted).await?;
+        return Ok((job, chosen));
+    }
+    let VersionName { model, which } = named.parse::<VersionName>().map_err(wrong)?;
+    if wanted != BEST {
+        return Err(wrong(format!("{named} is one checkpoint: leave --checkpoint out")));
+    }
+    let version: ModelVersion = match which {
+        Which::Number(number) => api.get(&format!("/models/{model}/versions/{number}")).await?,
+        Which::Alias(alias) => api.get(&format!("/models/{model}/aliases/{alias}")).await?,
+    };
+    let job = api.get(&format!("/jobs/{}", version.job)).await?;
+    Ok((job, api.get(&format!("/checkpoints/{}", version.checkpoint)).await?))
 }
 
 /// A checkpoint in the server's list.

@@ -36,6 +36,7 @@ pub(crate) mod machine;
 pub(crate) mod man;
 pub(crate) mod metrics;
 pub(crate) mod mistyped;
+pub(crate) mod model;
 pub(crate) mod oidc;
 pub(crate) mod output;
 pub(crate) mod plan;

@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    checkpoint_choice::{Listed, Weights, choose},
+    checkpoint_choice::{Listed, Weights, choose, find},
     file, output, wrong,
 };
 use anyhow::Context;
@@ -28,7 +28,8 @@ pub(crate) struct Args {
     /// Files of the pictures
     #[arg(required = true, value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// The job's id, the start of its id, or its name; the newest job with a validated checkpoint when absent
+    /// The job's id, the start of its id, or its name, or a model's version (`models:/shoes@champion`); the newest job with a validated
+    /// checkpoint when absent
     #[arg(long)]
     job: Option<String>,
     /// best, latest, a step, or epoch and step (`2-54`)
@@ -194,11 +195,7 @@ async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
 async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
     let api = args.server.api()?;
     let (job, checkpoint) = match &args.job {
-        Some(id) => {
-            let job = api.find_job(id).await?;
-            let checkpoint = choose(&api, &job, &args.checkpoint).await?;
-            (job, checkpoint)
-        }
+        Some(named) => find(&api, named, &args.checkpoint).await?,
         None => newest(&api, &args.checkpoint).await?,
     };
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };

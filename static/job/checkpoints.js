@@ -23,7 +23,7 @@ export class Checkpoints {
   #uploadsOf;
   #asking = 0;
 
-  /** `act(what, checkpoint)`: performs `evaluate`, `classify` or `fork`. */
+  /** `act(what, checkpoint)`: performs `evaluate`, `classify`, `fork` or `register`. */
   constructor(initial, act, uploadsOf) {
     this.#uploadsOf = uploadsOf;
     for (const c of initial) this.#all.set(c.id, c);

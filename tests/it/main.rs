@@ -41,6 +41,7 @@ mod interrupted;
 mod join;
 mod life;
 mod manners;
+mod models;
 mod mutual_tls;
 mod network;
 mod opens;

@@ -32,6 +32,8 @@ pub enum Nav {
     Compare,
     /// `/datasets`.
     Datasets,
+    /// `/models` and each model.
+    Models,
     /// `/machines`.
     Machines,
     /// `/people`, for admins.
@@ -88,6 +90,7 @@ impl Bar {
             ("/queue", "Queue", Nav::Queue),
             ("/compare", "Compare", Nav::Compare),
             ("/datasets", "Datasets", Nav::Datasets),
+            ("/models", "Models", Nav::Models),
             ("/machines", "Machines", Nav::Machines),
             ("/people", "People", Nav::People),
             ("/audit", "Audit", Nav::Audit),

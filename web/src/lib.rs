@@ -8,6 +8,7 @@
 //! | `GET /jobs/{id}` | [`job::JobPage`] | `/api/v1/jobs/{id}/stream` |
 //! | `GET /compare` | [`compare::ComparePage`] | |
 //! | `GET /datasets`, `POST /datasets` | [`datasets::DatasetsPage`] | |
+//! | `GET /models`, `GET /models/{name}` | [`models::ModelsPage`], [`models::ModelPage`] | |
 //! | `GET /machines` | [`machines::MachinesPage`] | `/api/v1/agents` |
 //! | `GET /queue` | [`queue::QueuePage`] | `/api/v1/stream`, and itself read again |
 //! | `GET /docs`, `GET /docs/{path}` | [`docs::DocsPage`] | |
@@ -30,6 +31,7 @@ pub mod jobs;
 pub mod layout;
 pub mod login;
 pub mod machines;
+pub mod models;
 pub mod numbers;
 pub mod people;
 pub mod queue;

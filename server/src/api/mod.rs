@@ -11,6 +11,7 @@ mod html;
 mod jobs;
 mod large;
 mod list;
+mod models;
 mod people;
 pub(crate) mod router;
 mod runs;

@@ -1,7 +1,7 @@
 //! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
 //! descriptions, so `openapi.json` cannot forget one.
 
-use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people, runs, webhooks};
+use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people, runs, webhooks, models};
 use crate::{
     app::App,
     checkpoints::uploads,
@@ -93,6 +93,11 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(jobs::pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))
         .routes(routes!(datasets::inspect_again))
+        .routes(routes!(models::list, models::create))
+        .routes(routes!(models::show))
+        .routes(routes!(models::add_version))
+        .routes(routes!(models::show_version, models::remove_version))
+        .routes(routes!(models::show_alias, models::put_alias, models::remove_alias))
         .routes(routes!(agents::list))
         .routes(routes!(agents::machine_metrics::find))
         .routes(routes!(agents::remove))
@@ -142,7 +147,7 @@ async fn served_document() -> Json<utoipa::openapi::OpenApi> {
 }
 
 /// What is not in the document: pages and what they load.
-fn pages() -> [(&'static str, MethodRouter<App>); 25] {
+fn pages() -> [(&'static str, MethodRouter<App>); 27] {
     [
         ("/", get(jobs::pages::home)),
         ("/jobs", get(jobs::pages::jobs)),
@@ -151,6 +156,8 @@ fn pages() -> [(&'static str, MethodRouter<App>); 25] {
         ("/queue", get(jobs::queue_page::show)),
         ("/compare", get(jobs::pages::compare)),
         ("/datasets", get(datasets::pages::datasets).post(datasets::pages::add_dataset)),
+        ("/models", get(models::pages::models)),
+        ("/models/{name}", get(models::pages::model)),
         ("/machines", get(agents::pages::machines)),
         ("/audit", get(people::audit::show)),
         ("/webhooks", get(webhooks::show).post(webhooks::submit)),

@@ -58,6 +58,8 @@ pub(crate) struct Checkpoints {
     /// Files of checkpoints whose checksum was found correct.
     pub(crate) verified_files: VerifiedFiles,
     pub(crate) evaluations: Evaluations,
+    /// Held while old checkpoints are removed, and while one is registered, which keeps it.
+    pub(crate) removing: tokio::sync::Mutex<()>,
 }
 
 impl Checkpoints {
@@ -79,6 +81,7 @@ impl Checkpoints {
             waits: CheckpointWaits::default(),
             verified_files: VerifiedFiles::default(),
             evaluations: Evaluations::default(),
+            removing: tokio::sync::Mutex::default(),
         }
     }
 
@@ -88,7 +91,7 @@ impl Checkpoints {
     }
 
     /// Whether this server has a checkpoint: on its disk, or in its object store.
-    fn is_kept(&self, row: &CheckpointRow) -> bool {
+    pub(crate) fn is_kept(&self, row: &CheckpointRow) -> bool {
         self.folder(row).exists()
             || self.artifact_store.as_deref().is_some_and(|store| store.has_whole(&row.id))
     }
@@ -221,6 +224,7 @@ impl Checkpoints {
         if self.agents.leases.attempt_of(&attempt.job).is_some_and(|live| live != *attempt) {
             return Ok(());
         }
+        let _removing = self.removing.lock().await;
         let Some((rows, old)) = self.old_ones(&attempt.job).await? else { return Ok(()) };
         let kept: HashSet<String> = rows
             .iter()
@@ -237,14 +241,17 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// A job's checkpoints, and epoch and step of those that it no longer keeps: beyond `checkpoint.keep`, and not the best.
+    /// A job's checkpoints, and epoch and step of those that it no longer keeps: beyond `checkpoint.keep`, not the best, and not a version
+    /// of a model.
     async fn old_ones(&self, job: &JobId) -> Result<Option<(Vec<CheckpointRow>, Vec<(u32, u64)>)>> {
         let Some(job) = self.store.job(job).await? else { return Ok(None) };
         let keep = (job.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(&job.job.id).await?;
+        let registered = self.store.registered_checkpoints(&job.job.id).await?;
         // Only checkpoints that the server has count: newer ones may never arrive.
         let here = rows.iter().filter(|row| self.is_kept(row));
-        let old = here.skip(keep).filter(|r| !r.info.best).map(|r| (r.info.epoch, r.info.step)).collect();
+        let old = here.skip(keep).filter(|row| !row.info.best && !registered.contains(&row.id));
+        let old = old.map(|row| (row.info.epoch, row.info.step)).collect();
         Ok(Some((rows, old)))
     }
 
@@ -268,6 +275,7 @@ impl Checkpoints {
     /// # Errors
     /// The database.
     pub(crate) async fn forget_old(&self, job: &JobId) -> Result<()> {
+        let _removing = self.removing.lock().await;
         let Some((rows, old)) = self.old_ones(job).await? else { return Ok(()) };
         let on_disk = |(epoch, step): &(u32, u64)| {
             let row = rows.iter().find(|row| (row.info.epoch, row.info.step) == (*epoch, *step));

@@ -23,7 +23,7 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -135,7 +135,7 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses; [`StoreError::NoDataset`], of a job that was over and is
-    /// no longer.
+    /// no longer, and [`StoreError::Refused`], where that job has registered versions.
     async fn change_job(&self, id: &JobId, change: Change) -> Result<Changed>;
     /// As [`Store::change_job`], of several jobs in one transaction: one commit for all. `None` of a job that is not there.
     ///
@@ -146,7 +146,7 @@ pub trait Store: Send + Sync + 'static {
     /// [`Store::purge_deleted`].
     ///
     /// # Errors
-    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job is not over.
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the job is not over, or has registered versions.
     async fn delete_job(&self, id: &JobId) -> Result<()>;
     /// The job that was deleted first, among those that still have rows.
     async fn oldest_deleted(&self) -> Result<Option<JobId>>;
@@ -284,6 +284,26 @@ pub trait Store: Send + Sync + 'static {
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::DatasetInUse`].
     async fn remove_dataset(&self, name: &str) -> Result<()>;
+
+    /// Registers a checkpoint as the next version of a model; the version's number.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]; [`StoreError::Refused`]: the checkpoint's job is not over.
+    async fn add_model_version(&self, new: &NewVersion) -> Result<u32>;
+    /// The versions of a model, or of all models, by name and number.
+    async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>>;
+    /// Ids of a job's checkpoints that versions name.
+    async fn registered_checkpoints(&self, job: &JobId) -> Result<Vec<String>>;
+    /// Moves an alias of a model to a version, or removes it with `None`.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`]: the version, or the alias that is to be removed.
+    async fn set_model_alias(&self, model: &str, alias: &str, version: Option<u32>) -> Result<()>;
+    /// Removes a version; its number is not given again.
+    ///
+    /// # Errors
+    /// [`StoreError::NotFound`], also where an alias is at the version.
+    async fn remove_model_version(&self, model: &str, version: u32) -> Result<()>;
 
     /// Stores agents as they introduced themselves, or when they were last seen, in one transaction.
     async fn put_agents(&self, agents: &[AgentRow]) -> Result<()>;

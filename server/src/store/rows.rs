@@ -10,6 +10,7 @@ mod jobs;
 mod layers;
 mod machines;
 mod metrics;
+mod models;
 mod people;
 mod webhooks;
 
@@ -29,6 +30,7 @@ pub use jobs::{Changed, Created, NewJob};
 pub use layers::{HistogramFilter, HistogramIndex, HistogramRow, PanelsOf};
 pub use machines::MinuteRow;
 pub use metrics::{MetricChunk, MetricFilter, MetricPage};
+pub use models::{NewVersion, VersionRow};
 pub(crate) use people::principal;
 pub use people::{Owned, PersonRow};
 pub use webhooks::{Delivery, DeliveryAttempt, Webhook, WebhookEvent, WebhookForm, WebhookRow};

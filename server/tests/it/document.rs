@@ -131,6 +131,7 @@ async fn what_is_answered_is_documented() {
     assert_eq!(held.ask("post", drain.0, drain.1, |r| r).await.0, 204);
     let id_of = |path: &str| if path.contains("/checkpoints/") { checkpoint.clone() } else { job.clone() };
     let filled = |path: &str, id: &str| {
+        let path = path.replace("{version}", "1").replace("{alias}", "champion");
         path.replace("{id}", id).replace("{name}", "pictures").replace("{file}", "model.safetensors")
     };
 
@@ -265,6 +266,20 @@ async fn what_is_answered_is_documented() {
     let made = good("post", "/jobs", "", Some(spec()), 201).await;
     let made = made["id"].as_str().unwrap();
     good("post", "/jobs/{id}/pause", made, None, 202).await;
+    let model = json!({"name": "pictures", "job": job});
+    good("post", "/models", "", Some(model), 201).await;
+    good("post", "/models/{name}/versions", "", Some(json!({"checkpoint": checkpoint})), 201).await;
+    good("put", "/models/{name}/aliases/{alias}", "", Some(json!({"version": 1})), 200).await;
+    for path in
+        ["/models", "/models/{name}", "/models/{name}/versions/{version}", "/models/{name}/aliases/{alias}"]
+    {
+        good("get", path, "", None, 200).await;
+    }
+    // Its job has versions.
+    assert_eq!(server.delete(&format!("/jobs/{job}")).await.0, 409);
+    good("delete", "/models/{name}/aliases/{alias}", "", None, 204).await;
+    good("delete", "/models/{name}/versions/{version}", "", None, 204).await;
+    assert_eq!(server.delete("/models/pictures/versions/2").await.0, 204);
     good("post", "/jobs/{id}/retry", &job, None, 202).await;
     let run = json!({"id": "a-run", "name": "a run"});
     good("post", "/runs", "", Some(run.clone()), 201).await;

@@ -46,6 +46,7 @@ mod machines;
 mod many_agents;
 mod metrics;
 mod metrics_query;
+mod models;
 mod notes;
 mod oidc;
 mod problems;

@@ -137,6 +137,9 @@ pub(super) async fn check_with(
         let given = document.pointer("/data/validation").is_some_and(|given| !given.is_null());
         submission::choose_validation(spec, dataset, given);
     }
+    if let (Some(spec), true) = (&mut spec, begins) {
+        errors.extend(submission::resolve_version(&*scheduler.store, caller, spec).await?);
+    }
     if let Some(spec) = &spec
         && slots == Slots::Now
         && !own.concern(&["/parallel", "/train/precision"])

@@ -225,9 +225,9 @@ pub(crate) async fn resume(
 
 /// Run a finished job again
 ///
-/// As its next attempt, from its newest checkpoint.
+/// As its next attempt, from its newest checkpoint. One that has registered versions is refused: fork it instead.
 #[utoipa::path(post, path = "/jobs/{id}/retry", tag = "jobs", params(("id" = String, Path)),
-    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over"),
+    responses((status = 202, body = Job), (status = 404, body = Problem), (status = 409, body = Problem, description = "It is not over, or has registered versions"),
         (status = 422, body = Problem, description = "Its dataset is not registered, or was registered anew and does not fit its newest checkpoint")))]
 pub(crate) async fn retry(
     State(scheduler): State<Arc<Scheduler>>,
@@ -259,7 +259,8 @@ pub(super) fn check_readable(job: &Job) -> Result<()> {
 
 /// Delete a job
 ///
-/// With its events and checkpoints. One that is not over is refused: cancel it first.
+/// With its events and checkpoints. One that is not over is refused: cancel it first. So is one that has registered versions: remove them
+/// first.
 #[utoipa::path(delete, path = "/jobs/{id}", tag = "jobs", params(("id" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem)))]
 pub(crate) async fn delete(

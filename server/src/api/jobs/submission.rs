@@ -7,7 +7,7 @@ use crate::{
     checkpoints::{Checkpoints, artifact_fetches, artifact_store::NotFetched},
     http::error::{Error, Result},
     scheduler::{Scheduler, dispatch},
-    store::CheckpointRow,
+    store::{CheckpointRow, Store},
 };
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
@@ -15,6 +15,7 @@ use lockstep_protocol::{
     agent::{AgentReply, AgentRequest},
     dataset::{Dataset, default_validation},
     inspect::FitWeights,
+    models::{SCHEME, VersionName},
     pickle,
     spec::{BrokenFiles, SpecError, Validation},
 };
@@ -79,6 +80,35 @@ pub(crate) enum Weights {
     Mistake(SpecError),
     /// No agent could check it; ranks will. A warning.
     NotChecked(String),
+}
+
+/// Puts the checkpoint in the place of a version's name (`models:/shoes@champion`): the job keeps it when the alias moves. Returns what is wrong
+/// with the name.
+///
+/// # Errors
+/// The database.
+pub(crate) async fn resolve_version(
+    store: &dyn Store,
+    caller: &Caller,
+    spec: &mut JobSpec,
+) -> Result<Option<SpecError>> {
+    let Some(given) = spec.model.pretrained.take_if(|given| given.starts_with(SCHEME)) else {
+        return Ok(None);
+    };
+    let mistake = |detail: String| Ok(Some(SpecError { pointer: "/model/pretrained".into(), detail }));
+    let name: VersionName = match given.parse() {
+        Ok(name) => name,
+        Err(detail) => return mistake(detail),
+    };
+    let versions = store.model_versions(Some(&name.model)).await?;
+    let seen = versions.iter().filter(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    match seen.map(|row| &row.version).find(|version| name.which.is(version)) {
+        Some(version) => {
+            spec.model.pretrained = Some(version.checkpoint.clone());
+            Ok(None)
+        }
+        None => mistake(format!("no version is called {name}; `lockstep model list` lists the models")),
+    }
 }
 
 /// Whether a job can begin with the weights that it names (`model.pretrained`), as an agent that has the file says.

@@ -1,6 +1,6 @@
-//! Whose a job or a dataset is, and what others may do with it. This stands in the gate, before every handler of a route that names
-//! one, so a new route cannot forget it: what is private is not found by others, and where there are people, jobs and datasets are
-//! changed by their owners and by admins.
+//! Whose a job, a dataset or a model is, and what others may do with it. This stands in the gate, before every handler of a route
+//! that names one, so a new route cannot forget it: what is private is not found by others, and where there are people, jobs, datasets
+//! and models are changed by their owners and by admins.
 
 use crate::{
     auth::{Auth, access::Caller},
@@ -26,6 +26,7 @@ enum Kind {
     Run,
     Checkpoint,
     Dataset,
+    Model,
 }
 
 impl Kind {
@@ -36,6 +37,8 @@ impl Kind {
             ("/api/v1/runs/{id}", Kind::Run),
             ("/api/v1/checkpoints/{id}", Kind::Checkpoint),
             ("/api/v1/datasets/{name}", Kind::Dataset),
+            ("/models/{name}", Kind::Model),
+            ("/api/v1/models/{name}", Kind::Model),
         ];
         let is_below = |rest: &str| rest.is_empty() || rest.starts_with(['/', '.']);
         let found = kinds.into_iter().find(|(start, _)| route.strip_prefix(start).is_some_and(is_below));
@@ -50,6 +53,7 @@ impl Kind {
                 Kind::Job | Kind::Run => "no job has this id",
                 Kind::Checkpoint => "no checkpoint has this id",
                 Kind::Dataset => "no dataset has this name",
+                Kind::Model => "no model has this name",
             }
             .into(),
         )
@@ -59,6 +63,7 @@ impl Kind {
         match self {
             Kind::Job | Kind::Run | Kind::Checkpoint => "job",
             Kind::Dataset => "dataset",
+            Kind::Model => "model",
         }
     }
 }
@@ -91,6 +96,7 @@ pub(super) async fn check(
         // Whether it is there is the handler's question, once the caller sees its job: its id begins with the job's.
         Kind::Checkpoint => of_job(auth, caller, name.split('-').next().unwrap_or_default()).await?,
         Kind::Dataset => auth.store.owned_dataset(name).await?,
+        Kind::Model => of_model(auth, caller, name).await?,
     };
     let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
         return Err(kind.not_found(route));
@@ -117,6 +123,14 @@ async fn of_job(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>>
     Ok(owned)
 }
 
+/// The owner of a model: of the job of its first version. It is seen by those who see any version.
+async fn of_model(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Owned>> {
+    let versions = auth.store.model_versions(Some(name)).await?;
+    let is_seen = versions.iter().any(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));
+    let first = versions.into_iter().next().filter(|_| is_seen);
+    Ok(first.map(|row| Owned { private: false, ..row.owned }))
+}
+
 fn not_yours(kind: Kind, owned: &Owned) -> String {
     let word = kind.word();
     match &owned.owner {
@@ -139,6 +153,8 @@ mod tests {
             ("/api/v1/runs", None),
             ("/api/v1/checkpoints/{id}/{file}", Some(Kind::Checkpoint)),
             ("/api/v1/datasets/{name}/samples", Some(Kind::Dataset)),
+            ("/api/v1/models/{name}/aliases/{alias}", Some(Kind::Model)),
+            ("/api/v1/models", None),
             ("/api/v1/jobs", None),
             ("/api/v1/jobs/validate", None),
             ("/jobs/new", None),

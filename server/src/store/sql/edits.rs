@@ -3,6 +3,7 @@
 use super::{
     Connection, SqlStore, datasets, events,
     jobs::{append, load, load_all, save},
+    models,
 };
 use crate::{
     lifecycle,
@@ -30,11 +31,12 @@ async fn edit(db: &mut Connection, changes: &[(&JobId, &Change)]) -> Result<Vec<
             return Err(lifecycle::Refused { state: row.job.state, detail }.into());
         }
         // Nobody removes the dataset of a job that is not over, so that one needs no check.
-        let over = row.job.state.is_final();
+        let state = row.job.state;
         let bodies = change(row)?;
         let its = append(db, row, bodies, at).await?;
-        if over && !row.job.state.is_final() && row.job.external.is_none() {
+        if state.is_final() && !row.job.state.is_final() && row.job.external.is_none() {
             datasets::require_dataset(db, &row.job.spec.data.dataset).await?;
+            models::require_unregistered(db, id, state, "run again").await?;
         }
         let events = its.iter().map(|new| new.row.clone()).collect();
         changed.push(Some(Changed { job: row.job.clone(), events }));
@@ -70,6 +72,7 @@ impl SqlStore {
             let detail = format!("the job is {state}; cancel it before it is deleted");
             return Err(lifecycle::Refused { state, detail }.into());
         }
+        models::require_unregistered(&mut db, id, state, "deleted").await?;
         sqlx::query("UPDATE jobs SET deleted_at = $2 WHERE id = $1")
             .bind(id.as_str())
             .bind(crate::now().as_millisecond())

@@ -20,6 +20,7 @@ mod job_list;
 mod jobs;
 mod layers;
 mod machines;
+mod models;
 mod pages;
 mod panels;
 mod people;
@@ -34,7 +35,7 @@ use super::dialect::{
 };
 use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, WaitingVersion, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, WebhookRow,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -275,6 +276,21 @@ impl Store for SqlStore {
     }
     async fn remove_dataset(&self, name: &str) -> Result<()> {
         self.delete_dataset(name).await
+    }
+    async fn add_model_version(&self, new: &NewVersion) -> Result<u32> {
+        self.insert_version(new).await
+    }
+    async fn model_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
+        self.list_versions(model).await
+    }
+    async fn registered_checkpoints(&self, job: &JobId) -> Result<Vec<String>> {
+        self.list_registered(job).await
+    }
+    async fn set_model_alias(&self, model: &str, alias: &str, version: Option<u32>) -> Result<()> {
+        self.write_alias(model, alias, version).await
+    }
+    async fn remove_model_version(&self, model: &str, version: u32) -> Result<()> {
+        self.delete_version(model, version).await
     }
     async fn put_agents(&self, agents: &[AgentRow]) -> Result<()> {
         self.upsert_agents(agents).await

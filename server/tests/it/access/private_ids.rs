@@ -55,6 +55,8 @@ async fn a_private_id_is_answered_as_one_that_does_not_exist() {
     let new = json!({"name": "secret-pictures", "path": "/secret", "private": true});
     let ((status, _), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
     assert_eq!(status, 201);
+    let (status, version) = server.post("/models", &json!({"name": "secret-model", "job": job})).await;
+    assert_eq!(status, 201, "{version}");
     server.http = admin;
     let missing = JobId::generate().to_string();
     let missing_checkpoint = format!("{missing}-1-5");
@@ -72,10 +74,15 @@ async fn a_private_id_is_answered_as_one_that_does_not_exist() {
             path if path.starts_with("/api/v1/datasets/{name}") => {
                 (&"secret-pictures".into(), &"no-pictures".into())
             }
+            path if path.starts_with("/api/v1/models/{name}") || path.starts_with("/models/{name}") => {
+                (&"secret-model".into(), &"no-model".into())
+            }
             _ => continue,
         };
-        let of =
-            |id: &str| path.replace("{id}", id).replace("{name}", id).replace("{file}", "model.safetensors");
+        let of = |id: &str| {
+            let path = path.replace("{id}", id).replace("{name}", id).replace("{file}", "model.safetensors");
+            path.replace("{version}", "1").replace("{alias}", "champion")
+        };
         for method in &METHODS {
             for number in 0..REQUESTS.len() {
                 let private = answer(&server, &people.otto, method, &of(private), number).await;
@@ -88,9 +95,12 @@ async fn a_private_id_is_answered_as_one_that_does_not_exist() {
     }
     assert!(asked > 800, "{asked}");
     // They are there for whoever sees them.
-    for path in
-        [format!("/jobs/{job}"), format!("/checkpoints/{checkpoint}"), "/datasets/secret-pictures".into()]
-    {
+    for path in [
+        format!("/jobs/{job}"),
+        format!("/checkpoints/{checkpoint}"),
+        "/datasets/secret-pictures".into(),
+        "/models/secret-model/versions/1".into(),
+    ] {
         assert_eq!(server.as_who(&people.mona, "GET", &path, None).await.0, 200, "{path}");
     }
     server.stop().await;

@@ -17,7 +17,14 @@ const READING: [&str; 3] =
 const OWN_TOKENS: [&str; 2] = ["/api/v1/tokens", "/api/v1/tokens/{id}"];
 
 fn is_about(path: &str) -> bool {
-    let starts = ["/jobs/{id}", "/api/v1/jobs/{id}", "/api/v1/checkpoints/{id}", "/api/v1/datasets/{name}"];
+    let starts = [
+        "/jobs/{id}",
+        "/api/v1/jobs/{id}",
+        "/api/v1/checkpoints/{id}",
+        "/api/v1/datasets/{name}",
+        "/models/{name}",
+        "/api/v1/models/{name}",
+    ];
     starts.iter().any(|start| path.starts_with(start))
 }
 
@@ -69,6 +76,10 @@ async fn walk(by: By) {
         let new = json!({"name": dataset, "path": format!("/{dataset}"), "private": private});
         let ((status, made), ()) = tokio::join!(server.post("/datasets", &new), agent.answer(Ok(info())));
         assert_eq!(status, 201, "{made}");
+        // A model of the same name.
+        assert_eq!(server.post("/models", &json!({"name": dataset, "job": job})).await.0, 201);
+        let alias = server.http.put(server.url(&format!("/api/v1/models/{dataset}/aliases/champion")));
+        assert_eq!(server.send(alias.json(&json!({"version": 1}))).await.0, 200);
         objects.push((private, job, checkpoint, dataset));
     }
     agent.vanish();
@@ -79,6 +90,7 @@ async fn walk(by: By) {
             for path in every_path() {
                 let id = if path.contains("/checkpoints/{id}") { checkpoint } else { job };
                 let real = path.replace("{id}", id).replace("{file}", "model.safetensors");
+                let real = real.replace("{version}", "1").replace("{alias}", "champion");
                 let real = real.replace("{name}", if path.contains("/people/") { "vera" } else { dataset });
                 for method in &METHODS {
                     let safe = [Method::GET, Method::HEAD, Method::OPTIONS].contains(method);

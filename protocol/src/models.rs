@@ -1,0 +1,200 @@
+//! Registered models: names for checkpoints. A version never changes; an alias moves from version to version.
+
+use crate::{
+    dataset::ValidationSet,
+    job::JobId,
+    numbers::{accuracy_of, percent},
+};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{collections::BTreeMap, fmt, str::FromStr};
+use utoipa::ToSchema;
+
+/// Names of versions begin with this, as MLflow's do.
+pub const SCHEME: &str = "models:/";
+/// Length of a model's name and of an alias, in characters.
+pub const NAME_CHARS: usize = 100;
+
+/// A checkpoint under a model's name.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ModelVersion {
+    pub model: String,
+    /// From 1. The number of a removed version is not given again.
+    pub version: u32,
+    /// Aliases that are at this version.
+    pub aliases: Vec<String>,
+    /// The checkpoint's id.
+    pub checkpoint: String,
+    /// The job that trained it.
+    #[schema(value_type = String)]
+    pub job: JobId,
+    pub job_name: String,
+    pub project: String,
+    pub val_accuracy: Option<f64>,
+    pub val_loss: Option<f64>,
+    /// The pictures on which the checkpoint was validated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<ValidationSet>,
+    /// The name of the job's dataset.
+    pub dataset: String,
+    /// The dataset's content at the job's first start; null if it is not known.
+    #[schema(value_type = Option<Object>)]
+    pub dataset_fingerprint: Option<Value>,
+    /// Versions of the programs that wrote the checkpoint.
+    pub programs: BTreeMap<String, String>,
+    pub description: String,
+    /// A person's or a token's name.
+    pub registered_by: Option<String>,
+    #[schema(value_type = String)]
+    pub registered_at: Timestamp,
+}
+
+impl ModelVersion {
+    /// The checkpoint's accuracy, with its number of pictures if known.
+    pub fn accuracy_in_words(&self) -> Option<String> {
+        let accuracy = self.val_accuracy?;
+        let words = |set: &ValidationSet| accuracy_of(accuracy, set.pictures);
+        Some(self.validation.as_ref().map_or_else(|| percent(accuracy), words))
+    }
+
+    /// Epoch and step of the checkpoint, as every command prints them.
+    pub fn checkpoint_name(&self) -> &str {
+        self.checkpoint.split_once('-').map_or(&self.checkpoint, |(_, name)| name)
+    }
+}
+
+/// A model, by the versions that its reader sees.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Model {
+    pub name: String,
+    /// Versions by their aliases.
+    pub aliases: BTreeMap<String, u32>,
+    pub version_count: u64,
+    /// The version of the highest number.
+    pub newest: ModelVersion,
+}
+
+impl Model {
+    /// A model of these versions, in the order of their numbers; `None` without any.
+    pub fn of(mut versions: Vec<ModelVersion>) -> Option<Self> {
+        let version_count = versions.len() as u64;
+        let of_version =
+            |one: &ModelVersion| one.aliases.iter().map(|a| (a.clone(), one.version)).collect::<Vec<_>>();
+        let aliases = versions.iter().flat_map(of_version).collect();
+        let newest = versions.pop()?;
+        Some(Self { name: newest.model.clone(), aliases, version_count, newest })
+    }
+}
+
+/// Which version of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Which {
+    Number(u32),
+    Alias(String),
+}
+
+impl Which {
+    /// Whether it is this version of its model.
+    pub fn is(&self, version: &ModelVersion) -> bool {
+        match self {
+            Which::Number(number) => version.version == *number,
+            Which::Alias(alias) => version.aliases.contains(alias),
+        }
+    }
+}
+
+/// The name of a version: `models:/shoes/3`, `models:/shoes@3` or `models:/shoes@champion`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VersionName {
+    pub model: String,
+    pub which: Which,
+}
+
+impl FromStr for VersionName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "{text:?} is not the name of a model's version, such as {SCHEME}shoes/3 or {SCHEME}shoes@champion"
+            )
+        };
+        let name = text.strip_prefix(SCHEME).ok_or_else(wrong)?;
+        let (model, which) = name.split_once(['/', '@']).ok_or_else(wrong)?;
+        let which = match which.parse() {
+            Ok(number) => Which::Number(number),
+            Err(_) if name.contains('/') || alias_mistake(which).is_some() => return Err(wrong()),
+            Err(_) => Which::Alias(which.to_owned()),
+        };
+        if name_mistake(model).is_some() {
+            return Err(wrong());
+        }
+        Ok(Self { model: model.to_owned(), which })
+    }
+}
+
+impl fmt::Display for VersionName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.which {
+            Which::Number(number) => write!(f, "{SCHEME}{}/{number}", self.model),
+            Which::Alias(alias) => write!(f, "{SCHEME}{}@{alias}", self.model),
+        }
+    }
+}
+
+/// Why a model cannot have this name; `None` if it can.
+pub fn name_mistake(name: &str) -> Option<String> {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    let fits = (1..=NAME_CHARS).contains(&name.len()) && name.chars().all(is_plain) && !name.starts_with('.');
+    (!fits).then(|| {
+        format!(
+            "must have 1 to {NAME_CHARS} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first not a dot"
+        )
+    })
+}
+
+/// Why an alias cannot have this name; `None` if it can.
+pub fn alias_mistake(alias: &str) -> Option<String> {
+    if !alias.is_empty() && alias.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Some("must not be a number, which is a version's name".into());
+    }
+    name_mistake(alias)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_is_named_by_its_number_or_an_alias() {
+        let number = |n| Some(Which::Number(n));
+        for (text, which) in [
+            ("models:/shoes/3", number(3)),
+            ("models:/shoes@3", number(3)),
+            ("models:/shoes@champion", Some(Which::Alias("champion".into()))),
+            ("models:/shoes", None),
+            ("models:/shoes/", None),
+            ("models:/shoes@", None),
+            ("models:/shoes/champion", None),
+            ("models:/shoes/3/4", None),
+            ("models:/shoes@a/b", None),
+            ("models:/shoes@.a", None),
+            ("models:/shoes@99999999999", None),
+            ("models:/@champion", None),
+            ("models:/a b@champion", None),
+            ("models://shoes/3", None),
+            ("shoes@champion", None),
+        ] {
+            let found = text.parse::<VersionName>();
+            assert_eq!(found.as_ref().ok().map(|name| &name.which), which.as_ref(), "{text}: {found:?}");
+            let Ok(name) = found else { continue };
+            assert_eq!(
+                (name.model.as_str(), name.to_string().parse::<VersionName>()),
+                ("shoes", Ok(name.clone()))
+            );
+        }
+        assert!(alias_mistake("7").is_some_and(|why| why.contains("number")));
+        assert_eq!(alias_mistake("v7"), None);
+    }
+}

@@ -1,0 +1,398 @@
+//! Registered models: names for checkpoints, with versions that never change and aliases that move.
+
+pub(crate) mod pages;
+
+use super::{
+    checkpoints,
+    list::{Elements, List, ListParams, Page},
+};
+use crate::{
+    auth::{Auth, access::Caller},
+    checkpoints::Checkpoints,
+    datasets::notes,
+    http::{
+        error::{Code, Error, Problem, Result},
+        extract::{Body, Path, Query, job_id},
+        gate::AuditSubject,
+    },
+    store::{CheckpointRow, NewVersion, Owned, Store, VersionRow},
+    util::regular,
+};
+use axum::{
+    Extension, Json,
+    extract::State,
+    http::{HeaderName, StatusCode, header},
+};
+use lockstep_protocol::{
+    checkpoint_files::STATE,
+    labels,
+    models::{Model, ModelVersion, Which, alias_mistake, name_mistake},
+    spec::SpecError,
+};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{collections::BTreeMap, sync::Arc};
+use utoipa::ToSchema;
+
+/// Models of which the reader sees a version.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ModelList {
+    /// By name, unless `sort` says otherwise.
+    #[schema(value_type = Vec<Model>)]
+    models: Elements<Model>,
+    /// Give it as `cursor` for the next page; null on the last.
+    next_cursor: Option<String>,
+    /// With `count=true`: models on all pages together.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    total: Option<u64>,
+}
+
+impl From<Page<Model>> for ModelList {
+    fn from(page: Page<Model>) -> Self {
+        Self { models: page.elements, next_cursor: page.next_cursor, total: page.total }
+    }
+}
+
+const LIST: List<Model> = List {
+    name: "models",
+    fields: &["name", "aliases", "version_count", "newest"],
+    sorts: &[
+        ("name", |model| model.name.as_str().into()),
+        ("created", |model| model.newest.registered_at.into()),
+    ],
+    default_sort: "name",
+    id: |model| &model.name,
+    created: Some(|model| model.newest.registered_at),
+};
+
+/// A model with all of its versions.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct ModelDetail {
+    name: String,
+    /// Newest first.
+    versions: Vec<ModelVersion>,
+}
+
+/// Which checkpoint becomes a version of a model.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewModelVersion {
+    /// A checkpoint's id. Its job must be over.
+    checkpoint: Option<String>,
+    /// In place of `checkpoint`, a job's id: its best checkpoint, or its newest if none was validated.
+    job: Option<String>,
+    /// At most 20 000 bytes.
+    #[serde(default)]
+    description: String,
+}
+
+/// A version of a model that may be new.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct NewModel {
+    /// 1 to 100 letters, digits, `-`, `_` and `.`.
+    name: String,
+    /// A checkpoint's id. Its job must be over.
+    checkpoint: Option<String>,
+    /// In place of `checkpoint`, a job's id: its best checkpoint, or its newest if none was validated.
+    job: Option<String>,
+    /// At most 20 000 bytes.
+    #[serde(default)]
+    description: String,
+}
+
+/// Where an alias is to be.
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct AliasTarget {
+    /// A version's number.
+    version: u32,
+}
+
+type Registered = (StatusCode, Extension<AuditSubject>, [(HeaderName, String); 1], Json<ModelVersion>);
+
+fn invalid(pointer: &str, detail: impl Into<String>) -> Error {
+    Error::Invalid(vec![SpecError { pointer: pointer.into(), detail: detail.into() }])
+}
+
+/// The versions that a caller sees, of one model or of all.
+///
+/// # Errors
+/// The store's.
+async fn seen_by(store: &dyn Store, caller: &Caller, model: Option<&str>) -> Result<Vec<ModelVersion>> {
+    let mut rows = store.model_versions(model).await?;
+    rows.retain(|row| is_seen(caller, row));
+    Ok(rows.into_iter().map(|row| row.version).collect())
+}
+
+fn is_seen(caller: &Caller, row: &VersionRow) -> bool {
+    caller.sees(row.owned.private, row.owned.owner.as_deref())
+}
+
+/// The models that a caller sees, by name.
+///
+/// # Errors
+/// The store's.
+async fn models_seen_by(store: &dyn Store, caller: &Caller) -> Result<Vec<Model>> {
+    let versions = seen_by(store, caller, None).await?;
+    let of_models = versions.chunk_by(|a, b| a.model == b.model);
+    Ok(of_models.filter_map(|versions| Model::of(versions.to_vec())).collect())
+}
+
+/// One version that a caller sees.
+///
+/// # Errors
+/// 404: there is none.
+async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) -> Result<ModelVersion> {
+    let mut versions = seen_by(store, caller, Some(model)).await?.into_iter();
+    let found = versions.find(|version| which.is(version));
+    found.ok_or_else(|| {
+        Error::NotFound(match which {
+            Which::Number(number) => format!("the model {model:?} has no version {number}"),
+            Which::Alias(alias) => format!("the model {model:?} has no alias {alias:?}"),
+        })
+    })
+}
+
+/// Whether a caller may change what somebody owns.
+fn may_change(auth: &Auth, caller: &Caller, owned: &Owned) -> bool {
+    !auth.access.has_people() || caller.sees_all() || caller.owns(owned.owner.as_deref())
+}
+
+/// List models
+///
+/// `sort`: `name`, `created` (when the newest version was registered).
+#[utoipa::path(get, path = "/models", tag = "models", params(ListParams),
+    responses((status = 200, body = ModelList), (status = 400, body = Problem)))]
+pub(crate) async fn list(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Query(params): Query<ListParams>,
+) -> Result<Json<ModelList>> {
+    Ok(Json(LIST.page(models_seen_by(&*store, &caller).await?, &params)?.into()))
+}
+
+/// Show a model
+#[utoipa::path(get, path = "/models/{name}", tag = "models", params(("name" = String, Path)),
+    responses((status = 200, body = ModelDetail), (status = 404, body = Problem)))]
+pub(crate) async fn show(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Result<Json<ModelDetail>> {
+    let mut versions = seen_by(&*store, &caller, Some(&name)).await?;
+    if versions.is_empty() {
+        return Err(no_such_model());
+    }
+    versions.reverse();
+    Ok(Json(ModelDetail { name, versions }))
+}
+
+fn no_such_model() -> Error {
+    Error::NotFound("no model has this name".into())
+}
+
+/// Register a checkpoint
+///
+/// It becomes the next version of the model; the first version makes the model. The job is neither run again nor deleted while it has
+/// versions.
+#[utoipa::path(post, path = "/models", tag = "models", request_body = NewModel,
+    responses((status = 201, body = ModelVersion, headers(("Location" = String))), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The job is not over, its checkpoint is still being uploaded, or somebody else's model has the name"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn create(
+    State(checkpoints): State<Arc<Checkpoints>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Body(NewModel { name, checkpoint, job, description }, _): Body<NewModel>,
+) -> Result<Registered> {
+    if let Some(detail) = name_mistake(&name) {
+        return Err(invalid("/name", detail));
+    }
+    // The gate looks at models that the address names.
+    let versions = checkpoints.store.model_versions(Some(&name)).await?;
+    if versions.first().is_some_and(|first| !may_change(&auth, &caller, &first.owned)) {
+        let detail = format!("the model {name:?} is somebody else's; choose another name");
+        return Err(Error::Of(Code::NameTaken, detail));
+    }
+    register(&checkpoints, &auth, &caller, name, NewModelVersion { checkpoint, job, description }).await
+}
+
+/// Register a checkpoint as a version of a model that there is
+#[utoipa::path(post, path = "/models/{name}/versions", tag = "models", params(("name" = String, Path)), request_body = NewModelVersion,
+    responses((status = 201, body = ModelVersion, headers(("Location" = String))), (status = 404, body = Problem),
+        (status = 409, body = Problem, description = "The job is not over, or its checkpoint is still being uploaded"),
+        (status = 422, body = Problem)))]
+pub(crate) async fn add_version(
+    State(checkpoints): State<Arc<Checkpoints>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+    Body(new, _): Body<NewModelVersion>,
+) -> Result<Registered> {
+    if checkpoints.store.model_versions(Some(&name)).await?.is_empty() {
+        return Err(no_such_model());
+    }
+    register(&checkpoints, &auth, &caller, name, new).await
+}
+
+async fn register(
+    checkpoints: &Arc<Checkpoints>,
+    auth: &Auth,
+    caller: &Caller,
+    model: String,
+    new: NewModelVersion,
+) -> Result<Registered> {
+    if let Some(detail) = labels::notes_mistake(&new.description) {
+        return Err(invalid("/description", detail));
+    }
+    let row = chosen(checkpoints, auth, caller, &new).await?;
+    checkpoints::check_here(checkpoints, &row).await?;
+    let (programs, dataset_fingerprint) = lineage(checkpoints, &row).await?;
+    let version = {
+        let _kept = checkpoints.removing.lock().await;
+        if !checkpoints.is_kept(&row) {
+            return Err(checkpoints::removed());
+        }
+        let new = NewVersion {
+            model: model.clone(),
+            job: row.job,
+            checkpoint: row.id,
+            dataset_fingerprint,
+            programs,
+            description: new.description,
+            by: caller.owner().map(str::to_owned),
+            at: crate::now(),
+        };
+        checkpoints.store.add_model_version(&new).await?
+    };
+    let address = format!("/api/v1/models/{model}/versions/{version}");
+    let version = find(&*checkpoints.store, caller, &model, &Which::Number(version)).await?;
+    let concerns = AuditSubject(format!("{model}/{}", version.version));
+    Ok((StatusCode::CREATED, Extension(concerns), [(header::LOCATION, address)], Json(version)))
+}
+
+/// The checkpoint that a request names, of a job that the caller may change.
+///
+/// # Errors
+/// 404 for what there is not, or what the caller does not see; 403 for a job of somebody else.
+async fn chosen(
+    checkpoints: &Checkpoints,
+    auth: &Auth,
+    caller: &Caller,
+    new: &NewModelVersion,
+) -> Result<CheckpointRow> {
+    let store = &*checkpoints.store;
+    let (job, by_id) = match (&new.checkpoint, &new.job) {
+        (Some(id), None) => {
+            let row = checkpoints::find(store, id).await?;
+            (row.job.clone(), Some(row))
+        }
+        (None, Some(id)) => (job_id(id)?, None),
+        _ => return Err(invalid("", "give either checkpoint or job")),
+    };
+    let owned = store.owned_job(&job).await?;
+    let Some(owned) = owned.filter(|owned| caller.sees(owned.private, owned.owner.as_deref())) else {
+        let what = if by_id.is_some() { "no checkpoint has this id" } else { "no job has this id" };
+        return Err(Error::NotFound(what.into()));
+    };
+    if !may_change(auth, caller, &owned) {
+        let detail = "the job is somebody else's: only its owner and admins register its checkpoints, as that keeps the job from being \
+                      deleted";
+        return Err(Error::Forbidden(detail.into()));
+    }
+    match by_id {
+        Some(row) => Ok(row),
+        None => checkpoints::choose(store.checkpoints(&job).await?, "best"),
+    }
+}
+
+/// The programs that wrote a checkpoint, and the fingerprint of the dataset at its job's first start.
+async fn lineage(
+    checkpoints: &Checkpoints,
+    row: &CheckpointRow,
+) -> Result<(BTreeMap<String, String>, Option<Value>)> {
+    #[derive(Default, Deserialize)]
+    struct State {
+        #[serde(default)]
+        versions: BTreeMap<String, String>,
+    }
+    // What a checkpoint of another version does not say, its registered version does not say either.
+    let state = regular::read(&checkpoints.folder(row).join(STATE)).await.unwrap_or_default();
+    let State { versions } = serde_json::from_slice(&state).unwrap_or_default();
+    let job_dir = checkpoints.config.job_dir(&row.job);
+    let note = tokio::task::spawn_blocking(move || notes::dataset_note(&job_dir)).await;
+    Ok((versions, note.map_err(|error| Error::Internal(error.to_string()))?))
+}
+
+/// Show a version
+#[utoipa::path(get, path = "/models/{name}/versions/{version}", tag = "models", params(("name" = String, Path), ("version" = u32, Path)),
+    responses((status = 200, body = ModelVersion), (status = 404, body = Problem)))]
+pub(crate) async fn show_version(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path((name, version)): Path<(String, u32)>,
+) -> Result<Json<ModelVersion>> {
+    Ok(Json(find(&*store, &caller, &name, &Which::Number(version)).await?))
+}
+
+/// Remove a version
+///
+/// Its number is not given again. Its checkpoint stays with the job.
+#[utoipa::path(delete, path = "/models/{name}/versions/{version}", tag = "models", params(("name" = String, Path), ("version" = u32, Path)),
+    responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "An alias is at the version")))]
+pub(crate) async fn remove_version(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path((name, version)): Path<(String, u32)>,
+) -> Result<StatusCode> {
+    let found = find(&*store, &caller, &name, &Which::Number(version)).await?;
+    if !found.aliases.is_empty() {
+        let detail = format!("{} is at this version: move or remove it first", found.aliases.join(", "));
+        return Err(Error::Conflict(detail, None));
+    }
+    store.remove_model_version(&name, version).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Show the version of an alias
+#[utoipa::path(get, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)),
+    responses((status = 200, body = ModelVersion), (status = 404, body = Problem)))]
+pub(crate) async fn show_alias(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path((name, alias)): Path<(String, String)>,
+) -> Result<Json<ModelVersion>> {
+    Ok(Json(find(&*store, &caller, &name, &Which::Alias(alias)).await?))
+}
+
+/// Move an alias to a version
+///
+/// An alias that there is not yet is made.
+#[utoipa::path(put, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)), request_body = AliasTarget,
+    responses((status = 200, body = ModelVersion), (status = 404, body = Problem), (status = 422, body = Problem)))]
+pub(crate) async fn put_alias(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+    Path((name, alias)): Path<(String, String)>,
+    Body(AliasTarget { version }, _): Body<AliasTarget>,
+) -> Result<Json<ModelVersion>> {
+    if let Some(detail) = alias_mistake(&alias) {
+        return Err(invalid("/alias", detail));
+    }
+    let which = Which::Number(version);
+    find(&*store, &caller, &name, &which).await?;
+    store.set_model_alias(&name, &alias, Some(version)).await?;
+    Ok(Json(find(&*store, &caller, &name, &which).await?))
+}
+
+/// Remove an alias
+#[utoipa::path(delete, path = "/models/{name}/aliases/{alias}", tag = "models", params(("name" = String, Path), ("alias" = String, Path)),
+    responses((status = 204), (status = 404, body = Problem)))]
+pub(crate) async fn remove_alias(
+    State(store): State<Arc<dyn Store>>,
+    Path((name, alias)): Path<(String, String)>,
+) -> Result<StatusCode> {
+    store.set_model_alias(&name, &alias, None).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,38 @@
+//! The pages of models.
+
+use super::{is_seen, may_change, models_seen_by, no_such_model};
+use crate::{
+    api::html::{Page, html, viewer},
+    auth::{Auth, access::Caller},
+    http::extract::Path,
+    store::Store,
+};
+use axum::{Extension, extract::State};
+use lockstep_web::models as views;
+use std::sync::Arc;
+
+/// `GET /models`
+pub(crate) async fn models(
+    State(store): State<Arc<dyn Store>>,
+    Extension(caller): Extension<Caller>,
+) -> Page {
+    let models = models_seen_by(&*store, &caller).await?;
+    html(views::ModelsPage { models, now: crate::now(), viewer: viewer(&caller) }.render())
+}
+
+/// `GET /models/{name}`
+pub(crate) async fn model(
+    State(store): State<Arc<dyn Store>>,
+    State(auth): State<Arc<Auth>>,
+    Extension(caller): Extension<Caller>,
+    Path(name): Path<String>,
+) -> Page {
+    let mut rows = store.model_versions(Some(&name)).await?;
+    let may_change = rows.first().is_some_and(|first| may_change(&auth, &caller, &first.owned));
+    rows.retain(|row| is_seen(&caller, row));
+    if rows.is_empty() {
+        return Err(no_such_model().into());
+    }
+    let versions = rows.into_iter().rev().map(|row| row.version).collect();
+    html(views::ModelPage { name, versions, may_change, now: crate::now(), viewer: viewer(&caller) }.render())
+}

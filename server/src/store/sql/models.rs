@@ -1,0 +1,181 @@
+//! Registered models: versions, which are names for checkpoints, and aliases.
+
+use super::{Connection, DbRow, SqlStore, jobs::load};
+use crate::{
+    lifecycle::Refused,
+    store::{
+        NewVersion, Owned, Result, StoreError, VersionRow,
+        quarantine::{read_spec, readable},
+        values::{from_json, json, plain, small, time},
+    },
+};
+use lockstep_protocol::{
+    job::{JobId, JobState},
+    models::{ModelVersion, SCHEME},
+};
+use sqlx::{AssertSqlSafe, Row};
+
+/// Versions that a refusal names.
+const NAMED: usize = 10;
+
+const VERSION: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spec, jobs.owner, jobs.private, \
+    c.val_accuracy, c.val_loss, c.validation FROM model_versions v JOIN jobs ON jobs.id = v.job_id \
+    LEFT JOIN checkpoints c ON c.id = v.checkpoint_id WHERE v.deleted_at IS NULL";
+
+fn version(row: &DbRow) -> Result<VersionRow> {
+    let job: String = row.try_get("job_id")?;
+    let text = |column: &str| row.try_get::<Option<String>, _>(column);
+    let version = ModelVersion {
+        model: row.try_get("model")?,
+        version: small(row.try_get("version")?),
+        aliases: Vec::new(),
+        checkpoint: row.try_get("checkpoint_id")?,
+        job: job.parse().map_err(|_| StoreError::Corrupt(format!("job id {job:?}")))?,
+        job_name: row.try_get("job_name")?,
+        project: row.try_get("project")?,
+        val_accuracy: row.try_get("val_accuracy")?,
+        val_loss: row.try_get("val_loss")?,
+        validation: text("validation")?.as_deref().map(from_json).transpose()?,
+        dataset: read_spec(row.try_get("spec")?).0.data.dataset,
+        dataset_fingerprint: text("dataset_fingerprint")?.as_deref().map(from_json).transpose()?,
+        programs: from_json(row.try_get("programs")?)?,
+        description: row.try_get("description")?,
+        registered_by: text("registered_by")?,
+        registered_at: time(row.try_get("registered_at")?)?,
+    };
+    let owned = Owned { owner: text("owner")?, private: row.try_get::<i64, _>("private")? != 0 };
+    Ok(VersionRow { version, owned })
+}
+
+/// Refuses to change a job of whose checkpoints versions are registered: what they name would change.
+///
+/// # Errors
+/// There are such versions; they are named.
+pub(super) async fn require_unregistered(
+    db: &mut Connection,
+    job: &JobId,
+    state: JobState,
+    change: &str,
+) -> Result<()> {
+    let found: Vec<(String, i64)> = sqlx::query_as(
+        "SELECT model, version FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL ORDER BY model, version",
+    )
+    .bind(job.as_str())
+    .fetch_all(db)
+    .await?;
+    if found.is_empty() {
+        return Ok(());
+    }
+    let named = found.iter().take(NAMED).map(|(model, version)| format!("{SCHEME}{model}/{version}"));
+    let more = if found.len() > NAMED { ", ..." } else { "" };
+    let detail = format!(
+        "the job has registered versions ({}{more}), which would change if it were {change}: remove them first, or fork the job",
+        named.collect::<Vec<_>>().join(", ")
+    );
+    Err(Refused { state, detail }.into())
+}
+
+impl SqlStore {
+    pub(super) async fn insert_version(&self, new: &NewVersion) -> Result<u32> {
+        let mut db = self.begin().await?;
+        let row = load(&mut db, &new.job).await?.ok_or(StoreError::NotFound("job"))?;
+        let state = row.job.state;
+        if !state.is_final() || row.fencing_token.is_some() {
+            let detail = format!(
+                "the job is {state}, and a job that is not over replaces and removes its checkpoints: register one when the job is over"
+            );
+            return Err(Refused { state, detail }.into());
+        }
+        let found: Option<String> =
+            sqlx::query_scalar("SELECT id FROM checkpoints WHERE id = $1 AND job_id = $2")
+                .bind(plain(&new.checkpoint))
+                .bind(new.job.as_str())
+                .fetch_optional(&mut *db)
+                .await?;
+        let checkpoint = found.ok_or(StoreError::NotFound("checkpoint"))?;
+        // Removed versions count.
+        let newest: Option<i64> =
+            sqlx::query_scalar("SELECT max(version) FROM model_versions WHERE model = $1")
+                .bind(&new.model)
+                .fetch_one(&mut *db)
+                .await?;
+        let version = newest.unwrap_or(0) + 1;
+        sqlx::query(
+            "INSERT INTO model_versions (model, version, job_id, checkpoint_id, dataset_fingerprint, programs, \
+             description, registered_by, registered_at) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)",
+        )
+        .bind(&new.model)
+        .bind(version)
+        .bind(new.job.as_str())
+        .bind(checkpoint)
+        .bind(new.dataset_fingerprint.as_ref().map(json).transpose()?)
+        .bind(json(&new.programs)?)
+        .bind(plain(&new.description))
+        .bind(new.by.as_deref().map(plain))
+        .bind(new.at.as_millisecond())
+        .execute(&mut *db)
+        .await?;
+        db.commit().await?;
+        Ok(small(version))
+    }
+
+    pub(super) async fn list_versions(&self, model: Option<&str>) -> Result<Vec<VersionRow>> {
+        let model = model.map(plain);
+        let mut db = self.reader.acquire().await?;
+        let of_model = "($1 IS NULL OR model = $1)";
+        let query = format!("{VERSION} AND {of_model} ORDER BY v.model, v.version");
+        let rows = sqlx::query(AssertSqlSafe(query)).bind(model.as_deref()).fetch_all(&mut *db).await?;
+        let mut versions = readable(rows.iter().map(version));
+        let query =
+            format!("SELECT model, version, alias FROM model_aliases WHERE {of_model} ORDER BY alias");
+        let aliases: Vec<(String, i64, String)> =
+            sqlx::query_as(AssertSqlSafe(query)).bind(model.as_deref()).fetch_all(&mut *db).await?;
+        for (model, number, alias) in aliases {
+            let mut all = versions.iter_mut().map(|row| &mut row.version);
+            if let Some(at) = all.find(|at| at.model == model && i64::from(at.version) == number) {
+                at.aliases.push(alias);
+            }
+        }
+        Ok(versions)
+    }
+
+    pub(super) async fn list_registered(&self, job: &JobId) -> Result<Vec<String>> {
+        let query = "SELECT checkpoint_id FROM model_versions WHERE job_id = $1 AND deleted_at IS NULL";
+        Ok(sqlx::query_scalar(query).bind(job.as_str()).fetch_all(&self.reader).await?)
+    }
+
+    pub(super) async fn write_alias(&self, model: &str, alias: &str, version: Option<u32>) -> Result<()> {
+        let Some(version) = version else {
+            let done = sqlx::query("DELETE FROM model_aliases WHERE model = $1 AND alias = $2")
+                .bind(plain(model))
+                .bind(plain(alias))
+                .execute(&self.writer)
+                .await?;
+            return if done.rows_affected() == 0 { Err(StoreError::NotFound("alias")) } else { Ok(()) };
+        };
+        let done = sqlx::query(
+            "INSERT INTO model_aliases (model, alias, version) SELECT model, CAST($2 AS TEXT), version \
+             FROM model_versions WHERE model = $1 AND version = $3 AND deleted_at IS NULL \
+             ON CONFLICT (model, alias) DO UPDATE SET version = excluded.version",
+        )
+        .bind(plain(model))
+        .bind(plain(alias))
+        .bind(i64::from(version))
+        .execute(&self.writer)
+        .await?;
+        if done.rows_affected() == 0 { Err(StoreError::NotFound("version")) } else { Ok(()) }
+    }
+
+    pub(super) async fn delete_version(&self, model: &str, version: u32) -> Result<()> {
+        let done = sqlx::query(
+            "UPDATE model_versions SET deleted_at = $3 WHERE model = $1 AND version = $2 AND deleted_at IS NULL \
+             AND NOT EXISTS (SELECT 1 FROM model_aliases a WHERE a.model = $1 AND a.version = $2)",
+        )
+        .bind(plain(model))
+        .bind(i64::from(version))
+        .bind(crate::now().as_millisecond())
+        .execute(&self.writer)
+        .await?;
+        if done.rows_affected() == 0 { Err(StoreError::NotFound("version without an alias")) } else { Ok(()) }
+    }
+}

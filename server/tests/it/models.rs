@@ -1,0 +1,213 @@
+//! Registered models: versions never change, aliases move, and what versions name is kept.
+
+use crate::{
+    agent::{Agent, running},
+    document::a_job,
+    postgres,
+    test_server::{TestServer, client, spec},
+    uploads::{Asks, checkpoint, manifest},
+};
+use lockstep_protocol::agent::{
+    AgentReply, AttemptEvent, CheckpointInfo, Ending, FromAgent, Source, ToAgent,
+};
+use reqwest::Method;
+use serde_json::{Value, json};
+
+impl TestServer {
+    async fn change(&self, method: Method, path: &str, body: Value) -> (u16, Value) {
+        let request = self.http.request(method, self.url(&format!("/api/v1{path}")));
+        self.send(if body.is_null() { request } else { request.json(&body) }).await
+    }
+}
+
+/// Asserts a refusal and words of it.
+fn refused((status, problem): (u16, Value), expected: u16, words: &[&str]) {
+    let text = problem.to_string();
+    assert!(
+        status == expected && words.iter().all(|word| text.contains(word)),
+        "{words:?}: {status} {problem}"
+    );
+}
+
+async fn scenario(server: TestServer) {
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let (job, checkpoint) = a_job(&server, &mut agent, |spec| spec["name"] = json!("trained")).await;
+    let folder = server.dir.path().join("jobs").join(&job);
+    let state = json!({"versions": {"lockstep": "0.1.0"}}).to_string();
+    std::fs::write(folder.join("checkpoints/1-5/state.json"), state).unwrap();
+    let fingerprint = json!({"files": 4, "bytes": 100, "sha256": "ab"});
+    std::fs::write(folder.join("dataset.json"), fingerprint.to_string()).unwrap();
+
+    // The first version makes the model.
+    refused(server.post("/models/shoes/versions", &json!({"job": job})).await, 404, &["no model"]);
+    assert_eq!(server.get("/models").await.1["models"], json!([]));
+    let first = json!({"name": "shoes", "job": job, "description": "a first one"});
+    let (status, version) = server.post("/models", &first).await;
+    assert_eq!(status, 201, "{version}");
+    for (key, expected) in [
+        ("model", json!("shoes")),
+        ("version", json!(1)),
+        ("aliases", json!([])),
+        ("checkpoint", json!(checkpoint)),
+        ("job", json!(job)),
+        ("job_name", json!("trained")),
+        ("project", json!("default")),
+        ("val_accuracy", json!(0.5)),
+        ("dataset", json!("pictures")),
+        ("dataset_fingerprint", fingerprint),
+        ("programs", json!({"lockstep": "0.1.0"})),
+        ("description", json!("a first one")),
+        ("registered_by", json!("this machine")),
+    ] {
+        assert_eq!(version[key], expected, "{key}");
+    }
+    let second = server.post("/models/shoes/versions", &json!({"checkpoint": checkpoint})).await;
+    assert_eq!((second.0, &second.1["version"]), (201, &json!(2)), "{}", second.1);
+    for (body, pointer) in [
+        (json!({"name": ".shoes", "job": job}), "/name"),
+        (json!({"name": "a b", "job": job}), "/name"),
+        (json!({"name": "shoes"}), "either checkpoint or job"),
+        (json!({"name": "shoes", "job": job, "checkpoint": checkpoint}), "either checkpoint or job"),
+        (json!({"name": "shoes", "job": job, "description": "x".repeat(20_001)}), "/description"),
+    ] {
+        refused(server.post("/models", &body).await, 422, &[pointer]);
+    }
+    for (key, value) in [("checkpoint", format!("{job}-1-6")), ("job", "x".into())] {
+        refused(server.post("/models", &json!({"name": "shoes", key: value})).await, 404, &[key]);
+    }
+
+    // Aliases move; a version without one can be removed, and its number is not given again.
+    let champion = "/models/shoes/aliases/champion";
+    let put = async |alias: &str, version: u32| {
+        server
+            .change(Method::PUT, &format!("/models/shoes/aliases/{alias}"), json!({"version": version}))
+            .await
+    };
+    refused(put("7", 1).await, 422, &["/alias", "number"]);
+    refused(put("champion", 9).await, 404, &["no version 9"]);
+    refused(server.get(champion).await, 404, &["no alias"]);
+    for version in [1, 2] {
+        let (status, put) = put("champion", version).await;
+        assert_eq!((status, &put["version"], &put["aliases"]), (200, &json!(version), &json!(["champion"])));
+        assert_eq!(server.get(champion).await, (200, put));
+    }
+    assert_eq!(server.get("/models/shoes/versions/1").await.1["aliases"], json!([]));
+    let (_, list) = server.get("/models?count=true&fields=name,aliases,version_count").await;
+    let expected = json!([{"name": "shoes", "aliases": {"champion": 2}, "version_count": 2}]);
+    assert_eq!((&list["models"], &list["total"]), (&expected, &json!(1)));
+    refused(server.delete("/models/shoes/versions/2").await, 409, &["champion"]);
+    assert_eq!(server.delete(champion).await.0, 204);
+    assert_eq!(server.delete(champion).await.0, 404);
+    assert_eq!(server.delete("/models/shoes/versions/2").await.0, 204);
+    assert_eq!(server.delete("/models/shoes/versions/2").await.0, 404);
+    assert_eq!(server.post("/models", &first).await.1["version"], 3);
+    let (_, shown) = server.get("/models/shoes").await;
+    let numbers: Vec<_> =
+        shown["versions"].as_array().unwrap().iter().map(|v| v["version"].clone()).collect();
+    assert_eq!(numbers, [3, 1], "newest first");
+
+    // Pages.
+    assert!(server.text("/models").await.1.contains("href=\"/models/shoes\""));
+    let (status, page) = server.text("/models/shoes").await;
+    assert!(status == 200 && page.contains("models:/shoes/3") && page.contains("a first one"), "{page}");
+    assert_eq!(server.text("/models/boots").await.0, 404);
+
+    // A job that is not over may still remove and replace its checkpoints.
+    let live = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let info = CheckpointInfo {
+        epoch: 1,
+        step: 5,
+        val_accuracy: None,
+        val_loss: None,
+        validation: None,
+        best: false,
+        size_bytes: 1,
+    };
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), AttemptEvent::Checkpoint(info)]).await;
+    std::fs::create_dir_all(server.dir.path().join(format!("jobs/{live}/checkpoints/1-5"))).unwrap();
+    refused(
+        server.post("/models", &json!({"name": "shoes", "job": live})).await,
+        409,
+        &["when the job is over"],
+    );
+
+    // A job begins with the checkpoint that the alias is at, and keeps it.
+    assert_eq!(put("champion", 1).await.0, 200);
+    for (given, words) in [
+        ("models:/shoes@nobody", "no version is called models:/shoes@nobody"),
+        ("models:/shoes/2", "no version is called models:/shoes/2"),
+        ("models:/shoes", "such as models:/shoes/3"),
+    ] {
+        let mut document = spec();
+        document["model"]["pretrained"] = json!(given);
+        let (status, problem) = server.post("/jobs", &document).await;
+        let errors = problem["errors"].as_array().unwrap();
+        assert_eq!((status, errors.len(), &errors[0]["pointer"]), (422, 1, &json!("/model/pretrained")));
+        assert!(errors[0]["detail"].as_str().unwrap().contains(words), "{problem}");
+    }
+    let mut document = spec();
+    document["model"]["pretrained"] = json!("models:/shoes@champion");
+    let fits = async {
+        let Some(ToAgent::Request { id, .. }) = agent.next().await else { panic!("no question") };
+        agent.send(FromAgent::Reply { id, reply: Ok(AgentReply::Weights { mistake: None }) }).await;
+    };
+    let ((status, begun), ()) = tokio::join!(server.post("/jobs", &document), fits);
+    assert_eq!((status, &begun["spec"]["model"]["pretrained"]), (201, &json!(checkpoint)), "{begun}");
+    assert_eq!(server.delete(champion).await.0, 204);
+
+    // What is registered neither goes nor changes.
+    let named = ["models:/shoes/1", "models:/shoes/3"];
+    refused(server.delete(&format!("/jobs/{job}")).await, 409, &named);
+    refused(server.change(Method::POST, &format!("/jobs/{job}/retry"), Value::Null).await, 409, &named);
+    for version in [1, 3] {
+        assert_eq!(server.delete(&format!("/models/shoes/versions/{version}")).await.0, 204);
+    }
+    assert_eq!(server.get("/models/shoes").await.0, 404);
+    assert_eq!(server.delete(&format!("/jobs/{job}")).await.0, 204);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn versions_stay_and_aliases_move() {
+    scenario(TestServer::new().await).await;
+}
+
+#[tokio::test]
+async fn versions_stay_and_aliases_move_in_postgres() {
+    scenario(TestServer::with(|c| c.database = Some(postgres::database())).await).await;
+}
+
+#[tokio::test]
+async fn a_registered_checkpoint_outlives_those_that_come_after_it() {
+    let server = TestServer::new().await;
+    let token = server.agent_token("a").await;
+    let mut agent =
+        Agent::greet_with(&server, &token, crate::agent::hello("a", 2, Vec::new())).await.unwrap();
+    agent.register(&server).await;
+    let id = server.submit(|spec| spec["checkpoint"] = json!({"keep": 2})).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let own =
+        Asks { server: &server, http: client(&token), agent_id: "id-a".into(), attempt: attempt.clone() };
+    assert_eq!(own.ask("POST", "", vec![]).await.0, 204);
+    let mut events = vec![running(100, 0)];
+    events.extend([10, 20, 30, 40].map(checkpoint));
+    agent.report(&attempt, Source::Rank(0), 0, events).await;
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    // Its last checkpoints come after the job's end.
+    let register = async |step: u64| {
+        server.post("/models", &json!({"name": "shoes", "checkpoint": format!("{id}-1-{step}")})).await
+    };
+    refused(register(10).await, 409, &["still being uploaded from a"]);
+    for step in [10, 20, 30, 40] {
+        assert_eq!(own.upload(&format!("1-{step}"), manifest(1, step)).await.0, 204);
+        if step == 10 {
+            assert_eq!(register(step).await.0, 201);
+        }
+    }
+    let (_, list) = server.get(&format!("/jobs/{id}/checkpoints")).await;
+    let steps: Vec<_> = list["checkpoints"].as_array().unwrap().iter().map(|c| c["step"].clone()).collect();
+    assert_eq!(steps, [40, 30, 10], "the newest two, and the registered one");
+    assert_eq!(server.get(&format!("/checkpoints/{id}-1-10/state.json")).await.0, 200);
+    server.stop().await;
+}

@@ -1,0 +1,198 @@
+//! `lockstep model`: names for checkpoints.
+
+use super::{
+    age::age,
+    api::{ServerArgs, list},
+    block_on,
+    checkpoint_choice::choose,
+    output, wrong,
+};
+use lockstep_protocol::models::{Model, ModelVersion, SCHEME, alias_mistake, name_mistake};
+use reqwest::Method;
+use serde_json::{Value, json};
+
+/// Register checkpoints as versions of models, and name versions by aliases
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Register a checkpoint of a job that is over as the next version of a model; the first version makes the model
+    Register {
+        /// Name of the model
+        model: String,
+        /// The job's id, the start of its id, or its name
+        job: String,
+        /// best, latest, a step, or epoch and step (`2-54`)
+        #[arg(long, default_value = "best")]
+        checkpoint: String,
+        /// What is to be known of this version
+        #[arg(long, value_name = "TEXT", default_value = "")]
+        description: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// List the models with their newest versions
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Show a model's versions, newest first
+    Show {
+        /// Name of the model
+        model: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Move an alias such as `champion` to a version, or remove it
+    Alias {
+        /// Name of the model
+        model: String,
+        /// The alias
+        alias: String,
+        /// Number of the version
+        #[arg(required_unless_present = "remove")]
+        version: Option<u32>,
+        /// Remove the alias
+        #[arg(long, conflicts_with = "version")]
+        remove: bool,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Remove a version that has no alias; its checkpoint stays with the job
+    Remove {
+        /// Name of the model
+        model: String,
+        /// Number of the version; it is not given again
+        version: u32,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+}
+
+/// Runs the action.
+///
+/// # Errors
+/// Exit status 2 when there is no such model, version, job or checkpoint, or the server refuses the change.
+pub(crate) fn run(args: Args) -> anyhow::Result<()> {
+    match args.action {
+        Action::Register { model, job, checkpoint, description, server } => {
+            let api = server.api()?;
+            let version: ModelVersion = block_on(async {
+                let job = api.find_job(&job).await?;
+                let chosen = choose(&api, &job, &checkpoint).await?;
+                let new = json!({"name": model, "checkpoint": chosen.id, "description": description});
+                api.post("/models", &new).await
+            })?;
+            if server.json {
+                return output::json(&version);
+            }
+            let accuracy = version.accuracy_in_words().map(|words| format!(", validation accuracy {words}"));
+            output::line(format_args!(
+                "{SCHEME}{}/{}: checkpoint {} of {}{}",
+                version.model,
+                version.version,
+                version.checkpoint_name(),
+                version.job_name,
+                accuracy.unwrap_or_default()
+            ))
+        }
+        Action::List { server } => {
+            let api = server.api()?;
+            let all = block_on(api.all("/models", "models", &[], None))?;
+            let models: Vec<Model> = list(&Value::Array(all), "models")?;
+            if server.json {
+                return output::json(&models);
+            }
+            if models.is_empty() {
+                return output::line(
+                    "no models; register a checkpoint with `lockstep model register NAME JOB`",
+                );
+            }
+            let rows: Vec<_> = models.iter().map(row_of_model).collect();
+            output::table(["MODEL", "NEWEST", "ALIASES", "ACCURACY", "JOB"], &rows)
+        }
+        Action::Show { model, server } => {
+            let api = server.api()?;
+            let found: Value = block_on(api.get(&path(&model, "")?))?;
+            if server.json {
+                return output::json(&found);
+            }
+            let versions: Vec<ModelVersion> = list(&found, "versions")?;
+            let rows: Vec<_> = versions.iter().map(row_of_version).collect();
+            output::table(
+                ["VERSION", "ALIASES", "ACCURACY", "CHECKPOINT", "JOB", "DATASET", "REGISTERED"],
+                &rows,
+            )
+        }
+        Action::Alias { model, alias, version, remove, server } => {
+            let at = alias_mistake(&alias).map_or_else(
+                || path(&model, &format!("/aliases/{alias}")),
+                |detail| Err(wrong(format!("the alias {detail}"))),
+            )?;
+            match version.filter(|_| !remove) {
+                Some(version) => {
+                    let said = format!("{SCHEME}{model}@{alias} is version {version}");
+                    send(&server, Method::PUT, &at, Some(json!({ "version": version })), &said)
+                }
+                None => send(&server, Method::DELETE, &at, None, &format!("{SCHEME}{model}@{alias} removed")),
+            }
+        }
+        Action::Remove { model, version, server } => {
+            let at = path(&model, &format!("/versions/{version}"))?;
+            let said = format!("{SCHEME}{model}/{version} removed; its checkpoint stays with the job");
+            send(&server, Method::DELETE, &at, None, &said)
+        }
+    }
+}
+
+/// An address of a model.
+///
+/// # Errors
+/// Exit status 2: no model can have the name, which may mean something else in an address.
+fn path(model: &str, rest: &str) -> anyhow::Result<String> {
+    match name_mistake(model) {
+        None => Ok(format!("/models/{model}{rest}")),
+        Some(detail) => Err(wrong(format!("the model's name {detail}"))),
+    }
+}
+
+/// Sends a change and prints `said`, or the answer as JSON.
+fn send(
+    server: &ServerArgs,
+    method: Method,
+    path: &str,
+    body: Option<Value>,
+    said: &str,
+) -> anyhow::Result<()> {
+    let api = server.api()?;
+    let answer: Value = block_on(async { api.read(api.request(method, path, body.as_ref()).await?).await })?;
+    if server.json { output::json(&answer) } else { output::line(said) }
+}
+
+fn row_of_model(model: &Model) -> [String; 5] {
+    let aliases = model.aliases.iter().map(|(alias, version)| format!("{alias}: {version}"));
+    [
+        model.name.clone(),
+        model.newest.version.to_string(),
+        aliases.collect::<Vec<_>>().join(", "),
+        model.newest.accuracy_in_words().unwrap_or_default(),
+        model.newest.job_name.clone(),
+    ]
+}
+
+fn row_of_version(version: &ModelVersion) -> [String; 7] {
+    let by = version.registered_by.as_ref().map(|who| format!(" by {who}"));
+    [
+        version.version.to_string(),
+        version.aliases.join(", "),
+        version.accuracy_in_words().unwrap_or_default(),
+        version.checkpoint_name().to_owned(),
+        version.job_name.clone(),
+        version.dataset.clone(),
+        format!("{} ago{}", age(version.registered_at), by.unwrap_or_default()),
+    ]
+}

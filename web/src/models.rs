@@ -1,0 +1,155 @@
+//! Registered models, and one model with its versions.
+
+use crate::{
+    layout::{Bar, Nav, Viewer},
+    numbers::{age, plural},
+};
+use askama::Template;
+use jiff::Timestamp;
+use lockstep_protocol::models::{Model, ModelVersion};
+use serde_json::Value;
+
+/// Characters of a fingerprint that are shown.
+const FINGERPRINT_CHARS: usize = 12;
+
+/// `GET /models`.
+#[derive(Debug, Clone, Template)]
+#[template(path = "models.html")]
+pub struct ModelsPage {
+    /// All models, sorted by name.
+    pub models: Vec<Model>,
+    /// The time from which ages are computed.
+    pub now: Timestamp,
+    /// Rights of the person who looks at the page.
+    pub viewer: Viewer,
+}
+
+impl ModelsPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// See [`askama::Template::render`]; no data can cause an error.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Bar {
+        Nav::Models.seen_by(self.viewer)
+    }
+
+    fn age(&self, at: &Timestamp) -> String {
+        age(*at, self.now)
+    }
+}
+
+/// `GET /models/{name}`.
+#[derive(Debug, Clone, Template)]
+#[template(path = "model.html")]
+pub struct ModelPage {
+    /// The model's name.
+    pub name: String,
+    /// Newest first; never empty.
+    pub versions: Vec<ModelVersion>,
+    /// Whether the viewer may move aliases and remove versions.
+    pub may_change: bool,
+    /// The time from which ages are computed.
+    pub now: Timestamp,
+    /// Rights of the person who looks at the page.
+    pub viewer: Viewer,
+}
+
+impl ModelPage {
+    /// The page as HTML.
+    ///
+    /// # Errors
+    /// See [`askama::Template::render`]; no data can cause an error.
+    pub fn render(&self) -> Result<String, askama::Error> {
+        Template::render(self)
+    }
+
+    fn nav(&self) -> Bar {
+        Nav::Models.seen_by(self.viewer)
+    }
+
+    fn changes(&self) -> bool {
+        self.may_change && !self.viewer.reads_only
+    }
+
+    fn age(&self, at: &Timestamp) -> String {
+        age(*at, self.now)
+    }
+
+    fn count(&self) -> String {
+        plural(self.versions.len() as u64, "version")
+    }
+}
+
+/// The validation accuracy; a dash for a checkpoint without validation.
+fn accuracy(version: &ModelVersion) -> String {
+    version.accuracy_in_words().unwrap_or_else(|| "–".into())
+}
+
+/// The beginning of the dataset's fingerprint, and all of it.
+fn fingerprint(version: &ModelVersion) -> Option<(String, String)> {
+    let fingerprint = version.dataset_fingerprint.as_ref()?;
+    let hash =
+        fingerprint.get("sha256").or_else(|| fingerprint.get("names_sha256")).and_then(Value::as_str)?;
+    Some((hash.chars().take(FINGERPRINT_CHARS).collect(), hash.to_owned()))
+}
+
+/// `lockstep 0.1.0`
+fn programs(version: &ModelVersion) -> String {
+    version.programs.iter().map(|(name, version)| format!("{name} {version}")).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_of_people_are_escaped_and_only_owners_see_buttons() {
+        let version = ModelVersion {
+            model: "shoes".into(),
+            version: 2,
+            aliases: vec!["champion".into()],
+            checkpoint: "j1-3-90".into(),
+            job: lockstep_protocol::JobId::generate(),
+            job_name: "<i>job</i>".into(),
+            project: "default".into(),
+            val_accuracy: Some(0.5),
+            val_loss: None,
+            validation: None,
+            dataset: "pets".into(),
+            dataset_fingerprint: Some(serde_json::json!({"sha256": "0123456789abcdef"})),
+            programs: [("lockstep".into(), "0.1.0".into())].into(),
+            description: "<b>fine</b>".into(),
+            registered_by: Some("ada".into()),
+            registered_at: Timestamp::UNIX_EPOCH,
+        };
+        let now = Timestamp::UNIX_EPOCH;
+        let models = Model::of(vec![version.clone()]).into_iter().collect();
+        let list = ModelsPage { models, now, viewer: Viewer::NOBODY }.render().expect("renders");
+        assert!(
+            list.contains("href=\"/models/shoes\"") && list.contains("champion") && list.contains("50.0 %"),
+            "{list}"
+        );
+        let page = |may_change| {
+            let versions = vec![version.clone()];
+            let page = ModelPage { name: "shoes".into(), versions, may_change, now, viewer: Viewer::NOBODY };
+            page.render().expect("renders")
+        };
+        let html = page(true);
+        assert!(!html.contains("<b>fine") && !html.contains("<i>job"), "{html}");
+        for part in [
+            "models:/shoes/2",
+            "3-90",
+            "0123456789ab<",
+            "lockstep 0.1.0",
+            "data-unset=\"champion\"",
+            "id=\"alias\"",
+        ] {
+            assert!(html.contains(part), "{part}: {html}");
+        }
+        assert!(!page(false).contains("data-unset") && !page(false).contains("id=\"alias\""));
+    }
+}

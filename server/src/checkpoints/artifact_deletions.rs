@@ -78,7 +78,8 @@ async fn delete_some(
                 continue;
             }
             // An upload may have begun since the record was read.
-            let record = store.stored(&record.id).unwrap_or(record);
+            let newer = checkpoints.store.stored_checkpoint(url, &record.id).await;
+            let record = newer.ok().flatten().unwrap_or(record);
             // The checkpoint may have been written again under its name. Nothing uploads it while it is taken.
             let is_gone = matches!(checkpoints.store.checkpoint(&record.id).await, Ok(None));
             let done = if is_gone { delete(checkpoints, store, &record).await } else { Ok(()) };

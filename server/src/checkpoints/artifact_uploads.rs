@@ -7,7 +7,7 @@ use super::{
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
 };
 use crate::{
-    store::{CheckpointRow, StoreError, StoredCheckpoint},
+    store::{CheckpointRow, Copies, StoreError, StoredCheckpoint},
     util::regular,
 };
 use bytes::Bytes;
@@ -93,17 +93,23 @@ async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> std::result::
         let Some(last) = rows.last() else { return Ok(()) };
         behind.clone_from(&last.id);
         for row in rows {
-            note_lacking(checkpoints, store, &row).await;
+            note_lacking(checkpoints, store, &row).await?;
         }
     }
 }
 
 /// Queues a checkpoint on this disk, unless the object store has it with the same manifest.
-async fn note_lacking(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) {
-    let Ok(text) = regular::read(&checkpoints.folder(row).join(MANIFEST)).await else { return };
-    if store.stored(&row.id).and_then(|stored| stored.manifest) != Some(sha256(&text)) {
+async fn note_lacking(
+    checkpoints: &Checkpoints,
+    store: &ArtifactStore,
+    row: &CheckpointRow,
+) -> std::result::Result<(), StoreError> {
+    let Ok(text) = regular::read(&checkpoints.folder(row).join(MANIFEST)).await else { return Ok(()) };
+    let stored = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
+    if stored.and_then(|stored| stored.manifest) != Some(sha256(&text)) {
         store.note(&row.id);
     }
+    Ok(())
 }
 
 /// Queues a job's checkpoints. Some may have been stored without a notification.
@@ -113,7 +119,7 @@ async fn note_lacking(checkpoints: &Checkpoints, store: &ArtifactStore, row: &Ch
 pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> std::result::Result<(), StoreError> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
     for row in checkpoints.store.checkpoints(job).await?.iter().rev() {
-        note_lacking(checkpoints, store, row).await;
+        note_lacking(checkpoints, store, row).await?;
     }
     store.removed.notify_one();
     Ok(())
@@ -138,7 +144,7 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
                     how,
                     "a damaged checkpoint does not go into the object store"
                 );
-                if store.refuse(&id)
+                if let Ok(true) = checkpoints.store.mark_damaged(Copies::SERVER, &id).await
                     && let Ok(Some(row)) = checkpoints.store.checkpoint(&id).await
                 {
                     let name = format!("{}-{}", row.info.epoch, row.info.step);
@@ -183,7 +189,7 @@ async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> R
     let Some(place) = store.storage.place(id) else { return Ok(()) };
     let folder = checkpoints.folder(&row);
     let text = regular::read(&folder.join(MANIFEST)).await?;
-    let known = store.stored(id);
+    let known = checkpoints.store.stored_checkpoint(store.storage.url(), id).await?;
     if known.as_ref().and_then(|known| known.manifest.as_ref()) == Some(&sha256(&text)) {
         return Ok(());
     }
@@ -244,7 +250,6 @@ async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &Stored
         store.removed.notify_one();
         return Err(UploadError::Changed);
     }
-    store.set(record.clone());
     Ok(())
 }
 

@@ -138,7 +138,7 @@ async fn whole(
         if tries < CHECKS && manifest(checkpoints, row).await? != about {
             continue;
         }
-        match artifact_fetches::check(checkpoints, row, None) {
+        match artifact_fetches::check(checkpoints, row, None).await? {
             Some((fetch, _)) if tries < CHECKS => fetched(&checkpoints.config, row, fetch).await?,
             _ => {
                 tracing::warn!(

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Changed, Claim, Claimed, GivenPlace, Holder, Holders, Occupant, Place, Result,
+        AttemptRow, Changed, Claim, Claimed, Copies, CopyState, GivenPlace, Holder, Occupant, Place, Result,
         StoreError,
         quarantine::{self, readable},
         values::{fencing, json, new_fencing, reached, small, time, uint},
@@ -97,34 +97,42 @@ impl SqlStore {
         }))
     }
 
-    pub(super) async fn read_holders(&self, job: &JobId) -> Result<Holders> {
+    pub(super) async fn read_copies(
+        &self,
+        job: &JobId,
+        object_store: &str,
+    ) -> Result<HashMap<String, Copies>> {
         let rows = sqlx::query(
-            "SELECT k.id, a.places, a.own_disks, c.location FROM checkpoints k \
-             JOIN attempts a ON a.job_id = k.job_id AND a.attempt = k.attempt \
-             JOIN checkpoint_copies c ON c.checkpoint_id = k.id WHERE k.job_id = $1 AND a.own_disks <> '[]'",
+            "SELECT k.id, c.location, c.state, a.places, a.own_disks FROM checkpoints k \
+             JOIN checkpoint_copies c ON c.checkpoint_id = k.id \
+             LEFT JOIN attempts a ON a.job_id = k.job_id AND a.attempt = k.attempt WHERE k.job_id = $1",
         )
         .bind(job.as_str())
         .fetch_all(&self.reader)
         .await?;
-        let mut found: HashMap<String, Vec<(usize, Holder)>> = HashMap::new();
+        let mut found: HashMap<String, Copies> = HashMap::new();
         for row in &rows {
+            let copies = found.entry(row.try_get("id")?).or_default();
             let location: &str = row.try_get("location")?;
-            let Some(agent_id) = location.strip_prefix(AGENT) else { continue };
-            let own_disks: Vec<String> = read(job.as_str(), "own_disks", row.try_get("own_disks")?);
-            let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
-            let place = places.into_iter().enumerate().find(|(_, place)| place.agent_id == agent_id);
-            if let Some((n, Place { agent_id, agent, .. })) = place
-                && own_disks.contains(&agent_id)
-            {
-                // That of rank 0 is the first.
-                found.entry(row.try_get("id")?).or_default().push((n, Holder { agent_id, agent }));
+            if location == Copies::SERVER {
+                copies.is_damaged_here = true;
+            } else if location == object_store {
+                copies.object_store = CopyState::of(row.try_get("state")?);
+            } else if let Some(agent_id) = location.strip_prefix(AGENT) {
+                let own_disks: &str = row.try_get::<Option<&str>, _>("own_disks")?.unwrap_or("[]");
+                let own_disks: Vec<String> = read(job.as_str(), "own_disks", own_disks);
+                let places: &str = row.try_get::<Option<&str>, _>("places")?.unwrap_or("[]");
+                let places: Vec<Place> = read(job.as_str(), "places", places);
+                let found = places.into_iter().enumerate().find(|(_, place)| place.agent_id == agent_id);
+                if let Some((place, Place { agent_id, agent, .. })) = found
+                    && own_disks.contains(&agent_id)
+                {
+                    copies.holders.push(Holder { agent_id, agent, place });
+                    copies.holders.sort_by_key(|holder| holder.place);
+                }
             }
         }
-        let sorted = found.into_iter().map(|(checkpoint, mut holders)| {
-            holders.sort_by_key(|(n, _)| *n);
-            (checkpoint, holders.into_iter().map(|(_, holder)| holder).collect())
-        });
-        Ok(sorted.collect())
+        Ok(found)
     }
 
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {

@@ -1,7 +1,7 @@
-//! Where checkpoints are, but for the server's disk: on disks of agents and in object stores.
+//! The copies of checkpoints: on disks of agents, in object stores, and damaged ones on the server's disk.
 
 use super::{Connection, DbRow, SqlStore};
-use crate::store::{ArtifactMarker, Result, StoredCheckpoint};
+use crate::store::{ArtifactMarker, Copies, CopyState, Result, StoredCheckpoint};
 use sqlx::Row;
 
 /// Stands before a marker that came with a backup.
@@ -13,20 +13,26 @@ pub(super) const AGENT: &str = "agent:";
 /// An agent has written a checkpoint whole.
 pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
     sqlx::query(
-        "INSERT INTO checkpoint_copies (checkpoint_id, location) VALUES ($1, $2) ON CONFLICT DO NOTHING",
+        "INSERT INTO checkpoint_copies (checkpoint_id, location, state) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING",
     )
     .bind(checkpoint)
     .bind(format!("{AGENT}{agent_id}"))
+    .bind(CopyState::Complete.as_str())
     .execute(db)
     .await?;
     Ok(())
 }
 
-/// Forgets which agents have a checkpoint, unless it is of `attempt`.
-pub(super) async fn forget_agents(db: &mut Connection, checkpoint: &str, attempt: Option<u32>) -> Result<()> {
+/// A checkpoint was removed, or written by `attempt`. Agents that wrote it in another attempt have it no more, and the server's copy is not
+/// the damaged one.
+pub(super) async fn forget_replaced(
+    db: &mut Connection,
+    checkpoint: &str,
+    attempt: Option<u32>,
+) -> Result<()> {
     sqlx::query(
-        "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location LIKE 'agent:%' \
-         AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE id = $1 AND attempt = $2)",
+        "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND (location = 'server' OR location LIKE 'agent:%' \
+         AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE id = $1 AND attempt = $2))",
     )
     .bind(checkpoint)
     .bind(attempt.map(i64::from))
@@ -44,6 +50,43 @@ fn stored(row: &DbRow) -> Result<StoredCheckpoint> {
 }
 
 impl SqlStore {
+    pub(super) async fn read_stored(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
+        let row = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2")
+            .bind(store)
+            .bind(id)
+            .fetch_optional(&self.reader)
+            .await?;
+        row.as_ref().map(stored).transpose()
+    }
+
+    pub(super) async fn write_damaged(&self, location: &str, id: &str) -> Result<bool> {
+        let mut db = self.begin().await?;
+        let done = sqlx::query(
+            "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
+             WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
+             DO UPDATE SET state = excluded.state WHERE checkpoint_copies.state <> excluded.state",
+        )
+        .bind(id)
+        .bind(location)
+        .bind(CopyState::Damaged.as_str())
+        .execute(&mut *db)
+        .await?;
+        db.commit().await?;
+        Ok(done.rows_affected() > 0)
+    }
+
+    pub(super) async fn forget_damage(&self, store: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query(
+            "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
+             WHERE location = $1 AND state = 'damaged'",
+        )
+        .bind(store)
+        .execute(&mut *db)
+        .await?;
+        Ok(db.commit().await?)
+    }
+
     pub(super) async fn list_stored(
         &self,
         store: &str,
@@ -82,16 +125,25 @@ impl SqlStore {
     pub(super) async fn upsert_stored(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         let mut db = self.begin().await?;
         let done = sqlx::query(
-            "INSERT INTO checkpoint_copies (checkpoint_id, location, manifest, parts) SELECT $1, $2, $3, $4 \
+            "INSERT INTO checkpoint_copies (checkpoint_id, location, state, manifest, parts) SELECT $1, $2, $3, $4, $5 \
              WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
-             DO UPDATE SET manifest = excluded.manifest, parts = excluded.parts",
+             DO UPDATE SET state = excluded.state, manifest = excluded.manifest, parts = excluded.parts",
         )
         .bind(&stored.id)
         .bind(store)
+        .bind(stored.state().as_str())
         .bind(&stored.manifest)
         .bind(&stored.parts)
         .execute(&mut *db)
         .await?;
+        if stored.state() == CopyState::Complete {
+            // It was read from the server's disk, and is whole.
+            sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
+                .bind(&stored.id)
+                .bind(Copies::SERVER)
+                .execute(&mut *db)
+                .await?;
+        }
         db.commit().await?;
         Ok(done.rows_affected() > 0)
     }

@@ -34,11 +34,11 @@ use super::dialect::{
 use crate::config::FairShare;
 use crate::store::{
     AgentRow, Annotation, AnnotationPage, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
-    CheckpointRow, Claim, Claimed, Counts, Created, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter,
-    HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage,
-    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow,
-    Place, ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow,
-    WaitingVersion,
+    CheckpointRow, Claim, Claimed, Copies, Counts, Created, EventRow, GivenPlace, GroupBy, GroupRow,
+    HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter,
+    LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf,
+    PersonRow, Place, ProjectRow, QueuePlace, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint,
+    TokenRow, WaitingVersion,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -225,8 +225,17 @@ impl Store for SqlStore {
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>> {
         self.read_checkpoints_behind(id, limit).await
     }
-    async fn holders(&self, job: &JobId) -> Result<Holders> {
-        self.read_holders(job).await
+    async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>> {
+        self.read_copies(job, object_store).await
+    }
+    async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
+        self.write_damaged(location, id).await
+    }
+    async fn forget_damaged(&self, store: &str) -> Result<()> {
+        self.forget_damage(store).await
+    }
+    async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
+        self.read_stored(store, id).await
     }
     async fn stored_checkpoints(
         &self,

@@ -7,7 +7,7 @@ use super::{
     manifest::{MANIFEST, ManifestFile, Verifier},
     object_storage::{Place, words},
 };
-use crate::store::{self, CheckpointRow};
+use crate::store::{self, CheckpointRow, Copies};
 use futures_util::StreamExt;
 use lockstep_protocol::{
     agent::CheckpointInfo,
@@ -49,54 +49,48 @@ impl From<io::Error> for NotFetched {
 type Result<T> = std::result::Result<T, NotFetched>;
 
 /// The fetch of a checkpoint that is not on this disk; starts one if none runs. `None`: it is on the disk, or not in the store.
-///
-/// # Errors
-/// The database.
-pub(crate) async fn fetch(
+pub(crate) fn fetch(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
-) -> store::Result<Option<Fetch>> {
-    let Some(store) = checkpoints.artifact_store.as_deref() else { return Ok(None) };
-    if checkpoints.folder(row).exists() || !checkpoints.copies_of(row).await?.may_be_fetched() {
-        return Ok(None);
+    copies: Option<&Copies>,
+) -> Option<Fetch> {
+    let store = checkpoints.artifact_store.as_deref()?;
+    if !copies.is_some_and(Copies::may_be_fetched) || checkpoints.folder(row).exists() {
+        return None;
     }
-    Ok(Some(begin(checkpoints, store, row, None).0))
+    Some(begin(checkpoints, store, row, None).0)
 }
 
 /// Checks a checkpoint that is on this disk and in the object store; one that is damaged is set aside and fetched. The flag says whether
 /// this call has started the check. `None`: it is not in both places. `waiting`: the job whose next attempt needs it.
-///
-/// # Errors
-/// The database.
-pub(crate) async fn check(
+pub(crate) fn check(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
+    copies: Option<&Copies>,
     waiting: Option<&Job>,
-) -> store::Result<Option<(Fetch, bool)>> {
-    let Some(store) = checkpoints.artifact_store.as_deref() else { return Ok(None) };
-    if !checkpoints.folder(row).exists() || !checkpoints.copies_of(row).await?.is_stored() {
-        return Ok(None);
+) -> Option<(Fetch, bool)> {
+    let store = checkpoints.artifact_store.as_deref()?;
+    if !copies.is_some_and(Copies::is_stored) || !checkpoints.folder(row).exists() {
+        return None;
     }
-    Ok(Some(begin(checkpoints, store, row, waiting)))
+    Some(begin(checkpoints, store, row, waiting))
 }
 
 /// As [`check`], but only if files are missing or have other sizes. `None`: all are there with their sizes, or the store lacks it.
-///
-/// # Errors
-/// The database.
 pub(crate) async fn mend(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
-) -> store::Result<Option<Fetch>> {
-    if checkpoints.artifact_store.is_none() {
-        return Ok(None);
+    copies: Option<&Copies>,
+) -> Option<Fetch> {
+    if !copies.is_some_and(Copies::is_stored) {
+        return None;
     }
     let folder = checkpoints.folder(row);
     let looks_whole = tokio::task::spawn_blocking(move || artifact_checks::looks_whole(&folder)).await;
     if looks_whole.unwrap_or(true) {
-        return Ok(None);
+        return None;
     }
-    Ok(check(checkpoints, row, None).await?.map(|(fetch, _)| fetch))
+    check(checkpoints, row, copies, None).map(|(fetch, _)| fetch)
 }
 
 fn begin(
@@ -201,6 +195,7 @@ pub(crate) enum Availability {
 pub(crate) async fn fetch_if_missing(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
+    copies: Option<&Copies>,
     waiting: &Job,
     patience: &mut CheckWait,
 ) -> store::Result<Availability> {
@@ -208,7 +203,7 @@ pub(crate) async fn fetch_if_missing(
     let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
     // A rank would set a damaged one aside and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
-        && let Some((fetch, begins)) = check(checkpoints, row, Some(waiting)).await?
+        && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
     {
         // Most checks end at once; without a wait the job would start a round later.
         let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
@@ -221,7 +216,7 @@ pub(crate) async fn fetch_if_missing(
             });
         }
     }
-    let Some(fetch) = fetch(checkpoints, row).await? else {
+    let Some(fetch) = fetch(checkpoints, row, copies) else {
         let is_here = checkpoints.folder(row).exists();
         return Ok(if is_here { Availability::Here } else { Availability::Lost });
     };

@@ -157,8 +157,9 @@ impl Checkpoints {
         // Pretrained weights are a checkpoint of another job.
         if let (Some(_), Some(given)) = (&self.artifact_store, &job.spec.model.pretrained)
             && let Some(row) = self.store.checkpoint(given).await?
-            && self.copies_of(&row).await?.may_be_fetched()
-            && let Some(wait) = fetch_if_missing(self, &row, job, patience).await?.wait()
+            && let copies = self.copies_of(&row).await?
+            && copies.may_be_fetched()
+            && let Some(wait) = fetch_if_missing(self, &row, Some(&copies), job, patience).await?.wait()
         {
             return Ok(Some(wait));
         }
@@ -171,9 +172,10 @@ impl Checkpoints {
         let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
         for row in self.store.checkpoints(&job.id).await? {
             // The newest comes first.
-            let holders = self.on_its_way(&row, copies.get(&row.id));
+            let copies = copies.get(&row.id);
+            let holders = self.on_its_way(&row, copies);
             if holders.is_empty() {
-                match fetch_if_missing(self, &row, job, patience).await? {
+                match fetch_if_missing(self, &row, copies, job, patience).await? {
                     Availability::Here => break,
                     Availability::Lost => continue,
                     waits => return Ok(waits.wait()),
@@ -299,7 +301,6 @@ impl Checkpoints {
     }
 }
 
-/// The agents that are known to have a checkpoint.
 impl Availability {
     fn wait(self) -> Option<Wait> {
         let (why, is_kept) = match self {

@@ -244,8 +244,8 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
             None,
         ));
     }
-    let fetch = match artifact_fetches::fetch(checkpoints, row).await? {
-        None => artifact_fetches::mend(checkpoints, row).await?,
+    let fetch = match artifact_fetches::fetch(checkpoints, row, Some(&copies)) {
+        None => artifact_fetches::mend(checkpoints, row, Some(&copies)).await,
         fetch => fetch,
     };
     match fetch {

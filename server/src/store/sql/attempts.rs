@@ -1,17 +1,14 @@
 //! Attempts: claims, those that may write, and all there were.
 
 use super::{
-    Connection, DbRow, SqlStore,
-    checkpoint_copies::AGENT,
-    events,
+    Connection, DbRow, SqlStore, events,
     jobs::{append, load_all, read, save},
     together,
 };
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Changed, Claim, Claimed, Copies, CopyState, GivenPlace, Holder, Occupant, Place, Result,
-        StoreError,
+        AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
         quarantine::{self, readable},
         values::{fencing, json, new_fencing, reached, small, time, uint},
     },
@@ -95,44 +92,6 @@ impl SqlStore {
             has_rank_0: place.has_rank_0(),
             has_own_disk: own_disks.iter().any(|id| id == agent_id),
         }))
-    }
-
-    pub(super) async fn read_copies(
-        &self,
-        job: &JobId,
-        object_store: &str,
-    ) -> Result<HashMap<String, Copies>> {
-        let rows = sqlx::query(
-            "SELECT k.id, c.location, c.state, a.places, a.own_disks FROM checkpoints k \
-             JOIN checkpoint_copies c ON c.checkpoint_id = k.id \
-             LEFT JOIN attempts a ON a.job_id = k.job_id AND a.attempt = k.attempt WHERE k.job_id = $1",
-        )
-        .bind(job.as_str())
-        .fetch_all(&self.reader)
-        .await?;
-        let mut found: HashMap<String, Copies> = HashMap::new();
-        for row in &rows {
-            let copies = found.entry(row.try_get("id")?).or_default();
-            let location: &str = row.try_get("location")?;
-            if location == Copies::SERVER {
-                copies.is_damaged_here = true;
-            } else if location == object_store {
-                copies.object_store = CopyState::of(row.try_get("state")?);
-            } else if let Some(agent_id) = location.strip_prefix(AGENT) {
-                let own_disks: &str = row.try_get::<Option<&str>, _>("own_disks")?.unwrap_or("[]");
-                let own_disks: Vec<String> = read(job.as_str(), "own_disks", own_disks);
-                let places: &str = row.try_get::<Option<&str>, _>("places")?.unwrap_or("[]");
-                let places: Vec<Place> = read(job.as_str(), "places", places);
-                let found = places.into_iter().enumerate().find(|(_, place)| place.agent_id == agent_id);
-                if let Some((place, Place { agent_id, agent, .. })) = found
-                    && own_disks.contains(&agent_id)
-                {
-                    copies.holders.push(Holder { agent_id, agent, place });
-                    copies.holders.sort_by_key(|holder| holder.place);
-                }
-            }
-        }
-        Ok(found)
     }
 
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {

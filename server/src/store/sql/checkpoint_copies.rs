@@ -1,14 +1,16 @@
 //! The copies of checkpoints: on disks of agents, in object stores, and damaged ones on the server's disk.
 
-use super::{Connection, DbRow, SqlStore};
-use crate::store::{ArtifactMarker, Copies, CopyState, Result, StoredCheckpoint};
+use super::{Connection, DbRow, SqlStore, jobs::read};
+use crate::store::{ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint};
+use lockstep_protocol::job::JobId;
 use sqlx::Row;
+use std::collections::{HashMap, HashSet};
 
 /// Stands before a marker that came with a backup.
 pub(super) const RESTORED: &str = "restored ";
 
 /// Stands before the id of an agent in the column `location`.
-pub(super) const AGENT: &str = "agent:";
+const AGENT: &str = "agent:";
 
 /// An agent has written a checkpoint whole.
 pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
@@ -42,14 +44,71 @@ pub(super) async fn forget_replaced(
 }
 
 fn stored(row: &DbRow) -> Result<StoredCheckpoint> {
+    let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
+    let manifest: Option<String> = row.try_get("manifest")?;
     Ok(StoredCheckpoint {
         id: row.try_get("checkpoint_id")?,
-        manifest: row.try_get("manifest")?,
+        manifest: manifest.filter(|_| is_complete),
         parts: row.try_get("parts")?,
     })
 }
 
 impl SqlStore {
+    pub(super) async fn read_copies(
+        &self,
+        job: &JobId,
+        object_store: &str,
+    ) -> Result<HashMap<String, Copies>> {
+        let rows = sqlx::query(
+            "SELECT k.id, k.attempt, c.location, c.state FROM checkpoints k \
+             JOIN checkpoint_copies c ON c.checkpoint_id = k.id WHERE k.job_id = $1",
+        )
+        .bind(job.as_str())
+        .fetch_all(&self.reader)
+        .await?;
+        let agents = self.read_agents_with_disks(job).await?;
+        let mut found: HashMap<String, Copies> = HashMap::new();
+        for row in &rows {
+            let copies = found.entry(row.try_get("id")?).or_default();
+            let location: &str = row.try_get("location")?;
+            if location == Copies::SERVER {
+                copies.is_damaged_here = true;
+            } else if location == object_store {
+                copies.object_store = CopyState::of(row.try_get("state")?);
+            } else if let Some(agent_id) = location.strip_prefix(AGENT) {
+                let attempt: i64 = row.try_get("attempt")?;
+                copies.holders.extend(agents.get(&(attempt, agent_id.to_owned())).cloned());
+            }
+        }
+        found.values_mut().for_each(|copies| copies.holders.sort_by_key(|holder| holder.place));
+        Ok(found)
+    }
+
+    /// The agents with a disk of their own in the attempts that wrote a job's checkpoints, by the attempt and the agent's id. The places of an
+    /// attempt are read once: each of its agents may have each of its checkpoints.
+    async fn read_agents_with_disks(&self, job: &JobId) -> Result<HashMap<(i64, String), Holder>> {
+        let rows = sqlx::query(
+            "SELECT attempt, places, own_disks FROM attempts WHERE job_id = $1 AND own_disks <> '[]' \
+             AND attempt IN (SELECT attempt FROM checkpoints WHERE job_id = $1)",
+        )
+        .bind(job.as_str())
+        .fetch_all(&self.reader)
+        .await?;
+        let mut agents = HashMap::new();
+        for row in &rows {
+            let attempt: i64 = row.try_get("attempt")?;
+            let own_disks: HashSet<String> = read(job.as_str(), "own_disks", row.try_get("own_disks")?);
+            let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+            for (place, Place { agent_id, agent, .. }) in places.into_iter().enumerate() {
+                if own_disks.contains(&agent_id) {
+                    let key = (attempt, agent_id.clone());
+                    agents.entry(key).or_insert(Holder { agent_id, agent, place });
+                }
+            }
+        }
+        Ok(agents)
+    }
+
     pub(super) async fn read_stored(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
         let row = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2")
             .bind(store)

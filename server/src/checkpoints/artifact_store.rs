@@ -1,4 +1,4 @@
-//! The object store of this server, and what is done with it now: which checkpoints wait to be uploaded, which are fetched from there, and
+//! The object store of this server, and what is done with it now: which checkpoints wait for the mover, which are fetched from there, and
 //! what it fails at. The database has what is there.
 
 mod confirm;
@@ -92,7 +92,7 @@ pub(crate) struct ArtifactStore {
     usable: OnceCell<()>,
     /// The identity that its `LOCKSTEP.json` must have, once that is known.
     marker: OnceCell<String>,
-    uploads: Mutex<Uploads>,
+    queue: Mutex<Queue>,
     fetches: Mutex<HashMap<String, Fetch>>,
     /// Copies on the disk that were found whole: the job that starts from it, that job's newest attempt then, and the checkpoint.
     checked: Mutex<HashSet<(JobId, u32, String)>>,
@@ -100,10 +100,8 @@ pub(crate) struct ArtifactStore {
     pub(crate) fetching: Semaphore,
     /// A permit for each copy on the disk that is being checked.
     pub(crate) checking: Semaphore,
-    /// Notified when a checkpoint waits to be uploaded.
+    /// Notified when a checkpoint waits for the mover.
     pub(crate) waiting: Notify,
-    /// Notified when a checkpoint's row is gone: its objects may go, too.
-    pub(crate) removed: Notify,
     failing: Mutex<Failing>,
 }
 
@@ -145,26 +143,26 @@ impl Failing {
     }
 }
 
-/// The checkpoints that are to be uploaded.
+/// The checkpoints that wait for the mover: those that were written, and those that were deleted.
 #[derive(Debug, Default)]
-struct Uploads {
-    /// The queue: the one that was noted last comes first, since a job would continue from that one.
-    queue: BTreeMap<i64, String>,
+struct Queue {
+    /// The one that was noted last comes first, since a job would continue from that one.
+    order: BTreeMap<i64, String>,
     places: HashMap<String, i64>,
-    /// Those that are being uploaded or deleted.
+    /// Those that the mover works on, or tries again after a pause.
     busy: HashSet<String>,
 }
 
-impl Uploads {
+impl Queue {
     /// `place`: the largest comes first.
     fn enter(&mut self, id: &str, place: i64) {
-        self.queue.insert(place, id.to_owned());
+        self.order.insert(place, id.to_owned());
         self.places.insert(id.to_owned(), place);
     }
 
     fn leave(&mut self, id: &str) {
         if let Some(place) = self.places.remove(id) {
-            self.queue.remove(&place);
+            self.order.remove(&place);
         }
     }
 }
@@ -181,69 +179,55 @@ impl ArtifactStore {
             adopts,
             usable: OnceCell::new(),
             marker: OnceCell::new(),
-            uploads: Mutex::default(),
+            queue: Mutex::default(),
             fetches: Mutex::default(),
             checked: Mutex::default(),
             fetching: Semaphore::new(FETCHED_AT_ONCE),
             checking: Semaphore::new(CHECKED_AT_ONCE),
             waiting: Notify::new(),
-            removed: Notify::new(),
             failing: Mutex::default(),
         }
     }
 
-    /// Whether a checkpoint is being uploaded, or waits for that.
+    /// Whether a checkpoint is being uploaded, or waits for that. Only a deleted one waits for its deletion.
     pub(crate) fn is_uploading(&self, id: &str) -> bool {
-        let uploads = lock(&self.uploads);
-        uploads.places.contains_key(id) || uploads.busy.contains(id)
+        let queue = lock(&self.queue);
+        queue.places.contains_key(id) || queue.busy.contains(id)
     }
 
-    /// A checkpoint is new on the disk, or another than before.
+    /// A checkpoint is new on the disk, or another than before, or was deleted.
     pub(crate) fn note(&self, id: &str) {
         {
-            let mut uploads = lock(&self.uploads);
-            uploads.leave(id);
-            let place = uploads.queue.last_key_value().map_or(0, |(last, _)| last + 1);
-            uploads.enter(id, place);
+            let mut queue = lock(&self.queue);
+            queue.leave(id);
+            let place = queue.order.last_key_value().map_or(0, |(last, _)| last + 1);
+            queue.enter(id, place);
         }
         self.waiting.notify_waiters();
     }
 
-    /// It could not be uploaded: later, after all others, so that one that never can be holds up none.
+    /// It could not be moved: later, after all others, so that one that never can be holds up none.
     pub(crate) fn note_again(&self, id: &str) {
-        let mut uploads = lock(&self.uploads);
-        if !uploads.places.contains_key(id) {
-            let place = uploads.queue.first_key_value().map_or(0, |(first, _)| first - 1);
-            uploads.enter(id, place);
+        let mut queue = lock(&self.queue);
+        if !queue.places.contains_key(id) {
+            let place = queue.order.first_key_value().map_or(0, |(first, _)| first - 1);
+            queue.enter(id, place);
         }
     }
 
-    /// The next one to upload, which is this caller's until [`ArtifactStore::done`].
+    /// The next one to move, which is this caller's until [`ArtifactStore::done`].
     pub(crate) fn take(&self) -> Option<String> {
-        let mut uploads = lock(&self.uploads);
-        let id = uploads.queue.values().rev().find(|id| !uploads.busy.contains(*id))?.clone();
-        uploads.leave(&id);
-        uploads.busy.insert(id.clone());
+        let mut queue = lock(&self.queue);
+        let id = queue.order.values().rev().find(|id| !queue.busy.contains(*id))?.clone();
+        queue.leave(&id);
+        queue.busy.insert(id.clone());
         Some(id)
-    }
-
-    /// Takes this one, unless somebody else has it.
-    pub(crate) fn take_this(&self, id: &str) -> bool {
-        let mut uploads = lock(&self.uploads);
-        if !uploads.busy.insert(id.to_owned()) {
-            // It still waits to be uploaded, where it was written anew meanwhile.
-            return false;
-        }
-        uploads.leave(id);
-        true
     }
 
     /// What was taken is no longer being worked on.
     pub(crate) fn done(&self, id: &str) {
-        lock(&self.uploads).busy.remove(id);
+        lock(&self.queue).busy.remove(id);
         self.waiting.notify_waiters();
-        // What could not be deleted meanwhile can be now.
-        self.removed.notify_one();
     }
 
     /// The database has nothing of it any more.

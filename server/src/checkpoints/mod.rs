@@ -2,10 +2,9 @@
 //! kept.
 
 pub(crate) mod artifact_checks;
-pub(crate) mod artifact_deletions;
 pub(crate) mod artifact_fetches;
+pub(crate) mod artifact_mover;
 pub(crate) mod artifact_store;
-pub(crate) mod artifact_uploads;
 pub(crate) mod evaluations;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;

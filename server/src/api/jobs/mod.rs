@@ -272,11 +272,12 @@ pub(crate) async fn delete(
     // The files go with the rows (`store/purge.rs`).
     to_the_end(async move {
         let job = find(&scheduler, id.as_str()).await?;
+        let checkpoints = scheduler.store.checkpoints(&id).await?;
         scheduler.store.delete_job(&id).await?;
         auth.job_owners.remove(&id);
         deleted_jobs.note();
         if let Some(store) = &scheduler.checkpoints.artifact_store {
-            store.removed.notify_one();
+            checkpoints.iter().for_each(|row| store.note(&row.id));
         }
         scheduler.events.hub.deleted(job);
         Ok(StatusCode::NO_CONTENT)

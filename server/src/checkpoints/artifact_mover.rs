@@ -11,7 +11,7 @@ use super::{
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
 };
 use crate::{
-    store::{CheckpointRow, Copies, StoreError, StoredCheckpoint},
+    store::{self, CheckpointRow, Copies, StoreError, StoredCheckpoint},
     util::regular,
 };
 use bytes::Bytes;
@@ -91,7 +91,7 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
 }
 
 /// Queues the checkpoints on this disk that differ from those in the object store, and the objects without a checkpoint.
-async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> std::result::Result<(), StoreError> {
+async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     note_abandoned(checkpoints, store).await?;
     let mut behind = String::new();
     loop {
@@ -105,10 +105,7 @@ async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> std::result::
 }
 
 /// Queues the objects whose checkpoint was deleted.
-async fn note_abandoned(
-    checkpoints: &Checkpoints,
-    store: &ArtifactStore,
-) -> std::result::Result<(), StoreError> {
+async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     let mut behind = String::new();
     loop {
         let records = checkpoints.store.abandoned_checkpoints(store.storage.url(), &behind, ROWS).await?;
@@ -123,7 +120,7 @@ async fn note_lacking(
     checkpoints: &Checkpoints,
     store: &ArtifactStore,
     row: &CheckpointRow,
-) -> std::result::Result<(), StoreError> {
+) -> store::Result<()> {
     let Ok(text) = regular::read(&checkpoints.folder(row).join(MANIFEST)).await else { return Ok(()) };
     let stored = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
     if stored.and_then(|stored| stored.manifest) != Some(sha256(&text)) {
@@ -136,7 +133,7 @@ async fn note_lacking(
 ///
 /// # Errors
 /// The database.
-pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> std::result::Result<(), StoreError> {
+pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::Result<()> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
     note_abandoned(checkpoints, store).await?;
     for row in checkpoints.store.checkpoints(job).await?.iter().rev() {

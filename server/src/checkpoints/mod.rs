@@ -212,11 +212,13 @@ impl Checkpoints {
         }
         let job = &report.attempt.job;
         // A checkpoint that does not count as old yet is removed when the newest one is stored.
-        let old = match &self.artifact_store {
-            Some(_) => self.old_ones(job).await?.map(|(_, old)| old).unwrap_or_default(),
-            None => Vec::new(),
+        let (copies, old) = match &self.artifact_store {
+            Some(_) => {
+                let old = self.old_ones(job).await?.map(|(_, old)| old);
+                (self.copies(job).await?, old.unwrap_or_default())
+            }
+            None => Default::default(),
         };
-        let copies = self.copies(job).await?;
         let place = self.store.given_place(&report.attempt, &report.agent_id).await?;
         let has_own_disk = place.is_some_and(|place| place.has_own_disk);
         for event in &mut report.events {

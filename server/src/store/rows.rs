@@ -65,7 +65,9 @@ pub struct Holder {
     pub place: usize,
 }
 
-/// The state of a copy of a checkpoint.
+/// The state of a copy of a checkpoint. One in an object store is `Copying` from its first object on, `Complete` once its manifest is there,
+/// and `Damaged` when a job could not fetch it; it is `Copying` again when the checkpoint is written and uploaded anew. The server's disk and
+/// disks of agents have whole copies, or the server's a damaged one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyState {
     /// It is being made.

@@ -16,6 +16,7 @@ use lockstep_server::{
     },
 };
 use sqlx::Connection as _;
+use std::time::{Duration, Instant};
 
 fn at() -> Timestamp {
     "2026-01-02T03:04:05.678Z".parse().unwrap()
@@ -158,6 +159,44 @@ async fn sqlite_knows_which_agents_have_a_checkpoint() {
 #[tokio::test]
 async fn postgres_knows_which_agents_have_a_checkpoint() {
     agents_that_have_a_checkpoint(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn the_copies_of_a_thousand_agents_are_read_in_two_seconds() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("test.db");
+    let store = SqliteStore::open(&path).await.unwrap();
+    let id = submitted(&store).await;
+    let names: Vec<String> = (0..1000).map(|n| format!("a{n}")).collect();
+    let attempt = started(&store, &id, 0, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    for (first, event) in [(0, running(100, 0)), (1, checkpoint(10)), (2, checkpoint(20))] {
+        store.ingest(&[report(&attempt, ("a0", Source::Rank(0)), first, event)]).await.unwrap();
+    }
+    // As if each of them had said that it has both on its own disk.
+    let ids: Vec<String> = names.iter().map(|name| format!("id-{name}")).collect();
+    let ids = serde_json::to_string(&ids).unwrap();
+    let mut db = sqlx::SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
+    sqlx::query("UPDATE attempts SET own_disks = $1").bind(&ids).execute(&mut db).await.unwrap();
+    sqlx::query(
+        "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT checkpoints.id, 'agent:' || value, 'complete' \
+         FROM checkpoints, json_each($1) WHERE true ON CONFLICT DO NOTHING",
+    )
+    .bind(&ids)
+    .execute(&mut db)
+    .await
+    .unwrap();
+    let began = Instant::now();
+    let copies = store.copies(&id, "").await.unwrap();
+    let took = began.elapsed();
+    for step in [10, 20] {
+        let holders = copies[&format!("{id}-1-{step}")].holders.iter();
+        assert!(holders.map(|holder| &holder.agent).eq(&names), "in the order of their places");
+    }
+    assert!(
+        took < Duration::from_secs(2),
+        "{took:?}: the time grows with the agents, and not with their square"
+    );
+    store.close().await;
 }
 
 /// A copy in an object store from its first object to its end, and what changes it.

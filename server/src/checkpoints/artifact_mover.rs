@@ -108,10 +108,10 @@ async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result
 async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
     let mut behind = String::new();
     loop {
-        let records = checkpoints.store.abandoned_checkpoints(store.storage.url(), &behind, ROWS).await?;
-        let Some(last) = records.last() else { return Ok(()) };
-        behind.clone_from(&last.id);
-        records.iter().for_each(|record| store.note(&record.id));
+        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &behind, ROWS).await?;
+        let Some(last) = ids.last() else { return Ok(()) };
+        behind.clone_from(last);
+        ids.iter().for_each(|id| store.note(id));
     }
 }
 

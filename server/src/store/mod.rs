@@ -231,27 +231,17 @@ pub trait Store: Send + Sync + 'static {
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
     /// The copies of a job's checkpoints, by the checkpoint's id; of object stores, those in the one of this address.
     async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>>;
-    /// Stores that a copy of a checkpoint is damaged: in the object store of this address, or on the server's disk ([`Copies::SERVER`]). False when
+    /// Stores that a copy of a checkpoint is damaged: in the object store of this address, or on the server's disk (`Copies::SERVER`). False when
     /// that is known, or there is no such checkpoint (any more).
     async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool>;
     /// Forgets which copies in an object store were damaged: they may have been mended.
     async fn forget_damaged(&self, store: &str) -> Result<()>;
     /// What of a checkpoint is in the object store of this address.
     async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
-    /// What is in the object store of this address behind this id, by id: at most `limit`.
-    async fn stored_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>>;
-    /// What is in the object store of this address though its checkpoint is no more, behind this id, by id: at most `limit`.
-    async fn abandoned_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>>;
+    /// Ids of checkpoints that were uploaded whole to the object store of this address: at most `limit`.
+    async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>>;
+    /// Ids of deleted checkpoints of which the object store of this address has objects, behind this id, by id: at most `limit`.
+    async fn abandoned_checkpoints(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>>;
     /// Stores what is in an object store, in place of what is known of it. False, and nothing is stored, when there is no such
     /// checkpoint (any more).
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;

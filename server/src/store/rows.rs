@@ -125,7 +125,7 @@ impl Copies {
 pub struct StoredCheckpoint {
     /// The checkpoint's id.
     pub id: String,
-    /// SHA-256 of the manifest by which it is whole there; none while it is uploaded.
+    /// SHA-256 of the manifest by which it is whole there; none while it is uploaded, or if it is damaged.
     pub manifest: Option<String>,
     /// The upload of a file in parts that has not ended.
     pub parts: Option<String>,

@@ -1,6 +1,6 @@
 //! The copies of checkpoints: on disks of agents, in object stores, and damaged ones on the server's disk.
 
-use super::{Connection, DbRow, SqlStore, jobs::read};
+use super::{Connection, SqlStore, jobs::read};
 use crate::store::{ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint};
 use lockstep_protocol::job::JobId;
 use sqlx::Row;
@@ -41,16 +41,6 @@ pub(super) async fn forget_replaced(
     .execute(db)
     .await?;
     Ok(())
-}
-
-fn stored(row: &DbRow) -> Result<StoredCheckpoint> {
-    let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
-    let manifest: Option<String> = row.try_get("manifest")?;
-    Ok(StoredCheckpoint {
-        id: row.try_get("checkpoint_id")?,
-        manifest: manifest.filter(|_| is_complete),
-        parts: row.try_get("parts")?,
-    })
 }
 
 impl SqlStore {
@@ -115,7 +105,11 @@ impl SqlStore {
             .bind(id)
             .fetch_optional(&self.reader)
             .await?;
-        row.as_ref().map(stored).transpose()
+        let Some(row) = row else { return Ok(None) };
+        let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
+        let manifest: Option<String> = row.try_get("manifest")?;
+        let manifest = manifest.filter(|_| is_complete);
+        Ok(Some(StoredCheckpoint { id: id.to_owned(), manifest, parts: row.try_get("parts")? }))
     }
 
     pub(super) async fn write_damaged(&self, location: &str, id: &str) -> Result<bool> {
@@ -146,39 +140,19 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn list_stored(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
-        let rows = sqlx::query(
-            "SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 ORDER BY checkpoint_id LIMIT $3",
-        )
-        .bind(store)
-        .bind(behind)
-        .bind(i64::from(limit))
-        .fetch_all(&self.reader)
-        .await?;
-        rows.iter().map(stored).collect()
+    pub(super) async fn list_uploaded(&self, store: &str, limit: u32) -> Result<Vec<String>> {
+        let ids = sqlx::query_scalar(
+            "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND manifest IS NOT NULL LIMIT $2",
+        );
+        Ok(ids.bind(store).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
-    pub(super) async fn list_abandoned(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
-        let rows = sqlx::query(
-            "SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
+    pub(super) async fn list_abandoned(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>> {
+        let ids = sqlx::query_scalar(
+            "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
              checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
-        )
-        .bind(store)
-        .bind(behind)
-        .bind(i64::from(limit))
-        .fetch_all(&self.reader)
-        .await?;
-        rows.iter().map(stored).collect()
+        );
+        Ok(ids.bind(store).bind(behind).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
     pub(super) async fn upsert_stored(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {

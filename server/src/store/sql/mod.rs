@@ -237,20 +237,10 @@ impl Store for SqlStore {
     async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
         self.read_stored(store, id).await
     }
-    async fn stored_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
-        self.list_stored(store, behind, limit).await
+    async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>> {
+        self.list_uploaded(store, limit).await
     }
-    async fn abandoned_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
+    async fn abandoned_checkpoints(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>> {
         self.list_abandoned(store, behind, limit).await
     }
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {

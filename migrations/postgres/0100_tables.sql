@@ -129,6 +129,7 @@ CREATE TABLE checkpoints (
 CREATE TABLE checkpoint_copies (
     checkpoint_id TEXT COLLATE "C" NOT NULL,
     location TEXT COLLATE "C" NOT NULL,
+    state TEXT NOT NULL,
     manifest TEXT,
     parts TEXT,
     PRIMARY KEY (checkpoint_id, location)

@@ -163,14 +163,17 @@ CREATE TABLE checkpoints (
     UNIQUE (job_id, epoch, step)
 ) STRICT;
 
--- Where checkpoints are, but for the server's disk, on which a folder appears whole or not at all. No references: the row of an object
--- store outlives its checkpoint until its objects are deleted, so one without a checkpoint says what is left to delete.
+-- The copies of checkpoints. No references: the row of an object store outlives its checkpoint until its objects are deleted, so one
+-- without a checkpoint says what is left to delete. A folder appears on the server's disk whole or not at all; that it is there, the disk
+-- says, so the server has a row only for one that is damaged.
 CREATE TABLE checkpoint_copies (
     checkpoint_id TEXT NOT NULL,
-    -- `agent:` and the id of an agent that has written it whole, in the attempt that the checkpoint is of; or the address of an object
-    -- store (`serve --artifacts`).
+    -- `server`; `agent:` and the id of an agent that has written it whole, in the attempt that the checkpoint is of; or the address of an
+    -- object store (`serve --artifacts`).
     location TEXT NOT NULL,
-    -- Of an object store: SHA-256 of the MANIFEST.json by which it is whole there; NULL while it is uploaded.
+    -- `copying`, `complete`, or `damaged`: what is there is missing or not what was written.
+    state TEXT NOT NULL,
+    -- Of an object store: SHA-256 of the MANIFEST.json of a complete copy.
     manifest TEXT,
     -- Of an object store: the upload of a file in parts that was begun and has not ended: the object's path, a blank and the store's id of it.
     parts TEXT,

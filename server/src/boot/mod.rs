@@ -17,7 +17,7 @@ use crate::{
         listener::{self, Listener},
         tls::ServerCertificate,
     },
-    store::{self, Location, Store, StoreError},
+    store::{Location, Store, StoreError},
     util::private,
 };
 use lockstep_protocol::JobId;
@@ -151,8 +151,7 @@ async fn unless_away(asked: impl Future<Output = Result<(), Unusable>>) -> Resul
     }
 }
 
-/// Confirms that the object store is the one that the database knows, and loads what the database knows of it. `away`: why the store is
-/// unavailable.
+/// Confirms that the object store is the one that the database knows. `away`: why the store is unavailable.
 async fn known_artifacts(
     config: &ServeConfig,
     store: &dyn Store,
@@ -170,21 +169,10 @@ async fn known_artifacts(
     if let Some(why) = away {
         artifacts.is_away(Asked::Other, &why);
     }
-    let read = read_stored(store, &artifacts).await;
-    read.map_err(|error| database_error(config, error))?;
+    // What was damaged there may have been mended since.
+    let forgotten = store.forget_damaged(artifacts.storage.url()).await;
+    forgotten.map_err(|error| database_error(config, error))?;
     Ok(artifacts)
-}
-
-/// Loads the records of all checkpoints in the object store.
-async fn read_stored(store: &dyn Store, artifacts: &ArtifactStore) -> store::Result<()> {
-    const ROWS: u32 = 1000;
-    let mut behind = String::new();
-    loop {
-        let some = store.stored_checkpoints(artifacts.storage.url(), &behind, ROWS).await?;
-        let Some(last) = some.last() else { return Ok(()) };
-        behind.clone_from(&last.id);
-        some.into_iter().for_each(|stored| artifacts.set(stored));
-    }
 }
 
 /// Refuses an empty database if the data directory has folders of jobs.

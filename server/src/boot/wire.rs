@@ -5,9 +5,7 @@ use crate::{
     agents::{Agents, inbox::Inbox},
     app::App,
     auth::{Auth, audit::Audit, oidc::Oidc},
-    checkpoints::{
-        Checkpoints, artifact_deletions, artifact_fetches, artifact_store::ArtifactStore, artifact_uploads,
-    },
+    checkpoints::{Checkpoints, artifact_fetches, artifact_mover, artifact_store::ArtifactStore},
     config::{ServeConfig, serve_error::ServeError},
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
@@ -15,7 +13,7 @@ use crate::{
     ingest::{Ingest, runs::Runs},
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch},
-    store::{Changed, Store, purge::DeletedJobs},
+    store::{Changed, EventRow, Store, purge::DeletedJobs},
     util::tasks::Tasks,
     webhooks::Webhooks,
 };
@@ -52,11 +50,7 @@ fn subscribers(
     ];
     if let Some(artifacts) = artifact_store {
         all.push(Box::new(move |changed: &Changed| {
-            changed.events.iter().for_each(|event| match event.checkpoint() {
-                Some((id, true)) => artifacts.note(&id),
-                Some((_, false)) => artifacts.removed.notify_one(),
-                None => {}
-            });
+            changed.events.iter().filter_map(EventRow::checkpoint).for_each(|id| artifacts.note(&id));
         }));
     }
     // The slots of a job that is no longer active are free.
@@ -165,8 +159,7 @@ fn run_tasks(app: &App) {
     tasks.spawn(compaction::run(app.metrics.clone()));
     tasks.spawn(retire::run(app.metrics.clone()));
     tasks.spawn(async move { deleted_jobs.run().await });
-    tasks.spawn(artifact_uploads::run(app.checkpoints.clone()));
-    tasks.spawn(artifact_deletions::run(app.checkpoints.clone()));
+    tasks.spawn(artifact_mover::run(app.checkpoints.clone()));
     tasks.spawn(async move { agents.machines.keep_minutes(&*store).await });
     tasks.spawn(async move { hub.publish_list().await });
     tasks.spawn(async move { runs.watch().await });

@@ -7,7 +7,7 @@ use super::{
     manifest::{MANIFEST, ManifestFile, Verifier},
     object_storage::{Place, words},
 };
-use crate::store::CheckpointRow;
+use crate::store::{self, CheckpointRow, Copies};
 use futures_util::StreamExt;
 use lockstep_protocol::{
     agent::CheckpointInfo,
@@ -49,9 +49,13 @@ impl From<io::Error> for NotFetched {
 type Result<T> = std::result::Result<T, NotFetched>;
 
 /// The fetch of a checkpoint that is not on this disk; starts one if none runs. `None`: it is on the disk, or not in the store.
-pub(crate) fn fetch(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Option<Fetch> {
+pub(crate) fn fetch(
+    checkpoints: &Arc<Checkpoints>,
+    row: &CheckpointRow,
+    copies: Option<&Copies>,
+) -> Option<Fetch> {
     let store = checkpoints.artifact_store.as_deref()?;
-    if !store.has(&row.id) || checkpoints.folder(row).exists() {
+    if !copies.is_some_and(Copies::may_be_fetched) || checkpoints.folder(row).exists() {
         return None;
     }
     Some(begin(checkpoints, store, row, None).0)
@@ -62,23 +66,31 @@ pub(crate) fn fetch(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Opti
 pub(crate) fn check(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
+    copies: Option<&Copies>,
     waiting: Option<&Job>,
 ) -> Option<(Fetch, bool)> {
     let store = checkpoints.artifact_store.as_deref()?;
-    if !store.has_whole(&row.id) || !checkpoints.folder(row).exists() {
+    if !copies.is_some_and(Copies::is_stored) || !checkpoints.folder(row).exists() {
         return None;
     }
     Some(begin(checkpoints, store, row, waiting))
 }
 
 /// As [`check`], but only if files are missing or have other sizes. `None`: all are there with their sizes, or the store lacks it.
-pub(crate) async fn mend(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Option<Fetch> {
-    if !checkpoints.artifact_store.as_deref()?.has_whole(&row.id) {
+pub(crate) async fn mend(
+    checkpoints: &Arc<Checkpoints>,
+    row: &CheckpointRow,
+    copies: Option<&Copies>,
+) -> Option<Fetch> {
+    if !copies.is_some_and(Copies::is_stored) {
         return None;
     }
     let folder = checkpoints.folder(row);
     let looks_whole = tokio::task::spawn_blocking(move || artifact_checks::looks_whole(&folder)).await;
-    if looks_whole.unwrap_or(true) { None } else { check(checkpoints, row, None).map(|(fetch, _)| fetch) }
+    if looks_whole.unwrap_or(true) {
+        return None;
+    }
+    check(checkpoints, row, copies, None).map(|(fetch, _)| fetch)
 }
 
 fn begin(
@@ -177,43 +189,48 @@ pub(crate) enum Availability {
 }
 
 /// `waiting`: the job that needs it, which need not be the one that wrote it.
+///
+/// # Errors
+/// The database.
 pub(crate) async fn fetch_if_missing(
     checkpoints: &Arc<Checkpoints>,
     row: &CheckpointRow,
+    copies: Option<&Copies>,
     waiting: &Job,
     patience: &mut CheckWait,
-) -> Availability {
-    let Some(store) = &checkpoints.artifact_store else { return Availability::Here };
+) -> store::Result<Availability> {
+    let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
     let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
     // A rank would set a damaged one aside and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
-        && let Some((fetch, begins)) = check(checkpoints, row, Some(waiting))
+        && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
     {
         // Most checks end at once; without a wait the job would start a round later.
         let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
             let why = Reason::new(ReasonCode::WaitingForCheckpoint, facts);
             // One that was found damaged is fetched by now.
-            return match checkpoints.folder(row).exists() {
+            return Ok(match checkpoints.folder(row).exists() {
                 true => Availability::Checking(why),
                 false => Availability::Fetching(why),
-            };
+            });
         }
     }
-    let Some(fetch) = fetch(checkpoints, row) else {
-        return if checkpoints.folder(row).exists() { Availability::Here } else { Availability::Lost };
+    let Some(fetch) = fetch(checkpoints, row, copies) else {
+        let is_here = checkpoints.folder(row).exists();
+        return Ok(if is_here { Availability::Here } else { Availability::Lost });
     };
     let outcome = fetch.outcome.borrow().clone();
     match outcome {
         None | Some(Ok(())) => {}
         Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
+            checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
             checkpoints.events.log(&waiting.id, lost(row, waiting, &why)).await;
-            store.lose(&row.id);
-            return Availability::Lost;
+            return Ok(Availability::Lost);
         }
     }
-    Availability::Fetching(Reason::new(ReasonCode::WaitingForCheckpoint, facts))
+    Ok(Availability::Fetching(Reason::new(ReasonCode::WaitingForCheckpoint, facts)))
 }
 
 /// What the log says of a job whose checkpoint is lost.

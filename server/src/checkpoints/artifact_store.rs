@@ -1,9 +1,9 @@
-//! The object store of this server and what it knows of it: which checkpoints are there, which are on their way there, and which are
-//! fetched from there. The database has what outlives the server; this is in step with it.
+//! The object store of this server, and what is done with it now: which checkpoints wait for the mover, which are fetched from there, and
+//! what it fails at. The database has what is there.
 
 mod confirm;
 
-use crate::{checkpoints::object_storage::ObjectStorage, store::StoredCheckpoint};
+use crate::checkpoints::object_storage::ObjectStorage;
 use lockstep_protocol::{JobId, backoff::Backoff};
 use serde::Serialize;
 use std::{
@@ -82,7 +82,7 @@ pub(crate) struct Fetch {
     failures: u32,
 }
 
-/// The store, and what is known of it.
+/// The store, and what is done with it.
 #[derive(Debug)]
 pub(crate) struct ArtifactStore {
     pub(crate) storage: ObjectStorage,
@@ -92,7 +92,7 @@ pub(crate) struct ArtifactStore {
     usable: OnceCell<()>,
     /// The identity that its `LOCKSTEP.json` must have, once that is known.
     marker: OnceCell<String>,
-    known: Mutex<Known>,
+    queue: Mutex<Queue>,
     fetches: Mutex<HashMap<String, Fetch>>,
     /// Copies on the disk that were found whole: the job that starts from it, that job's newest attempt then, and the checkpoint.
     checked: Mutex<HashSet<(JobId, u32, String)>>,
@@ -100,10 +100,8 @@ pub(crate) struct ArtifactStore {
     pub(crate) fetching: Semaphore,
     /// A permit for each copy on the disk that is being checked.
     pub(crate) checking: Semaphore,
-    /// Notified when a checkpoint waits to be uploaded.
+    /// Notified when a checkpoint waits for the mover.
     pub(crate) waiting: Notify,
-    /// Notified when a checkpoint's row is gone: its objects may go, too.
-    pub(crate) removed: Notify,
     failing: Mutex<Failing>,
 }
 
@@ -145,30 +143,26 @@ impl Failing {
     }
 }
 
+/// The checkpoints that wait for the mover: those that were written, and those that were deleted.
 #[derive(Debug, Default)]
-struct Known {
-    stored: HashMap<String, StoredCheckpoint>,
-    /// Those that cannot be fetched, as jobs that would continue from them have found out.
-    lost: HashSet<String>,
-    /// Those that are damaged on the disk: they do not go into the store.
-    refused: HashSet<String>,
-    /// The queue: the one that was noted last comes first, since a job would continue from that one.
-    queue: BTreeMap<i64, String>,
+struct Queue {
+    /// The one that was noted last comes first, since a job would continue from that one.
+    order: BTreeMap<i64, String>,
     places: HashMap<String, i64>,
-    /// Those that are being uploaded or deleted.
+    /// Those that the mover works on, or tries again after a pause.
     busy: HashSet<String>,
 }
 
-impl Known {
+impl Queue {
     /// `place`: the largest comes first.
     fn enter(&mut self, id: &str, place: i64) {
-        self.queue.insert(place, id.to_owned());
+        self.order.insert(place, id.to_owned());
         self.places.insert(id.to_owned(), place);
     }
 
     fn leave(&mut self, id: &str) {
         if let Some(place) = self.places.remove(id) {
-            self.queue.remove(&place);
+            self.order.remove(&place);
         }
     }
 }
@@ -178,133 +172,67 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ArtifactStore {
-    /// With nothing there that the database knows of.
+    /// Nothing is asked of it yet.
     pub(crate) fn new(storage: ObjectStorage, adopts: bool) -> Self {
         Self {
             storage,
             adopts,
             usable: OnceCell::new(),
             marker: OnceCell::new(),
-            known: Mutex::default(),
+            queue: Mutex::default(),
             fetches: Mutex::default(),
             checked: Mutex::default(),
             fetching: Semaphore::new(FETCHED_AT_ONCE),
             checking: Semaphore::new(CHECKED_AT_ONCE),
             waiting: Notify::new(),
-            removed: Notify::new(),
             failing: Mutex::default(),
         }
     }
 
-    /// What is there of a checkpoint.
-    pub(crate) fn stored(&self, id: &str) -> Option<StoredCheckpoint> {
-        lock(&self.known).stored.get(id).cloned()
+    /// Whether a checkpoint is being uploaded, or waits for that. Only a deleted one waits for its deletion.
+    pub(crate) fn is_uploading(&self, id: &str) -> bool {
+        let queue = lock(&self.queue);
+        queue.places.contains_key(id) || queue.busy.contains(id)
     }
 
-    /// Whether a checkpoint may be fetched: it is there, or was begun, and nobody has found it damaged.
-    pub(crate) fn has(&self, id: &str) -> bool {
-        let known = lock(&self.known);
-        known.stored.contains_key(id) && !known.lost.contains(id)
-    }
-
-    /// Whether a checkpoint is there whole.
-    pub(crate) fn has_whole(&self, id: &str) -> bool {
-        let known = lock(&self.known);
-        known.stored.get(id).is_some_and(|stored| stored.manifest.is_some()) && !known.lost.contains(id)
-    }
-
-    /// What is shown of a checkpoint; none where it is neither there nor on its way.
-    pub(crate) fn state(&self, id: &str) -> Option<StoredState> {
-        let known = lock(&self.known);
-        if known.places.contains_key(id) || known.busy.contains(id) {
-            return Some(StoredState::Uploading);
-        }
-        let stored = known.stored.get(id)?;
-        if stored.manifest.is_some() {
-            return Some(StoredState::Stored);
-        }
-        (!known.refused.contains(id)).then_some(StoredState::Uploading)
-    }
-
-    /// What is on the disk of a checkpoint is damaged, and is not uploaded before it is written anew; whether that is news.
-    pub(crate) fn refuse(&self, id: &str) -> bool {
-        lock(&self.known).refused.insert(id.to_owned())
-    }
-
-    /// Whether it was found damaged on the disk.
-    pub(crate) fn is_refused(&self, id: &str) -> bool {
-        lock(&self.known).refused.contains(id)
-    }
-
-    /// A checkpoint is new on the disk, or another than before.
+    /// A checkpoint is new on the disk, or another than before, or was deleted.
     pub(crate) fn note(&self, id: &str) {
         {
-            let mut known = lock(&self.known);
-            known.leave(id);
-            let place = known.queue.last_key_value().map_or(0, |(last, _)| last + 1);
-            known.enter(id, place);
-            // It was written anew.
-            known.lost.remove(id);
-            known.refused.remove(id);
+            let mut queue = lock(&self.queue);
+            queue.leave(id);
+            let place = queue.order.last_key_value().map_or(0, |(last, _)| last + 1);
+            queue.enter(id, place);
         }
         self.waiting.notify_waiters();
     }
 
-    /// It could not be uploaded: later, after all others, so that one that never can be holds up none.
+    /// It could not be moved: later, after all others, so that one that never can be holds up none.
     pub(crate) fn note_again(&self, id: &str) {
-        let mut known = lock(&self.known);
-        if !known.places.contains_key(id) {
-            let place = known.queue.first_key_value().map_or(0, |(first, _)| first - 1);
-            known.enter(id, place);
+        let mut queue = lock(&self.queue);
+        if !queue.places.contains_key(id) {
+            let place = queue.order.first_key_value().map_or(0, |(first, _)| first - 1);
+            queue.enter(id, place);
         }
     }
 
-    /// The next one to upload, which is this caller's until [`ArtifactStore::done`].
+    /// The next one to move, which is this caller's until [`ArtifactStore::done`].
     pub(crate) fn take(&self) -> Option<String> {
-        let mut known = lock(&self.known);
-        let id = known.queue.values().rev().find(|id| !known.busy.contains(*id))?.clone();
-        known.leave(&id);
-        known.busy.insert(id.clone());
+        let mut queue = lock(&self.queue);
+        let id = queue.order.values().rev().find(|id| !queue.busy.contains(*id))?.clone();
+        queue.leave(&id);
+        queue.busy.insert(id.clone());
         Some(id)
-    }
-
-    /// Takes this one, unless somebody else has it.
-    pub(crate) fn take_this(&self, id: &str) -> bool {
-        let mut known = lock(&self.known);
-        if !known.busy.insert(id.to_owned()) {
-            // It still waits to be uploaded, where it was written anew meanwhile.
-            return false;
-        }
-        known.leave(id);
-        true
     }
 
     /// What was taken is no longer being worked on.
     pub(crate) fn done(&self, id: &str) {
-        lock(&self.known).busy.remove(id);
+        lock(&self.queue).busy.remove(id);
         self.waiting.notify_waiters();
-        // What could not be deleted meanwhile can be now.
-        self.removed.notify_one();
-    }
-
-    /// The database has this of what is in the store.
-    pub(crate) fn set(&self, stored: StoredCheckpoint) {
-        lock(&self.known).stored.insert(stored.id.clone(), stored);
     }
 
     /// The database has nothing of it any more.
     pub(crate) fn forget(&self, id: &str) {
-        let mut known = lock(&self.known);
-        known.stored.remove(id);
-        known.lost.remove(id);
-        known.refused.remove(id);
-        drop(known);
         lock(&self.fetches).remove(id);
-    }
-
-    /// Marks a checkpoint as lost: it is not fetched, and no job continues from it.
-    pub(crate) fn lose(&self, id: &str) {
-        lock(&self.known).lost.insert(id.to_owned());
     }
 
     /// The fetch of a checkpoint that runs or has just failed, or a new one, which the caller carries out and ends with the sender.

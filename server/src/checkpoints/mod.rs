@@ -2,10 +2,9 @@
 //! kept.
 
 pub(crate) mod artifact_checks;
-pub(crate) mod artifact_deletions;
 pub(crate) mod artifact_fetches;
+pub(crate) mod artifact_mover;
 pub(crate) mod artifact_store;
-pub(crate) mod artifact_uploads;
 pub(crate) mod evaluations;
 pub(crate) mod manifest;
 pub(crate) mod object_storage;
@@ -20,7 +19,7 @@ use crate::{
     config::ServeConfig,
     events::Events,
     lifecycle,
-    store::{CheckpointRow, Holder, Holders, JobRow, Report, Result, Store},
+    store::{CheckpointRow, Copies, CopyState, Holder, JobRow, Report, Result, Store},
     util::tasks::Tasks,
 };
 use artifact_fetches::{Availability, CheckWait, fetch_if_missing};
@@ -32,7 +31,7 @@ use lockstep_protocol::{
     reason::{Facts, Reason, ReasonCode},
 };
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -90,28 +89,48 @@ impl Checkpoints {
         self.config.job_dir(&row.job).join("checkpoints").join(name_of(row))
     }
 
+    /// The copies of a job's checkpoints, by the checkpoint's id.
+    ///
+    /// # Errors
+    /// The database.
+    pub(crate) async fn copies(&self, job: &JobId) -> Result<HashMap<String, Copies>> {
+        let object_store = self.artifact_store.as_deref().map_or("", |store| store.storage.url());
+        self.store.copies(job, object_store).await
+    }
+
+    /// The copies of a checkpoint.
+    ///
+    /// # Errors
+    /// The database.
+    pub(crate) async fn copies_of(&self, row: &CheckpointRow) -> Result<Copies> {
+        Ok(self.copies(&row.job).await?.remove(&row.id).unwrap_or_default())
+    }
+
     /// Whether this server has a checkpoint: on its disk, or in its object store.
-    pub(crate) fn is_kept(&self, row: &CheckpointRow) -> bool {
-        self.folder(row).exists()
-            || self.artifact_store.as_deref().is_some_and(|store| store.has_whole(&row.id))
+    pub(crate) fn is_kept(&self, row: &CheckpointRow, copies: Option<&Copies>) -> bool {
+        self.folder(row).exists() || copies.is_some_and(Copies::is_stored)
     }
 
     /// Whether the object store has a checkpoint. `None` if there is no object store, or if neither the store nor the disk has the checkpoint
     /// undamaged.
-    pub(crate) fn stored_state(&self, row: &CheckpointRow) -> Option<StoredState> {
+    pub(crate) fn stored_state(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Option<StoredState> {
         let store = self.artifact_store.as_deref()?;
-        // On the disk, and not queued for the upload yet.
-        let is_new = || !store.is_refused(&row.id) && self.folder(row).exists();
-        store.state(&row.id).or_else(|| is_new().then_some(StoredState::Uploading))
+        let is_damaged_here = copies.is_some_and(|copies| copies.is_damaged_here);
+        let is_uploading = match copies.and_then(|copies| copies.object_store) {
+            _ if store.is_uploading(&row.id) => true,
+            Some(CopyState::Complete) => return Some(StoredState::Stored),
+            Some(CopyState::Copying) => !is_damaged_here,
+            // On the disk, and not queued for the upload yet.
+            None => !is_damaged_here && self.folder(row).exists(),
+            Some(CopyState::Damaged) => false,
+        };
+        is_uploading.then_some(StoredState::Uploading)
     }
 
     /// The agents that have a checkpoint which the server does not have yet; the agent that uploads it first. Empty if the server has it.
-    /// `holders`: those of the checkpoint's job.
-    pub(crate) fn on_its_way(&self, row: &CheckpointRow, holders: &Holders) -> Vec<Holder> {
-        if self.is_kept(row) {
-            return Vec::new();
-        }
-        let mut holders = holders.get(&row.id).cloned().unwrap_or_default();
+    pub(crate) fn on_its_way(&self, row: &CheckpointRow, copies: Option<&Copies>) -> Vec<Holder> {
+        let Some(copies) = copies.filter(|_| !self.is_kept(row, copies)) else { return Vec::new() };
+        let mut holders = copies.holders.clone();
         if holders.len() > 1 {
             let online = self.in_touch();
             holders.sort_by_key(|holder| !online.contains(&holder.agent_id));
@@ -138,10 +157,11 @@ impl Checkpoints {
     ) -> Result<Option<Wait>> {
         let job = &of.job;
         // Pretrained weights are a checkpoint of another job.
-        if let (Some(store), Some(given)) = (&self.artifact_store, &job.spec.model.pretrained)
-            && store.has(given)
+        if let (Some(_), Some(given)) = (&self.artifact_store, &job.spec.model.pretrained)
             && let Some(row) = self.store.checkpoint(given).await?
-            && let Some(wait) = fetch_if_missing(self, &row, job, patience).await.wait()
+            && let copies = self.copies_of(&row).await?
+            && copies.may_be_fetched()
+            && let Some(wait) = fetch_if_missing(self, &row, Some(&copies), job, patience).await?.wait()
         {
             return Ok(Some(wait));
         }
@@ -150,13 +170,14 @@ impl Checkpoints {
             return Ok(None);
         }
         let online = self.in_touch();
-        let all_holders = self.store.holders(&job.id).await?;
+        let copies = self.copies(&job.id).await?;
         let (mut checkpoints, mut agents, mut is_coming) = (Vec::new(), Vec::new(), false);
         for row in self.store.checkpoints(&job.id).await? {
             // The newest comes first.
-            let holders = self.on_its_way(&row, &all_holders);
+            let copies = copies.get(&row.id);
+            let holders = self.on_its_way(&row, copies);
             if holders.is_empty() {
-                match fetch_if_missing(self, &row, job, patience).await {
+                match fetch_if_missing(self, &row, copies, job, patience).await? {
                     Availability::Here => break,
                     Availability::Lost => continue,
                     waits => return Ok(waits.wait()),
@@ -194,17 +215,19 @@ impl Checkpoints {
         }
         let job = &report.attempt.job;
         // A checkpoint that does not count as old yet is removed when the newest one is stored.
-        let old = match &self.artifact_store {
-            Some(_) => self.old_ones(job).await?.map(|(_, old)| old).unwrap_or_default(),
-            None => Vec::new(),
+        let (copies, old) = match &self.artifact_store {
+            Some(_) => {
+                let old = self.old_ones(job).await?.map(|(_, old)| old);
+                (self.copies(job).await?, old.unwrap_or_default())
+            }
+            None => Default::default(),
         };
         let place = self.store.given_place(&report.attempt, &report.agent_id).await?;
         let has_own_disk = place.is_some_and(|place| place.has_own_disk);
         for event in &mut report.events {
             let AttemptEvent::CheckpointRemoved { epoch, step } = event else { continue };
             let name = format!("{epoch}-{step}");
-            let is_stored = |store: &ArtifactStore| store.has_whole(&format!("{job}-{name}"));
-            let is_stored = self.artifact_store.as_deref().is_some_and(is_stored);
+            let is_stored = copies.get(&format!("{job}-{name}")).is_some_and(Copies::is_stored);
             let is_here = is_stored || self.config.job_dir(job).join("checkpoints").join(&name).exists();
             let is_wanted = is_stored && !old.contains(&(*epoch, *step));
             if is_wanted || is_here && has_own_disk {
@@ -248,8 +271,9 @@ impl Checkpoints {
         let keep = (job.job.spec.checkpoint.keep as usize).max(2);
         let rows = self.store.checkpoints(&job.job.id).await?;
         let registered = self.store.registered_checkpoints(&job.job.id).await?;
+        let copies = self.copies(&job.job.id).await?;
         // Only checkpoints that the server has count: newer ones may never arrive.
-        let here = rows.iter().filter(|row| self.is_kept(row));
+        let here = rows.iter().filter(|row| self.is_kept(row, copies.get(&row.id)));
         let old = here.skip(keep).filter(|row| !row.info.best && !registered.contains(&row.id));
         let old = old.map(|row| (row.info.epoch, row.info.step)).collect();
         Ok(Some((rows, old)))
@@ -286,7 +310,6 @@ impl Checkpoints {
     }
 }
 
-/// The agents that are known to have a checkpoint.
 impl Availability {
     fn wait(self) -> Option<Wait> {
         let (why, is_kept) = match self {

@@ -8,7 +8,7 @@ use crate::{
         Agents,
         inbox::{Queue, Work},
     },
-    checkpoints::{Checkpoints, artifact_uploads},
+    checkpoints::{Checkpoints, artifact_mover},
     events::Events,
     scheduler::{Scheduler, dispatch},
     store::{Changed, EventRow, Ingested, Report, Result, Store},
@@ -228,7 +228,7 @@ impl Ingest {
                 Ok(Some(row)) => {
                     self.events.hub.catch_up(&row.job);
                     self.events.publish(&Changed { job: row.job, events: Vec::new() });
-                    if let Err(error) = artifact_uploads::catch_up(&self.checkpoints, id).await {
+                    if let Err(error) = artifact_mover::catch_up(&self.checkpoints, id).await {
                         tracing::warn!(%error, job = %id, "a checkpoint may wait for the next start to be uploaded");
                     }
                 }

@@ -23,7 +23,7 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -234,22 +234,19 @@ pub trait Store: Send + Sync + 'static {
     async fn checkpoint(&self, id: &str) -> Result<Option<CheckpointRow>>;
     /// Checkpoints of all jobs behind this id, by id: at most `limit`.
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>>;
-    /// The agents that have a job's checkpoints on disks of their own.
-    async fn holders(&self, job: &JobId) -> Result<Holders>;
-    /// What is in the object store of this address behind this id, by id: at most `limit`.
-    async fn stored_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>>;
-    /// What is in the object store of this address though its checkpoint is no more, behind this id, by id: at most `limit`.
-    async fn abandoned_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>>;
+    /// The copies of a job's checkpoints, by the checkpoint's id; of object stores, those in the one of this address.
+    async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>>;
+    /// Stores that a copy of a checkpoint is damaged: in the object store of this address, or on the server's disk (`Copies::SERVER`). False when
+    /// that is known, or there is no such checkpoint (any more).
+    async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool>;
+    /// Forgets which copies in an object store were damaged: they may have been mended.
+    async fn forget_damaged(&self, store: &str) -> Result<()>;
+    /// What of a checkpoint is in the object store of this address.
+    async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>>;
+    /// Ids of checkpoints that were uploaded whole to the object store of this address: at most `limit`.
+    async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>>;
+    /// Ids of deleted checkpoints of which the object store of this address has objects, behind this id, by id: at most `limit`.
+    async fn abandoned_checkpoints(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>>;
     /// Stores what is in an object store, in place of what is known of it. False, and nothing is stored, when there is no such
     /// checkpoint (any more).
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool>;

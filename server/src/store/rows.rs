@@ -41,7 +41,7 @@ use lockstep_protocol::{
     job::{JobId, JobState},
 };
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use utoipa::ToSchema;
 
 /// A complete checkpoint.
@@ -66,20 +66,80 @@ pub struct Holder {
     pub agent_id: String,
     /// Its name when it was given the attempt.
     pub agent: String,
+    /// The index of its place in the attempt; rank 0 is in the first.
+    pub place: usize,
 }
 
-/// By the checkpoint's id; the agent of rank 0, which most likely continues the job, is the first.
-pub type Holders = HashMap<String, Vec<Holder>>;
+/// The state of a copy of a checkpoint. One in an object store is `Copying` from its first object on, `Complete` once its manifest is there,
+/// and `Damaged` when a job could not fetch it; it is `Copying` again when the checkpoint is written and uploaded anew. The server's disk and
+/// disks of agents have whole copies, or the server's a damaged one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyState {
+    /// It is being made.
+    Copying,
+    /// It is whole.
+    Complete,
+    /// It is missing, or not what was written.
+    Damaged,
+}
+
+impl CopyState {
+    /// As the database has it.
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            Self::Copying => "copying",
+            Self::Complete => "complete",
+            Self::Damaged => "damaged",
+        }
+    }
+
+    /// None of what another version wrote.
+    pub(super) fn of(text: &str) -> Option<Self> {
+        [Self::Copying, Self::Complete, Self::Damaged].into_iter().find(|state| state.as_str() == text)
+    }
+}
+
+/// The copies of a checkpoint. The server's disk says whether it has one.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Copies {
+    /// The agents that have it; that of rank 0, which most likely continues the job, is the first.
+    pub holders: Vec<Holder>,
+    /// That in the object store.
+    pub object_store: Option<CopyState>,
+    /// That on the server's disk was found damaged.
+    pub is_damaged_here: bool,
+}
+
+impl Copies {
+    /// The server's disk, as a location.
+    pub(crate) const SERVER: &str = "server";
+
+    /// Whether the object store has it whole.
+    pub(crate) fn is_stored(&self) -> bool {
+        self.object_store == Some(CopyState::Complete)
+    }
+
+    /// Whether it may be fetched from the object store. That it is whole there may not have been recorded.
+    pub(crate) fn may_be_fetched(&self) -> bool {
+        matches!(self.object_store, Some(CopyState::Copying | CopyState::Complete))
+    }
+}
 
 /// What of a checkpoint is in an object store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredCheckpoint {
     /// The checkpoint's id.
     pub id: String,
-    /// SHA-256 of the manifest by which it is whole there; none while it is uploaded.
+    /// SHA-256 of the manifest by which it is whole there; none while it is uploaded, or if it is damaged.
     pub manifest: Option<String>,
     /// The upload of a file in parts that has not ended.
     pub parts: Option<String>,
+}
+
+impl StoredCheckpoint {
+    pub(super) fn state(&self) -> CopyState {
+        if self.manifest.is_some() { CopyState::Complete } else { CopyState::Copying }
+    }
 }
 
 /// By what an object store is known again.

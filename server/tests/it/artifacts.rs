@@ -195,7 +195,15 @@ async fn one_that_is_damaged_on_the_disk_is_not_said_to_be_on_its_way_and_the_lo
     // Written anew.
     on_disk(start.job_dir.as_deref().unwrap(), 20);
     agent.report(&start.attempt, Source::Rank(0), 3, vec![checkpoint(20)]).await;
-    until("it is stored", async || states(&server, &id).await == [json!("stored"), Value::Null]).await;
+    let expected = [json!("stored"), Value::Null];
+    until("it is stored", async || states(&server, &id).await == expected).await;
+    // The next server knows of it, and the log tells it once.
+    drop(agent);
+    let dir = server.stop().await;
+    let server = TestServer::open(dir, |config| config.artifacts = Some(directory.clone())).await;
+    until("the other is not on its way", async || states(&server, &id).await == expected).await;
+    let logs = server.get(&format!("/jobs/{id}/logs")).await.1.to_string();
+    assert_eq!(logs.matches("checkpoint 1-10 on the server's disk is damaged").count(), 1, "{logs}");
     server.stop().await;
 }
 

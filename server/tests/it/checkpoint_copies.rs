@@ -1,4 +1,4 @@
-//! Which agents have a checkpoint on a disk of their own, as both databases store it.
+//! The copies of checkpoints, as both databases store them.
 
 use crate::agent::{info, running};
 use jiff::Timestamp;
@@ -11,11 +11,12 @@ use lockstep_protocol::{
 use lockstep_server::{
     lifecycle,
     store::{
-        Annotation, Claim, Created, GivenPlace, NewJob, Place, Report, Store, postgres::PostgresStore,
-        sqlite::SqliteStore,
+        Annotation, Claim, CopyState, Created, GivenPlace, NewJob, Place, Report, Store, StoredCheckpoint,
+        postgres::PostgresStore, sqlite::SqliteStore,
     },
 };
 use sqlx::Connection as _;
+use std::time::{Duration, Instant};
 
 fn at() -> Timestamp {
     "2026-01-02T03:04:05.678Z".parse().unwrap()
@@ -88,9 +89,9 @@ async fn agents_that_have_a_checkpoint(store: &dyn Store) {
     let id = submitted(store).await;
     let attempt = started(store, &id, 0, &["a", "b", "c"]).await;
     let holders = async |step: u64| -> Vec<String> {
-        let mut holders = store.holders(&id).await.unwrap();
-        let holders = holders.remove(&format!("{id}-1-{step}")).unwrap_or_default();
-        holders.into_iter().map(|holder| holder.agent).collect()
+        let mut copies = store.copies(&id, "").await.unwrap();
+        let copies = copies.remove(&format!("{id}-1-{step}")).unwrap_or_default();
+        copies.holders.into_iter().map(|holder| holder.agent).collect()
     };
     let (a, b, c) = (("a", Source::Rank(0)), ("b", Source::Rank(1)), ("c", Source::Rank(2)));
     let tell = async |attempt: &AttemptRef, from: (&str, Source), first, event| {
@@ -162,6 +163,105 @@ async fn postgres_knows_which_agents_have_a_checkpoint() {
 }
 
 #[tokio::test]
+async fn the_copies_of_a_thousand_agents_are_read_in_two_seconds() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("test.db");
+    let store = SqliteStore::open(&path).await.unwrap();
+    let id = submitted(&store).await;
+    let names: Vec<String> = (0..1000).map(|n| format!("a{n}")).collect();
+    let attempt = started(&store, &id, 0, &names.iter().map(String::as_str).collect::<Vec<_>>()).await;
+    for (first, event) in [(0, running(100, 0)), (1, checkpoint(10)), (2, checkpoint(20))] {
+        store.ingest(&[report(&attempt, ("a0", Source::Rank(0)), first, event)]).await.unwrap();
+    }
+    // As if each of them had said that it has both on its own disk.
+    let ids: Vec<String> = names.iter().map(|name| format!("id-{name}")).collect();
+    let ids = serde_json::to_string(&ids).unwrap();
+    let mut db = sqlx::SqliteConnection::connect(&format!("sqlite://{}", path.display())).await.unwrap();
+    sqlx::query("UPDATE attempts SET own_disks = $1").bind(&ids).execute(&mut db).await.unwrap();
+    sqlx::query(
+        "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT checkpoints.id, 'agent:' || value, 'complete' \
+         FROM checkpoints, json_each($1) WHERE true ON CONFLICT DO NOTHING",
+    )
+    .bind(&ids)
+    .execute(&mut db)
+    .await
+    .unwrap();
+    let began = Instant::now();
+    let copies = store.copies(&id, "").await.unwrap();
+    let took = began.elapsed();
+    for step in [10, 20] {
+        let holders = copies[&format!("{id}-1-{step}")].holders.iter();
+        assert!(holders.map(|holder| &holder.agent).eq(&names), "in the order of their places");
+    }
+    assert!(
+        took < Duration::from_secs(2),
+        "{took:?}: the time grows with the agents, and not with their square"
+    );
+    store.close().await;
+}
+
+/// A copy in an object store from its first object to its end, and what changes it.
+async fn copies_in_an_object_store(store: &dyn Store) {
+    const URL: &str = "s3://bucket";
+    let id = submitted(store).await;
+    let attempt = started(store, &id, 0, &["a"]).await;
+    let from = ("a", Source::Rank(0));
+    for (first, event) in [(0, running(100, 0)), (1, checkpoint(10))] {
+        store.ingest(&[report(&attempt, from, first, event)]).await.unwrap();
+    }
+    let name = format!("{id}-1-10");
+    let found = async |url: &str| {
+        let copies = store.copies(&id, url).await.unwrap().remove(&name).unwrap_or_default();
+        (copies.object_store, copies.is_damaged_here)
+    };
+    let upload = async |manifest: Option<&str>| {
+        let record =
+            StoredCheckpoint { id: name.clone(), manifest: manifest.map(str::to_owned), parts: None };
+        store.put_stored_checkpoint(URL, &record).await.unwrap()
+    };
+    let damaged = async |location: &str| store.mark_damaged(location, &name).await.unwrap();
+    let (copying, complete) = (Some(CopyState::Copying), Some(CopyState::Complete));
+    assert_eq!(found(URL).await, (None, false));
+    assert!(upload(None).await);
+    assert_eq!(found(URL).await, (copying, false));
+    // The copy on the server's disk is found damaged, which is news once, and is whole when it has been sent.
+    assert!(damaged("server").await && !damaged("server").await);
+    assert_eq!(found(URL).await, (copying, true));
+    assert!(upload(Some("sum")).await);
+    assert_eq!((found(URL).await, found("s3://other").await), ((complete, false), (None, false)));
+    // Nor is it the damaged one when an attempt has written it anew.
+    assert!(damaged("server").await);
+    store.ingest(&[report(&attempt, from, 2, checkpoint(10))]).await.unwrap();
+    assert_eq!(found(URL).await, (complete, false));
+    // One that is damaged in the store may have been mended when a server starts, and is when it is sent again.
+    assert!(damaged(URL).await && !damaged(URL).await);
+    assert_eq!(found(URL).await.0, Some(CopyState::Damaged));
+    store.forget_damaged(URL).await.unwrap();
+    assert_eq!(found(URL).await.0, complete);
+    assert!(damaged(URL).await && upload(None).await);
+    assert_eq!(found(URL).await.0, copying);
+    // Without a checkpoint the record stays until its objects are deleted, and nothing more is recorded.
+    let removed = AttemptEvent::CheckpointRemoved { epoch: 1, step: 10 };
+    store.ingest(&[report(&attempt, from, 3, removed)]).await.unwrap();
+    assert!(!damaged("server").await && !upload(Some("sum")).await);
+    assert_eq!(store.abandoned_checkpoints(URL, "", 10).await.unwrap(), std::slice::from_ref(&name));
+    store.forget_stored_checkpoint(URL, &name).await.unwrap();
+    assert!(store.stored_checkpoint(URL, &name).await.unwrap().is_none());
+    store.close().await;
+}
+
+#[tokio::test]
+async fn sqlite_knows_what_is_in_an_object_store() {
+    let dir = tempfile::tempdir().unwrap();
+    copies_in_an_object_store(&SqliteStore::open(&dir.path().join("test.db")).await.unwrap()).await;
+}
+
+#[tokio::test]
+async fn postgres_knows_what_is_in_an_object_store() {
+    copies_in_an_object_store(&PostgresStore::open(&crate::postgres::database()).await.unwrap()).await;
+}
+
+#[tokio::test]
 async fn a_checkpoint_is_stored_with_the_agent_that_has_it_or_not_at_all() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("test.db");
@@ -178,6 +278,6 @@ async fn a_checkpoint_is_stored_with_the_agent_that_has_it_or_not_at_all() {
     assert_eq!(store.acknowledged(&attempt, "id-a").await.unwrap()[0].records, 1, "its agent tells it again");
     sqlx::query("ALTER TABLE elsewhere RENAME TO checkpoint_copies").execute(&mut db).await.unwrap();
     store.ingest(&[report(&attempt, from, 1, checkpoint(10))]).await.unwrap();
-    assert_eq!(store.holders(&id).await.unwrap()[&format!("{id}-1-10")][0].agent, "a");
+    assert_eq!(store.copies(&id, "").await.unwrap()[&format!("{id}-1-10")].holders[0].agent, "a");
     store.close().await;
 }

@@ -88,10 +88,9 @@ impl RequestingAgent {
             return if has_rank_0 || holds { Err(self.no_such(name)) } else { Err(not_its()) };
         };
         let is_its = |holder: &Holder| holder.agent_id == self.agent_id;
-        let all_holders = checkpoints.store.holders(&row.job).await?;
-        let holders = all_holders.get(&row.id).cloned().unwrap_or_default();
-        let has_it = holders.iter().any(is_its);
-        let first = checkpoints.on_its_way(&row, &all_holders).into_iter().chain(holders).next();
+        let copies = checkpoints.copies_of(&row).await?;
+        let has_it = copies.holders.iter().any(is_its);
+        let first = checkpoints.on_its_way(&row, Some(&copies)).into_iter().chain(copies.holders).next();
         match first.is_some_and(|first| is_its(&first)) {
             // Whatever its own attempt does: this checkpoint may be the newest one, and no other agent has it.
             true => Ok(row),

@@ -138,7 +138,8 @@ async fn whole(
         if tries < CHECKS && manifest(checkpoints, row).await? != about {
             continue;
         }
-        match artifact_fetches::check(checkpoints, row, None) {
+        let copies = checkpoints.copies_of(row).await?;
+        match artifact_fetches::check(checkpoints, row, Some(&copies), None) {
             Some((fetch, _)) if tries < CHECKS => fetched(&checkpoints.config, row, fetch).await?,
             _ => {
                 tracing::warn!(

@@ -236,7 +236,8 @@ async fn make(
     let mut done = copied().await;
     // The object store may have it as it was written.
     if matches!(&done, Err(error) if error.kind() == io::ErrorKind::InvalidData)
-        && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, None)
+        && let copies = scheduler.checkpoints.copies_of(&from).await?
+        && let Some((fetch, _)) = artifact_fetches::check(&scheduler.checkpoints, &from, Some(&copies), None)
     {
         let _ = tokio::fs::remove_dir_all(scheduler.config.job_dir(&new)).await;
         checkpoints::fetched(&scheduler.config, &from, fetch).await?;

@@ -19,7 +19,7 @@ use crate::{
         extract::{Path, Query},
     },
     scheduler::Scheduler,
-    store::{CheckpointRow, Holders, Store},
+    store::{CheckpointRow, Copies, Store},
     util::regular,
 };
 use axum::{Json, extract::State, http::HeaderMap, response::Response};
@@ -154,10 +154,10 @@ pub(crate) struct CheckpointDetail {
 }
 
 impl Checkpoint {
-    fn of(checkpoints: &Checkpoints, row: CheckpointRow, holders: &Holders) -> Self {
+    fn of(checkpoints: &Checkpoints, row: CheckpointRow, copies: Option<&Copies>) -> Self {
         let uploading_from =
-            checkpoints.on_its_way(&row, holders).into_iter().next().map(|holder| holder.agent);
-        let stored = checkpoints.stored_state(&row);
+            checkpoints.on_its_way(&row, copies).into_iter().next().map(|holder| holder.agent);
+        let stored = checkpoints.stored_state(&row, copies);
         let CheckpointRow { id, attempt, info, created_at, .. } = row;
         Self { id, attempt, info, created_at, uploading_from, stored }
     }
@@ -177,8 +177,12 @@ pub(crate) async fn list(
 ) -> Result<Response> {
     let job = jobs::find(&scheduler, &id).await?;
     let rows = scheduler.store.checkpoints(&job.id).await?;
-    let holders = scheduler.store.holders(&job.id).await?;
-    let rows = rows.into_iter().map(|row| Checkpoint::of(&checkpoints, row, &holders)).collect();
+    let copies = checkpoints.copies(&job.id).await?;
+    let of = |row: CheckpointRow| {
+        let copies = copies.get(&row.id);
+        Checkpoint::of(&checkpoints, row, copies)
+    };
+    let rows = rows.into_iter().map(of).collect();
     tagged(&headers, &CheckpointList::from(LIST.page_of_job(&job.id, rows, &params)?))
 }
 
@@ -193,10 +197,10 @@ pub(crate) async fn show(
 ) -> Result<Json<CheckpointDetail>> {
     let row = find(&*checkpoints.store, &id).await?;
     let files = manifest(&checkpoints, &row).await?.get("files").cloned().unwrap_or_default();
-    let holders = checkpoints.store.holders(&row.job).await?;
+    let copies = checkpoints.copies_of(&row).await?;
     Ok(Json(CheckpointDetail {
         job: row.job.to_string(),
-        checkpoint: Checkpoint::of(&checkpoints, row, &holders),
+        checkpoint: Checkpoint::of(&checkpoints, row, Some(&copies)),
         files,
     }))
 }
@@ -230,8 +234,8 @@ pub(super) fn choose(rows: Vec<CheckpointRow>, wanted: &str) -> Result<Checkpoin
 /// # Errors
 /// It is on its way, or cannot be fetched.
 pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
-    let holders = checkpoints.store.holders(&row.job).await?;
-    if let Some(holder) = checkpoints.on_its_way(row, &holders).into_iter().next() {
+    let copies = checkpoints.copies_of(row).await?;
+    if let Some(holder) = checkpoints.on_its_way(row, Some(&copies)).into_iter().next() {
         return Err(Error::Conflict(
             format!(
                 "this checkpoint is still being uploaded from {}; ask again, or use an older one",
@@ -240,8 +244,8 @@ pub(super) async fn check_here(checkpoints: &Arc<Checkpoints>, row: &CheckpointR
             None,
         ));
     }
-    let fetch = match artifact_fetches::fetch(checkpoints, row) {
-        None => artifact_fetches::mend(checkpoints, row).await,
+    let fetch = match artifact_fetches::fetch(checkpoints, row, Some(&copies)) {
+        None => artifact_fetches::mend(checkpoints, row, Some(&copies)).await,
         fetch => fetch,
     };
     match fetch {

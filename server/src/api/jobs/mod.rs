@@ -285,12 +285,13 @@ pub(super) async fn remove(
     id: &JobId,
 ) -> Result<()> {
     let job = find(scheduler, id.as_str()).await?;
+    let checkpoints = scheduler.store.checkpoints(id).await?;
     // The files go with the rows (`store/purge.rs`).
     scheduler.store.delete_job(id).await?;
     auth.job_owners.remove(id);
     deleted_jobs.note();
     if let Some(store) = &scheduler.checkpoints.artifact_store {
-        store.removed.notify_one();
+        checkpoints.iter().for_each(|row| store.note(&row.id));
     }
     scheduler.events.hub.deleted(job);
     Ok(())

@@ -173,10 +173,12 @@ pub(crate) async fn job(
         })
         .collect();
     let rows = scheduler.store.checkpoints(&id).await?;
+    let copies = scheduler.checkpoints.copies(&id).await?;
     let checkpoints = rows
         .into_iter()
         .map(|row| {
-            let stored = scheduler.checkpoints.stored_state(&row).map(StoredState::as_str);
+            let stored = scheduler.checkpoints.stored_state(&row, copies.get(&row.id));
+            let stored = stored.map(StoredState::as_str);
             job_views::Checkpoint { id: row.id, attempt: row.attempt, info: row.info, stored }
         })
         .collect();

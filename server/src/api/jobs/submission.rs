@@ -30,7 +30,8 @@ const NAMED: usize = 3;
 
 /// Fetches the checkpoint that a job begins from, where the object store alone has it. What is wrong with it, whoever reads it says.
 async fn bring_back(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Result<()> {
-    let Some(fetch) = artifact_fetches::fetch(checkpoints, row) else { return Ok(()) };
+    let copies = checkpoints.copies_of(row).await?;
+    let Some(fetch) = artifact_fetches::fetch(checkpoints, row, Some(&copies)) else { return Ok(()) };
     let why = match artifact_fetches::wait(fetch, checkpoints.config.evaluation_wait).await {
         None => "which takes a while; ask again in a moment".to_owned(),
         Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => {

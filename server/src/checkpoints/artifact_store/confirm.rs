@@ -85,10 +85,9 @@ impl ArtifactStore {
 
     /// Whether an unmarked store has something of what should be there.
     async fn has_something(&self, database: &dyn Store) -> Result<(), Unusable> {
-        let mut wanted = database.stored_checkpoints(self.storage.url(), "", SOME).await?;
-        wanted.retain(|stored| stored.manifest.is_some());
-        for stored in &wanted {
-            let Some(place) = self.storage.place(&stored.id) else { continue };
+        let wanted = database.uploaded_checkpoints(self.storage.url(), SOME).await?;
+        for id in &wanted {
+            let Some(place) = self.storage.place(id) else { continue };
             if self.storage.manifest(&place).await?.is_some() {
                 return Ok(());
             }

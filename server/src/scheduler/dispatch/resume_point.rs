@@ -4,7 +4,7 @@ use super::unreported;
 use crate::{
     lifecycle,
     scheduler::Scheduler,
-    store::{CheckpointRow, JobRow, Result},
+    store::{Copies, JobRow, Result},
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo},
@@ -31,9 +31,6 @@ pub(super) enum ResumePoint {
 pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str) -> Result<ResumePoint> {
     // Without any folder, checkpoints are on another disk, unless there is an object store, which has all of them.
     let checkpoints = scheduler.config.job_dir(&job.id).join("checkpoints");
-    let is_stored = |row: &CheckpointRow| {
-        scheduler.checkpoints.artifact_store.as_deref().is_some_and(|store| store.has(&row.id))
-    };
     let is_here = scheduler.checkpoints.artifact_store.is_some()
         || matches!(tokio::fs::try_exists(&checkpoints).await, Ok(true));
     let mut missing = Vec::new();
@@ -41,14 +38,15 @@ pub(super) async fn forget_missing(scheduler: &Scheduler, job: &Job, agent: &str
     let (all, mut lost, mut elsewhere) = (rows.len(), 0, BTreeSet::new());
     let newest = rows.iter().map(|row| row.info.step).max();
     let mut left = BTreeSet::new();
-    let all_holders = scheduler.store.holders(&job.id).await?;
+    let copies = scheduler.checkpoints.copies(&job.id).await?;
     for row in rows {
-        let holders = scheduler.checkpoints.on_its_way(&row, &all_holders);
+        let copies = copies.get(&row.id);
+        let holders = scheduler.checkpoints.on_its_way(&row, copies);
         let is_missing = match holders.is_empty() {
             false => holders.iter().all(|holder| holder.agent_id != agent),
             true => {
                 is_here
-                    && !is_stored(&row)
+                    && !copies.is_some_and(Copies::may_be_fetched)
                     && matches!(tokio::fs::try_exists(scheduler.checkpoints.folder(&row)).await, Ok(false))
             }
         };

@@ -78,15 +78,14 @@ impl EventRow {
         }
     }
 
-    /// The id of the checkpoint that it tells of, and whether that was written; else it was removed.
-    pub(crate) fn checkpoint(&self) -> Option<(String, bool)> {
+    /// The id of the checkpoint whose writing or removal it tells of.
+    pub(crate) fn checkpoint(&self) -> Option<String> {
         let Stored::Body(body) = &self.stored else { return None };
         if !body.starts_with("{\"type\":\"checkpoint") {
             return None;
         }
         match serde_json::from_str(body).ok()? {
-            EventBody::Checkpoint { id, .. } => Some((id, true)),
-            EventBody::CheckpointRemoved { id, .. } => Some((id, false)),
+            EventBody::Checkpoint { id, .. } | EventBody::CheckpointRemoved { id, .. } => Some(id),
             _ => None,
         }
     }

@@ -1,17 +1,14 @@
 //! Attempts: claims, those that may write, and all there were.
 
 use super::{
-    Connection, DbRow, SqlStore,
-    checkpoint_copies::AGENT,
-    events,
+    Connection, DbRow, SqlStore, events,
     jobs::{append, load_all, read, save},
     together,
 };
 use crate::{
     lifecycle,
     store::{
-        AttemptRow, Changed, Claim, Claimed, GivenPlace, Holder, Holders, Occupant, Place, Result,
-        StoreError,
+        AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
         quarantine::{self, readable},
         values::{fencing, json, new_fencing, reached, small, time, uint},
     },
@@ -95,36 +92,6 @@ impl SqlStore {
             has_rank_0: place.has_rank_0(),
             has_own_disk: own_disks.iter().any(|id| id == agent_id),
         }))
-    }
-
-    pub(super) async fn read_holders(&self, job: &JobId) -> Result<Holders> {
-        let rows = sqlx::query(
-            "SELECT k.id, a.places, a.own_disks, c.location FROM checkpoints k \
-             JOIN attempts a ON a.job_id = k.job_id AND a.attempt = k.attempt \
-             JOIN checkpoint_copies c ON c.checkpoint_id = k.id WHERE k.job_id = $1 AND a.own_disks <> '[]'",
-        )
-        .bind(job.as_str())
-        .fetch_all(&self.reader)
-        .await?;
-        let mut found: HashMap<String, Vec<(usize, Holder)>> = HashMap::new();
-        for row in &rows {
-            let location: &str = row.try_get("location")?;
-            let Some(agent_id) = location.strip_prefix(AGENT) else { continue };
-            let own_disks: Vec<String> = read(job.as_str(), "own_disks", row.try_get("own_disks")?);
-            let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
-            let place = places.into_iter().enumerate().find(|(_, place)| place.agent_id == agent_id);
-            if let Some((n, Place { agent_id, agent, .. })) = place
-                && own_disks.contains(&agent_id)
-            {
-                // That of rank 0 is the first.
-                found.entry(row.try_get("id")?).or_default().push((n, Holder { agent_id, agent }));
-            }
-        }
-        let sorted = found.into_iter().map(|(checkpoint, mut holders)| {
-            holders.sort_by_key(|(n, _)| *n);
-            (checkpoint, holders.into_iter().map(|(_, holder)| holder).collect())
-        });
-        Ok(sorted.collect())
     }
 
     pub(super) async fn make_attempts(&self, claims: &[Claim]) -> Result<Vec<Option<Claimed>>> {

@@ -1,32 +1,40 @@
-//! Where checkpoints are, but for the server's disk: on disks of agents and in object stores.
+//! The copies of checkpoints: on disks of agents, in object stores, and damaged ones on the server's disk.
 
-use super::{Connection, DbRow, SqlStore};
-use crate::store::{ArtifactMarker, Result, StoredCheckpoint};
+use super::{Connection, SqlStore, jobs::read};
+use crate::store::{ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint};
+use lockstep_protocol::job::JobId;
 use sqlx::Row;
+use std::collections::{HashMap, HashSet};
 
 /// Stands before a marker that came with a backup.
 pub(super) const RESTORED: &str = "restored ";
 
 /// Stands before the id of an agent in the column `location`.
-pub(super) const AGENT: &str = "agent:";
+const AGENT: &str = "agent:";
 
 /// An agent has written a checkpoint whole.
 pub(super) async fn add_agent(db: &mut Connection, checkpoint: &str, agent_id: &str) -> Result<()> {
     sqlx::query(
-        "INSERT INTO checkpoint_copies (checkpoint_id, location) VALUES ($1, $2) ON CONFLICT DO NOTHING",
+        "INSERT INTO checkpoint_copies (checkpoint_id, location, state) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING",
     )
     .bind(checkpoint)
     .bind(format!("{AGENT}{agent_id}"))
+    .bind(CopyState::Complete.as_str())
     .execute(db)
     .await?;
     Ok(())
 }
 
-/// Forgets which agents have a checkpoint, unless it is of `attempt`.
-pub(super) async fn forget_agents(db: &mut Connection, checkpoint: &str, attempt: Option<u32>) -> Result<()> {
+/// A checkpoint was removed, or written by `attempt`. Agents that wrote it in another attempt have it no more, and the server's copy is not
+/// the damaged one.
+pub(super) async fn forget_replaced(
+    db: &mut Connection,
+    checkpoint: &str,
+    attempt: Option<u32>,
+) -> Result<()> {
     sqlx::query(
-        "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location LIKE 'agent:%' \
-         AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE id = $1 AND attempt = $2)",
+        "DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND (location = 'server' OR location LIKE 'agent:%' \
+         AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE id = $1 AND attempt = $2))",
     )
     .bind(checkpoint)
     .bind(attempt.map(i64::from))
@@ -35,63 +43,140 @@ pub(super) async fn forget_agents(db: &mut Connection, checkpoint: &str, attempt
     Ok(())
 }
 
-fn stored(row: &DbRow) -> Result<StoredCheckpoint> {
-    Ok(StoredCheckpoint {
-        id: row.try_get("checkpoint_id")?,
-        manifest: row.try_get("manifest")?,
-        parts: row.try_get("parts")?,
-    })
-}
-
 impl SqlStore {
-    pub(super) async fn list_stored(
+    pub(super) async fn read_copies(
         &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
+        job: &JobId,
+        object_store: &str,
+    ) -> Result<HashMap<String, Copies>> {
         let rows = sqlx::query(
-            "SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 ORDER BY checkpoint_id LIMIT $3",
+            "SELECT k.id, k.attempt, c.location, c.state FROM checkpoints k \
+             JOIN checkpoint_copies c ON c.checkpoint_id = k.id WHERE k.job_id = $1",
         )
-        .bind(store)
-        .bind(behind)
-        .bind(i64::from(limit))
+        .bind(job.as_str())
         .fetch_all(&self.reader)
         .await?;
-        rows.iter().map(stored).collect()
+        let agents = self.read_agents_with_disks(job).await?;
+        let mut found: HashMap<String, Copies> = HashMap::new();
+        for row in &rows {
+            let copies = found.entry(row.try_get("id")?).or_default();
+            let location: &str = row.try_get("location")?;
+            if location == Copies::SERVER {
+                copies.is_damaged_here = true;
+            } else if location == object_store {
+                copies.object_store = CopyState::of(row.try_get("state")?);
+            } else if let Some(agent_id) = location.strip_prefix(AGENT) {
+                let attempt: i64 = row.try_get("attempt")?;
+                copies.holders.extend(agents.get(&(attempt, agent_id.to_owned())).cloned());
+            }
+        }
+        found.values_mut().for_each(|copies| copies.holders.sort_by_key(|holder| holder.place));
+        Ok(found)
     }
 
-    pub(super) async fn list_abandoned(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
+    /// The agents with a disk of their own in the attempts that wrote a job's checkpoints, by the attempt and the agent's id. The places of an
+    /// attempt are read once: each of its agents may have each of its checkpoints.
+    async fn read_agents_with_disks(&self, job: &JobId) -> Result<HashMap<(i64, String), Holder>> {
         let rows = sqlx::query(
-            "SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
-             checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
+            "SELECT attempt, places, own_disks FROM attempts WHERE job_id = $1 AND own_disks <> '[]' \
+             AND attempt IN (SELECT attempt FROM checkpoints WHERE job_id = $1)",
         )
-        .bind(store)
-        .bind(behind)
-        .bind(i64::from(limit))
+        .bind(job.as_str())
         .fetch_all(&self.reader)
         .await?;
-        rows.iter().map(stored).collect()
+        let mut agents = HashMap::new();
+        for row in &rows {
+            let attempt: i64 = row.try_get("attempt")?;
+            let own_disks: HashSet<String> = read(job.as_str(), "own_disks", row.try_get("own_disks")?);
+            let places: Vec<Place> = read(job.as_str(), "places", row.try_get("places")?);
+            for (place, Place { agent_id, agent, .. }) in places.into_iter().enumerate() {
+                if own_disks.contains(&agent_id) {
+                    let key = (attempt, agent_id.clone());
+                    agents.entry(key).or_insert(Holder { agent_id, agent, place });
+                }
+            }
+        }
+        Ok(agents)
+    }
+
+    pub(super) async fn read_stored(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
+        let row = sqlx::query("SELECT * FROM checkpoint_copies WHERE location = $1 AND checkpoint_id = $2")
+            .bind(store)
+            .bind(id)
+            .fetch_optional(&self.reader)
+            .await?;
+        let Some(row) = row else { return Ok(None) };
+        let is_complete = row.try_get::<&str, _>("state")? == CopyState::Complete.as_str();
+        let manifest: Option<String> = row.try_get("manifest")?;
+        let manifest = manifest.filter(|_| is_complete);
+        Ok(Some(StoredCheckpoint { id: id.to_owned(), manifest, parts: row.try_get("parts")? }))
+    }
+
+    pub(super) async fn write_damaged(&self, location: &str, id: &str) -> Result<bool> {
+        let mut db = self.begin().await?;
+        let done = sqlx::query(
+            "INSERT INTO checkpoint_copies (checkpoint_id, location, state) SELECT $1, $2, $3 \
+             WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
+             DO UPDATE SET state = excluded.state WHERE checkpoint_copies.state <> excluded.state",
+        )
+        .bind(id)
+        .bind(location)
+        .bind(CopyState::Damaged.as_str())
+        .execute(&mut *db)
+        .await?;
+        db.commit().await?;
+        Ok(done.rows_affected() > 0)
+    }
+
+    pub(super) async fn forget_damage(&self, store: &str) -> Result<()> {
+        let mut db = self.begin().await?;
+        sqlx::query(
+            "UPDATE checkpoint_copies SET state = CASE WHEN manifest IS NULL THEN 'copying' ELSE 'complete' END \
+             WHERE location = $1 AND state = 'damaged'",
+        )
+        .bind(store)
+        .execute(&mut *db)
+        .await?;
+        Ok(db.commit().await?)
+    }
+
+    pub(super) async fn list_uploaded(&self, store: &str, limit: u32) -> Result<Vec<String>> {
+        let ids = sqlx::query_scalar(
+            "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND manifest IS NOT NULL LIMIT $2",
+        );
+        Ok(ids.bind(store).bind(i64::from(limit)).fetch_all(&self.reader).await?)
+    }
+
+    pub(super) async fn list_abandoned(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>> {
+        let ids = sqlx::query_scalar(
+            "SELECT checkpoint_id FROM checkpoint_copies WHERE location = $1 AND checkpoint_id > $2 AND NOT EXISTS (SELECT 1 FROM \
+             checkpoints WHERE checkpoints.id = checkpoint_copies.checkpoint_id) ORDER BY checkpoint_id LIMIT $3",
+        );
+        Ok(ids.bind(store).bind(behind).bind(i64::from(limit)).fetch_all(&self.reader).await?)
     }
 
     pub(super) async fn upsert_stored(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {
         let mut db = self.begin().await?;
         let done = sqlx::query(
-            "INSERT INTO checkpoint_copies (checkpoint_id, location, manifest, parts) SELECT $1, $2, $3, $4 \
+            "INSERT INTO checkpoint_copies (checkpoint_id, location, state, manifest, parts) SELECT $1, $2, $3, $4, $5 \
              WHERE EXISTS (SELECT 1 FROM checkpoints WHERE id = $1) ON CONFLICT (checkpoint_id, location) \
-             DO UPDATE SET manifest = excluded.manifest, parts = excluded.parts",
+             DO UPDATE SET state = excluded.state, manifest = excluded.manifest, parts = excluded.parts",
         )
         .bind(&stored.id)
         .bind(store)
+        .bind(stored.state().as_str())
         .bind(&stored.manifest)
         .bind(&stored.parts)
         .execute(&mut *db)
         .await?;
+        if stored.state() == CopyState::Complete {
+            // It was read from the server's disk, and is whole.
+            sqlx::query("DELETE FROM checkpoint_copies WHERE checkpoint_id = $1 AND location = $2")
+                .bind(&stored.id)
+                .bind(Copies::SERVER)
+                .execute(&mut *db)
+                .await?;
+        }
         db.commit().await?;
         Ok(done.rows_affected() > 0)
     }

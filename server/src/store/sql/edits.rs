@@ -79,7 +79,7 @@ impl SqlStore {
             .execute(&mut *db)
             .await?;
         sqlx::query(
-            "DELETE FROM checkpoint_copies WHERE location LIKE 'agent:%' \
+            "DELETE FROM checkpoint_copies WHERE (location = 'server' OR location LIKE 'agent:%') \
              AND checkpoint_id IN (SELECT id FROM checkpoints WHERE job_id = $1)",
         )
         .bind(id.as_str())

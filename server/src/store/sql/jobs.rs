@@ -273,7 +273,7 @@ pub(super) async fn append(
 async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timestamp) -> Result<()> {
     match body {
         EventBody::Checkpoint { attempt, id, checkpoint } => {
-            checkpoint_copies::forget_agents(db, id, Some(*attempt)).await?;
+            checkpoint_copies::forget_replaced(db, id, Some(*attempt)).await?;
             if checkpoint.best {
                 sqlx::query("UPDATE checkpoints SET best = 0 WHERE job_id = $1")
                     .bind(job.as_str())
@@ -299,7 +299,7 @@ async fn project(db: &mut Connection, job: &JobId, body: &EventBody, at: Timesta
                 .await?;
         }
         EventBody::CheckpointRemoved { id, .. } => {
-            checkpoint_copies::forget_agents(db, id, None).await?;
+            checkpoint_copies::forget_replaced(db, id, None).await?;
             sqlx::query("DELETE FROM checkpoints WHERE id = $1").bind(id).execute(db).await?;
         }
         _ => {}

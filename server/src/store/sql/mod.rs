@@ -35,7 +35,7 @@ use super::dialect::{
 };
 use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Copies, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, WebhookRow,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -225,23 +225,22 @@ impl Store for SqlStore {
     async fn checkpoints_behind(&self, id: &str, limit: u32) -> Result<Vec<CheckpointRow>> {
         self.read_checkpoints_behind(id, limit).await
     }
-    async fn holders(&self, job: &JobId) -> Result<Holders> {
-        self.read_holders(job).await
+    async fn copies(&self, job: &JobId, object_store: &str) -> Result<HashMap<String, Copies>> {
+        self.read_copies(job, object_store).await
     }
-    async fn stored_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
-        self.list_stored(store, behind, limit).await
+    async fn mark_damaged(&self, location: &str, id: &str) -> Result<bool> {
+        self.write_damaged(location, id).await
     }
-    async fn abandoned_checkpoints(
-        &self,
-        store: &str,
-        behind: &str,
-        limit: u32,
-    ) -> Result<Vec<StoredCheckpoint>> {
+    async fn forget_damaged(&self, store: &str) -> Result<()> {
+        self.forget_damage(store).await
+    }
+    async fn stored_checkpoint(&self, store: &str, id: &str) -> Result<Option<StoredCheckpoint>> {
+        self.read_stored(store, id).await
+    }
+    async fn uploaded_checkpoints(&self, store: &str, limit: u32) -> Result<Vec<String>> {
+        self.list_uploaded(store, limit).await
+    }
+    async fn abandoned_checkpoints(&self, store: &str, behind: &str, limit: u32) -> Result<Vec<String>> {
         self.list_abandoned(store, behind, limit).await
     }
     async fn put_stored_checkpoint(&self, store: &str, stored: &StoredCheckpoint) -> Result<bool> {

@@ -1,4 +1,8 @@
-//! Uploads checkpoints to the object store in the background: two at a time, each in parts of a file, which limits memory and network use.
+//! Moves checkpoints between the server's disk and the object store in the background: uploads those that the store lacks, and deletes the
+//! objects of those that were deleted. Two checkpoints at a time, each in parts of a file, which limits memory and network use.
+//!
+//! The row of a copy is written before the first of its objects and deleted after the last. A row without a checkpoint says which objects
+//! are to be deleted, so nothing is left behind if the server is killed or the object store is unavailable.
 
 use super::{
     Checkpoints,
@@ -7,7 +11,7 @@ use super::{
     object_storage::{PART_BYTES, Place, Unusable, part_bytes, words},
 };
 use crate::{
-    store::{CheckpointRow, StoreError, StoredCheckpoint},
+    store::{self, CheckpointRow, Copies, StoreError, StoredCheckpoint},
     util::regular,
 };
 use bytes::Bytes;
@@ -27,12 +31,12 @@ const TRY_AGAIN: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_s
 /// Rows that are read at a time.
 const ROWS: u32 = 1000;
 
-/// Why a checkpoint is not in the store yet.
-enum UploadError {
-    /// The object store failed; it may be unavailable.
-    Store(object_store::Error),
-    /// The object store is the wrong one or unavailable, for this reason.
+/// Why a checkpoint is not in the object store yet, or still there.
+enum MoveError {
+    /// The object store is the wrong one, or unavailable, or does not take the checkpoint, for this reason.
     Away(String),
+    /// The object store does not delete the objects, for this reason.
+    Kept(String),
     /// The database.
     Database(StoreError),
     /// The disk.
@@ -43,25 +47,25 @@ enum UploadError {
     Damaged(String),
 }
 
-impl From<object_store::Error> for UploadError {
+impl From<object_store::Error> for MoveError {
     fn from(error: object_store::Error) -> Self {
-        Self::Store(error)
+        Self::Away(words(&error))
     }
 }
 
-impl From<Unusable> for UploadError {
+impl From<Unusable> for MoveError {
     fn from(unusable: Unusable) -> Self {
         Self::Away(unusable.why)
     }
 }
 
-impl From<StoreError> for UploadError {
+impl From<StoreError> for MoveError {
     fn from(error: StoreError) -> Self {
         Self::Database(error)
     }
 }
 
-impl From<io::Error> for UploadError {
+impl From<io::Error> for MoveError {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::NotFound => Self::Changed,
@@ -72,9 +76,9 @@ impl From<io::Error> for UploadError {
     }
 }
 
-type Result<T> = std::result::Result<T, UploadError>;
+type Result<T> = std::result::Result<T, MoveError>;
 
-/// Uploads until dropped: first what an earlier server did not get to.
+/// Moves until dropped: first what an earlier server did not get to.
 pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
     let Some(store) = &checkpoints.artifact_store else { return };
     let mut backoff = TRY_AGAIN;
@@ -82,41 +86,75 @@ pub(crate) async fn run(checkpoints: Arc<Checkpoints>) {
         tracing::warn!(%error, "which checkpoints the object store lacks could not be read; trying again");
         tokio::time::sleep(backoff.pause()).await;
     }
+    wait_for(&checkpoints, store).await;
     futures_util::future::join_all((0..AT_ONCE).map(|_| work(&checkpoints, store))).await;
 }
 
-/// Queues the checkpoints on this disk that differ from those in the object store.
-async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> std::result::Result<(), StoreError> {
+/// Queues the checkpoints on this disk that differ from those in the object store, and the objects without a checkpoint.
+async fn find(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
+    note_abandoned(checkpoints, store).await?;
     let mut behind = String::new();
     loop {
         let rows = checkpoints.store.checkpoints_behind(&behind, ROWS).await?;
         let Some(last) = rows.last() else { return Ok(()) };
         behind.clone_from(&last.id);
         for row in rows {
-            note_lacking(checkpoints, store, &row).await;
+            note_lacking(checkpoints, store, &row).await?;
         }
     }
 }
 
-/// Queues a checkpoint on this disk, unless the object store has it with the same manifest.
-async fn note_lacking(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) {
-    let Ok(text) = regular::read(&checkpoints.folder(row).join(MANIFEST)).await else { return };
-    if store.stored(&row.id).and_then(|stored| stored.manifest) != Some(sha256(&text)) {
-        store.note(&row.id);
+/// Queues the objects whose checkpoint was deleted.
+async fn note_abandoned(checkpoints: &Checkpoints, store: &ArtifactStore) -> store::Result<()> {
+    let mut behind = String::new();
+    loop {
+        let ids = checkpoints.store.abandoned_checkpoints(store.storage.url(), &behind, ROWS).await?;
+        let Some(last) = ids.last() else { return Ok(()) };
+        behind.clone_from(last);
+        ids.iter().for_each(|id| store.note(id));
     }
 }
 
-/// Queues a job's checkpoints. Some may have been stored without a notification.
+/// Queues a checkpoint on this disk, unless the object store has it with the same manifest.
+async fn note_lacking(
+    checkpoints: &Checkpoints,
+    store: &ArtifactStore,
+    row: &CheckpointRow,
+) -> store::Result<()> {
+    let Ok(text) = regular::read(&checkpoints.folder(row).join(MANIFEST)).await else { return Ok(()) };
+    let stored = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
+    if stored.and_then(|stored| stored.manifest) != Some(sha256(&text)) {
+        store.note(&row.id);
+    }
+    Ok(())
+}
+
+/// Queues a job's checkpoints, and the objects of deleted ones. Some may have been stored or deleted without a notification.
 ///
 /// # Errors
 /// The database.
-pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> std::result::Result<(), StoreError> {
+pub(crate) async fn catch_up(checkpoints: &Checkpoints, job: &JobId) -> store::Result<()> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(()) };
+    note_abandoned(checkpoints, store).await?;
     for row in checkpoints.store.checkpoints(job).await?.iter().rev() {
-        note_lacking(checkpoints, store, row).await;
+        note_lacking(checkpoints, store, row).await?;
     }
-    store.removed.notify_one();
     Ok(())
+}
+
+/// Waits until the store can be used and is the right one. If it was unavailable when the server started, a wrong configuration is found
+/// only now.
+async fn wait_for(checkpoints: &Checkpoints, store: &ArtifactStore) {
+    let (mut backoff, mut is_told) = (TRY_AGAIN, false);
+    while let Err(unusable) = store.confirm(&*checkpoints.store).await {
+        store.is_away(Asked::Other, &unusable.why);
+        if !unusable.may_pass && !is_told {
+            tracing::error!(error = unusable.why, "the object store cannot be used as it is");
+            is_told = true;
+        }
+        tokio::time::sleep(backoff.pause()).await;
+    }
+    store.answers(Asked::Other);
 }
 
 async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
@@ -127,73 +165,104 @@ async fn work(checkpoints: &Checkpoints, store: &ArtifactStore) {
             noted.await;
             continue;
         };
-        let done = upload(checkpoints, store, &id).await;
+        let (asked, done) = match checkpoints.store.checkpoint(&id).await {
+            Ok(Some(row)) => (Asked::Write, upload(checkpoints, store, &row).await),
+            Ok(None) => (Asked::Other, delete(checkpoints, store, &id).await),
+            Err(error) => (Asked::Other, Err(error.into())),
+        };
         let failed = match done {
-            Ok(()) => false,
-            // Its removal or replacement is notified separately.
-            Err(UploadError::Changed) => false,
-            Err(UploadError::Damaged(how)) => {
-                tracing::warn!(
-                    checkpoint = id,
-                    how,
-                    "a damaged checkpoint does not go into the object store"
-                );
-                if store.refuse(&id)
-                    && let Ok(Some(row)) = checkpoints.store.checkpoint(&id).await
-                {
-                    let name = format!("{}-{}", row.info.epoch, row.info.step);
-                    let text = format!(
-                        "checkpoint {name} on the server's disk is damaged ({how}); it does not go into the object store"
-                    );
-                    checkpoints.events.log(&row.job, text).await;
-                }
+            // A removal or replacement is notified separately.
+            Ok(()) | Err(MoveError::Changed) => false,
+            Err(MoveError::Damaged(how)) => {
+                refuse(checkpoints, &id, &how).await;
                 false
             }
-            Err(UploadError::Store(error)) => {
-                store.is_away(Asked::Write, &words(&error));
+            Err(MoveError::Away(why)) => {
+                store.is_away(asked, &why);
                 true
             }
-            Err(UploadError::Away(why)) => {
-                store.is_away(Asked::Write, &why);
+            Err(MoveError::Kept(error)) => {
+                tracing::warn!(
+                    checkpoint = id,
+                    error,
+                    "the objects of a checkpoint cannot be deleted; trying again"
+                );
                 true
             }
-            Err(UploadError::Database(error)) => {
-                tracing::warn!(%error, "a checkpoint could not be noted as stored; trying again");
+            Err(MoveError::Database(error)) => {
+                tracing::warn!(%error, checkpoint = id, "a copy of a checkpoint could not be recorded; trying again");
                 true
             }
-            Err(UploadError::Disk(error)) => {
+            Err(MoveError::Disk(error)) => {
                 tracing::warn!(%error, checkpoint = id, "a checkpoint could not be read; trying again");
                 true
             }
         };
         if failed {
-            store.note_again(&id);
-            store.done(&id);
+            // The other worker does not take it meanwhile, and moves the rest.
             tokio::time::sleep(backoff.pause()).await;
+            store.note_again(&id);
         } else {
-            store.done(&id);
             backoff = TRY_AGAIN;
         }
+        store.done(&id);
     }
 }
 
+/// Records that the copy on the server's disk is damaged, and tells the job's owner.
+async fn refuse(checkpoints: &Checkpoints, id: &str, how: &str) {
+    tracing::warn!(checkpoint = id, how, "a damaged checkpoint does not go into the object store");
+    if let Ok(true) = checkpoints.store.mark_damaged(Copies::SERVER, id).await
+        && let Ok(Some(row)) = checkpoints.store.checkpoint(id).await
+    {
+        let name = format!("{}-{}", row.info.epoch, row.info.step);
+        let text = format!(
+            "checkpoint {name} on the server's disk is damaged ({how}); it does not go into the object store"
+        );
+        checkpoints.events.log(&row.job, text).await;
+    }
+}
+
+/// Deletes the objects of a deleted checkpoint, then the record of them.
+async fn delete(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> Result<()> {
+    let url = store.storage.url();
+    let Some(record) = checkpoints.store.stored_checkpoint(url, id).await? else { return Ok(()) };
+    if let Some(place) = store.storage.place(id) {
+        // The objects may belong to another server, which has a copy of this database and has adopted the store.
+        store.confirm(&*checkpoints.store).await?;
+        let gone = async {
+            if let Some(parts) = &record.parts {
+                store.storage.drop_parts(parts).await?;
+            }
+            store.storage.delete(&place, None).await
+        };
+        let gone = gone.await;
+        // A store that is not mounted looks empty, so it is confirmed again.
+        store.confirm(&*checkpoints.store).await?;
+        store.answers(Asked::Other);
+        gone.map_err(|error| MoveError::Kept(words(&error)))?;
+    }
+    checkpoints.store.forget_stored_checkpoint(url, id).await?;
+    store.forget(id);
+    Ok(())
+}
+
 /// Uploads one checkpoint, unless the object store has it with the same manifest.
-async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, id: &str) -> Result<()> {
-    let Some(row) = checkpoints.store.checkpoint(id).await? else { return Ok(()) };
-    let Some(place) = store.storage.place(id) else { return Ok(()) };
-    let folder = checkpoints.folder(&row);
+async fn upload(checkpoints: &Checkpoints, store: &ArtifactStore, row: &CheckpointRow) -> Result<()> {
+    let Some(place) = store.storage.place(&row.id) else { return Ok(()) };
+    let folder = checkpoints.folder(row);
     let text = regular::read(&folder.join(MANIFEST)).await?;
-    let known = store.stored(id);
+    let known = checkpoints.store.stored_checkpoint(store.storage.url(), &row.id).await?;
     if known.as_ref().and_then(|known| known.manifest.as_ref()) == Some(&sha256(&text)) {
         return Ok(());
     }
     let text = Bytes::from(text);
     let begun =
-        StoredCheckpoint { id: id.to_owned(), manifest: None, parts: known.and_then(|known| known.parts) };
+        StoredCheckpoint { id: row.id.clone(), manifest: None, parts: known.and_then(|known| known.parts) };
     match bring(checkpoints, store, &place, &folder, &text, begun).await {
         // Not damaged: it was replaced meanwhile, and is queued again.
-        Err(UploadError::Damaged(_)) if regular::read(&folder.join(MANIFEST)).await? != text => {
-            Err(UploadError::Changed)
+        Err(MoveError::Damaged(_)) if regular::read(&folder.join(MANIFEST)).await? != text => {
+            Err(MoveError::Changed)
         }
         Err(trouble) => Err(trouble),
         Ok(()) => {
@@ -213,7 +282,7 @@ async fn bring(
     text: &Bytes,
     mut record: StoredCheckpoint,
 ) -> Result<()> {
-    let manifest = place.read(text).map_err(UploadError::Damaged)?;
+    let manifest = place.read(text).map_err(MoveError::Damaged)?;
     store.confirm(&*checkpoints.store).await?;
     if let Some(parts) = record.parts.take() {
         store.storage.drop_parts(&parts).await?;
@@ -241,10 +310,8 @@ async fn bring(
 async fn write(checkpoints: &Checkpoints, store: &ArtifactStore, record: &StoredCheckpoint) -> Result<()> {
     if !checkpoints.store.put_stored_checkpoint(store.storage.url(), record).await? {
         // It was removed meanwhile.
-        store.removed.notify_one();
-        return Err(UploadError::Changed);
+        return Err(MoveError::Changed);
     }
-    store.set(record.clone());
     Ok(())
 }
 
@@ -294,7 +361,7 @@ async fn send(
     let bytes;
     (bytes, reader) = next(reader, part).await?;
     if wanted.size_bytes <= PART_BYTES {
-        reader.verifier.finish(name, wanted).map_err(UploadError::Damaged)?;
+        reader.verifier.finish(name, wanted).map_err(MoveError::Damaged)?;
         return Ok(store.storage.put(place, name, &wanted.sha256, bytes).await?);
     }
     let mut upload = store.storage.begin(place, name, &wanted.sha256).await?;
@@ -308,7 +375,7 @@ async fn send(
             upload.send(bytes).await?;
             (bytes, reader) = next(reader, part).await?;
         }
-        reader.verifier.finish(name, wanted).map_err(UploadError::Damaged)?;
+        reader.verifier.finish(name, wanted).map_err(MoveError::Damaged)?;
         Ok(upload.finish().await?)
     }
     .await;

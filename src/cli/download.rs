@@ -3,7 +3,7 @@
 use super::{
     api::{Api, ServerArgs},
     block_on,
-    checkpoint_choice::{CheckpointArgs, Weights},
+    checkpoint_choice::{CheckpointArgs, Listed, Weights},
     export, file, output, wrong,
 };
 use anyhow::{Context, bail};
@@ -17,6 +17,7 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
 };
+use tempfile::TempDir;
 
 /// Download a checkpoint's weights (safetensors)
 #[derive(clap::Args)]
@@ -39,32 +40,12 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
         let (_, chosen) = args.which.find(&api).await?;
-        let file = args.which.weights.file();
-        let from = format!("/checkpoints/{}", chosen.id);
-        let manifest: Value = api.get(&format!("{from}/MANIFEST.json")).await?;
-        let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
-        let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(file));
-        let files: Vec<(&String, &str)> =
-            of_kind.filter_map(|(name, about)| Some((name, about.get("sha256")?.as_str()?))).collect();
+        let files = weight_files(&api, &chosen, args.which.weights).await?;
         let (size_bytes, sha256) = match &files[..] {
-            [] if args.which.weights == Weights::Ema => {
-                return Err(wrong(format!(
-                    "checkpoint {} has no averaged weights: leave --weights out",
-                    chosen.id
-                )));
-            }
-            [] => bail!("checkpoint {} has no checksum of {file}", chosen.id),
-            [(name, expected)] => {
-                let size_bytes = fetch(&api, &format!("{from}/{name}"), expected, &args.output).await?;
-                (size_bytes, (*expected).to_owned())
-            }
+            [file] => (fetch(&api, &chosen, file, &args.output).await?, file.sha256.clone()),
             // The parts of a sharded checkpoint become one file.
             parts => {
-                let beside = args.output.parent().filter(|folder| !folder.as_os_str().is_empty());
-                let folder = tempfile::tempdir_in(beside.unwrap_or(Path::new(".")))?;
-                for (name, expected) in parts {
-                    fetch(&api, &format!("{from}/{name}"), expected, &folder.path().join(name)).await?;
-                }
+                let folder = fetch_beside(&args.output, &api, &chosen, parts).await?;
                 let joined = export::join(folder.path(), args.which.weights, &args.output)?;
                 (joined.size_bytes, joined.sha256)
             }
@@ -91,14 +72,65 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
+/// A file of a checkpoint, as its manifest has it.
+pub(super) struct WeightFile {
+    name: String,
+    sha256: String,
+}
+
+/// The files with a checkpoint's weights: several, of which one is their index, if it is sharded.
+///
+/// # Errors
+/// Exit status 2 when the checkpoint has no such weights.
+pub(super) async fn weight_files(
+    api: &Api,
+    checkpoint: &Listed,
+    weights: Weights,
+) -> anyhow::Result<Vec<WeightFile>> {
+    let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
+    let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
+    let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file()));
+    let with_checksum = |(name, about): (&String, &Value)| {
+        Some(WeightFile { name: name.clone(), sha256: about.get("sha256")?.as_str()?.to_owned() })
+    };
+    let files: Vec<WeightFile> = of_kind.filter_map(with_checksum).collect();
+    match weights {
+        _ if !files.is_empty() => Ok(files),
+        Weights::Ema => {
+            let id = &checkpoint.id;
+            Err(wrong(format!("checkpoint {id} has no averaged weights: leave --weights out")))
+        }
+        Weights::Model => bail!("checkpoint {} has no checksum of {}", checkpoint.id, weights.file()),
+    }
+}
+
+/// Downloads `files` into a temporary folder next to `place`.
+///
+/// # Errors
+/// The download is damaged, or a file cannot be written.
+pub(super) async fn fetch_beside(
+    place: &Path,
+    api: &Api,
+    checkpoint: &Listed,
+    files: &[WeightFile],
+) -> anyhow::Result<TempDir> {
+    let beside = place.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = tempfile::tempdir_in(beside.unwrap_or(Path::new(".")))?;
+    for file in files {
+        fetch(api, checkpoint, file, &folder.path().join(&file.name)).await?;
+    }
+    Ok(folder)
+}
+
 /// Writes a temporary file next to `place` first, so a broken download leaves nothing under that name.
-async fn fetch(api: &Api, path: &str, expected: &str, place: &Path) -> anyhow::Result<u64> {
+async fn fetch(api: &Api, checkpoint: &Listed, file: &WeightFile, place: &Path) -> anyhow::Result<u64> {
+    let (path, expected) = (format!("/checkpoints/{}/{}", checkpoint.id, file.name), &file.sha256);
     let mut partial = place.as_os_str().to_owned();
     partial.push(".part");
     let partial = PathBuf::from(partial);
     let mut file = File::create(&partial).map_err(|e| wrong(format!("{}: {e}", partial.display())))?;
     let result = async {
-        let answer = api.request(Method::GET, path, None::<&()>).await?;
+        let answer = api.request(Method::GET, &path, None::<&()>).await?;
         let mut body = answer.bytes_stream();
         let mut hash = Sha256::new();
         let mut size_bytes = 0;

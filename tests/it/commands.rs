@@ -105,6 +105,26 @@ async fn a_job_from_a_shell_from_dataset_to_download() {
         server.cli(&["download", id, "--checkpoint", which, "-o", model.to_str().expect("UTF-8")]).ok();
         assert!(fs::read(&model).expect("the model") == server.last_model(id).await, "{which}");
     }
+    let at = |name: &str| server.folder().path().join(name).to_str().expect("UTF-8").to_owned();
+    let (joined, onnx, own) = (at("joined.safetensors"), at("job.onnx"), at("folder.onnx"));
+    server.cli(&["export", id, "-o", &joined]).ok();
+    assert!(fs::read(&joined).expect("the model") == server.last_model(id).await);
+    let written = server.cli(&["export", "watched", "--checkpoint", "12", "--onnx", &onnx, "--json"]).json();
+    let folder = server.job_dir(id).join("checkpoints/1-12");
+    let folder = folder.to_str().expect("UTF-8");
+    assert!(server.cli(&["export", folder, "--onnx", &own]).ok().contains("sha256"));
+    let bytes = fs::read(&onnx).expect("a network");
+    assert!(
+        written["size_bytes"].as_u64() == Some(bytes.len() as u64) && bytes == fs::read(&own).expect("it")
+    );
+    for part in ["GlobalAveragePool", "layer3.2.bn2.running_var", "image_size", "output"] {
+        assert!(bytes.windows(part.len()).any(|window| window == part.as_bytes()), "{part}");
+    }
+    server.cli(&["export", id, "--onnx", &onnx, "--weights", "ema"]).wrong(&["averag"]);
+    server.cli(&["export", folder, "--onnx", &onnx, "--weights", "ema"]).wrong(&["averag"]);
+    server.cli(&["export", "no/folder", "--onnx", &onnx]).wrong(&["no/folder: is not the folder"]);
+    server.cli(&["export", id, "-o", &joined, "--fold-batch-norm"]).wrong(&["--fold-batch-norm"]);
+    server.cli(&["export", id]).wrong(&["--output"]);
     for which in ["11", "2-12"] {
         server.cli(&["download", id, "--checkpoint", which, "-o", "x"]).wrong(&[which, "it has 1-12"]);
     }

@@ -17,6 +17,7 @@ mod layers;
 mod measure;
 pub mod net;
 pub mod nvjpeg;
+pub mod onnx;
 mod optimizer;
 pub mod plan;
 mod prologue;

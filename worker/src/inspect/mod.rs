@@ -8,6 +8,7 @@ mod predict;
 mod pretrained;
 mod samples;
 
+pub use model::onnx;
 pub use predict::predict;
 
 use lockstep_host::{SECRETS, files::allowed::have};

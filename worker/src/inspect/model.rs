@@ -3,11 +3,20 @@
 use crate::checkpoint;
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
-use lockstep_engine::{Engine, EngineConfig, Optimizer, net};
+use lockstep_engine::{
+    Engine, EngineConfig, Optimizer,
+    net::{self, Network},
+};
+use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::ModelSpec;
 use serde::de::DeserializeOwned;
-use std::{ops::RangeInclusive, path::Path, sync::Arc};
+use std::{
+    collections::{BTreeMap, HashMap},
+    ops::RangeInclusive,
+    path::Path,
+    sync::Arc,
+};
 
 /// Pictures computed together.
 pub(super) const BATCH: usize = 32;
@@ -32,12 +41,25 @@ pub(super) struct Model {
     pub(super) resize: Option<u32>,
 }
 
-impl Model {
+/// What a model's file has, after all of it is checked.
+struct ModelFile {
+    network: Network,
+    weights: NamedTensors,
+    /// As the file has it.
+    metadata: HashMap<String, String>,
+    classes: Vec<String>,
+    mean: Vec<f32>,
+    std: Vec<f32>,
+    whole_pictures: bool,
+    resize: Option<u32>,
+}
+
+impl ModelFile {
     /// Reads a checkpoint's folder, or its `model.safetensors`.
     ///
     /// # Errors
     /// What is wrong with the file, in a sentence.
-    pub(super) fn open(path: &Path) -> Result<Self, String> {
+    fn open(path: &Path) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
         let about = checkpoint::metadata(path)?;
@@ -68,6 +90,36 @@ impl Model {
                 "{found}; its training has diverged, so it has no answers: choose another checkpoint"
             )));
         }
+        let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
+        let resize = about.get("resize").map(|_| number("resize")).transpose()?;
+        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(naming)?;
+        Ok(Self { network, weights, classes, mean, std, whole_pictures, resize, metadata: about })
+    }
+}
+
+/// The model at `path` (a checkpoint's folder, or a safetensors file) as an ONNX file, whose metadata is the file's: `classes`,
+/// `mean`, `std`, `image_size` and so on. `fold_batch_norm`: as for [`lockstep_engine::onnx::encode`].
+///
+/// # Errors
+/// What is wrong with the file, in a sentence.
+pub fn onnx(path: &Path, fold_batch_norm: bool) -> Result<Vec<u8>, String> {
+    let ModelFile { network, weights, metadata, .. } = ModelFile::open(path)?;
+    let mut metadata = BTreeMap::from_iter(metadata);
+    // What safetensors files of PyTorch say.
+    metadata.remove("format");
+    lockstep_engine::onnx::encode(&network, &weights, fold_batch_norm, &metadata)
+        .map_err(|e| format!("{}: {e}", path.display()))
+}
+
+impl Model {
+    /// As [`ModelFile::open`].
+    ///
+    /// # Errors
+    /// What is wrong with the file, in a sentence.
+    pub(super) fn open(path: &Path) -> Result<Self, String> {
+        let ModelFile { network, weights, classes, mean, std, whole_pictures, resize, .. } =
+            ModelFile::open(path)?;
+        let (image_size, channels) = (network.image_size, network.channels);
         let config = EngineConfig {
             batch_size: BATCH,
             // It does not matter, as the model is never trained.
@@ -79,10 +131,7 @@ impl Model {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
         };
         let engine = lockstep_engine::build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank))
-            .map_err(|e| naming(e.to_string()))?;
-        let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
-        let resize = about.get("resize").map(|_| number("resize")).transpose()?;
-        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(naming)?;
+            .map_err(|e| format!("{}: {e}", path.display()))?;
         Ok(Self { engine, classes, image_size, channels, mean, std, whole_pictures, resize })
     }
 

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 use std::{collections::BTreeMap, sync::Arc};
 
-fn fixture<T: serde::de::DeserializeOwned>(name: &str) -> T {
+pub(crate) fn fixture<T: serde::de::DeserializeOwned>(name: &str) -> T {
     let path = format!("{}/../tests/pytorch/fixtures/{name}", env!("CARGO_MANIFEST_DIR"));
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
@@ -54,14 +54,14 @@ impl Parameters {
     }
 }
 
-fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: usize) -> Network {
+pub(crate) fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: usize) -> Network {
     let arch = Arch::ALL.iter().find(|(_, name)| *name == arch).unwrap().0;
     let stem = if stem == "imagenet" { Stem::Imagenet } else { Stem::Cifar };
     resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, image_size, channels, classes).unwrap()
 }
 
 /// `fill` of `make_fixtures.py`.
-fn weights(network: &Network) -> NamedTensors {
+pub(crate) fn weights(network: &Network) -> NamedTensors {
     let by_fan_in = network.arch.contains("resnext") || network.arch.contains("wide");
     let fan_in = network.tensors[network.logits() - 1].len();
     network
@@ -87,11 +87,11 @@ fn weights(network: &Network) -> NamedTensors {
         .collect()
 }
 
-fn sgd(weight_decay: f32) -> Optimizer {
+pub(crate) fn sgd(weight_decay: f32) -> Optimizer {
     Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() }
 }
 
-fn engine(network: Network, batch_size: usize, optimizer: Optimizer) -> Box<dyn Engine> {
+pub(crate) fn engine(network: Network, batch_size: usize, optimizer: Optimizer) -> Box<dyn Engine> {
     let weights = weights(&network);
     engine_with(&weights, network, batch_size, optimizer)
 }

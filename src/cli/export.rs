@@ -1,6 +1,7 @@
 //! `lockstep export`: files for other programs.
 
 mod onnx;
+mod tensorboard;
 
 use super::{checkpoint_choice::Weights, file, output, weights, wrong};
 use lockstep_worker::checkpoint::ManifestFile;
@@ -26,6 +27,7 @@ pub(crate) struct Args {
 #[derive(clap::Subcommand)]
 enum Format {
     Onnx(onnx::Args),
+    Tensorboard(tensorboard::Args),
 }
 
 /// Writes files for other programs.
@@ -35,6 +37,7 @@ enum Format {
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match args {
         Args { format: Some(Format::Onnx(args)), .. } => onnx::run(args),
+        Args { format: Some(Format::Tensorboard(args)), .. } => tensorboard::run(args),
         Args { checkpoint: Some(folder), output: Some(place), .. } => {
             file::check_output(place)?;
             let ManifestFile { size_bytes, sha256 } = weights::join(folder, args.weights, place)?;

@@ -23,6 +23,7 @@ pub(crate) mod export;
 pub(crate) mod file;
 pub(crate) mod fork;
 pub(crate) mod help;
+mod history;
 pub(crate) mod init;
 pub(crate) mod inspect;
 pub(crate) mod job_actions;

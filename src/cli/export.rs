@@ -1,6 +1,7 @@
 //! `lockstep export`: files for other programs.
 
 mod onnx;
+mod parquet;
 mod tensorboard;
 
 use super::{checkpoint_choice::Weights, file, output, weights, wrong};
@@ -28,6 +29,7 @@ pub(crate) struct Args {
 enum Format {
     Onnx(onnx::Args),
     Tensorboard(tensorboard::Args),
+    Parquet(parquet::Args),
 }
 
 /// Writes files for other programs.
@@ -38,6 +40,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     match args {
         Args { format: Some(Format::Onnx(args)), .. } => onnx::run(args),
         Args { format: Some(Format::Tensorboard(args)), .. } => tensorboard::run(args),
+        Args { format: Some(Format::Parquet(args)), .. } => parquet::run(args),
         Args { checkpoint: Some(folder), output: Some(place), .. } => {
             file::check_output(place)?;
             let ManifestFile { size_bytes, sha256 } = weights::join(folder, args.weights, place)?;

@@ -3,7 +3,7 @@
 use super::{
     api::Api,
     checkpoint_choice::{Listed, Weights},
-    wrong,
+    file, wrong,
 };
 use anyhow::{Context, bail};
 use futures_util::StreamExt;
@@ -59,11 +59,11 @@ pub(super) async fn files(
 pub(super) async fn fetch(
     api: &Api,
     checkpoint: &Listed,
-    file: &WeightFile,
+    wanted: &WeightFile,
     place: &Path,
 ) -> anyhow::Result<u64> {
-    let path = format!("/checkpoints/{}/{}", checkpoint.id, file.name);
-    let partial = partial(place);
+    let path = format!("/checkpoints/{}/{}", checkpoint.id, wanted.name);
+    let partial = file::partial(place);
     let mut to = File::create(&partial).map_err(|e| wrong(format!("{}: {e}", partial.display())))?;
     let result = async {
         let answer = api.request(Method::GET, &path, None::<&()>).await?;
@@ -76,7 +76,7 @@ pub(super) async fn fetch(
             size_bytes += chunk.len() as u64;
             to.write_all(&chunk).with_context(|| partial.display().to_string())?;
         }
-        let (found, expected) = (hex::encode(hash.finalize()), &file.sha256);
+        let (found, expected) = (hex::encode(hash.finalize()), &wanted.sha256);
         if !found.eq_ignore_ascii_case(expected) {
             bail!("the download is damaged: its sha256 is {found}, but the checkpoint's is {expected}; try again");
         }
@@ -123,7 +123,7 @@ pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Res
         let detail = "this checkpoint has no averaged weights: leave --weights out";
         return Err(wrong(format!("{}: {detail}", folder.display())));
     }
-    replace(place, |partial| checkpoint::join(&files, partial).map_err(wrong))
+    file::replace(place, |partial| checkpoint::join(&files, partial).map_err(wrong))
 }
 
 /// The path of a checkpoint's weights, as [`checkpoint::model_files`] takes it.
@@ -132,28 +132,4 @@ pub(super) fn path(folder: &Path, weights: Weights) -> PathBuf {
         Weights::Model => folder.to_owned(),
         Weights::Ema => folder.join(weights.file()),
     }
-}
-
-/// Calls `write` with a path next to `place` and renames the file, so a failed write leaves nothing under that name.
-///
-/// # Errors
-/// Those of `write`; the file cannot be renamed.
-pub(super) fn replace<T>(place: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
-    let partial = partial(place);
-    // An earlier run may have left its partial file.
-    let _ = fs::remove_file(&partial);
-    let written = write(&partial).and_then(|written| {
-        fs::rename(&partial, place).with_context(|| place.display().to_string())?;
-        Ok(written)
-    });
-    if written.is_err() {
-        let _ = fs::remove_file(&partial);
-    }
-    written
-}
-
-fn partial(place: &Path) -> PathBuf {
-    let mut partial = place.as_os_str().to_owned();
-    partial.push(".part");
-    PathBuf::from(partial)
 }

@@ -8,10 +8,14 @@ use crate::{
 };
 use crc::{CRC_32_ISCSI, Crc};
 use image::GrayImage;
+use parquet::{
+    file::reader::{FileReader, SerializedFileReader},
+    record::RowAccessor,
+};
 use serde_json::{Value, json};
 use std::{
     collections::BTreeSet,
-    fs,
+    fs::{self, File},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -142,7 +146,7 @@ fn event_file(run: &Path) -> PathBuf {
 }
 
 #[tokio::test]
-async fn an_event_file_has_a_record_for_each_step_of_a_rank() {
+async fn every_point_of_every_rank_reaches_event_files_and_parquet() {
     let _turn = turn().await;
     let server = Server::start().await;
     let (id, run) = exported_to_tensorboard(&server).await;
@@ -156,6 +160,17 @@ async fn an_event_file_has_a_record_for_each_step_of_a_rank() {
         assert!(records[0].windows(13).any(|part| part == b"brain.Event:2"));
         assert_eq!(records[1].windows(8).any(|part| part == b"train.lr"), rank == "0");
     }
+    server.cli(&["export", "parquet", &id, "-o", "metrics.parquet"]).ok();
+    let file = File::open(server.folder().path().join("metrics.parquet")).expect("a file");
+    let reader = SerializedFileReader::new(file).expect("Parquet");
+    let rows = reader.get_row_iter(None).expect("rows").map(|row| row.expect("a row")).map(|row| {
+        let text = |column| row.get_string(column).expect("text").as_str();
+        assert_eq!((text(0), text(1), row.get_int(2).ok()), (&id[..], "a/name of two ranks", Some(1)));
+        let (rank, step) = (row.get_int(3).expect("a rank"), row.get_long(5).expect("a step"));
+        format!("{rank},{},{step},{}", text(4), row.get_float(6).expect("a value"))
+    });
+    assert_eq!(rows.collect::<BTreeSet<_>>(), points);
+
     // Again, to the same place.
     server.cli(&["export", "tensorboard", "a/name of two ranks", "-o", "runs"]).ok();
     event_file(&run);

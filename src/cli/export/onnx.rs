@@ -53,7 +53,7 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let folder = downloaded.as_ref().map_or(&**source, TempDir::path);
     let path = weights::path(folder, args.weights);
     let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(wrong)?;
-    weights::replace(place, |partial| {
+    file::replace(place, |partial| {
         fs::write(partial, &model).with_context(|| partial.display().to_string())
     })?;
     let (size_bytes, sha256) = (model.len(), hex::encode(Sha256::digest(&model)));

@@ -8,7 +8,10 @@ use super::{checkpoint_choice::Weights, file, output, weights, wrong};
 use lockstep_worker::checkpoint::ManifestFile;
 use std::path::PathBuf;
 
-/// Write the weights of a checkpoint's folder, sharded or not, into one file with torchvision's names (safetensors); needs no server
+/// Write files for other programs: ONNX, TensorBoard, Parquet, or a checkpoint's weights as one file (safetensors)
+///
+/// Without a format, the command joins the weights of a checkpoint's folder, sharded or not, in one file with torchvision's names. This
+/// needs no server.
 #[derive(clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct Args {

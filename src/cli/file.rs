@@ -2,12 +2,13 @@
 //! end. So only regular files are read, and pipes that the caller's shell has connected to this process.
 
 use super::wrong;
+use anyhow::Context;
 use lockstep_host::files;
 use std::{
     fs::{self, File},
     io::Read as _,
     os::unix::fs::FileTypeExt as _,
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 /// Paths of files that this process was started with: `lockstep submit <(make-job)`, `... | lockstep submit /dev/stdin`.
@@ -50,10 +51,35 @@ pub(crate) fn check_output(path: &Path) -> anyhow::Result<()> {
     }
 }
 
+/// Calls `write` with a path next to `place` and renames the file, so a failed write leaves nothing under that name.
+///
+/// # Errors
+/// Those of `write`; the file cannot be renamed.
+pub(crate) fn replace<T>(place: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
+    let partial = partial(place);
+    // An earlier run may have left its partial file.
+    let _ = fs::remove_file(&partial);
+    let written = write(&partial).and_then(|written| {
+        fs::rename(&partial, place).with_context(|| place.display().to_string())?;
+        Ok(written)
+    });
+    if written.is_err() {
+        let _ = fs::remove_file(&partial);
+    }
+    written
+}
+
+/// The path of the unfinished file that becomes `place`.
+pub(crate) fn partial(place: &Path) -> PathBuf {
+    let mut partial = place.as_os_str().to_owned();
+    partial.push(".part");
+    PathBuf::from(partial)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::{path::PathBuf, sync::mpsc, time::Duration};
+    use std::{sync::mpsc, time::Duration};
 
     /// Reads up to four bytes, and fails if that would block.
     fn at_once(path: PathBuf) -> Result<Vec<u8>, String> {

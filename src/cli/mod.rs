@@ -23,6 +23,7 @@ pub(crate) mod export;
 pub(crate) mod file;
 pub(crate) mod fork;
 pub(crate) mod help;
+mod history;
 pub(crate) mod init;
 pub(crate) mod inspect;
 pub(crate) mod job_actions;
@@ -56,6 +57,7 @@ pub(crate) mod user;
 pub(crate) mod validate;
 pub(crate) mod watch;
 pub(crate) mod webhook;
+mod weight_files;
 
 use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
 

@@ -32,6 +32,7 @@ mod differing_copies;
 mod edges;
 mod elsewhere;
 mod embeddings;
+mod exports;
 mod faults;
 mod finetune;
 mod full;

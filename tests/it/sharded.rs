@@ -61,6 +61,11 @@ async fn a_sharded_job_is_paused_continued_forked_and_measured_as_any_other() {
         downloaded(&server, &id).await == expected,
         "as a job that was never paused and writes whole files"
     );
+    let network = |source: &str| {
+        server.cli(&["export", "onnx", source, "--checkpoint", "latest", "-o", "network.onnx"]).ok();
+        fs::read(server.folder().path().join("network.onnx")).expect("a network")
+    };
+    assert!(network(&id) == network("downloaded.safetensors"), "from its parts as from one file");
 
     // Files have the names that the manifest has.
     let last = server.checkpoints(&id).await[0]["id"].as_str().expect("an id").to_owned();

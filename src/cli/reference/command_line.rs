@@ -35,19 +35,19 @@ fn shown(command: &Command) -> impl Iterator<Item = &Command> {
 fn section(text: &mut String, command: &Command, parent: &str, level: usize) {
     let name = format!("{parent} {}", command.get_name());
     let _ = write!(text, "\n{} {name}\n\n{}\n", "#".repeat(level), prose(&about(command)));
-    if shown(command).next().is_some() {
-        for inner in shown(command) {
-            section(text, inner, &name, level + 1);
+    if !command.is_subcommand_required_set() {
+        let usage = command.clone().render_usage().to_string();
+        let lines = usage.trim_start_matches("Usage:").lines();
+        let lines: Vec<_> = lines.map(|l| l.split_whitespace().collect::<Vec<_>>().join(" ")).collect();
+        let _ = write!(text, "\n```text\n{}\n```\n", lines.join("\n"));
+        let arguments = command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_id() != "help");
+        let rows: Vec<_> = arguments.map(row).collect();
+        if !rows.is_empty() {
+            let _ = write!(text, "\n{}", table(["argument", "default", "meaning"], &rows));
         }
-        return;
     }
-    let usage = command.clone().render_usage().to_string();
-    let usage = usage.trim_start_matches("Usage:").split_whitespace().collect::<Vec<_>>().join(" ");
-    let _ = write!(text, "\n```text\n{usage}\n```\n");
-    let arguments = command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_id() != "help");
-    let rows: Vec<_> = arguments.map(row).collect();
-    if !rows.is_empty() {
-        let _ = write!(text, "\n{}", table(["argument", "default", "meaning"], &rows));
+    for inner in shown(command) {
+        section(text, inner, &name, level + 1);
     }
 }
 

@@ -49,6 +49,15 @@ fn exported(bench: &Bench, out: &str, checkpoint: &str, weights: &str) -> Vec<u8
     fs::read(file).expect("a file")
 }
 
+/// A checkpoint's folder or file as `lockstep export onnx` writes it.
+fn network(bench: &Bench, source: &Path) -> Vec<u8> {
+    let file = bench.folder.path().join("network.onnx");
+    let mut command = lockstep();
+    command.args(["export", "onnx"]).arg(source).arg("-o").arg(&file);
+    succeeded(&command.output().expect("it runs"));
+    fs::read(file).expect("a file")
+}
+
 /// The largest difference of two values.
 fn apart(a: &[u8], b: &[u8]) -> f32 {
     let floats = |bytes: &[u8]| -> Vec<f32> {
@@ -110,6 +119,8 @@ async fn every_plan_continues_from_what_the_ranks_of_any_plan_wrote() {
             }
             let joined = exported(&bench, &parts, checkpoint, "model");
             assert!(tensors(&joined) == tensors(&bench.model(out, checkpoint)), "{out} {checkpoint}");
+            let file = bench.folder.path().join("exported.safetensors");
+            assert!(network(&bench, &at) == network(&bench, &file), "{out} {checkpoint}");
             assert!(
                 exported(&bench, out, checkpoint, "model") == bench.model(out, checkpoint),
                 "a whole one"

@@ -18,6 +18,7 @@ mod loss;
 mod measure;
 pub mod net;
 pub mod nvjpeg;
+pub mod onnx;
 mod optimizer;
 pub mod plan;
 mod prologue;

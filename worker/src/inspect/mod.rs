@@ -9,6 +9,7 @@ mod predict;
 mod pretrained;
 mod samples;
 
+pub use model::to_onnx;
 pub use predict::{embed, predict, write_embeddings};
 
 use lockstep_host::{SECRETS, files::allowed::have};

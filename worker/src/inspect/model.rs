@@ -3,11 +3,16 @@
 use crate::checkpoint;
 use lockstep_comm::SingleRank;
 use lockstep_data::loader::Batch;
-use lockstep_engine::{Engine, EngineConfig, LossConfig, Margin, Optimizer, net};
+use lockstep_engine::{
+    Engine, EngineConfig, LossConfig, Margin, Optimizer,
+    net::{self, Network},
+    onnx,
+};
+use lockstep_host::tensors::NamedTensors;
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::spec::{LossSpec, ModelSpec};
 use serde::de::DeserializeOwned;
-use std::{ops::RangeInclusive, path::Path, sync::Arc};
+use std::{collections::HashMap, ops::RangeInclusive, path::Path, sync::Arc};
 
 /// Number of pictures that are predicted together.
 pub(super) const BATCH: usize = 32;
@@ -44,12 +49,27 @@ pub(super) struct Model {
     pub(super) resize: Option<u32>,
 }
 
-impl Model {
-    /// Opens a checkpoint's folder, or a `model.safetensors` file.
+/// The content of a model's file, checked.
+struct ModelFile {
+    network: Network,
+    weights: NamedTensors,
+    margin: Option<Margin>,
+    /// The file's own metadata.
+    metadata: HashMap<String, String>,
+    /// Empty for embeddings.
+    classes: Vec<String>,
+    mean: Vec<f32>,
+    std: Vec<f32>,
+    whole_pictures: bool,
+    resize: Option<u32>,
+}
+
+impl ModelFile {
+    /// Reads a checkpoint's folder, or a `model.safetensors` file.
     ///
     /// # Errors
     /// Why the file cannot be used, in a sentence.
-    pub(super) fn open(path: &Path, output: Output) -> Result<Self, String> {
+    fn read(path: &Path, output: Output) -> Result<Self, String> {
         let files = checkpoint::model_files(path).map_err(|e| e.to_string())?;
         let Some(path) = files.first() else { return Err(format!("{} has no weights", path.display())) };
         let about = checkpoint::metadata(path)?;
@@ -99,6 +119,37 @@ impl Model {
                 "{found}; its training has diverged, so it has no answers: choose another checkpoint"
             )));
         }
+        let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
+        let resize = about.get("resize").map(|_| number("resize")).transpose()?;
+        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(naming)?;
+        Ok(Self { network, weights, margin, classes, mean, std, whole_pictures, resize, metadata: about })
+    }
+}
+
+/// Converts the model at `path` (a checkpoint's folder, or a safetensors file) to an ONNX file, whose metadata is that of
+/// the model's file: `classes`, `mean`, `std`, `image_size` and so on. With `embed`, the output is the embedding, and the
+/// last layer is not read. `fold_batch_norm`: see [`onnx::encode`].
+///
+/// # Errors
+/// Why the model cannot be used, in a sentence.
+pub fn to_onnx(path: &Path, embed: bool, fold_batch_norm: bool) -> Result<Vec<u8>, String> {
+    let output = if embed { Output::Embedding } else { Output::Logits };
+    let ModelFile { network, weights, margin, mut metadata, .. } = ModelFile::read(path, output)?;
+    // The format of the safetensors file.
+    metadata.remove("format");
+    let metadata = metadata.into_iter().collect();
+    onnx::encode(&network, &weights, margin.as_ref(), fold_batch_norm, &metadata)
+        .map_err(|e| format!("{}: {e}", path.display()))
+}
+
+impl Model {
+    /// Opens a checkpoint's folder, or a `model.safetensors` file.
+    ///
+    /// # Errors
+    /// Why the file cannot be used, in a sentence.
+    pub(super) fn open(path: &Path, output: Output) -> Result<Self, String> {
+        let ModelFile { network, weights, margin, classes, mean, std, whole_pictures, resize, .. } =
+            ModelFile::read(path, output)?;
         let config = EngineConfig {
             batch_size: BATCH,
             // The optimizer does not matter, because the model is not trained.
@@ -110,11 +161,9 @@ impl Model {
             threads: std::thread::available_parallelism().map_or(1, usize::from),
         };
         let width = network.tensors[network.logits()].len();
+        let (image_size, channels) = (network.image_size, network.channels);
         let engine = lockstep_engine::build_cpu(Arc::new(network), &weights, config, Arc::new(SingleRank))
-            .map_err(|e| naming(e.to_string()))?;
-        let whole_pictures = about.get("whole_pictures").is_some_and(|text| text == "true");
-        let resize = about.get("resize").map(|_| number("resize")).transpose()?;
-        let resize = resize.map(|side| check_resize(side, image_size)).transpose().map_err(naming)?;
+            .map_err(|e| format!("{}: {e}", path.display()))?;
         Ok(Self { engine, width, classes, image_size, channels, mean, std, whole_pictures, resize })
     }
 
@@ -150,7 +199,7 @@ fn check_sizes(
     if classes > *CLASSES.end() {
         return Err(format!(
             "has {classes} classes, but probabilities are computed for at most {} classes; use embeddings (`lockstep predict --embed`, \
-             `lockstep evaluate --knn 20`)",
+             `lockstep evaluate --knn 20`, `lockstep export onnx --embed`)",
             CLASSES.end()
         ));
     }

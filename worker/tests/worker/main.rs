@@ -3,6 +3,7 @@
 mod agent;
 mod data;
 mod inspect;
+mod onnx;
 mod pictures;
 mod pytorch;
 mod ranks;

@@ -54,14 +54,14 @@ impl Parameters {
     }
 }
 
-fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: usize) -> Network {
+pub(crate) fn network(arch: &str, stem: &str, image_size: usize, channels: usize, classes: usize) -> Network {
     let arch = Arch::ALL.iter().find(|(_, name)| *name == arch).unwrap().0;
     let stem = if stem == "imagenet" { Stem::Imagenet } else { Stem::Cifar };
     resnet::build(&ModelSpec { arch, stem, ..ModelSpec::default() }, image_size, channels, classes).unwrap()
 }
 
 /// `fill` of `make_fixtures.py`.
-fn weights(network: &Network) -> NamedTensors {
+pub(crate) fn weights(network: &Network) -> NamedTensors {
     let by_fan_in = network.arch.contains("resnext") || network.arch.contains("wide");
     let fan_in = network.tensors[network.logits() - 1].len();
     network
@@ -87,7 +87,7 @@ fn weights(network: &Network) -> NamedTensors {
         .collect()
 }
 
-fn sgd(weight_decay: f32) -> Optimizer {
+pub(crate) fn sgd(weight_decay: f32) -> Optimizer {
     Optimizer { momentum: 0.9, weight_decay, ..Optimizer::default() }
 }
 
@@ -105,7 +105,7 @@ fn engine_with(
     build_cpu(Arc::new(network), weights, config(batch_size, optimizer), Arc::new(SingleRank)).unwrap()
 }
 
-fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
+pub(crate) fn config(batch_size: usize, optimizer: Optimizer) -> EngineConfig {
     EngineConfig {
         batch_size,
         optimizer,

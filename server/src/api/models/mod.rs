@@ -251,7 +251,8 @@ async fn register(
     let (programs, dataset_fingerprint) = lineage(checkpoints, &row).await?;
     let version = {
         let _kept = checkpoints.removing.lock().await;
-        if !checkpoints.is_kept(&row) {
+        let copies = checkpoints.copies_of(&row).await?;
+        if !checkpoints.is_kept(&row, Some(&copies)) {
             return Err(checkpoints::removed());
         }
         let new = NewVersion {

@@ -51,6 +51,13 @@ impl Margin {
         self.scale(logits);
     }
 
+    /// A head's weights with rows of the length `scale`: their products with unit features are the logits.
+    pub(crate) fn rows(&self, weights: &[f32], width: usize) -> Vec<f32> {
+        let mut rows = Unit::of(weights, width).rows;
+        self.scale(&mut rows);
+        rows
+    }
+
     pub(super) fn scale(&self, values: &mut [f32]) {
         values.iter_mut().for_each(|value| *value *= self.scale);
     }

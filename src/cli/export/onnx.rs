@@ -1,0 +1,82 @@
+//! `lockstep export onnx`: a checkpoint's network and weights as an ONNX file.
+
+use crate::cli::{
+    api::ServerArgs,
+    block_on,
+    checkpoint_choice::{Weights, choose},
+    file, output, weight_files, wrong,
+};
+use anyhow::Context;
+use lockstep_worker::inspect;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+use tempfile::TempDir;
+
+/// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// The job's id, the start of its id, or its name. Or the path of a checkpoint's folder, or of a model.safetensors that Lockstep
+    /// wrote, which needs no server
+    #[arg(value_name = "JOB|PATH")]
+    source: PathBuf,
+    /// Of a job: best, latest, a step, or epoch and step (`2-54`)
+    #[arg(long, default_value = "best")]
+    checkpoint: String,
+    /// Which of the checkpoint's weights to use
+    #[arg(long, value_enum, default_value_t = Weights::Model)]
+    weights: Weights,
+    /// File for the network
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Leave out the last layer: the output is the embedding, which is that layer's input
+    #[arg(long)]
+    embed: bool,
+    /// Make each batch norm part of the convolution before it
+    #[arg(long)]
+    fold_batch_norm: bool,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Converts a checkpoint of this machine or of a server.
+///
+/// # Errors
+/// Exit status 2 when there is no such checkpoint, or its network has no ONNX file.
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let Args { source, output: place, .. } = args;
+    file::check_output(place)?;
+    let downloaded = if source.exists() { None } else { Some(fetch(args)?) };
+    let folder = downloaded.as_ref().map_or(&**source, TempDir::path);
+    let path = weight_files::path(folder, args.weights);
+    let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(wrong)?;
+    file::replace(place, |partial| {
+        fs::write(partial, &model).with_context(|| partial.display().to_string())
+    })?;
+    let (size_bytes, sha256) = (model.len(), hex::encode(Sha256::digest(&model)));
+    if args.server.json {
+        let file = place.display().to_string();
+        return output::json(&json!({"file": file, "size_bytes": size_bytes, "sha256": sha256}));
+    }
+    output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
+}
+
+/// Downloads the weights of a job's checkpoint into a folder next to the output.
+fn fetch(args: &Args) -> anyhow::Result<TempDir> {
+    let source = args.source.to_string_lossy();
+    // A mistyped path must not need a server.
+    if source.contains('/') {
+        let detail = "there is no such file or folder; name a job with a / in its name by its id";
+        return Err(wrong(format!("{source}: {detail}")));
+    }
+    let api = args.server.api()?;
+    block_on(async {
+        let job = api.find_job(&source).await?;
+        let checkpoint = choose(&api, &job, &args.checkpoint).await?;
+        let files = weight_files::files(&api, &checkpoint, args.weights).await?;
+        weight_files::fetch_beside(&args.output, &api, &checkpoint, &files).await
+    })
+}

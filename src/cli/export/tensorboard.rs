@@ -1,0 +1,288 @@
+//! `lockstep export tensorboard`: jobs' metrics and settings as TensorBoard's event files.
+
+mod events;
+
+use crate::cli::{
+    api::{Api, ServerArgs, list},
+    block_on,
+    history::{self, Point},
+    output, wrong,
+};
+use anyhow::Context;
+use events::{Event, FILE_VERSION, Hparam, Summary, SummaryValue};
+use jiff::Timestamp;
+use lockstep_protocol::{Job, JobState};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, BufWriter, Write},
+    path::{Path, PathBuf},
+};
+
+/// Metrics by their names.
+type Series = BTreeMap<String, Vec<Point>>;
+
+/// Write jobs' metrics and settings for TensorBoard: a run for each job, and one for each further rank
+#[derive(clap::Args)]
+pub(super) struct Args {
+    /// Jobs: an id, the start of an id, or a name
+    #[arg(required = true, value_name = "JOB")]
+    jobs: Vec<String>,
+    /// Folder for the runs, which tensorboard takes as --logdir
+    #[arg(short, long, value_name = "DIR")]
+    output: PathBuf,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// The files of a job.
+#[derive(Serialize)]
+struct Run {
+    job: String,
+    folder: PathBuf,
+    points: usize,
+}
+
+/// Writes a folder for each job. An earlier export of the same job is replaced.
+///
+/// # Errors
+/// Exit status 2 when there is no such job or it has no metrics.
+pub(super) fn run(args: &Args) -> anyhow::Result<()> {
+    let api = args.server.api()?;
+    block_on(async {
+        let mut runs = Vec::new();
+        for job in &args.jobs {
+            let job = api.find_job(job).await?;
+            runs.push(export(&api, &job, &args.output).await?);
+        }
+        if args.server.json {
+            return output::json(&runs);
+        }
+        for Run { folder, points, .. } in &runs {
+            output::line(format_args!("{}: {points} points", folder.display()))?;
+        }
+        Ok(())
+    })
+}
+
+async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
+    let attempts = api.all(&format!("/jobs/{}/attempts", job.id), "attempts", &[], None).await?;
+    let attempts: Vec<AttemptTimes> = list(&Value::Array(attempts), "attempts")?;
+    let folder = output.join(run_name(job));
+    let mut points = 0;
+    for rank in 0..job.ranks {
+        let series = history::of_rank(api, &job.id, rank).await?;
+        if series.is_empty() && rank == 0 {
+            return Err(wrong(format!("job {} has no metrics yet", job.id)));
+        } else if series.is_empty() {
+            continue;
+        }
+        let of_rank = if rank == 0 { folder.clone() } else { folder.join(format!("rank-{rank}")) };
+        let settings = (rank == 0).then_some(job);
+        points += write(&of_rank, settings, &Clock::new(&attempts, &series), &series)
+            .with_context(|| of_rank.display().to_string())?;
+    }
+    Ok(Run { job: job.id.to_string(), folder, points })
+}
+
+/// A folder's name: the job's name, without characters that paths cannot have, and the end of the id, as names need not be
+/// unique.
+fn run_name(job: &Job) -> String {
+    let name = job.name.chars().map(|c| if c.is_alphanumeric() || c == '_' { c } else { '-' });
+    // At most 240 bytes; file systems allow 255.
+    let name: String = name.take(60).collect();
+    let id = job.id.as_str();
+    format!("{name}-{}", &id[id.len().saturating_sub(8)..])
+}
+
+/// Writes the event file of one rank; returns the number of points. With `settings`, also the specification and the result of
+/// that job.
+fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) -> io::Result<usize> {
+    fs::create_dir_all(folder)?;
+    // TensorBoard must not take the unfinished file for an event file.
+    let partial = folder.join("lockstep.part");
+    let mut out = BufWriter::new(File::create(&partial)?);
+    let begin = clock.begin();
+    let version = Event { wall_time: begin, file_version: Some(FILE_VERSION.into()), ..Event::default() };
+    version.write(&mut out)?;
+    if let Some(job) = settings {
+        let mut all = BTreeMap::new();
+        add_settings(&mut all, "", &serde_json::to_value(&job.spec)?);
+        Event::start(begin, all).write(&mut out)?;
+    }
+    let mut points: Vec<(Point, &str)> = Vec::new();
+    for (name, all) in series {
+        points.extend(history::without_repeated(all).into_iter().map(|point| (point, name.as_str())));
+    }
+    // Points of one step keep the order of their names.
+    points.sort_by_key(|(point, _)| point.step);
+    for of_step in points.chunk_by(|(a, _), (b, _)| a.step == b.step) {
+        let (first, _) = of_step[0];
+        let value = of_step.iter().map(|(point, name)| SummaryValue {
+            tag: (*name).to_owned(),
+            simple_value: Some(point.value),
+            metadata: None,
+        });
+        let summary = Some(Summary { value: value.collect() });
+        let (wall_time, step) = (clock.at(first), first.step as i64);
+        Event { wall_time, step, file_version: None, summary }.write(&mut out)?;
+    }
+    if let Some(job) = settings.filter(|job| job.state.is_final()) {
+        let end = job.finished_at.map_or(begin, seconds);
+        Event::end(end, job.state == JobState::Succeeded).write(&mut out)?;
+    }
+    out.flush()?;
+    fs::rename(&partial, folder.join(format!("events.out.tfevents.{}.lockstep", begin as u64)))?;
+    Ok(points.len())
+}
+
+/// Adds the values of a specification with paths such as `train.lr` as their names.
+fn add_settings(all: &mut BTreeMap<String, Hparam>, path: &str, value: &Value) {
+    let mut hparam = Hparam::default();
+    match value {
+        Value::Null => return,
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
+                add_settings(all, &path, value);
+            }
+            return;
+        }
+        Value::Bool(flag) => hparam.flag = Some(*flag),
+        Value::Number(number) => hparam.number = number.as_f64(),
+        Value::String(text) => hparam.text = Some(text.clone()),
+        Value::Array(_) => hparam.text = Some(value.to_string()),
+    }
+    all.insert(path.to_owned(), hparam);
+}
+
+/// An attempt's times.
+#[derive(Deserialize)]
+struct AttemptTimes {
+    attempt: u32,
+    started_at: Timestamp,
+    ended_at: Option<Timestamp>,
+}
+
+fn seconds(at: Timestamp) -> f64 {
+    at.as_millisecond() as f64 / 1000.0
+}
+
+/// The time of each step, interpolated between the start and the end of its attempt, because the server does not keep the time
+/// of each point.
+struct Clock(BTreeMap<u32, Span>);
+
+/// Times and steps of an attempt.
+struct Span {
+    from: f64,
+    to: f64,
+    first: u64,
+    last: u64,
+}
+
+impl Clock {
+    /// `series`: all points of the rank, with those that later attempts have computed again.
+    fn new(attempts: &[AttemptTimes], series: &Series) -> Self {
+        let mut steps = BTreeMap::<u32, (u64, u64)>::new();
+        for point in series.values().flatten() {
+            let (first, last) = steps.entry(point.attempt).or_insert((point.step, point.step));
+            (*first, *last) = (point.step.min(*first), point.step.max(*last));
+        }
+        let span = |times: &AttemptTimes| {
+            let (first, last) = *steps.get(&times.attempt)?;
+            let to = times.ended_at.unwrap_or_else(Timestamp::now);
+            Some((times.attempt, Span { from: seconds(times.started_at), to: seconds(to), first, last }))
+        };
+        Self(attempts.iter().filter_map(span).collect())
+    }
+
+    fn begin(&self) -> f64 {
+        self.0.values().next().map_or(0.0, |span| span.from)
+    }
+
+    fn at(&self, point: Point) -> f64 {
+        let Some(span) = self.0.get(&point.attempt) else { return self.begin() };
+        let (done, all) = (point.step - span.first + 1, span.last - span.first + 1);
+        span.from + (span.to - span.from) * (done as f64 / all as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use events::HparamsData;
+    use prost::Message;
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp::from_second(seconds).unwrap()
+    }
+
+    /// Reads records without their checksums.
+    fn read(file: &Path) -> Vec<Event> {
+        let bytes = fs::read(file).unwrap();
+        let (mut rest, mut events) = (&bytes[..], Vec::new());
+        while let Some((length, after)) = rest.split_first_chunk::<8>() {
+            let (data, after) = after[4..].split_at(u64::from_le_bytes(*length) as usize);
+            events.push(Event::decode(data).unwrap());
+            rest = &after[4..];
+        }
+        events
+    }
+
+    #[test]
+    fn a_resumed_run_has_each_step_once_in_order_of_time() {
+        let attempts = [
+            AttemptTimes { attempt: 1, started_at: at(1000), ended_at: Some(at(1040)) },
+            AttemptTimes { attempt: 2, started_at: at(2000), ended_at: Some(at(2030)) },
+        ];
+        let point = |attempt, step, value| Point { attempt, step, value };
+        let loss = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (2, 5)]
+            .map(|(attempt, step)| point(attempt, step, (10 * attempt) as f32 + step as f32));
+        let accuracy = [point(2, 4, f32::NAN)];
+        let series = Series::from([
+            ("loss".to_owned(), loss.to_vec()),
+            ("val_accuracy".to_owned(), accuracy.to_vec()),
+        ]);
+        let folder = tempfile::tempdir().unwrap();
+        let written = write(folder.path(), None, &Clock::new(&attempts, &series), &series).unwrap();
+        assert_eq!(written, 6);
+        let events = read(&folder.path().join("events.out.tfevents.1000.lockstep"));
+        assert_eq!(events[0].file_version.as_deref(), Some(FILE_VERSION));
+        let rows = events[1..].iter().map(|event| (event.wall_time, event.step));
+        assert!(rows.eq([(1010.0, 1), (1020.0, 2), (2010.0, 3), (2020.0, 4), (2030.0, 5)]), "{events:?}");
+        let values = |event: &Event| {
+            let values = event.summary.as_ref().unwrap().value.iter();
+            values.map(|value| (value.tag.clone(), value.simple_value.unwrap())).collect::<Vec<_>>()
+        };
+        assert_eq!(values(&events[1]), [("loss".to_owned(), 11.0)]);
+        let of_step_4 = values(&events[4]);
+        assert_eq!(of_step_4[0], ("loss".to_owned(), 24.0));
+        assert!(of_step_4[1].0 == "val_accuracy" && of_step_4[1].1.is_nan(), "{of_step_4:?}");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn settings_are_named_by_their_paths() {
+        let spec = serde_json::json!({
+            "name": "shoes", "train": {"lr": 0.1, "steps": 40, "nesterov": true, "ema_decay": null},
+            "tags": ["a", "b"],
+        });
+        let mut all = BTreeMap::new();
+        add_settings(&mut all, "", &spec);
+        let event = Event::start(5.0, all);
+        let content = event.summary.unwrap().value[0].metadata.clone().unwrap().plugin_data.unwrap().content;
+        let start = HparamsData::decode(&content[..]).unwrap().session_start_info.unwrap();
+        let text = |text: &str| Hparam { text: Some(text.into()), ..Hparam::default() };
+        let number = |number| Hparam { number: Some(number), ..Hparam::default() };
+        let expected = BTreeMap::from([
+            ("name".to_owned(), text("shoes")),
+            ("tags".to_owned(), text(r#"["a","b"]"#)),
+            ("train.lr".to_owned(), number(0.1)),
+            ("train.nesterov".to_owned(), Hparam { flag: Some(true), ..Hparam::default() }),
+            ("train.steps".to_owned(), number(40.0)),
+        ]);
+        assert_eq!(start.hparams, expected);
+    }
+}

@@ -1,0 +1,105 @@
+//! Every point of a job's metrics.
+
+use super::api::Api;
+use anyhow::Context;
+use futures_util::StreamExt;
+use lockstep_protocol::JobId;
+use reqwest::Method;
+use std::collections::BTreeMap;
+
+/// A point of one metric of one rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Point {
+    pub(super) attempt: u32,
+    pub(super) step: u64,
+    /// NaN stands for all values that are not finite.
+    pub(super) value: f32,
+}
+
+/// The points of a rank, in the order of attempts and steps, by the names of metrics.
+///
+/// # Errors
+/// As [`Api::get`], or the connection broke.
+pub(super) async fn of_rank(
+    api: &Api,
+    job: &JobId,
+    rank: u32,
+) -> anyhow::Result<BTreeMap<String, Vec<Point>>> {
+    let path = format!("/jobs/{job}/metrics.csv?ranks={rank}");
+    let mut body = api.request(Method::GET, &path, None::<&()>).await?.bytes_stream();
+    let (mut all, mut text) = (BTreeMap::<String, Vec<Point>>::new(), Vec::<u8>::new());
+    while let Some(part) = body.next().await {
+        text.extend_from_slice(&part.context("the metrics broke off; try again")?);
+        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        for line in std::str::from_utf8(&text[..whole])?.lines().filter(|line| *line != HEADER) {
+            let (name, point) = parse(line).with_context(|| format!("the server's metrics have {line:?}"))?;
+            match all.get_mut(name) {
+                Some(points) => points.push(point),
+                None => _ = all.insert(name.to_owned(), vec![point]),
+            }
+        }
+        text.drain(..whole);
+    }
+    for points in all.values_mut() {
+        points.sort_by_key(|point| (point.attempt, point.step));
+    }
+    Ok(all)
+}
+
+const HEADER: &str = "attempt,rank,name,step,value";
+
+fn parse(line: &str) -> Option<(&str, Point)> {
+    let (attempt, rest) = line.split_once(',')?;
+    let (_rank, rest) = rest.split_once(',')?;
+    let (rest, value) = rest.rsplit_once(',')?;
+    let (name, step) = rest.rsplit_once(',')?;
+    let point =
+        Point { attempt: attempt.parse().ok()?, step: step.parse().ok()?, value: value.parse().ok()? };
+    Some((name, point))
+}
+
+/// One point a step: points that a later attempt has computed again are left out. `points` are in the order of attempts and
+/// steps.
+pub(super) fn without_repeated(points: &[Point]) -> Vec<Point> {
+    let mut kept: Vec<Point> = Vec::with_capacity(points.len());
+    for point in points {
+        while kept.last().is_some_and(|last| last.step >= point.step) {
+            kept.pop();
+        }
+        kept.push(*point);
+    }
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn point(attempt: u32, step: u64) -> Point {
+        Point { attempt, step, value: step as f32 }
+    }
+
+    #[test]
+    fn a_line_of_the_server_is_a_point_whatever_its_name() {
+        assert_eq!(parse("2,1,loss,41,0.5"), Some(("loss", Point { attempt: 2, step: 41, value: 0.5 })));
+        assert_eq!(parse("1,0,a,b,3,1e-7").map(|(name, point)| (name, point.value)), Some(("a,b", 1e-7)));
+        assert!(parse("1,0,loss,3,NaN").is_some_and(|(_, point)| point.value.is_nan()));
+        for wrong in ["", "1,0,loss,3", "1,0,loss,three,1", HEADER] {
+            assert_eq!(parse(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn later_attempts_replace_the_steps_that_they_repeat() {
+        let points = |all: &[(u32, u64)]| all.iter().map(|&(a, s)| point(a, s)).collect::<Vec<_>>();
+        for (all, kept) in [
+            (&[(1, 1), (1, 2)][..], &[(1, 1), (1, 2)][..]),
+            (&[(1, 1), (1, 2), (1, 3), (2, 2), (2, 3)], &[(1, 1), (2, 2), (2, 3)]),
+            (&[(1, 1), (1, 2), (2, 3)], &[(1, 1), (1, 2), (2, 3)]),
+            (&[(1, 5), (2, 3), (3, 4)], &[(2, 3), (3, 4)]),
+            (&[], &[]),
+        ] {
+            assert_eq!(without_repeated(&points(all)), points(kept), "{all:?}");
+        }
+    }
+}

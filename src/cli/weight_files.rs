@@ -1,0 +1,135 @@
+//! A checkpoint's weights as files: downloaded from a server, or in a folder of this machine.
+
+use super::{
+    api::Api,
+    checkpoint_choice::{Listed, Weights},
+    file, wrong,
+};
+use anyhow::{Context, bail};
+use futures_util::StreamExt;
+use lockstep_protocol::checkpoint_files;
+use lockstep_worker::checkpoint::{self, ManifestFile};
+use reqwest::Method;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+};
+use tempfile::TempDir;
+
+/// A file of a checkpoint, from its manifest.
+pub(super) struct WeightFile {
+    name: String,
+    pub(super) sha256: String,
+}
+
+/// The files with a checkpoint's weights. A sharded checkpoint has several, one of which is their index.
+///
+/// # Errors
+/// Exit status 2 when the checkpoint has no such weights.
+pub(super) async fn files(
+    api: &Api,
+    checkpoint: &Listed,
+    weights: Weights,
+) -> anyhow::Result<Vec<WeightFile>> {
+    let manifest: Value = api.get(&format!("/checkpoints/{}/MANIFEST.json", checkpoint.id)).await?;
+    let files = manifest.get("files").and_then(Value::as_object).into_iter().flatten();
+    let of_kind = files.filter(|(name, _)| checkpoint_files::kind(name) == Some(weights.file()));
+    let with_checksum = |(name, about): (&String, &Value)| {
+        Some(WeightFile { name: name.clone(), sha256: about.get("sha256")?.as_str()?.to_owned() })
+    };
+    let files: Vec<WeightFile> = of_kind.filter_map(with_checksum).collect();
+    match weights {
+        _ if !files.is_empty() => Ok(files),
+        Weights::Ema => {
+            let id = &checkpoint.id;
+            Err(wrong(format!("checkpoint {id} has no averaged weights: leave --weights out")))
+        }
+        Weights::Model => bail!("checkpoint {} has no checksum of {}", checkpoint.id, weights.file()),
+    }
+}
+
+/// Downloads a file as `place`. It is written next to `place` first, so a broken download leaves nothing under that name.
+/// Returns its size in bytes.
+///
+/// # Errors
+/// The download is damaged, or the file cannot be written.
+pub(super) async fn fetch(
+    api: &Api,
+    checkpoint: &Listed,
+    wanted: &WeightFile,
+    place: &Path,
+) -> anyhow::Result<u64> {
+    let path = format!("/checkpoints/{}/{}", checkpoint.id, wanted.name);
+    let partial = file::partial(place);
+    let mut to = File::create(&partial).map_err(|e| wrong(format!("{}: {e}", partial.display())))?;
+    let result = async {
+        let answer = api.request(Method::GET, &path, None::<&()>).await?;
+        let mut body = answer.bytes_stream();
+        let mut hash = Sha256::new();
+        let mut size_bytes = 0;
+        while let Some(chunk) = body.next().await {
+            let chunk = chunk.context("the download broke off")?;
+            hash.update(&chunk);
+            size_bytes += chunk.len() as u64;
+            to.write_all(&chunk).with_context(|| partial.display().to_string())?;
+        }
+        let (found, expected) = (hex::encode(hash.finalize()), &wanted.sha256);
+        if !found.eq_ignore_ascii_case(expected) {
+            bail!("the download is damaged: its sha256 is {found}, but the checkpoint's is {expected}; try again");
+        }
+        to.sync_all()?;
+        fs::rename(&partial, place).with_context(|| place.display().to_string())?;
+        Ok(size_bytes)
+    }
+    .await;
+    if result.is_err() {
+        // The first error is the one to report, not a failure to remove the partial file.
+        let _ = fs::remove_file(&partial);
+    }
+    result
+}
+
+/// Downloads `files` into a temporary folder next to `place`.
+///
+/// # Errors
+/// As [`fetch`].
+pub(super) async fn fetch_beside(
+    place: &Path,
+    api: &Api,
+    checkpoint: &Listed,
+    files: &[WeightFile],
+) -> anyhow::Result<TempDir> {
+    let beside = place.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = tempfile::tempdir_in(beside.unwrap_or(Path::new(".")))?;
+    for file in files {
+        fetch(api, checkpoint, file, &folder.path().join(&file.name)).await?;
+    }
+    Ok(folder)
+}
+
+/// Joins the weights of the checkpoint in `folder` in one file.
+///
+/// # Errors
+/// Exit status 2 when there is no such checkpoint or the checkpoint is damaged.
+pub(super) fn join(folder: &Path, weights: Weights, place: &Path) -> anyhow::Result<ManifestFile> {
+    if !folder.is_dir() {
+        return Err(wrong(format!("{}: is not the folder of a checkpoint", folder.display())));
+    }
+    let files = checkpoint::model_files(&path(folder, weights)).map_err(|e| wrong(e.to_string()))?;
+    if weights == Weights::Ema && !files.iter().all(|file| file.exists()) {
+        let detail = "this checkpoint has no averaged weights: leave --weights out";
+        return Err(wrong(format!("{}: {detail}", folder.display())));
+    }
+    file::replace(place, |partial| checkpoint::join(&files, partial).map_err(wrong))
+}
+
+/// The path of a checkpoint's weights, as [`checkpoint::model_files`] takes it.
+pub(super) fn path(folder: &Path, weights: Weights) -> PathBuf {
+    match weights {
+        Weights::Model => folder.to_owned(),
+        Weights::Ema => folder.join(weights.file()),
+    }
+}

@@ -1,0 +1,276 @@
+//! Networks as ONNX files (<https://onnx.ai/onnx/repo-docs/IR.html>), for other programs that run models.
+
+mod messages;
+
+use crate::{
+    EngineError, Margin, check,
+    net::{Network, Op},
+};
+use lockstep_host::tensors::{HostTensor, NamedTensors};
+use lockstep_kernels::batch_norm::EPSILON;
+use messages::{
+    Attribute, Dimension, FLOAT, Graph, Model, Node, OperatorSetId, StringStringEntry, Tensor, TensorShape,
+    TensorType, Type, ValueInfo,
+};
+use prost::Message as _;
+use std::collections::BTreeMap;
+
+/// Version of ONNX's operators; onnxruntime reads it since 1.12.
+const OPSET: i64 = 17;
+/// Version of the format that came with [`OPSET`].
+const IR_VERSION: i64 = 8;
+/// Name of the dynamic dimension, the number of pictures.
+const BATCH: &str = "N";
+
+/// Encodes a whole network with its parameters and running statistics. The input `input` is normalised pictures, float32
+/// `[N, channels, image_size, image_size]`. The output `output` is `[N, classes]` logits, or `[N, features]` embeddings if the
+/// network has no head. `N` is dynamic. `margin` is the margin with which the network was trained. With `fold_batch_norm`,
+/// each batch norm becomes part of the convolution before it. `metadata` becomes `metadata_props`.
+///
+/// # Errors
+/// [`EngineError::Parameters`]: the tensors are not those of the network, or the network is a rank's part of one.
+pub fn encode(
+    network: &Network,
+    tensors: &NamedTensors,
+    margin: Option<&Margin>,
+    fold_batch_norm: bool,
+    metadata: &BTreeMap<String, String>,
+) -> Result<Vec<u8>, EngineError> {
+    check::check(network, tensors)?;
+    let entry =
+        |(key, value): (&String, &String)| StringStringEntry { key: key.clone(), value: value.clone() };
+    let model = Model {
+        ir_version: IR_VERSION,
+        producer_name: "lockstep".into(),
+        producer_version: env!("CARGO_PKG_VERSION").into(),
+        graph: Some(graph(network, tensors, margin, fold_batch_norm)?),
+        opset_import: vec![OperatorSetId { domain: String::new(), version: OPSET }],
+        metadata_props: metadata.iter().map(entry).collect(),
+    };
+    Ok(model.encode_to_vec())
+}
+
+/// Nodes and their outputs have the names of [`Network::describe`]; the last output is `output`.
+fn graph(
+    network: &Network,
+    tensors: &NamedTensors,
+    margin: Option<&Margin>,
+    fold_batch_norm: bool,
+) -> Result<Graph, EngineError> {
+    let mut graph = Graph { name: network.arch.clone(), ..Graph::default() };
+    let side = network.image_size;
+    graph.input.push(value("input", &[network.channels, side, side]));
+    graph.output.push(value("output", &[network.tensors[network.logits()].len()]));
+    let (description, _) = network.describe();
+    // Names of values, by tensor.
+    let mut values = vec![String::from("input"); network.tensors.len()];
+    for (op, layer) in network.ops.iter().zip(description.layers) {
+        let mut name = layer.name.clone();
+        let mut inputs: Vec<String> = op.inputs().into_iter().map(|input| values[input].clone()).collect();
+        let parameter = |suffix: &str| format!("{}.{suffix}", layer.name);
+        let (op_type, attributes) = match op {
+            Op::Conv { output, kernel, stride, padding, groups, .. } => {
+                let (weight, bias) = (parameter("weight"), parameter("bias"));
+                let norm = network.ops.iter().find_map(|op| match op {
+                    Op::BatchNorm { name, input, .. } if fold_batch_norm && input == output => Some(name),
+                    _ => None,
+                });
+                if let Some(norm) = norm {
+                    let (scaled, shift) = folded(&tensors[&weight], norm, tensors);
+                    graph.initializer.extend([tensor(&weight, &scaled), tensor(&bias, &shift)]);
+                    inputs.extend([weight, bias]);
+                } else {
+                    graph.initializer.push(tensor(&weight, &tensors[&weight]));
+                    inputs.push(weight);
+                }
+                let mut attributes = window(*kernel, *stride, *padding);
+                attributes.push(Attribute::int("group", *groups));
+                ("Conv", attributes)
+            }
+            // Part of the convolution, whose output has no other reader.
+            Op::BatchNorm { input, output, .. } if fold_batch_norm => {
+                values[*output] = values[*input].clone();
+                continue;
+            }
+            Op::BatchNorm { .. } => {
+                for suffix in ["weight", "bias", "running_mean", "running_var"] {
+                    let name = parameter(suffix);
+                    graph.initializer.push(tensor(&name, &tensors[&name]));
+                    inputs.push(name);
+                }
+                ("BatchNormalization", vec![Attribute::float("epsilon", EPSILON as f32)])
+            }
+            Op::Relu { .. } => ("Relu", Vec::new()),
+            Op::Add { .. } => ("Add", Vec::new()),
+            Op::MaxPool { kernel, stride, padding, .. } => ("MaxPool", window(*kernel, *stride, *padding)),
+            Op::GlobalAveragePool { .. } => {
+                graph.node.push(node("GlobalAveragePool", &name, inputs, &name, Vec::new()));
+                inputs = vec![name];
+                name = "flatten".into();
+                ("Flatten", Vec::new())
+            }
+            Op::Linear { .. } => {
+                let (weight, bias) = (parameter("weight"), parameter("bias"));
+                if let Some(margin) = margin.filter(|_| op.output() == network.logits()) {
+                    let attributes = vec![Attribute::int("axis", 1), Attribute::int("p", 2)];
+                    graph.node.push(node("LpNormalization", "normalize", inputs, "normalize", attributes));
+                    let HostTensor { shape, values } = &tensors[&weight];
+                    let rows = HostTensor { shape: shape.clone(), values: margin.rows(values, shape[1]) };
+                    graph.initializer.push(tensor(&weight, &rows));
+                    inputs = vec!["normalize".into(), weight];
+                } else {
+                    graph.initializer.extend([&weight, &bias].map(|name| tensor(name, &tensors[name])));
+                    inputs.extend([weight, bias]);
+                }
+                ("Gemm", vec![Attribute::int("transB", 1)])
+            }
+            Op::Redistribute { .. } | Op::Halo { .. } | Op::MeanOfRows { .. } => {
+                let detail =
+                    format!("{} is a rank's part of a network; ONNX files have whole networks", network.arch);
+                return Err(EngineError::Parameters(detail));
+            }
+        };
+        let output = if op.output() == network.logits() { "output".to_owned() } else { name.clone() };
+        graph.node.push(node(op_type, &name, inputs, &output, attributes));
+        values[op.output()] = output;
+    }
+    Ok(graph)
+}
+
+/// Weight and bias of the convolution that computes `gamma (conv(x) - mean) / sqrt(var + epsilon) + beta`, with the
+/// parameters and running statistics of the batch norm `norm`.
+fn folded(weight: &HostTensor, norm: &str, tensors: &NamedTensors) -> (HostTensor, HostTensor) {
+    let of = |suffix: &str| tensors[&format!("{norm}.{suffix}")].values.iter().map(|&value| f64::from(value));
+    let factors: Vec<f64> =
+        of("weight").zip(of("running_var")).map(|(gamma, var)| gamma / (var + EPSILON).sqrt()).collect();
+    let mut weight = weight.clone();
+    let filter = weight.values.len() / factors.len();
+    for (filter, factor) in weight.values.chunks_exact_mut(filter).zip(&factors) {
+        filter.iter_mut().for_each(|value| *value = (f64::from(*value) * factor) as f32);
+    }
+    let shifts = of("bias").zip(of("running_mean")).zip(&factors);
+    let values: Vec<f32> = shifts.map(|((beta, mean), factor)| (beta - mean * factor) as f32).collect();
+    (weight, HostTensor { shape: vec![values.len()], values })
+}
+
+/// Attributes of a square window.
+fn window(kernel: usize, stride: usize, padding: usize) -> Vec<Attribute> {
+    vec![
+        Attribute::ints("kernel_shape", [kernel; 2]),
+        Attribute::ints("strides", [stride; 2]),
+        Attribute::ints("pads", [padding; 4]),
+    ]
+}
+
+fn node(op_type: &str, name: &str, input: Vec<String>, output: &str, attribute: Vec<Attribute>) -> Node {
+    Node { input, output: vec![output.into()], name: name.into(), op_type: op_type.into(), attribute }
+}
+
+fn tensor(name: &str, of: &HostTensor) -> Tensor {
+    Tensor {
+        dims: of.shape.iter().map(|&size| size as i64).collect(),
+        data_type: FLOAT,
+        name: name.into(),
+        raw_data: bytemuck::cast_slice(&of.values).to_vec(),
+    }
+}
+
+/// An input or output of the graph. `shape` is that of one picture's values.
+fn value(name: &str, shape: &[usize]) -> ValueInfo {
+    let batch = Dimension { dim_value: None, dim_param: Some(BATCH.into()) };
+    let sizes = shape.iter().map(|&size| Dimension { dim_value: Some(size as i64), dim_param: None });
+    let shape = TensorShape { dim: std::iter::once(batch).chain(sizes).collect() };
+    let tensor = TensorType { elem_type: FLOAT, shape: Some(shape) };
+    ValueInfo { name: name.into(), r#type: Some(Type { tensor_type: Some(tensor) }) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::{init::initial_parameters, resnet};
+    use lockstep_protocol::spec::{Arch, LossKind, ModelSpec, Stem};
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_value_is_computed_before_it_is_read() {
+        let arc_face = Margin { kind: LossKind::ArcFace, scale: 8.0, margin: 0.5 };
+        for arch in [Arch::ResNet20, Arch::ResNet18, Arch::ResNeXt50_32x4d] {
+            let cases = [
+                (Stem::Cifar, false, None, true),
+                (Stem::Imagenet, false, Some(&arc_face), true),
+                (Stem::Imagenet, true, None, true),
+                (Stem::Imagenet, true, None, false),
+            ];
+            for (stem, fold, margin, has_head) in cases {
+                let model = ModelSpec { arch, stem, ..ModelSpec::default() };
+                let mut network = resnet::build(&model, 40, 1, 10).unwrap();
+                if !has_head {
+                    network = network.without_head();
+                }
+                let what = format!("{arch:?}, {stem:?}, folded: {fold}, head: {has_head}");
+                let zeros = network.parameters().into_iter().map(|p| {
+                    let values = vec![0.0; p.len()];
+                    (p.name, HostTensor { shape: p.shape, values })
+                });
+                let tensors = zeros.collect();
+                let metadata = BTreeMap::from([("classes".into(), "[]".into())]);
+                let file = encode(&network, &tensors, margin, fold, &metadata).unwrap();
+                let Model { graph, metadata_props, .. } = Model::decode(&file[..]).unwrap();
+                assert_eq!((&*metadata_props[0].key, &*metadata_props[0].value), ("classes", "[]"));
+                let graph = graph.unwrap();
+                let mut known = BTreeSet::from(["input".to_owned()]);
+                for Tensor { name, dims, raw_data, .. } in &graph.initializer {
+                    assert_eq!(dims.iter().product::<i64>() * 4, raw_data.len() as i64, "{what}: {name}");
+                    assert!(known.insert(name.clone()), "{what}: {name}");
+                }
+                let mut read = BTreeSet::new();
+                for Node { name, input, output, .. } in &graph.node {
+                    assert!(
+                        input.iter().all(|input| known.contains(input)),
+                        "{what}: {name} reads {input:?}"
+                    );
+                    read.extend(input.iter().cloned());
+                    assert!(known.insert(output[0].clone()), "{what}: {output:?}");
+                }
+                known.retain(|name| !read.contains(name));
+                assert!(known.iter().eq(["output"]), "{what}: not read: {known:?}");
+                let norms = network.ops.iter().filter(|op| matches!(op, Op::BatchNorm { .. })).count();
+                // Flatten, and with a margin the normalisation.
+                let added = 1 + usize::from(margin.is_some());
+                let expected = network.ops.len() + added - if fold { norms } else { 0 };
+                assert_eq!(graph.node.len(), expected, "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn tensors_of_another_network_are_refused() {
+        let network = |classes| {
+            let model = ModelSpec { arch: Arch::ResNet20, ..ModelSpec::default() };
+            resnet::build(&model, 32, 3, classes).unwrap()
+        };
+        let tensors = initial_parameters(&network(10), false, 0);
+        let error = encode(&network(11), &tensors, None, true, &BTreeMap::new()).unwrap_err().to_string();
+        assert!(error.contains("fc.weight has shape [10, 64]"), "{error}");
+    }
+
+    #[test]
+    fn folding_scales_filters_and_shifts_by_running_statistics() {
+        let tensor =
+            |shape: &[usize], values: &[f32]| HostTensor { shape: shape.into(), values: values.into() };
+        let var = |factor: f64| (1.0 / (factor * factor) - EPSILON) as f32;
+        let tensors = NamedTensors::from([
+            ("n.weight".into(), tensor(&[2], &[1.0, -3.0])),
+            ("n.bias".into(), tensor(&[2], &[0.5, 7.0])),
+            ("n.running_mean".into(), tensor(&[2], &[4.0, 1.0])),
+            ("n.running_var".into(), tensor(&[2], &[var(0.5), var(2.0)])),
+        ]);
+        let (weight, bias) = folded(&tensor(&[2, 2, 1, 1], &[1.0, 2.0, 3.0, 4.0]), "n", &tensors);
+        let near = |found: &[f32], expected: &[f32]| {
+            assert!(found.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-5 * b.abs()), "{found:?}");
+        };
+        near(&weight.values, &[0.5, 1.0, -18.0, -24.0]);
+        near(&bias.values, &[-1.5, 13.0]);
+        assert_eq!((weight.shape, bias.shape), (vec![2, 2, 1, 1], vec![2]));
+    }
+}

@@ -1,0 +1,90 @@
+//! ONNX files in onnxruntime, which `tests/run` installs in `target/onnx`.
+
+use crate::pytorch::{config, network, sgd, weights};
+use lockstep_comm::SingleRank;
+use lockstep_data::loader::Batch;
+use lockstep_engine::{EngineConfig, LossConfig, Margin, build_cpu, net::Network, onnx::encode};
+use lockstep_host::tensors::NamedTensors;
+use lockstep_kernels::synthetic::values;
+use lockstep_protocol::spec::{LossKind, LossSpec};
+use std::{collections::BTreeMap, fs, path::Path, process::Command, sync::Arc};
+
+const CLASSES: usize = 7;
+
+/// Writes the outputs for one picture and for both, of the file with batch norms and of the folded one.
+const SCRIPT: &str = r#"
+import sys, numpy, onnxruntime
+folder, channels, side, width, about = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+pictures = numpy.fromfile(f"{folder}/pictures", "<f4").reshape(2, side, side, channels).transpose(0, 3, 1, 2)
+pictures = numpy.ascontiguousarray(pictures)
+with open(f"{folder}/outputs", "wb") as out:
+    for name in ["kept", "folded"]:
+        session = onnxruntime.InferenceSession(f"{folder}/{name}.onnx", providers=["CPUExecutionProvider"])
+        assert session.get_modelmeta().custom_metadata_map == {"classes": about}
+        [given], [made] = session.get_inputs(), session.get_outputs()
+        assert (given.name, given.shape) == ("input", ["N", channels, side, side]), (given.name, given.shape)
+        assert (made.name, made.shape) == ("output", ["N", width]), (made.name, made.shape)
+        for batch in [pictures[:1], pictures]:
+            [outputs] = session.run(["output"], {"input": batch})
+            out.write(outputs.astype("<f4").tobytes())
+"#;
+
+/// Checks that onnxruntime computes what the CPU engine computes, to 1e-4 of the largest output.
+fn compare(what: &str, network: Network, weights: &NamedTensors, margin: Option<Margin>) {
+    let packages = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/onnx");
+    assert!(packages.exists(), "onnxruntime is not in target/onnx: tests/run installs it");
+    let folder = tempfile::tempdir().unwrap();
+    let metadata = BTreeMap::from([("classes".to_owned(), what.to_owned())]);
+    for (file, fold) in [("kept.onnx", false), ("folded.onnx", true)] {
+        let model = encode(&network, weights, margin.as_ref(), fold, &metadata).unwrap();
+        fs::write(folder.path().join(file), model).unwrap();
+    }
+    let (side, channels) = (network.image_size, network.channels);
+    let width = network.tensors[network.logits()].len();
+    let images = values(&format!("{what}.images"), 2 * side * side * channels);
+    fs::write(folder.path().join("pictures"), bytemuck::cast_slice::<f32, u8>(&images)).unwrap();
+    let batch = Batch { images, labels: vec![0; 2], indices: vec![0, 1], ..Batch::default() };
+    let config = EngineConfig { loss: LossConfig { margin, ..LossConfig::default() }, ..config(2, sgd(0.0)) };
+    let mut engine = build_cpu(Arc::new(network), weights, config, Arc::new(SingleRank)).unwrap();
+    let ours = engine.predict(&batch).unwrap();
+
+    let mut python = Command::new("python3");
+    python.env("PYTHONPATH", &packages).args(["-c", SCRIPT]).arg(folder.path());
+    let ran = python.args([channels, side, width].map(|n| n.to_string())).arg(what).output().unwrap();
+    assert!(ran.status.success(), "{what}: {}", String::from_utf8_lossy(&ran.stderr));
+    let theirs = fs::read(folder.path().join("outputs")).unwrap();
+    let theirs: Vec<f32> = bytemuck::pod_collect_to_vec(&theirs);
+    let expected = [&ours[..width], &ours[..]].concat().repeat(2);
+    assert_eq!(theirs.len(), expected.len());
+    let largest = ours.iter().fold(0.0, |largest: f32, value| largest.max(value.abs()));
+    for (theirs, ours) in theirs.iter().zip(&expected) {
+        assert!((theirs - ours).abs() <= 1e-4 * largest, "{what}: {theirs}, not {ours}");
+    }
+}
+
+#[test]
+fn onnxruntime_computes_the_outputs_of_resnet20() {
+    let whole = || network("resnet20", "cifar", 17, 1, CLASSES);
+    let mut tensors = weights(&whole());
+    compare("logits", whole(), &tensors, None);
+    let arc_face = LossSpec { kind: LossKind::ArcFace, ..LossSpec::default() };
+    compare("cosines", whole(), &tensors, Margin::of(&arc_face));
+    tensors.retain(|name, _| !name.starts_with("fc."));
+    compare("embeddings", whole().without_head(), &tensors, None);
+}
+
+mod full {
+    use super::*;
+    use lockstep_protocol::spec::Arch;
+
+    #[test]
+    fn onnxruntime_computes_the_logits_of_every_network() {
+        for (_, name) in Arch::ALL {
+            for (stem, side, channels) in [("cifar", 17, 1), ("imagenet", 40, 3)] {
+                let network = network(name, stem, side, channels, CLASSES);
+                let weights = weights(&network);
+                compare(&format!("{name}, {stem} stem"), network, &weights, None);
+            }
+        }
+    }
+}

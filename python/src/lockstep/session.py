@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .client import Client
 from .errors import LockstepError, Problem, Unreachable
-from .spool import RUN, Sender, Spool, folders, is_free, read_run, send_folder
+from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, read_run, send_folder
 from .tracking import SEND_SECS, AlertLevel, Mode, Run, is_passing, outcome, say, warn_once
 from .values import Json, plain, settings
 
@@ -62,7 +62,7 @@ def _interrupted(root: Path) -> str | None:
 
 def _is_on_server(client: Client, id: str) -> bool:
     try:
-        client._send_once("PATCH", f"/runs/{id}", json={})
+        client._send_once("PATCH", f"/runs/{id}", json={}, timeout=REQUEST_SECS)
     except Problem as problem:
         if problem.status != 404:
             raise
@@ -122,11 +122,14 @@ def init(
     run exists or does not exist; `auto` or True without `id` continues the newest run in the folder that was
     interrupted.
 
-    If a run is active, it is returned, or finished before if `reinit` is True. Raises `Problem` if the server refuses
-    the run, `LockstepError` if another process writes it. A server that is away is no error.
+    If a run is active, it is returned, or finished before if `reinit` is True (default in notebooks). Raises `Problem`
+    if the server refuses the run, `LockstepError` if another process writes it. A server that is away is no error.
     """
     global _run
     if (before := current()) is not None and not before._is_forked:
+        # A cell of a notebook is run again.
+        if reinit in (None, "default") and "ipykernel" in sys.modules:
+            reinit = True
         if reinit not in (True, "finish_previous"):
             warn_once(f"init returns run {before.id}, which is active: call finish() before, or give reinit=True")
             return before

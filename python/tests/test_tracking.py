@@ -336,7 +336,7 @@ def test_a_restored_or_emptied_server_gets_what_it_lacks(server: FakeServer) -> 
 
 LOGS_UNTIL_KILLED = """
 import itertools, os, lockstep
-run = lockstep.init(id="killed", mode="offline")
+run = lockstep.init(id="killed")
 for n in itertools.count(run.step):
     run.log({"x": n})
     if n == int(os.environ["TOLD_AT"]):
@@ -345,9 +345,11 @@ for n in itertools.count(run.step):
 """
 
 
+@pytest.mark.parametrize("mode", ["offline", "online"])
 def test_a_killed_program_loses_only_its_last_moment_and_continues(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mode: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LOCKSTEP_MODE", mode)
     path, count = Path("lockstep-runs/killed"), 0
     for _ in range(2):
         told_at = count + 5_000
@@ -358,7 +360,7 @@ def test_a_killed_program_loses_only_its_last_moment_and_continues(
             # It logs no more, and what it has logged is written without its help.
             until(lambda: len(kept(path)) == int(os.environ["TOLD_AT"]) + 1)
             with pytest.raises(lockstep.LockstepError, match="another process writes"):
-                lockstep.init(id="killed", mode="offline")
+                lockstep.init(id="killed")
             child.stdin.write("\n")
             child.stdin.flush()
             child.send_signal(signal.SIGKILL)
@@ -367,7 +369,8 @@ def test_a_killed_program_loses_only_its_last_moment_and_continues(
         (path / spool.RECORDS).write_bytes(text + b'{"step": 1, "val')
         count = text.count(b"\n")
         assert count > told_at and spool.read_run(path)["state"] == "running"
-    with lockstep.init(resume="auto", mode="offline") as run:
+    assert bool(server.runs) == (mode == "online")
+    with lockstep.init(resume="auto") as run:
         assert (run.id, run.step, run.resumed) == ("killed", count, True)
         run.log({"x": count})
     assert lockstep.sync(".") == {"killed": count + 1}

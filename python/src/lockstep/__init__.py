@@ -1,18 +1,41 @@
 """Client of Lockstep, a self-hosted training service.
 
 `submit` submits a job to the server that the command line would use. `Client` has every call; `AsyncClient` has the
-same calls to be awaited.
+same calls to be awaited. `init` and `log` track what this program trains itself, as in `wandb`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from . import session, values
 from .client import AsyncCheckpoint, AsyncClient, AsyncJob, Changes, Checkpoint, Client, Job, JobFile, Metrics, Series
 from .errors import JobFailed, LockstepError, Problem, Unreachable
+from .session import Media, Settings, alert, define_metric, finish, init, log, log_artifact, login, save, sync, unwatch
+from .session import watch as watch
+from .tracking import AlertLevel, Run
+
+# Values of wandb that are no numbers.
+Artifact = Audio = Histogram = Html = Image = Object3D = Table = Video = Media
 
 __all__ = ["AsyncCheckpoint", "AsyncClient", "AsyncJob", "Checkpoint", "Client", "Job", "Metrics", "Series"]
 __all__ += ["JobFailed", "LockstepError", "Problem", "Unreachable", "submit"]
+__all__ += ["AlertLevel", "Run", "Settings", "alert", "config", "define_metric", "finish", "init", "log", "login"]
+__all__ += ["log_artifact", "run", "save", "summary", "sync", "unwatch", "watch"]
+__all__ += ["Artifact", "Audio", "Histogram", "Html", "Image", "Object3D", "Table", "Video"]
+
+if TYPE_CHECKING:
+    run: Run | None
+    config: values.Config
+    summary: values.Summary
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name == "run":
+            return session.current()
+        if name in ("config", "summary"):
+            return getattr(session.active(), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def submit(job: JobFile, /, *, set: Changes = None, **keys: Any) -> Job:

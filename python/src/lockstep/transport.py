@@ -68,16 +68,23 @@ class Calls:
     _io: Sync | Async
 
     async def _send(
-        self, method: str, path: str, query: Mapping[str, Any] | None = None, *, may_repeat: bool = False, **more: Any
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, Any] | None = None,
+        *,
+        may_repeat: bool = False,
+        patience: float = PATIENCE,
+        **more: Any,
     ) -> httpx.Response:
-        """The successful response to a request, which is sent again if that does no harm.
+        """The successful response to a request, which is sent again for `patience` seconds if that does no harm.
 
         In `query`, lists become text with commas, and None is left out. Raises `Problem` for any other response,
         `Unreachable` without one.
         """
         params = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else v for k, v in (query or {}).items()}
         params = {k: v for k, v in params.items() if v is not None}
-        gives_up_at = time.monotonic() + PATIENCE
+        gives_up_at = time.monotonic() + patience
         pause, longest = PAUSES
         while True:
             seconds = pause
@@ -132,6 +139,10 @@ class SyncCalls(Calls):
     """Base class of objects whose calls block."""
 
     _io: Sync
+
+    def _send_once(self, method: str, path: str, **more: Any) -> httpx.Response:
+        """As `_send`, which blocks, without a second try."""
+        return _run(self._send(method, path, patience=0, **more))
 
 
 class AsyncCalls(Calls):

@@ -1,0 +1,40 @@
+"""`python -m lockstep sync DIR...` sends runs that were logged without a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .client import Client
+from .errors import LockstepError
+from .spool import RUN, folders, send_folder
+
+
+def main() -> int:
+    """The exit status: 1 if a run could not be sent."""
+    parser = argparse.ArgumentParser(prog="python -m lockstep", description="Runs that a program logs itself")
+    commands = parser.add_subparsers(dest="command", required=True)
+    sync = commands.add_parser("sync", help="send runs that the server lacks, or parts of runs; a repeat does no harm")
+    sync.add_argument("dir", nargs="+", type=Path, help="the folder of a run, or a folder with such folders")
+    given = parser.parse_args()
+    status = 0
+    with Client() as client:
+        for dir in given.dir:
+            paths = list(folders(dir))
+            if not paths:
+                print(f"{dir} has no runs: no folder in it has {RUN} and records.jsonl", file=sys.stderr)
+                status = 1
+            for path in paths:
+                try:
+                    sender = send_folder(path, client)
+                except LockstepError as error:
+                    print(f"{path} is not sent completely: {error}", file=sys.stderr)
+                    status = 1
+                else:
+                    print(f"{sender.id}: the server has all {sender.acknowledged} records")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

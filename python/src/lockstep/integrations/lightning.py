@@ -1,0 +1,84 @@
+"""A logger for Lightning, from `lightning` or `pytorch_lightning`, whichever the program has imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from .. import session
+from ..tracking import Run, outcome
+from ..values import settings
+
+_is_apart = "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None
+_package = "pytorch_lightning" if _is_apart else "lightning.pytorch"
+_loggers = importlib.import_module(f"{_package}.loggers.logger")
+_rank_zero_only = importlib.import_module(f"{_package}.utilities.rank_zero").rank_zero_only
+
+
+class LockstepLogger(_loggers.Logger):  # type: ignore[misc, name-defined]
+    """Logs what a `Trainer` logs: `Trainer(logger=LockstepLogger(project="mnist"))`.
+
+    `save_dir`: where `lockstep-runs` is. `version`: the run's id, to continue it (default: a new one). `prefix`: put
+    before the metrics' names. `init`: other arguments of `lockstep.init`. A run that is active already is used. The run
+    stays open after the training, for tests, until `lockstep.finish` or the end of the program; a training that fails
+    ends it.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        project: str = "lightning",
+        save_dir: str | Path = ".",
+        version: str | None = None,
+        prefix: str = "",
+        **init: Any,
+    ) -> None:
+        super().__init__()
+        self._prefix = prefix
+        self._init = init | {"name": name, "project": project, "dir": str(save_dir), "id": version}
+        self._run: Run | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process that Lightning starts begins or continues the run itself.
+        return self.__dict__ | {"_run": None}
+
+    def _experiment(self) -> Run:
+        if self._run is None or session.current() is not self._run:
+            self._run = session.current() or session.init(**self._init)
+            self._init["id"] = self._run.id
+        return self._run
+
+    # On other ranks than the first, an object that takes every call.
+    experiment = property(_loggers.rank_zero_experiment(_experiment), doc="The run.")
+
+    @property
+    def name(self) -> str:
+        """The project, which names the folder of Lightning's checkpoints."""
+        return str(self._init["project"])
+
+    @property
+    def version(self) -> str | None:
+        """The run's id, once it has begun."""
+        return self._init["id"]  # type: ignore[no-any-return]
+
+    @property
+    def save_dir(self) -> str:
+        """Where `lockstep-runs` is."""
+        return str(self._init["dir"])
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Logs values at Lightning's step."""
+        if _rank_zero_only.rank == 0:
+            self._experiment().log({self._prefix + name: value for name, value in metrics.items()}, step)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Adds settings."""
+        if _rank_zero_only.rank == 0:
+            self._experiment().config.update(settings(params), allow_val_change=True)
+
+    def finalize(self, status: str) -> None:
+        """Ends the run if the training has failed."""
+        if self._run is not None and status == "failed":
+            self._run._end(*outcome(sys.exc_info()[1] or RuntimeError("the training failed")))

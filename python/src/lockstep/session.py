@@ -1,0 +1,304 @@
+"""The run of this program: `init` begins it, and functions with `wandb`'s names log to it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from .client import Client
+from .errors import LockstepError, Problem, Unreachable
+from .spool import REQUEST_SECS, RUN, Sender, Spool, folders, is_free, read_run, send_folder
+from .tracking import SEND_SECS, AlertLevel, Mode, Run, is_passing, outcome, say, warn_once
+from .values import Json, plain, settings
+
+Resume = Literal["allow", "must", "never", "auto"]
+PathLike = str | os.PathLike[str]
+
+# Seconds for which `init` waits to learn whether the server has a run.
+BEGIN_SECS = 60.0
+
+_run: Run | None = None
+
+
+class Settings:
+    """Accepts everything that `wandb.Settings` does; none of it has a meaning here."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.given = sorted(settings)
+
+
+class Media:
+    """Stands for an image, a table or another value that is no number, so that programs run; it is not logged."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+def _new_id() -> str:
+    return "".join(secrets.choice("0123456789abcdefghijklmnopqrstuvwxyz") for _ in range(12))
+
+
+def _interrupted(root: Path) -> str | None:
+    """The newest run in a folder that no process writes and that has not ended."""
+    for file in sorted(root.glob(f"*/{RUN}"), key=lambda file: file.stat().st_mtime, reverse=True):
+        if (run := read_run(file.parent))["state"] == "running" and is_free(file.parent):
+            return str(run["id"])
+    return None
+
+
+def _is_on_server(client: Client, id: str) -> bool:
+    try:
+        client._send_once("PATCH", f"/runs/{id}", json={}, timeout=REQUEST_SECS)
+    except Problem as problem:
+        if problem.status != 404:
+            raise
+        return False
+    return True
+
+
+def _begin(sender: Sender, is_sure: bool) -> tuple[Json, bool] | None:
+    """The job of a run on the server, and whether it is new; None if the server is away.
+
+    `is_sure`: whether it is known without the server which number the next record gets.
+    """
+    gives_up_at = time.monotonic() + BEGIN_SECS
+    while True:
+        try:
+            return sender.begin()
+        except (Problem, Unreachable) as error:
+            if not is_passing(error):
+                raise
+            if is_sure:
+                say(f"run {sender.id} is kept in {sender.path} until it can be sent: {error}")
+                return None
+            if time.monotonic() > gives_up_at:
+                raise LockstepError(
+                    f"only the server knows whether it has a run {sender.id} already: {error}. Leave out id, or give "
+                    'mode="offline" if the run is new'
+                ) from error
+        time.sleep(SEND_SECS)
+
+
+def init(
+    *,
+    project: str | None = None,
+    name: str | None = None,
+    config: Any = None,
+    id: str | None = None,
+    resume: Resume | bool | None = None,
+    mode: Mode | None = None,
+    tags: Sequence[str] | None = None,
+    notes: str | None = None,
+    dir: PathLike | None = None,
+    group: str | None = None,
+    job_type: str | None = None,
+    reinit: Any = None,
+    **ignored: Any,
+) -> Run:
+    """Begins a run, which ends with `finish`, with the `with` statement or with the program.
+
+    `project`, `name`, `notes`, `tags`: as for jobs; `group` and `job_type` become tags. `config`: the settings, a
+    mapping or a namespace of argparse. `dir`: where `lockstep-runs` is, the folder of runs (default: the working
+    folder).
+
+    `mode`: `online` (default, or the variable LOCKSTEP_MODE), `offline` (nothing is sent until `lockstep.sync`) or
+    `disabled` (nothing is kept).
+
+    `id`: of the run to continue or to begin: letters, digits, `-` and `_`. `resume`: `must` and `never` insist that the
+    run exists or does not exist; `auto` or True without `id` continues the newest run in the folder that was
+    interrupted.
+
+    If a run is active, it is returned, or finished before if `reinit` is True (default in notebooks). Raises `Problem`
+    if the server refuses the run, `LockstepError` if another process writes it. A server that is away is no error.
+    """
+    global _run
+    if (before := current()) is not None and not before._is_forked:
+        # A cell of a notebook is run again.
+        if reinit in (None, "default") and "ipykernel" in sys.modules:
+            reinit = True
+        if reinit not in (True, "finish_previous"):
+            warn_once(f"init returns run {before.id}, which is active: call finish() before, or give reinit=True")
+            return before
+        before.finish()
+    if useless := sorted(key for key, value in ignored.items() if value is not None):
+        warn_once(f"init ignores what has no counterpart in Lockstep: {', '.join(useless)}")
+    chosen_mode = mode or os.environ.get("LOCKSTEP_MODE") or "online"
+    if chosen_mode not in ("online", "offline", "disabled"):
+        raise LockstepError(f"mode is {chosen_mode!r}: it must be online, offline or disabled")
+    if id is not None and not re.fullmatch("[A-Za-z0-9_-]{1,64}", id):
+        raise LockstepError(f"id is {id!r}: it must have 1 to 64 letters, digits, '-' and '_'")
+    root = Path(dir or ".").absolute() / "lockstep-runs"
+    if id is None and resume in (True, "auto"):
+        id = _interrupted(root)
+    if id is None and resume == "must":
+        raise LockstepError('resume="must" needs id: the run to continue')
+    is_chosen, id = id is not None, id or _new_id()
+    labels = [*(tags or []), *(label for label in (group, job_type) if label)]
+    run: Json = {
+        "id": id,
+        "name": (name or id)[:200],
+        "project": re.sub("[^A-Za-z0-9_.-]", "-", project or "default"),
+        "config": {str(key): plain(value) for key, value in settings(config).items()},
+        "tags": [str(label).replace(",", " ")[:40] for label in labels],
+        "notes": notes,
+        "summary": {},
+        "state": "running",
+        "reason": None,
+    }
+    if chosen_mode == "disabled":
+        _run = Run(run, "disabled", None, 0, False)
+        return _run
+
+    path = root / id
+    client = Client() if chosen_mode == "online" else None
+    is_here = (path / RUN).exists()
+    if is_chosen and resume in ("must", "never"):
+        is_known = is_here or (client is not None and _is_on_server(client, id))
+        if is_known != (resume == "must"):
+            raise LockstepError(f"resume is {resume!r}, and run {id} {'exists' if is_known else 'does not exist'}")
+    spool = Spool(path)
+    try:
+        step, is_resumed, url = spool.last_step + 1, is_here, None
+        if is_here:
+            _continue(run, read_run(path), name, project)
+        spool.write_run(json.dumps(run))
+        sender = Sender(path, client, spool.make_durable) if client else None
+        if sender and (begun := _begin(sender, is_sure=is_here or not is_chosen)):
+            job, is_new = begun
+            url = str(client._io.http.base_url).partition("/api/v1")[0] + f"/jobs/{job['id']}" if client else None
+            if not is_here and not is_new:
+                _continue(run, job | (job.get("external") or {}), name, project)
+            # Another folder may have continued the run since.
+            if sender.acknowledged > spool.records:
+                spool.pad(sender.acknowledged)
+                step = max(step, int(job["step"]) + 1)
+            is_resumed |= not is_new
+    except BaseException:
+        spool.close()
+        if not is_here:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+    _run = Run(run, "online" if client else "offline", spool, step, is_resumed)
+    _run._url = url
+    _run._note_change()
+    _run._start(sender)
+    if url:
+        say(f"run {run['name']} is at {url}")
+    return _run
+
+
+def _continue(run: Json, before: Json, name: str | None, project: str | None) -> None:
+    """Lets a run have what it had before, as far as nothing else is given."""
+    run["config"] = (before.get("config") or {}) | run["config"]
+    run["summary"] = before.get("summary") or {}
+    run["name"] = name or before.get("name") or run["name"]
+    run["project"] = run["project"] if project else before.get("project") or run["project"]
+    run["tags"] = run["tags"] or before.get("tags") or []
+    run["notes"] = run["notes"] or before.get("notes")
+
+
+def current() -> Run | None:
+    """The run that `init` has begun and that has not ended."""
+    return None if _run is None or _run._is_over else _run
+
+
+def active() -> Run:
+    """As `current`. Raises `LockstepError` without a run."""
+    if (run := current()) is None:
+        raise LockstepError("no run is active: call lockstep.init first")
+    return run
+
+
+def log(
+    data: Mapping[str, Any], step: int | None = None, commit: bool | None = None, sync: bool | None = None
+) -> None:
+    """See `Run.log`."""
+    active().log(data, step, commit)
+
+
+def define_metric(name: str, step_metric: str | None = None, summary: str | None = None, **more: Any) -> None:
+    """See `Run.define_metric`."""
+    active().define_metric(name, step_metric, summary, **more)
+
+
+def alert(title: str, text: str = "", level: str | AlertLevel | None = None, wait_duration: Any = None) -> None:
+    """See `Run.alert`."""
+    active().alert(title, text, level, wait_duration)
+
+
+def finish(exit_code: int | None = None, quiet: bool | None = None) -> None:
+    """Ends the active run, if there is one; see `Run.finish`."""
+    if (run := current()) is not None:
+        run.finish(exit_code)
+
+
+def watch(*args: Any, **kwargs: Any) -> None:
+    """See `Run.watch`."""
+    active().watch()
+
+
+def unwatch(*args: Any, **kwargs: Any) -> None:
+    """See `Run.unwatch`."""
+
+
+def save(*args: Any, **kwargs: Any) -> None:
+    """See `Run.save`."""
+    active().save()
+
+
+def log_artifact(*args: Any, **kwargs: Any) -> None:
+    """See `Run.log_artifact`."""
+    active().log_artifact()
+
+
+def login(*args: Any, **kwargs: Any) -> bool:
+    """Does nothing: the server and the token are found as the command line finds them."""
+    return True
+
+
+def sync(*dirs: PathLike, url: str | None = None, token: str | None = None) -> dict[str, int]:
+    """Sends what the server lacks of runs, and returns how many records it has of each, by id.
+
+    `dirs`: folders of runs, or folders with such folders, also from other machines. A repeat does no harm, and a broken
+    transfer resumes. `url`, `token`: as for `Client`. Raises `LockstepError` if a folder has no runs or cannot be read,
+    `Problem` and `Unreachable` as every call.
+    """
+    sent = {}
+    with Client(url, token) as client:
+        for dir in dirs:
+            if not (paths := list(folders(Path(dir)))):
+                raise LockstepError(f"{os.fspath(dir)} has no runs: no folder in it has {RUN} and records.jsonl")
+            for path in paths:
+                sender = send_folder(path, client)
+                sent[sender.id] = sender.acknowledged
+    return sent
+
+
+@atexit.register
+def _end_with_program() -> None:
+    if (run := current()) is not None:
+        error = getattr(sys, "last_value", None)
+        run._end(*outcome(None if error is run._older_error else error))
+
+
+def _forget_in_child() -> None:
+    if _run is not None:
+        _run._is_forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,488 @@
+"""A run: what a program that trains by itself logs.
+
+`log` only puts values into memory. A thread writes them to the run's folder every 100 ms, and another sends from there
+what the server lacks; see `spool`.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from .errors import LockstepError, Problem, Unreachable
+from .spool import Sender, Spool
+from .values import EXACT, Config, Json, Summary, json_number, scalar, whole
+
+Mode = Literal["online", "offline", "disabled"]
+
+# Seconds between two writes to the folder, between two requests, and for which `finish` waits for the server.
+WRITE_SECS = 0.1
+SEND_SECS = 1.0
+FINISH_SECS = 30.0
+# The longest pause after a request that failed.
+BACK_OFF_SECS = 30.0
+# The server takes a run that is silent for long as failed.
+BEAT_SECS = 120.0
+# What the server takes: names of a run's metrics, and their characters.
+METRICS = 1000
+NAME_CHARS = 250
+# Alerts that are kept.
+ALERTS = 50
+
+_ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+_warned: set[str] = set()
+
+
+def say(text: str) -> None:
+    """Writes a line to standard error."""
+    print(f"lockstep: {text}", file=sys.stderr, flush=True)
+
+
+def warn_once(text: str) -> None:
+    """As `say`, the first time."""
+    if text not in _warned:
+        _warned.add(text)
+        say(text)
+
+
+def _no_service(call: str) -> None:
+    warn_once(f"{call} has no counterpart in Lockstep and does nothing")
+
+
+def _line(step: int, at: int, values: dict[str, float]) -> str:
+    try:
+        return _ENCODER.encode({"step": step, "at": at, "values": values}) + "\n"
+    except ValueError:
+        return _line(step, at, {name: json_number(value) for name, value in values.items()})  # type: ignore[misc]
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the same request may be answered later."""
+    return isinstance(error, Unreachable) or (
+        isinstance(error, Problem) and (error.status in (408, 429) or error.status >= 500)
+    )
+
+
+def outcome(error: BaseException | None) -> tuple[str, str | None]:
+    """The state in which an error leaves a run, and the reason."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "succeeded", None
+    if isinstance(error, KeyboardInterrupt):
+        return "cancelled", "interrupted by the keyboard"
+    return "failed", f"{type(error).__name__}: {error}"[:500]
+
+
+class AlertLevel(enum.Enum):
+    """How urgent an alert is."""
+
+    INFO = "INFO"
+    WARN = "WARN"
+    ERROR = "ERROR"
+
+
+class Run:
+    """A run that this program trains. `init` makes one."""
+
+    def __init__(self, run: Json, mode: Mode, spool: Spool | None, step: int, is_resumed: bool) -> None:
+        self._run = run
+        self._mode: Mode = mode
+        self._spool = spool
+        self._step = step
+        self.resumed = is_resumed
+        self._url: str | None = None
+        self._is_over = self._is_forked = False
+        # What failed before this run did not fail it.
+        self._older_error = getattr(sys, "last_value", None)
+        # The last value of each metric, and the names that the server takes.
+        self._last: dict[str, float] = {}
+        self._names: set[str] = set()
+        self._defined: dict[str, tuple[str | None, frozenset[str]]] = {}
+        self._rules: dict[str, tuple[str | None, frozenset[str]]] = {}
+        self._alerted_at: dict[str, float] = {}
+        self.config = Config(run["config"], self._note_change)
+        self.summary = Summary(run["summary"], self._note_change, self._last)
+        self._lock = threading.Lock()
+        self._buffer: deque[tuple[int, int, dict[str, float]]] = deque()
+        self._unwritten = b""
+        self._has_changed = False
+        self._failure: Exception | None = None
+        # There is something to write; something was written; the end has come.
+        self._logged, self._written, self._ends = threading.Event(), threading.Event(), threading.Event()
+        self._writer: threading.Thread | None = None
+        self._sending: threading.Thread | None = None
+
+    # What it is.
+
+    @property
+    def id(self) -> str:
+        """The id: with it, `init(id=..., resume="must")` continues the run."""
+        return str(self._run["id"])
+
+    @property
+    def name(self) -> str:
+        """The name on the dashboard."""
+        return str(self._run["name"])
+
+    @name.setter
+    def name(self, name: str) -> None:
+        warn_once("a run's name is set by init(name=...) and cannot be changed later")
+
+    @property
+    def project(self) -> str:
+        """The project."""
+        return str(self._run["project"])
+
+    @property
+    def notes(self) -> str | None:
+        """The notes."""
+        notes: str | None = self._run["notes"]
+        return notes
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags."""
+        return tuple(self._run["tags"])
+
+    @property
+    def step(self) -> int:
+        """The step of the next `log` without `step`."""
+        return self._step
+
+    @property
+    def dir(self) -> str | None:
+        """The run's folder."""
+        return str(self._spool.path) if self._spool else None
+
+    @property
+    def url(self) -> str | None:
+        """The address of the run's page, once the server has it."""
+        return self._url
+
+    @property
+    def offline(self) -> bool:
+        """Whether nothing is sent."""
+        return self._mode != "online"
+
+    @property
+    def disabled(self) -> bool:
+        """Whether nothing is kept."""
+        return self._mode == "disabled"
+
+    def get_url(self) -> str | None:
+        """As `url`."""
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} {self.name!r}, {self._run['state']}, step {self._step}>"
+
+    # What it logs.
+
+    def log(
+        self, data: Mapping[str, Any], step: int | None = None, commit: bool | None = None, sync: bool | None = None
+    ) -> None:
+        """Logs values of one step.
+
+        `data`: numbers by name; also tensors and arrays with one element, and mappings, whose names are joined by
+        dots. Other values are left out, with one warning for each name. `step`: 0 or more; default: one more than
+        in the call before. `commit`: whether the next call without `step` belongs to the next step (default: unless
+        `step` is given).
+
+        Does not wait for the disk or the server. In a forked process it does nothing.
+        """
+        if self._is_forked:
+            return warn_once("log does nothing in a forked process: the process that called init must log")
+        if type(data) is not dict and not isinstance(data, Mapping):
+            raise TypeError(f"log takes a mapping of names to numbers, not a {type(data).__name__}")
+        values: dict[str, float] = {}
+        for name, value in data.items():
+            if type(value) is float and name in self._names:
+                values[name] = value
+            else:
+                self._add(values, name, value)
+        if step is not None and type(step) is not int:
+            step = whole(step)
+        if step is not None and not 0 <= step < EXACT:
+            return warn_once(f"a step must be 0 to 2^53 - 1: what is logged at step {step} is left out")
+        at = int(time.time() * 1000)
+        with self._lock:
+            if self._is_over:
+                raise LockstepError(f"run {self.id} is finished: call lockstep.init to start another")
+            if step is None:
+                step = self._step
+                if commit or commit is None:
+                    self._step += 1
+            else:
+                self._step = max(self._step, step + bool(commit))
+            if not values:
+                return
+            self._last.update(values)
+            if self._mode == "disabled":
+                return
+            if self._defined:
+                for own_step, own in self._by_step(step, values).items():
+                    self._buffer.append((own_step, at, own))
+            else:
+                self._buffer.append((step, at, values))
+        if not self._logged.is_set():
+            self._logged.set()
+
+    def _add(self, values: dict[str, float], name: str, value: Any) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"the names of what is logged must be text: {name!r}")
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                self._add(values, f"{name}.{key}", inner)
+            return
+        found = scalar(value)
+        if found is None:
+            return warn_once(f"{name} is not logged: {type(value).__name__} is not a number")
+        if name not in self._names:
+            # The server would refuse the whole request.
+            if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
+                return warn_once(f"{name!r} is not logged: a name has 1 to {NAME_CHARS} printable characters")
+            if len(self._names) >= METRICS:
+                return warn_once(f"further names are not logged: a run has at most {METRICS} metrics")
+            self._names.add(name)
+        values[name] = found
+
+    def _by_step(self, step: int, values: dict[str, float]) -> dict[int, dict[str, float]]:
+        """Values by the step that they belong to on the axis of their metric."""
+        found: dict[int, dict[str, float]] = {}
+        for name, value in values.items():
+            if name not in self._rules:
+                self._rules[name] = self._rule(name)
+            axis, kinds = self._rules[name]
+            own_step = step
+            if axis is not None:
+                on_axis = self._last.get(axis, -1)
+                if 0 <= on_axis < EXACT and on_axis == math.floor(on_axis):
+                    own_step = int(on_axis)
+                else:
+                    warn_once(f"{name} is shown over the run's steps while {axis} is not logged as a whole number")
+            found.setdefault(own_step, {})[name] = value
+            if kinds and math.isfinite(value):
+                self._summarize(name, value, kinds)
+        return found
+
+    def _rule(self, name: str) -> tuple[str | None, frozenset[str]]:
+        patterns = [p for p in self._defined if p == name or (p.endswith("*") and name.startswith(p[:-1]))]
+        # A name before a pattern, and the longest pattern.
+        patterns.sort(key=lambda pattern: (pattern == name, len(pattern)))
+        axis, kinds = self._defined[patterns[-1]] if patterns else (None, frozenset())
+        return (None if axis == name else axis), kinds
+
+    def _summarize(self, name: str, value: float, kinds: frozenset[str]) -> None:
+        results = self.summary._items.setdefault(name, {})
+        # The program may have set another result under this name.
+        for kind in kinds if isinstance(results, dict) else ():
+            old = results.setdefault(kind, value)
+            if kind == "last" or (kind == "min" and value < old) or (kind == "max" and value > old):
+                results[kind] = value
+            self._has_changed = True
+
+    def define_metric(
+        self,
+        name: str,
+        step_metric: str | None = None,
+        summary: str | None = None,
+        goal: str | None = None,
+        **ignored: Any,
+    ) -> None:
+        """Says how metrics are shown. `name`: one, or the first letters of several and `*`.
+
+        `step_metric`: the metric whose values take the place of steps, such as `epoch`; whole numbers only. `summary`:
+        `min`, `max`, `first`, `last` or several with commas; `run.summary["loss"]["min"]` has the result.
+        """
+        if self._is_forked:
+            return
+        kinds = {kind.strip().lower() for kind in (summary or "").split(",") if kind.strip()}
+        if "best" in kinds and goal:
+            kinds.add(goal[:3].lower())
+        if unknown := kinds - {"min", "max", "first", "last", "best", "copy", "none"}:
+            warn_once(f"define_metric: {', '.join(sorted(unknown))} is not kept in the summary")
+        with self._lock:
+            self._defined[name] = step_metric, frozenset(kinds & {"min", "max", "first", "last"})
+            self._rules.clear()
+
+    def alert(
+        self, title: str, text: str = "", level: str | AlertLevel | None = None, wait_duration: Any = None
+    ) -> None:
+        """Writes an alert to standard error, and keeps the newest in `run.summary["alerts"]`.
+
+        `wait_duration`: seconds, or a timedelta, in which no other alert with this title is taken (default: a minute).
+        """
+        level = AlertLevel(level or "INFO").value
+        wait_secs = getattr(wait_duration, "total_seconds", lambda: 60 if wait_duration is None else wait_duration)()
+        if time.monotonic() - self._alerted_at.get(title, -math.inf) < wait_secs:
+            return
+        self._alerted_at[title] = time.monotonic()
+        say(f"{level}: {title}: {text}")
+        alert = {"title": title[:64], "text": text[:500], "level": level, "at": int(time.time() * 1000)}
+        self.summary["alerts"] = [*self.summary.get("alerts", []), alert][-ALERTS:]
+
+    def watch(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: Lockstep keeps no gradients of other programs."""
+        _no_service("watch")
+
+    def unwatch(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing, as `watch`."""
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: Lockstep keeps no files of other programs."""
+        _no_service("save")
+
+    def log_artifact(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing, as `save`."""
+        _no_service("log_artifact")
+
+    def log_code(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing, as `save`."""
+        _no_service("log_code")
+
+    # How it ends.
+
+    def finish(self, exit_code: int | None = None, quiet: bool | None = None) -> None:
+        """Ends the run: as failed if `exit_code` is not 0. Waits up to 30 seconds for the server.
+
+        If something could not be sent, it says which command sends it. Programs that end call this themselves.
+        """
+        if exit_code:
+            self._end("failed", f"exit code {exit_code}")
+        else:
+            self._end("succeeded", None)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._end(*outcome(error))
+
+    def _end(self, state: str, reason: str | None) -> None:
+        if self._is_forked:
+            return
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        self._run |= {"state": state, "reason": reason}
+        self._has_changed = True
+        self._ends.set()
+        self._logged.set()
+        if self._spool is None or self._writer is None:
+            return
+        self._writer.join()
+        command = f"python -m lockstep sync {self._spool.path}"
+        if self._sending is None:
+            say(f"run {self.id} is kept in its folder; send it by: {command}")
+        else:
+            self._written.set()
+            self._sending.join(FINISH_SECS + SEND_SECS)
+            if self._sending.is_alive() or self._failure is not None:
+                why = f" ({self._failure})" if self._failure else ""
+                say(f"run {self.id} was not sent completely{why}; nothing is lost, send it by: {command}")
+            if self._sending.is_alive():
+                return
+        self._spool.close()
+
+    # How it is kept and sent.
+
+    def _note_change(self) -> None:
+        if not self._is_forked:
+            self._has_changed = True
+            self._logged.set()
+
+    def _start(self, sender: Sender | None) -> None:
+        self._writer = threading.Thread(target=self._write_on, name="lockstep-writer", daemon=True)
+        self._writer.start()
+        if sender is not None:
+            self._sending = threading.Thread(target=self._send_on, args=(sender,), name="lockstep-sender", daemon=True)
+            self._sending.start()
+
+    def _write_on(self) -> None:
+        last_tries = 10
+        while True:
+            # After a failure, it tries again without being told.
+            self._logged.wait(SEND_SECS if self._unwritten or self._has_changed else None)
+            self._logged.clear()
+            is_last = self._ends.is_set()
+            try:
+                self._write(is_last)
+            # The program must not fail because its log cannot be written.
+            except Exception as error:
+                warn_once(f"run {self.id} cannot be written to its folder, which is tried again: {error}")
+                if is_last:
+                    last_tries -= 1
+                    self._logged.set()
+                    time.sleep(WRITE_SECS)
+                if last_tries == 0:
+                    return say(f"the end of run {self.id} is lost, because it cannot be written: {error}")
+            else:
+                if is_last:
+                    return
+            self._ends.wait(WRITE_SECS)
+
+    def _write(self, is_last: bool) -> None:
+        assert self._spool is not None
+        # Before `run.json` is made: a change that comes meanwhile is written again.
+        if has_changed := self._has_changed:
+            self._has_changed = False
+        try:
+            lines = []
+            while self._buffer:
+                lines.append(_line(*self._buffer.popleft()))
+            self._unwritten += "".join(lines).encode()
+            if self._unwritten:
+                self._spool.append(self._unwritten)
+                self._unwritten = b""
+            # After the records: where the run has ended, all are there.
+            if has_changed:
+                with self._lock:
+                    text = json.dumps(self._run, indent=1, default=str)
+                self._spool.write_run(text)
+            if is_last:
+                self._spool.make_durable()
+        except Exception:
+            self._has_changed |= has_changed
+            raise
+        self._written.set()
+
+    def _send_on(self, sender: Sender) -> None:
+        assert self._writer is not None
+        pause, sent_at, ends_by = SEND_SECS, time.monotonic(), math.inf
+        while True:
+            self._written.clear()
+            if is_last := self._ends.is_set():
+                # What belongs to the run is in the folder then.
+                self._writer.join()
+                ends_by = min(ends_by, time.monotonic() + FINISH_SECS)
+            try:
+                if sender.send():
+                    sent_at = time.monotonic()
+                elif time.monotonic() - sent_at >= BEAT_SECS:
+                    sender.beat()
+                    sent_at = time.monotonic()
+            # As for the writer.
+            except Exception as error:
+                warn_once(f"run {self.id} is not sent now: {error}; it is kept in {sender.path} and tried again")
+                self._failure = error
+                if is_last and (not is_passing(error) or time.monotonic() > ends_by):
+                    break
+                if is_last:
+                    time.sleep(WRITE_SECS)
+                else:
+                    self._ends.wait(pause)
+                    pause = min(2 * pause, BACK_OFF_SECS)
+                continue
+            self._failure, pause = None, SEND_SECS
+            if is_last:
+                break
+            self._written.wait(BEAT_SECS)
+            self._ends.wait(SEND_SECS)
+        sender.close()

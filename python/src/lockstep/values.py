@@ -1,0 +1,174 @@
+"""What a program may log, set and read: numbers, settings and results."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from .errors import LockstepError
+
+Json = dict[str, Any]
+
+# Whole numbers up to here are the same in floating point, and those below here are whole numbers of JSON.
+EXACT = 2**53
+WHOLE = 2**63
+
+
+def scalar(value: Any) -> float | None:
+    """A scalar as an int or a float; None for anything else. Takes tensors and arrays with one element."""
+    if callable(item := getattr(value, "item", None)) and not isinstance(value, float):
+        try:
+            value = item()
+        except (TypeError, ValueError, RuntimeError):
+            return None
+    if isinstance(value, int):
+        return int(value) if -EXACT <= value <= EXACT else _float(value)
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    return _float(value)
+
+
+def _float(value: Any) -> float | None:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def whole(step: Any) -> int:
+    """A step as an int. Raises TypeError unless it is a whole number."""
+    try:
+        return operator.index(step)
+    except TypeError:
+        if (number := scalar(step)) is not None and number == math.floor(number):
+            return int(number)
+        raise TypeError(f"a step must be a whole number, not {step!r}") from None
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no numbers for these."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def plain(value: Any) -> Any:
+    """A setting or a result as JSON has it; what JSON does not know becomes text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {plain(str(key)): plain(of) for key, of in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(of) for of in value]
+    if isinstance(value, int) and abs(value) < WHOLE:
+        return int(value)
+    if callable(getattr(value, "__float__", None)) and (number := scalar(value)) is not None:
+        return json_number(number)
+    return plain(str(value))
+
+
+def settings(given: Any) -> Json:
+    """The settings in a mapping, a namespace of argparse or another object with attributes."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else dict(vars(given))
+
+
+class _Values(MutableMapping[str, Any]):
+    """A mapping whose keys are attributes, too."""
+
+    def __init__(self, items: Json, changed: Callable[[], None]) -> None:
+        object.__setattr__(self, "_items", items)
+        object.__setattr__(self, "_changed", changed)
+
+    _items: Json
+    _changed: Callable[[], None]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[str(key)] = plain(value)
+        self._changed()
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+        self._changed()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._items))
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getattr__(self, key: str) -> Any:
+        # A copy that is being made has no items yet.
+        if key.startswith("__") or key in ("_items", "_changed"):
+            raise AttributeError(key)
+        try:
+            return self[key]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__.lower()} has no {key}") from None
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        self[key] = value
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def as_dict(self) -> Json:
+        """A copy."""
+        return dict(self)
+
+
+class Config(_Values):
+    """The settings of a run: `run.config["lr"]` or `run.config.lr`."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def update(self, given: Any = None, /, *, allow_val_change: bool | None = None, **more: Any) -> None:
+        """Sets several. `given`: a mapping or a namespace of argparse.
+
+        Raises `LockstepError` if one has another value already, unless `allow_val_change` is set or this is a notebook.
+        """
+        new = {str(key): plain(value) for key, value in (settings(given) | more).items()}
+        if not (allow_val_change or (allow_val_change is None and "ipykernel" in sys.modules)):
+            for key, value in new.items():
+                if key in self._items and self._items[key] != value:
+                    raise LockstepError(
+                        f"config.{key} is {self._items[key]!r} already and would become {value!r}; if that is meant, "
+                        f"call config.update({{{key!r}: {value!r}}}, allow_val_change=True)"
+                    )
+        self._items.update(new)
+        self._changed()
+
+    def setdefaults(self, given: Any) -> None:
+        """Sets those that are not set yet."""
+        self.update({key: value for key, value in settings(given).items() if str(key) not in self._items})
+
+
+class Summary(_Values):
+    """The results of a run: what the program sets, and the last value of each other metric."""
+
+    def __init__(self, items: Json, changed: Callable[[], None], last: dict[str, float]) -> None:
+        super().__init__(items, changed)
+        object.__setattr__(self, "_last", last)
+
+    _last: dict[str, float]
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key] if key in self._items else self._last[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._last | self._items)
+
+    def __len__(self) -> int:
+        return len(self._last | self._items)

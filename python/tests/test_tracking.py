@@ -1,0 +1,577 @@
+"""Runs that a program logs itself: what reaches a server that may be away, and what stays in the folder."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+import lockstep as wandb
+from lockstep import session, spool, tracking
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+
+class FakeServer:
+    """The calls of `/runs` as docs/reference/rest.md has them, in memory."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, dict[str, Any]] = {}
+        # What the next requests are answered with in place of an answer: a status, or None for a broken connection
+        # after the request was done.
+        self.faults: list[int | None] = []
+        self.is_away = False
+        self.requests: list[tuple[str, str, Any]] = []
+        self.beats = 0
+        this = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"null")
+                fault = this.faults.pop(0) if this.faults else 503 if this.is_away else 200
+                status, out = (fault, {}) if fault not in (None, 200) else this.do(self.command, self.path, body)
+                if fault is None:
+                    self.close_connection = True
+                    return
+                content = json.dumps(out).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_POST = do_PATCH = answer
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.05,), daemon=True).start()
+
+    def do(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        self.requests.append((method, path, body))
+        parts = path.removeprefix("/api/v1/runs").split("/")[1:]
+        id = parts[0] if parts else body["id"]
+        if not parts:
+            is_new = id not in self.runs
+            run = self.runs.setdefault(id, body | {"records": [], "summary": {}})
+            run |= {"state": "running", "config": run.get("config", {}) | body.get("config", {})}
+            external = {"config": run["config"], "summary": run["summary"]}
+            steps = [record["step"] for record in run["records"]]
+            job = {"id": f"j-{id}", "name": run["name"], "step": max(steps, default=0), "external": external}
+            return (201 if is_new else 200), job
+        if id not in self.runs:
+            return 404, {"detail": "no such run"}
+        run = self.runs[id]
+        if method == "PATCH":
+            self.beats += body == {}
+            for key in ("config", "summary"):
+                run[key] = run.get(key, {}) | body.get(key, {})
+            run |= {key: body[key] for key in ("state", "reason") if key in body}
+            return 200, {}
+        assert sum(len(record["values"]) for record in body["records"]) <= 10_000
+        have = len(run["records"])
+        if body["first"] > have + 1:
+            return 409, {"detail": "a gap", "expected": have + 1}
+        run["records"] += body["records"][have + 1 - body["first"] :]
+        return 200, {"acknowledged": len(run["records"])}
+
+    def points(self, id: str) -> dict[str, list[tuple[int, float]]]:
+        found: dict[str, list[tuple[int, float]]] = {}
+        for record in self.runs[id]["records"]:
+            for name, value in record["values"].items():
+                found.setdefault(name, []).append((record["step"], value))
+        return found
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    yield fake
+    fake.http.shutdown()
+    fake.http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def world(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("LOCKSTEP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LOCKSTEP_SERVER", server.url)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SOURCE), *map(os.path.abspath, sys.path)]))
+    monkeypatch.chdir(tmp_path)
+    # Short pauses, so that the tests are quick.
+    for name, secs in (("SEND_SECS", 0.02), ("BACK_OFF_SECS", 0.05), ("WRITE_SECS", 0.02), ("FINISH_SECS", 20.0)):
+        monkeypatch.setattr(tracking, name, secs)
+    tracking._warned.clear()
+    yield
+    server.is_away = False
+    lockstep.finish()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    ends_at = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+
+
+def kept(path: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(path) / spool.RECORDS).read_text().splitlines()]
+
+
+def folder(run: lockstep.Run) -> str:
+    assert run.dir is not None
+    return run.dir
+
+
+def python(code: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_calls_of_wandb_do_what_they_do_there(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+    wandb.login()
+    run = wandb.init(
+        project="my shoes", name="first", config={"lr": 0.1, "net": {"depth": 20}}, tags=["a"], group="g", notes="n",
+        settings=wandb.Settings(silent=True), entity="team",
+    )  # fmt: skip
+    assert wandb.run is run and wandb.init() is run and wandb.config is run.config
+    run.config.epochs = 3
+    run.config.update(argparse.Namespace(seed=7))
+    run.config.setdefaults({"lr": 1.0, "wd": 0})
+    with pytest.raises(lockstep.LockstepError, match="allow_val_change=True"):
+        run.config["lr"] = 0.2
+    run.config.update({"lr": 0.2}, allow_val_change=True)
+    run.define_metric("epoch")
+    run.define_metric("val/*", step_metric="epoch", summary="min,max")
+    wandb.log({"loss": 2, "n": {"a": Fraction(1, 2), "b": True}, "picture": wandb.Image(None), "word": "x"})
+    wandb.log({"loss": 1.5}, commit=False)
+    wandb.log({"acc": 0.5, "picture": wandb.Image(None)})
+    for step, value in enumerate((0.3, math.nan, 0.1, 0.2)):
+        wandb.log({"epoch": step, "val/loss": value, "loss": math.inf}, step=10 + step)
+    wandb.log({"loss": 0.25}, step=5)
+    wandb.log({"loss": 0.125}, commit=True)
+    run.summary["best"] = 0.1
+    run.summary.note = "good"
+    wandb.alert("diverged", "loss is inf", level=wandb.AlertLevel.WARN)
+    wandb.alert("diverged", "again, too soon")
+    wandb.watch(None)
+    wandb.save("x.pt")
+    assert wandb.summary["loss"] == 0.125 and dict(run.summary)["acc"] == 0.5 and run.step == 14
+    wandb.finish()
+    assert wandb.run is None
+    assert server.points(run.id) == {
+        "loss": [(0, 2), (1, 1.5), *((10 + n, "Infinity") for n in range(4)), (5, 0.25), (13, 0.125)],
+        "n.a": [(0, 0.5)],
+        "n.b": [(0, 1)],
+        "acc": [(1, 0.5)],
+        "epoch": [(10, 0), (11, 1), (12, 2), (13, 3)],
+        "val/loss": [(0, 0.3), (1, "NaN"), (2, 0.1), (3, 0.2)],
+    }
+    told = server.runs[run.id]
+    assert (told["project"], told["name"], told["tags"], told["notes"]) == ("my-shoes", "first", ["a", "g"], "n")
+    assert told["config"] == {"lr": 0.2, "net": {"depth": 20}, "epochs": 3, "seed": 7, "wd": 0}
+    assert told["state"] == "succeeded"
+    [alert] = told["summary"].pop("alerts")
+    assert (alert["title"], alert["level"]) == ("diverged", "WARN")
+    assert told["summary"] == {"val/loss": {"min": 0.1, "max": 0.3}, "best": 0.1, "note": "good"}
+    lines = capsys.readouterr().err.splitlines()
+    once = ("picture is not logged: Media", "word is not logged: str", "WARN: diverged", "watch has no", "save has no")
+    for words in once:
+        assert len([line for line in lines if words in line]) == 1, (words, lines)
+    assert any("init ignores" in line and "entity, settings" in line for line in lines)
+    with pytest.raises(lockstep.LockstepError, match="is finished"):
+        run.log({"loss": 1.0})
+    with pytest.raises(lockstep.LockstepError, match="lockstep.init first"):
+        wandb.log({"loss": 1.0})
+
+
+class Tensor:
+    def __init__(self, *values: float) -> None:
+        self.values = values
+
+    def item(self) -> float:
+        [value] = self.values
+        return value
+
+
+@pytest.mark.parametrize(
+    ("value", "logged"),
+    [
+        (Tensor(0.5), 0.5),
+        (Tensor(0.5, 1.0), None),
+        (10**400, "Infinity"),
+        (-(2**60), -(2.0**60)),
+        (None, None),
+        ([1.0], None),
+        (b"1", None),
+        (1j, None),
+    ],
+)
+def test_a_value_is_logged_if_it_is_a_number(value: Any, logged: Any) -> None:
+    with lockstep.init(mode="offline") as run:
+        run.log({"x": value, "y": 1.0})
+    assert kept(folder(run))[0]["values"] == ({} if logged is None else {"x": logged}) | {"y": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("", "1 to 250"), ("a\nb", "1 to 250"), ("x" * 251, "1 to 250"), ("\ud800", "1 to 250")]
+)
+def test_a_name_that_the_server_refuses_is_left_out(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with lockstep.init(mode="offline") as run:
+        run.log({name: 1.0, "y": 1.0})
+        run.log({str(number): number for number in range(1001)})
+    assert [len(record["values"]) for record in kept(folder(run))] == [1, 999]
+    said = capsys.readouterr().err
+    assert words in said and "at most 1000 metrics" in said
+
+
+@pytest.mark.parametrize(
+    ("end", "state"),
+    [
+        ("pass", ("succeeded", None)),
+        ("raise ValueError('bad batch')", ("failed", "ValueError: bad batch")),
+        ("raise KeyboardInterrupt", ("cancelled", "interrupted by the keyboard")),
+        ("run.finish(exit_code=3)", ("failed", "exit code 3")),
+        ("with run: raise OSError('full')", ("failed", "OSError: full")),
+        ("with run: import sys; sys.exit(0)", ("succeeded", None)),
+    ],
+)
+def test_the_end_of_a_program_ends_its_run(end: str, state: tuple[str, str | None], server: FakeServer) -> None:
+    code = f"import lockstep\nrun = lockstep.init(id='one')\nrun.log({{'x': 1}})\n{end}"
+    python(code).communicate()
+    assert server.points("one") == {"x": [(0, 1)]}
+    assert (server.runs["one"]["state"], server.runs["one"].get("reason")) == state
+
+
+def test_100000_points_arrive_once_from_an_offline_run_that_is_sent_twice(server: FakeServer) -> None:
+    with lockstep.init(mode="offline", config={"lr": 0.1}) as run:
+        for step in range(50_000):
+            run.log({"loss": 1 / (step + 1), "step_ms": step * 0.37})
+    assert server.runs == {}
+    assert lockstep.sync(".") == {run.id: 50_000}
+    expected = {
+        "loss": [(step, 1 / (step + 1)) for step in range(50_000)],
+        "step_ms": [(step, step * 0.37) for step in range(50_000)],
+    }
+    assert server.points(run.id) == expected
+    sent = len(server.requests)
+    assert lockstep.sync(folder(run)) == {run.id: 50_000}
+    assert server.points(run.id) == expected and server.runs[run.id]["state"] == "succeeded"
+    assert all(not (body or {}).get("records") for _, _, body in server.requests[sent:]), "no record is sent again"
+
+
+def test_a_server_that_is_away_or_loses_answers_gets_every_point_once(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.is_away = True
+    run = lockstep.init()
+    for step in range(20_000):
+        run.log({"x": float(step)})
+        if step == 5_000:
+            until(lambda: run._failure is not None)
+            server.is_away = False
+            until(lambda: server.runs.get(run.id, {}).get("records"))
+            server.faults = [None, 500, 429, None, 503]
+        if step == 15_000:
+            until(lambda: not server.faults)
+    run.finish()
+    assert server.points(run.id) == {"x": [(step, step) for step in range(20_000)]}
+    assert server.runs[run.id]["state"] == "succeeded"
+    assert f"run {run.id} is kept in" in capsys.readouterr().err
+
+
+def test_finish_says_what_to_run_if_the_server_stays_away(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracking, "FINISH_SECS", 0.1)
+    run = lockstep.init(project="p")
+    run.log({"x": 1.0})
+    until(lambda: server.points(run.id))
+    server.is_away = True
+    run.log({"x": 2.0})
+    run.finish()
+    command = capsys.readouterr().err.strip().rpartition("send it by: ")[2]
+    assert command == f"python -m lockstep sync {run.dir}"
+    server.is_away = False
+    for _ in range(2):
+        done = subprocess.run([sys.executable, *command.split()[1:]], capture_output=True, text=True, check=True)
+        assert done.stdout == f"{run.id}: the server has all 2 records\n"
+    assert server.points(run.id) == {"x": [(0, 1), (1, 2)]} and server.runs[run.id]["state"] == "succeeded"
+
+
+def test_a_restored_or_emptied_server_gets_what_it_lacks(server: FakeServer) -> None:
+    run = lockstep.init()
+    for step in range(100):
+        run.log({"x": step})
+    until(lambda: len(server.runs[run.id]["records"]) == 100)
+    # A backup from before.
+    del server.runs[run.id]["records"][40:]
+    run.log({"x": 100})
+    run.finish()
+    expected = {"x": [(step, step) for step in range(101)]}
+    assert server.points(run.id) == expected
+    server.runs.clear()
+    assert lockstep.sync(".") == {run.id: 101} and server.points(run.id) == expected
+
+
+LOGS_UNTIL_KILLED = """
+import itertools, os, lockstep
+run = lockstep.init(id="killed")
+for n in itertools.count(run.step):
+    run.log({"x": n})
+    if n == int(os.environ["TOLD_AT"]):
+        print("told", flush=True)
+        input()
+"""
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_killed_program_loses_only_its_last_moment_and_continues(
+    mode: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_MODE", mode)
+    path, count = Path("lockstep-runs/killed"), 0
+    for _ in range(2):
+        told_at = count + 5_000
+        monkeypatch.setenv("TOLD_AT", f"{told_at}")
+        with python(LOGS_UNTIL_KILLED) as child:
+            assert child.stdout is not None and child.stdin is not None
+            child.stdout.readline()
+            # It logs no more, and what it has logged is written without its help.
+            until(lambda: len(kept(path)) == int(os.environ["TOLD_AT"]) + 1)
+            with pytest.raises(lockstep.LockstepError, match="another process writes"):
+                lockstep.init(id="killed")
+            child.stdin.write("\n")
+            child.stdin.flush()
+            child.send_signal(signal.SIGKILL)
+        text = (path / spool.RECORDS).read_bytes()
+        # Whatever was being written.
+        (path / spool.RECORDS).write_bytes(text + b'{"step": 1, "val')
+        count = text.count(b"\n")
+        assert count > told_at and spool.read_run(path)["state"] == "running"
+    assert bool(server.runs) == (mode == "online")
+    with lockstep.init(resume="auto") as run:
+        assert (run.id, run.step, run.resumed) == ("killed", count, True)
+        run.log({"x": count})
+    assert lockstep.sync(".") == {"killed": count + 1}
+    assert server.points("killed") == {"x": [(n, n) for n in range(count + 1)]}
+
+
+def test_a_forked_process_sends_nothing(server: FakeServer, capfd: pytest.CaptureFixture[str]) -> None:
+    run = lockstep.init()
+    run.log({"x": 1.0})
+    # Another thread may have been in the middle of a call.
+    run._lock.acquire()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(Exception):
+            lockstep.log({"x": 2.0})
+            run.config["a"] = 1
+            run.define_metric("x", summary="min")
+            run.finish()
+            session._end_with_program()
+            os._exit(0)
+        os._exit(1)
+    run._lock.release()
+    assert os.waitpid(child, 0)[1] == 0
+    run.log({"x": 3.0})
+    run.finish()
+    assert server.points(run.id) == {"x": [(0, 1), (1, 3)]}
+    assert (server.runs[run.id]["state"], server.runs[run.id]["config"]) == ("succeeded", {})
+    assert "log does nothing in a forked process" in capfd.readouterr().err
+
+
+def test_a_run_continues_in_another_folder(server: FakeServer) -> None:
+    with lockstep.init(id="moves", dir="a", config={"lr": 0.1}) as run:
+        run.log({"x": 0})
+        run.log({"x": 1})
+    with lockstep.init(id="moves", dir="b", resume="must") as run:
+        assert (run.step, run.resumed, run.config.lr) == (2, True, 0.1)
+        run.log({"x": 2})
+    # Back in the first folder, which lacks the third record.
+    with lockstep.init(id="moves", dir="a") as run:
+        run.log({"x": 3})
+    assert server.points("moves") == {"x": [(n, n) for n in range(4)]}
+    assert lockstep.sync("a", "b/lockstep-runs") == {"moves": 4}
+    assert server.points("moves") == {"x": [(n, n) for n in range(4)]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"mode": "on"}, "must be online, offline or disabled"),
+        ({"id": "a/b"}, "1 to 64 letters"),
+        ({"resume": "must"}, "needs id"),
+        ({"id": "new", "resume": "must"}, "does not exist"),
+        ({"id": "old", "resume": "never"}, "exists"),
+        ({"id": "old", "resume": "never", "mode": "offline"}, "exists"),
+    ],
+)
+def test_what_init_refuses_says_why(settings: dict[str, Any], words: str) -> None:
+    lockstep.init(id="old").finish()
+    with pytest.raises(lockstep.LockstepError, match=words):
+        lockstep.init(**settings)
+    assert lockstep.run is None and [path.name for path in Path("lockstep-runs").iterdir()] == ["old"]
+
+
+def test_a_run_that_the_server_refuses_leaves_no_folder(server: FakeServer) -> None:
+    server.faults = [422]
+    with pytest.raises(lockstep.Problem):
+        lockstep.init()
+    assert list(Path("lockstep-runs").iterdir()) == []
+
+
+def test_several_runs_of_a_copied_folder_are_sent_and_damage_is_named(server: FakeServer, tmp_path: Path) -> None:
+    runs = []
+    for number in range(3):
+        with lockstep.init(mode="offline", dir="cluster") as run:
+            run.log({"x": number})
+        runs.append(run)
+    copy = tmp_path / "copied"
+    Path("cluster").rename(copy)
+    broken = copy / "lockstep-runs" / runs[0].id / spool.RECORDS
+    whole = broken.read_bytes()
+    broken.write_bytes(b"\0\0\n" + whole)
+    command = [sys.executable, "-m", "lockstep", "sync", str(copy), str(tmp_path / "lockstep-runs")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "line 1, is damaged" in done.stderr and "has no runs" in done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    broken.write_bytes(whole)
+    assert lockstep.sync(copy) == {run.id: 1 for run in runs}
+    assert [server.points(run.id) for run in runs] == [{"x": [(0, n)]} for n in range(3)]
+
+
+def test_a_disabled_run_keeps_nothing(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_MODE", "disabled")
+    with lockstep.init(config={"a": 1}) as run:
+        lockstep.log({"x": 1.0})
+        assert run.config.a == 1 and run.summary.x == 1.0
+    assert not Path("lockstep-runs").exists() and server.requests == []
+
+
+def test_a_silent_run_tells_the_server_that_it_goes_on(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "BEAT_SECS", 0.05)
+    lockstep.init()
+    until(lambda: server.beats >= 2)
+
+
+def test_a_full_disk_is_said_and_nothing_is_lost_when_there_is_room(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = lockstep.init()
+    assert run._spool is not None
+    append, tries = run._spool.append, []
+
+    def fails_twice(lines: bytes) -> None:
+        tries.append(len(lines))
+        if len(tries) <= 2:
+            raise OSError(28, "No space left on device")
+        append(lines)
+
+    monkeypatch.setattr(run._spool, "append", fails_twice)
+    run.log({"x": 1.0})
+    until(lambda: len(tries) > 2)
+    run.log({"x": 2.0})
+    run.finish()
+    assert server.points(run.id) == {"x": [(0, 1), (1, 2)]}
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_log_takes_less_than_20_microseconds() -> None:
+    run = lockstep.init(mode="offline")
+    values = {f"metric {n}": n / 7 for n in range(5)}
+    run.log(values)
+    best = math.inf
+    for _ in range(50):
+        began = time.perf_counter()
+        for _ in range(200):
+            run.log(values)
+        best = min(best, (time.perf_counter() - began) / 200)
+    assert best < 20e-6, best
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """A stand-in for a module of a library, with what its documentation says of these members."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        if (part := ".".join(parts[:depth])) not in sys.modules:
+            monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    sys.modules[name].__dict__.update(members)
+
+
+def test_the_logger_for_lightning_follows_its_interface(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda self: function(self) if rank_zero_only.rank == 0 else None
+
+    rank_zero_only = types.SimpleNamespace(rank=0)
+    base = type("Logger", (), {})
+    module(
+        monkeypatch, "pytorch_lightning.loggers.logger", Logger=base, rank_zero_experiment=rank_zero_experiment
+    )  # fmt: skip
+    module(monkeypatch, "pytorch_lightning.utilities.rank_zero", rank_zero_only=rank_zero_only)
+    monkeypatch.delitem(sys.modules, "lockstep.integrations.lightning", raising=False)
+    kind = importlib.import_module("lockstep.integrations.lightning").LockstepLogger
+    logger = kind(project="mnist", prefix="a/")
+    assert (logger.name, logger.version, logger.save_dir) == ("mnist", None, ".")
+    logger.log_hyperparams(argparse.Namespace(lr=0.1))
+    logger.log_metrics({"loss": 0.5, "epoch": 0}, step=49)
+    rank_zero_only.rank = 1
+    logger.log_metrics({"loss": 9.0}, step=49)
+    other = logger.experiment
+    assert other is None
+    rank_zero_only.rank = 0
+    run = logger.experiment
+    logger.finalize("success")
+    logger.log_metrics({"test": 1.0}, step=50)
+    try:
+        raise ValueError("no data")
+    except ValueError:
+        logger.finalize("failed")
+    assert logger.version == run.id and server.runs[run.id]["config"] == {"lr": 0.1}
+    assert server.points(run.id) == {"a/loss": [(49, 0.5)], "a/epoch": [(49, 0)], "a/test": [(50, 1.0)]}
+    assert server.runs[run.id]["reason"] == "ValueError: no data"
+    logger.log_metrics({"loss": 0.25}, step=60)
+    assert logger.experiment.id == run.id and logger.experiment.resumed
+
+
+def test_the_callback_for_transformers_follows_its_interface(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module(monkeypatch, "transformers", TrainerCallback=type("TrainerCallback", (), {}))
+    monkeypatch.delitem(sys.modules, "lockstep.integrations.huggingface", raising=False)
+    callback = importlib.import_module("lockstep.integrations.huggingface").LockstepCallback(project="glue")
+    args = types.SimpleNamespace(run_name="tuned", to_dict=lambda: {"learning_rate": 1e-5})
+    state = types.SimpleNamespace(
+        is_world_process_zero=True, is_hyper_param_search=False, trial_name=None, global_step=10
+    )
+    model = types.SimpleNamespace(config=types.SimpleNamespace(to_dict=lambda: {"layers": 2}))
+    callback.on_train_begin(args, state, None, model=model)
+    callback.on_log(args, state, None, model=model, logs={"loss": 0.5, "eval_loss": 0.75, "train_runtime": 3.5})
+    callback.on_predict(args, state, None, {"test_loss": 1.0})
+    state.is_world_process_zero = False
+    callback.on_log(args, state, None, model=model, logs={"loss": 9.0})
+    lockstep.finish()
+    [(id, told)] = server.runs.items()
+    assert (told["name"], told["project"]) == ("tuned", "glue")
+    assert told["config"] == {"layers": 2, "learning_rate": 1e-5} and told["summary"] == {"train_runtime": 3.5}
+    assert server.points(id) == {"train/loss": [(10, 0.5)], "eval/loss": [(10, 0.75)], "test/loss": [(10, 1.0)]}

@@ -1,0 +1,98 @@
+"""Runs that a program logs itself, against a real server."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_lockstep import ROOT, server
+
+import lockstep
+
+# The module's server, as in test_lockstep.
+__all__ = ["server"]
+
+
+@pytest.fixture(autouse=True)
+def ends() -> Iterator[None]:
+    yield
+    lockstep.finish()
+
+
+def job_of(run: lockstep.Run) -> lockstep.Job:
+    [job] = [job for job in lockstep.Client().jobs(name=run.name) if job.name == run.name]
+    return job
+
+
+def single(value: float) -> float:
+    """As the server stores it: in single precision."""
+    stored: float = struct.unpack("f", struct.pack("f", value))[0]
+    return stored
+
+
+def points(job: lockstep.Job, name: str) -> list[tuple[int, float]]:
+    """Every point, as it is stored."""
+    text = lockstep.Client()._send_once("GET", f"/jobs/{job.id}/metrics.csv", query={"name": name}).text
+    return [(int(row["step"]), single(float(row["value"]))) for row in csv.DictReader(text.splitlines())]
+
+
+def test_100000_points_of_an_offline_run_arrive_and_a_second_time_adds_none() -> None:
+    with lockstep.init(name="many", mode="offline", config={"lr": 0.1}, tags=["a"], group="g") as run:
+        for step in range(50_000):
+            run.log({"train/loss": 1 / (step + 1), "step_ms": step * 0.37})
+        run.summary["best"] = 0.5
+    for _ in range(2):
+        assert lockstep.sync("lockstep-runs") == {run.id: 50_000}
+        job = job_of(run)
+        assert (job.state, job.data["tags"], job.step) == ("succeeded", ["a", "g"], 49_999)
+        assert job.data["external"]["config"] == {"lr": 0.1} and job.data["external"]["summary"] == {"best": 0.5}
+        assert points(job, "train/loss") == [(step, single(1 / (step + 1))) for step in range(50_000)]
+        assert points(job, "step_ms") == [(step, single(step * 0.37)) for step in range(50_000)]
+
+
+def test_a_run_is_seen_while_it_goes_on_fails_and_continues_elsewhere() -> None:
+    run = lockstep.init(id="live", name="live", dir="a", config={"lr": 0.1})
+    assert run.url is not None and run.url.endswith(f"/jobs/{job_of(run).id}")
+    run.log({"loss": 1.0, "odd": math.nan})
+    run.config.update({"lr": 0.2}, allow_val_change=True)
+    with pytest.raises(ValueError), run:
+        raise ValueError("bad batch")
+    job = job_of(run)
+    assert (job.state, job.data["reason"]) == ("failed", "ValueError: bad batch")
+    with lockstep.init(id="live", dir="b", resume="must") as again:
+        assert job_of(again).state == "running"
+        assert (again.name, again.step, again.config.lr) == ("live", 1, 0.2)
+        again.log({"loss": 0.5})
+    job = job_of(again)
+    assert job.state == "succeeded" and points(job, "loss") == [(0, 1.0), (1, 0.5)]
+    with pytest.raises(lockstep.LockstepError, match="exists"):
+        lockstep.init(id="live", dir="c", resume="never")
+    with pytest.raises(lockstep.LockstepError, match="does not exist"):
+        lockstep.init(id="nobody", dir="c", resume="must")
+
+
+def test_what_the_package_refuses_by_itself_the_server_refuses_and_no_more() -> None:
+    names = ["x" * 250, "Überlebensrate, %", "a/b.c"]
+    with lockstep.init(name="limits") as run:
+        run.log({name: 1.0 for name in names}, step=2**53 - 1)
+        run.log({"x" * 251: 1.0, "a\nb": 1.0})
+        run.log({"loss": 1.0}, step=2**53)
+        run.log({str(number): number for number in range(2000)})
+    job = job_of(run)
+    assert job.state == "succeeded" and job.step == 2**53 - 1
+    assert all(len(job.metrics(name)) == 1 for name in names)
+    assert lockstep.sync("lockstep-runs")[run.id] == 2
+
+
+def test_the_example_of_the_page_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/tracking.md").read_text()
+    section = page[page.index("## From Python") :]
+    examples = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(examples[0], "an example", "exec"), names)
+    assert capsys.readouterr().out.split()[0] == "succeeded"

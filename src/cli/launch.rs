@@ -252,7 +252,7 @@ impl Launch {
         hosts: Vec<Host>,
         ca: Option<String>,
     ) -> Self {
-        let server = args.agent_server.clone().unwrap_or_else(|| args.server.server.clone());
+        let server = args.agent_server.clone().unwrap_or_else(|| args.server.address());
         let bundle = Bundle {
             server,
             ca,

@@ -18,6 +18,7 @@ pub(crate) mod delete;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod download;
+pub(crate) mod edit;
 pub(crate) mod evaluate;
 pub(crate) mod export;
 pub(crate) mod file;

@@ -50,6 +50,7 @@ enum Command {
     #[command(hide = true)]
     Inspect(cli::inspect::Args),
     Dataset(cli::dataset::Args),
+    Weights(cli::weights::Args),
     Machine(cli::machine::Args),
     Token(cli::token::Args),
     User(cli::user::Args),
@@ -107,6 +108,7 @@ fn main() -> ExitCode {
         Command::Predict(args) => cli::predict::run(args),
         Command::Inspect(args) => cli::inspect::run(args),
         Command::Dataset(args) => cli::dataset::run(args),
+        Command::Weights(args) => cli::weights::run(&args),
         Command::Machine(args) => cli::machine::run(args),
         Command::Token(args) => cli::token::run(args),
         Command::User(args) => cli::user::run(args),

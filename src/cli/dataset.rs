@@ -1,8 +1,8 @@
 //! `lockstep dataset`: registers, fetches, lists and prepares datasets.
 
-mod download;
-mod get;
-mod known;
+pub(super) mod download;
+pub(super) mod get;
+pub(super) mod known;
 mod prepare;
 
 use super::{

@@ -1,13 +1,14 @@
 //! `lockstep edit`: changes a job's priority, project, notes or tags.
 
 use super::{api::ServerArgs, block_on, output};
+use clap::ArgGroup;
 use lockstep_protocol::Job;
 use reqwest::Method;
 use serde::Serialize;
 
 /// Change a job's priority in the queue, its project, notes or tags
 #[derive(clap::Args)]
-#[group(id = "change", required = true, multiple = true, args = ["priority", "project", "notes", "tags"])]
+#[command(group = ArgGroup::new("change").required(true).multiple(true).args(["priority", "project", "notes", "tags"]))]
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,

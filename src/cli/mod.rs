@@ -55,6 +55,7 @@ pub(crate) mod train;
 pub(crate) mod user;
 pub(crate) mod validate;
 pub(crate) mod watch;
+pub(crate) mod weights;
 
 use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
 

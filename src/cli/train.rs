@@ -330,6 +330,7 @@ fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, boo
     for set in sets {
         apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {}: {e}", shortened(&set))))?;
     }
+    super::job_file::find_weights(&mut document)?;
     let spec = super::job_file::read(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         wrong(format!("{shown}:\n  {}", lines.join("\n  ")))

@@ -216,6 +216,39 @@ async fn a_public_dataset_that_cannot_be_had_is_explained() {
 }
 
 #[tokio::test]
+async fn trained_weights_are_named_by_a_job_once_they_are_there() {
+    let folder = Folder::new();
+    let data = pictures::image_folder(folder.path(), 1);
+    let job = format!(
+        "[model]\narch = \"resnet18\"\npretrained = \"resnet18\"\n[data]\ndataset = {data:?}\nimage_size = 96\n\
+         validation = \"val\"\n[train]\nepochs = 1\n"
+    );
+    folder.write("job.toml", &job);
+    let run = |args: &[&str]| {
+        let mut command = lockstep();
+        command.args(args).current_dir(folder.path()).env("LOCKSTEP_CACHE", folder.path().join("cache"));
+        Finished::of(command.env_remove("HF_ENDPOINT").env("no_proxy", "*"))
+    };
+    for args in [&["validate", "job.toml"][..], &["train", "job.toml"], &["submit", "job.toml"]] {
+        run(args).wrong(&["model.pretrained: the weights of resnet18 are not on this machine", "`lockstep weights get resnet18`"]);
+    }
+    // Without a network the message says where the file belongs, and there jobs find it.
+    let nobody = format!("http://127.0.0.1:{}", free_port());
+    let place = folder.path().join("cache/weights/resnet18.safetensors");
+    let put_here = format!("put it here as {}", place.display());
+    run(&["weights", "get", "resnet18", "--from", &nobody]).fails(1, &["timm/resnet18.a1_in1k", &put_here]);
+    run(&["weights", "get", "resnet18", "--from", &mirror(b"a page")]).wrong(&["is no Git LFS pointer", &put_here]);
+    run(&["weights", "get", "vgg16"]).wrong(&["vgg16", "resnet18"]);
+    let header = r#"{"fc.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.bytes().chain([0; 4]));
+    fs::write(&place, file).expect("a file");
+    let got = run(&["weights", "get", "resnet18", "--from", &nobody]);
+    assert!(got.ok().contains("jobs use it with model.pretrained = \"resnet18\""), "{}", got.stdout);
+    run(&["validate", "job.toml"]).ok();
+}
+
+#[tokio::test]
 async fn a_public_dataset_that_is_there_is_registered() {
     let server = Server::start_with(Agents::Local { cpu_slots: 1 }).await;
     // The publisher's files, of which the bundled ones are a subset, put there by hand.

@@ -38,15 +38,15 @@ pub(super) fn wait_reason(
         };
         return Reason::new(code, Facts { detail: drained, ..Facts::default() });
     }
-    if candidates.len() > 1 {
+    let mut takers: Vec<&Candidate> = candidates.iter().filter(|c| !c.all.is_empty()).collect();
+    if takers.len() > 1 {
         let on = |c: &Candidate| AgentSlots {
             agent: c.agent.row.name.clone(),
             free: number(c.free.len()),
             total: number(c.all.len()),
         };
-        let mut all: Vec<&Candidate> = candidates.iter().collect();
-        all.sort_by_key(|c| Reverse(c.free.len()));
-        facts.slots_on = all.into_iter().take(SLOTS_ON + 1).map(on).collect();
+        takers.sort_by_key(|c| Reverse(c.free.len()));
+        facts.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(on).collect();
     }
     let sum = most(candidates);
     // To have them back helps where that makes enough, and a job with agents of its own waits for those.

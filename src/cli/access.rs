@@ -1,6 +1,6 @@
 //! The server that a command talks to, and the token that it sends.
 
-use super::{api::DEFAULT_SERVER, wrong};
+use super::wrong;
 use std::{
     fs::{self, File},
     io::{self, ErrorKind, Read as _},
@@ -8,6 +8,9 @@ use std::{
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
+
+/// Where `lockstep serve` listens by default.
+pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
 /// The hint after status 401.
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \

@@ -6,7 +6,7 @@ mod requests;
 mod stream;
 
 use super::{
-    access::{AccessArgs, NO_TOKEN},
+    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN},
     output, wrong,
 };
 use anyhow::{Context, anyhow};
@@ -28,8 +28,6 @@ use std::{
 
 /// How long a command waits for an unreachable server before it gives up.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// Where `lockstep serve` listens by default.
-pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 /// Elements of a list per request.
 const PAGE: usize = 200;
 

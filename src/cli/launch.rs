@@ -309,7 +309,8 @@ impl Launch {
         }
         let is_told = done.is_ok() && job.state.is_final() && !job.agents.is_empty();
         if is_told && !self.args.server.json {
-            output::line(format_args!("trained on {}", machines_of(&job.agents, &self.bundle.nodes)))?;
+            let machines = machines_of(&job.agents, &self.bundle.nodes);
+            output::line(format_args!("{} trained on {machines}", job.id))?;
         }
         match (done, elsewhere) {
             (Err(error), Some(agents)) => {

@@ -34,6 +34,7 @@ mod elsewhere;
 mod embeddings;
 mod faults;
 mod finetune;
+mod first_hour;
 mod full;
 mod gangs;
 mod held_out;

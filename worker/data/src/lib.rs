@@ -213,8 +213,9 @@ impl Catalog {
         let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
             first.partition(|path| image_folder::split_of(path).is_some());
         let hint = if !classes.is_empty() {
+            let hold = if classes.len() == 1 { "holds" } else { "hold" };
             format!(
-                "; {} holds pictures: put each class of training pictures in a folder train/<class>/",
+                "; {} {hold} pictures: put each class of training pictures into a folder train/<class>/",
                 some_of(&classes)
             )
         } else if !splits.is_empty() || has_pictures(path) {

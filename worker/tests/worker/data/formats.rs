@@ -191,7 +191,7 @@ fn folders_of_classes_without_a_split_are_training_pictures() {
         (&[][..], None),
         (&["README.md", "lockstep.toml", "lockstep-data/lockstep.db", ".cache/1.jpg"], None),
         (&["notes/about.txt"], Some("notes has no picture: add pictures")),
-        (&["test/cat/1.jpg"], Some("it has test/<class>/ and no train/<class>/")),
+        (&["test/cat/1.jpg"], Some("cat/, dog/ hold pictures: put each class of training pictures into a folder train/<class>/")),
     ] {
         let dir = plain(others);
         let found = inspect(dir.path());
@@ -225,7 +225,7 @@ fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
         (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, but "),
         (
             &["cat/1.jpg", "dog/notes", "labels.csv"],
-            "; it has cat/, dog/, labels.csv; cat/ holds pictures: put each class of training pictures in a folder train/<class>/",
+            "; it has cat/, dog/, labels.csv; cat/ holds pictures: put each class of training pictures into a folder train/<class>/",
         ),
         (
             &["pictures/cat/1.jpg", "validation/cat/1.jpg"],

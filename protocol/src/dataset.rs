@@ -175,6 +175,12 @@ pub fn default_validation<'a>(usual: &str, splits: impl IntoIterator<Item = &'a 
     there(usual).or_else(|| VALIDATION_SPLITS.into_iter().find_map(there))
 }
 
+/// The share of the training pictures that measures a job that does not name a validation split, if the dataset has
+/// only `samples` training pictures. Each picture is held out or not by itself, so a tenth of very few may be none.
+pub fn held_out_share(samples: u64) -> f64 {
+    if samples < 50 { 0.3 } else { 0.1 }
+}
+
 /// The largest number of class names in a sentence.
 const NAMED: usize = 5;
 

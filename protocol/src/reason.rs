@@ -18,6 +18,9 @@ pub const TEXT_BYTES: usize = 2000;
 /// The largest number of jobs that a reason names as the jobs for which slots are kept.
 const KEPT_FOR: usize = 16;
 
+/// The largest number of machines whose slots a reason names; one more says that there are others.
+pub const SLOTS_ON: usize = 8;
+
 /// Facts of a reason; each code has its own.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
@@ -76,9 +79,21 @@ pub struct Facts {
     /// Number of machines whose slots are in `slots_total`, if several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub machines: Option<u32>,
+    /// Slots of each machine that takes the job, if there are several: at most nine, those with the most free slots first.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub slots_on: Vec<AgentSlots>,
     /// Further details from the place of the event, for a person.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
+}
+
+/// Slots of an agent of the kind that a job needs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct AgentSlots {
+    /// The agent's name.
+    pub agent: String,
+    pub free: u32,
+    pub total: u32,
 }
 
 /// What follows from a reason.
@@ -245,6 +260,8 @@ impl Facts {
         texts.into_iter().flatten().for_each(shorten);
         self.kept_for.truncate(KEPT_FOR);
         self.kept_for.iter_mut().for_each(shorten);
+        self.slots_on.truncate(SLOTS_ON + 1);
+        self.slots_on.iter_mut().for_each(|on| shorten(&mut on.agent));
     }
 }
 

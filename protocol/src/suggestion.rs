@@ -2,7 +2,7 @@
 //! new job begins with it.
 
 use crate::{
-    dataset::{DatasetInfo, default_validation, too_few_classes},
+    dataset::{DatasetInfo, default_validation, held_out_share, too_few_classes},
     numbers::plural,
     spec::{JobSpec, from_toml},
 };
@@ -10,12 +10,20 @@ use crate::{
 /// A comment, and the lines of TOML that it explains.
 type Lines = (String, String);
 
-/// Lines for three tables of a job file.
+/// Lines for three tables of a job file, and how much the job has to do.
 #[derive(Debug)]
 pub struct Suggestion {
     pub data: Vec<Lines>,
     pub model: Vec<Lines>,
     pub train: Vec<Lines>,
+    /// Height and width of the network's input.
+    pub side: u32,
+    /// Pictures of a step.
+    pub batch: u64,
+    /// Pictures that are trained on, over all epochs.
+    pub trained: u64,
+    /// Pictures that are validated, over all epochs.
+    pub validated: u64,
 }
 
 /// Pictures with a shorter side are small, such as CIFAR's and MNIST's.
@@ -24,8 +32,19 @@ const SMALL: u32 = 64;
 const USUAL: u32 = 224;
 /// From this many pictures on, a larger network is worthwhile.
 const MANY: u64 = 100_000;
-/// Pictures that a run sees in all, if its number of epochs is free.
-const SEEN: u64 = 1_000_000;
+
+/// How much a suggested run may do.
+struct Effort {
+    /// The input size for photographs.
+    side: u32,
+    /// Pictures that a run sees in all, as far as the limits of its epochs allow.
+    seen: u64,
+    least_epochs: u64,
+    most_epochs: u64,
+}
+
+const WHOLE: Effort = Effort { side: USUAL, seen: 1_000_000, least_epochs: 10, most_epochs: 60 };
+const QUICK: Effort = Effort { side: 128, seen: 200_000, least_epochs: 5, most_epochs: 20 };
 
 impl Suggestion {
     /// The suggestion for a dataset.
@@ -33,10 +52,22 @@ impl Suggestion {
     /// # Errors
     /// The dataset has no pictures to train on, or only one class.
     pub fn of(info: &DatasetInfo) -> Result<Self, String> {
+        Self::with(info, &WHOLE)
+    }
+
+    /// As [`Suggestion::of`], for a first impression: smaller pictures and fewer epochs.
+    ///
+    /// # Errors
+    /// As [`Suggestion::of`].
+    pub fn quick(info: &DatasetInfo) -> Result<Self, String> {
+        Self::with(info, &QUICK)
+    }
+
+    fn with(info: &DatasetInfo, effort: &Effort) -> Result<Self, String> {
         let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
         if samples < 2 {
             return Err(format!(
-                "has {} to train on; a dataset has pictures in each train/<class>/",
+                "has {} to train on; a dataset has pictures in each train/<class>/ or <class>/",
                 plural(samples, "picture")
             ));
         }
@@ -45,15 +76,21 @@ impl Suggestion {
         }
         // The size is known only for squares; otherwise the job has to set it.
         let own = (info.height == info.width && info.height > 0).then_some(info.height);
-        let side = own.filter(|side| *side < USUAL);
+        let side = own.filter(|side| *side < effort.side);
         let is_small = side.is_some_and(|side| side < SMALL);
-        let (validation, held_out) = validation(info);
+        let (validation, held_out, validated) = validation(info);
         let train_on = samples - held_out;
         let batch = batch(train_on, is_small);
+        let epochs = (effort.seen / train_on).clamp(effort.least_epochs, effort.most_epochs);
+        let is_large = samples >= MANY && effort.side == USUAL;
         Ok(Self {
-            data: data(info, side, is_small, validation),
-            model: vec![network(samples, side, is_small)],
-            train: train(train_on, batch, is_small),
+            data: data(info, side, effort.side, validation),
+            model: vec![network(is_large, side, is_small)],
+            train: train(train_on, batch, epochs, is_small),
+            side: side.unwrap_or(effort.side),
+            batch,
+            trained: train_on * epochs,
+            validated: validated * epochs,
         })
     }
 
@@ -67,26 +104,28 @@ impl Suggestion {
     }
 }
 
-fn data(info: &DatasetInfo, side: Option<u32>, is_small: bool, validation: Lines) -> Vec<Lines> {
+/// `side` is the pictures' own size if the network sees them unchanged; otherwise it sees `usual` pixels.
+fn data(info: &DatasetInfo, side: Option<u32>, usual: u32, validation: Lines) -> Vec<Lines> {
     let mut data = vec![validation];
+    let why = match usual {
+        USUAL => "the usual size for photographs".to_owned(),
+        _ => format!("fewer than the usual {USUAL}, which is faster"),
+    };
     data.push(match (side, info.height, info.width) {
         (Some(side), ..) => (
             format!("All pictures have {side} x {side} pixels; the network sees them unchanged."),
             format!("image_size = {side}"),
         ),
         (None, 0, _) => (
-            format!("Pictures have several sizes: the network sees {USUAL} x {USUAL} pixels of each, the usual size for photographs."),
-            format!("image_size = {USUAL}"),
+            format!("Pictures have several sizes: the network sees {usual} x {usual} pixels of each, {why}."),
+            format!("image_size = {usual}"),
         ),
         (None, height, width) => (
-            format!(
-                "All pictures have {width} x {height} pixels; the network sees {USUAL} x {USUAL} pixels of each, the usual size for \
-                 photographs."
-            ),
-            format!("image_size = {USUAL}"),
+            format!("All pictures have {width} x {height} pixels; the network sees {usual} x {usual} pixels of each, {why}."),
+            format!("image_size = {usual}"),
         ),
     });
-    if is_small {
+    if side.is_some_and(|side| side < SMALL) {
         data.push((
             "Pictures are shifted a little, and half of them are mirrored. Set horizontal_flip = false if left and right differ, as in \
              digits and letters."
@@ -113,8 +152,8 @@ fn data(info: &DatasetInfo, side: Option<u32>, is_small: bool, validation: Lines
     data
 }
 
-/// The validation split or fraction, and how many training pictures the fraction takes away.
-fn validation(info: &DatasetInfo) -> (Lines, u64) {
+/// The validation split or fraction, how many training pictures the fraction takes away, and how many pictures measure.
+fn validation(info: &DatasetInfo) -> (Lines, u64, u64) {
     let others = info.splits.iter().filter(|split| split.name != "train" && split.samples > 0);
     let others: Vec<_> = others.map(|split| split.name.as_str()).collect();
     let found = if others.contains(&"test") {
@@ -124,11 +163,11 @@ fn validation(info: &DatasetInfo) -> (Lines, u64) {
     };
     if let Some(split) = found {
         let lines = format!("validation = {}", serde_json::Value::from(split));
-        return ((format!("The pictures of {split} measure the network."), lines), 0);
+        let samples = info.splits.iter().find(|of| of.name == split).map_or(0, |of| of.samples);
+        return ((format!("The pictures of {split} measure the network."), lines), 0, samples);
     }
     let samples = info.splits.iter().find(|split| split.name == "train").map_or(0, |split| split.samples);
-    // Pictures are chosen independently: of very few pictures, a tenth may be none.
-    let fraction = if samples < 50 { 0.3 } else { 0.1 };
+    let fraction = held_out_share(samples);
     let held_out = ((samples as f64 * fraction).round() as u64).clamp(1, samples);
     (
         (
@@ -139,13 +178,14 @@ fn validation(info: &DatasetInfo) -> (Lines, u64) {
             format!("validation = {fraction}"),
         ),
         held_out,
+        held_out,
     )
 }
 
-fn network(samples: u64, side: Option<u32>, is_small: bool) -> Lines {
-    let (why, arch) = match (is_small, samples >= MANY, side) {
+fn network(is_large: bool, side: Option<u32>, is_small: bool) -> Lines {
+    let (why, arch) = match (is_small, is_large, side) {
         // The other networks need at least 16 pixels.
-        (true, many, Some(side)) if side <= 32 && (!many || side < 16) => (
+        (true, is_large, Some(side)) if side <= 32 && (!is_large || side < 16) => (
             "The CIFAR family is made for pictures of this size and trains in minutes, even on CPU cores. resnet18 is more accurate and takes \
              ten times as long.",
             "resnet20",
@@ -176,8 +216,7 @@ fn batch(train_on: u64, is_small: bool) -> u64 {
     1 << wanted.ilog2()
 }
 
-fn train(train_on: u64, batch: u64, is_small: bool) -> Vec<Lines> {
-    let epochs = (SEEN / train_on).clamp(10, 60);
+fn train(train_on: u64, batch: u64, epochs: u64, is_small: bool) -> Vec<Lines> {
     let steps = (train_on / batch).max(1);
     // 0.2 for 256 pictures is usual for ResNets on CIFAR with this schedule; photographs need half of it.
     let lr = if is_small { 0.2 } else { 0.1 } * batch as f64 / 256.0;
@@ -248,6 +287,11 @@ mod tests {
                     let held_out =
                         if splits.len() == 1 { ((samples as f64 * share).round() as u64).max(1) } else { 0 };
                     assert!(spec.global_batch_size() <= samples - held_out, "{side} {samples}: {text}");
+                    let input = spec.data.image_size.as_ref().map(crate::spec::ImageSize::last);
+                    assert_eq!(input, Some(suggestion.side), "{side} {samples}: {text}");
+                    let quick = Suggestion::quick(&info).expect("as the other");
+                    assert!(quick.spec("x").is_some(), "{quick:?}");
+                    assert!(quick.trained < suggestion.trained && quick.side <= suggestion.side, "{quick:?}");
                     let has_two_ranks = spec.global_batch_size().is_multiple_of(16);
                     assert!(has_two_ranks || samples - held_out < 16, "{side} {samples}: {text}");
                 }

@@ -228,6 +228,12 @@ def test_the_token_is_found_as_the_command_line_finds_it(monkeypatch: pytest.Mon
     assert sent_to(there) is None and sent_to("http://127.0.0.1@example.com") is None
     assert sent_to(there, LOCKSTEP_TOKEN="theirs") == "Bearer theirs"
     assert sent_to(here, LOCKSTEP_TOKEN="theirs", LOCKSTEP_TOKEN_FILE=str(tmp_path / "token")) == "Bearer own"
+    # So is the address, as long as the record leads to this machine.
+    with monkeypatch.context() as patch:
+        patch.delenv("LOCKSTEP_SERVER")
+        for recorded, found in (("http://127.0.0.1:4321", "http://127.0.0.1:4321"), (there, access.DEFAULT_SERVER)):
+            (tmp_path / "address").write_text(recorded)
+            assert access.settings(None, None, tmp_path)["base_url"] == f"{found}/api/v1"
     port = httpx.URL(here).port or 0
     assert access.listener_owners(access._loopback(httpx.URL(here)), port) == {os.getuid()}
     monkeypatch.setattr(access, "listener_owners", lambda addresses, port: {os.getuid() + 1})

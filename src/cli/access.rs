@@ -1,4 +1,4 @@
-//! The token that a command sends to a server.
+//! The server that a command talks to, and the token that it sends.
 
 use super::wrong;
 use std::{
@@ -8,6 +8,9 @@ use std::{
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
+
+/// Where `lockstep serve` listens by default.
+pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 
 /// The hint after status 401.
 pub(crate) const NO_TOKEN: &str = "a command looks for its token in --token-file, in LOCKSTEP_TOKEN and, on the server's own machine, in \
@@ -22,12 +25,46 @@ pub(crate) struct AccessArgs {
     /// File that holds the access token [default: LOCKSTEP_TOKEN, or `token` in the data directory of a server on this machine]
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_TOKEN_FILE")]
     pub(crate) token_file: Option<PathBuf>,
-    /// Data directory of a server on this machine, which contains the token
+    /// Data directory of a server on this machine, which contains its token and its address
     #[arg(long = "data-dir", value_name = "DIR", default_value = "lockstep-data", id = "server_data_dir")]
     data_dir: PathBuf,
 }
 
+/// The file of a data directory with the address for programs of this machine, as long as the server runs.
+const ADDRESS: &str = "address";
+
+/// Records the address for programs of this machine in a server's data directory.
+///
+/// # Errors
+/// The file cannot be written; the error names it.
+pub(crate) fn record_address(data_dir: &Path, url: &str) -> io::Result<()> {
+    lockstep_host::write_private(&data_dir.join(ADDRESS), url.as_bytes())
+}
+
+/// Removes the record of a server that ends.
+pub(crate) fn forget_address(data_dir: &Path) {
+    // It is written again at the next start.
+    let _ = fs::remove_file(data_dir.join(ADDRESS));
+}
+
+/// The address that the server of a data directory has recorded. It leads to this machine only, and a record of another
+/// account is ignored: that account would get the tokens of whoever runs a command in its folder.
+fn recorded_address(data_dir: &Path) -> Option<String> {
+    const ROOT: u32 = 0;
+    let path = data_dir.join(ADDRESS);
+    let owner = fs::symlink_metadata(&path).ok().filter(|about| about.is_file())?.uid();
+    let is_own = [rustix::process::geteuid().as_raw(), ROOT].contains(&owner);
+    let text = from_file(&path).ok().filter(|_| is_own)?;
+    is_this_machine(&text).then_some(text)
+}
+
 impl AccessArgs {
+    /// The address of the server: the given one, or the one that the server of the data directory has recorded, or the
+    /// default of `lockstep serve`.
+    pub(crate) fn server(&self, given: Option<&str>) -> String {
+        given.map(str::to_owned).or_else(|| recorded_address(&self.data_dir)).unwrap_or(DEFAULT_SERVER.into())
+    }
+
     /// The token for this server: from the named file, from `LOCKSTEP_TOKEN`, or from the data directory of a server on this machine.
     ///
     /// # Errors
@@ -163,6 +200,33 @@ mod tests {
         assert!(why.contains("has more than 4 KiB; a token is one short line"), "{why}");
         let endless = from_file(Path::new("/dev/zero")).unwrap_err().to_string();
         assert!(endless.contains("/dev/zero has more than 4 KiB"), "{endless}");
+    }
+
+    #[test]
+    fn a_server_s_address_is_found_in_its_data_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let found = |given: Option<&str>| {
+            AccessArgs { token_file: None, data_dir: dir.path().into() }.server(given)
+        };
+        // What is recorded, and what a command takes.
+        for (recorded, taken) in [
+            (None, DEFAULT_SERVER),
+            (Some("http://127.0.0.1:43211"), "http://127.0.0.1:43211"),
+            (Some("http://[::1]:43211"), "http://[::1]:43211"),
+            (Some("http://10.0.0.1:7070"), DEFAULT_SERVER),
+            (Some("http://127.0.0.1@example.com"), DEFAULT_SERVER),
+            (Some(""), DEFAULT_SERVER),
+        ] {
+            forget_address(dir.path());
+            recorded.map_or(Ok(()), |url| record_address(dir.path(), url)).unwrap();
+            assert_eq!(found(None), taken);
+            assert_eq!(found(Some("http://other:1")), "http://other:1");
+        }
+        // A link could lead to the file of somebody else.
+        forget_address(dir.path());
+        fs::write(dir.path().join("elsewhere"), "http://127.0.0.1:1").unwrap();
+        std::os::unix::fs::symlink("elsewhere", dir.path().join(ADDRESS)).unwrap();
+        assert_eq!(found(None), DEFAULT_SERVER);
     }
 
     #[test]

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Address of the server
-    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::api::DEFAULT_SERVER)]
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = super::access::DEFAULT_SERVER)]
     server: String,
     /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]

@@ -6,7 +6,7 @@ mod requests;
 mod stream;
 
 use super::{
-    access::{AccessArgs, NO_TOKEN},
+    access::{AccessArgs, DEFAULT_SERVER, NO_TOKEN},
     output, wrong,
 };
 use anyhow::{Context, anyhow};
@@ -28,17 +28,16 @@ use std::{
 
 /// How long a command waits for an unreachable server before it gives up.
 pub(super) const PATIENCE: Duration = Duration::from_secs(60);
-/// Where `lockstep serve` listens by default.
-pub(crate) const DEFAULT_SERVER: &str = "http://127.0.0.1:7070";
 /// Elements of a list per request.
 const PAGE: usize = 200;
 
 /// The server that a command talks to, and how it prints.
 #[derive(Debug, Clone, clap::Args)]
 pub(crate) struct ServerArgs {
-    /// Address of the server
-    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER", default_value = DEFAULT_SERVER)]
-    pub(crate) server: String,
+    /// Address of the server [default: the address in the data directory of a server that runs on this machine, or
+    /// http://127.0.0.1:7070]
+    #[arg(long, value_name = "URL", env = "LOCKSTEP_SERVER")]
+    server: Option<String>,
     /// CA certificates to trust besides the system's (PEM), for a server whose address begins with https
     #[arg(long, value_name = "FILE", env = "LOCKSTEP_CA_FILE")]
     pub(crate) ca_file: Option<PathBuf>,
@@ -55,7 +54,13 @@ impl ServerArgs {
     /// # Errors
     /// The address is invalid, or the token cannot be read.
     pub(crate) fn api(&self) -> anyhow::Result<Api> {
-        Api::at(&self.server, self.ca_file.as_deref(), self.access.token(&self.server)?)
+        let server = self.address();
+        Api::at(&server, self.ca_file.as_deref(), self.access.token(&server)?)
+    }
+
+    /// The server's address.
+    pub(crate) fn address(&self) -> String {
+        self.access.server(self.server.as_deref())
     }
 }
 
@@ -99,10 +104,11 @@ impl Api {
         &self.base
     }
 
-    /// The job that `id` names: an id, the start of one, or a name that only one job has.
+    /// The job that `id` names: an id, a name, or the start of an id. Of several jobs with this name it is the newest, and
+    /// standard error says so.
     ///
     /// # Errors
-    /// No such job, or several. An empty `id` (an unset variable of a script) is an error.
+    /// No such job, or several ids begin so. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
         if id.is_empty() {
             return Err(wrong(
@@ -112,14 +118,13 @@ impl Api {
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
             return self.get(&format!("/jobs/{id}")).await;
         }
-        let mut all = self.all_jobs().await?;
         // Jobs that this version cannot read count, too: the name may be theirs.
-        all.retain(|job| named::fits(job, id));
-        match &all[..] {
-            [job] => self.get(&format!("/jobs/{}", named::text(job, "id"))).await,
-            [] => Err(wrong(format!("no job is called {id}; `lockstep list` shows all jobs"))),
-            _ => Err(wrong(named::ambiguous(&all, id))),
+        let all = self.all_jobs().await?;
+        let (job, note) = named::choose(&all, id).map_err(wrong)?;
+        if let Some(note) = note {
+            output::warn(note);
         }
+        self.get(&format!("/jobs/{}", named::text(job, "id"))).await
     }
 
     /// Every job, newest first.

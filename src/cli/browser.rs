@@ -28,25 +28,25 @@ pub(crate) struct Opened {
 }
 
 impl Opened {
-    /// Opens a server's dashboard, unless opening is switched off or there is no screen. Errors are only logged,
+    /// Opens a page of a server's dashboard, unless opening is switched off or there is no screen. Errors are only logged,
     /// because the server works without a browser.
-    pub(crate) fn of(server: &Running, data_dir: &Path, wanted: bool) -> Self {
+    pub(crate) fn of(server: &Running, page: &str, data_dir: &Path, wanted: bool) -> Self {
         // A killed server may have left its file. Nobody else uses this folder.
         let path = data_dir.join(FILE);
         let _ = fs::remove_file(&path);
         let mut opened = Self { path, watch: None };
         if wanted
             && has_screen()
-            && let Err(error) = opened.open(server)
+            && let Err(error) = opened.open(server, page)
         {
             tracing::info!(%error, "no browser was opened");
         }
         opened
     }
 
-    fn open(&mut self, server: &Running) -> io::Result<()> {
+    fn open(&mut self, server: &Running, page: &str) -> io::Result<()> {
         // A second link: the printed link works once, in any browser that the user chooses.
-        let link = server.login_link()?;
+        let link = server.login_link(page)?;
         write(&self.path, &link)?;
         start(&self.path.canonicalize()?)?;
         let (path, running) = (self.path.clone(), server.clone());

@@ -1,8 +1,8 @@
 //! `lockstep dataset`: registers, fetches, lists and prepares datasets.
 
-mod download;
-mod get;
-mod known;
+pub(super) mod download;
+pub(super) mod get;
+pub(super) mod known;
 mod prepare;
 
 use super::{
@@ -40,7 +40,7 @@ enum Action {
     Add {
         /// Name of the dataset in job files
         name: String,
-        /// A folder: CIFAR binary files, IDX files, train/<class>/* with pictures, WebDataset shards (*.tar)
+        /// A folder: CIFAR binary files, IDX files, train/<class>/* or <class>/* with pictures, WebDataset shards (*.tar)
         /// or Parquet files; or a pattern of such files ('/data/train-{000..127}.tar')
         path: PathBuf,
         /// First write a copy that is faster to train from, as `dataset prepare` does, and register the copy. Larger

@@ -7,7 +7,7 @@ use super::{
     init_tracing,
     local_agent::Slots,
     output,
-    serve::{LAST_FILES, Server, StopSignals},
+    serve::{LAST_FILES, Server, StopSignals, resolve},
     watch, wrong,
 };
 use anyhow::Context;
@@ -16,7 +16,6 @@ use lockstep_server::{ServeConfig, ServeError};
 use serde_json::{Value, json};
 use std::{
     fs,
-    net::SocketAddr,
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -31,6 +30,12 @@ pub(crate) struct Args {
     /// Number of ranks
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
+    /// Address and port to listen on [default: a free port of 127.0.0.1]
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:0", hide_default_value = true)]
+    listen: String,
+    /// Listen although other machines can reach the address, without TLS. Others on the network can then read tokens and weights
+    #[arg(long)]
+    insecure_http: bool,
     /// Exit when the job ends, with status 0 if it succeeded
     #[arg(long)]
     exit_when_done: bool,
@@ -42,7 +47,7 @@ pub(crate) struct Args {
     data_dir: Option<PathBuf>,
 }
 
-/// Serves on a free port, submits the job and shows the job's progress.
+/// Serves, submits the job and shows the job's progress.
 ///
 /// # Errors
 /// The job did not succeed, or the server could not start.
@@ -52,10 +57,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let result = runtime.block_on(async {
         let mut signals = StopSignals::listen()?;
-        let (mut server, data_dir) = start(args.data_dir.as_deref()).await?;
-        // The link signs one browser in, once; `lockstep login-link` prints another.
-        output::line(format_args!("dashboard: {}", server.login_link()?))?;
-        let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
+        let (mut server, data_dir) = start(&args).await?;
         let shown = tokio::select! {
             shown = show(&mut server, &data_dir, &args) => shown,
             () = signals.next() => match args.exit_when_done {
@@ -81,18 +83,21 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     server.start_agent(Slots::Cpu(cores.max(args.ranks)), true).await?;
     register(&api, &dataset, data_dir).await?;
     let job: Job = api.post("/jobs", &specification(args.ranks)).await?;
+    let page = format!("/jobs/{}", job.id);
+    // The link signs one browser in, once; `lockstep login-link` prints another.
+    output::line(format_args!("dashboard: {}", server.login_link(&page)?))?;
+    let _opened = Opened::of(server.running(), &page, data_dir, !args.no_open);
     output::line(format_args!(
-        "training {} with {} on {DATASET}: {}/jobs/{}",
+        "training {} with {} on {DATASET}: {}{page}",
         job.spec.model.arch.name(),
         if args.ranks == 1 { "1 rank".to_owned() } else { format!("{} ranks in lockstep", args.ranks) },
-        api.base(),
-        job.id
+        server.running().url(),
     ))?;
     let result = watch::to_the_end(&api, job, false).await;
     if args.exit_when_done {
         return result;
     }
-    output::line(format_args!("the dashboard stays at {}; Ctrl-C ends it", server.url()))?;
+    output::line(format_args!("the dashboard stays at {}; Ctrl-C ends it", server.running().url()))?;
     let mut signals = StopSignals::listen()?;
     tokio::select! {
         () = signals.next() => result,
@@ -103,10 +108,11 @@ async fn show(server: &mut Server, data_dir: &Path, args: &Args) -> anyhow::Resu
     }
 }
 
-/// Serves from `data_dir`, or from the first demo folder in the working directory that no other demo uses.
-async fn start(data_dir: Option<&Path>) -> anyhow::Result<(Server, PathBuf)> {
-    let candidates: Vec<PathBuf> = match data_dir {
-        Some(dir) => vec![dir.to_owned()],
+/// Serves from the given data directory, or from the first demo folder in the working directory that no other demo uses.
+async fn start(args: &Args) -> anyhow::Result<(Server, PathBuf)> {
+    let listen = resolve(&args.listen)?;
+    let candidates: Vec<PathBuf> = match &args.data_dir {
+        Some(dir) => vec![dir.clone()],
         None => std::iter::once("lockstep-demo".into())
             .chain((2..10).map(|n| format!("lockstep-demo-{n}").into()))
             .collect(),
@@ -114,7 +120,8 @@ async fn start(data_dir: Option<&Path>) -> anyhow::Result<(Server, PathBuf)> {
     let last = candidates.len() - 1;
     for (index, dir) in candidates.into_iter().enumerate() {
         let mut config = ServeConfig::new(&dir);
-        config.listen = SocketAddr::from(([127, 0, 0, 1], 0));
+        config.listen = listen;
+        config.insecure_http = args.insecure_http;
         match Server::start_or(config).await {
             Ok(server) => return Ok((server, dir)),
             Err(ServeError::DataDirInUse { .. }) if index < last => {}

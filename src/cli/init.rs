@@ -1,22 +1,42 @@
 //! `lockstep init`: writes a job file for a folder of pictures, with comments that give reasons for the chosen values.
 
 use super::{api::mistake, dataset, output, wrong};
+use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
-use lockstep_protocol::{dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion};
+use lockstep_protocol::{
+    agent::AttemptEvent, dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion,
+};
+use lockstep_worker::report::{Tail, events_path};
+use rustix::process::{Pid, Signal, kill_process};
 use std::{
     fmt::Write as _,
-    fs::OpenOptions,
+    fs::{self, File, OpenOptions},
     io::{ErrorKind, Write as _},
     path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    thread,
+    time::{Duration, Instant},
 };
 
 /// The largest number of classes that a comment lists.
 const NAMED: usize = 12;
 
+/// Steps of a measurement. The first one is left out, because it also prepares what the others use again.
+const STEPS: u64 = 5;
+/// The largest number of pictures of a measured step.
+const BATCH: u64 = 32;
+/// Time limit for the measurement.
+const LIMIT: Duration = Duration::from_secs(60);
+/// How often to check whether the measurement has ended.
+const LOOK: Duration = Duration::from_millis(50);
+/// Pictures are validated about this many times as fast as they are trained on: without the backward pass.
+const VALIDATION_SPEED: f64 = 3.0;
+
 /// Write a job file for a folder of pictures
 ///
 /// Reads the pictures (no server needed) and writes a commented file with a suitable network, batch size and number of
-/// epochs. `lockstep train` and `lockstep submit` accept the file unchanged.
+/// epochs. `lockstep train` and `lockstep submit` accept the file unchanged. Then trains a few steps, and prints how long
+/// the job takes on this machine.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The dataset: a folder or a pattern of shards, as for `dataset add`
@@ -25,9 +45,12 @@ pub(crate) struct Args {
     /// The file to write; an existing file is not replaced
     #[arg(short, long, value_name = "FILE", default_value = "lockstep.toml")]
     output: PathBuf,
+    /// Suggest a short run for a first impression: smaller pictures and fewer epochs
+    #[arg(long)]
+    quick: bool,
 }
 
-/// Inspects the folder and writes the file.
+/// Inspects the folder, writes the file and measures the job.
 ///
 /// # Errors
 /// Exit status 2: the file exists already, or the folder is no dataset.
@@ -42,7 +65,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let path = lockstep_data::canonical(&args.folder)
         .map_err(|e| wrong(format!("{}: {e}", args.folder.display())))?;
     let info = dataset::inspect_files(&path)?;
-    let text = job_file(&path, &info)?;
+    let suggest = if args.quick { Suggestion::quick } else { Suggestion::of };
+    let choice = suggest(&info).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+    let text = job_file(&path, &info, &choice);
     if let Err(mistakes) = from_toml(&text) {
         let mistakes: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         return Err(wrong(format!(
@@ -58,17 +83,106 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         })?;
     file.write_all(text.as_bytes())?;
     output::line(format_args!("{shown}: {}", dataset::sentence(&info)))?;
+    match secs_per_picture(&args.output, choice.batch) {
+        Ok(secs) => {
+            let quick = Suggestion::quick(&info).ok().filter(|_| !args.quick);
+            output::line(estimate(secs, &choice, quick.as_ref()))?;
+        }
+        Err(why) => output::warn(format_args!("no estimate of the time: {why}")),
+    }
     output::line(format_args!(
         "train with `lockstep train {shown}`, or `lockstep submit {shown}` where a server runs"
     ))
 }
 
-/// The text of the job file.
+/// How long the suggested run takes if a picture takes so many seconds, and how long the quick one.
+fn estimate(secs: f64, choice: &Suggestion, quick: Option<&Suggestion>) -> String {
+    let whole = |of: &Suggestion| {
+        let pixels = f64::from(of.side).powi(2) / f64::from(choice.side).powi(2);
+        secs * pixels * (of.trained as f64 + of.validated as f64 / VALIDATION_SPEED)
+    };
+    let words = |secs: f64| match secs {
+        ..100.0 => format!("{secs:.0} s"),
+        ..7200.0 => format!("{:.0} min", secs / 60.0),
+        _ => format!("{:.1} h", secs / 3600.0),
+    };
+    let mut said = format!("about {} on this machine", words(whole(choice)));
+    if let Some(quick) = quick {
+        let _ = write!(said, "; `lockstep init --quick` suggests a run of about {}", words(whole(quick)));
+    }
+    said
+}
+
+/// Seconds that a picture takes in training: the job in this file is trained for a few steps.
 ///
 /// # Errors
-/// The dataset has no pictures for training.
-fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
-    let choice = Suggestion::of(info).map_err(|e| wrong(format!("{}: {e}", path.display())))?;
+/// The job cannot be trained on this machine, or takes too long; a sentence.
+fn secs_per_picture(file: &Path, batch: u64) -> Result<f64, String> {
+    let folder = tempfile::tempdir().map_err(|e| e.to_string())?;
+    let batch = batch.min(BATCH);
+    let said = folder.path().join("stderr");
+    let stderr = File::create(&said).map_err(|e| e.to_string())?;
+    let out = folder.path().join("run");
+    let mut command = Command::new(own_program().map_err(|e| e.to_string())?);
+    command.arg("train").arg(file).arg("--out").arg(&out);
+    let sets = [
+        "train.epochs=".to_owned(),
+        format!("train.steps={STEPS}"),
+        format!("train.global_batch_size={batch}"),
+        "data.validation=\"none\"".to_owned(),
+    ];
+    for set in sets {
+        command.args(["--set", &set]);
+    }
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
+    let mut child = command.spawn().map_err(|e| e.to_string())?;
+    let status = ended(&mut child).map_err(|e| e.to_string())?;
+    let Some(status) = status else {
+        return Err(format!("{STEPS} steps take longer than {} s", LIMIT.as_secs()));
+    };
+    if !status.success() {
+        let said = fs::read_to_string(&said).unwrap_or_default();
+        return Err(said.lines().last().unwrap_or("training failed").to_owned());
+    }
+    let mut times = Vec::new();
+    let mut tail = Tail::open(&events_path(&out.join("attempts").join("1"), 0), 0);
+    loop {
+        let events = tail.poll().map_err(|e| e.to_string())?;
+        if events.is_empty() {
+            break;
+        }
+        for event in events {
+            let AttemptEvent::Metrics { columns, .. } = event else { continue };
+            let of_steps = columns.into_iter().filter(|column| column.name == "step_ms");
+            times.extend(of_steps.flat_map(|column| column.values).map(f64::from));
+        }
+    }
+    let times = times.get(1..).filter(|times| !times.is_empty()).ok_or("no step was measured")?;
+    Ok(times.iter().sum::<f64>() / times.len() as f64 / 1e3 / batch as f64)
+}
+
+/// Waits for the end of the process; `None` if it took too long and was ended.
+fn ended(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
+    let began = Instant::now();
+    let mut is_late = false;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok((!is_late).then_some(status));
+        }
+        thread::sleep(LOOK);
+        if began.elapsed() > LIMIT {
+            is_late = true;
+            // The first signal ends training after a checkpoint, each further one at once. Its ranks end with it.
+            if let Some(pid) = Pid::from_raw(child.id().cast_signed()) {
+                let _ = kill_process(pid, Signal::TERM);
+            }
+            thread::sleep(10 * LOOK);
+        }
+    }
+}
+
+/// The text of the job file.
+fn job_file(path: &Path, info: &DatasetInfo, choice: &Suggestion) -> String {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let name: String = name.chars().filter(|c| c.is_ascii_graphic()).take(100).collect();
     let name = if name.is_empty() { "pictures".into() } else { name };
@@ -106,7 +220,7 @@ fn job_file(path: &Path, info: &DatasetInfo) -> anyhow::Result<String> {
          for the CIFAR family even the bits are the same if each rank's part is a multiple of 8.",
     );
     text += "ranks = 1\n";
-    Ok(text)
+    text
 }
 
 /// Names of the classes with their numbers of training pictures.
@@ -140,4 +254,35 @@ fn comment(text: &mut String, words: &str) {
 /// A TOML string: JSON's escapes are valid in TOML.
 fn toml_text(text: &str) -> String {
     serde_json::Value::from(text).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_estimate_counts_training_validation_and_pixels() {
+        let of = |side: u32, trained: u64, validated: u64| Suggestion {
+            data: Vec::new(),
+            model: Vec::new(),
+            train: Vec::new(),
+            side,
+            batch: 32,
+            trained,
+            validated,
+        };
+        for (secs, choice, quick, said) in [
+            (0.01, of(224, 600_000, 0), None, "about 100 min on this machine"),
+            (0.1, of(224, 600_000, 0), None, "about 16.7 h on this machine"),
+            (0.01, of(28, 2_700, 900), None, "about 30 s on this machine"),
+            (
+                0.1,
+                of(224, 60_000, 0),
+                Some(of(112, 12_000, 0)),
+                "about 100 min on this machine; `lockstep init --quick` suggests a run of about 5 min",
+            ),
+        ] {
+            assert_eq!(estimate(secs, &choice, quick.as_ref()), said);
+        }
+    }
 }

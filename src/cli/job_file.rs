@@ -2,7 +2,7 @@
 
 use super::{
     api::{Api, mistake},
-    dataset, file, output, wrong,
+    dataset, file, output, weights, wrong,
 };
 use lockstep_engine::plan;
 use lockstep_protocol::{
@@ -59,8 +59,29 @@ pub(super) fn document(path: &Path, sets: &[String]) -> anyhow::Result<Value> {
     for set in sets {
         apply_set(&mut document, set).map_err(|e| wrong(format!("--set {}: {e}", shortened(set))))?;
     }
+    find_weights(&mut document)?;
     make_paths_absolute(&mut document);
     Ok(document)
+}
+
+/// Replaces the name of known weights in `model.pretrained` by their file on this machine.
+///
+/// # Errors
+/// Exit status 2: the weights have not been downloaded.
+pub(super) fn find_weights(document: &mut Value) -> anyhow::Result<()> {
+    let Some(given) = document.pointer_mut("/model/pretrained") else { return Ok(()) };
+    let Some(place) = given.as_str().filter(|name| !Path::new(name).exists()).and_then(weights::place_of)
+    else {
+        return Ok(());
+    };
+    if !place.is_file() {
+        let name = given.as_str().unwrap_or_default();
+        return Err(wrong(format!(
+            "model.pretrained: the weights of {name} are not on this machine; `lockstep weights get {name}` downloads them"
+        )));
+    }
+    *given = Value::String(place.to_string_lossy().into_owned());
+    Ok(())
 }
 
 /// Resolves datasets for the jobs of a sweep, whose swept values may be paths. A dataset that many jobs share is looked up once.

@@ -252,7 +252,7 @@ impl Launch {
         hosts: Vec<Host>,
         ca: Option<String>,
     ) -> Self {
-        let server = args.agent_server.clone().unwrap_or_else(|| args.server.server.clone());
+        let server = args.agent_server.clone().unwrap_or_else(|| args.server.address());
         let bundle = Bundle {
             server,
             ca,
@@ -307,6 +307,11 @@ impl Launch {
         if has_nothing_to_do && !is_uploading {
             self.revoke().await;
         }
+        let is_told = done.is_ok() && job.state.is_final() && !job.agents.is_empty();
+        if is_told && !self.args.server.json {
+            let machines = machines_of(&job.agents, &self.bundle.nodes);
+            output::line(format_args!("{} trained on {machines}", job.id))?;
+        }
         match (done, elsewhere) {
             (Err(error), Some(agents)) => {
                 let twice =
@@ -343,6 +348,15 @@ impl Launch {
     fn folder(&self) -> anyhow::Result<PathBuf> {
         private_folder(&self.args, self.job.id.as_str())
     }
+}
+
+/// The machines of agents, as the list of machines calls them; an agent whose machine the launcher chose by its own name.
+fn machines_of(agents: &[String], nodes: &[bundle::Node]) -> String {
+    let machine = |agent: &String| {
+        let node = nodes.iter().find(|node| node.name == *agent && !node.host.is_empty());
+        node.map_or_else(|| agent.clone(), |node| format!("{} (agent {agent})", node.host))
+    };
+    agents.iter().map(machine).collect::<Vec<_>>().join(", ")
 }
 
 /// A launch's folder on this machine.
@@ -389,5 +403,35 @@ pub(crate) fn quoted(word: &str) -> String {
         word.to_owned()
     } else {
         format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lockstep_protocol::spec::Device;
+    use std::collections::BTreeMap;
+
+    #[test]
+    fn the_machines_of_a_job_have_the_names_of_the_list() {
+        let node = |name: &str, host: &str| bundle::Node {
+            name: name.into(),
+            host: host.into(),
+            agent_id: String::new(),
+            token: String::new(),
+            slots: 1,
+            device: Device::Auto,
+            gpus: Vec::new(),
+            env: BTreeMap::new(),
+        };
+        let nodes = [node("launch-0", "gpu-a"), node("launch-1", "gpu-b"), node("launch-2", "")];
+        for (agents, said) in [
+            (&["launch-1"][..], "gpu-b (agent launch-1)"),
+            (&["launch-0", "launch-1"], "gpu-a (agent launch-0), gpu-b (agent launch-1)"),
+            (&["launch-2", "other"], "launch-2, other"),
+        ] {
+            let agents: Vec<String> = agents.iter().map(|agent| (*agent).to_owned()).collect();
+            assert_eq!(machines_of(&agents, &nodes), said);
+        }
     }
 }

@@ -11,8 +11,8 @@ use std::io::Write;
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,
-    /// A metric, such as loss, val_accuracy or images_per_second [default: all metrics]
-    #[arg(long)]
+    /// A metric, such as loss, lr, val_accuracy or images_per_second [default: all metrics]
+    #[arg(value_name = "METRIC")]
     name: Option<String>,
     /// Print every point as CSV: attempt, rank, name, step, value
     #[arg(long, conflicts_with = "json")]

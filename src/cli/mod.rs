@@ -18,6 +18,7 @@ pub(crate) mod delete;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod download;
+pub(crate) mod edit;
 pub(crate) mod evaluate;
 pub(crate) mod export;
 pub(crate) mod file;
@@ -58,6 +59,7 @@ pub(crate) mod validate;
 pub(crate) mod watch;
 pub(crate) mod webhook;
 mod weight_files;
+pub(crate) mod weights;
 
 use std::{fmt, future::Future, io::IsTerminal, process::ExitCode};
 

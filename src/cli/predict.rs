@@ -1,14 +1,14 @@
 //! `lockstep predict`: classifies or embeds pictures.
 
 use super::{
-    api::{Api, ServerArgs},
+    api::ServerArgs,
     block_on,
-    checkpoint_choice::{Listed, Weights, choose, find},
+    checkpoint_choice::{Weights, choose, find},
     file, output, wrong,
 };
 use anyhow::Context;
 use lockstep_protocol::{
-    Job, JobId,
+    JobId,
     inspect::{Prediction, Probability},
     numbers::plural,
 };
@@ -22,16 +22,19 @@ use std::{
 /// The largest total size of pictures in a request, as on the server.
 const MOST_BYTES: u64 = 24 << 20;
 
+const USAGE: &str = "lockstep predict [OPTIONS] <JOB> <IMAGE>...
+       lockstep predict [OPTIONS] --model <FILE> <IMAGE>...";
+
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
+#[command(override_usage = USAGE)]
 pub(crate) struct Args {
+    /// The job's id, the start of its id, or its name, or a model's version (`models:/shoes@champion`). Left out with --model
+    #[arg(required_unless_present = "model")]
+    job: Option<PathBuf>,
     /// Files of the pictures
-    #[arg(required = true, value_name = "IMAGE")]
+    #[arg(value_name = "IMAGE")]
     images: Vec<PathBuf>,
-    /// The job's id, the start of its id, or its name, or a model's version (`models:/shoes@champion`); the newest job with a validated
-    /// checkpoint when absent
-    #[arg(long)]
-    job: Option<String>,
     /// best, latest, a step, or epoch and step (`2-54`)
     #[arg(long, default_value = "best", conflicts_with = "model")]
     checkpoint: String,
@@ -39,7 +42,7 @@ pub(crate) struct Args {
     #[arg(long, value_enum, default_value_t = Weights::Model, conflicts_with = "model")]
     weights: Weights,
     /// A model.safetensors or ema.safetensors that Lockstep wrote, or the folder with it; needs no server
-    #[arg(long, value_name = "FILE", conflicts_with = "job")]
+    #[arg(long, value_name = "FILE")]
     model: Option<PathBuf>,
     /// Number of classes to print, the most probable first
     #[arg(long, default_value_t = 5, value_name = "N")]
@@ -70,8 +73,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     if let Some(place) = &args.output {
         file::check_output(place)?;
     }
+    // With a model file there is no job: the first argument is a picture, too.
+    let images = args.job.iter().filter(|_| args.model.is_some()).chain(&args.images);
     let mut pictures = Vec::new();
-    for image in &args.images {
+    for image in images {
         let bytes = read(image).map_err(|e| wrong(format!("{}: {e}", image.display())))?;
         if bytes.is_empty() {
             return Err(wrong(format!(
@@ -80,6 +85,15 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             )));
         }
         pictures.push((image.display().to_string(), bytes));
+    }
+    if pictures.is_empty() {
+        return Err(wrong(match args.job.as_deref().filter(|given| given.is_file()) {
+            Some(picture) => format!(
+                "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
+                picture.display()
+            ),
+            None => "no picture is given: name its file after the job, as in `lockstep predict JOB shoe.png`".into(),
+        }));
     }
     let (answering, mut predictions) = match &args.model {
         Some(model) => {
@@ -164,40 +178,10 @@ struct PredictionLine<'a> {
     by: &'a ModelUsed,
 }
 
-/// The newest job with a validated checkpoint, and the wanted checkpoint of it. Jobs that were cancelled or failed
-/// before their first validation are skipped, because their predictions mean little.
-async fn newest(api: &Api, wanted: &str) -> anyhow::Result<(Job, Listed)> {
-    let mut newest_unmeasured = None;
-    for job in api.jobs().await? {
-        // A job without a step has no checkpoint.
-        if job.step == 0 && job.best.is_none() {
-            continue;
-        }
-        let answer: serde_json::Value = api.get(&format!("/jobs/{}/checkpoints", job.id)).await?;
-        let checkpoints = super::api::list::<Listed>(&answer, "checkpoints")?;
-        if checkpoints.iter().any(|checkpoint| checkpoint.info.val_accuracy.is_some()) {
-            let checkpoint = choose(api, &job, wanted).await?;
-            return Ok((job, checkpoint));
-        }
-        if !checkpoints.is_empty() {
-            newest_unmeasured.get_or_insert(job);
-        }
-    }
-    Err(wrong(match newest_unmeasured {
-        Some(job) => format!(
-            "no job has a validated checkpoint yet; --job {} takes the newest of {}, which was never measured",
-            job.id, job.name
-        ),
-        None => "no job has a checkpoint yet; `lockstep list` shows the progress of jobs".into(),
-    }))
-}
-
 async fn ask(args: &Args, pictures: Vec<(String, Vec<u8>)>) -> anyhow::Result<(ModelUsed, Vec<Prediction>)> {
     let api = args.server.api()?;
-    let (job, checkpoint) = match &args.job {
-        Some(named) => find(&api, named, &args.checkpoint).await?,
-        None => newest(&api, &args.checkpoint).await?,
-    };
+    let named = args.job.as_deref().unwrap_or(Path::new("")).to_string_lossy();
+    let (job, checkpoint) = find(&api, &named, &args.checkpoint).await?;
     let weights = if args.weights == Weights::Ema { "ema" } else { "model" };
     let path = format!("/checkpoints/{}/predict?weights={weights}&embed={}", checkpoint.id, args.embed);
     let mut predictions = Vec::new();

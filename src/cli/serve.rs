@@ -26,6 +26,9 @@ use tokio::{
     sync::oneshot,
 };
 
+/// The page that a browser opens first.
+const START_PAGE: &str = "/jobs";
+
 /// Time limit, after everything else has ended, for threads that still read or write files.
 pub(crate) const LAST_FILES: Duration = Duration::from_secs(3);
 
@@ -197,9 +200,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
             // The link works once, within ten minutes; `lockstep login-link` prints another. It is printed even into a log, as notebook servers do:
             // people who start a server with nohup or in a container look there, and a command in its place would need the address and the
             // certificate, which only the server knows. If somebody else who reads the log uses the link first, it no longer works.
-            output::line(format_args!("sign in: {}", server.login_link()?))?;
+            output::line(format_args!("sign in: {}", server.login_link(START_PAGE)?))?;
         }
-        let _opened = Opened::of(server.running(), server.data_dir(), !args.no_open);
+        let _opened = Opened::of(server.running(), START_PAGE, server.data_dir(), !args.no_open);
         if local_agent {
             server.advertise = args.advertise.or(server.advertise);
             server.start_agent(slots, false).await?;
@@ -302,7 +305,12 @@ impl Server {
                 let advertise =
                     (is_free && !ip.is_unspecified() && !ip.is_loopback()).then(|| ip.to_string());
                 let shutdown = Some(shutdown);
-                Ok(Self { running, local, data_dir, shutdown, ended, agent: None, advertise })
+                let server = Self { running, local, data_dir, shutdown, ended, agent: None, advertise };
+                // Without this file, commands only have to be given the address.
+                if let Err(error) = access::record_address(&server.data_dir, &server.url()) {
+                    tracing::warn!("{error}; commands in this folder do not find the server by themselves");
+                }
+                Ok(server)
             }
             Err(_) => match ended.await {
                 Ok(Err(error)) => Err(error),
@@ -325,12 +333,12 @@ impl Server {
         &self.data_dir
     }
 
-    /// The link that signs a browser in, once.
+    /// The link that signs a browser in, once, and leads to this page.
     ///
     /// # Errors
     /// The system has no random bits.
-    pub(crate) fn login_link(&self) -> std::io::Result<String> {
-        self.running.login_link()
+    pub(crate) fn login_link(&self, page: &str) -> std::io::Result<String> {
+        self.running.login_link(page)
     }
 
     /// The token for programs of this machine.
@@ -361,6 +369,7 @@ impl Server {
     /// # Errors
     /// The server failed in the meantime.
     pub(crate) async fn stop(mut self) -> anyhow::Result<()> {
+        access::forget_address(&self.data_dir);
         if let Some(agent) = self.agent.take() {
             agent.stop().await;
         }
@@ -393,7 +402,7 @@ fn stopped(why: &str) -> ServeError {
 }
 
 /// Resolves an address by number or by name (`localhost:7070`).
-fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
+pub(crate) fn resolve(listen: &str) -> anyhow::Result<SocketAddr> {
     let problem = |why: String| wrong(format!("--listen {listen}: {why}; an example is 127.0.0.1:7070"));
     let mut found = listen.to_socket_addrs().map_err(|e| problem(e.to_string()))?;
     found.next().ok_or_else(|| problem("no such address".into()))

@@ -164,6 +164,7 @@ fn lines(job: &Job, checkpoints: &[CheckpointInfo]) -> Vec<(String, String)> {
             best_checkpoint(checkpoints)
                 .and_then(|(c, _)| Some(format!("{}-{}, {}", c.epoch, c.step, c.accuracy_in_words()?))),
         ),
+        ("diagnosis", job.diagnosis.clone()),
         ("created", Some(job.created_at.to_string())),
         ("started", job.started_at.map(|t| t.to_string())),
         ("finished", job.finished_at.map(|t| t.to_string())),

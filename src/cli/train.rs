@@ -23,7 +23,7 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::{AttemptRef, FencingToken, StartAttempt},
-    dataset::default_validation,
+    dataset::{default_validation, held_out_share},
     job::JobId,
     spec::{Validation, apply_set, shortened, toml_document},
 };
@@ -305,9 +305,11 @@ fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
             return;
         }
     }
-    let Ok(splits) = lockstep_data::split_names(dataset) else { return };
-    if let Some(split) = default_validation(usual, splits.iter().map(String::as_str)) {
+    let Ok(splits) = lockstep_data::splits(dataset) else { return };
+    if let Some(split) = default_validation(usual, splits.iter().map(|(name, _)| name.as_str())) {
         spec.data.validation = Validation::Split(split.to_owned());
+    } else if let [(_, samples)] = &splits[..] {
+        spec.data.validation = Validation::Fraction(held_out_share(*samples));
     }
 }
 
@@ -328,6 +330,7 @@ fn read(args: &Args, world: Option<(&str, u32)>) -> anyhow::Result<(JobSpec, boo
     for set in sets {
         apply_set(&mut document, &set).map_err(|e| wrong(format!("--set {}: {e}", shortened(&set))))?;
     }
+    super::job_file::find_weights(&mut document)?;
     let spec = super::job_file::read(&document).map_err(|mistakes| {
         let lines: Vec<_> = mistakes.iter().map(|m| mistake(&m.pointer, &m.detail)).collect();
         wrong(format!("{shown}:\n  {}", lines.join("\n  ")))

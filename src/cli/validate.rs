@@ -2,7 +2,7 @@
 
 use super::{
     access::AccessArgs,
-    api::{Api, DEFAULT_SERVER},
+    api::Api,
     block_on, job_file, output, wrong,
 };
 use lockstep_protocol::JobSpec;
@@ -55,8 +55,8 @@ struct Plan {
 /// Exit status 2 with every mistake on a line of its own; 1 when the server given by --server does not answer.
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let mut document = job_file::document(&args.job, &args.sets)?;
-    let server = args.server.as_deref().unwrap_or(DEFAULT_SERVER);
-    let api = Api::at(server, args.ca_file.as_deref(), args.access.token(server)?)?;
+    let server = args.access.server(args.server.as_deref());
+    let api = Api::at(&server, args.ca_file.as_deref(), args.access.token(&server)?)?;
     let own = job_file::check(&args.job, &document);
     let is_path = |document: &Value| {
         let dataset = document.pointer("/data/dataset").and_then(Value::as_str);

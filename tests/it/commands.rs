@@ -307,6 +307,8 @@ async fn the_demo_prints_a_link_that_signs_in_once() {
     let cookie = signed_in.headers()["set-cookie"].to_str().expect("a cookie").to_owned();
     let (cookie, attributes) = cookie.split_once(';').expect("attributes");
     assert!(attributes.contains("HttpOnly") && attributes.contains("SameSite=Lax"), "{attributes}");
+    let page = signed_in.headers()["location"].to_str().expect("a page");
+    assert!(page.starts_with("/jobs/j"), "it leads to the job: {page}");
     let again = browser.get(&address).send().await.expect("an answer");
     assert!(again.headers().get("set-cookie").is_none() && again.status() == 401, "once");
     let server = address.split("/login").next().expect("an address");
@@ -314,8 +316,18 @@ async fn the_demo_prints_a_link_that_signs_in_once() {
     let page = page.send().await.expect("the dashboard");
     assert_eq!(page.status(), reqwest::StatusCode::OK);
     assert!(page.text().await.expect("HTML").contains("<html"), "a page");
+    // Commands find address and token in its data directory, as long as it runs.
+    let list = |more: &[&str]| {
+        let mut command = lockstep();
+        command.args(["list", "--data-dir", "demo"]).args(more).current_dir(folder.path());
+        Finished::of(&mut command)
+    };
+    assert!(list(&[]).ok().contains("demo"));
+    assert_eq!(list(&["--server", "http://127.0.0.1:9"]).status, 1, "what is given comes first");
+    assert!(folder.path().join("demo/address").exists());
     signal(child.id() as i32, Signal::INT);
     ended(&mut child).await;
+    assert!(!folder.path().join("demo/address").exists());
     let left = crate::server::processes_of(folder.path());
     assert!(left.is_empty(), "{left:?}");
 }

@@ -73,7 +73,7 @@ async fn averaged_weights_are_evaluated_asked_and_downloaded_by_their_name() {
         fs::read_dir(pictures).expect("a folder").next().expect("a picture").expect("a picture").path();
     let ask = |weights: &str| {
         let picture = picture.to_str().expect("UTF-8");
-        server.cli(&["predict", picture, "--job", &id, "--weights", weights, "--json"]).json()
+        server.cli(&["predict", &id, picture, "--weights", weights, "--json"]).json()
     };
     assert!(ask("model")[0]["classes"] != ask("ema")[0]["classes"]);
 }
@@ -133,11 +133,11 @@ async fn pictures_are_classified_up_to_24_mib_and_files_are_nobody_else_s() {
     // An empty file is called that.
     let empty = server.folder().write("empty.png", "");
     let empty = empty.to_str().expect("UTF-8");
-    server.cli(&["predict", empty, "--job", &id]).wrong(&["empty.png", "is empty"]);
+    server.cli(&["predict", &id, empty]).wrong(&["empty.png", "is empty"]);
     // Whose model it was is said with what it says.
     let picture = server.folder().path().join("boot.png");
     fs::write(&picture, &png).expect("a picture");
-    let said = server.cli(&["predict", picture.to_str().expect("UTF-8"), "--job", &id, "--json"]).json();
+    let said = server.cli(&["predict", &id, picture.to_str().expect("UTF-8"), "--json"]).json();
     let listed = &list["checkpoints"][0];
     let newest = format!("{}-{}", listed["epoch"], listed["step"]);
     assert_eq!(

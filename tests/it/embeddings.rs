@@ -23,7 +23,7 @@ async fn embeddings_and_their_neighbours_are_those_of_a_checkpoint() {
         .collect();
     let [first, second] = [0, 1].map(|number: usize| files[number].to_str().expect("UTF-8"));
 
-    let printed = server.cli(&["predict", first, second, "--job", &id, "--embed"]);
+    let printed = server.cli(&["predict", &id, first, second, "--embed"]);
     let lines: Vec<Value> =
         printed.ok().lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     let embedding = |of: &Value| -> Vec<f32> {

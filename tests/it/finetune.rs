@@ -105,7 +105,7 @@ async fn three_commands_lead_from_a_folder_of_classes_to_a_prediction() {
     let watched = typed(&(submit + SIZES));
     let last = watched.ok().lines().last().expect("a last line");
     assert!(last.starts_with("succeeded after ") && last.contains(" s: validation accuracy "), "{last}");
-    let answer = typed(&pages::line("docs/training.md", "lockstep predict new.jpg"));
+    let answer = typed(&pages::line("docs/training.md", "lockstep predict flowers new.jpg"));
     let (_, classes) = answer.ok().split_once("new.jpg: ").expect("the picture's name");
     let named = classes.trim().split(", ").map(|of| of.rsplit_once(' ').expect("a share").0.to_owned());
     let names: Vec<String> = (0..CLASSES).map(class_name).collect();

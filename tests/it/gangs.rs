@@ -298,6 +298,7 @@ async fn two_large_jobs_wait_for_all_their_slots_in_order_and_are_not_overtaken(
         |words: &'static str| move |job: &Value| job["reason"].as_str().is_some_and(|r| r.contains(words));
     server.job_when(&waiting[0], "it says why", says("waits for 4 slots: 1 of 4 on 2 machines free")).await;
     server.job_when(&waiting[1], "it says why", says("waits for 3 slots: 1 of 4 on 2 machines free")).await;
+    server.job_when(&waiting[0], "it names both", says("; free on each machine: 1 of 2 on \"")).await;
     for holder in &holders {
         machines.order(holder, "cancel").await;
         server.ended(holder).await;

@@ -35,6 +35,7 @@ mod embeddings;
 mod exports;
 mod faults;
 mod finetune;
+mod first_hour;
 mod full;
 mod gangs;
 mod held_out;

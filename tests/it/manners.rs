@@ -36,6 +36,12 @@ async fn init_writes_a_file_that_train_and_submit_take() {
         assert!(text.contains(words), "{words} in {text}");
     }
     assert!(text.lines().filter(|line| line.starts_with("# ")).count() >= 10, "{text}");
+    let (_, estimate) = made.stdout.split_once("\nabout ").expect("an estimate");
+    assert!(estimate.contains(" on this machine; `lockstep init --quick` suggests a run of about "), "{estimate}");
+    let quick = server.cli(&["init", root, "--quick", "-o", "quick.toml"]);
+    assert!(quick.ok().contains("\nabout ") && !quick.stdout.contains("--quick"), "{}", quick.stdout);
+    let quick = fs::read_to_string(server.folder().path().join("quick.toml")).expect("a file");
+    assert!(text.contains("\nepochs = 60\n") && quick.contains("\nepochs = 20\n"), "{quick}");
 
     // What is there is not touched.
     fs::write(&file, text.clone() + "# mine\n").expect("a file");
@@ -81,56 +87,35 @@ async fn init_writes_a_file_that_train_and_submit_take() {
     let id = detached.stdout.split_whitespace().next().expect("an id").to_owned();
     server.cli(&["watch", &id]).ok();
 
-    // Whoever names no job and whoever does both read which one has answered.
+    // The answer says which job and checkpoint it is of. The job comes first.
     let picture =
         fs::read_dir(format!("{root}/val/boot")).expect("pictures").flatten().next().expect("one").path();
     let picture = picture.to_str().expect("UTF-8");
-    for args in [&["predict", picture][..], &["predict", "--job", &id, picture]] {
-        let predicted = server.cli(args);
+    let name = server.job(&id).await["name"].as_str().expect("a name").to_owned();
+    for job in [&id, &name] {
+        let predicted = server.cli(&["predict", job, picture]);
         assert!(
             predicted.ok().contains("boot")
                 && predicted.stderr.contains(&format!("({id}), checkpoint 1-3, the best")),
             "{}",
             predicted.stderr
         );
+        let is_noted = predicted.stderr.contains(&format!("jobs are called {name}; the newest is taken: {id}"));
+        assert_eq!(is_noted, *job == name, "{}", predicted.stderr);
     }
-    let answered = server.cli(&["predict", "--json", picture]).json();
+    let answered = server.cli(&["predict", &id, "--json", picture]).json();
     assert_eq!((&answered[0]["job_id"], &answered[0]["checkpoint"]), (&json!(id), &json!("1-3")));
-    server.stop().await;
-}
-
-#[tokio::test]
-async fn a_prediction_without_a_job_is_by_the_newest_that_was_measured() {
-    let _turn = turn().await;
-    let server = Server::start().await;
-    server.register("fashion", &pictures::idx_dataset(server.folder().path(), 160, 16)).await;
-    let root = pictures::image_folder(server.folder().path(), 1);
-    let picture =
-        fs::read_dir(root.join("val/boot")).expect("pictures").flatten().next().expect("one").path();
-    let picture = picture.to_str().expect("UTF-8");
-    // One that was cancelled in its first epoch leaves a checkpoint of its last step, which nobody has measured.
-    let cancelled = async |name: &str| {
-        let keep = json!({"checkpoint": {"every_epochs": null, "every_steps": 2}});
-        let id = server.submit(&specs::with(specs::short(name, "fashion", 1, 1_000_000), keep)).await;
-        server
-            .until("it has a checkpoint", async |s: &Server| {
-                let all = s.get(&format!("/jobs/{id}/checkpoints")).await;
-                all["checkpoints"].as_array().is_some_and(|all| !all.is_empty())
-            })
-            .await;
-        server.cli(&["cancel", &id]).ok();
-        server.ended(&id).await;
-        id
-    };
-    let first = cancelled("first").await;
-    server.cli(&["predict", picture]).wrong(&["no job has a validated checkpoint yet", "--job", &first]);
-    server.cli(&["predict", picture, "--job", &first]).ok();
-    let evaluated = json!({"evaluate": {"every_epochs": 1}});
-    let measured = server.submit(&specs::with(specs::short("measured", "fashion", 1, 4), evaluated)).await;
-    server.succeeded(&measured).await;
-    cancelled("second").await;
-    let answered = server.cli(&["predict", "--json", picture]).json();
-    assert_eq!(answered[0]["job_id"], json!(measured));
+    let right_line = format!("`lockstep predict JOB {picture}`");
+    for (args, words) in [
+        (&["predict", picture][..], &["no job is given", &right_line][..]),
+        (&["predict", picture, picture], &["it is a file, and the job comes first", &right_line]),
+        (&["predict", &id], &["no picture is given", "lockstep predict JOB shoe.png"]),
+        (&["predict"], &["<JOB>"]),
+        (&["metrics", "lr", &id], &["no job is called lr"]),
+    ] {
+        server.cli(args).wrong(words);
+    }
+    assert!(server.cli(&["metrics", &id, "lr"]).ok().contains("lr"));
     server.stop().await;
 }
 
@@ -228,6 +213,39 @@ async fn a_public_dataset_that_cannot_be_had_is_explained() {
     assert!(!folder.path().join("f").exists() && !folder.path().join("datasets/cifar10").exists());
     get(&["mnist"]).wrong(&["mnist", "fashion-mnist"]);
     get(&["cifar10", "--from", "nowhere"]).wrong(&["nowhere"]);
+}
+
+#[tokio::test]
+async fn trained_weights_are_named_by_a_job_once_they_are_there() {
+    let folder = Folder::new();
+    let data = pictures::image_folder(folder.path(), 1);
+    let job = format!(
+        "[model]\narch = \"resnet18\"\npretrained = \"resnet18\"\n[data]\ndataset = {data:?}\nimage_size = 96\n\
+         validation = \"val\"\n[train]\nepochs = 1\n"
+    );
+    folder.write("job.toml", &job);
+    let run = |args: &[&str]| {
+        let mut command = lockstep();
+        command.args(args).current_dir(folder.path()).env("LOCKSTEP_CACHE", folder.path().join("cache"));
+        Finished::of(command.env_remove("HF_ENDPOINT").env("no_proxy", "*"))
+    };
+    for args in [&["validate", "job.toml"][..], &["train", "job.toml"], &["submit", "job.toml"]] {
+        run(args).wrong(&["model.pretrained: the weights of resnet18 are not on this machine", "`lockstep weights get resnet18`"]);
+    }
+    // Without a network the message says where the file belongs, and there jobs find it.
+    let nobody = format!("http://127.0.0.1:{}", free_port());
+    let place = folder.path().join("cache/weights/resnet18.safetensors");
+    let put_here = format!("put it here as {}", place.display());
+    run(&["weights", "get", "resnet18", "--from", &nobody]).fails(1, &["timm/resnet18.a1_in1k", &put_here]);
+    run(&["weights", "get", "resnet18", "--from", &mirror(b"a page")]).wrong(&["is no Git LFS pointer", &put_here]);
+    run(&["weights", "get", "vgg16"]).wrong(&["vgg16", "resnet18"]);
+    let header = r#"{"fc.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    let mut file = (header.len() as u64).to_le_bytes().to_vec();
+    file.extend(header.bytes().chain([0; 4]));
+    fs::write(&place, file).expect("a file");
+    let got = run(&["weights", "get", "resnet18", "--from", &nobody]);
+    assert!(got.ok().contains("jobs use it with model.pretrained = \"resnet18\""), "{}", got.stdout);
+    run(&["validate", "job.toml"]).ok();
 }
 
 #[tokio::test]

@@ -130,6 +130,36 @@ async fn a_drained_agent_ends_what_it_has_and_begins_nothing_until_it_is_undrain
 }
 
 #[tokio::test]
+async fn a_waiting_job_gets_another_priority_from_the_shell() {
+    let _turn = turn().await;
+    let server = server().await;
+    let holder = server.submit(&endless("holder", 2)).await;
+    server.job_when(&holder, "it runs", |job| job["state"] == "running").await;
+    for name in ["first", "second"] {
+        server.submit(&specs::short(name, "fashion", 1, 5)).await;
+    }
+    let edited = server.cli(&["edit", "second", "--priority", "5", "--tag", "urgent", "--tag", "mine"]);
+    assert!(edited.ok().ends_with(" second: priority 5, project default, tags mine, urgent\n"), "{}", edited.stdout);
+    server.cli(&["edit", "first", "--priority", "-5", "--json"]).ok();
+    server
+        .until("the queue has the new order", async |server: &Server| {
+            let queue = server.get("/queue").await;
+            let named = |place: usize, name: &str| queue["jobs"][place]["name"] == name;
+            named(0, "second") && named(1, "first")
+        })
+        .await;
+    for (args, words) in [
+        (&["edit", "first"][..], "--priority"),
+        (&["edit", "first", "--priority", "2000"], "must be from -1000 to 1000"),
+        (&["edit", "nobody", "--priority", "1"], "no job is called nobody"),
+    ] {
+        server.cli(args).wrong(&[words]);
+    }
+    cancel(&server, &holder).await;
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn two_jobs_train_at_once_when_there_is_room() {
     let _turn = turn().await;
     let server = server().await;

@@ -1,6 +1,6 @@
 //! Makes the English sentences of all reasons.
 
-use super::{Facts, ReasonCode};
+use super::{Facts, ReasonCode, SLOTS_ON};
 use crate::spec::DeviceKind;
 
 /// The sentence for a code and its facts.
@@ -103,11 +103,12 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("needs {}, and no {which} any{}", facts.slots(facts.slots_needed), more("; "))
         }
         TooFewSlots if facts.machines.is_some() => format!(
-            "needs {}; {} online machines have {} in all, {} of them free{}",
+            "needs {}; {} online machines have {} in all, {} of them free{}{}",
             facts.slots(facts.slots_needed),
             facts.machines.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
             facts.slots_free.unwrap_or(0),
+            facts.by_machine(),
             more("; ")
         ),
         MachinesApart => format!(
@@ -124,28 +125,31 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
             format!("waits until {agent} has uploaded checkpoint {id}")
         }
         WaitingForSlots if facts.machines.is_some() => format!(
-            "waits for {}: {} of {} on {} machines free{}{}",
+            "waits for {}: {} of {} on {} machines free{}{}{}",
             facts.slots(facts.slots_needed),
             facts.slots_free.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
             facts.machines.unwrap_or(0),
             facts.kept(),
+            facts.by_machine(),
             more("; ")
         ),
         TooFewSlots => format!(
-            "needs {}; the largest online machine, {:?}, has {}{}",
+            "needs {}; the largest online machine, {:?}, has {}{}{}",
             facts.slots(facts.slots_needed),
             facts.agent.as_deref().unwrap_or_default(),
             facts.slots_total.unwrap_or(0),
+            facts.by_machine(),
             more("; ")
         ),
         WaitingForSlots => format!(
-            "waits for {}: {} of {} on {:?} free{}{}",
+            "waits for {}: {} of {} on {:?} free{}{}{}",
             facts.slots(facts.slots_needed),
             facts.slots_free.unwrap_or(0),
             facts.slots_total.unwrap_or(0),
             facts.agent.as_deref().unwrap_or_default(),
             facts.kept(),
+            facts.by_machine(),
             more("; ")
         ),
         FewerRanks => format!(
@@ -197,6 +201,17 @@ impl Facts {
         }
     }
 
+    /// `; free on each machine: 1 of 2 on "a", 0 of 4 on "b"`.
+    fn by_machine(&self) -> String {
+        if self.slots_on.is_empty() {
+            return String::new();
+        }
+        let named = self.slots_on.iter().take(SLOTS_ON);
+        let named: Vec<_> = named.map(|on| format!("{} of {} on {:?}", on.free, on.total, on.agent)).collect();
+        let others = if self.slots_on.len() > SLOTS_ON { ", and others" } else { "" };
+        format!("; free on each machine: {}{others}", named.join(", "))
+    }
+
     fn slots(&self, number: Option<u32>) -> String {
         let kind = self.device.as_deref().and_then(DeviceKind::named);
         let unit = kind.map_or("slot", |kind| kind.slot_name);
@@ -209,7 +224,7 @@ impl Facts {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::AgentSlots, *};
 
     #[test]
     fn free_slots_that_are_kept_say_for_whom() {
@@ -231,5 +246,31 @@ mod tests {
         assert_eq!(waits(1, &["large"]), format!("{free}, 1 of them kept for \"large\""));
         assert_eq!(waits(2, &["", "b"]), format!("{free}, kept for another job and \"b\""));
         assert_eq!(waits(2, &["a", "b", ""]), format!("{free}, kept for \"a\" and 2 other jobs"));
+    }
+
+    #[test]
+    fn a_wait_names_every_machine_that_takes_the_job() {
+        let on = |agent: &str, free, total| AgentSlots { agent: agent.into(), free, total };
+        let facts = Facts {
+            slots_needed: Some(4),
+            slots_free: Some(1),
+            slots_total: Some(4),
+            machines: Some(2),
+            slots_on: vec![on("a", 1, 2), on("b", 0, 2)],
+            ..Facts::default()
+        };
+        let machines = "; free on each machine: 1 of 2 on \"a\", 0 of 2 on \"b\"";
+        let one = Facts { machines: None, agent: Some("a".into()), ..facts.clone() };
+        for (code, facts, said) in [
+            (ReasonCode::WaitingForSlots, &facts, "waits for 4 slots: 1 of 4 on 2 machines free"),
+            (ReasonCode::WaitingForSlots, &one, "waits for 4 slots: 1 of 4 on \"a\" free"),
+            (ReasonCode::TooFewSlots, &facts, "needs 4 slots; 2 online machines have 4 in all, 1 of them free"),
+            (ReasonCode::TooFewSlots, &one, "needs 4 slots; the largest online machine, \"a\", has 4"),
+        ] {
+            assert_eq!(words(&code, facts), format!("{said}{machines}"));
+        }
+        let many = (0..20).map(|n| on(&format!("m{n}"), 0, 1)).collect();
+        let many = super::super::Reason::new(ReasonCode::WaitingForSlots, Facts { slots_on: many, ..facts });
+        assert!(many.words().ends_with("0 of 1 on \"m7\", and others"), "{}", many.words());
     }
 }

@@ -11,7 +11,8 @@ pub struct DataSpec {
     /// A registered dataset's name, or (from the command line) a path.
     pub dataset: String,
     /// Where validation pictures come from. When absent: the split `test` (with some recipes `val`), or, if the dataset has no
-    /// such split, the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`.
+    /// such split, the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`, or, if it has
+    /// only training pictures, a tenth of these (three tenths of fewer than 50).
     pub validation: Validation,
     /// Seed that chooses the held-out pictures if `validation` is a fraction. Each picture is chosen independently, from this
     /// seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding or removing pictures

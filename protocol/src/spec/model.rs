@@ -16,8 +16,9 @@ pub struct ModelSpec {
     pub stem: Stem,
     /// Start each residual block as the identity: gamma of its last batch norm is 0 (Goyal et al. 2017).
     pub zero_init_residual: bool,
-    /// Path of a safetensors file with torchvision's tensor names (timm has the same), a checkpoint's id, or a version of a registered model
-    /// (`models:/shoes@champion`). All names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has no such layer of the same shape. For grey pictures,
+    /// Path of a safetensors file with torchvision's tensor names (timm has the same), a checkpoint's id, a version of a registered model
+    /// (`models:/shoes@champion`), or (from the command line) the name of weights that `lockstep weights get` has downloaded, such as
+    /// `resnet18`. All names may share a prefix, such as `module.`. The last layer (`fc`) is initialised randomly if the file has no such layer of the same shape. For grey pictures,
     /// a first convolution for RGB is summed over its channels. The log lists everything that was not loaded unchanged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pretrained: Option<String>,

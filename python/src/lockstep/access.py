@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import ssl
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ _Addresses = list[ipaddress.IPv4Address | ipaddress.IPv6Address]
 
 def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments of `httpx.Client` for a server."""
-    server = url or os.environ.get("LOCKSTEP_SERVER") or DEFAULT_SERVER
+    server = url or os.environ.get("LOCKSTEP_SERVER") or _recorded_server(Path(data_dir)) or DEFAULT_SERVER
     address = httpx.URL(server if "://" in server else f"http://{server}")
     token = token or _find_token(address, Path(data_dir))
     # Reading the system's authorities takes a while, and only https needs them.
@@ -38,6 +39,19 @@ def settings(url: str | None, token: str | None, data_dir: str | os.PathLike[str
         # The proxies of the environment; no token goes through a proxy in clear.
         "trust_env": is_https and not _loopback(address),
     }
+
+
+def _recorded_server(data_dir: Path) -> str | None:
+    """The address that a server on this machine has recorded in its data directory. A record of another account is
+    ignored: that account would get the tokens of whoever works in its folder.
+    """
+    file = data_dir / "address"
+    try:
+        about, server = file.lstat(), file.read_text().strip()
+        is_own = stat.S_ISREG(about.st_mode) and about.st_uid in (os.geteuid(), 0)
+        return server if is_own and _loopback(httpx.URL(server)) else None
+    except (OSError, UnicodeDecodeError, httpx.InvalidURL):
+        return None
 
 
 def _find_token(address: httpx.URL, data_dir: Path) -> str | None:

@@ -49,21 +49,22 @@ impl Running {
         format!("{}://{address}", if config.tls.is_some() { "https" } else { "http" })
     }
 
-    /// A link that signs a browser in once, within ten minutes. Without authentication, the plain address.
+    /// A link that signs a browser in once, within ten minutes, and leads to `page` (the path of a page of this server).
+    /// Without authentication, the page's plain address.
     ///
     /// # Errors
     /// The system has no random bits.
-    pub fn login_link(&self) -> io::Result<String> {
+    pub fn login_link(&self, page: &str) -> io::Result<String> {
         let url = self.url();
         match self.auth.access.is_required() {
-            true => Ok(format!("{url}/login?code={}", self.auth.access.login_code(OWN.0, None)?)),
-            false => Ok(url),
+            true => Ok(format!("{url}/login?code={}&next={page}", self.auth.access.login_code(OWN.0, None)?)),
+            false => Ok(format!("{url}{page}")),
         }
     }
 
     /// Whether a link of [`Running::login_link`] can still sign a browser in.
     pub fn is_good(&self, link: &str) -> bool {
-        let code = link.split_once("/login?code=").map(|(_, code)| code);
+        let code = link.split_once("/login?code=").and_then(|(_, rest)| rest.split('&').next());
         code.is_some_and(|code| self.auth.access.has_login_code(code))
     }
 

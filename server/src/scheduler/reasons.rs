@@ -7,9 +7,10 @@ use super::{
 };
 use lockstep_protocol::{
     job::{Job, JobId},
-    reason::{Facts, Reason, ReasonCode, undrain},
+    reason::{AgentSlots, Facts, Reason, ReasonCode, SLOTS_ON, undrain},
     spec::{DEVICE_KINDS, Device},
 };
+use std::cmp::Reverse;
 
 /// Why a job waits for which these agents are `kept`, if they will ever do. `more`: what else it waits for.
 pub(super) fn wait_reason(
@@ -36,6 +37,16 @@ pub(super) fn wait_reason(
             ReasonCode::NoAgentAccepts
         };
         return Reason::new(code, Facts { detail: drained, ..Facts::default() });
+    }
+    let mut takers: Vec<&Candidate> = candidates.iter().filter(|c| !c.all.is_empty()).collect();
+    if takers.len() > 1 {
+        let on = |c: &Candidate| AgentSlots {
+            agent: c.agent.row.name.clone(),
+            free: number(c.free.len()),
+            total: number(c.all.len()),
+        };
+        takers.sort_by_key(|c| Reverse(c.free.len()));
+        facts.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(on).collect();
     }
     let sum = most(candidates);
     // To have them back helps where that makes enough, and a job with agents of its own waits for those.

@@ -18,7 +18,8 @@ pub fn keep_files_private() {
 }
 
 /// What a server, its agent and its database put into a data directory.
-const OURS: [&str; 11] = [
+const OURS: [&str; 12] = [
+    "address",
     "jobs",
     "agent",
     "ca",

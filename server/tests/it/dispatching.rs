@@ -305,8 +305,13 @@ async fn jobs_go_where_their_device_is() {
     let frames = stream.until(|f| f["reason"].as_str().is_some_and(|r| r.starts_with("waits for"))).await;
     let reason = frames.last().unwrap()["reason"].as_str().unwrap();
     assert_eq!(reason, "waits for 2 GPUs: 0 of 4 on \"gpus\" free");
-    refused(&|spec| spec["parallel"] = json!({"ranks": 8, "device": "cuda"}), "/parallel/ranks", "4 GPUs")
-        .await;
+    for (device, hint) in [
+        ("cuda", "use at most 4, or join a machine with more"),
+        ("cpu", "use at most 4, or join a machine with more, or give a machine more slots: `lockstep serve --cpu-slots N`"),
+    ] {
+        let wants = |spec: &mut Value| spec["parallel"] = json!({"ranks": 8, "device": device});
+        refused(&wants, "/parallel/ranks", hint).await;
+    }
     server.stop().await;
 }
 

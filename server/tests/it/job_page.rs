@@ -8,6 +8,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Evaluation, Source, ToAgent},
     job::JobState,
+    metric::MetricColumn,
 };
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -95,6 +96,43 @@ async fn the_best_accuracy_and_the_best_checkpoint_are_both_told_where_they_diff
     agent.report(&attempt, Source::Rank(0), 4, vec![evaluation(3, 0.822)]).await;
     let (html, _) = page(&server, &id).await;
     assert!(html.contains(">best 82.2 % at 3, best checkpoint 63.2 %</small>"), "{html}");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_finished_job_says_why_its_accuracy_is_low() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|_| {}).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let column = |name: &str, steps: &[u64], values: &[f32]| MetricColumn {
+        name: name.into(),
+        steps: steps.to_vec(),
+        values: values.to_vec(),
+    };
+    let metrics = |rank: u32, accuracies: &[f32]| {
+        let mut columns = vec![column("accuracy", &[1, 49, 60, 100], accuracies)];
+        if rank == 0 {
+            columns.push(column("val_accuracy", &[50, 60, 100], &[0.7, 0.705, 0.71]));
+        }
+        AttemptEvent::Metrics { rank, columns }
+    };
+    let of_first = vec![running(100, 0), losses(0, 1..=100), metrics(0, &[0.1, 0.2, 0.98, 1.0])];
+    agent.report(&attempt, Source::Rank(0), 0, of_first).await;
+    agent.report(&attempt, Source::Rank(1), 0, vec![metrics(1, &[0.1, 0.2, 0.97, 0.97])]).await;
+    let measured = Evaluation { epoch: 2, step: 100, accuracy: 0.71, loss: 1.0, samples: 2000, secs: 0.1 };
+    agent.report(&attempt, Source::Rank(0), 3, vec![AttemptEvent::Evaluation(measured)]).await;
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    assert_eq!(job.get("diagnosis"), None, "it still runs");
+    agent.end(&attempt, Ending::Succeeded { step: 100 }).await;
+    // Of the last epoch's steps, over both ranks.
+    let (_, job) = server.get(&format!("/jobs/{id}")).await;
+    let said = job["diagnosis"].as_str().unwrap();
+    assert!(said.starts_with("Training accuracy is 98.0 %, validation accuracy 71.0 %: "), "{said}");
+    let (html, _) = page(&server, &id).await;
+    assert!(html.contains(&format!("id=\"diagnosis\">{said}</p>")), "{html}");
+    let (_, list) = server.get("/jobs").await;
+    assert_eq!(list["jobs"][0].get("diagnosis"), None);
     server.stop().await;
 }
 

@@ -90,6 +90,14 @@ async fn a_job_that_does_not_say_is_measured_by_the_split_that_there_is() {
             }
         }
     }
+    // Of training pictures a tenth is held out, unless somebody asks for a split.
+    register(&server, &mut agent, "plain", with_splits(&["train"])).await;
+    for (validation, expected) in [(None, json!(0.1)), (Some(json!("none")), json!("none"))] {
+        let mut document = given(validation, None);
+        document["data"]["dataset"] = json!("plain");
+        let (status, plan) = server.post("/jobs/validate", &document).await;
+        assert_eq!((status, &plan["spec"]["data"]["validation"]), (200, &expected), "{plan}");
+    }
     // What somebody asks for is not replaced, nor is what has no such name.
     register(&server, &mut agent, "odd", with_splits(&["train", "holdout"])).await;
     for (name, validation) in [("like-imagenet", Some(json!("test"))), ("odd", None)] {

@@ -2,7 +2,7 @@
 
 use super::super::{age::age, output::one_line};
 use serde_json::Value;
-use std::fmt::Write as _;
+use std::{fmt::Write as _, path::Path};
 
 /// The shortest accepted prefix of an id: ids made at about the same time begin alike.
 const SHORTEST_START: usize = 4;
@@ -13,26 +13,42 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
     job.get(key).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// Whether `name` names the job.
-pub(super) fn fits(job: &Value, name: &str) -> bool {
-    text(job, "name") == name || name.len() >= SHORTEST_START && text(job, "id").starts_with(name)
+/// The job that `name` names among `jobs` (newest first): the newest that is called so, or the only one whose id begins
+/// so. If several are called so, a note says which was taken.
+///
+/// # Errors
+/// No job is called so, or several ids begin so; a sentence.
+pub(super) fn choose<'a>(jobs: &'a [Value], name: &str) -> Result<(&'a Value, Option<String>), String> {
+    let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
+    if let [newest, others @ ..] = &called[..] {
+        let note = || format!("{} jobs are called {name}; the newest is taken: {}", called.len(), words(newest));
+        return Ok((*newest, (!others.is_empty()).then(note)));
+    }
+    let begins = |job: &&Value| name.len() >= SHORTEST_START && text(job, "id").starts_with(name);
+    let begin: Vec<_> = jobs.iter().filter(begins).collect();
+    match &begin[..] {
+        [job] => Ok((*job, None)),
+        [] if Path::new(name).is_file() => Err(format!(
+            "no job is called {name}; it is a file, and the job comes first, as in `lockstep predict JOB {name}`"
+        )),
+        [] => Err(format!("no job is called {name}; `lockstep list` shows all jobs")),
+        several => Err(ambiguous(several, name)),
+    }
 }
 
-/// The message if `name` fits several jobs (newest first), with enough of each job to choose one.
-pub(super) fn ambiguous(jobs: &[Value], name: &str) -> String {
+/// Id, state and age of a job.
+fn words(job: &Value) -> String {
+    let created = text(job, "created_at").parse().map(|at| format!(", {} ago", age(at)));
+    let [id, state] = ["id", "state"].map(|key| one_line(text(job, key)));
+    format!("{id}, {state}{}", created.unwrap_or_default())
+}
+
+/// The message if several ids begin with `name`, with enough of each job to choose one.
+fn ambiguous(jobs: &[&Value], name: &str) -> String {
     let count = jobs.len();
-    let mut said = match jobs.iter().filter(|job| text(job, "name") == name).count() {
-        0 => format!("{count} ids begin with {name}; give more of one:"),
-        same if same == count => format!("{count} jobs are called {name}; name one by its id:"),
-        _ => {
-            format!("{count} jobs are called {name} or have an id that begins so; name one by its whole id:")
-        }
-    };
+    let mut said = format!("{count} ids begin with {name}; give more of one:");
     for job in jobs.iter().take(MOST) {
-        let created = text(job, "created_at").parse().map(|at| format!(", {} ago", age(at)));
-        let [id, called, state] = ["id", "name", "state"].map(|key| one_line(text(job, key)));
-        let called = if called == name { String::new() } else { format!("{called}, ") };
-        let _ = write!(said, "\n  {id}  {called}{state}{}", created.unwrap_or_default());
+        let _ = write!(said, "\n  {}  {}", words(job), one_line(text(job, "name")));
     }
     if count > MOST {
         let _ = write!(said, "\n  and {} more", count - MOST);
@@ -52,18 +68,32 @@ mod tests {
             let at = (now - jiff::SignedDuration::from_hours(hours)).to_string();
             json!({"id": id, "name": name, "state": state, "created_at": at})
         };
-        let jobs = [job("j0002", "pics", "running", 1), job("j0001", "pics", "failed", 72)];
-        assert_eq!(
-            ambiguous(&jobs, "pics"),
-            "2 jobs are called pics; name one by its id:\n  j0002  running, 1 h ago\n  j0001  failed, 3 d ago"
-        );
-        let said = ambiguous(&jobs, "j000");
-        assert!(
-            said.starts_with("2 ids begin with j000; give more of one:\n  j0002  pics, running"),
-            "{said}"
-        );
-        let many: Vec<_> = (0..12).map(|n| job(&format!("j00{n}"), "x", "succeeded", n)).collect();
-        assert!(ambiguous(&many, "j00").ends_with("\n  and 2 more"));
-        assert!(fits(&jobs[0], "pics") && fits(&jobs[0], "j000") && !fits(&jobs[0], "j00"));
+        let jobs = [
+            job("j0002", "pics", "running", 1),
+            job("j0001", "pics", "failed", 72),
+            job("j0010", "j000", "queued", 80),
+        ];
+        // What is named, the job that is taken, and what is said.
+        for (name, taken, said) in [
+            ("pics", Some("j0002"), "2 jobs are called pics; the newest is taken: j0002, running, 1 h ago"),
+            ("j0001", Some("j0001"), ""),
+            ("j001", Some("j0010"), ""),
+            ("j000", Some("j0010"), ""),
+            ("j00", None, "no job is called j00; `lockstep list` shows all jobs"),
+            ("j00x", None, "no job is called j00x; `lockstep list` shows all jobs"),
+            ("Cargo.toml", None, "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`"),
+        ] {
+            match choose(&jobs, name) {
+                Ok((job, note)) => {
+                    assert_eq!((Some(text(job, "id")), note.unwrap_or_default().as_str()), (taken, said));
+                }
+                Err(why) => assert!(taken.is_none() && why.contains(said), "{name}: {why}"),
+            }
+        }
+        let said = choose(&jobs[..2], "j000").unwrap_err();
+        let listed = "2 ids begin with j000; give more of one:\n  j0002, running, 1 h ago  pics\n  j0001, failed, 3 d ago  pics";
+        assert_eq!(said, listed);
+        let many: Vec<_> = (0..12).map(|n| job(&format!("j000{n}"), "x", "succeeded", n)).collect();
+        assert!(choose(&many, "j000").unwrap_err().ends_with("\n  and 2 more"));
     }
 }

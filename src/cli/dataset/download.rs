@@ -22,7 +22,7 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(250), Duration::from_s
 
 /// Why a download failed.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Failure {
+pub(crate) enum Failure {
     /// The server does not answer, or connections break. Received bytes are kept for the next attempt.
     Unreachable(String),
     /// The address has no such file, or a different file.
@@ -48,7 +48,7 @@ pub(super) fn partial(path: &Path) -> PathBuf {
 ///
 /// # Errors
 /// See [`Failure`]. Bytes with a wrong checksum are deleted.
-pub(super) async fn download(
+pub(crate) async fn download(
     client: &Client,
     url: &str,
     remote: &Remote,

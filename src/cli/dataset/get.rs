@@ -156,7 +156,7 @@ fn place(file: &Remote, from: &Path, folder: &Path) -> io::Result<()> {
 }
 
 /// Proxies from the environment are used (`https_proxy`), because the files are on the internet.
-fn client() -> anyhow::Result<Client> {
+pub(crate) fn client() -> anyhow::Result<Client> {
     let tls = tls::client_config(None).map_err(wrong)?;
     Ok(Client::builder()
         .connect_timeout(Duration::from_secs(15))
@@ -166,7 +166,7 @@ fn client() -> anyhow::Result<Client> {
 }
 
 /// A progress bar, hidden if standard error is not a terminal.
-fn bar(bytes: u64) -> ProgressBar {
+pub(crate) fn bar(bytes: u64) -> ProgressBar {
     let style =
         ProgressStyle::with_template("{bytes} of {total_bytes} [{bar:30}] {bytes_per_sec}, {eta} left");
     ProgressBar::new(bytes).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
@@ -192,4 +192,4 @@ fn explained(failure: Failure, known: &Known, base: &str, work: &Path, to: &Path
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -14,13 +14,13 @@ pub(super) struct Known {
 
 /// A file to download.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Remote {
-    pub(super) name: &'static str,
-    pub(super) bytes: u64,
+pub(crate) struct Remote {
+    pub(crate) name: &'static str,
+    pub(crate) bytes: u64,
     /// Hexadecimal.
-    pub(super) sha256: &'static str,
+    pub(crate) sha256: &'static str,
     /// Files to unpack from a gzipped tar archive, without their folder in the archive. Empty: the file is kept as it is.
-    pub(super) members: &'static [&'static str],
+    pub(crate) members: &'static [&'static str],
 }
 
 const fn plain(name: &'static str, bytes: u64, sha256: &'static str) -> Remote {

@@ -69,7 +69,7 @@ pub(super) fn share_out(hosts: &mut [Host], each: Option<u32>, spec: &JobSpec) -
 
 /// Checks that other machines can reach the server at the address that they get.
 pub(super) fn reachable(args: &Args, hosts: &[Host]) -> anyhow::Result<()> {
-    let server = args.agent_server.as_ref().unwrap_or(&args.server.server);
+    let server = &args.agent_server.clone().unwrap_or_else(|| args.server.address());
     let with_scheme = if server.contains("://") { server.clone() } else { format!("http://{server}") };
     let url =
         reqwest::Url::parse(&with_scheme).map_err(|e| wrong(format!("--agent-server {server}: {e}")))?;

@@ -92,6 +92,7 @@ async fn ssh_starts_an_agent_for_the_job_alone_and_it_ends_with_it() {
     ));
     done.ok();
     assert!(done.stderr.contains("the agents' logs are in"), "{}", done.stderr);
+    assert!(done.stdout.contains("trained on 127.0.0.1 (agent launch-"), "{}", done.stdout);
     let job = server.succeeded(&id).await;
     assert_eq!(job["attempt"], 1, "{job:#}");
     assert!(agents_of(&server, &id).contains("launch-"), "an agent of the launch ran it");

@@ -117,6 +117,7 @@ pub fn has_pictures(path: &Path) -> bool {
     super::pattern::fixed_part(path).is_some()
         || super::image_folder::training_folder(path).is_some_and(|train| train.is_dir())
         || [path.to_owned(), path.join("data")].iter().any(|dir| super::shards::has_any(dir))
+        || super::image_folder::is_plain(path)
 }
 
 impl Catalog {

@@ -1,13 +1,14 @@
 //! Pictures in folders: `train/<class>/*` and, for validation, `val/<class>/*` or `test/<class>/*`. Other usual names
-//! of these splits are accepted, in upper and lower case. Pictures may have any size. Their format is recognised by
-//! their first bytes, not by their names.
+//! of these splits are accepted, in upper and lower case. Without a folder for a split, `<class>/*` are training
+//! pictures, as for torchvision's `ImageFolder`. Pictures may have any size. Their format is recognised by their first
+//! bytes, not by their names.
 //!
 //! Files that cannot be read and files outside a class folder are reported: nothing that might be a picture is
 //! ignored silently. Folders are listed unless the index shows that they have not changed (`index/folders.rs`). Files
 //! that are not in the index are read.
 
 use super::{
-    Catalog, DataError, Format, Samples, Split,
+    Catalog, DataError, ENTRIES_READ, Format, Samples, Split, has_pictures,
     index::{self, CachedFolders, Folder, FolderStamp, FoundFile, IndexStore},
     label::composed,
     listing::{ContainerKind, Listing},
@@ -64,6 +65,33 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
         // For example, a link whose target does not exist.
         Err(detail) => Some(Err(DataError::File { path: train.display().to_string(), detail })),
     }
+}
+
+/// The beginning of the names of folders that this program makes beside a job file (`lockstep-data`, `lockstep-demo`).
+/// They are no classes.
+const OWN_FOLDERS: &str = "lockstep-";
+
+/// Whether the pictures lie in `dir/<class>/`: at least two folders hold pictures, and no folder is named like a split.
+pub(super) fn is_plain(dir: &Path) -> bool {
+    let all = entries(dir).unwrap_or_default();
+    let hold = all.iter().take(ENTRIES_READ).filter(|path| has_pictures(path));
+    !all.iter().any(|path| split_of(path).is_some()) && hold.take(2).count() == 2
+}
+
+/// Finds the pictures in `dir/<class>/`, all of them for training; `None` unless the folder is [plain](is_plain).
+pub(super) fn find_plain(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, DataError>> {
+    let read = || {
+        let began = SystemTime::now();
+        let cached = index::load_cached(dir, store);
+        let mut found = classes(dir)?;
+        found.folders.retain(|name, _| !name.starts_with(OWN_FOLDERS));
+        let classes: Vec<String> = found.folders.keys().cloned().collect();
+        let train = list_split(dir, dir, ("train", found), &classes, &cached)?;
+        let splits = examine(dir, vec![train], cached, store, began)?;
+        let (broken, unlabelled) = (Vec::new(), Vec::new());
+        Ok(Catalog { format: Format::ImageFolder, classes, splits, broken, unlabelled })
+    };
+    is_plain(dir).then(read)
 }
 
 /// Advice for a folder that has validation pictures and no training pictures. `None` for other folders.

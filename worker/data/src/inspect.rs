@@ -17,13 +17,14 @@ pub(super) const STATISTICS_SAMPLES: usize = 10_000;
 /// job decodes it.
 const DECODED: usize = 20_000;
 
-/// Names of the splits that have samples.
+/// The splits that have samples, each with their number.
 ///
 /// # Errors
 /// The errors of [`inspect`].
-pub fn split_names(path: &Path) -> Result<Vec<String>, DataError> {
+pub fn splits(path: &Path) -> Result<Vec<(String, u64)>, DataError> {
     let splits = Catalog::measure(path)?.splits.into_iter();
-    Ok(splits.filter(|split| !split.labels.is_empty()).map(|split| split.name).collect())
+    let counted = splits.map(|split| (split.name, split.labels.len() as u64));
+    Ok(counted.filter(|(_, samples)| *samples > 0).collect())
 }
 
 /// Examines the files below `path`, decodes pictures unless there are very many, and describes the dataset.

@@ -27,7 +27,7 @@ mod stored;
 mod transform;
 
 pub use index::Progress;
-pub use inspect::{inspect, split_names};
+pub use inspect::{inspect, splits};
 pub use picture::Picture;
 pub use prepare::{PrepareSettings, Prepared, QUALITIES, SHORT_SIDES, prepare};
 pub use random::Random;
@@ -196,6 +196,9 @@ impl Catalog {
                 return found.and_then(usable);
             }
         }
+        if let Some(found) = image_folder::find_plain(path, store) {
+            return found.and_then(usable);
+        }
         let hint = if path.join("data_batch_1").is_file() || path.join("cifar-10-batches-py").is_dir() {
             "; this is CIFAR's Python version, which holds pickles: get the binary version"
         } else if shards::only_compressed(path) {
@@ -210,8 +213,11 @@ impl Catalog {
         let (splits, classes): (Vec<&PathBuf>, Vec<&PathBuf>) =
             first.partition(|path| image_folder::split_of(path).is_some());
         let hint = if !classes.is_empty() {
-            let are = if classes.len() == 1 { "is a folder" } else { "are folders" };
-            format!("; {} {are} of pictures: put each class in train/, as train/<class>/", some_of(&classes))
+            let hold = if classes.len() == 1 { "holds" } else { "hold" };
+            format!(
+                "; {} {hold} pictures: put each class of training pictures into a folder train/<class>/",
+                some_of(&classes)
+            )
         } else if !splits.is_empty() || has_pictures(path) {
             let has = if splits.is_empty() { "this folder".into() } else { some_of(&splits) };
             format!(
@@ -223,7 +229,7 @@ impl Catalog {
         let it_has = if there.is_empty() { String::new() } else { format!("; it has {}", some_of(&there)) };
         Err(DataError::Invalid(format!(
             "{} holds no known dataset: looked for data_batch_1.bin (CIFAR-10), train.bin (CIFAR-100), \
-             train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ (pictures), *.tar (WebDataset) and \
+             train-images-idx3-ubyte (IDX, .gz or not), train/<class>/ or two and more <class>/ (pictures), *.tar (WebDataset) and \
              *.parquet{it_has}{hint}",
             path.display()
         )))

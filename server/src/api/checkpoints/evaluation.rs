@@ -345,18 +345,18 @@ async fn start(
 /// Another dataset than the job's has a split that measures.
 fn check_measures(spec: &JobSpec, other: &Dataset) -> Result<()> {
     let splits: Vec<_> = other.info.splits.iter().filter(|split| split.samples > 0).collect();
-    match &spec.data.validation {
-        Validation::Split(name) if !splits.iter().any(|split| split.name == *name) => {
-            let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
-            Err(refused(format!(
-                "{} has no split to measure with: it has {}, and evaluating takes one called test, val, validation, valid, dev \
-                 or eval. Call the one that is meant so, and register the dataset again",
-                other.name,
-                names.join(", ")
-            )))
-        }
-        _ => Ok(()),
+    if let Validation::Split(name) = &spec.data.validation
+        && splits.iter().any(|split| split.name == *name)
+    {
+        return Ok(());
     }
+    let names: Vec<_> = splits.iter().map(|split| split.name.as_str()).collect();
+    Err(refused(format!(
+        "{} has no split to measure with: it has {}, and evaluating takes one called test, val, validation, valid, dev \
+         or eval. Call the one that is meant so, and register the dataset again",
+        other.name,
+        names.join(", ")
+    )))
 }
 
 fn refused(detail: String) -> Error {

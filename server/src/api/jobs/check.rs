@@ -240,6 +240,8 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
         return None;
     }
     let device = device_for(spec);
+    let mut slots = online.iter().flat_map(|agent| &agent.row.slots);
+    let is_cpu = device == Device::Cpu || slots.all(|slot| slot.device == Device::Cpu.name());
     let sum = most_slots(online.into_iter().map(|agent| agent.row), device);
     let most = sum.slots;
     if most >= spec.parallel.ranks as usize {
@@ -269,15 +271,20 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let unit = device.kind().map_or("slot", |kind| kind.slot_name);
     let units = if most == 1 { unit.to_owned() } else { format!("{unit}s") };
     let ranks = spec.parallel.ranks;
+    // A machine has as many CPU slots as it is told to have.
+    let more_slots = match is_cpu {
+        true => ", or give a machine more slots: `lockstep serve --cpu-slots N` or `lockstep agent --cpu-slots N`",
+        false => "",
+    };
     let detail = if sum.machines > 1 {
         format!(
             "{ranks} ranks, but the {} machines online that can share a job have {most} {units} in all; use at most {most}, or join \
-             another machine",
+             another machine{more_slots}",
             sum.machines
         )
     } else {
         format!(
-            "{ranks} ranks, but the largest machine online has {most} {units}; use at most {most}, or join a machine with more"
+            "{ranks} ranks, but the largest machine online has {most} {units}; use at most {most}, or join a machine with more{more_slots}"
         )
     };
     Some(SpecError { pointer: "/parallel/ranks".into(), detail })

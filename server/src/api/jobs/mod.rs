@@ -5,6 +5,7 @@ pub(crate) mod attempts;
 pub(crate) mod check;
 mod conditions;
 pub(crate) mod create;
+mod diagnosis;
 pub(crate) mod events;
 pub(crate) mod fit;
 mod group_keys;
@@ -39,6 +40,7 @@ use crate::{
         extract::{Path, Query, job_id},
     },
     lifecycle,
+    metrics::Metrics,
     scheduler::{
         Scheduler,
         dispatch::{self, Wish},
@@ -100,6 +102,16 @@ pub(super) async fn shown_to(scheduler: &Scheduler, caller: &Caller, row: JobRow
         job.parent = is_seen.then_some(parent);
     }
     scheduler.last_plan.tell(&mut job);
+    Ok(job)
+}
+
+/// As [`shown_to`], with the diagnosis.
+///
+/// # Errors
+/// The store's.
+async fn diagnosed(metrics: &Metrics, scheduler: &Scheduler, caller: &Caller, row: JobRow) -> Result<Job> {
+    let mut job = shown_to(scheduler, caller, row).await?;
+    job.diagnosis = diagnosis::of(metrics, &job).await?;
     Ok(job)
 }
 
@@ -165,6 +177,7 @@ async fn row_at_end(scheduler: &Scheduler, id: &JobId, patience: Duration) -> Re
     responses((status = 200, body = Job), (status = 304, description = "What `If-None-Match` names"), (status = 404, body = Problem)))]
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
+    State(metrics): State<Arc<Metrics>>,
     Extension(caller): Extension<Caller>,
     headers: HeaderMap,
     Path(id): Path<String>,
@@ -176,7 +189,7 @@ pub(crate) async fn show(
         1..=LONGEST_WAIT_SECS => row_at_end(&scheduler, &id, Duration::from_secs(wait)).await?,
         _ => return Err(Error::BadRequest(format!("wait is {wait}; it may be 0 to {LONGEST_WAIT_SECS}"))),
     };
-    conditional::tagged(&headers, &shown_to(&scheduler, &caller, row).await?)
+    conditional::tagged(&headers, &diagnosed(&metrics, &scheduler, &caller, row).await?)
 }
 
 /// Cancel a job

@@ -1,6 +1,6 @@
 //! Pages of jobs: stored data in the views of `lockstep_web`.
 
-use super::{ListQuery, annotations::folder_bytes, check_readable, panels, seen, shown_to, submit};
+use super::{ListQuery, annotations::folder_bytes, check_readable, diagnosed, panels, seen, submit};
 use crate::{
     agents::Agents,
     api::{
@@ -14,6 +14,7 @@ use crate::{
         error::{Error, PageError},
         extract::{PageQuery, Path, job_id},
     },
+    metrics::Metrics,
     scheduler::Scheduler,
     store::{JobFilter, Store},
 };
@@ -148,6 +149,7 @@ pub(crate) async fn submit_job(
 /// `GET /jobs/{id}`
 pub(crate) async fn job(
     State(scheduler): State<Arc<Scheduler>>,
+    State(metrics): State<Arc<Metrics>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     ServerUrl(server_url): ServerUrl,
@@ -159,7 +161,7 @@ pub(crate) async fn job(
         .job(&id)
         .await?
         .ok_or_else(|| Error::NotFound("No job has this id. It may have been deleted.".into()))?;
-    let job = shown_to(&scheduler, &caller, row).await?;
+    let job = diagnosed(&metrics, &scheduler, &caller, row).await?;
     let reports = scheduler.store.rank_reports(&id, job.attempt).await?;
     let places = scheduler.store.places(&id, job.attempt).await?;
     let ranks = (0..job.ranks_now())

@@ -13,7 +13,7 @@ use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
     JobSpec,
     agent::{AgentReply, AgentRequest},
-    dataset::{Dataset, default_validation},
+    dataset::{Dataset, default_validation, held_out_share},
     inspect::FitWeights,
     models::{SCHEME, VersionName},
     pickle,
@@ -48,9 +48,11 @@ pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bo
     if given || usual == "none" {
         return;
     }
-    let splits = dataset.info.splits.iter().filter(|split| split.samples > 0);
-    if let Some(split) = default_validation(usual, splits.map(|split| split.name.as_str())) {
+    let splits: Vec<_> = dataset.info.splits.iter().filter(|split| split.samples > 0).collect();
+    if let Some(split) = default_validation(usual, splits.iter().map(|split| split.name.as_str())) {
         spec.data.validation = Validation::Split(split.to_owned());
+    } else if let [train] = splits[..] {
+        spec.data.validation = Validation::Fraction(held_out_share(train.samples));
     }
 }
 

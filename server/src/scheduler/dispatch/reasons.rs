@@ -82,6 +82,7 @@ fn is_steady(known: &Reason, why: &Reason) -> bool {
         slots_free: None,
         slots_kept: None,
         kept_for: Vec::new(),
+        slots_on: Vec::new(),
         ..facts.clone()
     };
     known.code() == why.code() && steady(known.facts()) == steady(why.facts())

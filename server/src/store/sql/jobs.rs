@@ -111,6 +111,7 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         finished_at: optional_time("finished_at")?,
         ran_secs: progress.ran_secs(),
         best: optional("best")?.and_then(|text| read(&id, "best", &text)),
+        diagnosis: None,
         last,
         last_seq: unsigned("last_seq")?,
         sparkline: progress.sparkline(),

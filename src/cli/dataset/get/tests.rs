@@ -12,25 +12,25 @@ use tempfile::TempDir;
 
 /// How a server answers.
 #[derive(Clone)]
-struct Manners {
+pub(crate) struct Manners {
     /// Whether the server understands `Range`.
-    ranges: bool,
+    pub(crate) ranges: bool,
     /// Numbers of body bytes after which the first connections are cut.
-    cuts: Vec<usize>,
+    pub(crate) cuts: Vec<usize>,
     /// A status instead of 200.
-    status: Option<&'static str>,
+    pub(crate) status: Option<&'static str>,
     /// The file for each name.
-    files: Vec<(&'static str, Vec<u8>)>,
+    pub(crate) files: Vec<(&'static str, Vec<u8>)>,
 }
 
 /// A server on a free port, and its requests: path, and the start of the range.
-struct Mirror {
-    base: String,
+pub(crate) struct Mirror {
+    pub(crate) base: String,
     seen: Arc<Mutex<Vec<(String, Option<usize>)>>>,
 }
 
 impl Mirror {
-    fn start(manners: Manners) -> Self {
+    pub(crate) fn start(manners: Manners) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let base = format!("http://{}/data", listener.local_addr().unwrap());
         let seen = Arc::new(Mutex::new(Vec::new()));
@@ -44,7 +44,7 @@ impl Mirror {
         Self { base, seen }
     }
 
-    fn ranges(&self) -> Vec<Option<usize>> {
+    pub(crate) fn ranges(&self) -> Vec<Option<usize>> {
         self.seen.lock().unwrap().iter().map(|(_, range)| *range).collect()
     }
 }
@@ -102,7 +102,7 @@ fn known(files: Vec<Remote>) -> Known {
     Known { name: "small", base: "http://nobody.invalid/", files: files.leak(), classes: &[] }
 }
 
-fn good(files: Vec<(&'static str, Vec<u8>)>) -> Manners {
+pub(crate) fn good(files: Vec<(&'static str, Vec<u8>)>) -> Manners {
     Manners { ranges: true, cuts: Vec::new(), status: None, files }
 }
 

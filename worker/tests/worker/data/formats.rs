@@ -175,6 +175,46 @@ fn usual_names_of_splits_are_recognised_in_any_case() {
 }
 
 #[test]
+fn folders_of_classes_without_a_split_are_training_pictures() {
+    let plain = |others: &[&str]| {
+        let dir = TempDir::new().expect("a folder");
+        folder(dir.path(), ".", &["cat", "dog"], 30, &[28]);
+        for other in others {
+            let file = dir.path().join(other);
+            fs::create_dir_all(file.parent().expect("a folder")).expect("a folder");
+            fs::write(file, "").expect("writes");
+        }
+        dir
+    };
+    // What lies beside the classes, and what is said of it.
+    for (others, wrong) in [
+        (&[][..], None),
+        (&["README.md", "lockstep.toml", "lockstep-data/lockstep.db", ".cache/1.jpg"], None),
+        (&["notes/about.txt"], Some("notes has no picture: add pictures")),
+        (&["test/cat/1.jpg"], Some("cat/, dog/ hold pictures: put each class of training pictures into a folder train/<class>/")),
+    ] {
+        let dir = plain(others);
+        let found = inspect(dir.path());
+        let Some(wrong) = wrong else {
+            let info = found.expect("readable");
+            let splits: Vec<_> = info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
+            assert_eq!((info.classes.join(" ").as_str(), &splits[..]), ("cat dog", &[("train", 60)][..]));
+            assert_eq!((info.broken_count, lockstep_data::fingerprint::has_pictures(dir.path())), (0, true));
+            // The second time from the index.
+            let spec = DataSpec { validation: Validation::Fraction(0.2), crop_padding: 0, ..DataSpec::default() };
+            let shape = DataSource::open(dir.path(), &spec, 0).expect("opens").shape;
+            assert_eq!(shape.train_samples + shape.validation_samples, 60, "{others:?}");
+            assert!(shape.validation_samples > 0, "{others:?}");
+            continue;
+        };
+        says(&found.expect_err("no dataset").to_string(), &[wrong]);
+    }
+    let dir = plain(&["loose.jpg"]);
+    let info = inspect(dir.path()).expect("readable");
+    says(&info.broken[0].detail, &["is not in a class folder; move it into one"]);
+}
+
+#[test]
 fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
     for (files, words) in [
         (
@@ -184,8 +224,8 @@ fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
         ),
         (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, but "),
         (
-            &["cat/1.jpg", "dog/1.jpg", "labels.csv"],
-            "; it has cat/, dog/, labels.csv; cat/, dog/ are folders of pictures: put each class in train/",
+            &["cat/1.jpg", "dog/notes", "labels.csv"],
+            "; it has cat/, dog/, labels.csv; cat/ holds pictures: put each class of training pictures into a folder train/<class>/",
         ),
         (
             &["pictures/cat/1.jpg", "validation/cat/1.jpg"],

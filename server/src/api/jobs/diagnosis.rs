@@ -1,0 +1,186 @@
+//! One line that says why the accuracy of a finished job is low, and what to change.
+
+use crate::{
+    http::error::Result,
+    metrics::{Metrics, chunk::Bucket, query},
+    store::MetricFilter,
+};
+use lockstep_protocol::{
+    Job, JobState,
+    numbers::{percent, plural},
+    spec::LossSpec,
+};
+use std::collections::BTreeMap;
+
+/// The largest number of buckets that are read of a metric.
+const POINTS: usize = 1000;
+/// A validation accuracy from here on needs no advice.
+const GOOD: f64 = 0.97;
+/// A training accuracy from here on leaves nothing to learn.
+const LEARNED: f64 = 0.99;
+/// A training accuracy below this is low.
+const LOW: f64 = 0.9;
+/// An accuracy that is less certain than this says too little.
+const UNCERTAIN: f64 = 0.1;
+/// Smaller differences between training and validation accuracy are usual.
+const USUAL_GAP: f64 = 0.08;
+/// A smaller rise is noise.
+const LEAST_RISE: f64 = 0.01;
+
+/// The diagnosis of a job that succeeded and was validated; `None` also if nothing seems wrong.
+///
+/// # Errors
+/// The store's.
+pub(super) async fn of(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
+    if job.state != JobState::Succeeded || job.last.val_accuracy.is_none() {
+        return Ok(None);
+    }
+    let train = &job.spec.train;
+    // Of mixed pictures, and of a loss with a margin, the accuracy of training is another measure than that of validation.
+    let is_comparable = train.mixup == 0.0 && train.cutmix == 0.0 && job.spec.loss == LossSpec::default();
+    let training = match is_comparable {
+        true => {
+            let last_epoch = job.step.saturating_sub(job.steps_per_epoch) + 1;
+            let found = read(metrics, job, "accuracy", Some(last_epoch)).await?;
+            mean(found.iter().flatten().filter(|bucket| bucket.step >= last_epoch))
+        }
+        false => None,
+    };
+    let found = read(metrics, job, "val_accuracy", None).await?;
+    // Of a step that several attempts have done, the last attempt's is the one that counts.
+    let by_step: BTreeMap<u64, f64> =
+        found.iter().flatten().filter_map(|bucket| Some((bucket.step, mean([bucket])?))).collect();
+    let validations = by_step.into_values().collect();
+    Ok(Course { training, validations, pictures: job.last.val_pictures }.diagnosis())
+}
+
+/// The series of a metric, in the order of attempts and ranks.
+async fn read(metrics: &Metrics, job: &Job, name: &str, from: Option<u64>) -> Result<Vec<Vec<Bucket>>> {
+    let filter = MetricFilter { name: Some(name.to_owned()), from, ..MetricFilter::default() };
+    Ok(query::find(metrics, job, &filter, POINTS).await?.series.into_values().collect())
+}
+
+fn mean<'a>(buckets: impl IntoIterator<Item = &'a Bucket>) -> Option<f64> {
+    let (sum, count) = buckets.into_iter().fold((0.0, 0), |(sum, count), b| (sum + b.sum, count + b.finite));
+    (count > 0).then(|| sum / count as f64)
+}
+
+/// What a run has measured.
+struct Course {
+    /// Mean accuracy on the training pictures of the last epoch; `None` if it cannot be compared with validation.
+    training: Option<f64>,
+    /// The accuracy of each validation, in the order of steps.
+    validations: Vec<f64>,
+    /// Number of validation pictures, if known.
+    pictures: Option<u64>,
+}
+
+impl Course {
+    fn diagnosis(&self) -> Option<String> {
+        let last = *self.validations.last()?;
+        let margin = self.pictures.map_or(0.0, |pictures| margin(last, pictures));
+        if margin > UNCERTAIN {
+            return Some(format!(
+                "Too few validation pictures to tell: with {} the accuracy is certain to ± {:.0} points only. Add pictures, or hold \
+                 more of them out (data.validation).",
+                plural(self.pictures.unwrap_or_default(), "picture"),
+                100.0 * margin
+            ));
+        }
+        if last >= GOOD {
+            return None;
+        }
+        let rise = rise(&self.validations).filter(|rise| *rise > LEAST_RISE.max(margin / 2.0));
+        if let Some(rise) = rise.filter(|_| self.training.is_none_or(|training| training < LEARNED)) {
+            return Some(format!(
+                "Validation accuracy was still rising at the end (by {:.1} points in the last fifth): train more epochs (train.epochs).",
+                100.0 * rise
+            ));
+        }
+        let training = self.training?;
+        if training - last > USUAL_GAP.max(margin) {
+            return Some(format!(
+                "Training accuracy is {}, validation accuracy {}: the network learns its training pictures by heart. Augment them \
+                 (data.augment), raise train.weight_decay, or add pictures.",
+                percent(training),
+                percent(last)
+            ));
+        }
+        (training < LOW).then(|| {
+            format!(
+                "Training accuracy is low, too ({}): raise train.lr or train longer (train.epochs); a larger network may help.",
+                percent(training)
+            )
+        })
+    }
+}
+
+/// Half the width of the 95 % interval of an accuracy (Wilson 1927), which is wide for few pictures also at 0 and 1.
+fn margin(accuracy: f64, pictures: u64) -> f64 {
+    const Z: f64 = 1.96;
+    let n = pictures.max(1) as f64;
+    let variance = accuracy * (1.0 - accuracy) / n + Z * Z / (4.0 * n * n);
+    Z / (1.0 + Z * Z / n) * variance.max(0.0).sqrt()
+}
+
+/// The mean of the last fifth of the values minus the mean of the fifth before it; `None` for fewer than three values.
+fn rise(values: &[f64]) -> Option<f64> {
+    let fifth = values.len().div_ceil(5);
+    let (rest, last) = values.split_at(values.len() - fifth);
+    let before = &rest[rest.len().checked_sub(fifth).filter(|_| values.len() >= 3)?..];
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    Some(mean(last) - mean(before))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_finished_run_is_diagnosed_by_its_accuracies() {
+        const FLAT: &[f64] = &[0.3, 0.5, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7, 0.7];
+        const RISING: &[f64] = &[0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65];
+        for (training, validations, pictures, said) in [
+            // Nothing was validated, and nothing is wrong.
+            (Some(0.9), &[][..], Some(1000), None),
+            (Some(0.99), &[0.9, 0.98], Some(1000), None),
+            (Some(0.93), &[0.91, 0.91, 0.91], Some(1000), None),
+            // Few pictures are told first, whatever they say; one in two of a hundred is certain enough.
+            (Some(0.5), &[1.0], Some(4), Some("with 4 pictures the accuracy is certain to ± 24 points only")),
+            (Some(0.5), RISING, Some(20), Some("Too few validation pictures to tell: with 20 pictures")),
+            (Some(0.5), &[0.5], Some(100), Some("low, too (50.0 %)")),
+            (Some(0.5), &[0.5], None, Some("low, too (50.0 %)")),
+            (Some(0.6), RISING, Some(5000), Some("still rising at the end (by 10.0 points in the last fifth)")),
+            (None, RISING, Some(5000), Some("train.epochs")),
+            // Nothing is left to learn from the training pictures.
+            (Some(0.999), RISING, Some(5000), Some("by heart")),
+            (Some(0.99), FLAT, Some(5000), Some("Training accuracy is 99.0 %, validation accuracy 70.0 %")),
+            (Some(0.72), FLAT, Some(5000), Some("raise train.lr or train longer")),
+            // Training on mixed pictures says nothing of this.
+            (None, FLAT, Some(5000), None),
+            // A difference within the margin of the validation is no gap.
+            (Some(0.79), &[0.7, 0.7, 0.7], Some(95), Some("low, too")),
+            (Some(0.79), &[0.7, 0.7, 0.7], Some(5000), Some("by heart")),
+        ] {
+            let course = Course { training, validations: validations.to_vec(), pictures };
+            let found = course.diagnosis();
+            let fits = match (&found, said) {
+                (Some(found), Some(said)) => found.contains(said),
+                (found, said) => found.is_none() && said.is_none(),
+            };
+            assert!(fits, "{training:?} {validations:?} {pictures:?}: {found:?}, not {said:?}");
+        }
+    }
+
+    #[test]
+    fn a_rise_is_of_the_last_fifth_over_the_one_before() {
+        let near = |values: &[f64], expected: Option<f64>| match (rise(values), expected) {
+            (Some(found), Some(expected)) => assert!((found - expected).abs() < 1e-9, "{values:?}: {found}"),
+            (found, expected) => assert_eq!(found, expected, "{values:?}"),
+        };
+        near(&[], None);
+        near(&[0.5, 0.9], None);
+        near(&[0.1, 0.5, 0.6], Some(0.1));
+        near(&[0.1, 0.2, 0.5, 0.5, 0.6, 0.8], Some(0.2));
+    }
+}

@@ -1,0 +1,240 @@
+//! `lockstep weights`: trained weights for `model.pretrained`, kept in the cache directory.
+
+use super::{
+    block_on,
+    dataset::{
+        download::{Failure, download},
+        get::{bar, client},
+        known::Remote,
+    },
+    output, wrong,
+};
+use anyhow::anyhow;
+use lockstep_host::cache;
+use lockstep_worker::checkpoint;
+use reqwest::{Client, StatusCode};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// Where timm's authors publish weights. The variable is the one of Hugging Face's own programs.
+const HUB: &str = "https://huggingface.co";
+const HUB_VARIABLE: &str = "HF_ENDPOINT";
+/// The file of a repository, with torchvision's names of tensors.
+const FILE: &str = "model.safetensors";
+/// The largest Git LFS pointer, as its specification says.
+const POINTER_BYTES: usize = 1024;
+
+/// Networks, and the repository with their weights: trained on ImageNet-1k by timm's recipe A1 (Wightman et al. 2021).
+const KNOWN: [(&str, &str); 5] = [
+    ("resnet18", "timm/resnet18.a1_in1k"),
+    ("resnet34", "timm/resnet34.a1_in1k"),
+    ("resnet50", "timm/resnet50.a1_in1k"),
+    ("resnet101", "timm/resnet101.a1_in1k"),
+    ("resnet152", "timm/resnet152.a1_in1k"),
+];
+
+/// Fetch trained weights for fine-tuning
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Download a network's weights, trained on ImageNet, and check them; jobs then name them, as in model.pretrained = "resnet18"
+    Get {
+        /// The network
+        #[arg(value_name = "NAME", value_parser = KNOWN.map(|(name, _)| name))]
+        name: String,
+        /// Address of a mirror of the Hugging Face hub
+        #[arg(long, value_name = "URL", env = HUB_VARIABLE, default_value = HUB)]
+        from: String,
+    },
+}
+
+/// Downloads the weights unless they are there.
+///
+/// # Errors
+/// Exit status 1 if the address cannot be reached, 2 if it has other bytes than its checksum says.
+pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
+    let Action::Get { name, from } = &args.action;
+    let place = place_of(name).ok_or_else(|| {
+        wrong("there is no cache directory for the weights: set HOME, or LOCKSTEP_CACHE to a folder")
+    })?;
+    fetch(name, from, &place)?;
+    output::line(format_args!("{name}: {}; jobs use it with model.pretrained = \"{name}\"", place.display()))
+}
+
+/// The place of the weights with this name, whether they are there or not; `None` for other names.
+pub(super) fn place_of(name: &str) -> Option<PathBuf> {
+    let is_known = KNOWN.iter().any(|(known, _)| *known == name);
+    Some(cache::dir().filter(|_| is_known)?.join("weights").join(format!("{name}.safetensors")))
+}
+
+/// Downloads a network's weights from a hub to `place`.
+fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
+    if place.is_file() {
+        return check(place);
+    }
+    let repository = KNOWN.iter().find(|(known, _)| *known == name).map(|(_, repository)| *repository);
+    let repository = repository.ok_or_else(|| wrong(format!("no weights are called {name}")))?;
+    let base = format!("{}/{repository}", hub.trim_end_matches('/'));
+    if reqwest::Url::parse(&base).is_err() {
+        return Err(wrong(format!("--from {hub} is not an address; write an address such as {HUB}")));
+    }
+    let url = format!("{base}/resolve/main/{FILE}");
+    let explained = |failure: Failure| {
+        let manually = format!(
+            "Without a network: download {url} on another machine and put it here as {}. Or name a mirror with --from URL.",
+            place.display()
+        );
+        match failure {
+            Failure::Unreachable(why) => anyhow!("{why}\nThe same command continues.\n{manually}"),
+            Failure::Refused(why) => wrong(format!("{why}\n{manually}")),
+            Failure::Local(why) => anyhow!("{}: {why}", place.display()),
+        }
+    };
+    let folder = place.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder).map_err(|e| anyhow!("{}: {e}", folder.display()))?;
+    let client = client()?;
+    let got = block_on(async {
+        let remote = match pointer(&client, &format!("{base}/raw/main/{FILE}")).await {
+            Ok(remote) => remote,
+            Err(failure) => return Ok(Err(failure)),
+        };
+        let bar = bar(remote.bytes);
+        let got = download(&client, &url, &remote, place, &|bytes| bar.set_position(bytes)).await;
+        bar.finish_and_clear();
+        Ok(got)
+    })?;
+    got.map_err(explained)?;
+    check(place)
+}
+
+/// Checks that a file has tensors: somebody may have put another one there.
+fn check(place: &Path) -> anyhow::Result<()> {
+    checkpoint::shapes(place).map(drop).map_err(|why| {
+        wrong(format!("{why}; remove {} and run the command again", place.display()))
+    })
+}
+
+/// Size and checksum of the file, from the pointer that the repository has in its place (Git LFS).
+///
+/// # Errors
+/// The address cannot be reached, or has no pointer.
+async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
+    let lost = |error: reqwest::Error| Failure::Unreachable(format!("{url}: {error}"));
+    let mut answer = client.get(url).send().await.map_err(lost)?;
+    match answer.status() {
+        StatusCode::OK => {}
+        status if status.is_server_error() || status == StatusCode::TOO_MANY_REQUESTS => {
+            return Err(Failure::Unreachable(format!("{url} answers {status}")));
+        }
+        status => return Err(Failure::Refused(format!("{url} answers {status}"))),
+    }
+    let mut text = Vec::new();
+    while let Some(bytes) = answer.chunk().await.map_err(lost)? {
+        text.extend_from_slice(&bytes);
+        if text.len() > POINTER_BYTES {
+            break;
+        }
+    }
+    parsed(&text).ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer, which has the checksum")))
+}
+
+/// The facts in a Git LFS pointer.
+fn parsed(text: &[u8]) -> Option<Remote> {
+    let text = str::from_utf8(text).ok().filter(|text| text.len() <= POINTER_BYTES)?;
+    let value = |key: &str| text.lines().find_map(|line| line.strip_prefix(key));
+    let sha256 = value("oid sha256:")?;
+    let is_sum = sha256.len() == 64 && sha256.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let bytes = value("size ")?.parse().ok()?;
+    // A command makes one of these and then ends.
+    is_sum.then(|| Remote { name: FILE, bytes, sha256: sha256.to_lowercase().leak(), members: &[] })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{
+        WrongRequest,
+        dataset::get::tests::{Manners, Mirror, good},
+    };
+    use sha2::{Digest as _, Sha256};
+
+    const AT: &str = "timm/resnet18.a1_in1k/resolve/main/model.safetensors";
+    const POINTER_AT: &str = "timm/resnet18.a1_in1k/raw/main/model.safetensors";
+
+    /// A safetensors file with one tensor.
+    fn weights() -> Vec<u8> {
+        const VALUES: usize = 50_000;
+        let header = format!(r#"{{"fc.bias":{{"dtype":"F32","shape":[{VALUES}],"data_offsets":[0,{}]}}}}"#, 4 * VALUES);
+        let mut file = (header.len() as u64).to_le_bytes().to_vec();
+        file.extend(header.as_bytes());
+        file.extend(std::iter::repeat_n(0, 4 * VALUES));
+        file
+    }
+
+    fn pointer_to(content: &[u8]) -> Vec<u8> {
+        let sum = hex::encode(Sha256::digest(content));
+        let size = content.len();
+        format!("version https://git-lfs.github.com/spec/v1\noid sha256:{sum}\nsize {size}\n").into_bytes()
+    }
+
+    fn serving(pointer: Vec<u8>, content: Vec<u8>) -> Manners {
+        good(vec![(POINTER_AT, pointer), (AT, content)])
+    }
+
+    #[test]
+    fn weights_are_continued_checked_and_fetched_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("weights/resnet18.safetensors");
+        let content = weights();
+        let cuts = vec![usize::MAX, 60_000, 20_000];
+        let mirror = Mirror::start(Manners { cuts, ..serving(pointer_to(&content), content.clone()) });
+        fetch("resnet18", &mirror.base, &place).unwrap();
+        assert_eq!(fs::read(&place).unwrap(), content);
+        assert_eq!(mirror.ranges(), [None, None, Some(60_000), Some(80_000)]);
+        // No temporary file is left, and the second time nobody is asked.
+        assert_eq!(fs::read_dir(place.parent().unwrap()).unwrap().count(), 1);
+        fetch("resnet18", &mirror.base, &place).unwrap();
+        assert_eq!(mirror.ranges().len(), 4);
+        // A file that was put there by hand is checked, too.
+        fs::write(&place, "<html>").unwrap();
+        let said = fetch("resnet18", "http://nobody.invalid", &place).unwrap_err().to_string();
+        assert!(said.contains("remove ") && said.contains("run the command again"), "{said}");
+    }
+
+    #[test]
+    fn what_is_not_the_file_is_refused_with_the_way_on() {
+        let content = weights();
+        let other: Vec<u8> = content.iter().map(|byte| byte ^ 1).collect();
+        let gone = Manners { status: Some("404 Not Found"), ..good(Vec::new()) };
+        let busy = Manners { status: Some("503 Service Unavailable"), ..good(Vec::new()) };
+        for (manners, is_wrong, words) in [
+            (serving(pointer_to(&content), other), true, "its SHA-256 is"),
+            (serving(pointer_to(&content), content[1..].to_vec()), true, "bytes, but model.safetensors has"),
+            (serving(content.clone(), content.clone()), true, "is no Git LFS pointer"),
+            (serving(b"oid sha256:12\nsize 3\n".to_vec(), content.clone()), true, "is no Git LFS pointer"),
+            (gone, true, "404 Not Found"),
+            (busy, false, "503 Service Unavailable"),
+        ] {
+            let folder = tempfile::tempdir().unwrap();
+            let place = folder.path().join("resnet18.safetensors");
+            let mirror = Mirror::start(manners);
+            let error = fetch("resnet18", &mirror.base, &place).unwrap_err();
+            let said = format!("{error:#}");
+            let file = format!("{}/{AT}", mirror.base);
+            for words in [words, &file, place.to_str().unwrap(), "Without a network", "--from URL"] {
+                assert!(said.contains(words), "{words:?} in {said}");
+            }
+            assert_eq!(error.is::<WrongRequest>(), is_wrong, "{said}");
+            assert!(!place.exists());
+        }
+        let error = fetch("resnet18", "nowhere", Path::new("/nowhere/x")).unwrap_err().to_string();
+        assert!(error.contains("--from nowhere is not an address"), "{error}");
+    }
+}

@@ -1,0 +1,97 @@
+//! The first hour of somebody who has pictures and an empty machine: the commands of README.md, as they stand there.
+
+use crate::{
+    pages,
+    pictures::{Pictures, SIDE},
+    server::{Finished, Folder, SOON, lockstep, signal, turn},
+};
+use rustix::process::Signal;
+use std::{
+    fs,
+    path::Path,
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+/// Writes `photos/<class>/*` and returns a picture of the class boot that is not among them.
+fn photos(home: &Path, per_class: usize) -> image::GrayImage {
+    let all = Pictures::bundled("train");
+    let picture = |index: usize| {
+        let side = SIDE as u32;
+        image::GrayImage::from_raw(side, side, all.pixels_of(index).to_vec()).expect("28 x 28")
+    };
+    let of_class = |label: u8| (0..2_000).filter(|index| all.label_of(*index) == label).collect::<Vec<_>>();
+    for (class, label) in [("boot", 9), ("trouser", 1)] {
+        let folder = home.join("photos").join(class);
+        fs::create_dir_all(&folder).expect("a folder");
+        for index in of_class(label).into_iter().take(per_class) {
+            picture(index).save(folder.join(format!("{index}.png"))).expect("a picture");
+        }
+    }
+    picture(of_class(9)[per_class])
+}
+
+/// A server that ends with the test.
+struct Serve(Child);
+
+impl Drop for Serve {
+    fn drop(&mut self) {
+        signal(self.0.id() as i32, Signal::TERM);
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test]
+async fn eight_commands_lead_from_an_empty_machine_to_a_classified_picture() {
+    let _turn = turn().await;
+    let blocks = pages::blocks("README.md", "sh");
+    let block = blocks.iter().find(|block| block.contains("lockstep init ~/photos")).expect("the commands");
+    let lines: Vec<_> = block.lines().collect();
+    assert!(lines.len() <= 8, "{block}");
+    // The first four make the program. Serving has a free port here.
+    assert!(lines[4].starts_with("lockstep serve "), "{block}");
+    let init = pages::line("README.md", "lockstep init ~/photos");
+    let submit = pages::line("README.md", "lockstep submit lockstep.toml --watch");
+    let predict = pages::line("README.md", "lockstep predict photos new.jpg");
+    assert_eq!(lines[5..], [&init, &submit, &predict]);
+
+    let folder = Folder::new();
+    let home = folder.path().join("home");
+    photos(&home, 40).save(folder.path().join("new.jpg")).expect("a picture");
+    let mut serve = lockstep();
+    serve.args(["serve", "--no-open", "--listen", "127.0.0.1:0", "--cpu-slots", "1"]).current_dir(folder.path());
+    let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
+    let serve = Serve(serve.stdout(Stdio::null()).stderr(log).spawn().expect("lockstep serve"));
+    // Nothing but the folder tells the commands where the server is.
+    let typed = |line: &str| {
+        let mut shell = pages::shell(line);
+        for name in ["LOCKSTEP_SERVER", "LOCKSTEP_TOKEN", "LOCKSTEP_TOKEN_FILE"] {
+            shell.env_remove(name);
+        }
+        shell.env("HOME", &home).env("LOCKSTEP_CACHE", folder.path().join("cache"));
+        Finished::of(shell.current_dir(folder.path()))
+    };
+    let since = Instant::now();
+    while !typed("lockstep machine list").stdout.contains("online") {
+        assert!(since.elapsed() < SOON, "no machine: {:?}", typed("lockstep machine list"));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let made = typed(&init);
+    assert!(made.ok().contains("80 train") && made.stdout.contains(" on this machine"), "{}", made.stdout);
+    let text = fs::read_to_string(folder.path().join("lockstep.toml")).expect("a job file");
+    assert!(text.contains("validation = 0.1"), "{text}");
+    let (command, _) = submit.split_once('#').expect("a comment");
+    let trained = typed(&format!("{command} --set train.epochs=5"));
+    let last = trained.ok().lines().last().expect("a last line");
+    assert!(last.contains("validation accuracy "), "{last}");
+    let classified = typed(&predict);
+    assert!(classified.ok().starts_with("new.jpg: "), "{}", classified.stdout);
+    assert!(["boot ", "trouser "].iter().all(|class| classified.stdout.contains(class)), "{}", classified.stdout);
+    assert!(classified.stderr.starts_with("photos (j"), "{}", classified.stderr);
+    // Few pictures measure this job.
+    let shown = typed("lockstep show photos");
+    let diagnosis = shown.ok().lines().find(|line| line.starts_with("diagnosis")).unwrap_or_default();
+    assert!(diagnosis.contains("Too few validation pictures to tell"), "{}", shown.stdout);
+    drop(serve);
+    assert!(!folder.path().join("lockstep-data/address").exists());
+}

@@ -10,7 +10,7 @@ import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
 import { pictures } from "./facts.js";
-import { ALL, axisOf, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
+import { ALL, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
 /** Pause between requests while the reader turns a wheel; the first request is sent at once. */
@@ -46,7 +46,6 @@ export class Charts {
       }),
       lr: make("lr", { label: "Another metric", yName: () => named(this.other), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
-    this.all.step_ms = make("step", { label: "Time of a step, of each rank", yName: () => named("step_ms"), ...axisOf("step_ms"), layers: () => this.#perRank("step_ms") });
     for (const name of this.extra) {
       const [label, format] = OTHERS[name];
       this.all[name] = make(name, { label, yName: () => named(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });

@@ -53,8 +53,8 @@ impl DocsPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Elsewhere.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Elsewhere.seen_by(&self.viewer)
     }
 }
 

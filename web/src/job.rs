@@ -119,8 +119,8 @@ struct JobTemplate<'a> {
 }
 
 impl JobTemplate<'_> {
-    fn nav(&self) -> Bar {
-        Nav::Jobs.seen_by(self.page.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Jobs.seen_by(&self.page.viewer)
     }
 
     /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds the start time in the reader's time zone.
@@ -154,6 +154,19 @@ impl JobTemplate<'_> {
     /// Settings that differ from the defaults or have no default, by their keys in a job file.
     fn own_settings(&self) -> Vec<(String, String)> {
         own_settings::of(&self.job.spec)
+    }
+
+    /// Whether there is nothing to chart: the job has not trained yet, or ended before its first step. The same as `isBare` in
+    /// `static/job/facts.js`.
+    fn is_bare(&self) -> bool {
+        use JobState::{Cancelled, Failed, Paused, Queued, Restarting};
+        let (job, idle) = (self.job, [Queued, Restarting, Paused, Failed, Cancelled]);
+        job.step == 0 && job.sparkline.is_empty() && idle.contains(&job.state)
+    }
+
+    /// Whether the viewer may change the job.
+    fn may_change(&self) -> bool {
+        self.page.may_change && !self.page.viewer.reads_only
     }
 
     /// The banner's title and its sentence, if something is wrong.

@@ -44,8 +44,8 @@ impl QueuePage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Queue.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Queue.seen_by(&self.viewer)
     }
 
     fn is_filtered(&self) -> bool {

@@ -9,7 +9,7 @@ import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
-import { pictures } from "./facts.js";
+import { isFinal, pictures } from "./facts.js";
 import { ALL, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
@@ -107,10 +107,7 @@ export class Charts {
 
   /** The text in a chart without a point. */
   #empty() {
-    const { state, started_at } = this.job();
-    if (state === "queued" && !started_at) return "Nothing yet: the job waits for slots.";
-    if (["failed", "cancelled"].includes(state)) return `No point: the job ${state === "failed" ? "failed" : "was cancelled"} before the first one.`;
-    return state === "succeeded" ? "This job has no value of this metric." : "No point yet.";
+    return isFinal(this.job().state) ? "This job has no value of this metric." : "No point yet.";
   }
 
   #describe(x) {

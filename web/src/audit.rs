@@ -28,7 +28,7 @@ pub struct AuditLine {
 }
 
 /// What each request does, in words. The object follows: the last parameter of the route, or what was created.
-const DONE: [(&str, &str); 33] = [
+static DONE: [(&str, &str); 33] = [
     ("POST /api/v1/jobs", "submitted job"),
     ("POST /jobs/new", "submitted job"),
     ("PATCH /api/v1/jobs/{id}", "changed notes, tags, project or priority of job"),
@@ -93,7 +93,7 @@ impl AuditLine {
     /// `cancelled job`; the action itself if it has no words.
     fn done(&self) -> &str {
         let known = DONE.iter().find(|(action, _)| *action == self.action);
-        known.map_or(&self.action, |(_, words)| words)
+        known.map_or(self.action.as_str(), |(_, words)| *words)
     }
 
     /// What it was done to, in words: a job's name, an id, or what was created.

@@ -122,11 +122,15 @@ pub(crate) async fn show(
     let mut names = HashMap::new();
     for line in &mut lines {
         let Some(id) = line.job().and_then(|id| id.parse::<JobId>().ok()) else { continue };
-        if !names.contains_key(&id) {
-            let job = auth.store.job(&id).await?;
-            names.insert(id.clone(), job.map(|row| row.job.name).unwrap_or_default());
-        }
-        line.job_name = names.get(&id).cloned().unwrap_or_default();
+        line.job_name = match names.get(&id) {
+            Some(name) => String::clone(name),
+            None => {
+                let job = auth.store.job(&id).await?;
+                let name = job.map(|row| row.job.name).unwrap_or_default();
+                names.insert(id, name.clone());
+                name
+            }
+        };
     }
     let page = views::AuditPage {
         lines,

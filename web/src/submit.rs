@@ -296,6 +296,19 @@ mod tests {
             }
         }
         assert_eq!(fresh(Some("unknown")).text("data.dataset"), "unknown");
+
+        // The newest dataset without broken files comes first, and defaults are placeholders.
+        let added = |name: &str, hours: i64, broken_count: u64| Dataset {
+            name: name.into(),
+            info: DatasetInfo { broken_count, ..photographs.info.clone() },
+            added_at: photographs.added_at + jiff::SignedDuration::from_hours(hours),
+            ..photographs.clone()
+        };
+        let all = vec![added("newer", 1, 0), photographs.clone(), added("broken", 2, 1)];
+        let page = SubmitPage::fresh(None, None, all, 2, String::new());
+        assert_eq!(page.form.text("data.dataset"), "newer");
+        let html = page.render().expect("renders");
+        assert!(html.contains(r#"name="train.seed" value="" placeholder="0""#), "{html}");
     }
 
     #[test]

@@ -106,10 +106,13 @@ const group = (key, usual, apply) => {
   if (wanted) set(wanted);
 };
 
-/** Metrics in the address, a chart for each; the loss if the address names none. */
+/** What the page opens on: the validation accuracy, or the loss of jobs of which none has one. */
+const usual = () => (!list().length || list().some((job) => job.last.val_accuracy != null) ? "val_accuracy" : "loss");
+
+/** Metrics in the address, a chart for each. */
 function metrics() {
-  const wanted = [...new Set(read("metric", "loss").split(","))].filter(Boolean).slice(0, CHARTS);
-  return wanted.length ? wanted : ["loss"];
+  const wanted = [...new Set(read("metric").split(","))].filter(Boolean).slice(0, CHARTS);
+  return wanted.length ? wanted : [usual()];
 }
 
 /** Shows the charts for the metrics in the address. */
@@ -124,7 +127,7 @@ function charts() {
 /** Adds or removes a chart; at least one stays. */
 function toggle(name) {
   const now = metrics(), wanted = now.includes(name) ? now.filter((other) => other !== name) : [...now, name].slice(-CHARTS);
-  write({ metric: wanted.join() === "loss" || !wanted.length ? "" : wanted.join(",") });
+  write({ metric: wanted.join() === usual() ? "" : wanted.join(",") });
   charts();
   if (list().length) curves.draw();
 }

@@ -1,7 +1,8 @@
 // The list of jobs: rows change in place as the stream reports changes; the address has the filter.
 
-import { byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
+import { ask, byId, drawn, notify, Problem, sentence, showLive, text } from "./page.js";
 import { write } from "./address.js";
+import { count } from "./numbers.js";
 import { Stream } from "./stream.js";
 import { Bulk } from "./jobs/bulk.js";
 import { Columns } from "./jobs/columns.js";
@@ -11,7 +12,7 @@ import { Narrow } from "./jobs/narrow.js";
 import { filter, fits, mentions, parameters, part } from "./jobs/query.js";
 import { Queue } from "./jobs/queue.js";
 import { blank, fill as fillRow, FINAL } from "./jobs/row.js";
-import { arrange, drawHeads, key, order, USUAL } from "./jobs/sort.js";
+import { arrange, drawHeads, key, order, USUAL, usual } from "./jobs/sort.js";
 import { Views } from "./jobs/views.js";
 import { Window } from "./jobs/window.js";
 
@@ -43,7 +44,7 @@ const queue = new Queue(() => [...jobs.values(), ...(groups?.jobs.values() ?? []
 
 const isSorted = () => order() !== USUAL;
 const fill = (row, job) => { written.set(row, round); fillRow(row, job); columns.fill(row, job); };
-const heads = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === USUAL ? "" : sort }));
+const heads = () => drawHeads(document.querySelector("#jobs thead tr"), (sort) => change({ sort: sort === usual() ? "" : sort }));
 const fillAll = () => { round++; for (const row of viewed.shown) { const job = jobs.get(row.dataset.id); if (job) fill(row, job); } groups?.fillAll(); };
 const known = () => [...jobs.values(), ...(groups?.jobs.values() ?? [])];
 const tagsOf = () => new Set(known().flatMap((job) => job.tags));
@@ -162,6 +163,26 @@ function hear(job) {
   readSoon();
 }
 
+/** Shows how many of the jobs that match the other filters are in each state. The server reads all of them for that, so a slow server is asked less
+ * often. */
+let counting = 0, countPause = 0;
+function countSoon() {
+  counting ||= setTimeout(async () => {
+    counting = 0;
+    if (document.hidden) return document.addEventListener("visibilitychange", countSoon, { once: true });
+    const began = performance.now();
+    countPause = AGAIN_MS;
+    const found = await ask(`/api/v1/jobs/groups?${new URLSearchParams([...parameters({ ...filter(), states: [] }), ["by", "state"]])}`).catch(() => null);
+    countPause = Math.min(LONGEST_AGAIN_MS, Math.max(AGAIN_MS, 4 * (performance.now() - began)));
+    if (!found) return;
+    const jobsIn = new Map(found.groups.map(({ values: [state], jobs }) => [state, jobs])), all = [...jobsIn.values()].reduce((sum, n) => sum + n, 0);
+    for (const a of document.querySelectorAll("#filters [data-state]")) {
+      const jobs = a.dataset.state ? jobsIn.get(a.dataset.state) : all;
+      text(a.querySelector("small"), jobs ? count(jobs) : "");
+    }
+  }, countPause);
+}
+
 function tellEnd(job) {
   const before = stateOf.get(job.id), end = `${job.id} ${job.finished_at}`;
   stateOf.set(job.id, job.state);
@@ -173,6 +194,7 @@ function tellEnd(job) {
 /** Keeps a job from the stream for the next frame; a hidden page has no frames. If the job belongs into the list, its end is notified at once. */
 function receive(job) {
   const before = { ...job, state: stateOf.get(job.id) };
+  if (before.state !== job.state) countSoon();
   if (jobs.has(job.id) || groups.jobs.has(job.id) || (fits(before, filter()) && mentions(before, filter().text))) tellEnd(job);
   else stateOf.set(job.id, job.state);
   waiting.set(job.id, job);
@@ -228,6 +250,8 @@ function change(values) {
   next = null;
   anew = true;
   read();
+  countPause = 0;
+  countSoon();
 }
 
 const searchFor = (words) => change({ q: words, name: "" });
@@ -248,7 +272,7 @@ function mark() {
   for (const a of document.querySelectorAll("#filters [data-state]")) {
     const own = a.dataset.state, on = own ? now.states.includes(own) : !now.states.length;
     if (on) a.setAttribute("aria-current", "true"); else a.removeAttribute("aria-current");
-    const to = new URLSearchParams([...parameters({ ...now, states: toggled(now.states, own) }), ...(isSorted() ? [["sort", order()]] : []), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
+    const to = new URLSearchParams([...parameters({ ...now, states: toggled(now.states, own) }), ...(order() === usual() ? [] : [["sort", order()]]), ...(groups.on ? [["group_by", groupedBy().join(",")]] : [])]);
     a.href = `/jobs${to.size ? `?${to}` : ""}`;
   }
 }
@@ -287,9 +311,9 @@ new Stream({
   onStatus: showLive,
   onFrame(message) {
     if (message.type === "job") receive(message.job);
-    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); if (groups.on) groups.readSoon(); empty(); }
+    else if (message.type === "job_deleted") { waiting.delete(message.id); remove(message.id); countSoon(); if (groups.on) groups.readSoon(); empty(); }
     // The list is read after the stream has opened, so that no change falls between the two.
-    else if (message.type === "hello" || message.type === "live") { missed = true; read(); }
+    else if (message.type === "hello" || message.type === "live") { missed = true; read(); countSoon(); }
     frame ||= requestAnimationFrame(() => {
       frame = 0;
       for (const job of waiting.values()) hear(job);

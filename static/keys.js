@@ -89,5 +89,8 @@ document.addEventListener("keydown", (event) => {
 notifications();
 // Paths and long names wrap between two of their words.
 for (const node of document.querySelectorAll("h1, .path code")) if (!node.firstElementChild) wrap(node, node.textContent);
+// On a phone the pages are one row that scrolls.
+document.querySelector(".bar nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+
 const button = byId("keys");
 if (button) { button.hidden = false; button.addEventListener("click", help); }

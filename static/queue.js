@@ -1,6 +1,7 @@
-// The page Queue, read again every few seconds and when jobs come and go. The server renders the rows, and the script exchanges them.
+// The page Queue, read again every few seconds and when jobs come and go. The server renders the rows, and the script exchanges them. Jobs get
+// another priority or are cancelled where they wait.
 
-import { byId, pageNow, showLive, text } from "./page.js";
+import { ask, byId, confirmThen, pageNow, sentence, showLive, text } from "./page.js";
 import { Stream } from "./stream.js";
 import { morph } from "./machines/morph.js";
 
@@ -15,8 +16,23 @@ async function refresh() {
     if (!page) return;
     morph(byId("queue"), page.getElementById("queue"));
     text(byId("summary"), page.getElementById("summary").textContent);
+    for (const field of byId("queue").querySelectorAll("[data-priority]")) if (field !== document.activeElement) field.value = field.defaultValue;
   } catch { /* the stream says that the server is away */ } finally { asking = false; }
 }
+
+byId("queue").addEventListener("change", async ({ target }) => {
+  const error = byId("queue-error");
+  text(error, "");
+  try {
+    await ask(`/api/v1/jobs/${target.dataset.priority}`, { method: "PATCH", body: { priority: Number(target.value) } });
+    clearTimeout(soon);
+    soon = setTimeout(refresh, 600);
+  } catch (e) { text(error, sentence(e)); }
+});
+byId("queue").addEventListener("click", (event) => {
+  const { cancel, name } = event.target.closest("[data-cancel]")?.dataset ?? {};
+  if (cancel) confirmThen({ title: `Cancel ${name}?`, detail: "It leaves the queue. Its checkpoints and its log stay.", yes: "Cancel the job", act: async () => { await ask(`/api/v1/jobs/${cancel}/cancel`, { method: "POST" }); await refresh(); } });
+});
 
 new Stream({
   path: () => "/api/v1/stream",

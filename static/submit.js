@@ -28,6 +28,14 @@ let notation = "toml";
 
 const valueOf = (field) => (field.type === "checkbox" ? String(field.checked) : field.value.trim());
 
+/** The value that counts for a field: an empty field has its default, unless the recipe sets the key. */
+const effective = (field, recipe) => valueOf(field) || (field.name in (recipes[recipe] ?? {}) ? "" : field.dataset.default);
+
+/** Writes a value into a text field. Defaults are its placeholder; an empty field of a key that the recipe sets would mean the recipe's value. */
+function put(field, value, recipe) {
+  field.value = field.type === "text" && value === field.dataset.default && !(field.name in (recipes[recipe] ?? {})) ? "" : value;
+}
+
 /** The same as `Kind::json` in web/src/submit/fields.rs: text of the wrong type stays text, so that the check reports it. */
 function typed(field) {
   const words = valueOf(field);
@@ -123,9 +131,9 @@ function fillForm(spec) {
     const value = (table ? spec[table] : spec)?.[key] ?? "";
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
-    else field.value = Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : String(value);
+    else put(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : String(value), spec.train.recipe);
     // A recipe that is chosen later must not replace values that were written in the text.
-    if (valueOf(field) !== untouched(field, spec.train.recipe ?? "")) touched.add(field);
+    if (effective(field, spec.train.recipe) !== untouched(field, spec.train.recipe)) touched.add(field);
   }
   filled.value = spec.train.recipe ?? "";
   unmarkPresets();
@@ -136,10 +144,10 @@ function fillRecipe(name) {
   const own = recipes[name] ?? {};
   for (const field of fields) {
     const ofPreset = field.name in own && !touched.has(field);
-    if (field.name === "train.recipe" || (valueOf(field) !== untouched(field, filled.value) && !ofPreset)) continue;
+    if (field.name === "train.recipe" || (effective(field, filled.value) !== untouched(field, filled.value) && !ofPreset)) continue;
     const value = untouched(field, name);
     if (field.type === "checkbox") field.checked = value === "true";
-    else field.value = value;
+    else put(field, value, name);
   }
   filled.value = name;
 }
@@ -169,7 +177,9 @@ function showMistakes(errors) {
     box.classList.toggle("wrong", shown.length > 0);
     field.setAttribute("aria-invalid", String(shown.length > 0));
     text(byId(`${field.id}-error`), shown.join("; "));
-    if (shown.length && sent) field.closest("details")?.setAttribute("open", "");
+    if (!shown.length || !sent) continue;
+    field.closest("details")?.setAttribute("open", "");
+    if (box.hidden) findSettings("");
   }
   const box = byId("mistakes"), any = sent && errors.length > 0;
   box.hidden = !any;
@@ -188,7 +198,7 @@ function showPlan(answer) {
   if (total_steps) parts.push(`${count(total_steps)} in all`);
   // The server chose another split, because the dataset lacks the field's split and the user has not chosen it.
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
-  if (split && String(split) !== valueOf(field)) parts.push(`measured by ${split}`);
+  if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);
   text(byId("plan"), parts.join(" · "));
   const bundled = byId("bundled");
   if (bundled) bundled.hidden = valueOf(fields.find((f) => f.name === "data.dataset")) !== "fashion-mnist";
@@ -225,6 +235,24 @@ async function check() {
 form.addEventListener("input", (event) => { touched.add(event.target); if (event.target.name === "train.recipe") fillRecipe(event.target.value); unmarkPresets(); checkSoon(); });
 form.addEventListener("focusout", (event) => { if (event.target.value) touched.add(event.target); });
 
+/** Shows the settings under "More settings" whose key, name, hint or choices contain the words; without words all. */
+const find = byId("find-setting");
+function findSettings(words) {
+  if (find.value !== words) find.value = words;
+  const wanted = words.trim().toLowerCase();
+  let any = false;
+  for (const section of document.querySelectorAll(".more fieldset")) {
+    const boxes = [...section.querySelectorAll(".field")];
+    for (const box of boxes) box.hidden = !`${box.textContent} ${box.dataset.pointer.slice(1).replaceAll("/", ".")}`.toLowerCase().includes(wanted);
+    section.hidden = boxes.every((box) => box.hidden);
+    any ||= !section.hidden;
+  }
+  text(byId("none-found"), any ? "" : "No setting contains these words.");
+}
+byId("find").hidden = false;
+find.addEventListener("input", (event) => { event.stopPropagation(); findSettings(find.value); });
+find.addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
+
 const presets = [...document.querySelectorAll("[data-preset]")];
 function unmarkPresets() { for (const p of presets) p.removeAttribute("aria-current"); }
 for (const preset of presets) {
@@ -236,7 +264,7 @@ for (const preset of presets) {
       if (field.type === "checkbox") field.checked = value === "true";
       else if (field.tagName === "SELECT" && value && ![...field.options].some((o) => o.value === value)) {
         field.add(new Option(`${value}, not registered`, value, true, true));
-      } else field.value = value;
+      } else put(field, value, "");
     }
     filled.value = "";
     unmarkPresets();

@@ -103,7 +103,7 @@ export async function save(chart, kind, name, title) {
 
 /** The place for a chart's menus: among its controls, if it has any. */
 export function headOf(root) {
-  const head = root.closest(".step-time, .card").querySelector(".card-head");
+  const head = root.closest(".card").querySelector(".card-head");
   return head.querySelector(".controls") ?? head;
 }
 

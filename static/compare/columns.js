@@ -16,14 +16,19 @@ export const RESULTS = [
   ["images_per_second", "images/s", (j) => j.images_per_second, rate], ["step", "steps", (j) => j.step, count], ["time", "ran for", ran, clock],
 ];
 
-/** A column of numbers. `at(v)`: position from 0 (lowest) to 1. */
-function numeric(key, name, values, words) {
+/** Results of which low values are good: these are at the top of an axis. */
+const LOW_IS_GOOD = ["loss", "val_loss"];
+
+/** A column of numbers. `at(v)`: position from 0 (lowest, or highest where `isLowGood`) to 1. */
+function numeric(key, name, values, words, isLowGood = false) {
   const finite = values.filter(Number.isFinite), low = Math.min(...finite), high = Math.max(...finite);
   // Learning rates and similar settings differ by powers of ten.
   const log = low > 0 && high / low > 20, of = (v) => (log ? Math.log(v) : v), span = of(high) - of(low);
-  const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? (of(v) - of(low)) / span : 0.5);
-  const from = (share) => { const v = of(low) + share * span; return log ? Math.exp(v) : v; };
-  return { key, name, values, log, low, high, at, from, ends: finite.length ? [words(low), words(high)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
+  const turned = (share) => (isLowGood ? 1 - share : share);
+  const at = (v) => (!Number.isFinite(v) ? NaN : span > 0 ? turned((of(v) - of(low)) / span) : 0.5);
+  const from = (share) => { const v = of(low) + turned(share) * span; return log ? Math.exp(v) : v; };
+  const [bottom, top] = isLowGood ? [high, low] : [low, high];
+  return { key, name, values, log, low, high, isLowGood, at, from, ends: finite.length ? [words(bottom), words(top)] : ["", ""], words: (v) => (Number.isFinite(v) ? words(v) : "–") };
 }
 
 /** A column of texts, in their order. */
@@ -41,6 +46,6 @@ export function columns(jobs) {
     const column = values.every((v) => typeof v === "number" || v == null) ? numeric(key, key, values.map((v) => v ?? NaN), plain) : worded(key, key, values.map(written));
     return { ...column, different };
   });
-  const results = RESULTS.map(([key, name, of, words]) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => of(j) ?? NaN), words), result: true }));
+  const results = RESULTS.map(([key, name, of, words]) => ({ ...numeric(`result:${key}`, name, jobs.map((j) => of(j) ?? NaN), words, LOW_IS_GOOD.includes(key)), result: true }));
   return { settings: all, results, all: [...all.filter((c) => c.different), ...results, ...all.filter((c) => !c.different)] };
 }

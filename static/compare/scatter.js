@@ -99,7 +99,7 @@ export class Scatter {
       const place = linear([0, 1], ends);
       return { to: (v) => place.to(column.at(v)), from: place.from, ticks: column.kinds.length > 1.5 * wanted ? [column.kinds[0], column.kinds.at(-1)] : column.kinds, label: short };
     }
-    const { low, high } = column, share = linear([0, 1], ends), place = !(high > low) ? { to: (v) => (Number.isFinite(v) ? (start + end) / 2 : NaN) } : (column.log ? log : linear)([low, high], ends);
+    const { low, high } = column, share = linear([0, 1], ends), place = !(high > low) ? { to: (v) => (Number.isFinite(v) ? (start + end) / 2 : NaN) } : (column.log ? log : linear)([low, high], column.isLowGood ? ends.toReversed() : ends);
     return { to: place.to, from: share.from, ticks: !(high > low) ? [low].filter(Number.isFinite) : column.log ? logTicks(low, high, wanted) : linearTicks(low, high, wanted), label: (v) => column.words(v) };
   }
 
@@ -150,7 +150,7 @@ export class Scatter {
       ctx.fillText("No job has values for both axes.", (plot.left + plot.right) / 2, (plot.top + plot.bottom) / 2);
     }
     const missing = jobs.length - points.length;
-    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : "drag a rectangle to select jobs");
+    text(byId("scatter-note"), missing ? `${plural(missing, "job")} without values for both axes` : matchMedia("(pointer: coarse)").matches ? "hold, then drag a rectangle to select jobs" : `drag a rectangle to select jobs${up.isLowGood ? "; low values are up" : ""}`);
     this.canvas.setAttribute("aria-label", `${plural(points.length, "job")}: ${up.name} by ${across.name}`);
     this.root.dataset.points = String(points.length);
   }

@@ -13,8 +13,8 @@ export class Selection extends EventTarget {
   set(changes) {
     for (const [column, range] of changes) {
       if (!range) { this.brushes.delete(column.key); continue; }
-      const [from, to] = range;
-      this.brushes.set(column.key, column.kinds ? { words: column.kinds.filter((word) => column.at(word) >= from - 1e-9 && column.at(word) <= to + 1e-9) } : { from: column.from(from), to: column.from(to) });
+      const [from, to] = range, [low, high] = column.kinds ? [] : [column.from(from), column.from(to)].sort((a, b) => a - b);
+      this.brushes.set(column.key, column.kinds ? { words: column.kinds.filter((word) => column.at(word) >= from - 1e-9 && column.at(word) <= to + 1e-9) } : { from: low, to: high });
     }
     this.dispatchEvent(new Event("change"));
   }
@@ -25,7 +25,7 @@ export class Selection extends EventTarget {
   range(column) {
     const brush = this.brushes.get(column.key);
     if (!brush) return null;
-    if (!brush.words) return [column.at(brush.from), column.at(brush.to)].map((v) => Math.min(1, Math.max(0, v)));
+    if (!brush.words) return [column.at(brush.from), column.at(brush.to)].map((v) => Math.min(1, Math.max(0, v))).sort((a, b) => a - b);
     const places = brush.words.map(column.at).filter((v) => v >= 0);
     return places.length ? [Math.min(...places), Math.max(...places)] : [0, 0];
   }

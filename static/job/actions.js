@@ -1,6 +1,7 @@
 // Actions on a job: pause, resume, cancel, retry, fork, delete, and annotate.
 
 import { ask, byId, confirmThen, sentence, sentences, text } from "../page.js";
+import { waits } from "../jobs/queue.js";
 import { bytes, count, plural } from "../numbers.js";
 
 /** The states in which a button is visible. */
@@ -27,12 +28,16 @@ export class Actions {
     byId("cancel").addEventListener("click", () => this.#cancel());
     byId("delete").addEventListener("click", () => this.#delete());
     byId("fork").addEventListener("click", () => this.fork(null));
+    byId("priority")?.addEventListener("change", ({ target }) => this.#setPriority(target));
   }
 
   show() {
     const { state } = this.page.job();
     for (const [what, states] of Object.entries(WHEN)) byId(what).hidden = !states.includes(state);
     byId("fork").hidden = !this.page.checkpoints.size;
+    const priority = byId("priority"), now = String(this.page.job().spec.priority);
+    if (priority) byId("waits").hidden = !waits(this.page.job());
+    if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;
     this.#keepFocus();
   }
 
@@ -53,6 +58,14 @@ export class Actions {
     this.page.refused(null);
     try { this.page.setJob(await this.#post(what)); } catch (error) { this.page.refused(sentence(error)); }
     button.disabled = false;
+  }
+
+  async #setPriority(field) {
+    const status = byId("priority-status");
+    try {
+      await ask(`/api/v1/jobs/${this.page.job().id}`, { method: "PATCH", body: { priority: Number(field.value) } });
+      text(status, "Saved");
+    } catch (error) { text(status, sentence(error)); }
   }
 
   #cancel() {
@@ -114,10 +127,10 @@ export class Actions {
     dialog.showModal();
   }
 
-  /** The panel with the job's notes, tags, project and priority. */
+  /** The panel with the job's notes, tags and project. */
   async annotations() {
     const { id } = this.page.job(), status = byId("note-status");
-    const fields = ["note", "tags", "project", "priority"].map(byId), [note, tags, project, priority] = fields;
+    const fields = ["note", "tags", "project"].map(byId), [note, tags, project] = fields;
     const save = async (field, body) => {
       try {
         await ask(`/api/v1/jobs/${id}`, { method: "PATCH", body });
@@ -129,7 +142,6 @@ export class Actions {
     note.addEventListener("change", () => save(note, { notes: note.value }));
     tags.addEventListener("change", () => save(tags, { tags: tags.value.split(",") }));
     project.addEventListener("change", () => save(project, { project: project.value.trim() || "default" }));
-    priority.addEventListener("change", () => save(priority, { priority: Number(priority.value) }));
     // Text that is typed before an answer comes must stay.
     for (const field of fields) field.addEventListener("input", () => this.#touched.add(field));
     if (document.querySelector(".title .actions").dataset.others !== undefined) {
@@ -145,7 +157,7 @@ export class Actions {
     if (!this.#opened) return;
     const job = await ask(`/api/v1/jobs/${this.page.job().id}`).catch(() => null);
     if (!job) return;
-    const now = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project, priority: String(job.spec.priority) };
+    const now = { note: job.notes ?? "", tags: job.tags.join(", "), project: job.project };
     for (const [name, value] of Object.entries(now)) {
       const field = byId(name);
       if (!this.#touched.has(field) && field.value !== value) field.value = value;

@@ -9,8 +9,8 @@ import { rangeMenu, smoothingSlider } from "../chart/range.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { Speeds } from "../chart/speeds.js";
 import { axisName, View } from "../chart/view.js";
-import { pictures } from "./facts.js";
-import { about, axisOf, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
+import { isFinal, pictures } from "./facts.js";
+import { about, GROUPS, MACHINE, named, OTHERS, quantity, short, shortPercent } from "./names.js";
 import { colourOf } from "./ranks.js";
 
 /** Pause between requests while the reader turns a wheel; the first request is sent at once. */
@@ -46,7 +46,6 @@ export class Charts {
       }),
       lr: make("lr", { label: "Another metric", yName: () => named(this.other), format: (v) => OTHERS[this.other][1](v), tick: (v) => (OTHERS[this.other][1] === value ? short(v) : OTHERS[this.other][1](v)), layers: () => this.#otherLayers(), zero: true, onNote: (shown) => note(byId("lr-note"), shown) }),
     };
-    this.all.step_ms = make("step", { label: "Time of a step, of each rank", yName: () => named("step_ms"), ...axisOf("step_ms"), layers: () => this.#perRank("step_ms") });
     for (const name of this.extra) {
       const [label, format] = OTHERS[name];
       this.all[name] = make(name, { label, yName: () => named(name), format, zero: true, layers: () => [{ label: label.toLowerCase(), colour: "accent", series: metrics.of(name) }] });
@@ -108,10 +107,7 @@ export class Charts {
 
   /** The text in a chart without a point. */
   #empty() {
-    const { state, started_at } = this.job();
-    if (state === "queued" && !started_at) return "Nothing yet: the job waits for slots.";
-    if (["failed", "cancelled"].includes(state)) return `No point: the job ${state === "failed" ? "failed" : "was cancelled"} before the first one.`;
-    return state === "succeeded" ? "This job has no value of this metric." : "No point yet.";
+    return isFinal(this.job().state) ? "This job has no value of this metric." : "No point yet.";
   }
 
   #describe(x) {

@@ -18,6 +18,9 @@ export const isFinal = (state) => FINAL.includes(state);
 /** Whether a job in this state has slots. */
 export const isActive = (state) => ACTIVE.includes(state);
 
+/** Whether there is nothing to chart: the same as `is_bare` in web/src/job.rs. */
+const isBare = (job, metrics) => !job.external && !job.step && !job.sparkline?.length && !metrics.of("loss").last && (waits(job) || ["paused", "failed", "cancelled"].includes(job.state));
+
 /** The same as `Job::ranks_now` in protocol/src/job.rs. */
 export const ranksNow = (job) => (isActive(job.state) && job.cause?.code === "fewer_ranks" ? job.cause.ranks : job.ranks);
 
@@ -91,9 +94,15 @@ export class Facts {
     const lost = best && this.checkpoints.size > 0 && !this.checkpoints.has(best.step);
     byId("best-note").hidden = !lost;
     text(byId("best-note"), lost ? `Epoch ${best.epoch} was the best with ${percent(best.value)}; there is no checkpoint of it.` : "");
+    // One rank waits for nobody.
+    byId("wait").closest("div").hidden = this.#ranksNow === 1;
     const wait = this.ranks.waitShare();
     const { train, parallel } = job.spec, stages = parallel.pipeline ?? 1;
     fact("wait", Number.isFinite(wait) ? percent(wait) : "–", stages > 1 ? `bubble ${percent((stages - 1) / (train.accumulate + stages - 1))}` : "");
+
+    const cards = byId("cards");
+    cards.classList.toggle("bare", isBare(job, metrics));
+    cards.dataset.state = job.state;
 
     const share = total ? Math.floor(100 * step / total) : 0;
     document.title = `${done || !total ? job.state : `${share} %`} · ${job.name} · Lockstep`;

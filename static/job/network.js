@@ -52,7 +52,7 @@ export class Network {
     if (plan) text(byId("network-plan"), planWords(plan));
     for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !plan;
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
-    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} a step` : ""}` : "The network is not known yet.");
+    text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in one step, timed once` : ""}` : "The network is not known yet.");
     byId("network-time").hidden = !timed;
     byId("network-stages").replaceChildren(...found.map((stage) => {
       const parameters = sum(stage.layers, "parameters"), took = sum(stage.layers, "time_us"), item = make("li");

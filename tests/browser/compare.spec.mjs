@@ -38,7 +38,7 @@ before(async () => {
 });
 after(async () => { await browser?.close(); await server?.close(); });
 
-const where = (more = "") => `/compare?jobs=${made.map((j) => j.id).join(",")}${more}`;
+const where = (more = "") => `/compare?jobs=${made.map((j) => j.id).join(",")}${more.includes("metric=") ? "" : "&metric=loss"}${more}`;
 const address = (page) => new URL(page.url()).searchParams;
 const drawn = (page) => until("all is drawn", () => page.evaluate(() => Number(document.querySelector("#curves .chart")?.dataset.drawn) > 0 && document.querySelectorAll("#parallel .job").length === 3 && document.getElementById("scatter").dataset.points === "3"));
 const selected = (page) => page.evaluate(() => [...window.lockstep.selection.ids()].map((id) => window.lockstep.jobs().find((j) => j.id === id).name[0]).join(""));
@@ -249,7 +249,8 @@ describe("the selection", () => {
     await page.locator("#scatter").scrollIntoViewIfNeeded();
     const plot = await page.locator("#scatter").boundingBox();
     const drag = async (from, to) => { await page.mouse.move(plot.x + from[0] * plot.width, plot.y + from[1] * plot.height); await page.mouse.down(); await page.mouse.move(plot.x + to[0] * plot.width, plot.y + to[1] * plot.height, { steps: 5 }); await page.mouse.up(); };
-    await drag([0.05, 0.7], [0.5, 0.9]);
+    // Low is good, and good is up.
+    await drag([0.05, 0.02], [0.5, 0.3]);
     assert.equal(await selected(page), "f", "both brushes count");
     assert.equal(await page.locator("#parallel .brush").count(), 3, "what the scatter brushed is brushed on its axes, too");
     await page.getByRole("button", { name: "Clear", exact: true }).click();

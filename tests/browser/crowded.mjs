@@ -73,7 +73,7 @@ export const MORE_PAGES = [
   ["job-histograms", (jobs) => `/jobs/${jobs.running}?tab=histograms`, both(drawn, has("#histogram-rows tr"))],
   ["job-network", (jobs) => `/jobs/${jobs.running}?tab=network`, both(drawn, has("#network-rows tr"))],
   ...["notes", "settings", "classify"].map((tab) => [`job-${tab}`, (jobs) => `/jobs/${jobs.running}?tab=${tab}`, drawn]),
-  ["job-queued", (jobs) => `/jobs/${jobs.queued}`, (page) => page.evaluate(() => Boolean(document.querySelector("#loss-chart")?.dataset.empty))],
+  ["job-queued", (jobs) => `/jobs/${jobs.queued}`, (page) => page.locator(".instead").isVisible()],
   ["job-done", (jobs) => `/jobs/${jobs.done}`, drawn],
   ["compare-groups", (jobs) => `/compare?jobs=${ids(jobs)}&metric=loss&group=train.lr`, compared],
   ["compare-none", () => "/compare"],

@@ -97,19 +97,22 @@ describe("a job", () => {
     await page.end();
   });
 
-  test("that waits shows its place and what for, and charts say why they are empty", async () => {
+  test("that waits or failed before its first step shows why and what to do, in place of empty charts", async () => {
     const busy = await server.ask("/jobs", spec("busy", 4, 600)), of = await attempt(busy.id);
     await begin(of);
     const waits = await server.ask("/jobs", spec("waits", 4, 600)), page = await browser.page(server, `/jobs/${waits.id}`);
     await shows(page, "#banner", "number 1 in the queue");
     await shows(page, "#banner", "waits for 4 slots");
-    await until("the chart says so, too", async () => (await page.locator("#loss-chart").getAttribute("data-empty")) === "Nothing yet: the job waits for slots.");
+    const todo = page.locator(".instead");
+    await until("it says that nothing is to do", async () => /^What to do\s+Nothing: the job starts by itself/.test(await todo.innerText()));
+    assert.ok(!await page.locator("#loss-chart").isVisible(), "no empty chart");
     await end(of, { how: "succeeded", step: 600 });
     const next = await attempt(waits.id);
     await begin(next);
     await until("it runs, and no reason of before is left", async () => (await page.locator("#state").textContent()) === "running" && !(await page.locator("#banner").isVisible()));
     await end(next, { how: "failed", retriable: false, reason: { code: "dataset_unusable", words: "its pictures are gone" } });
-    await until("it failed", async () => (await page.locator("#loss-chart").getAttribute("data-empty")) === "No point: the job failed before the first one.");
+    await shows(page, "#banner", "its pictures are gone");
+    await until("it says what to do", async () => /ended before its first step/.test(await todo.innerText()));
     await page.end();
   });
 });
@@ -297,7 +300,7 @@ describe("the list", () => {
     const listed = async () => (await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => tr.dataset.state))).sort();
     await page.goto(`${server.url}/jobs`);
     await until("all are listed", async () => (await listed()).length >= 4);
-    const filter = (name) => page.locator("#filters").getByRole("link", { name, exact: true }).click();
+    const filter = (name) => page.locator("#filters").locator(`[data-state=${name}]`).click();
     await filter("failed");
     await until("one state", async () => new Set(await listed()).size === 1);
     await filter("succeeded");

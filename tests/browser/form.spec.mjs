@@ -46,6 +46,23 @@ describe("the form", () => {
     await page.end();
   });
 
+  test("has defaults as placeholders, and finds a setting by its words", async () => {
+    const page = await browser.page(server, "/jobs/new");
+    await page.getByText("More settings").click();
+    const field = page.getByLabel("Momentum", { exact: true });
+    assert.deepEqual([await field.inputValue(), await field.getAttribute("placeholder")], ["", "0.9"]);
+    await page.getByRole("link", { name: "Recovery" }).click();
+    assert.match(page.url(), /#more-recovery$/);
+    await page.getByLabel("Search the settings").fill("min_ranks");
+    assert.deepEqual(await page.locator(".more .field:visible label").allTextContents(), ["Fewest ranks"]);
+    await page.getByLabel("Search the settings").fill("");
+    await field.fill("0.9");
+    await until("the default is not written", async () => !/momentum/.test(await page.locator("#spec-text").inputValue()));
+    await page.getByLabel("Recipe", { exact: true }).selectOption("imagenet");
+    assert.equal(await page.getByLabel("Weight decay", { exact: true }).inputValue(), "0.0001");
+    await page.end();
+  });
+
   test("follows the dataset: its split measures, and its broken files are told before the job is sent", async () => {
     const hub = join(server.dir, "hub");
     await cp(fileURLToPath(new URL("../data/parquet/hub", import.meta.url)), hub, { recursive: true });

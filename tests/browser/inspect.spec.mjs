@@ -91,7 +91,7 @@ describe("a model", () => {
       assert.ok(await cards.nth(3).getByText("notes.png", { exact: true }).isVisible(), `the unreadable one is named at ${width}`);
       await picture(page, `classified-${width}`);
     }
-    const said = JSON.parse(execFileSync(BINARY, ["predict", "--server", server.url, "--data-dir", server.dir, "--job", job.id, "--json", ...files.map((f) => f.file)]));
+    const said = JSON.parse(execFileSync(BINARY, ["predict", "--server", server.url, "--data-dir", server.dir, "--json", job.id, ...files.map((f) => f.file)]));
     for (let i = 0; i < 3; i++) {
       const lines = cards.nth(i).locator("ol li");
       assert.equal(await lines.count(), 5, "the top five");

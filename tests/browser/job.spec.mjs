@@ -81,13 +81,23 @@ describe("a job", () => {
     const { jobs: [job] } = await server.ask("/jobs");
     for (const width of [1440, 1920]) {
       const page = await browser.page(server, `/jobs/${job.id}`, { viewport: { width, height: 1000 } }), box = (selector) => page.locator(selector).boundingBox();
-      await until("the time of a step is drawn", async () => Number(await page.locator("#step-chart").getAttribute("data-drawn")) > 0);
-      const settings = await page.locator(".own-settings dl").innerText();
+      await until("the speed is drawn", async () => Number(await page.locator("#speed-chart").getAttribute("data-drawn")) > 0);
+      // Loss and accuracy are equals, and their buttons appear with the pointer.
+      const [loss, accuracy] = [await box("#loss-chart"), await box("#accuracy-chart")];
+      assert.deepEqual([loss.y, loss.width, loss.height].map(Math.round), [accuracy.y, accuracy.width, accuracy.height].map(Math.round));
+      const shown = () => page.locator(".loss-card .segments").first().evaluate((node) => getComputedStyle(node).opacity === "1");
+      await page.mouse.move(1, 1);
+      assert.equal(await shown(), await page.evaluate(() => !matchMedia("(hover: hover)").matches));
+      await page.locator("#loss-chart").hover();
+      assert.ok(await shown());
+      await page.getByRole("tab", { name: "Settings" }).click();
+      const settings = await page.locator(".own-settings").innerText();
+      await page.getByRole("tab", { name: "Log", exact: true }).click();
       for (const [key, value] of [["data.dataset", "fashion-mnist"], ["train.steps", String(job.spec.train.steps)]]) assert.match(settings.replace(/\s+/g, " "), new RegExp(`${key} ${value}`));
       assert.ok(!settings.includes("train.beta1"), "none of the defaults");
       // No card has an empty half.
       const empty = async (card, last) => { const [outer, inner] = [await box(card), await box(last)]; return outer.y + outer.height - (inner.y + inner.height); };
-      for (const [card, last] of [[".ranks-card", "#step-chart"], [".checkpoints-card", "#checkpoint-table, #no-checkpoints:visible"], [".log-card", "#log-panel"]]) assert.ok((await empty(card, last)) < 60, `${card} at ${width}: ${await empty(card, last)} pixels`);
+      for (const [card, last] of [[".ranks-card", ".ranks-card .legend"], [".checkpoints-card", "#checkpoint-table, #no-checkpoints:visible"], [".log-card", "#log-panel"]]) assert.ok((await empty(card, last)) < 60, `${card} at ${width}: ${await empty(card, last)} pixels`);
       // The log follows its end, whatever the page's size.
       const follows = page.locator("#log-follow");
       await page.setViewportSize({ width: 1024, height: 800 });

@@ -74,9 +74,8 @@ describe("machines with GPUs", () => {
     await page.end();
   });
 
-  test("tell findings, another version and the lease in words", async () => {
+  test("tell findings and another version in words", async () => {
     const page = await browser.page(server, "/machines"), warnings = page.locator(".warnings li");
-    assert.match(await page.locator(".machine").innerText(), /its attempts' lease has \d+ s left/);
     await until("another version is told", async () => /It runs version 0 and the server [\d.]+.*: install the same version on both/.test((await warnings.allTextContents()).join("\n")));
     await agent.evaluate(() => window.it.say({ type: "findings", findings: [{ problem: true, text: "NCCL is missing: pip install nvidia-nccl-cu12" }, { problem: false, text: "Shared memory is small <b>here</b>" }] }));
     await until("what doctor found is told, the worst first", async () => (await warnings.first().textContent()) === "NCCL is missing: pip install nvidia-nccl-cu12");

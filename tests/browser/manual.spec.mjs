@@ -105,7 +105,7 @@ describe("many jobs", () => {
     await page.end();
   });
 
-  test("notes, tags, project and priority are kept, and shown where the job is open", async () => {
+  test("notes, tags and project are kept, and shown where the job is open", async () => {
     const { id } = done[0], list = await browser.page(server, "/jobs"), other = await list.tab(`/jobs/${id}?tab=notes`);
     const page = await browser.page(server, `/jobs/${id}?tab=notes`, { expected: [/422/] }), notes = page.locator("#note");
     // Each page has read what there is, and follows.
@@ -114,10 +114,9 @@ describe("many jobs", () => {
     await notes.fill("learned too slowly\nagain");
     await page.locator("#tags").fill("baseline, slow");
     await page.locator("#project").fill("vision");
-    await page.locator("#priority").fill("7");
     await notes.focus();
-    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(id)).spec.priority === 7);
-    await until("the other page has them", async () => (await other.locator("#note").inputValue()) === "learned too slowly\nagain" && (await other.locator("#priority").inputValue()) === "7");
+    await until("saved", async () => (await page.locator("#note-status").textContent()) === "Saved" && (await server.job(id)).project === "vision");
+    await until("the other page has them", async () => (await other.locator("#note").inputValue()) === "learned too slowly\nagain");
     await until("in its title, too", async () => (await other.locator("#project-name").textContent()) === "vision" && (await other.locator("#job-tags a").allTextContents()).join() === "baseline,slow");
     await until("the list has them", async () => /· vision/.test(await list.locator(`tr[data-id="${id}"] [data-f=about]`).textContent()) && (await list.locator(`tr[data-id="${id}"] .tag`).count()) === 2);
     await page.reload();
@@ -140,9 +139,11 @@ describe("side by side", () => {
     const page = await browser.page(server, "/compare");
     assert.ok(await page.getByText("Nothing to compare yet").isVisible());
     for (const job of done) await page.locator("#picker").getByLabel(job.name).check();
+    await until("it opens on the validation accuracy", async () => (await page.locator("#curves .curve").evaluateAll((all) => all.map((one) => one.dataset.metric))).join() === "val_accuracy");
+    await page.getByRole("button", { name: "loss", exact: true }).first().click();
     await until("both curves are drawn", async () => (await page.evaluate(() => window.lockstep.chart.snapshot().map((s) => s.points))).join() === "60,60");
     await until("results are there", async () => (await page.locator("#results tr").count()) === 2);
-    assert.equal(await page.locator("#settings tr").count(), 3, "learning rate, priority and project differ");
+    assert.equal(await page.locator("#settings tr").count(), 2, "learning rate and project differ");
     assert.match(await page.locator("#settings").textContent(), /train\.lr0\.0010\.1/);
     const order = async () => (await page.locator("#results th").allTextContents()).join();
     await page.locator("#results-head button", { hasText: /^loss$/ }).click();

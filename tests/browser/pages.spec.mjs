@@ -34,7 +34,14 @@ describe("every page", () => {
     await until("it is listed", async () => /a-name-that-nobody-has/.test(await card.textContent()));
     const over = await card.evaluate((node) => node.scrollWidth - node.clientWidth);
     assert.ok(over <= 0, `the last column stands ${over} pixels out of the card`);
+    assert.match(await card.innerText(), /this machine removed dataset a-name-that-nobody-has.*not done: 404/s);
+    assert.match(await card.innerText(), /this machine submitted job finished/);
     await picture(page, "audit");
+    await page.getByRole("link", { name: "datasets", exact: true }).last().click();
+    await until("only what concerns datasets is left", async () => { const words = await card.innerText(); return /removed dataset/.test(words) && !/submitted job/.test(words); });
+    await page.getByLabel("Who").fill("nobody-of-this-name");
+    await page.getByRole("button", { name: "Filter" }).click();
+    await page.getByText("No entry matches.").waitFor();
     await page.end();
   });
 
@@ -61,12 +68,12 @@ describe("the list", () => {
     await until("and runs", async () => (await row.locator("[data-f=state]").textContent()) === "running");
     const at = await until("and moves", async () => Number(await row.locator("progress").getAttribute("value")) || 0);
     await until("and moves on", async () => Number(await row.locator("progress").getAttribute("value")) > at);
-    await page.getByRole("link", { name: "succeeded", exact: true }).click();
+    await page.locator("#filters [data-state=succeeded]").click();
     await until("only what matches is left", async () => !(await row.isVisible()) && page.locator(`tr[data-id="${done.id}"]`).isVisible());
     assert.equal(new URL(page.url()).searchParams.get("state"), "succeeded");
     await page.reload();
     assert.equal(await row.isVisible(), false, "the address holds the filter");
-    await page.getByRole("link", { name: "all", exact: true }).click();
+    await page.locator('#filters [data-state=""]').click();
     await page.keyboard.press("/");
     await page.keyboard.type("in the");
     await until("the search narrows", async () => (await row.isVisible()) && !(await page.locator(`tr[data-id="${done.id}"]`).isVisible()));

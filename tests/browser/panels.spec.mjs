@@ -222,7 +222,7 @@ describe("layers", () => {
 
   test("are a picture and a table of the network", async () => {
     const page = await open(`/jobs/${job.id}?tab=network`);
-    await until("it is there", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 291,418 parameters · 7.9 ms a step");
+    await until("it is there", async () => (await page.locator("#network-sum").textContent()) === "21 layers · 291,418 parameters · 7.9 ms in one step, timed once");
     assert.deepEqual(await page.locator("#network-stages b").allTextContents(), ["conv1 to bn1", "layer1", "layer2", "layer3", "fc"]);
     assert.match(await page.locator("#network-stages li").nth(2).innerText(), /32 × 16 × 16\s+6 layers\s+55,296 parameters\s+2.5 ms/);
     const row = page.locator("#network-rows tr").filter({ hasText: "layer3.2.conv1" });

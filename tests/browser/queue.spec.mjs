@@ -36,7 +36,11 @@ describe("the queue", () => {
     await until("for whom it is kept", async () => /1 of 2 on "made-up" free, kept for "large-/.test(await row(page, "small").locator(".q-reason").textContent()));
     assert.equal(await page.locator("#summary").textContent(), "2 jobs wait · 1 slot kept");
     assert.match(await page.locator(".reservations li").textContent(), /made-up kept for large-.*: slot 1, and what else becomes free/);
-    await submit("urgent", 1, { priority: 5 });
+    await submit("urgent", 1);
+    await until("it is the last", async () => (await names(page)).join() === [LONG, "small", "urgent"].join());
+    const priority = page.getByLabel("Priority of urgent");
+    await priority.fill("5");
+    await priority.press("Enter");
     // The kept slot goes to the one with the higher priority: it starts at once.
     await agent.evaluate((job) => window.it.attempt(job), jobs.urgent.id);
     await until("nothing is free", async () => /0 of 2/.test(await row(page, LONG).locator(".q-reason").textContent()));
@@ -45,7 +49,8 @@ describe("the queue", () => {
     const link = row(page, "small").getByRole("link");
     await link.focus();
     await link.evaluate((node) => { node.marked = true; });
-    await server.ask(`/jobs/${jobs[LONG].id}/cancel`, {});
+    await row(page, LONG).getByRole("button", { name: /^Cancel large/ }).evaluate((button) => button.click());
+    await page.getByRole("button", { name: "Cancel the job" }).click();
     await until("what was cancelled goes", async () => (await names(page)).join() === "small");
     assert.equal(await page.evaluate(() => document.activeElement.marked), true);
     assert.equal(await row(page, "small").locator(".q-place").textContent(), "1");

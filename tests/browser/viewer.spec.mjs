@@ -33,6 +33,7 @@ describe("a viewer", () => {
     const hidden = async (...selectors) => { for (const selector of selectors) assert.equal(await page.locator(selector).filter({ visible: true }).count(), 0, selector); };
     await page.locator(`tr[data-id="${job.id}"]`).waitFor();
     assert.match(await page.locator(".reads-only").textContent(), /^View only: /);
+    assert.equal(await page.getByRole("link", { name: "Account" }).innerText(), "vera", "the bar says who is signed in");
     await page.getByLabel("Select looked at").check();
     await hidden("text=New job", "[data-bulk=tag]", "[data-bulk=delete]", "[data-bulk=cancel]");
     assert.ok(await page.locator("[data-bulk=compare]").isVisible(), "comparing changes nothing");
@@ -40,7 +41,7 @@ describe("a viewer", () => {
     await until("its checkpoints are there", async () => (await page.locator("#checkpoints tr").count()) >= 1);
     await hidden("#fork", "#delete", "text=Clone", "[data-do=fork]", "[data-do=classify]", "[data-tab=classify]");
     await page.getByRole("tab", { name: "Notes" }).click();
-    for (const label of ["Notes", "Tags", "Project", "Priority"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
+    for (const label of ["Notes", "Tags", "Project"]) assert.ok(await page.locator("#notes-panel").getByLabel(label, { exact: true }).evaluate((field) => field.readOnly), label);
     assert.match(await page.locator("#note-status").textContent(), /Only its owner and admins/);
     await clean(page, "a job");
     await page.goto(`${server.url}/datasets`);

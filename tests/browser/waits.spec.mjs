@@ -48,11 +48,35 @@ describe("a job that starts again", () => {
 
   test("is found by a filter of its own", async () => {
     const page = await browser.page(server, "/jobs");
-    await page.locator("#filters").getByRole("link", { name: "restarting", exact: true }).click();
+    await page.locator("#filters").locator("[data-state=restarting]").click();
     await until("it alone is listed", async () => (await page.locator("#rows tr").evaluateAll((rows) => rows.map((row) => row.dataset.id))).join() === jobs.killed.id);
     assert.equal(new URL(page.url()).searchParams.get("state"), "restarting");
-    await page.locator("#filters").getByRole("link", { name: "queued", exact: true }).click();
+    await page.locator("#filters").locator("[data-state=queued]").click();
     assert.equal(new URL(page.url()).searchParams.get("state"), "restarting,queued");
+    const counts = () => page.locator("#filters [data-state]").allTextContents();
+    await until("each state has its number of jobs, whatever states are chosen", async () => { const all = await counts(); return all[0] === "all 3" && all.includes("running 1") && all.includes("restarting 1") && all.includes("cancelled 1") && all.includes("failed "); });
+    await page.end();
+  });
+});
+
+describe("a job that waits", () => {
+  test("gets another priority where it waits", async () => {
+    const id = await submit("overtaken", 2, { priority: 1 }), page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] });
+    const field = page.locator("#banner").getByLabel("Priority");
+    await says(page, "#banner", /number 1 in the queue/);
+    assert.equal(await field.inputValue(), "1");
+    await field.fill("-5");
+    await field.press("Enter");
+    await says(page, "#banner", /number 2 in the queue/);
+    await says(page, "#priority-status", /Saved/);
+    assert.equal((await server.job(id)).spec.priority, -5);
+    await field.fill("5000");
+    await field.press("Enter");
+    await says(page, "#priority-status", /from -1000 to 1000/);
+    await page.getByRole("button", { name: "Cancel", exact: true }).click();
+    await page.getByRole("button", { name: "Cancel the job" }).click();
+    await until("it is cancelled where it stands", async () => (await page.locator("#state").textContent()) === "cancelled");
+    assert.ok(!await field.isVisible());
     await page.end();
   });
 });

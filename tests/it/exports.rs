@@ -66,7 +66,7 @@ async fn onnxruntime_predicts_as_lockstep_does() {
         picture.save(folder.join(file)).expect("a file");
     }
     fs::write(folder.join("pixels"), &pixels).expect("pixels");
-    let mut arguments = vec!["predict", "--job", &id, "--json"];
+    let mut arguments = vec!["predict", &id, "--json"];
     arguments.extend(files.iter().map(String::as_str));
     let predicted = server.cli(&arguments).json();
     let best =

@@ -61,7 +61,7 @@ async fn a_registered_checkpoint_is_used_by_its_alias() {
     server.cli(&["model", "register", "shoes", "tuned"]).ok();
     server.cli(&["model", "alias", "shoes", "champion", "2"]).ok();
     assert_eq!(server.job(&second).await["spec"]["model"]["pretrained"], version["checkpoint"]);
-    let answer = server.cli(&["predict", "shoe.png", "--job", "models:/shoes@champion", "--json"]).json();
+    let answer = server.cli(&["predict", "models:/shoes@champion", "shoe.png", "--json"]).json();
     assert_eq!(answer[0]["job"], "tuned", "{answer}");
 
     // Names that name nothing, and a job that has a version.

@@ -13,8 +13,13 @@ use lockstep_protocol::{
 use lockstep_web::{datasets, job, jobs, layout, machines, submit};
 use std::{fs, path::PathBuf};
 
-const VIEWER: layout::Viewer =
-    layout::Viewer { signed_in: true, is_admin: true, is_person: true, reads_only: false };
+const VIEWER: layout::Viewer = layout::Viewer {
+    who: String::new(),
+    signed_in: true,
+    is_admin: true,
+    is_person: true,
+    reads_only: false,
+};
 const URL: &str = "http://127.0.0.1:7070";
 
 fn sample(

@@ -1,6 +1,9 @@
 //! The audit log of requests.
 
-use crate::layout::{Bar, Nav, Viewer};
+use crate::{
+    jobs::encoded,
+    layout::{Bar, Nav, Viewer},
+};
 use askama::Template;
 use jiff::Timestamp;
 
@@ -20,6 +23,89 @@ pub struct AuditLine {
     pub status: u16,
     /// The request's id, as in the server's log.
     pub request_id: String,
+    /// The name of the job that [`AuditLine::job`] names, if it still exists.
+    pub job_name: String,
+}
+
+/// What each request does, in words. The object follows: the last parameter of the route, or what was created.
+static DONE: [(&str, &str); 33] = [
+    ("POST /api/v1/jobs", "submitted job"),
+    ("POST /jobs/new", "submitted job"),
+    ("PATCH /api/v1/jobs/{id}", "changed notes, tags, project or priority of job"),
+    ("DELETE /api/v1/jobs/{id}", "deleted job"),
+    ("POST /api/v1/jobs/{id}/cancel", "cancelled job"),
+    ("POST /api/v1/jobs/{id}/pause", "paused job"),
+    ("POST /api/v1/jobs/{id}/resume", "resumed job"),
+    ("POST /api/v1/jobs/{id}/retry", "retried job"),
+    ("POST /api/v1/jobs/{id}/fork", "forked job"),
+    ("PUT /api/v1/jobs/{id}/panels", "changed the panels of job"),
+    ("DELETE /api/v1/jobs/{id}/panels", "removed the panels of job"),
+    ("PUT /api/v1/projects/{name}/panels", "changed the panels of project"),
+    ("POST /api/v1/checkpoints/{id}/predict", "classified pictures with checkpoint"),
+    ("POST /api/v1/datasets", "added dataset"),
+    ("POST /datasets", "added dataset"),
+    ("POST /api/v1/datasets/bundled", "added the bundled pictures"),
+    ("POST /api/v1/datasets/inspect", "inspected a folder"),
+    ("POST /api/v1/datasets/{name}/inspect", "inspected dataset"),
+    ("DELETE /api/v1/datasets/{name}", "removed dataset"),
+    ("POST /api/v1/agents/{id}/drain", "drained machine"),
+    ("POST /api/v1/agents/{id}/undrain", "undrained machine"),
+    ("DELETE /api/v1/agents/{id}", "removed machine"),
+    ("POST /api/v1/tokens", "made a token:"),
+    ("DELETE /api/v1/tokens/{id}", "revoked token"),
+    ("POST /api/v1/people", "added person"),
+    ("PATCH /api/v1/people/{name}", "changed person"),
+    ("DELETE /api/v1/people/{name}", "removed person"),
+    ("POST /people", "changed people:"),
+    ("POST /account", "changed the own account:"),
+    ("POST /api/v1/password", "changed the own password"),
+    ("POST /api/v1/login-links", "made a sign-in link"),
+    ("POST /logout", "signed out"),
+    ("sign in", "signed in"),
+];
+
+impl AuditLine {
+    /// The address without its query, and what was created or changed.
+    fn parts(&self) -> (&str, &str) {
+        let (address, subject) = self.object.split_once(": ").unwrap_or((&self.object, ""));
+        (address.split('?').next().unwrap_or_default(), subject)
+    }
+
+    /// The value of the route's last parameter; empty if it has none.
+    fn parameter(&self) -> &str {
+        let route = self.action.split_once(' ').map_or("", |(_, route)| route);
+        let named = route.split('/').zip(self.parts().0.split('/')).filter(|(key, _)| key.starts_with('{'));
+        named.last().map_or("", |(_, value)| value)
+    }
+
+    /// The id of the job that the request concerns.
+    pub fn job(&self) -> Option<&str> {
+        let id = if self.parameter().is_empty() { self.parts().1 } else { self.parameter() };
+        let is_jobs = self.action.contains(" /api/v1/jobs") || self.action.contains(" /jobs/new");
+        Some(id).filter(|id| is_jobs && !id.is_empty())
+    }
+
+    /// The id of a job that still exists.
+    fn link(&self) -> Option<&str> {
+        self.job().filter(|_| !self.job_name.is_empty())
+    }
+
+    /// `cancelled job`; the action itself if it has no words.
+    fn done(&self) -> &str {
+        let known = DONE.iter().find(|(action, _)| *action == self.action);
+        known.map_or(self.action.as_str(), |(_, words)| *words)
+    }
+
+    /// What it was done to, in words: a job's name, an id, or what was created.
+    fn thing(&self) -> String {
+        let (address, subject) = self.parts();
+        match (self.job_name.as_str(), self.parameter(), subject) {
+            ("", "", "") if self.done() == self.action => address.to_owned(),
+            ("", "", subject) => subject.to_owned(),
+            ("", id, _) => id.to_owned(),
+            (name, ..) => name.to_owned(),
+        }
+    }
 }
 
 /// `GET /audit`.
@@ -30,9 +116,24 @@ pub struct AuditPage {
     pub lines: Vec<AuditLine>,
     /// The cursor of the next page with older lines.
     pub next: Option<String>,
+    /// `?who=ada`: what this person or token did; empty for all.
+    pub who: String,
+    /// `?q=/jobs`: entries with this text; empty for all.
+    pub text: String,
     /// Rights of the person who looks at the page.
     pub viewer: Viewer,
 }
+
+/// Kinds of entries, by a text in their addresses.
+const KINDS: [(&str, &str); 7] = [
+    ("all", ""),
+    ("jobs", "/jobs"),
+    ("datasets", "/datasets"),
+    ("machines", "/agents"),
+    ("people", "/people"),
+    ("tokens", "/tokens"),
+    ("sign-ins", "sign in"),
+];
 
 impl AuditPage {
     /// The page as HTML.
@@ -43,7 +144,74 @@ impl AuditPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Audit.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Audit.seen_by(&self.viewer)
+    }
+
+    /// Label, address, and whether the page shows this kind.
+    fn kinds(&self) -> Vec<(&'static str, String, bool)> {
+        let link = |(label, text): (&'static str, &str)| (label, self.address(text, ""), self.text == text);
+        KINDS.into_iter().map(link).collect()
+    }
+
+    /// The page's address for a text, after a cursor.
+    fn address(&self, text: &str, cursor: &str) -> String {
+        let cursor = if cursor.is_empty() { String::new() } else { format!("&cursor={}", encoded(cursor)) };
+        format!("/audit?who={}&q={}{cursor}", encoded(&self.who), encoded(text))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_are_sentences_with_the_names_of_jobs() {
+        let line = |action: &str, object: &str, job_name: &str| AuditLine {
+            at: Timestamp::UNIX_EPOCH,
+            who: "ada".into(),
+            address: "::1".into(),
+            action: action.into(),
+            object: object.into(),
+            status: 200,
+            request_id: "r".into(),
+            job_name: job_name.into(),
+        };
+        for (action, object, name, sentence, job) in [
+            (
+                "POST /api/v1/jobs/{id}/cancel",
+                "/api/v1/jobs/j1/cancel?x=1",
+                "shoes",
+                "cancelled job shoes",
+                Some("j1"),
+            ),
+            ("DELETE /api/v1/jobs/{id}", "/api/v1/jobs/j1", "", "deleted job j1", Some("j1")),
+            ("POST /api/v1/jobs", "/api/v1/jobs: j2", "shoes", "submitted job shoes", Some("j2")),
+            ("POST /api/v1/jobs", "/api/v1/jobs", "", "submitted job ", None),
+            ("DELETE /api/v1/datasets/{name}", "/api/v1/datasets/cats", "", "removed dataset cats", None),
+            (
+                "POST /api/v1/tokens",
+                "/api/v1/tokens: read t1 \"ci\"",
+                "",
+                "made a token: read t1 \"ci\"",
+                None,
+            ),
+            ("sign in", "/login", "", "signed in ", None),
+            ("PUT /api/v9/{id}", "/api/v9/x", "", "PUT /api/v9/{id} x", None),
+            ("PUT /api/v9", "/api/v9", "", "PUT /api/v9 /api/v9", None),
+        ] {
+            let line = line(action, object, name);
+            assert_eq!(format!("{} {}", line.done(), line.thing()), sentence);
+            assert_eq!(line.job(), job, "{action}");
+        }
+        let lines = vec![line("POST /api/v1/jobs/{id}/cancel", "/api/v1/jobs/j1/cancel", "<shoes>")];
+        let (who, text, viewer) = ("ada".into(), "/jobs".into(), Viewer::NOBODY);
+        let html = AuditPage { lines, next: Some("c".into()), who, text, viewer }.render().expect("renders");
+        for wanted in [
+            "<b>ada</b> cancelled job <a href=\"/jobs/j1\">&#60;shoes&#62;</a>",
+            "/audit?who=ada&#38;q=%2Fjobs&#38;cursor=c",
+        ] {
+            assert!(html.contains(wanted), "{wanted}: {html}");
+        }
     }
 }

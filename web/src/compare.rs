@@ -4,7 +4,7 @@ use crate::layout::{Bar, Nav, Viewer};
 use askama::Template;
 
 /// `GET /compare`.
-#[derive(Debug, Clone, Copy, Template)]
+#[derive(Debug, Clone, Template)]
 #[template(path = "compare.html")]
 pub struct ComparePage {
     /// Rights of the person who looks at the page.
@@ -20,7 +20,7 @@ impl ComparePage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Compare.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Compare.seen_by(&self.viewer)
     }
 }

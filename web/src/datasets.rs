@@ -61,8 +61,8 @@ struct DatasetsTemplate<'a> {
 }
 
 impl DatasetsTemplate<'_> {
-    fn nav(&self) -> Bar {
-        Nav::Datasets.seen_by(self.page.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Datasets.seen_by(&self.page.viewer)
     }
 }
 

@@ -24,6 +24,8 @@ pub struct DocsPage {
     path: String,
     folders: Vec<(String, Vec<DocsEntry>)>,
     html: String,
+    /// The words in the search field.
+    query: String,
     viewer: Viewer,
 }
 
@@ -32,7 +34,14 @@ impl DocsPage {
     pub fn new(path: &str, source: &str, pages: &[DocsEntry], viewer: Viewer) -> Self {
         let is_page = |path: &str| pages.iter().any(|entry| entry.path == path);
         let html = markdown::html(source, path, &is_page);
-        Self { title: title(source), path: path.into(), folders: folders(pages), html, viewer }
+        Self {
+            title: title(source),
+            path: path.into(),
+            folders: folders(pages),
+            html,
+            query: String::new(),
+            viewer,
+        }
     }
 
     /// A page with the list of all pages.
@@ -45,6 +54,21 @@ impl DocsPage {
         Self::new("", &source, pages, viewer)
     }
 
+    /// A page with the results of a search: pages, and a line of each that contains a word of the query.
+    pub fn found(query: &str, found: &[(DocsEntry, String)], pages: &[DocsEntry], viewer: Viewer) -> Self {
+        // A line is shown as text: its Markdown may end outside of it.
+        let is_text = |c: &char| c.is_alphanumeric() || " .,:;()'\"/-=+%_".contains(*c);
+        let mut source = String::from("# Documentation\n\n");
+        if found.is_empty() {
+            source += "No page contains all of these words.\n";
+        }
+        for (page, line) in found {
+            let line: String = line.chars().filter(is_text).collect();
+            source += &format!("- [{}]({}.md): {}\n", page.title, page.path, line.trim());
+        }
+        Self { query: query.into(), ..Self::new("", &source, pages, viewer) }
+    }
+
     /// The page as HTML.
     ///
     /// # Errors
@@ -53,8 +77,8 @@ impl DocsPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Elsewhere.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Elsewhere.seen_by(&self.viewer)
     }
 }
 
@@ -85,5 +109,9 @@ mod tests {
         assert!(html.contains(r#"<a href="/docs/team" aria-current="page">"#), "{html}");
         let index = DocsPage::index(&pages, Viewer::NOBODY).render().expect("renders");
         assert!(index.contains(r#"<li><a href="/docs/reference/rest">REST</a></li>"#), "{index}");
+        let found = [(pages[1].clone(), "| `<b>key` | [x](y) |".to_owned())];
+        let html = DocsPage::found("\"key\"", &found, &pages, Viewer::NOBODY).render().expect("renders");
+        assert!(html.contains(r#"<a href="/docs/reference/rest">REST</a>: bkey  x(y)"#), "{html}");
+        assert!(html.contains(r#"value="&#34;key&#34;""#), "{html}");
     }
 }

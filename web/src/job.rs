@@ -120,8 +120,8 @@ struct JobTemplate<'a> {
 }
 
 impl JobTemplate<'_> {
-    fn nav(&self) -> Bar {
-        Nav::Jobs.seen_by(self.page.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Jobs.seen_by(&self.page.viewer)
     }
 
     /// `attempt 2 · 4 ranks on h200-a · bf16`; the script adds the start time in the reader's time zone.
@@ -171,6 +171,19 @@ impl JobTemplate<'_> {
         let Some(External { summary, values, .. }) = &self.job.external else { return Vec::new() };
         let values = values.iter().map(|(key, value)| (key.clone(), value.clone()));
         own_settings::flat(summary).into_iter().chain(values).collect()
+    }
+
+    /// Whether there is nothing to chart: the job has not trained yet, or ended before its first step. The same as `isBare` in
+    /// `static/job/facts.js`.
+    fn is_bare(&self) -> bool {
+        use JobState::{Cancelled, Failed, Paused, Queued, Restarting};
+        let (job, idle) = (self.job, [Queued, Restarting, Paused, Failed, Cancelled]);
+        job.external.is_none() && job.step == 0 && job.sparkline.is_empty() && idle.contains(&job.state)
+    }
+
+    /// Whether the viewer may change the job.
+    fn may_change(&self) -> bool {
+        self.page.may_change && !self.page.viewer.reads_only
     }
 
     /// The banner's title and its sentence, if something is wrong.

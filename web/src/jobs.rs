@@ -69,8 +69,8 @@ struct JobsTemplate<'a> {
 }
 
 impl JobsTemplate<'_> {
-    fn nav(&self) -> Bar {
-        Nav::Jobs.seen_by(self.page.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Jobs.seen_by(&self.page.viewer)
     }
 
     fn states(&self) -> Vec<StateLink> {

@@ -47,8 +47,10 @@ pub enum Nav {
 }
 
 /// Who looks at a page, as far as the bar at the top depends on it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Viewer {
+    /// The person's or the token's name; empty where nobody is asked to sign in.
+    pub who: String,
     /// Whether there is a session to end.
     pub signed_in: bool,
     /// Whether the viewer sees the audit log and the page People.
@@ -62,24 +64,24 @@ pub struct Viewer {
 impl Viewer {
     /// A viewer who has not signed in, or need not sign in.
     pub const NOBODY: Viewer =
-        Viewer { signed_in: false, is_admin: false, is_person: false, reads_only: false };
+        Viewer { who: String::new(), signed_in: false, is_admin: false, is_person: false, reads_only: false };
 }
 
 /// The bar at the top of a page.
 #[derive(Debug, Clone, Copy)]
-pub struct Bar {
+pub struct Bar<'a> {
     nav: Nav,
-    viewer: Viewer,
+    viewer: &'a Viewer,
 }
 
 impl Nav {
     /// The bar of a page with this entry, for this viewer.
-    pub fn seen_by(self, viewer: Viewer) -> Bar {
+    pub fn seen_by(self, viewer: &Viewer) -> Bar<'_> {
         Bar { nav: self, viewer }
     }
 }
 
-impl Bar {
+impl<'a> Bar<'a> {
     /// Address, label and whether it is the current page, in order. Empty before sign-in.
     pub fn entries(self) -> Vec<(&'static str, &'static str, bool)> {
         if self.nav == Nav::SignIn {
@@ -98,6 +100,11 @@ impl Bar {
         let is_for_admins = |nav: &Nav| matches!(nav, Nav::People | Nav::Audit);
         let shown = all.into_iter().filter(|(_, _, nav)| !is_for_admins(nav) || self.viewer.is_admin);
         shown.map(|(address, label, nav)| (address, label, nav == self.nav)).collect()
+    }
+
+    /// The name of the viewer; empty where nobody is asked to sign in.
+    pub fn who(self) -> &'a str {
+        &self.viewer.who
     }
 
     /// Whether the viewer is a person with an account page.
@@ -154,8 +161,8 @@ impl MessagePage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Elsewhere.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Elsewhere.seen_by(&self.viewer)
     }
 }
 
@@ -176,9 +183,8 @@ mod tests {
     #[test]
     fn people_and_the_audit_log_are_linked_for_admins_alone() {
         let shown = |is_admin| {
-            Nav::Jobs
-                .seen_by(Viewer { signed_in: true, is_admin, is_person: true, reads_only: false })
-                .entries()
+            let viewer = Viewer { is_admin, is_person: true, ..Viewer::NOBODY };
+            Nav::Jobs.seen_by(&viewer).entries()
         };
         assert!(shown(false).iter().all(|(address, _, _)| !["/people", "/audit"].contains(address)));
         assert_eq!(shown(true).last(), Some(&("/audit", "Audit", false)));
@@ -192,11 +198,13 @@ mod tests {
         let html = page.render().expect("renders");
         assert!(html.contains("&#60;b&#62;") && html.contains("404"), "{html}");
         assert!(!html.contains("Sign out") && !html.contains("View only"), "{html}");
-        let viewer = Viewer { signed_in: true, is_admin: false, is_person: true, reads_only: true };
+        let who = "ada".to_owned();
+        let viewer = Viewer { who, signed_in: true, is_admin: false, is_person: true, reads_only: true };
         let html = MessagePage { viewer, ..page }.render().expect("renders");
         assert!(
             html.contains("Sign out") && html.contains("/account") && html.contains("View only"),
             "{html}"
         );
+        assert!(html.contains(">ada</a>"), "the bar says who is signed in: {html}");
     }
 }

@@ -40,9 +40,10 @@ impl LoginPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
+    fn nav(&self) -> Bar<'static> {
+        static NOBODY: Viewer = Viewer::NOBODY;
         // A viewer who makes the first admin is already signed in, by a token.
         let nav = if self.setup { Nav::Elsewhere } else { Nav::SignIn };
-        nav.seen_by(Viewer::NOBODY)
+        nav.seen_by(&NOBODY)
     }
 }

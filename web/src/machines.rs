@@ -100,8 +100,8 @@ struct MachinesTemplate<'a> {
 }
 
 impl MachinesTemplate<'_> {
-    fn nav(&self) -> Bar {
-        Nav::Machines.seen_by(self.page.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Machines.seen_by(&self.page.viewer)
     }
 
     /// Whether another machine has the same name.
@@ -154,13 +154,14 @@ impl AgentCard {
             age => format!(" · connected {age}"),
         });
         let lease = match self.lease_secs_left {
-            Some(left) if self.online => format!(" · its attempts' lease has {left:.0} s left"),
-            Some(left) => format!(" · its attempts' lease ends in {left:.0} s"),
-            None => String::new(),
+            Some(left) if !self.online => {
+                format!(" · its jobs start again unless it returns within {left:.0} s")
+            }
+            _ => String::new(),
         };
         let address = m.address.as_ref().map_or(String::new(), |address| {
             let interface = m.interface.as_ref().map_or(String::new(), |name| format!(" ({name})"));
-            format!(" · ranks at {address}{interface}")
+            format!(" · other machines reach it at {address}{interface}")
         });
         let links = m.links_in_words().map_or(String::new(), |links| format!(" · {links}"));
         format!(
@@ -264,7 +265,7 @@ mod tests {
             viewer: Viewer::NOBODY,
         };
         let html = page.render().expect("renders");
-        for wanted in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "has 14 s left"] {
+        for wanted in ["<b>97 %</b>", "<b>61 GB</b>", "<b>61 °C</b>", "connected 2 h ago", "rank 3"] {
             assert!(html.contains(wanted), "{wanted}: {html}");
         }
         assert!(html.contains("&#60;b&#62;full") && !html.contains("<b>full"), "{html}");

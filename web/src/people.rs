@@ -32,8 +32,8 @@ impl PeoplePage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::People.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::People.seen_by(&self.viewer)
     }
 
     /// Each role. For the first person, the highest role comes first.
@@ -79,7 +79,7 @@ impl AccountPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Elsewhere.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Elsewhere.seen_by(&self.viewer)
     }
 }

@@ -8,9 +8,11 @@ use crate::{
 use askama::Template;
 use jiff::Timestamp;
 use lockstep_protocol::{
+    JobId,
     labels::DEFAULT_PROJECT,
     queue::{QueuedJob, Reservation},
 };
+use std::collections::HashSet;
 
 /// `GET /queue`.
 #[derive(Debug, Clone, Template)]
@@ -26,6 +28,8 @@ pub struct QueuePage {
     pub project: String,
     /// `?owner=ada`: jobs of a person or a token; empty for all.
     pub owner: String,
+    /// Waiting jobs that the viewer may change.
+    pub changeable: HashSet<JobId>,
     pub is_first: bool,
     /// The cursor of the next page.
     pub next: Option<String>,
@@ -44,8 +48,12 @@ impl QueuePage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Queue.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Queue.seen_by(&self.viewer)
+    }
+
+    fn may_change(&self, job: &QueuedJob) -> bool {
+        job.id.as_ref().is_some_and(|id| self.changeable.contains(id))
     }
 
     fn is_filtered(&self) -> bool {
@@ -137,7 +145,7 @@ fn slots(numbers: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::{JobId, JobState};
+    use lockstep_protocol::JobState;
 
     fn page() -> QueuePage {
         QueuePage {
@@ -146,6 +154,7 @@ mod tests {
             reservations: Vec::new(),
             project: String::new(),
             owner: String::new(),
+            changeable: HashSet::new(),
             is_first: true,
             next: None,
             now: Timestamp::from_second(7200).expect("in range"),
@@ -202,7 +211,11 @@ mod tests {
             assert!(html.contains(wanted), "{wanted}: {html}");
         }
         assert!(!html.contains("<b>large"), "{html}");
-        assert!(html.contains("A private job"), "{html}");
+        assert!(html.contains("A private job") && !html.contains("data-cancel"), "{html}");
+        page.changeable = page.jobs.iter().filter_map(|job| job.id.clone()).collect();
+        let html = page.render().expect("renders");
+        assert_eq!(html.matches("data-cancel").count(), 1, "one job may be changed: {html}");
+        assert!(html.contains(r#"value="5""#), "with its priority: {html}");
     }
 
     #[test]

@@ -15,8 +15,8 @@ use lockstep_protocol::{
     spec::{Recipe, SpecError},
     suggestion::Suggestion,
 };
-use presets::{PRESETS, Preset, preset_form};
-use std::collections::BTreeMap;
+use presets::{PRESETS, preset_form};
+use std::{collections::BTreeMap, slice};
 
 mod fields;
 mod form;
@@ -41,8 +41,8 @@ pub struct SubmitPage {
 }
 
 impl SubmitPage {
-    /// A new form: of the named preset (`?preset=cifar10`), otherwise of the first preset whose dataset is registered;
-    /// with `dataset` if one is named (`?dataset=flowers`). To submit a job again (`?from={id}`), build the page with
+    /// A new form: of the named preset (`?preset=cifar10`), otherwise for the named dataset (`?dataset=flowers`) or the newest one
+    /// without broken files, by the preset for its pictures if there is one. To submit a job again (`?from={id}`), build the page with
     /// [`Form::from_spec`] instead.
     pub fn fresh(
         preset: Option<&str>,
@@ -51,27 +51,20 @@ impl SubmitPage {
         slots: u32,
         server_url: String,
     ) -> Self {
-        let wants = |p: &Preset, name: &str| p.values.contains(&("data.dataset", name));
-        let named = PRESETS.iter().find(|p| Some(p.key) == preset);
-        let fitting = || match dataset {
-            Some(name) => PRESETS.iter().find(|p| wants(p, name)),
-            None => PRESETS.iter().find(|p| p.dataset(&datasets).is_some()),
+        let chosen = match dataset {
+            Some(name) => datasets.iter().find(|d| d.name == name),
+            None => datasets.iter().max_by_key(|d| (d.info.broken_count == 0, d.added_at)),
         };
-        let mut form = match named.or_else(fitting) {
-            Some(preset) => preset_form(preset, slots, &datasets),
-            None => {
-                let chosen = match dataset {
-                    Some(name) => datasets.iter().find(|d| d.name == name),
-                    None => datasets.first(),
-                };
-                suggested(chosen).unwrap_or_else(|| {
-                    let mut form = DEFAULTS.clone();
-                    form.set("name", "my-first-job");
-                    form.set("data.dataset", chosen.map_or("", |d| &d.name));
-                    form
-                })
-            }
-        };
+        let of_chosen = chosen.map(slice::from_ref).unwrap_or_default();
+        let named = PRESETS.iter().find(|p| Some(p.key) == preset).map(|p| preset_form(p, slots, &datasets));
+        let fitting = || PRESETS.iter().find(|p| p.dataset(of_chosen).is_some());
+        let fitting = || fitting().map(|p| preset_form(p, slots, of_chosen));
+        let mut form = named.or_else(fitting).or_else(|| suggested(chosen)).unwrap_or_else(|| {
+            let mut form = DEFAULTS.clone();
+            form.set("name", "my-first-job");
+            form.set("data.dataset", chosen.map_or("", |d| &d.name));
+            form
+        });
         if let Some(dataset) = dataset {
             form.set("data.dataset", dataset);
         }
@@ -83,12 +76,14 @@ impl SubmitPage {
     /// # Errors
     /// See [`askama::Template::render`]; no data can cause an error.
     pub fn render(&self) -> Result<String, askama::Error> {
+        let recipe = recipe_values(self.form.filled());
         let view = |f: &'static Field| FieldView {
             field: f,
             id: format!("f-{}", f.key.replace(['.', '_'], "-")),
             pointer: format!("/{}", f.key.replace('.', "/")),
             value: self.form.text(f.key).to_owned(),
             default: DEFAULTS.text(f.key).to_owned(),
+            is_of_recipe: recipe.contains_key(f.key),
             errors: self.mistakes.iter().filter(|m| belongs(m, f)).map(|m| m.detail.clone()).collect(),
         };
         let group = |more: bool| {
@@ -130,10 +125,17 @@ struct FieldView {
     pointer: String,
     value: String,
     default: String,
+    /// Whether the form's recipe sets the key.
+    is_of_recipe: bool,
     errors: Vec<String>,
 }
 
 impl FieldView {
+    /// The text in a field: defaults are its placeholder. A recipe that sets the key would replace an empty field.
+    fn shown(&self) -> &str {
+        if self.value == self.default && !self.is_of_recipe { "" } else { &self.value }
+    }
+
     /// Each choice, and whether it is selected.
     fn options(&self) -> Vec<(&'static str, bool)> {
         let options: &[&str] = if let Kind::Choice(options) = self.field.kind { options } else { &[] };
@@ -166,8 +168,13 @@ impl FieldView {
 }
 
 impl SubmitTemplate<'_> {
-    fn nav(&self) -> Bar {
-        Nav::Jobs.seen_by(self.page.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Jobs.seen_by(&self.page.viewer)
+    }
+
+    /// The id of a section of "More settings".
+    fn anchor(&self, title: &str) -> String {
+        format!("more-{}", title.to_lowercase().replace(' ', "-"))
     }
 
     /// Every mistake, with the id and the label of its field, if it belongs to a field.
@@ -289,6 +296,19 @@ mod tests {
             }
         }
         assert_eq!(fresh(Some("unknown")).text("data.dataset"), "unknown");
+
+        // The newest dataset without broken files comes first, and defaults are placeholders.
+        let added = |name: &str, hours: i64, broken_count: u64| Dataset {
+            name: name.into(),
+            info: DatasetInfo { broken_count, ..photographs.info.clone() },
+            added_at: photographs.added_at + jiff::SignedDuration::from_hours(hours),
+            ..photographs.clone()
+        };
+        let all = vec![added("newer", 1, 0), photographs.clone(), added("broken", 2, 1)];
+        let page = SubmitPage::fresh(None, None, all, 2, String::new());
+        assert_eq!(page.form.text("data.dataset"), "newer");
+        let html = page.render().expect("renders");
+        assert!(html.contains(r#"name="train.seed" value="" placeholder="0""#), "{html}");
     }
 
     #[test]

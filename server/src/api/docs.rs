@@ -5,12 +5,13 @@ use crate::{
     auth::access::Caller,
     http::{
         error::{Error, PageError},
-        extract::Path,
+        extract::{PageQuery, Path},
     },
 };
 use axum::Extension;
 use lockstep_web::docs::{DocsEntry, DocsPage, title};
 use rust_embed::RustEmbed;
+use serde::Deserialize;
 
 #[derive(RustEmbed)]
 #[folder = "../docs"]
@@ -38,8 +39,46 @@ fn entries() -> Vec<DocsEntry> {
 }
 
 /// `GET /docs`
-pub(crate) async fn index(Extension(caller): Extension<Caller>) -> Page {
-    html(DocsPage::index(&entries(), viewer(&caller)).render())
+#[derive(Debug, Default, Deserialize)]
+pub(crate) struct DocsQuery {
+    /// Words to search for; empty for the list of all pages.
+    #[serde(default)]
+    q: String,
+}
+
+/// Pages that contain all of these words in any case, those with one of them in the title first; and the first line of each that contains
+/// one.
+fn search(query: &str) -> Vec<(DocsEntry, String)> {
+    let words: Vec<_> = query.split_whitespace().map(str::to_lowercase).collect();
+    let has_one = |text: &str| {
+        let text = text.to_lowercase();
+        words.iter().any(|word| text.contains(word.as_str()))
+    };
+    let found = entries().into_iter().filter_map(|entry| {
+        let source = source(&entry.path)?;
+        let lower = source.to_lowercase();
+        if !words.iter().all(|word| lower.contains(word.as_str())) {
+            return None;
+        }
+        let line = source.lines().find(|line| has_one(line)).unwrap_or_default().to_owned();
+        Some((entry, line))
+    });
+    let mut found: Vec<_> = found.collect();
+    found.sort_by_key(|(entry, _)| !has_one(&entry.title));
+    found
+}
+
+/// `GET /docs`
+pub(crate) async fn index(
+    Extension(caller): Extension<Caller>,
+    PageQuery(DocsQuery { q }): PageQuery<DocsQuery>,
+) -> Page {
+    let (pages, viewer) = (entries(), viewer(&caller));
+    let page = match q.trim() {
+        "" => DocsPage::index(&pages, viewer),
+        query => DocsPage::found(query, &search(query), &pages, viewer),
+    };
+    html(page.render())
 }
 
 /// `GET /docs/{path}`
@@ -54,6 +93,15 @@ pub(crate) async fn page(Extension(caller): Extension<Caller>, Path(path): Path<
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_with_all_words_are_found() {
+        let paths =
+            |query: &str| -> Vec<_> { search(query).into_iter().map(|(entry, _)| entry.path).collect() };
+        assert_eq!(paths("DistributedSampler mindinsight"), ["coming-from"]);
+        assert_eq!(paths("datasets").first().map(String::as_str), Some("datasets"), "in the title");
+        assert!(paths("no-page-has-this-word").is_empty());
+    }
 
     #[test]
     fn the_reference_is_embedded_and_every_page_has_a_title() {

@@ -384,8 +384,10 @@ pub trait Store: Send + Sync + 'static {
     async fn purge_access(&self, now: Timestamp, before: Timestamp) -> Result<()>;
     /// Adds to the audit log.
     async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()>;
-    /// Entries of the audit log before the entry `before`, newest first.
-    async fn audit(&self, before: Option<&str>, limit: u32) -> Result<Vec<AuditEntry>>;
+    /// Entries of the audit log before the entry `before`, newest first: of this person and their tokens, and with this text in what was
+    /// done or in its address. An empty text means all.
+    async fn audit(&self, before: Option<&str>, who: &str, text: &str, limit: u32)
+    -> Result<Vec<AuditEntry>>;
     /// Removes some entries that are older than `before` or beyond the newest `keep`; false when there was none left.
     async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool>;
 

@@ -143,8 +143,8 @@ describe("jobs compared under fingers", () => {
     const { page, touch } = await open(), scatter = page.locator("#scatter"), at = await box(scatter);
     assert.match(await page.locator("#scatter-note").textContent(), /^hold, then drag/);
     const place = (x, y) => [at.x + x * at.width, at.y + y * at.height], scrolled = () => page.evaluate(() => scrollY);
-    await touch.drag([place(0.6, 0.95)], [place(0.99, 0.6)], { rest: REST_MS });
-    await until("what lies at the right below is selected", async () => (await selected(page)) === "fast");
+    await touch.drag([place(0.6, 0.05)], [place(0.99, 0.4)], { rest: REST_MS });
+    await until("what lies at the right above, where low losses are, is selected", async () => (await selected(page)) === "fast");
     assert.ok(Math.abs((await scatter.boundingBox()).y - at.y) < 20, "the page has stayed where it was");
     await page.getByRole("button", { name: "Clear", exact: true }).tap();
     await until("all are selected", async () => (await selected(page)) === "fast,slow,wild");

@@ -3,29 +3,37 @@
 use super::queue::{self, QueuePage, QueueQuery};
 use crate::{
     api::html::{Page, html, viewer},
-    auth::access::Caller,
+    auth::{Auth, access::Caller},
     http::extract::PageQuery,
     scheduler::Scheduler,
 };
 use axum::{Extension, extract::State};
+use lockstep_protocol::{access::Scope, queue::QueuedJob};
 use lockstep_web::queue as views;
 use std::sync::Arc;
 
 /// `GET /queue`
 pub(crate) async fn show(
     State(scheduler): State<Arc<Scheduler>>,
+    State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
     PageQuery(query): PageQuery<QueueQuery>,
 ) -> Page {
     let query = query.counted();
     let QueuePage { jobs, reservations, next_cursor, total } =
         queue::page(&scheduler, &caller, &query).await?;
+    let may_change = |job: &&QueuedJob| {
+        caller.may(Scope::Submit)
+            && (!auth.access.has_people() || caller.sees_all() || caller.owns(job.owner.as_deref()))
+    };
+    let changeable = jobs.items.iter().filter(may_change).filter_map(|job| job.id.clone()).collect();
     let page = views::QueuePage {
         jobs: jobs.items,
         total: total.unwrap_or(0),
         reservations,
         project: query.project.clone().unwrap_or_default(),
         owner: query.owner.clone().unwrap_or_default(),
+        changeable,
         is_first: query.is_first(),
         next: next_cursor,
         now: crate::now(),

@@ -13,9 +13,10 @@ use crate::{
     store::AuditEntry,
 };
 use axum::{Extension, Json, extract::State};
+use lockstep_protocol::JobId;
 use lockstep_web::audit as views;
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
+use std::{collections::HashMap, sync::Arc};
 use utoipa::{IntoParams, ToSchema};
 
 const DEFAULT_LIMIT: u32 = 100;
@@ -50,6 +51,10 @@ pub(crate) struct AuditQuery {
     /// Only what was done before this time (RFC 3339).
     #[param(format = DateTime)]
     created_before: Option<String>,
+    /// Only what this person or token did; a person's tokens count.
+    who: Option<String>,
+    /// Only entries with this text in `action` or `object`; case does not matter.
+    q: Option<String>,
 }
 
 const FIELDS: &[&str] =
@@ -82,7 +87,8 @@ pub(crate) async fn page(auth: &Auth, query: &AuditQuery) -> Result<AuditPage> {
         (cursor, first) => cursor.or(first),
     };
     auth.audit.flush().await;
-    let mut entries = auth.store.audit(behind, limit + 1).await?;
+    let (who, text) = (query.who.as_deref().unwrap_or_default(), query.q.as_deref().unwrap_or_default());
+    let mut entries = auth.store.audit(behind, who.trim(), text.trim(), limit + 1).await?;
     let mut more = entries.len() > limit as usize;
     entries.truncate(limit as usize);
     if let Some(after) = after {
@@ -110,6 +116,28 @@ pub(crate) async fn show(
         object: entry.object,
         status: entry.status,
         request_id: entry.request_id,
+        job_name: String::new(),
     });
-    html::html(views::AuditPage { lines: lines.collect(), next, viewer: html::viewer(&caller) }.render())
+    let mut lines: Vec<_> = lines.collect();
+    let mut names = HashMap::new();
+    for line in &mut lines {
+        let Some(id) = line.job().and_then(|id| id.parse::<JobId>().ok()) else { continue };
+        line.job_name = match names.get(&id) {
+            Some(name) => String::clone(name),
+            None => {
+                let job = auth.store.job(&id).await?;
+                let name = job.map(|row| row.job.name).unwrap_or_default();
+                names.insert(id, name.clone());
+                name
+            }
+        };
+    }
+    let page = views::AuditPage {
+        lines,
+        next,
+        who: query.who.unwrap_or_default(),
+        text: query.q.unwrap_or_default(),
+        viewer: html::viewer(&caller),
+    };
+    html::html(page.render())
 }

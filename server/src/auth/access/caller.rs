@@ -125,6 +125,7 @@ impl Caller {
     /// What pages show it.
     pub(crate) fn viewer(&self) -> Viewer {
         Viewer {
+            who: self.token().map(Token::who).unwrap_or_default(),
             signed_in: self.session().is_some(),
             is_admin: self.may(Scope::Admin),
             is_person: self.person().is_some(),

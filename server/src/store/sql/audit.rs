@@ -1,13 +1,13 @@
 //! The audit log.
 
-use super::{DbRow, SqlStore};
+use super::{DbRow, SqlStore, jobs::part_of};
 use crate::store::{
     AuditEntry, Result,
     quarantine::readable,
     values::{plain, time},
 };
 use jiff::Timestamp;
-use sqlx::Row;
+use sqlx::{QueryBuilder, Row};
 
 /// Entries that a purge removes at a time: others hardly wait for it.
 const SOME: i64 = 500;
@@ -49,13 +49,31 @@ impl SqlStore {
         Ok(db.commit().await?)
     }
 
-    pub(super) async fn read_audit(&self, before: Option<&str>, limit: u32) -> Result<Vec<AuditEntry>> {
+    pub(super) async fn read_audit(
+        &self,
+        before: Option<&str>,
+        who: &str,
+        text: &str,
+        limit: u32,
+    ) -> Result<Vec<AuditEntry>> {
+        // A person's token is recorded as `ada (laptop)`.
+        let mut query = QueryBuilder::new("SELECT * FROM audit WHERE id < ");
         // Above every id, which are hexadecimal.
-        let rows = sqlx::query("SELECT * FROM audit WHERE id < $1 ORDER BY id DESC LIMIT $2")
-            .bind(before.unwrap_or("~"))
-            .bind(i64::from(limit))
-            .fetch_all(&self.reader)
-            .await?;
+        query.push_bind(before.unwrap_or("~").to_owned());
+        if !who.is_empty() {
+            query.push(" AND (who = ").push_bind(plain(who).into_owned()).push(" OR who LIKE ");
+            query
+                .push_bind(part_of(&format!("{who} (")).trim_start_matches('%').to_owned())
+                .push(" ESCAPE '!')");
+        }
+        if !text.is_empty() {
+            query
+                .push(" AND lower(action || ' ' || object) LIKE lower(")
+                .push_bind(part_of(text))
+                .push(") ESCAPE '!'");
+        }
+        query.push(" ORDER BY id DESC LIMIT ").push_bind(i64::from(limit));
+        let rows = query.build().fetch_all(&self.reader).await?;
         Ok(readable(rows.iter().map(entry)))
     }
 

@@ -401,8 +401,14 @@ impl Store for SqlStore {
     async fn add_audit(&self, entries: &[AuditEntry]) -> Result<()> {
         self.insert_audit(entries).await
     }
-    async fn audit(&self, before: Option<&str>, limit: u32) -> Result<Vec<AuditEntry>> {
-        self.read_audit(before, limit).await
+    async fn audit(
+        &self,
+        before: Option<&str>,
+        who: &str,
+        text: &str,
+        limit: u32,
+    ) -> Result<Vec<AuditEntry>> {
+        self.read_audit(before, who, text, limit).await
     }
     async fn purge_audit(&self, before: Timestamp, keep: u32) -> Result<bool> {
         self.remove_old_audit(before, keep).await

@@ -51,6 +51,17 @@ async fn everything_that_may_change_something_is_written_down() {
     assert_eq!((&found[0]["address"], &found[0]["token_id"]), (&json!("127.0.0.1"), &json!("local")));
 
     assert_eq!(server.delete(&format!("/tokens/{id}")).await.0, 204);
+    for (query, expected) in [
+        ("who=this%20machine", 4),
+        ("who=this", 0),
+        ("q=/TOKENS", 2),
+        ("q=100%25", 0),
+        ("who=this%20machine&q=delete", 2),
+        ("who=&q=", 4),
+    ] {
+        let (_, found) = server.get(&format!("/audit?{query}")).await;
+        assert_eq!(found["entries"].as_array().unwrap().len(), expected, "{query}");
+    }
     let (status, page) = server.text("/audit").await;
     assert!(status == 200 && page.contains("DELETE /api/v1/tokens/{id}") && page.contains("this machine"));
     server.stop().await;

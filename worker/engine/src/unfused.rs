@@ -130,8 +130,9 @@ pub(super) fn check_against_pytorch(
     tolerance: &Tolerance,
     build: impl FnOnce(Arc<Network>, &NamedTensors, EngineConfig) -> Box<dyn Engine>,
 ) {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/pytorch/fixtures/unfused.json");
-    let fixture: Fixture = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    // Part of the program, which also runs on machines without the source tree.
+    let fixture: Fixture =
+        serde_json::from_slice(include_bytes!("../../../tests/pytorch/fixtures/unfused.json")).unwrap();
     let network = Arc::new(network(fixture.image_size));
     let mut engine = build(network.clone(), &initial(&network), config(fixture.batch_size));
     let step = engine.train_step(&[batch(&network, fixture.batch_size)], 0.1).unwrap();

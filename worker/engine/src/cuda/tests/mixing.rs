@@ -178,7 +178,7 @@ fn gpu_steps_on_resident_mixed_pictures_are_the_cpu_engine_s() {
 #[test]
 #[ignore = "needs a GPU"]
 fn gpu_mixed_pictures_come_from_the_host_as_bytes() {
-    let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../assets/fashion-mnist"));
+    let path = fashion_mnist();
     let mut data = DataSource::open(&path, &DataSpec { crop_padding: 2, ..DataSpec::default() }, 1).unwrap();
     data.set_mixing(Mixing { mixup: 0.4, cutmix: 1.0 });
     let network =

@@ -27,8 +27,8 @@ pub use rows::{
     CheckpointRow, Claim, Claimed, Comparison, Condition, Counts, Created, Cursor, EventRow, GivenPlace,
     GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder,
     Holders, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage,
-    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records,
-    Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint,
+    MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report,
+    RunRecords, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint,
     TokenRow, WaitingVersion,
 };
 
@@ -190,7 +190,7 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses.
-    async fn append_records(&self, records: &Records, change: RecordsChange) -> Result<Appended>;
+    async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<Appended>;
 
     /// Rows of a job's events that end after `after`, in order, at most `limit`: of the first one some events may be known.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;

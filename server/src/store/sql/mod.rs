@@ -37,7 +37,7 @@ use crate::store::{
     CheckpointRow, Claim, Claimed, Counts, Created, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter,
     HistogramIndex, HistogramRow, HistoryRows, Holders, Ingested, JobFilter, JobRow, LogFilter, LogPage,
     MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, Occupant, Owned, Page, PanelsOf, PersonRow,
-    Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store,
+    Place, ProjectRow, QueuePlace, RecordsChange, Report, Result, RunRecords, SessionRow, SortBy, Store,
     StoredCheckpoint, TokenRow, WaitingVersion,
 };
 use async_trait::async_trait;
@@ -172,7 +172,7 @@ impl Store for SqlStore {
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         self.store_reports(reports).await
     }
-    async fn append_records(&self, records: &Records, change: RecordsChange) -> Result<Appended> {
+    async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<Appended> {
         self.store_records(records, change).await
     }
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {

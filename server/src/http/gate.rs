@@ -202,7 +202,7 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
         return Ok(Some(Caller::anybody()));
     }
     if let Some(value) = headers.get(header::AUTHORIZATION) {
-        let Some(token) = token(value, path) else {
+        let Some(token) = bearer(value).map(str::to_owned).or_else(|| password(value, path)) else {
             let detail = "the Authorization header must be: Bearer TOKEN";
             return Err(Error::Unauthorized(detail.into()));
         };
@@ -220,12 +220,15 @@ fn identify(gate: &Gate, headers: &HeaderMap, path: &str) -> Result<Option<Calle
     Ok(cookie(headers, &gate.auth.cookie_name).and_then(|secret| gate.auth.access.by_session(secret)))
 }
 
-/// The token of an `Authorization` header. Clients of MLflow may send it as a password (`MLFLOW_TRACKING_PASSWORD`).
-fn token(value: &HeaderValue, path: &str) -> Option<String> {
+/// The token of an `Authorization` header.
+fn bearer(value: &HeaderValue) -> Option<&str> {
+    let (scheme, token) = value.to_str().ok()?.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
+}
+
+/// The token that a client of MLflow's sends as a password (`MLFLOW_TRACKING_PASSWORD`).
+fn password(value: &HeaderValue, path: &str) -> Option<String> {
     let (scheme, sent) = value.to_str().ok()?.split_once(' ')?;
-    if scheme.eq_ignore_ascii_case("bearer") {
-        return Some(sent.trim().to_owned());
-    }
     let is_basic = scheme.eq_ignore_ascii_case("basic") && path.starts_with("/api/2.0/mlflow/");
     let decoded = BASE64_STANDARD.decode(sent.trim()).ok().filter(|_| is_basic)?;
     let (_, password) = std::str::from_utf8(&decoded).ok()?.split_once(':')?;

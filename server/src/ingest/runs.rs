@@ -4,7 +4,7 @@
 use crate::{
     events::Events,
     lifecycle::external::{self, RunChange},
-    store::{Appended, Created, EventRow, JobRow, NewJob, Records, Result, Store, StoreError},
+    store::{Appended, Created, EventRow, JobRow, NewJob, Result, RunRecords, Store, StoreError},
 };
 use lockstep_protocol::{
     job::{Job, JobId, JobState},
@@ -79,13 +79,13 @@ impl Runs {
         Ok(changed.job)
     }
 
-    /// Takes a run's records: `columns_of` has the columns of all but so many of the first ones. `first` is as in [`Records`].
+    /// Takes a run's records: `columns_of` has the columns of all but so many of the first ones. `first` is as in [`RunRecords`].
     ///
     /// # Errors
     /// As [`Runs::tell`].
     pub(crate) async fn log(
         &self,
-        records: Records,
+        records: RunRecords,
         columns_of: impl Fn(u64) -> Vec<MetricColumn> + Send + Sync + 'static,
         change: RunChange,
     ) -> Result<Logged> {

@@ -23,7 +23,7 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, Report, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, RunRecords, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
 };
 
 pub use crate::lifecycle::JobRow;
@@ -184,7 +184,7 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`StoreError::NotFound`]; [`StoreError::Refused`]: what `change` refuses.
-    async fn append_records(&self, records: &Records, change: RecordsChange) -> Result<Appended>;
+    async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<Appended>;
 
     /// Rows of a job's events that end after `after`, in order, at most `limit`: of the first one some events may be known.
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>>;

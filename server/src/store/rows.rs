@@ -16,8 +16,8 @@ mod webhooks;
 
 pub use access::{AuditEntry, SessionRow, TokenRow};
 pub use attempts::{
-    Appended, AttemptRow, Claim, Claimed, GivenPlace, Ingested, Occupant, Place, QueuePlace, Records, Report,
-    WaitingVersion,
+    Appended, AttemptRow, Claim, Claimed, GivenPlace, Ingested, Occupant, Place, QueuePlace, Report,
+    RunRecords, WaitingVersion,
 };
 pub(super) use events::ROW_COST;
 pub use events::{EventRow, LogFilter, LogPage, Stored};

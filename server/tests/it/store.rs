@@ -203,7 +203,7 @@ async fn many_at_once(store: &dyn Store) {
         let mut spec = spec(name);
         spec.preemptible = name == "third";
         let (annotation, idempotency, fork, owner) = (Annotation::default(), None, None, None);
-        let new = NewJob { id: id.clone(), spec, annotation, at, idempotency, fork, owner };
+        let new = NewJob { id: id.clone(), spec, annotation, at, idempotency, fork, owner, external: None };
         store.create_job(new).await.unwrap();
         jobs.push(id);
     }
@@ -274,7 +274,16 @@ async fn more_than_a_statement_takes(store: &dyn Store) {
         let (annotation, idempotency, fork, owner) = (Annotation::default(), None, None, None);
         let spec = spec(&format!("job {n}"));
         store
-            .create_job(NewJob { id: id.clone(), spec, annotation, at, idempotency, fork, owner })
+            .create_job(NewJob {
+                id: id.clone(),
+                spec,
+                annotation,
+                at,
+                idempotency,
+                fork,
+                owner,
+                external: None,
+            })
             .await
             .unwrap();
         jobs.push(id);

@@ -10,7 +10,7 @@ use crate::{
     lifecycle::external::{RunChange, text_of},
     metrics::{self, query},
     scheduler::Scheduler,
-    store::{JobFilter, JobSort, MetricFilter, Records, SortBy, StoreError, purge::DeletedJobs},
+    store::{JobFilter, JobSort, MetricFilter, RunRecords, SortBy, StoreError, purge::DeletedJobs},
 };
 use axum::{
     Extension, Json,
@@ -443,7 +443,7 @@ impl Parts {
         let now = crate::now();
         let at =
             newest.and_then(|at| jiff::Timestamp::from_millisecond(at).ok()).map_or(now, |at| at.min(now));
-        let records = Records { job: job.id, first: None, count: metrics.len() as u64, at };
+        let records = RunRecords { job: job.id, first: None, count: metrics.len() as u64, at };
         self.runs.log(records, move |_| columns.clone(), change).await?;
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::{
     },
     ingest::runs::{Logged, Runs},
     lifecycle::external::RunChange,
-    store::{Annotation, NewJob, Records},
+    store::{Annotation, NewJob, RunRecords},
 };
 use axum::{
     Extension, Json,
@@ -315,7 +315,7 @@ pub(crate) async fn log(
         return Err(Error::Invalid(mistakes));
     }
     let (first, count, at) = (new.first, new.records.len() as u64, new.at());
-    let records = Records { job: auth.run_id(&caller, &id), first: Some(first), count, at };
+    let records = RunRecords { job: auth.run_id(&caller, &id), first: Some(first), count, at };
     let columns_of = move |known: u64| {
         let new = new.records.iter().skip(usize::try_from(known).unwrap_or(usize::MAX));
         columns(new.flat_map(|record| {

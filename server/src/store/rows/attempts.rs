@@ -137,7 +137,7 @@ pub struct Report {
 
 /// Records of a run from elsewhere.
 #[derive(Debug, Clone)]
-pub struct Records {
+pub struct RunRecords {
     /// The run.
     pub job: JobId,
     /// The number of the first, from 1. `None`: they follow those that are stored.

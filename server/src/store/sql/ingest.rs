@@ -4,7 +4,7 @@ use super::{Connection, SqlStore, checkpoint_copies, events, jobs, layers, toget
 use crate::{
     lifecycle::{self, external},
     store::{
-        Appended, Changed, EventRow, Ingested, JobRow, Place, Records, RecordsChange, Report, Result,
+        Appended, Changed, EventRow, Ingested, JobRow, Place, RecordsChange, Report, Result, RunRecords,
         StoreError,
         values::{fencing, int, reached, small, uint},
     },
@@ -164,8 +164,12 @@ impl SqlStore {
         Ok(answers)
     }
 
-    pub(super) async fn store_records(&self, records: &Records, change: RecordsChange) -> Result<Appended> {
-        let Records { job, first, count, at } = records;
+    pub(super) async fn store_records(
+        &self,
+        records: &RunRecords,
+        change: RecordsChange,
+    ) -> Result<Appended> {
+        let RunRecords { job, first, count, at } = records;
         let source = number(Source::Rank(external::RANK), 0);
         let mut db = self.begin().await?;
         let row = jobs::load(&mut db, job).await?.ok_or(StoreError::NotFound("job"))?;

@@ -35,7 +35,7 @@ use super::dialect::{
 };
 use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Copies, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Records, RecordsChange, Report, Result, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Copies, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, RecordsChange, Report, Result, RunRecords, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, WebhookRow,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;
@@ -169,7 +169,7 @@ impl Store for SqlStore {
     async fn ingest(&self, reports: &[Report]) -> Result<Vec<Ingested>> {
         self.store_reports(reports).await
     }
-    async fn append_records(&self, records: &Records, change: RecordsChange) -> Result<Appended> {
+    async fn append_records(&self, records: &RunRecords, change: RecordsChange) -> Result<Appended> {
         self.store_records(records, change).await
     }
     async fn events(&self, job: &JobId, after: u64, limit: u32) -> Result<Vec<EventRow>> {

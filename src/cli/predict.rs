@@ -3,7 +3,7 @@
 use super::{
     api::ServerArgs,
     block_on,
-    checkpoint_choice::{Weights, choose, find},
+    checkpoint_choice::{Weights, find},
     file, output, wrong,
 };
 use anyhow::Context;

@@ -33,8 +33,8 @@ impl ModelsPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Models.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Models.seen_by(&self.viewer)
     }
 
     fn age(&self, at: &Timestamp) -> String {
@@ -67,8 +67,8 @@ impl ModelPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Models.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Models.seen_by(&self.viewer)
     }
 
     fn changes(&self) -> bool {

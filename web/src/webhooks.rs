@@ -65,7 +65,7 @@ impl WebhooksPage {
         Template::render(self)
     }
 
-    fn nav(&self) -> Bar {
-        Nav::Elsewhere.seen_by(self.viewer)
+    fn nav(&self) -> Bar<'_> {
+        Nav::Elsewhere.seen_by(&self.viewer)
     }
 }

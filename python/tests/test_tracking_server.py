@@ -80,9 +80,11 @@ def test_what_the_package_refuses_by_itself_the_server_refuses_and_no_more() -> 
     names = ["x" * 250, "Überlebensrate, %", "a/b.c"]
     with lockstep.init(name="limits") as run:
         run.log({name: 1.0 for name in names}, step=2**53 - 1)
-        run.log({"x" * 251: 1.0, "a\nb": 1.0})
+        run.log({str(number): number for number in range(2000)}, step=0)
+        run.log({"x" * 251: 1.0, "a\nb": 1.0}, step=0)
+        run.log({"loss": 1.0}, step=-1)
         run.log({"loss": 1.0}, step=2**53)
-        run.log({str(number): number for number in range(2000)})
+        run.log({"loss": 1.0})
     job = job_of(run)
     assert job.state == "succeeded" and job.step == 2**53 - 1
     assert all(len(job.metrics(name)) == 1 for name in names)

@@ -6,13 +6,17 @@ import csv
 import math
 import re
 import struct
+import subprocess
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from test_lockstep import ROOT, server
+from test_lockstep import PROGRAM, ROOT, server
 
 import lockstep
+from lockstep import tracking
 
 # The module's server, as in test_lockstep.
 __all__ = ["server"]
@@ -76,13 +80,49 @@ def test_a_run_is_seen_while_it_goes_on_fails_and_continues_elsewhere() -> None:
         lockstep.init(id="nobody", dir="c", resume="must")
 
 
+def test_a_server_that_is_killed_twice_has_every_point_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracking, "SEND_SECS", 0.05)
+
+    def serve(listen: str) -> tuple[subprocess.Popen[str], str]:
+        command = [str(PROGRAM), "serve", "--listen", listen, "--cpu-slots", "1", "--no-open"]
+        with open("server.log", "a") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline().split()[-1]
+
+    process, url = serve("127.0.0.1:0")
+    try:
+        monkeypatch.setenv("LOCKSTEP_SERVER", url)
+        run = lockstep.init(name="survives")
+        for step in range(15_000):
+            run.log({"x": step})
+            if step in (5_000, 10_000):
+                ends_at = time.monotonic() + 20
+                while job_of(run).step < step - 4_000:
+                    assert time.monotonic() < ends_at
+                process.kill()
+                process.wait()
+                process, _ = serve(url.removeprefix("http://"))
+        run.finish()
+        job = job_of(run)
+        assert job.state == "succeeded" and points(job, "x") == [(step, step) for step in range(15_000)]
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_what_the_package_refuses_by_itself_the_server_refuses_and_no_more() -> None:
     names = ["x" * 250, "Überlebensrate, %", "a/b.c"]
     with lockstep.init(name="limits") as run:
         run.log({name: 1.0 for name in names}, step=2**53 - 1)
-        run.log({"x" * 251: 1.0, "a\nb": 1.0})
+        run.log({str(number): number for number in range(2000)}, step=0)
+        run.log({"x" * 251: 1.0, "a\nb": 1.0}, step=0)
+        run.log({"loss": 1.0}, step=-1)
         run.log({"loss": 1.0}, step=2**53)
-        run.log({str(number): number for number in range(2000)})
+        run.log({"loss": 1.0})
     job = job_of(run)
     assert job.state == "succeeded" and job.step == 2**53 - 1
     assert all(len(job.metrics(name)) == 1 for name in names)

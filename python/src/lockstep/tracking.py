@@ -208,8 +208,6 @@ class Run:
                 self._add(values, name, value)
         if step is not None and type(step) is not int:
             step = whole(step)
-        if step is not None and not 0 <= step < EXACT:
-            return warn_once(f"a step must be 0 to 2^53 - 1: what is logged at step {step} is left out")
         at = int(time.time() * 1000)
         with self._lock:
             if self._is_over:
@@ -220,6 +218,9 @@ class Run:
                     self._step += 1
             else:
                 self._step = max(self._step, step + bool(commit))
+            # The server would refuse the whole request.
+            if not 0 <= step < EXACT:
+                return warn_once(f"a step must be 0 to 2^53 - 1: what is logged at step {step} is left out")
             if not values:
                 return
             self._last.update(values)
@@ -244,7 +245,7 @@ class Run:
         if found is None:
             return warn_once(f"{name} is not logged: {type(value).__name__} is not a number")
         if name not in self._names:
-            # The server would refuse the whole request.
+            # As for steps.
             if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
                 return warn_once(f"{name!r} is not logged: a name has 1 to {NAME_CHARS} printable characters")
             if len(self._names) >= METRICS:

@@ -17,7 +17,13 @@ const READING: [&str; 3] =
 const OWN_TOKENS: [&str; 2] = ["/api/v1/tokens", "/api/v1/tokens/{id}"];
 
 fn is_about(path: &str) -> bool {
-    let starts = ["/jobs/{id}", "/api/v1/jobs/{id}", "/api/v1/checkpoints/{id}", "/api/v1/datasets/{name}"];
+    let starts = [
+        "/jobs/{id}",
+        "/api/v1/jobs/{id}",
+        "/api/v1/runs/{id}",
+        "/api/v1/checkpoints/{id}",
+        "/api/v1/datasets/{name}",
+    ];
     starts.iter().any(|start| path.starts_with(start))
 }
 

@@ -3,7 +3,7 @@
 use crate::{
     limits::{PANEL_METRICS, PANEL_TITLE_CHARS, PANELS},
     metric,
-    spec::{SpecError, shortened},
+    spec::{SpecError, nearest, shortened},
 };
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -68,8 +68,9 @@ fn one() -> u8 {
     1
 }
 
-/// Mistakes in panels, each with a pointer to it; empty if there are none.
-pub fn mistakes(panels: &[Panel]) -> Vec<SpecError> {
+/// Mistakes in panels, each with a pointer to it; empty if there are none. `any_name`: metrics may be those of runs from
+/// elsewhere, which choose names.
+pub fn mistakes(panels: &[Panel], any_name: bool) -> Vec<SpecError> {
     let mut all = Vec::new();
     if panels.len() > PANELS {
         let detail = format!("has {} panels; at most {PANELS} are kept", panels.len());
@@ -77,7 +78,7 @@ pub fn mistakes(panels: &[Panel]) -> Vec<SpecError> {
         return all;
     }
     for (place, panel) in panels.iter().enumerate() {
-        for (key, detail) in panel.mistakes() {
+        for (key, detail) in panel.mistakes(any_name) {
             all.push(SpecError { pointer: format!("/panels/{place}/{key}"), detail });
         }
     }
@@ -85,7 +86,7 @@ pub fn mistakes(panels: &[Panel]) -> Vec<SpecError> {
 }
 
 impl Panel {
-    fn mistakes(&self) -> Vec<(&'static str, String)> {
+    fn mistakes(&self, any_name: bool) -> Vec<(&'static str, String)> {
         let mut all = Vec::new();
         let chars = self.title.chars().count();
         if self.title.trim().is_empty() || chars > PANEL_TITLE_CHARS {
@@ -96,7 +97,7 @@ impl Panel {
         } else if self.title.chars().any(char::is_control) {
             all.push(("title", "has characters that cannot be shown, such as a line break".into()));
         }
-        all.extend(self.metrics_mistake().map(|detail| ("metrics", detail)));
+        all.extend(self.metrics_mistake(any_name).map(|detail| ("metrics", detail)));
         for (key, cells) in [("columns", self.columns), ("rows", self.rows)] {
             if !(1..=MOST_CELLS).contains(&cells) {
                 all.push((key, format!("must be 1 to {MOST_CELLS}, is {cells}")));
@@ -118,15 +119,21 @@ impl Panel {
         all
     }
 
-    fn metrics_mistake(&self) -> Option<String> {
+    fn metrics_mistake(&self, any_name: bool) -> Option<String> {
         let count = self.metrics.len();
         if count == 0 || count > PANEL_METRICS {
             return Some(format!("has {count} metrics; 1 to {PANEL_METRICS} are allowed"));
         }
         let mut quantities: Vec<&str> = Vec::new();
         for (place, name) in self.metrics.iter().enumerate() {
-            if let Some(mistake) = metric::name_mistake(name) {
-                return Some(format!("has the name {:?}: {mistake}", shortened(name)));
+            if any_name {
+                if let Some(mistake) = metric::name_mistake(name) {
+                    return Some(format!("has the name {:?}: {mistake}", shortened(name)));
+                }
+            } else if !metric::NAMES.contains(&name.as_str()) {
+                let near = nearest(name, metric::NAMES.into_iter());
+                let near = near.map_or_else(String::new, |near| format!("; did you mean {near:?}?"));
+                return Some(format!("no metric is called {:?}{near}", shortened(name)));
             }
             if self.metrics[..place].contains(name) {
                 return Some(format!("has {name} twice"));
@@ -156,13 +163,16 @@ mod tests {
 
     /// Keys of the panel's mistakes.
     fn wrong(panel: Panel) -> Vec<String> {
-        mistakes(&[panel]).into_iter().map(|mistake| mistake.pointer.replace("/panels/0/", "")).collect()
+        mistakes(&[panel], true)
+            .into_iter()
+            .map(|mistake| mistake.pointer.replace("/panels/0/", ""))
+            .collect()
     }
 
     #[test]
     fn as_many_panels_metrics_and_characters_as_allowed_and_one_more() {
-        assert_eq!(mistakes(&vec![panel(); PANELS]), []);
-        assert_eq!(mistakes(&vec![panel(); PANELS + 1])[0].pointer, "/panels");
+        assert_eq!(mistakes(&vec![panel(); PANELS], false), []);
+        assert_eq!(mistakes(&vec![panel(); PANELS + 1], false)[0].pointer, "/panels");
         let of = |quantities: [&str; 2]| {
             let names = metric::NAMES.into_iter().filter(|name| quantities.contains(&metric::quantity(name)));
             Panel { metrics: names.map(str::to_owned).collect(), ..panel() }
@@ -170,7 +180,7 @@ mod tests {
         let (most, more) = (of(["time", "bytes"]), of(["time", "bytes/s"]));
         assert_eq!((most.metrics.len(), more.metrics.len()), (PANEL_METRICS, PANEL_METRICS + 1));
         assert!(wrong(most).is_empty());
-        assert_eq!(more.metrics_mistake().unwrap(), "has 7 metrics; 1 to 6 are allowed");
+        assert_eq!(more.metrics_mistake(false).unwrap(), "has 7 metrics; 1 to 6 are allowed");
         let with = |count: usize| Panel { metrics: vec!["loss".into(); count], ..panel() };
         assert_eq!(wrong(with(0)), ["metrics"]);
         for (chars, good) in
@@ -185,15 +195,17 @@ mod tests {
         let with =
             |names: &[&str]| Panel { metrics: names.iter().map(|n| (*n).to_owned()).collect(), ..panel() };
         assert!(wrong(with(&["loss", "val_loss", "lr"])).is_empty());
-        let three = with(&["loss", "lr", "step_ms"]).metrics_mistake().unwrap();
+        let three = with(&["loss", "lr", "step_ms"]).metrics_mistake(false).unwrap();
         assert!(three.contains("3 quantities (loss, learning rate, time)"), "{three}");
-        assert_eq!(with(&["loss", "loss"]).metrics_mistake().unwrap(), "has loss twice");
+        assert_eq!(with(&["loss", "loss"]).metrics_mistake(false).unwrap(), "has loss twice");
         assert!(wrong(with(&["train/loss", "val loss", "loss", "lr"])).contains(&"metrics".to_owned()));
         assert!(
             wrong(with(&["train/loss", "Überlebensrate, %", "loss"])).is_empty(),
             "names of runs from elsewhere"
         );
         assert_eq!(wrong(with(&["a\nb"])), ["metrics"]);
+        let unknown = with(&["los"]).metrics_mistake(false).unwrap();
+        assert!(unknown.contains("did you mean \"loss\"?"), "{unknown}");
     }
 
     #[test]

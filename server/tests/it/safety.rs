@@ -210,6 +210,9 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "post /agent/attempts/{job}/{attempt}/uploads/{name}",
         "put /agent/attempts/{job}/{attempt}/uploads/{name}/{file}",
         "get /queue",
+        "post /runs",
+        "patch /runs/{id}",
+        "post /runs/{id}/records",
         "get /stream",
         "get /openapi.json",
     ]

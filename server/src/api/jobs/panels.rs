@@ -65,8 +65,9 @@ impl From<JobPanels> for lockstep_web::job::Panels {
 }
 
 impl NewPanels {
-    fn checked(self) -> Result<Vec<Panel>> {
-        let mistakes = panels::mistakes(&self.panels);
+    /// `any_name`: metrics may have names that runs from elsewhere chose.
+    fn checked(self, any_name: bool) -> Result<Vec<Panel>> {
+        let mistakes = panels::mistakes(&self.panels, any_name);
         if mistakes.is_empty() { Ok(self.panels) } else { Err(Error::Invalid(mistakes)) }
     }
 }
@@ -111,7 +112,7 @@ pub(crate) async fn put(
     Body(new, _): Body<NewPanels>,
 ) -> Result<Json<JobPanels>> {
     let job = jobs::find(&scheduler, &id).await?;
-    let panels = new.checked()?;
+    let panels = new.checked(job.external.is_some())?;
     store.put_panels(PanelsOf::Job(&job.id), Some(&panels)).await?;
     Ok(Json(JobPanels { from: Origin::Job, panels }))
 }
@@ -171,7 +172,7 @@ pub(crate) async fn put_project(
     Body(new, _): Body<NewPanels>,
 ) -> Result<Json<ProjectPanels>> {
     let project = seen(&*store, &caller, name).await?;
-    let panels = new.checked()?;
+    let panels = new.checked(true)?;
     let kept = Some(&panels[..]).filter(|panels| !panels.is_empty());
     store.put_panels(PanelsOf::Project(&project), kept).await?;
     Ok(Json(ProjectPanels { panels }))

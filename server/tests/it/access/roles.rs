@@ -20,6 +20,7 @@ fn is_about(path: &str) -> bool {
     let starts = [
         "/jobs/{id}",
         "/api/v1/jobs/{id}",
+        "/api/v1/runs/{id}",
         "/api/v1/checkpoints/{id}",
         "/api/v1/datasets/{name}",
         "/models/{name}",

@@ -1,7 +1,7 @@
 //! Every URL of the server, one table. What stands under `/api/v1` is taken from the handlers' own
 //! descriptions, so `openapi.json` cannot forget one.
 
-use super::{agents, assets, checkpoints, datasets, docs, health, jobs, people, runs, webhooks, models};
+use super::{agents, assets, checkpoints, datasets, docs, health, jobs, models, people, runs, webhooks};
 use crate::{
     app::App,
     checkpoints::uploads,

@@ -23,7 +23,14 @@ pub use location::Location;
 
 pub(crate) use rows::principal;
 pub use rows::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed, CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor, Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, Report, RunRecords, SessionRow, SettingKind, SettingValue, SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook, WebhookEvent, WebhookForm, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Changed,
+    CheckpointRow, Claim, Claimed, Comparison, Condition, Copies, CopyState, Counts, Created, Cursor,
+    Delivery, DeliveryAttempt, EventRow, GivenPlace, GroupBy, GroupRow, GroupValue, HistogramFilter,
+    HistogramIndex, HistogramRow, HistoryRows, Holder, Ingested, JobFilter, JobSort, LogFilter, LogPage,
+    MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf,
+    PersonRow, Place, ProjectRow, QueuePlace, Report, RunRecords, SessionRow, SettingKind, SettingValue,
+    SortBy, SortValue, Spread, Stored, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, Webhook,
+    WebhookEvent, WebhookForm, WebhookRow,
 };
 
 pub use crate::lifecycle::JobRow;

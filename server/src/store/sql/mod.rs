@@ -35,7 +35,13 @@ use super::dialect::{
 };
 use crate::config::FairShare;
 use crate::store::{
-    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed, CheckpointRow, Claim, Claimed, Copies, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy, GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow, LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant, Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, RecordsChange, Report, Result, RunRecords, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion, WebhookRow,
+    AgentRow, Annotation, AnnotationPage, Appended, ArtifactMarker, AttemptRow, AuditEntry, Change, Changed,
+    CheckpointRow, Claim, Claimed, Copies, Counts, Created, Delivery, EventRow, GivenPlace, GroupBy,
+    GroupRow, HistogramFilter, HistogramIndex, HistogramRow, HistoryRows, Ingested, JobFilter, JobRow,
+    LogFilter, LogPage, MetricChunk, MetricFilter, MetricPage, MinuteRow, NewJob, NewVersion, Occupant,
+    Owned, Page, PanelsOf, PersonRow, Place, ProjectRow, QueuePlace, RecordsChange, Report, Result,
+    RunRecords, SessionRow, SortBy, Store, StoredCheckpoint, TokenRow, VersionRow, WaitingVersion,
+    WebhookRow,
 };
 use async_trait::async_trait;
 use attempts::YIELDS;

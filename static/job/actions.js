@@ -72,7 +72,7 @@ export class Actions {
     const job = this.page.job(), { checkpoints } = this.page, newest = checkpoints.newest;
     const kept = newest ? `Its ${plural(checkpoints.size, "checkpoint")} stay, the newest ${newest.epoch}-${newest.step}.` : "It has no checkpoint yet: what it learned is lost.";
     const at = job.total_steps ? `Training stops at step ${byId("step").textContent} of ${count(job.total_steps)}.` : "It will not start.";
-    confirmThen({ title: `Cancel ${job.name}?`, detail: `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
+    confirmThen({ title: `Cancel ${job.name}?`, detail: job.external ? "It counts as cancelled. Its program trains on, unless it looks at the answers that it gets." : `${at} ${kept}`, yes: "Cancel the job", act: () => this.#post("cancel") });
   }
 
   async #delete() {

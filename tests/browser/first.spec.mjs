@@ -115,7 +115,8 @@ describe("mistakes", () => {
 
 describe("keys and words", () => {
   test("buttons have the verbs of the command line", async () => {
-    const commands = new Set([...execFileSync(BINARY, ["--help"], { encoding: "utf8" }).matchAll(/^  ([a-z-]+) {2,}\S/gm)].map(([, command]) => command));
+    const help = ["--help", "model --help"].map((words) => execFileSync(BINARY, words.split(" "), { encoding: "utf8" })).join("\n");
+    const commands = new Set([...help.matchAll(/^  ([a-z-]+) {2,}\S/gm)].map(([, command]) => command));
     assert.ok(commands.has("predict"), "the commands are read");
     const { jobs: [job] } = await server.ask("/jobs"), page = await browser.page(server, `/jobs/${job.id}`);
     const words = (at, buttons) => at.locator(buttons).evaluateAll((all) => all.map((b) => b.textContent.trim().toLowerCase()));
@@ -125,7 +126,7 @@ describe("keys and words", () => {
       ...await words(page, '[data-tab="classify"]'), ...await words(list, "#bulk button:not([data-bulk=compare], [data-bulk=tag])"),
     ];
     assert.deepEqual(said.filter((verb) => !commands.has(verb)), [], said.join());
-    assert.deepEqual([...new Set(said)].sort(), ["cancel", "delete", "download", "evaluate", "fork", "pause", "predict", "resume", "retry"]);
+    assert.deepEqual([...new Set(said)].sort(), ["cancel", "delete", "download", "evaluate", "fork", "pause", "predict", "register", "resume", "retry"]);
     await page.end();
   });
 

@@ -253,7 +253,7 @@ pub(crate) async fn list(
 
 /// Add a webhook
 ///
-/// The server posts a message to it for each event of a job that is not private, as <https://www.standardwebhooks.com> has it.
+/// The server posts a message to it for each event of a job that is not private, signed as Standard Webhooks has it.
 #[utoipa::path(post, path = "/webhooks", tag = "webhooks", request_body = NewWebhook,
     responses((status = 201, body = MadeWebhook), (status = 409, body = Problem, description = "There are 50 webhooks"),
         (status = 422, body = Problem)))]

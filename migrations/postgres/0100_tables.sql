@@ -283,6 +283,7 @@ CREATE TABLE webhook_deliveries (
     next_at BIGINT,
     attempts TEXT NOT NULL DEFAULT '[]'
 );
+CREATE INDEX webhook_deliveries_over ON webhook_deliveries (webhook_id, id) WHERE next_at IS NULL;
 CREATE INDEX webhook_deliveries_due ON webhook_deliveries (webhook_id, next_at, id) WHERE next_at IS NOT NULL;
 CREATE INDEX webhook_deliveries_job ON webhook_deliveries (job_id) WHERE job_id IS NOT NULL;
 

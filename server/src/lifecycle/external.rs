@@ -157,9 +157,11 @@ pub fn text_of(value: &Value) -> String {
 
 /// The events of points, and what the job shows of them.
 fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, Refused> {
-    let known = &row.job.last.others;
-    let new = columns.iter().filter(|column| !known.contains_key(&column.name)).count();
-    if known.len() + new > RUN_METRICS {
+    let (last, progress) = (&row.job.last.others, &row.progress);
+    let is_new = |name: &str| !last.contains_key(name) && !progress.knows(name);
+    let new = columns.iter().filter(|column| is_new(&column.name)).count();
+    // One whose newest value is not finite is not among the last values.
+    if last.len().max(progress.known()) + new > RUN_METRICS {
         let detail = format!("the run would have more than {RUN_METRICS} metrics; log fewer names");
         return Err(refused(row.job.state, detail));
     }

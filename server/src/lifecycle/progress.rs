@@ -114,6 +114,16 @@ impl Progress {
         self.parts.truncate(keep as usize);
     }
 
+    /// Whether a metric has been taken note of, also one without a finite value.
+    pub(super) fn knows(&self, metric: &str) -> bool {
+        self.others.contains_key(metric)
+    }
+
+    /// How many metrics have been taken note of.
+    pub(super) fn known(&self) -> usize {
+        self.others.len()
+    }
+
     /// Takes a rank's newest value of a metric, none when it is not finite; answers the mean over ranks.
     pub(super) fn newest(&mut self, metric: &str, rank: u32, value: Option<f32>) -> Option<f64> {
         let ranks = self.others.entry(metric.to_owned()).or_default();

@@ -77,10 +77,24 @@ pub(crate) fn push(to: &mut Vec<Bucket>, bucket: &Bucket, width: u64) {
     }
 }
 
-/// Adds a point in its place among buckets of `width` steps. At a step that has a point already, it takes the place of that one
-/// where every bucket is one point, and joins it elsewhere.
+/// Points in any order, joined with those of a series, whose steps ascend. The last point of a step is the one that counts.
+pub(crate) fn merged(mut series: Vec<Bucket>, points: impl IntoIterator<Item = Bucket>) -> Vec<Bucket> {
+    series.extend(points);
+    // Stable, and quick where a few ascending runs follow each other.
+    series.sort_by_key(|point| point.step);
+    series.dedup_by(|later, earlier| {
+        let is_same = later.step == earlier.step;
+        if is_same {
+            *earlier = *later;
+        }
+        is_same
+    });
+    series
+}
+
+/// Adds a point in its place among buckets of `width` steps, more than one.
 pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
-    let place = |bucket: &Bucket| if width > 1 { bucket.index(width) } else { bucket.step };
+    let place = |bucket: &Bucket| bucket.index(width);
     // Most points come in order.
     let at = match to.last() {
         Some(last) if place(last) > place(point) => to.partition_point(|bucket| place(bucket) < place(point)),
@@ -88,8 +102,7 @@ pub(crate) fn put(to: &mut Vec<Bucket>, point: &Bucket, width: u64) {
         _ => to.len(),
     };
     match to.get_mut(at) {
-        Some(same) if place(same) == place(point) && width > 1 => same.join(point),
-        Some(same) if place(same) == place(point) => *same = *point,
+        Some(same) if place(same) == place(point) => same.join(point),
         _ => to.insert(at, *point),
     }
 }

@@ -101,12 +101,15 @@ fn grow(
     stored: BTreeMap<Key, Vec<Bucket>>,
 ) -> Vec<MetricChunk> {
     let anew: BTreeSet<Key> = stored.keys().cloned().collect();
-    let mut points = stored;
+    let mut added: BTreeMap<Key, Vec<Bucket>> = BTreeMap::new();
     for (rank, attempt, column) in columns {
-        let to = points.entry((column.name, rank, attempt)).or_default();
-        for (step, value) in column.steps.into_iter().zip(column.values) {
-            chunk::put(to, &Bucket::of(step, value), 1);
-        }
+        let points = column.steps.into_iter().zip(column.values).map(|(step, value)| Bucket::of(step, value));
+        added.entry((column.name, rank, attempt)).or_default().extend(points);
+    }
+    let mut points = stored;
+    for (key, new) in added {
+        let to = points.entry(key).or_default();
+        *to = chunk::merged(std::mem::take(to), new);
     }
     let newest = newest.into_iter().map(|chunk| ((key_of(&chunk), chunk.level), chunk));
     let mut newest: HashMap<(Key, u32), MetricChunk> =

@@ -142,11 +142,11 @@ fn add_tail(
 ) {
     for (rank, attempt, column) in tail {
         let to = series.entry((column.name.clone(), *attempt, *rank)).or_default();
-        for (step, value) in column.steps.iter().zip(&column.values) {
-            let point = Bucket::of(*step, *value);
-            if inside(&point) {
-                chunk::put(to, &point, width);
-            }
+        let points = column.steps.iter().zip(&column.values).map(|(step, value)| Bucket::of(*step, *value));
+        let points = points.filter(&inside);
+        match width {
+            1 => *to = chunk::merged(std::mem::take(to), points),
+            _ => points.for_each(|point| chunk::put(to, &point, width)),
         }
     }
 }

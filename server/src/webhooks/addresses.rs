@@ -11,12 +11,13 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
-/// Networks of the IANA registry of special addresses that the internet does not reach, and multicast.
-const SPECIAL_V4: [Ipv4Net; 14] = [
+/// Networks of the IANA registry of special addresses that the internet does not reach, multicast, and Azure's platform services.
+const SPECIAL_V4: [Ipv4Net; 15] = [
     v4([0, 0, 0, 0], 8),
     v4([10, 0, 0, 0], 8),
     v4([100, 64, 0, 0], 10),
     v4([127, 0, 0, 0], 8),
+    v4([168, 63, 129, 16], 32),
     v4([169, 254, 0, 0], 16),
     v4([172, 16, 0, 0], 12),
     v4([192, 0, 0, 0], 24),

@@ -17,6 +17,9 @@ use sqlx::{AssertSqlSafe, Row};
 
 /// Versions that a refusal names.
 const NAMED: usize = 10;
+/// Versions of a model and of a job, as requests read all of them.
+const VERSIONS_OF_A_MODEL: i64 = 1000;
+const VERSIONS_OF_A_JOB: i64 = 100;
 
 const VERSION: &str = "SELECT v.*, jobs.name AS job_name, jobs.project, jobs.spec, jobs.owner, jobs.private, \
     c.val_accuracy, c.val_loss, c.validation FROM model_versions v JOIN jobs ON jobs.id = v.job_id \
@@ -93,6 +96,22 @@ impl SqlStore {
                 .fetch_optional(&mut *db)
                 .await?;
         let checkpoint = found.ok_or(StoreError::NotFound("checkpoint"))?;
+        let count = "SELECT count(*) FROM model_versions WHERE deleted_at IS NULL AND";
+        let of_model: i64 = sqlx::query_scalar(AssertSqlSafe(format!("{count} model = $1")))
+            .bind(&new.model)
+            .fetch_one(&mut *db)
+            .await?;
+        let of_job: i64 = sqlx::query_scalar(AssertSqlSafe(format!("{count} job_id = $1")))
+            .bind(new.job.as_str())
+            .fetch_one(&mut *db)
+            .await?;
+        if of_model >= VERSIONS_OF_A_MODEL || of_job >= VERSIONS_OF_A_JOB {
+            let detail = format!(
+                "the model has {of_model} versions and the job {of_job}; at most {VERSIONS_OF_A_MODEL} and \
+                 {VERSIONS_OF_A_JOB} are kept: remove some first"
+            );
+            return Err(Refused { state, detail }.into());
+        }
         // Removed versions count.
         let newest: Option<i64> =
             sqlx::query_scalar("SELECT max(version) FROM model_versions WHERE model = $1")

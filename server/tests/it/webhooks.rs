@@ -125,12 +125,12 @@ impl TestServer {
         }
     }
 
-    /// Submits a job that no machine can start, and cancels it. The one called `other` is of that project.
+    /// Submits a job that no machine starts, as the only one is drained, and cancels it. The one called `other` is of that project.
     async fn cancelled_job(&self, name: &str) -> String {
+        assert_eq!(self.post("/agents/id-a/drain", &Value::Null).await.0, 204);
         let submitted = self.submit(|spec| {
             spec["name"] = json!(name);
             spec["project"] = json!(if name == "other" { name } else { "default" });
-            spec["parallel"]["ranks"] = json!(3);
         });
         let id = submitted.await.id.to_string();
         assert_eq!(self.post(&format!("/jobs/{id}/cancel"), &Value::Null).await.0, 202);

@@ -205,9 +205,8 @@ mod tests {
     #[test]
     fn a_server_s_address_is_found_in_its_data_directory() {
         let dir = tempfile::tempdir().unwrap();
-        let found = |given: Option<&str>| {
-            AccessArgs { token_file: None, data_dir: dir.path().into() }.server(given)
-        };
+        let found =
+            |given: Option<&str>| AccessArgs { token_file: None, data_dir: dir.path().into() }.server(given);
         // What is recorded, and what a command takes.
         for (recorded, taken) in [
             (None, DEFAULT_SERVER),

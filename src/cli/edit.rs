@@ -47,7 +47,8 @@ struct Change {
 /// Exit status 2 when there is no such job, or a value is invalid.
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
-    let change = Change { priority: args.priority, project: args.project, notes: args.notes, tags: args.tags };
+    let change =
+        Change { priority: args.priority, project: args.project, notes: args.notes, tags: args.tags };
     block_on(async {
         let job = api.find_job(&args.job).await?;
         let path = format!("/jobs/{}", job.id);

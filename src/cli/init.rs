@@ -3,9 +3,7 @@
 use super::{api::mistake, dataset, output, wrong};
 use lockstep_host::own_program;
 use lockstep_protocol::numbers::plural;
-use lockstep_protocol::{
-    agent::AttemptEvent, dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion,
-};
+use lockstep_protocol::{agent::AttemptEvent, dataset::DatasetInfo, spec::from_toml, suggestion::Suggestion};
 use lockstep_worker::report::{Tail, events_path};
 use rustix::process::{Pid, Signal, kill_process};
 use std::{

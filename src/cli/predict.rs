@@ -92,7 +92,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
                 "no job is given: the job comes first, as in `lockstep predict JOB {}`; `lockstep list` shows all jobs",
                 picture.display()
             ),
-            None => "no picture is given: name its file after the job, as in `lockstep predict JOB shoe.png`".into(),
+            None => "no picture is given: name its file after the job, as in `lockstep predict JOB shoe.png`"
+                .into(),
         }));
     }
     let (answering, mut predictions) = match &args.model {

@@ -1,10 +1,6 @@
 //! `lockstep validate`: checks a specification as a submission would, without creating a job.
 
-use super::{
-    access::AccessArgs,
-    api::Api,
-    block_on, job_file, output, wrong,
-};
+use super::{access::AccessArgs, api::Api, block_on, job_file, output, wrong};
 use lockstep_protocol::JobSpec;
 use lockstep_protocol::numbers::plural;
 use lockstep_worker::checkpoint;

@@ -116,9 +116,9 @@ fn fetch(name: &str, hub: &str, place: &Path) -> anyhow::Result<()> {
 
 /// Checks that a file has tensors: somebody may have put another one there.
 fn check(place: &Path) -> anyhow::Result<()> {
-    checkpoint::shapes(place).map(drop).map_err(|why| {
-        wrong(format!("{why}; remove {} and run the command again", place.display()))
-    })
+    checkpoint::shapes(place)
+        .map(drop)
+        .map_err(|why| wrong(format!("{why}; remove {} and run the command again", place.display())))
 }
 
 /// Size and checksum of the file, from the pointer that the repository has in its place (Git LFS).
@@ -142,7 +142,8 @@ async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
             break;
         }
     }
-    parsed(&text).ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer, which has the checksum")))
+    parsed(&text)
+        .ok_or_else(|| Failure::Refused(format!("{url} is no Git LFS pointer, which has the checksum")))
 }
 
 /// The facts in a Git LFS pointer.
@@ -171,7 +172,10 @@ mod tests {
     /// A safetensors file with one tensor.
     fn weights() -> Vec<u8> {
         const VALUES: usize = 50_000;
-        let header = format!(r#"{{"fc.bias":{{"dtype":"F32","shape":[{VALUES}],"data_offsets":[0,{}]}}}}"#, 4 * VALUES);
+        let header = format!(
+            r#"{{"fc.bias":{{"dtype":"F32","shape":[{VALUES}],"data_offsets":[0,{}]}}}}"#,
+            4 * VALUES
+        );
         let mut file = (header.len() as u64).to_le_bytes().to_vec();
         file.extend(header.as_bytes());
         file.extend(std::iter::repeat_n(0, 4 * VALUES));

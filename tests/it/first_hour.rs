@@ -59,7 +59,9 @@ async fn eight_commands_lead_from_an_empty_machine_to_a_classified_picture() {
     let home = folder.path().join("home");
     photos(&home, 40).save(folder.path().join("new.jpg")).expect("a picture");
     let mut serve = lockstep();
-    serve.args(["serve", "--no-open", "--listen", "127.0.0.1:0", "--cpu-slots", "1"]).current_dir(folder.path());
+    serve
+        .args(["serve", "--no-open", "--listen", "127.0.0.1:0", "--cpu-slots", "1"])
+        .current_dir(folder.path());
     let log = fs::File::create(folder.path().join("serve.log")).expect("a log");
     let serve = Serve(serve.stdout(Stdio::null()).stderr(log).spawn().expect("lockstep serve"));
     // Nothing but the folder tells the commands where the server is.
@@ -86,7 +88,11 @@ async fn eight_commands_lead_from_an_empty_machine_to_a_classified_picture() {
     assert!(last.contains("validation accuracy "), "{last}");
     let classified = typed(&predict);
     assert!(classified.ok().starts_with("new.jpg: "), "{}", classified.stdout);
-    assert!(["boot ", "trouser "].iter().all(|class| classified.stdout.contains(class)), "{}", classified.stdout);
+    assert!(
+        ["boot ", "trouser "].iter().all(|class| classified.stdout.contains(class)),
+        "{}",
+        classified.stdout
+    );
     assert!(classified.stderr.starts_with("photos (j"), "{}", classified.stderr);
     // Few pictures measure this job.
     let shown = typed("lockstep show photos");

@@ -37,7 +37,10 @@ async fn init_writes_a_file_that_train_and_submit_take() {
     }
     assert!(text.lines().filter(|line| line.starts_with("# ")).count() >= 10, "{text}");
     let (_, estimate) = made.stdout.split_once("\nabout ").expect("an estimate");
-    assert!(estimate.contains(" on this machine; `lockstep init --quick` suggests a run of about "), "{estimate}");
+    assert!(
+        estimate.contains(" on this machine; `lockstep init --quick` suggests a run of about "),
+        "{estimate}"
+    );
     let quick = server.cli(&["init", root, "--quick", "-o", "quick.toml"]);
     assert!(quick.ok().contains("\nabout ") && !quick.stdout.contains("--quick"), "{}", quick.stdout);
     let quick = fs::read_to_string(server.folder().path().join("quick.toml")).expect("a file");
@@ -100,7 +103,8 @@ async fn init_writes_a_file_that_train_and_submit_take() {
             "{}",
             predicted.stderr
         );
-        let is_noted = predicted.stderr.contains(&format!("jobs are called {name}; the newest is taken: {id}"));
+        let is_noted =
+            predicted.stderr.contains(&format!("jobs are called {name}; the newest is taken: {id}"));
         assert_eq!(is_noted, *job == name, "{}", predicted.stderr);
     }
     let answered = server.cli(&["predict", &id, "--json", picture]).json();
@@ -230,14 +234,18 @@ async fn trained_weights_are_named_by_a_job_once_they_are_there() {
         Finished::of(command.env_remove("HF_ENDPOINT").env("no_proxy", "*"))
     };
     for args in [&["validate", "job.toml"][..], &["train", "job.toml"], &["submit", "job.toml"]] {
-        run(args).wrong(&["model.pretrained: the weights of resnet18 are not on this machine", "`lockstep weights get resnet18`"]);
+        run(args).wrong(&[
+            "model.pretrained: the weights of resnet18 are not on this machine",
+            "`lockstep weights get resnet18`",
+        ]);
     }
     // Without a network the message says where the file belongs, and there jobs find it.
     let nobody = format!("http://127.0.0.1:{}", free_port());
     let place = folder.path().join("cache/weights/resnet18.safetensors");
     let put_here = format!("put it here as {}", place.display());
     run(&["weights", "get", "resnet18", "--from", &nobody]).fails(1, &["timm/resnet18.a1_in1k", &put_here]);
-    run(&["weights", "get", "resnet18", "--from", &mirror(b"a page")]).wrong(&["is no Git LFS pointer", &put_here]);
+    run(&["weights", "get", "resnet18", "--from", &mirror(b"a page")])
+        .wrong(&["is no Git LFS pointer", &put_here]);
     run(&["weights", "get", "vgg16"]).wrong(&["vgg16", "resnet18"]);
     let header = r#"{"fc.bias":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
     let mut file = (header.len() as u64).to_le_bytes().to_vec();

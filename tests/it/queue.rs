@@ -139,7 +139,11 @@ async fn a_waiting_job_gets_another_priority_from_the_shell() {
         server.submit(&specs::short(name, "fashion", 1, 5)).await;
     }
     let edited = server.cli(&["edit", "second", "--priority", "5", "--tag", "urgent", "--tag", "mine"]);
-    assert!(edited.ok().ends_with(" second: priority 5, project default, tags mine, urgent\n"), "{}", edited.stdout);
+    assert!(
+        edited.ok().ends_with(" second: priority 5, project default, tags mine, urgent\n"),
+        "{}",
+        edited.stdout
+    );
     server.cli(&["edit", "first", "--priority", "-5", "--json"]).ok();
     server
         .until("the queue has the new order", async |server: &Server| {

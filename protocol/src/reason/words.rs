@@ -204,7 +204,8 @@ impl Facts {
             return String::new();
         }
         let named = self.slots_on.iter().take(SLOTS_ON);
-        let named: Vec<_> = named.map(|on| format!("{} of {} on {:?}", on.free, on.total, on.agent)).collect();
+        let named: Vec<_> =
+            named.map(|on| format!("{} of {} on {:?}", on.free, on.total, on.agent)).collect();
         let others = if self.slots_on.len() > SLOTS_ON { ", and others" } else { "" };
         format!("; free on each machine: {}{others}", named.join(", "))
     }
@@ -261,7 +262,11 @@ mod tests {
         for (code, facts, said) in [
             (ReasonCode::WaitingForSlots, &facts, "waits for 4 slots: 1 of 4 on 2 machines free"),
             (ReasonCode::WaitingForSlots, &one, "waits for 4 slots: 1 of 4 on \"a\" free"),
-            (ReasonCode::TooFewSlots, &facts, "needs 4 slots; 2 online machines have 4 in all, 1 of them free"),
+            (
+                ReasonCode::TooFewSlots,
+                &facts,
+                "needs 4 slots; 2 online machines have 4 in all, 1 of them free",
+            ),
             (ReasonCode::TooFewSlots, &one, "needs 4 slots; the largest online machine, \"a\", has 4"),
         ] {
             assert_eq!(words(&code, facts), format!("{said}{machines}"));

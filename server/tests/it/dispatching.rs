@@ -307,7 +307,10 @@ async fn jobs_go_where_their_device_is() {
     assert_eq!(reason, "waits for 2 GPUs: 0 of 4 on \"gpus\" free");
     for (device, hint) in [
         ("cuda", "use at most 4, or join a machine with more"),
-        ("cpu", "use at most 4, or join a machine with more, or give a machine more slots: `lockstep serve --cpu-slots N`"),
+        (
+            "cpu",
+            "use at most 4, or join a machine with more, or give a machine more slots: `lockstep serve --cpu-slots N`",
+        ),
     ] {
         let wants = |spec: &mut Value| spec["parallel"] = json!({"ranks": 8, "device": device});
         refused(&wants, "/parallel/ranks", hint).await;

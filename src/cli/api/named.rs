@@ -21,7 +21,8 @@ pub(super) fn text<'a>(job: &'a Value, key: &str) -> &'a str {
 pub(super) fn choose<'a>(jobs: &'a [Value], name: &str) -> Result<(&'a Value, Option<String>), String> {
     let called: Vec<_> = jobs.iter().filter(|job| text(job, "name") == name).collect();
     if let [newest, others @ ..] = &called[..] {
-        let note = || format!("{} jobs are called {name}; the newest is taken: {}", called.len(), words(newest));
+        let note =
+            || format!("{} jobs are called {name}; the newest is taken: {}", called.len(), words(newest));
         return Ok((*newest, (!others.is_empty()).then(note)));
     }
     let begins = |job: &&Value| name.len() >= SHORTEST_START && text(job, "id").starts_with(name);
@@ -81,7 +82,11 @@ mod tests {
             ("j000", Some("j0010"), ""),
             ("j00", None, "no job is called j00; `lockstep list` shows all jobs"),
             ("j00x", None, "no job is called j00x; `lockstep list` shows all jobs"),
-            ("Cargo.toml", None, "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`"),
+            (
+                "Cargo.toml",
+                None,
+                "it is a file, and the job comes first, as in `lockstep predict JOB Cargo.toml`",
+            ),
         ] {
             match choose(&jobs, name) {
                 Ok((job, note)) => {

@@ -270,7 +270,9 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
     let ranks = spec.parallel.ranks;
     // A machine has as many CPU slots as it is told to have.
     let more_slots = match is_cpu {
-        true => ", or give a machine more slots: `lockstep serve --cpu-slots N` or `lockstep agent --cpu-slots N`",
+        true => {
+            ", or give a machine more slots: `lockstep serve --cpu-slots N` or `lockstep agent --cpu-slots N`"
+        }
         false => "",
     };
     let detail = if sum.machines > 1 {

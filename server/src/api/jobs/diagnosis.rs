@@ -150,7 +150,12 @@ mod tests {
             (Some(0.5), RISING, Some(20), Some("Too few validation pictures to tell: with 20 pictures")),
             (Some(0.5), &[0.5], Some(100), Some("low, too (50.0 %)")),
             (Some(0.5), &[0.5], None, Some("low, too (50.0 %)")),
-            (Some(0.6), RISING, Some(5000), Some("still rising at the end (by 10.0 points in the last fifth)")),
+            (
+                Some(0.6),
+                RISING,
+                Some(5000),
+                Some("still rising at the end (by 10.0 points in the last fifth)"),
+            ),
             (None, RISING, Some(5000), Some("train.epochs")),
             // Nothing is left to learn from the training pictures.
             (Some(0.999), RISING, Some(5000), Some("by heart")),

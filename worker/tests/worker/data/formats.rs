@@ -191,17 +191,24 @@ fn folders_of_classes_without_a_split_are_training_pictures() {
         (&[][..], None),
         (&["README.md", "lockstep.toml", "lockstep-data/lockstep.db", ".cache/1.jpg"], None),
         (&["notes/about.txt"], Some("notes has no picture: add pictures")),
-        (&["test/cat/1.jpg"], Some("cat/, dog/ hold pictures: put each class of training pictures into a folder train/<class>/")),
+        (
+            &["test/cat/1.jpg"],
+            Some(
+                "cat/, dog/ hold pictures: put each class of training pictures into a folder train/<class>/",
+            ),
+        ),
     ] {
         let dir = plain(others);
         let found = inspect(dir.path());
         let Some(wrong) = wrong else {
             let info = found.expect("readable");
-            let splits: Vec<_> = info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
+            let splits: Vec<_> =
+                info.splits.iter().map(|split| (split.name.as_str(), split.samples)).collect();
             assert_eq!((info.classes.join(" ").as_str(), &splits[..]), ("cat dog", &[("train", 60)][..]));
             assert_eq!((info.broken_count, lockstep_data::fingerprint::has_pictures(dir.path())), (0, true));
             // The second time from the index.
-            let spec = DataSpec { validation: Validation::Fraction(0.2), crop_padding: 0, ..DataSpec::default() };
+            let spec =
+                DataSpec { validation: Validation::Fraction(0.2), crop_padding: 0, ..DataSpec::default() };
             let shape = DataSource::open(dir.path(), &spec, 0).expect("opens").shape;
             assert_eq!(shape.train_samples + shape.validation_samples, 60, "{others:?}");
             assert!(shape.validation_samples > 0, "{others:?}");

@@ -119,7 +119,7 @@ fn records(file: &Path) -> Vec<Vec<u8>> {
     let crc = Crc::<u32>::new(&CRC_32_ISCSI);
     let masked = |bytes: &[u8]| {
         let checksum = crc.checksum(bytes);
-        ((checksum >> 15) | (checksum << 17)).wrapping_add(0xa282_ead8).to_le_bytes()
+        checksum.rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
     };
     let bytes = fs::read(file).expect("an event file");
     let (mut rest, mut records) = (&bytes[..], Vec::new());

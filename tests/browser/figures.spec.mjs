@@ -300,7 +300,7 @@ describe("the list", () => {
     const listed = async () => (await page.locator("#rows tr").evaluateAll((all) => all.map((tr) => tr.dataset.state))).sort();
     await page.goto(`${server.url}/jobs`);
     await until("all are listed", async () => (await listed()).length >= 4);
-    const filter = (name) => page.locator("#filters").locator(`[data-state=${name}]`).click();
+    const filter = (name) => page.locator("#filters").locator(`[data-state="${name === "all" ? "" : name}"]`).click();
     await filter("failed");
     await until("one state", async () => new Set(await listed()).size === 1);
     await filter("succeeded");

@@ -30,13 +30,8 @@ export class Segment {
     this.smoothed = null;
   }
 
-  /** Appends a bucket. A bucket that does not come after the last step is a repetition and is ignored; another value of the last step takes the
-   * place of that one. */
+  /** Appends a bucket. A bucket that does not come after the last step is a repetition and is ignored. */
   push(step, min, max, mean, count = 1) {
-    if (step === this.lastStep && count === 1 && this.counts[this.length - 1] === 1) {
-      this.#set(this.length - 1, step, min, max, mean, count);
-      this.lastValue = mean;
-    }
     if (step <= this.lastStep) return false;
     this.lastStep = step;
     this.lastValue = count === 1 ? mean : NaN;

@@ -30,8 +30,8 @@ pub(crate) struct Args {
     /// Number of ranks
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks: u32,
-    /// Address and port to listen on [default: a free port of 127.0.0.1]
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:0", hide_default_value = true)]
+    /// Address and port to listen on; port 0 chooses a free port
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:0")]
     listen: String,
     /// Listen although other machines can reach the address, without TLS. Others on the network can then read tokens and weights
     #[arg(long)]

@@ -8,7 +8,10 @@ use serde::Serialize;
 
 /// Change a job's priority in the queue, its project, notes or tags
 #[derive(clap::Args)]
-#[command(group = ArgGroup::new("change").required(true).multiple(true).args(["priority", "project", "notes", "tags"]))]
+#[command(
+    override_usage = "lockstep edit [OPTIONS] <JOB>",
+    group = ArgGroup::new("change").required(true).multiple(true).args(["priority", "project", "notes", "tags"])
+)]
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name
     job: String,

@@ -22,12 +22,9 @@ use std::{
 /// The largest total size of pictures in a request, as on the server.
 const MOST_BYTES: u64 = 24 << 20;
 
-const USAGE: &str = "lockstep predict [OPTIONS] <JOB> <IMAGE>...
-       lockstep predict [OPTIONS] --model <FILE> <IMAGE>...";
-
 /// Classify or embed pictures (JPEG, PNG, WebP, GIF, BMP or TIFF) with a job's checkpoint, or with a model file
 #[derive(clap::Args)]
-#[command(override_usage = USAGE)]
+#[command(override_usage = "lockstep predict [OPTIONS] <JOB> <IMAGE>...")]
 pub(crate) struct Args {
     /// The job's id, the start of its id, or its name, or a model's version (`models:/shoes@champion`). Left out with --model
     #[arg(required_unless_present = "model")]

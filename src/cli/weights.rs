@@ -3,7 +3,7 @@
 use super::{
     block_on,
     dataset::{
-        download::{Failure, download},
+        download::{Failure, chain, download},
         get::{bar, client},
         known::Remote,
     },
@@ -126,7 +126,7 @@ fn check(place: &Path) -> anyhow::Result<()> {
 /// # Errors
 /// The address cannot be reached, or has no pointer.
 async fn pointer(client: &Client, url: &str) -> Result<Remote, Failure> {
-    let lost = |error: reqwest::Error| Failure::Unreachable(format!("{url}: {error}"));
+    let lost = |error: reqwest::Error| Failure::Unreachable(chain(&error));
     let mut answer = client.get(url).send().await.map_err(lost)?;
     match answer.status() {
         StatusCode::OK => {}

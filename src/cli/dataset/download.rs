@@ -211,7 +211,7 @@ fn sha256(file: &mut File) -> io::Result<String> {
 }
 
 /// An error with its causes: the outermost error only says that sending failed.
-fn chain(error: &reqwest::Error) -> String {
+pub(crate) fn chain(error: &reqwest::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(error);
     while let Some(inner) = cause {

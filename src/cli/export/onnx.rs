@@ -10,10 +10,7 @@ use anyhow::Context;
 use lockstep_worker::inspect;
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use std::{
-    fs,
-    path::{Path, PathBuf},
-};
+use std::{fs, path::PathBuf};
 use tempfile::TempDir;
 
 /// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)

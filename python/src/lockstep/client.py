@@ -444,10 +444,9 @@ class Job(JobCalls["Job", Checkpoint], SyncCalls):
 class Client(ClientCalls[Job], SyncCalls):
     """A connection to a server, to be closed by `close` or `with`.
 
-    `url`: the address (default: LOCKSTEP_SERVER, the address that a server on this machine has recorded in `data_dir`, or
-    http://127.0.0.1:7070). `token`: the access token (default: from
-    the file that LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN, or, for a server on this machine, the file `token` in
-    `data_dir`). LOCKSTEP_CA_FILE names certificates to trust besides the system's.
+    `url`: the address (default: LOCKSTEP_SERVER, the address that a server on this machine has recorded in
+    `data_dir`, or http://127.0.0.1:7070). `token`: the access token (default: from the file that
+    LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN, or, for a server on this machine, the file `token` in `data_dir`). LOCKSTEP_CA_FILE names certificates to trust besides the system's.
 
     Every call raises `Problem` if the server refuses it and `Unreachable` if no server answers. A request that does no
     harm twice is sent again for a minute once the server has answered.

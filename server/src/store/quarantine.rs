@@ -1,7 +1,8 @@
 //! Rows that this version cannot read, or only in part. Each is logged once, and reading continues with the others.
 
-use super::error::Result;
+use super::{error::Result, values::from_json};
 use lockstep_protocol::spec::{self, JobSpec};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use std::{
     collections::HashSet,
@@ -14,6 +15,17 @@ const REMEMBERED: usize = 10_000;
 const DETAIL_BYTES: usize = 500;
 
 static LOGGED: Mutex<Option<HashSet<String>>> = Mutex::new(None);
+
+/// What a job's column of JSON holds, or nothing.
+pub(crate) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
+    if text == "{}" {
+        return T::default();
+    }
+    from_json(text).unwrap_or_else(|error| {
+        log_once(&format!("{column} of job {job}: {error}"));
+        T::default()
+    })
+}
 
 /// Logs what is wrong with a row, the first time that it is found.
 pub(crate) fn log_once(what: &str) {

@@ -2,14 +2,14 @@
 
 use super::{
     Connection, DbRow, SqlStore, events,
-    jobs::{append, load_all, read, save},
+    jobs::{append, load_all, save},
     together,
 };
 use crate::{
     lifecycle,
     store::{
         AttemptRow, Changed, Claim, Claimed, GivenPlace, Occupant, Place, Result, StoreError,
-        quarantine::{self, readable},
+        quarantine::{self, read, readable},
         values::{fencing, json, new_fencing, reached, small, time, uint},
     },
 };

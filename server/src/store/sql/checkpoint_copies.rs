@@ -1,7 +1,9 @@
 //! The copies of checkpoints: on disks of agents, in object stores, and damaged ones on the server's disk.
 
-use super::{Connection, SqlStore, jobs::read};
-use crate::store::{ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint};
+use super::{Connection, SqlStore};
+use crate::store::{
+    ArtifactMarker, Copies, CopyState, Holder, Place, Result, StoredCheckpoint, quarantine::read,
+};
 use lockstep_protocol::job::JobId;
 use sqlx::Row;
 use std::collections::{HashMap, HashSet};

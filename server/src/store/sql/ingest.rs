@@ -5,7 +5,7 @@ use crate::{
     lifecycle::{self, external},
     store::{
         Appended, Changed, EventRow, Ingested, JobRow, Place, RecordsChange, Report, Result, RunRecords,
-        StoreError,
+        StoreError, quarantine,
         values::{fencing, int, reached, small, uint},
     },
 };
@@ -63,7 +63,7 @@ async fn known(db: &mut Connection, attempts: &[Named]) -> Result<HashMap<Named,
             let (_, records) = match found.entry((job, small(row.try_get("attempt")?))) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(unknown) => {
-                    let places: Vec<Place> = jobs::read(id, "places", row.try_get("places")?);
+                    let places: Vec<Place> = quarantine::read(id, "places", row.try_get("places")?);
                     let token = fencing(row.try_get("fencing_token")?, row.try_get("fencing_secret")?);
                     let agents = places.into_iter().map(|place| place.agent_id).collect();
                     unknown.insert(((token, agents), Records::new()))

@@ -5,7 +5,7 @@ use crate::{
     lifecycle,
     store::{
         Annotation, Changed, Created, JobRow, NewJob, Result, StoreError,
-        quarantine::{self, read_spec},
+        quarantine::{self, read, read_spec},
         values::{fencing, from_json, int, json, plain, reached, small, time, uint},
     },
 };
@@ -15,7 +15,6 @@ use lockstep_protocol::{
     reason::Reason,
     stream::EventBody,
 };
-use serde::de::DeserializeOwned;
 use sqlx::{AssertSqlSafe, Row};
 
 /// Jobs with their tags. Their notes may be long, so what reads many jobs leaves them out.
@@ -128,17 +127,6 @@ pub(super) fn job_row(row: &DbRow) -> Result<JobRow> {
         progress,
         ended: None,
         unknown_state,
-    })
-}
-
-/// What a column of JSON holds, or nothing.
-pub(super) fn read<T: DeserializeOwned + Default>(job: &str, column: &str, text: &str) -> T {
-    if text == "{}" {
-        return T::default();
-    }
-    from_json(text).unwrap_or_else(|error| {
-        quarantine::log_once(&format!("{column} of job {job}: {error}"));
-        T::default()
     })
 }
 

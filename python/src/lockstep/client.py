@@ -446,7 +446,8 @@ class Client(ClientCalls[Job], SyncCalls):
 
     `url`: the address (default: LOCKSTEP_SERVER, the address that a server on this machine has recorded in
     `data_dir`, or http://127.0.0.1:7070). `token`: the access token (default: from the file that
-    LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN, or, for a server on this machine, the file `token` in `data_dir`). LOCKSTEP_CA_FILE names certificates to trust besides the system's.
+    LOCKSTEP_TOKEN_FILE names, LOCKSTEP_TOKEN, or, for a server on this machine, the file `token` in `data_dir`).
+    LOCKSTEP_CA_FILE names certificates to trust besides the system's.
 
     Every call raises `Problem` if the server refuses it and `Unreachable` if no server answers. A request that does no
     harm twice is sent again for a minute once the server has answered.

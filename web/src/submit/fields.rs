@@ -149,7 +149,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
     (
         "Training",
         &[
-            field("train.epochs", "Epochs", Kind::Integer, "or steps, under more settings"),
+            field("train.epochs", "Epochs", Kind::Integer, "or steps, under more"),
             field(
                 "train.batch_size",
                 "Batch size per rank",

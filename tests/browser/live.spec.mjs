@@ -277,7 +277,7 @@ describe("a page that stays open", () => {
     await until("slots are free again", async () => (await card.locator(".slots .busy").count()) === 0);
     await agent.evaluate(() => window.it.socket.close());
     await until("it is seen to have left", async () => !/online/.test(await card.locator(".pill").first().textContent()));
-    await until("its slots are away", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /away/.test(t)));
+    await until("its slots are offline", async () => (await card.locator(".slots li").allInnerTexts()).every((t) => /offline/.test(t)));
     await page.end();
   });
 });

@@ -30,9 +30,9 @@ describe("the form", () => {
     const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
     await page.getByLabel("Learning rate", { exact: true }).fill("fast");
     await page.getByLabel("Ranks", { exact: true }).fill("4096");
-    await page.getByText("More settings").click();
+    await page.locator("details.more > summary").click();
     await page.getByLabel("Seed", { exact: true }).fill("-3");
-    await page.getByText("More settings").click();
+    await page.locator("details.more > summary").click();
     await page.getByRole("button", { name: "Submit job" }).click();
     for (const label of ["Learning rate", "Ranks", "Seed"]) {
       await until(`a mistake beside ${label}`, async () => (await beside(page, label).textContent()) !== "");
@@ -48,7 +48,7 @@ describe("the form", () => {
 
   test("has defaults as placeholders, and finds a setting by its words", async () => {
     const page = await browser.page(server, "/jobs/new");
-    await page.getByText("More settings").click();
+    await page.locator("details.more > summary").click();
     const field = page.getByLabel("Momentum", { exact: true });
     assert.deepEqual([await field.inputValue(), await field.getAttribute("placeholder")], ["", "0.9"]);
     await page.getByRole("link", { name: "Recovery" }).click();
@@ -79,7 +79,7 @@ describe("the form", () => {
     await page.getByLabel("Ranks", { exact: true }).fill("1");
     await until("it is measured by the split that there is", async () => /measured by validation/.test(await page.locator("#plan").textContent()));
     assert.match(await warnings.textContent(), /1 file of pets could not be read.*is no Parquet file/s);
-    await page.getByText("More settings").click();
+    await page.locator("details.more > summary").click();
     await page.getByLabel("Broken files", { exact: true }).selectOption("skip");
     await until("nothing to warn of", async () => !await warnings.isVisible());
     await page.getByRole("button", { name: "Submit job" }).click();

@@ -18,7 +18,7 @@ describe("a job", () => {
     await page.getByRole("link", { name: /Fashion-MNIST/ }).click();
     await page.getByLabel("Name", { exact: true }).fill("from the form");
     await page.getByLabel("Epochs", { exact: true }).fill("");
-    await page.getByText("More settings").click();
+    await page.locator("details.more > summary").click();
     await page.getByLabel("Steps", { exact: true }).fill("100000");
     await page.getByLabel("Global batch size").fill("16");
     await page.getByLabel("Validation", { exact: true }).fill("0.02");

@@ -61,7 +61,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
         "Job",
         &[
             field("name", "Name", Kind::Text, ""),
-            field("project", "Project", Kind::Text, "what the job belongs to"),
+            field("project", "Project", Kind::Text, "what the job belongs to; empty: default"),
             field("train.recipe", "Recipe", Kind::Choice(&RECIPES), "fills in settings that belong together"),
             field("model.arch", "Network", Kind::Choice(&Arch::NAMES), ""),
             field("data.dataset", "Dataset", Kind::Dataset, ""),
@@ -149,7 +149,7 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
     (
         "Training",
         &[
-            field("train.epochs", "Epochs", Kind::Integer, "or steps, below"),
+            field("train.epochs", "Epochs", Kind::Integer, "or steps, under more"),
             field(
                 "train.batch_size",
                 "Batch size per rank",

@@ -5,7 +5,7 @@ use anyhow::Context;
 use futures_util::StreamExt;
 use lockstep_protocol::JobId;
 use reqwest::Method;
-use std::collections::BTreeMap;
+use std::{borrow::Cow, collections::BTreeMap};
 
 /// A point of one metric of one rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -33,9 +33,9 @@ pub(super) async fn of_rank(
         let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
         for line in std::str::from_utf8(&text[..whole])?.lines().filter(|line| *line != HEADER) {
             let (name, point) = parse(line).with_context(|| format!("the server's metrics have {line:?}"))?;
-            match all.get_mut(name) {
+            match all.get_mut(&*name) {
                 Some(points) => points.push(point),
-                None => _ = all.insert(name.to_owned(), vec![point]),
+                None => _ = all.insert(name.into_owned(), vec![point]),
             }
         }
         text.drain(..whole);
@@ -48,14 +48,16 @@ pub(super) async fn of_rank(
 
 const HEADER: &str = "attempt,rank,name,step,value";
 
-fn parse(line: &str) -> Option<(&str, Point)> {
+/// A name may have quotation marks, as in RFC 4180.
+fn parse(line: &str) -> Option<(Cow<'_, str>, Point)> {
     let (attempt, rest) = line.split_once(',')?;
     let (_rank, rest) = rest.split_once(',')?;
     let (rest, value) = rest.rsplit_once(',')?;
     let (name, step) = rest.rsplit_once(',')?;
     let point =
         Point { attempt: attempt.parse().ok()?, step: step.parse().ok()?, value: value.parse().ok()? };
-    Some((name, point))
+    let quoted = name.strip_prefix('"').and_then(|name| name.strip_suffix('"'));
+    Some((quoted.map_or(Cow::Borrowed(name), |name| Cow::Owned(name.replace("\"\"", "\""))), point))
 }
 
 /// One point a step: points that a later attempt has computed again are left out. `points` are in the order of attempts and
@@ -81,8 +83,14 @@ mod tests {
 
     #[test]
     fn a_line_of_the_server_is_a_point_whatever_its_name() {
-        assert_eq!(parse("2,1,loss,41,0.5"), Some(("loss", Point { attempt: 2, step: 41, value: 0.5 })));
-        assert_eq!(parse("1,0,a,b,3,1e-7").map(|(name, point)| (name, point.value)), Some(("a,b", 1e-7)));
+        assert_eq!(
+            parse("2,1,loss,41,0.5"),
+            Some(("loss".into(), Point { attempt: 2, step: 41, value: 0.5 }))
+        );
+        assert_eq!(
+            parse("1,0,\"a,\"\"b\",3,1e-7").map(|(name, point)| (name, point.value)),
+            Some(("a,\"b".into(), 1e-7))
+        );
         assert!(parse("1,0,loss,3,NaN").is_some_and(|(_, point)| point.value.is_nan()));
         for wrong in ["", "1,0,loss,3", "1,0,loss,three,1", HEADER] {
             assert_eq!(parse(wrong), None, "{wrong}");

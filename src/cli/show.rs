@@ -15,7 +15,7 @@ use lockstep_protocol::{
     reason::Reason,
 };
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// Show one job
 #[derive(clap::Args)]
@@ -56,7 +56,11 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     for (key, value) in lines(&job, &checkpoints).into_iter().chain(plan).chain(attempts.iter().map(line)) {
         output::line(format_args!("{key:<20}{value}"))?;
     }
-    output::line(format_args!("\n{}", toml::to_string(&job.spec)?.trim_end()))
+    let settings = match &job.external {
+        Some(run) => serde_json::to_string_pretty(&json!({"config": run.config, "summary": run.summary}))?,
+        None => toml::to_string(&job.spec)?,
+    };
+    output::line(format_args!("\n{}", settings.trim_end()))
 }
 
 /// The fields of an attempt that are printed. A newer server may send a state that this version does not know.

@@ -362,19 +362,16 @@ class ClientCalls(Calls, Generic[J]):
 
     @call
     async def job(self, name: str) -> J:
-        """The job with this id, or the only one with this name.
+        """The job with this id, or the newest with this name.
 
-        Raises `Problem` (`not_found`) for an id without a job, `LockstepError` for a name that no job has or several
-        have.
+        Raises `Problem` (`not_found`) for an id without a job, `LockstepError` for a name that no job has.
         """
         ids = [name]
         if not re.fullmatch("j[0-9a-z]{26}", name):
             listed = await self._all("/jobs", "jobs", name=name, fields="id,name")
             ids = [data["id"] for data in listed if data["name"] == name]
-        if len(ids) != 1:
-            raise LockstepError(
-                f"{len(ids)} jobs are called {name}; name a job by its id: {', '.join(ids) or 'see jobs()'}"
-            )
+        if not ids:
+            raise LockstepError(f"no job is called {name}; jobs() has those that there are")
         return self._job_type(self._io, await self._get(f"/jobs/{ids[0]}"))
 
     @call

@@ -3,10 +3,11 @@
 use crate::cli::{
     api::ServerArgs,
     block_on,
-    checkpoint_choice::{Weights, choose},
+    checkpoint_choice::{Weights, find},
     file, output, weight_files, wrong,
 };
 use anyhow::Context;
+use lockstep_protocol::models::SCHEME;
 use lockstep_worker::inspect;
 use serde_json::json;
 use sha2::{Digest, Sha256};
@@ -16,8 +17,8 @@ use tempfile::TempDir;
 /// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)
 #[derive(clap::Args)]
 pub(super) struct Args {
-    /// The job's id, the start of its id, or its name. Or the path of a checkpoint's folder, or of a model.safetensors that Lockstep
-    /// wrote, which needs no server
+    /// The job's id, the start of its id, or its name, or a model's version (`models:/shoes@champion`). Or the path of a checkpoint's
+    /// folder, or of a model.safetensors that Lockstep wrote, which needs no server
     #[arg(value_name = "JOB|PATH")]
     source: PathBuf,
     /// Of a job: best, latest, a step, or epoch and step (`2-54`)
@@ -65,14 +66,13 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 fn fetch(args: &Args) -> anyhow::Result<TempDir> {
     let source = args.source.to_string_lossy();
     // A mistyped path must not need a server.
-    if source.contains('/') {
+    if source.contains('/') && !source.starts_with(SCHEME) {
         let detail = "there is no such file or folder; name a job with a / in its name by its id";
         return Err(wrong(format!("{source}: {detail}")));
     }
     let api = args.server.api()?;
     block_on(async {
-        let job = api.find_job(&source).await?;
-        let checkpoint = choose(&api, &job, &args.checkpoint).await?;
+        let (_, checkpoint) = find(&api, &source, &args.checkpoint).await?;
         let files = weight_files::files(&api, &checkpoint, args.weights).await?;
         weight_files::fetch_beside(&args.output, &api, &checkpoint, &files).await
     })

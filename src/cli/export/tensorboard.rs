@@ -109,7 +109,11 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
     version.write(&mut out)?;
     if let Some(job) = settings {
         let mut all = BTreeMap::new();
-        add_settings(&mut all, "", &serde_json::to_value(&job.spec)?);
+        let settings = match &job.external {
+            Some(run) => run.config.clone().into(),
+            None => serde_json::to_value(&job.spec)?,
+        };
+        add_settings(&mut all, "", &settings);
         Event::start(begin, all).write(&mut out)?;
     }
     let mut points: Vec<(Point, &str)> = Vec::new();

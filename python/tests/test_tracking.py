@@ -441,6 +441,18 @@ def test_a_run_that_the_server_refuses_leaves_no_folder(server: FakeServer) -> N
     assert list(Path("lockstep-runs").iterdir()) == []
 
 
+def test_a_run_continues_after_its_largest_step_and_not_after_its_last_one(server: FakeServer) -> None:
+    with lockstep.init(id="r") as run:
+        run.define_metric("val/*", step_metric="epoch")
+        run.log({"train/loss": 1.0}, step=1000)
+        run.log({"epoch": 3, "val/loss": 0.5})
+    with lockstep.init(id="r") as run:
+        assert run.step > 1000
+        run.log({"train/loss": 0.9})
+    steps = [record["step"] for record in server.runs["r"]["records"]]
+    assert steps[-1] > 1000 and 3 in steps, steps
+
+
 def test_several_runs_of_a_copied_folder_are_sent_and_damage_is_named(server: FakeServer, tmp_path: Path) -> None:
     runs = []
     for number in range(3):

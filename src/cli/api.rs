@@ -110,21 +110,40 @@ impl Api {
     /// # Errors
     /// No such job, or several ids begin so. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
+        let (job, note) = self.named(id).await?;
+        if let Some(note) = note {
+            output::warn(note);
+        }
+        Ok(job)
+    }
+
+    /// As [`Api::find_job`], but that several jobs have the name is an error: for what cannot be undone.
+    ///
+    /// # Errors
+    /// As [`Api::find_job`], or several jobs have the name.
+    pub(crate) async fn find_only_job(&self, id: &str) -> anyhow::Result<Job> {
+        match self.named(id).await? {
+            (job, None) => Ok(job),
+            (_, Some(_)) => Err(wrong(format!(
+                "several jobs are called {id}: give the id of one, which `lockstep list` shows"
+            ))),
+        }
+    }
+
+    /// The job that `id` names, and a note if several jobs have the name.
+    async fn named(&self, id: &str) -> anyhow::Result<(Job, Option<String>)> {
         if id.is_empty() {
             return Err(wrong(
                 "no job is named: the name is empty; give an id, the start of an id, or a name",
             ));
         }
         if id.parse::<lockstep_protocol::JobId>().is_ok() {
-            return self.get(&format!("/jobs/{id}")).await;
+            return Ok((self.get(&format!("/jobs/{id}")).await?, None));
         }
         // Jobs that this version cannot read count, too: the name may be theirs.
         let all = self.all_jobs().await?;
         let (job, note) = named::choose(&all, id).map_err(wrong)?;
-        if let Some(note) = note {
-            output::warn(note);
-        }
-        self.get(&format!("/jobs/{}", named::text(job, "id"))).await
+        Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
     }
 
     /// Every job, newest first.

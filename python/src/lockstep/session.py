@@ -183,8 +183,8 @@ def init(
             if not is_here and not is_new:
                 _continue(run, job | (job.get("external") or {}), name, project)
             # Another folder may have continued the run since.
-            if sender.acknowledged > spool.records:
-                spool.pad(sender.acknowledged)
+            spool.pad(sender.acknowledged)
+            if sender.acknowledged:
                 step = max(step, int(job["step"]) + 1)
             is_resumed |= not is_new
     except BaseException:

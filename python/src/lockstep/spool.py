@@ -49,14 +49,16 @@ class Spool:
         self._lock = _lock(path)
         self._file = open(path / RECORDS, "ab", buffering=0)
         # A process that was killed may have left a part of a line.
-        self.records, self._size_bytes, last = 0, 0, b"{}"
+        self.records, self._size_bytes = 0, 0
+        # The largest step of a record, -1 without one. The last record's may be smaller.
+        self.last_step = -1
         with open(path / RECORDS, "rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
-                    self.records, self._size_bytes, last = self.records + 1, self._size_bytes + len(line), line
+                    self.records, self._size_bytes = self.records + 1, self._size_bytes + len(line)
+                    record = _record(line, f"{path / RECORDS}, line {self.records}")
+                    self.last_step = max(self.last_step, int(record.get("step", -1)))
         self._file.truncate(self._size_bytes)
-        # The step of the last record, -1 without one.
-        self.last_step = int(_record(last, f"{path / RECORDS}, line {self.records}").get("step", -1))
 
     def append(self, lines: bytes) -> None:
         """Appends whole lines. Raises OSError, and appends nothing, if they cannot be written."""
@@ -191,19 +193,26 @@ class Sender:
                 # A server that was restored from a backup has fewer.
                 if problem.status != 409 or (acknowledged := self._ask()) == self._next - 1:
                     raise
+                self._known = {"state": "running"}
             self._seek(acknowledged)
         return self._send_changes(run) or self._next != before
 
     def _send_changes(self, run: Json) -> bool:
-        has_sent = False
+        has_sent, refused = False, None
         assert self._known is not None
-        # Apart, so that a run ends also if its summary is too large.
-        for keys in (("state", "reason"), ("config", "summary")):
+        # Apart, so that one that is too large does not hold up the others.
+        for keys in (("state", "reason"), ("summary",), ("config",)):
             changed = {key: run[key] for key in keys if run[key] is not None and run[key] != self._known.get(key)}
             if changed:
-                self._change(changed)
+                try:
+                    self._change(changed)
+                except Problem as problem:
+                    refused = refused or problem
+                    continue
                 self._known |= changed
                 has_sent = True
+        if refused:
+            raise refused
         return has_sent
 
     def _change(self, body: Json) -> None:

@@ -69,7 +69,11 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
 
 async fn export(api: &Api, job: &Job, output: &Path) -> anyhow::Result<Run> {
     let attempts = api.all(&format!("/jobs/{}/attempts", job.id), "attempts", &[], None).await?;
-    let attempts: Vec<AttemptTimes> = list(&Value::Array(attempts), "attempts")?;
+    let mut attempts: Vec<AttemptTimes> = list(&Value::Array(attempts), "attempts")?;
+    // A run from elsewhere has one attempt, which is not in the list.
+    if let (true, Some(started_at)) = (attempts.is_empty(), job.started_at) {
+        attempts.push(AttemptTimes { attempt: job.attempt, started_at, ended_at: job.finished_at });
+    }
     let folder = output.join(run_name(job));
     let mut points = 0;
     for rank in 0..job.ranks {
@@ -111,7 +115,8 @@ fn write(folder: &Path, settings: Option<&Job>, clock: &Clock, series: &Series) 
         let mut all = BTreeMap::new();
         let settings = match &job.external {
             Some(run) => run.config.clone().into(),
-            None => serde_json::to_value(&job.spec)?,
+            // Through text, so that 0.1 in 32 bits stays 0.1.
+            None => serde_json::from_str(&serde_json::to_string(&job.spec)?)?,
         };
         add_settings(&mut all, "", &settings);
         Event::start(begin, all).write(&mut out)?;

@@ -71,11 +71,22 @@ pub(super) fn find(dir: &Path, store: &IndexStore) -> Option<Result<Catalog, Dat
 /// They are no classes.
 const OWN_FOLDERS: &str = "lockstep-";
 
+/// Whether a folder's name has that of a split as a part, as in `train2017`, `testA` and `images_val`.
+fn names_split(folder: &Path) -> bool {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    name.split(['_', '-', '.']).any(|part| {
+        let part = part.trim_end_matches(|c: char| c.is_ascii_digit());
+        [part, part.strip_suffix(['A', 'B']).unwrap_or(part)]
+            .iter()
+            .any(|part| split_of(Path::new(part)).is_some())
+    })
+}
+
 /// Whether the pictures lie in `dir/<class>/`: at least two folders hold pictures, and no folder is named like a split.
 pub(super) fn is_plain(dir: &Path) -> bool {
     let all = entries(dir).unwrap_or_default();
     let hold = all.iter().take(ENTRIES_READ).filter(|path| has_pictures(path));
-    !all.iter().any(|path| split_of(path).is_some()) && hold.take(2).count() == 2
+    !all.iter().any(|path| names_split(path)) && hold.take(2).count() == 2
 }
 
 /// Finds the pictures in `dir/<class>/`, all of them for training; `None` unless the folder is [plain](is_plain).

@@ -8,7 +8,7 @@ use crate::{
 use lockstep_protocol::{
     Job, JobState,
     numbers::{percent, plural},
-    spec::LossSpec,
+    spec::{Augment, LossSpec},
 };
 use std::collections::BTreeMap;
 
@@ -32,12 +32,18 @@ const LEAST_RISE: f64 = 0.01;
 /// # Errors
 /// The store's.
 pub(super) async fn of(metrics: &Metrics, job: &Job) -> Result<Option<String>> {
-    if job.state != JobState::Succeeded || job.last.val_accuracy.is_none() {
+    if job.state != JobState::Succeeded || job.last.val_accuracy.is_none() || job.external.is_some() {
         return Ok(None);
     }
-    let train = &job.spec.train;
-    // Of mixed pictures, and of a loss with a margin, the accuracy of training is another measure than that of validation.
-    let is_comparable = train.mixup == 0.0 && train.cutmix == 0.0 && job.spec.loss == LossSpec::default();
+    let (train, data) = (&job.spec.train, &job.spec.data);
+    // Of mixed or strongly augmented pictures, and of a loss with a margin, the accuracy of training is another measure than that of
+    // validation.
+    let is_comparable = train.mixup == 0.0
+        && train.cutmix == 0.0
+        && !data.random_resized_crop
+        && data.augment == Augment::None
+        && data.random_erasing == 0.0
+        && job.spec.loss == LossSpec::default();
     let training = match is_comparable {
         true => {
             let last_epoch = job.step.saturating_sub(job.steps_per_epoch) + 1;
@@ -106,7 +112,7 @@ impl Course {
                 percent(last)
             ));
         }
-        (training < LOW).then(|| {
+        (training < LOW && last < LOW).then(|| {
             format!(
                 "Training accuracy is low, too ({}): raise train.lr or train longer (train.epochs); a larger network may help.",
                 percent(training)

@@ -230,6 +230,12 @@ fn a_folder_that_is_no_dataset_is_told_what_it_has_and_what_to_do() {
              move them to train/<class>/",
         ),
         (&["1.jpg", "2.png"], "; it has 1.jpg, 2.png; pictures lie directly in this folder, but "),
+        // Splits by other names are no classes.
+        (
+            &["train2017/1.jpg", "val2017/2.jpg"],
+            "train2017/, val2017/ hold pictures: put each class of training pictures into a folder train/<class>/",
+        ),
+        (&["images_train/1.jpg", "testA/2.jpg"], "images_train/, testA/ hold pictures"),
         (
             &["cat/1.jpg", "dog/notes", "labels.csv"],
             "; it has cat/, dog/, labels.csv; cat/ holds pictures: put each class of training pictures into a folder train/<class>/",

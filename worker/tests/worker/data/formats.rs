@@ -207,8 +207,11 @@ fn folders_of_classes_without_a_split_are_training_pictures() {
             assert_eq!((info.classes.join(" ").as_str(), &splits[..]), ("cat dog", &[("train", 60)][..]));
             assert_eq!((info.broken_count, lockstep_data::fingerprint::has_pictures(dir.path())), (0, true));
             // The second time from the index.
-            let spec =
-                DataSpec { validation: Validation::Fraction(0.2), crop_padding: 0, ..DataSpec::default() };
+            let spec = DataSpec {
+                validation: Validation::Fraction(0.2),
+                image_size: Some(ImageSize::Fixed(28)),
+                ..DataSpec::default()
+            };
             let shape = DataSource::open(dir.path(), &spec, 0).expect("opens").shape;
             assert_eq!(shape.train_samples + shape.validation_samples, 60, "{others:?}");
             assert!(shape.validation_samples > 0, "{others:?}");

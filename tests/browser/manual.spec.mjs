@@ -41,7 +41,7 @@ describe("a job as text", () => {
     const made = await server.job(id);
     assert.deepEqual([made.spec.train.steps, made.project, made.notes], [100_000, "by-hand", "first line\nsecond line"]);
     assert.equal(await page.locator("#project-name").textContent(), "by-hand");
-    await page.getByRole("link", { name: "Clone" }).click();
+    await page.getByRole("link", { name: "Clone", exact: true }).click();
     await page.waitForURL(/from=/);
     assert.equal(await page.getByLabel("Name", { exact: true }).inputValue(), "as json", "a clone has everything");
     await server.ask(`/jobs/${id}/cancel`, {});

@@ -166,7 +166,7 @@ def test_every_call_is_tested_and_described() -> None:
         (lambda c: c.submit(SPEC, every_epochs=1), lockstep.LockstepError, "checkpoint.every_epochs, evaluate.every"),
         (lambda c: c.submit("none.toml"), lockstep.LockstepError, "none.toml cannot be read as a job file: "),
         (lambda c: c.submit(SPEC, lr=1e4).wait(), lockstep.JobFailed, "failed: "),
-        (lambda c: c.job("nobody"), lockstep.LockstepError, "0 jobs are called nobody"),
+        (lambda c: c.job("nobody"), lockstep.LockstepError, "no job is called nobody"),
         (lambda c: lockstep.Client(token="x").agents(), lockstep.Problem, "token"),
         (
             lambda c: lockstep.Client("127.0.0.1:1").agents(),

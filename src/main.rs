@@ -66,6 +66,8 @@ enum Command {
     Man(cli::man::Args),
     #[command(hide = true)]
     Reference(cli::reference::Args),
+    #[command(hide = true)]
+    Kernels(cli::kernels::Args),
     Help(cli::help::Args),
 }
 
@@ -125,6 +127,7 @@ fn main() -> ExitCode {
         Command::Completions(args) => cli::completions::run(&args, Program::command()),
         Command::Man(args) => cli::man::run(&args, Program::command()),
         Command::Reference(args) => cli::reference::run(&args, Program::command()),
+        Command::Kernels(args) => cli::kernels::run(&args),
         Command::Help(args) => cli::help::run(&args, Program::command()),
     })
 }

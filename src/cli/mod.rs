@@ -30,6 +30,7 @@ pub(crate) mod inspect;
 pub(crate) mod job_actions;
 mod job_file;
 mod job_loss;
+pub(crate) mod kernels;
 pub(crate) mod launch;
 pub(crate) mod list;
 pub(crate) mod local_agent;

@@ -32,6 +32,7 @@ pub use backend::{
     Backend, BuildArgs, DeviceChoice, DeviceError, DeviceMetrics, Devices, Needs, Selection, SharedMemory,
 };
 pub use cpu::MOST_CPU_SLOTS;
+pub use cuda::compile_kernels;
 pub use finite::{all_finite, first_not_finite};
 pub use layers::LayerTime;
 use lockstep_host::tensors::{HostTensor, NamedTensors};

@@ -1,4 +1,5 @@
-//! The cache directory. If its files are lost, the next start takes longer; nothing else changes.
+//! The cache directory, and the files that a package installs so that the cache need not be filled. If these files
+//! are lost, the next start takes longer; nothing else changes.
 
 use std::path::PathBuf;
 
@@ -8,4 +9,11 @@ pub fn dir() -> Option<PathBuf> {
     from("LOCKSTEP_CACHE")
         .or_else(|| from("XDG_CACHE_HOME").map(|d| d.join("lockstep")))
         .or_else(|| from("HOME").map(|d| d.join(".cache").join("lockstep")))
+}
+
+/// The folder `../share/lockstep/cache` beside the program's folder, where packages put compiled kernels. `None` if it
+/// does not exist, as for a program that was built from source.
+pub fn installed() -> Option<PathBuf> {
+    let program = crate::own_program().ok()?;
+    Some(program.parent()?.parent()?.join("share/lockstep/cache")).filter(|dir| dir.is_dir())
 }

@@ -1,10 +1,13 @@
-//! A cache on disk of compiled kernels and of the choice of convolution plans, for faster starts.
-//! Recreating a file takes seconds, so errors are only logged.
+//! A cache on disk of compiled kernels and of the choice of convolution plans, for faster starts. A package may have
+//! installed some of its files. Recreating a file takes seconds, so errors are only logged.
 //!
 //! A file consists of the SHA-256 of the content, and the content. The driver crashes on truncated or damaged machine code, so only
 //! verified content is used.
 
-use lockstep_host::{cache::dir, lock_within, open_lock, write_whole};
+use lockstep_host::{
+    cache::{dir, installed},
+    lock_within, open_lock, write_whole,
+};
 use sha2::{Digest, Sha256};
 use std::{
     fmt::Display,
@@ -17,6 +20,16 @@ use std::{
 /// The content of `name`, if it exists and is undamaged. A damaged file is removed.
 pub(super) fn read(name: &str) -> Option<Vec<u8>> {
     read_file(&dir()?.join(name))
+}
+
+/// The content of `name` that was installed with the program, if it exists and is undamaged.
+pub(super) fn read_installed(name: &str) -> Option<Vec<u8>> {
+    let path = installed()?.join(name);
+    let content = content(fs::read(&path).ok()?);
+    if content.is_none() {
+        tracing::warn!("{}: it is damaged; install Lockstep again", path.display());
+    }
+    content
 }
 
 /// Writes `name` atomically. Several ranks may write the same name at the same time.
@@ -43,7 +56,7 @@ pub(super) fn lock(name: &str, within: Duration) -> Option<File> {
 }
 
 fn read_file(path: &Path) -> Option<Vec<u8>> {
-    let mut file = match fs::read(path) {
+    let file = match fs::read(path) {
         Ok(file) => file,
         Err(error) if error.kind() == ErrorKind::NotFound => return None,
         Err(error) => {
@@ -51,16 +64,24 @@ fn read_file(path: &Path) -> Option<Vec<u8>> {
             return None;
         }
     };
-    let whole = file.split_at_checked(Sha256::output_size());
-    if whole.is_none_or(|(sum, content)| Sha256::digest(content).as_slice() != sum) {
+    let content = content(file);
+    if content.is_none() {
         remove_file(path, "it is damaged or of another version");
+    }
+    content
+}
+
+/// The content of a file without its checksum. `None` if the checksum is wrong.
+fn content(mut file: Vec<u8>) -> Option<Vec<u8>> {
+    let (sum, content) = file.split_at_checked(Sha256::output_size())?;
+    if Sha256::digest(content).as_slice() != sum {
         return None;
     }
     file.drain(..Sha256::output_size());
     Some(file)
 }
 
-fn write_file(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
+pub(super) fn write_file(dir: &Path, name: &str, content: &[u8]) -> io::Result<()> {
     fs::create_dir_all(dir)?;
     write_whole(&dir.join(name), &[Sha256::digest(content).as_slice(), content].concat())
 }

@@ -1,4 +1,5 @@
-//! Our own kernels: NVRTC compiles them once for the GPU in use; later runs load them from a cache on disk.
+//! Our own kernels. A package installs their machine code. Otherwise NVRTC compiles them once for the GPU in use, and
+//! later runs load them from a cache on disk.
 
 #![allow(unsafe_code)] // Module loading and launches are C calls; the methods in `ops` check arguments.
 
@@ -14,12 +15,19 @@ use super::{
     profile::Profile,
 };
 use cudarc::{driver::sys, nvrtc};
+use lockstep_host::gpu::libraries::{self, Library};
 use sha2::{Digest, Sha256};
 use std::{
     collections::HashMap,
     ffi::{CStr, CString, c_void},
+    path::Path,
     time::Duration,
 };
+
+/// The compute capabilities that packages have kernels for: Ampere (8.0, 8.6), Ada (8.9), Hopper (9.0, compiled as
+/// sm_90a), Blackwell (10.0).
+const CAPABILITIES: [u32; 5] = [80, 86, 89, 90, 100];
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::Bf16];
 
 /// The source of all kernels: all files form one translation unit.
 pub(super) const SOURCE: &str = concat!(
@@ -246,22 +254,41 @@ fn options(capability: u32, dtype: DType) -> Vec<String> {
     options
 }
 
+/// Compiles the kernels for every GPU of [`CAPABILITIES`] in every number format, and writes them into `dir` as
+/// [`Kernels::load`] looks for them. Needs NVRTC but no GPU, and several minutes.
+///
+/// # Errors
+/// NVRTC is missing or rejects the kernels, or `dir` cannot be written.
+pub fn compile_all(dir: &Path) -> Result<(), String> {
+    for capability in CAPABILITIES {
+        for dtype in DTYPES {
+            let options = options(capability, dtype);
+            let image = compile(&options).map_err(|e| e.to_string())?;
+            let name = cache_name(capability, dtype, &options);
+            cache::write_file(dir, &name, &image)
+                .map_err(|e| format!("{}: {e}", dir.join(&name).display()))?;
+        }
+    }
+    Ok(())
+}
+
 /// Name of the machine code in the cache.
 fn cache_name(capability: u32, dtype: DType, options: &[String]) -> String {
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: writes two integers.
-    let _ = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
     let mut hash = Sha256::new();
     hash.update(SOURCE);
     options.iter().for_each(|o| hash.update(o));
-    hash.update([major as u8, minor as u8]);
     let key = hex::encode(&hash.finalize()[..12]);
     format!("kernels-sm{capability}-{}-{key}.cubin", dtype.name())
 }
 
-/// Loads the module from the cache. A file that the driver cannot load is removed.
+/// Loads the module from the cache, or the one that a package has installed. A file of the cache that the driver cannot
+/// load is removed.
 fn cached(name: &str) -> Option<sys::CUmodule> {
-    load_module(&cache::read(name)?).inspect_err(|error| cache::remove(name, error)).ok()
+    let own = cache::read(name).and_then(|i| load_module(&i).inspect_err(|e| cache::remove(name, e)).ok());
+    own.or_else(|| {
+        let unusable = |e: &CudaError| tracing::warn!("the installed {name} cannot be used: {e}");
+        load_module(&cache::read_installed(name)?).inspect_err(unusable).ok()
+    })
 }
 
 /// Loads machine code. `image` must be undamaged: the driver crashes on truncated or damaged machine code.
@@ -277,6 +304,7 @@ fn load_module(image: &[u8]) -> Result<sys::CUmodule, CudaError> {
 /// Compiles [`SOURCE`] to machine code.
 fn compile(options: &[String]) -> Result<Vec<u8>, CudaError> {
     use nvrtc::result;
+    libraries::ready(&[Library::Nvrtc]).map_err(CudaError::Missing)?;
     let failed = |log: String| CudaError::Compile { target: options[0].clone(), log };
     let source = CString::new(SOURCE).map_err(|e| failed(e.to_string()))?;
     let program =

@@ -52,6 +52,7 @@ use crate::{net::Network, plan::Plan};
 pub(super) use backend::Cuda;
 use device::{Device, Graph};
 use held::RecoveryStream;
+pub use kernels::compile_all as compile_kernels;
 use lockstep_comm::{CommError, ProcessGroup, watchdog::Watchdog};
 use lockstep_data::{
     device::DeviceDecoder,
@@ -91,7 +92,7 @@ fn check_sample(ranks: u32, model: u32, accumulate: u32) -> Result<(), String> {
 
 /// Opens the JPEG decoder of GPU `ordinal`, for an engine that computes in `precision`.
 fn build_decoder(ordinal: i32, precision: Precision) -> Result<Arc<dyn DeviceDecoder>, String> {
-    libraries::ready(&[Library::Driver, Library::Nvrtc])?;
+    libraries::ready(&[Library::Driver])?;
     jpeg::open(ordinal, dtype_of(precision))
 }
 
@@ -109,7 +110,7 @@ fn build(
         (LossScale::Static(scale), DType::F16) => Some((*scale, false)),
         (LossScale::Named(_), DType::F16) => Some((FIRST_LOSS_SCALE, true)),
     };
-    let mut needed = vec![Library::Driver, Library::Nvrtc, Library::Cudnn];
+    let mut needed = vec![Library::Driver, Library::Cudnn];
     if comm.size() > 1 {
         needed.push(Library::Nccl);
     }

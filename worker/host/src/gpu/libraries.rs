@@ -17,6 +17,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::cache;
 use folders::{Folders, folders};
 use reexec::link;
 
@@ -41,7 +42,7 @@ pub enum Library {
     Driver,
     /// The driver's management library, which lists GPUs and measures them.
     Nvml,
-    /// Compiles Lockstep's kernels for the installed GPU.
+    /// Compiles Lockstep's kernels for the installed GPU, unless a package has installed them.
     Nvrtc,
     /// Convolutions.
     Cudnn,
@@ -116,9 +117,9 @@ impl Library {
 
     /// The libraries that a rank of a job of `ranks` ranks needs.
     pub fn needed(ranks: u32) -> &'static [Self] {
-        const ALONE: [Library; 3] = [Library::Driver, Library::Nvrtc, Library::Cudnn];
-        const TOGETHER: [Library; 4] = [Library::Driver, Library::Nvrtc, Library::Cudnn, Library::Nccl];
-        if ranks > 1 { &TOGETHER } else { &ALONE }
+        const ALL: [Library; 4] = [Library::Nvrtc, Library::Driver, Library::Cudnn, Library::Nccl];
+        let first = usize::from(cache::installed().is_some());
+        &ALL[first..if ranks > 1 { 4 } else { 3 }]
     }
 }
 

@@ -1,6 +1,5 @@
-//! TLS of the server: the certificate that it serves, from files or from an authority of its own, and how it follows the files
-//! when certificates are renewed; agents' certificates (`agents.rs`); which suites are spoken. Open connections keep what they
-//! began with.
+//! TLS: the server's certificate, which comes from files or from the server's own certificate authority and is reloaded when the files
+//! change; agents' certificates (`agents.rs`); cipher suites. Open connections keep the certificate of their handshake.
 
 mod accept;
 mod agents;
@@ -32,12 +31,12 @@ use std::{
 };
 use tokio_rustls::TlsAcceptor;
 
-/// How often the log says that a certificate ends soon.
+/// Interval between two log lines about a certificate that expires soon.
 const REMIND: Duration = Duration::from_secs(24 * 3600);
-/// The server's own certificate is renewed when fewer days are left: before anybody is warned.
+/// A certificate of the server's own authority is renewed when fewer days are left. This is earlier than the first warning.
 const RENEW_BEFORE_DAYS: i64 = 120;
 
-/// The certificate that is served now.
+/// The server's current certificate.
 pub(crate) struct ServerCertificate {
     files: Mutex<Watched>,
     /// Present when the server signs its certificate itself.
@@ -58,12 +57,12 @@ struct Watched {
     certificate: PathBuf,
     key: PathBuf,
     stamp: Stamp,
-    /// Why the files that are there now are not served.
+    /// Why the current files are not used.
     refused: Option<String>,
     reminded: Option<Instant>,
 }
 
-/// Shows that a file was changed or replaced: inode, length, time.
+/// Inode, length and modification time, which differ after a file was changed or replaced.
 type FileStamp = (u64, u64, i64, i64);
 type Stamp = [Option<FileStamp>; 2];
 
@@ -76,7 +75,7 @@ fn stamp(certificate: &Path, key: &Path) -> Stamp {
 }
 
 impl ServerCertificate {
-    /// The certificate of files, or the server's own, which is made or renewed where that is due.
+    /// Loads the certificate from files, or from the server's own authority, which issues a new one if necessary.
     ///
     /// # Errors
     /// A sentence that says what to change.
@@ -97,7 +96,7 @@ impl ServerCertificate {
         let files = Mutex::new(Watched { certificate, key, stamp, refused: None, reminded: None });
         let agents = AgentTrust::open(config, tls)?.map(Arc::new);
         let (suites, lowest) = (config.tls_suites.clone(), config.tls_lowest);
-        // Refused before listening: nobody could connect with it.
+        // Checked before the server listens: no client could connect.
         tls_suites::offered(suites.as_ref(), lowest, &loaded.key)?;
         let current = RwLock::new(Arc::new(loaded));
         Ok(Arc::new(Self { files, own, agents, suites, lowest, current }))
@@ -118,7 +117,7 @@ impl ServerCertificate {
         Ok(TlsAcceptor::from(Arc::new(config)))
     }
 
-    /// Which certificates identify an agent; none where agents use tokens alone.
+    /// The certificates that identify agents. `None` if agents identify themselves by tokens only.
     pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
         self.agents.as_ref()
     }
@@ -131,17 +130,17 @@ impl ServerCertificate {
         self.files.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether it is for this name (without port and brackets).
+    /// Whether the certificate is valid for `host` (without port and brackets).
     pub(crate) fn matches(&self, host: &str) -> bool {
         self.current().facts.names.iter().any(|name| name.matches(host))
     }
 
-    /// The names that it is for.
+    /// The names for which the certificate is valid.
     pub(crate) fn names(&self) -> Vec<String> {
         self.current().facts.names.iter().map(ToString::to_string).collect()
     }
 
-    /// Warnings for the operator: it expires soon, or its files cannot be used.
+    /// Warnings for the operator: a certificate expires soon, or its files cannot be used.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let now = crate::now();
         let mut warnings = Vec::new();
@@ -161,12 +160,12 @@ impl ServerCertificate {
         warnings
     }
 
-    /// Watches the certificate's files for ever, and renews the server's own certificate.
+    /// Checks the certificate's files every `every`, and renews a certificate of the server's own authority. Never returns.
     pub(crate) async fn watch(self: Arc<Self>, every: Duration) {
         loop {
             tokio::time::sleep(every).await;
             let served = self.clone();
-            // Files on a network may take their time.
+            // Reading files from a network file system may take long.
             if tokio::task::spawn_blocking(move || served.reload_if_changed()).await.is_err() {
                 tracing::error!("reading the certificate's files failed");
             }
@@ -237,7 +236,7 @@ impl OwnAuthority {
         Ok(Self { authority, names })
     }
 
-    /// Issues a certificate when there is none that is good for long enough and for all names.
+    /// Issues a new certificate if the current one expires soon or lacks a name of this machine.
     fn renew_if_due(&self) -> Result<(), String> {
         let path = self.authority.server_file();
         let good = path.exists()
@@ -253,7 +252,7 @@ impl OwnAuthority {
     }
 }
 
-/// A sentence about a certificate that ends soon.
+/// A sentence about a certificate that expires soon. `None` if it does not.
 pub fn ends_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<String> {
     facts.ends_soon(now).then(|| {
         let days = facts.days_left(now);
@@ -261,10 +260,10 @@ pub fn ends_soon(what: &str, facts: &Facts, now: jiff::Timestamp) -> Option<Stri
     })
 }
 
-/// The facts of the certificate in a file.
+/// Reads the facts of the certificate in a file.
 ///
 /// # Errors
-/// It cannot be read.
+/// The certificate cannot be read.
 pub fn examine(certificate: &Path) -> Result<Facts, String> {
     let chain = files::certificates(certificate)?;
     let facts = chain.first().and_then(|leaf| Facts::read(leaf));

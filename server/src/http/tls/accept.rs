@@ -1,4 +1,4 @@
-//! The beginning of a TLS connection, within a time. Plain HTTP is answered with a sentence that says so.
+//! TLS handshakes with a time limit. Requests in plain HTTP get an error that says to use HTTPS.
 
 use super::agents::{Refused, handshake};
 use crate::http::error::Error;
@@ -10,15 +10,15 @@ use tokio::{
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 
-/// Of a plain request, what is read before it is answered.
+/// Maximum size of a plain request's head that is read before the response.
 const HEAD_BYTES: usize = 16 << 10;
-/// After an answer in clear, for its reader to take it.
+/// Time that a client has to read a response before its connection is closed.
 const LAST_BYTES: Duration = Duration::from_secs(1);
 
-/// Makes a connection a TLS one.
+/// Does the TLS handshake of a connection.
 ///
 /// # Errors
-/// Its client does not speak TLS, or not in time, or shows a certificate that is refused: that is given.
+/// The client does not speak TLS or is too slow, or its certificate is refused. The error then has the refused certificate.
 pub(crate) async fn accept(
     acceptor: &TlsAcceptor,
     stream: TcpStream,
@@ -29,7 +29,7 @@ pub(crate) async fn accept(
         if stream.peek(&mut first).await.unwrap_or(0) == 0 {
             return Err(None);
         }
-        // A TLS connection begins with the byte 22, a request with the name of a method.
+        // A TLS connection begins with the byte 22, a plain request with the name of a method.
         if first[0].is_ascii_uppercase() {
             answer_plain(stream).await;
             return Err(None);
@@ -48,8 +48,8 @@ pub(crate) async fn accept(
     tokio::time::timeout(patience, work).await.unwrap_or(Err(None))
 }
 
-/// A client that speaks TLS 1.3 has sent its request already. Closing with that unread would take the alert, which says why it is
-/// refused, from it.
+/// Lets a refused client read the alert with the reason. A TLS 1.3 client has already sent its request. If the connection were closed before
+/// the request is read, the client would lose the alert.
 async fn let_it_read(mut stream: TcpStream) {
     let answered = async {
         stream.shutdown().await?;
@@ -78,12 +78,12 @@ async fn answer_plain(mut stream: TcpStream) {
          no-store\r\nconnection: close\r\n\r\n",
         body.len()
     );
-    // In one packet: a client of websockets takes no more of an answer than comes with its head.
+    // Sent as one packet, because websocket clients read only the part of a response that arrives with its head.
     let answer = [head.as_bytes(), &body].concat();
     let answered = async {
         stream.write_all(&answer).await?;
         stream.shutdown().await?;
-        // Closing with something unread would take the answer from its reader.
+        // If the connection were closed before the request is read, the client would lose the response.
         let mut rest = [0; 1024];
         while stream.read(&mut rest).await? > 0 {}
         std::io::Result::Ok(())

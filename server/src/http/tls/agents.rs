@@ -1,9 +1,9 @@
-//! Agents that show who they are by a certificate (mutual TLS): which authorities and revocation lists decide, and why one is
-//! refused.
+//! Agents that identify themselves by a certificate (mutual TLS): verification by authorities and revocation lists, and reasons for
+//! refusals.
 //!
-//! A certificate is examined twice, with the same rules: in the handshake, which ends with an alert that the agent puts into words,
-//! and when the agent's connection begins, as a handshake that resumes an earlier one examines nothing. While an agent is connected
-//! its certificate is examined again with each new revocation list, and when it ends.
+//! A certificate is verified twice, with the same rules: in the handshake, and when the agent's connection begins, because a resumed
+//! handshake verifies nothing. While an agent is connected, its certificate is verified again with each new revocation list and when it
+//! expires.
 
 mod handshake;
 
@@ -33,45 +33,45 @@ use std::{
 };
 use tokio::sync::watch;
 
-/// Agents whose certificates end soon that a warning names; the rest is counted.
+/// Maximum number of agents that a warning about expiring certificates names. Further agents are counted.
 const NAMED: usize = 20;
-/// Of a serial number, what a log has: RFC 5280 allows no more.
+/// Maximum length of a serial number in a log line, in hexadecimal digits. RFC 5280 allows no longer serial numbers.
 const SERIAL_DIGITS: usize = 40;
-/// A certificate's end is looked for at least so often: the clock may be set.
+/// Maximum interval between two checks for expired certificates. The clock may be set meanwhile.
 const LOOK_EVERY: Duration = Duration::from_secs(60);
 
-/// A certificate that was not taken.
+/// A refused certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Refused {
-    /// The name in it, or what else it is known by.
+    /// The certificate's name and serial number.
     pub(crate) who: String,
     pub(crate) why: String,
 }
 
-/// The certificate of the other end of a connection.
+/// The certificate of a connection's client.
 #[derive(Debug)]
 pub(crate) struct ClientCertificate {
     chain: Vec<CertificateDer<'static>>,
-    /// The name in it.
+    /// The name in the certificate, as in [`name_of`].
     pub(crate) name: Option<String>,
     pub(crate) facts: Facts,
 }
 
 impl ClientCertificate {
-    /// What a client has shown in its handshake.
+    /// The certificate that a client has presented in its handshake.
     pub(crate) fn of(chain: &[CertificateDer<'_>]) -> Option<Self> {
         let facts = Facts::read(chain.first()?)?;
         let chain = chain.iter().map(|der| der.clone().into_owned()).collect();
         Some(Self { chain, name: name_of(&facts), facts })
     }
 
-    /// For logs.
+    /// Name and serial number, for logs.
     pub(crate) fn who(&self) -> String {
         who(&self.facts)
     }
 }
 
-/// The name that a certificate is bound by: its common name, or its first other name.
+/// The name by which a certificate identifies its holder: the common name, or else the first alternative name.
 fn name_of(facts: &Facts) -> Option<String> {
     let name = facts.subject_name.clone().or_else(|| facts.names.first().map(ToString::to_string))?;
     let is_plain = !name.trim().is_empty() && name.len() <= 100;
@@ -84,13 +84,13 @@ fn who(facts: &Facts) -> String {
     format!("{name}, serial {serial}")
 }
 
-/// Whom the server takes for an agent.
+/// The certificates that the server accepts from agents.
 pub(crate) struct AgentTrust {
     authorities: PathBuf,
-    /// It is there from the first revocation on, where the authority is the server's own.
+    /// The revocation list. The list of the server's own authority exists from the first revocation on.
     revoked: Option<PathBuf>,
     is_own: bool,
-    /// Sent to clients, whose browsers then offer no certificate of anybody else.
+    /// Names of the authorities, which are sent to clients, so that browsers offer only matching certificates.
     hints: Vec<DistinguishedName>,
     current: RwLock<Arc<Trust>>,
     files: Mutex<Watched>,
@@ -102,20 +102,20 @@ pub(crate) struct AgentTrust {
 struct Trust {
     verifier: Arc<dyn ClientCertVerifier>,
     authorities: Vec<Facts>,
-    /// When the first of the revocation lists is to be replaced.
+    /// When the first of the revocation lists must be replaced.
     next_update: Option<Timestamp>,
 }
 
 struct Watched {
     stamp: [Option<super::FileStamp>; 2],
-    /// Why the files that are there now are not used.
+    /// Why the current files are not used.
     refused: Option<String>,
-    /// The log has said that the revocation list is out of date.
+    /// Whether the log has a warning that the revocation list is out of date.
     is_outdated: bool,
 }
 
 impl AgentTrust {
-    /// What is configured; none where agents show no certificates.
+    /// Opens the configured files. `None` if agents present no certificates.
     ///
     /// # Errors
     /// A sentence that says what to change.
@@ -168,7 +168,7 @@ impl AgentTrust {
             authorities.push(facts);
         }
         let lists = match &self.revoked {
-            // Of the server's own authority nothing may have been revoked yet.
+            // The server's own authority may not have revoked any certificate yet.
             Some(path) if !self.is_own || path.exists() => files::revocation_lists(path)?,
             Some(path) if ca::has_revoked(path) => {
                 return Err(format!(
@@ -179,8 +179,7 @@ impl AgentTrust {
             _ => Vec::new(),
         };
         let next_update = lists.iter().filter_map(|list| next_update(list)).min();
-        // A list that is out of date is used nevertheless: it still refuses whom it revokes, and without it every agent would be refused at
-        // the minute at which a job of the authority's has failed.
+        // An outdated list is used nevertheless. Otherwise every agent would be refused as soon as the authority is late with a new list.
         let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), tls_suites::provider())
             .with_crls(lists)
             .only_check_end_entity_revocation()
@@ -197,8 +196,8 @@ impl AgentTrust {
         self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Follows the files. What cannot be used is not, and the old stays: a list that is torn revokes nobody, and lets nobody in who
-    /// was revoked before.
+    /// Reloads changed files. Files that cannot be used are ignored, and the old ones stay in use: with a damaged revocation list, agents
+    /// that were revoked before must still be refused.
     pub(super) fn reload_if_changed(&self) {
         self.read_if_changed();
         let outdated = self.outdated(crate::now());
@@ -209,7 +208,7 @@ impl AgentTrust {
         files.is_outdated = outdated.is_some();
     }
 
-    /// That the revocation list should have been replaced by now.
+    /// A warning that the revocation list should have been replaced by now.
     fn outdated(&self, now: Timestamp) -> Option<String> {
         let due = self.current().next_update.filter(|due| *due < now)?;
         Some(format!(
@@ -246,17 +245,17 @@ impl AgentTrust {
         }
     }
 
-    /// Whether a certificate is one of an agent now.
+    /// Verifies a certificate of an agent.
     ///
     /// # Errors
-    /// Why not, in words.
+    /// Why the certificate is refused; a sentence.
     pub(crate) fn check(&self, certificate: &ClientCertificate) -> Result<(), String> {
         let Some((leaf, rest)) = certificate.chain.split_first() else { return Err("it is empty".into()) };
         let verified = self.current().verifier.verify_client_cert(leaf, rest, UnixTime::now());
         verified.map(drop).map_err(|error| self.in_words(&error, Some(&certificate.facts)))
     }
 
-    /// Returns, with the reason, when a certificate is no longer one of an agent.
+    /// Waits until a certificate is no longer accepted, and returns the reason.
     pub(crate) async fn ended(&self, certificate: &ClientCertificate) -> String {
         let mut changed = self.changed.subscribe();
         loop {
@@ -297,7 +296,7 @@ impl AgentTrust {
         }
     }
 
-    /// Notes the certificate that an agent has joined with, if it has one, for [`AgentTrust::warnings`].
+    /// Records the certificate with which an agent has joined, for [`AgentTrust::warnings`].
     pub(crate) fn joined(&self, agent_id: &str, name: &str, certificate: Option<&ClientCertificate>) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         match certificate {
@@ -310,18 +309,18 @@ impl AgentTrust {
         }
     }
 
-    /// That the certificate by which an agent came last ends soon.
+    /// A warning that the certificate with which an agent last connected expires soon.
     pub(crate) fn warning_of(&self, agent_id: &str) -> Option<String> {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let (_, facts) = seen.get(agent_id)?;
         ends_soon("its certificate", facts, crate::now())
     }
 
-    /// What somebody has to see to.
+    /// Warnings for the operator.
     pub(super) fn warnings(&self) -> Vec<String> {
         let now = crate::now();
         let mut warnings = Vec::new();
-        // The server's own is among the server's warnings.
+        // The server's own authority is among the server's warnings.
         if !self.is_own {
             let authorities = &self.current().authorities;
             let what = "the authority of agents' certificates";

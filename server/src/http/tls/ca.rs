@@ -1,8 +1,8 @@
-//! A certificate authority (CA) of the server's own: for teams without one. Clients trust its certificate once, and the server
-//! signs and renews its own certificates with it.
+//! The server's own certificate authority (CA), for teams that have none. Clients install its certificate once. The server signs and
+//! renews its own certificates with it.
 //!
-//! It lies in the folder `ca` of the data directory: `ca.crt` to give away, `ca.key` to keep, `server.pem` with what the server
-//! serves. `issued.jsonl` lists what was issued, and `ca.crl` what of it was revoked.
+//! The folder `ca` of the data directory has `ca.crt` (for clients), `ca.key` (secret), `server.pem` (the server's certificate and key),
+//! `issued.jsonl` (all issued certificates) and `ca.crl` (the revocation list).
 
 mod issued;
 
@@ -26,13 +26,13 @@ use std::{
 use time::{Duration, OffsetDateTime};
 
 const AUTHORITY_DAYS: i64 = 3650;
-/// A certificate of a private CA is refused by some clients when it is valid for longer.
+/// Maximum validity in days. Some clients refuse certificates of private CAs that are valid for longer.
 pub const MOST_DAYS: u32 = 825;
-/// What it is valid for when nothing is said.
+/// Default validity in days.
 pub const DAYS: u32 = 397;
-/// Clocks that are slow must not find it to be of the future.
+/// Certificates are valid from this long before they are issued, because clients' clocks may be slow.
 const EARLIER: Duration = Duration::hours(1);
-/// Of a common name.
+/// Maximum length of a common name.
 const COMMON_NAME_CHARS: usize = 64;
 
 /// An authority that can sign.
@@ -45,16 +45,16 @@ pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
 }
 
-/// A certificate that was issued, and its key.
+/// An issued certificate and its key.
 #[derive(Debug)]
 pub struct Issued {
-    /// It and the authority's, in PEM.
+    /// The certificate and the authority's certificate, in PEM.
     pub chain: String,
-    /// In PEM.
+    /// The key, in PEM.
     pub key: String,
 }
 
-/// The folder of a data directory where its authority lies.
+/// The authority's folder in a data directory.
 pub fn folder(data_dir: &Path) -> PathBuf {
     data_dir.join("ca")
 }
@@ -65,28 +65,27 @@ pub fn exists(data_dir: &Path) -> bool {
 }
 
 impl Authority {
-    /// Makes one in a data directory.
+    /// Creates an authority in a data directory.
     ///
     /// # Errors
-    /// There is one already, or it cannot be written.
+    /// The data directory already has an authority, or the files cannot be written.
     pub fn init(data_dir: &Path) -> Result<Self, String> {
         let folder = folder(data_dir);
         let id = uuid::Uuid::new_v4().simple().to_string();
         let (params, key) = new_authority(&id[..8]).map_err(|error| error.to_string())?;
         let certificate = params.self_signed(&key).map_err(|error| error.to_string())?;
-        // Complete or not at all: whoever else makes one at the same moment has it first or finds this one.
+        // A rename makes the folder visible completely or not at all, also if another process creates an authority at the same time.
         let unfinished = data_dir.join(format!("ca.{id}"));
         let written = || -> std::io::Result<()> {
             crate::util::private::data_dir(data_dir)?;
             DirBuilder::new().mode(0o700).create(&unfinished)?;
             write(&unfinished.join("ca.key"), key.serialize_pem().as_bytes())?;
             write(&unfinished.join("ca.crt"), certificate.pem().as_bytes())?;
-            // Refused where there is a folder with anything in it.
+            // Fails if the target is a folder that is not empty.
             fs::rename(&unfinished, &folder)?;
             File::open(data_dir)?.sync_all()
         };
         written().map_err(|error| {
-            // What is left of it is of no use.
             let _ = fs::remove_dir_all(&unfinished);
             if folder.exists() {
                 format!(
@@ -101,17 +100,17 @@ impl Authority {
         Self::open(data_dir)
     }
 
-    /// Reads that of a data directory.
+    /// Reads the authority of a data directory.
     ///
     /// # Errors
-    /// There is none, or none of ours, or others can read its key.
+    /// The data directory has no authority, its files were not made by `init`, or other users can read its key.
     pub fn open(data_dir: &Path) -> Result<Self, String> {
         let folder = folder(data_dir);
         let (certificate, key) = (folder.join("ca.crt"), folder.join("ca.key"));
         if !certificate.exists() {
             return Err(format!("there is no {}; make it with `lockstep ca init`", certificate.display()));
         }
-        // Its key must be that of its certificate, and its time must not be over.
+        // The key must belong to the certificate, and the certificate must not have expired.
         let (der, facts) = authority_certificate(&certificate)?;
         let pem = String::from_utf8(files::read(&key, true)?).map_err(|_| not_ours(&key))?;
         let pair = KeyPair::from_pem(&pem).map_err(|_| not_ours(&key))?;
@@ -138,20 +137,20 @@ impl Authority {
         &self.pem
     }
 
-    /// What it says of itself.
+    /// The facts of the authority's certificate.
     pub fn facts(&self) -> &Facts {
         &self.facts
     }
 
-    /// Its SHA-256, by which people can compare it.
+    /// The SHA-256 of the authority's certificate, for comparison by people.
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
     }
 
-    /// A certificate for a server with these names.
+    /// Issues a certificate for a server with these names.
     ///
     /// # Errors
-    /// A name that is none, or too many days.
+    /// A name is neither a DNS name nor an address, or `days` is above [`MOST_DAYS`].
     pub fn issue(&self, names: &[String], days: u32) -> Result<Issued, String> {
         if let Some(name) = names.iter().find(|name| !is_name(name)) {
             return Err(format!(
@@ -162,10 +161,10 @@ impl Authority {
         self.sign(Kind::Server, first, names, days)
     }
 
-    /// A certificate by which the agent of this name shows who it is.
+    /// Issues a certificate that identifies the agent `name`.
     ///
     /// # Errors
-    /// A name that no agent can have, or too many days.
+    /// `name` is not a possible name of an agent, or `days` is above [`MOST_DAYS`].
     pub fn issue_agent(&self, name: &str, days: u32) -> Result<Issued, String> {
         let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
         if name.is_empty()
@@ -188,7 +187,8 @@ impl Authority {
         }
         let now = OffsetDateTime::now_utc();
         let serial = issued::new_serial();
-        // An agent's begins when it is issued: one that was issued before its name was taken away stays without effect.
+        // An agent's certificate is valid from the moment it is issued. So a certificate that was issued before its name was revoked
+        // stays without effect.
         let not_before = if kind == Kind::Agent { now } else { now - EARLIER };
         let not_after = now + Duration::days(days.into());
         let issue = || -> Result<Issued, rcgen::Error> {
@@ -215,7 +215,7 @@ impl Authority {
         let at = |time: OffsetDateTime| {
             jiff::Timestamp::from_second(time.unix_timestamp()).map_err(|error| error.to_string())
         };
-        // Noted before it is given away: what is not in the list is harder to revoke.
+        // Recorded before it is returned: a certificate that is not in the list is harder to revoke.
         self.note(Record {
             serial: serial_text(&serial),
             name: first.to_owned(),
@@ -227,15 +227,15 @@ impl Authority {
         Ok(issued)
     }
 
-    /// Where the server's own certificate lies, chain and key in one file.
+    /// The file with the server's own certificate chain and key.
     pub(super) fn server_file(&self) -> PathBuf {
         self.folder.join("server.pem")
     }
 
-    /// Issues the server's own certificate. The file is the old one or the new one at any moment.
+    /// Issues the server's own certificate, and replaces the old file atomically.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub(super) fn issue_for_server(&self, names: &[String]) -> Result<(), String> {
         let issued = self.issue(names, DAYS)?;
         self.replace("server.pem", format!("{}{}", issued.chain, issued.key).as_bytes())
@@ -253,16 +253,16 @@ fn new_authority(id: &str) -> Result<(CertificateParams, KeyPair), rcgen::Error>
     let now = OffsetDateTime::now_utc();
     params.not_before = now - EARLIER;
     params.not_after = now + Duration::days(AUTHORITY_DAYS);
-    // It signs certificates of servers and agents, no other authorities.
+    // The authority signs certificates of servers and agents, but not of other authorities.
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     params.key_usages = AUTHORITY_USES.to_vec();
     Ok((params, KeyPair::generate()?))
 }
 
-/// The certificate of an authority, and what it says.
+/// The certificate of an authority (DER), and its facts.
 ///
 /// # Errors
-/// It cannot be read.
+/// The file cannot be read.
 fn authority_certificate(path: &Path) -> Result<(Vec<u8>, Facts), String> {
     let der = files::certificates(path)?.swap_remove(0).to_vec();
     let facts = Facts::read(&der).ok_or_else(|| not_ours(path))?;
@@ -273,7 +273,7 @@ fn not_ours(path: &Path) -> String {
     format!("{} is not as `lockstep ca init` makes it; put back what was there", path.display())
 }
 
-/// Writes a file that nobody else can read; it must not be there yet.
+/// Creates a file that other users cannot read. The file must not exist.
 fn write(path: &Path, content: &[u8]) -> std::io::Result<()> {
     let mut file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
     file.write_all(content)?;

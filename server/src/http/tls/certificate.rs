@@ -1,5 +1,5 @@
-//! What a certificate says: its names, when it begins and ends, and who it is for. Whether it is to be trusted is for clients to decide, so
-//! no signature is checked here.
+//! The content of a certificate: names and validity. Signatures are not verified here, because clients decide whether to trust a
+//! certificate.
 
 use jiff::Timestamp;
 use std::{fmt, net::IpAddr};
@@ -12,12 +12,12 @@ use x509_parser::{
     x509::AttributeTypeAndValue,
 };
 
-/// A name that a certificate is for.
+/// A name for which a certificate is valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Name {
-    /// As it stands there; the first label may be `*`.
+    /// A DNS name. The first label may be `*`.
     Dns(String),
-    /// An address.
+    /// An IP address.
     Address(IpAddr),
 }
 
@@ -31,7 +31,7 @@ impl fmt::Display for Name {
 }
 
 impl Name {
-    /// Whether `host` (without port and brackets) is meant by it. A `*` stands for one label.
+    /// Whether the name matches `host` (without port and brackets). A `*` stands for one label.
     pub fn matches(&self, host: &str) -> bool {
         match self {
             Name::Address(address) => host.parse() == Ok(*address),
@@ -45,25 +45,25 @@ impl Name {
     }
 }
 
-/// What a certificate says of itself.
+/// Facts of a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Facts {
-    /// The serial number that its authority gave it.
+    /// The serial number.
     pub serial: Vec<u8>,
-    /// The subject's common name, when the subject is nothing else.
+    /// The subject's common name, if the subject has no other attribute.
     pub common_name: Option<String>,
-    /// The subject's common name, whatever else the subject has; the last where there are several.
+    /// The subject's last common name.
     pub subject_name: Option<String>,
-    /// It is not to be trusted before.
+    /// Start of the validity.
     pub not_before: Timestamp,
-    /// It is not to be trusted after.
+    /// End of the validity.
     pub not_after: Timestamp,
-    /// The subject alternative names: what clients compare an address with.
+    /// The subject alternative names, which clients compare with the address that they connect to.
     pub names: Vec<Name>,
 }
 
 impl Facts {
-    /// Reads a certificate; none when it is no X.509 certificate.
+    /// Reads a certificate (DER). `None` if it is not an X.509 certificate.
     pub fn read(der: &[u8]) -> Option<Self> {
         let (_, certificate) = X509Certificate::from_der(der).ok()?;
         let subject = certificate.subject();
@@ -77,7 +77,7 @@ impl Facts {
             match name {
                 GeneralName::DNSName(name) => names.push(Name::Dns((*name).to_owned())),
                 GeneralName::IPAddress(bytes) => names.push(Name::Address(address(bytes)?)),
-                // Names of hosts and addresses. Other kinds are not read.
+                // DNS names and addresses. Other kinds are ignored.
                 GeneralName::Invalid(tag, _) if matches!(tag.0, 2 | 7) => return None,
                 _ => {}
             }
@@ -93,36 +93,36 @@ impl Facts {
         })
     }
 
-    /// Whole days until it ends; 0 when it has.
+    /// Whole days until the certificate expires; 0 if it has expired.
     pub fn days_left(&self, now: Timestamp) -> i64 {
         (self.not_after.as_second() - now.as_second()).max(0) / DAY
     }
 
-    /// Whether it ends soon: fewer than 90 days are left. Of one that is valid for 90 days or less, which always has fewer, fewer than a
-    /// quarter of these.
+    /// Whether the certificate expires soon: in fewer than 90 days, or, if it is valid for at most 90 days, in less than a quarter of its
+    /// validity.
     pub fn ends_soon(&self, now: Timestamp) -> bool {
         let left = self.not_after.as_second() - now.as_second();
         let life = self.not_after.as_second() - self.not_before.as_second();
         left < if life > SOON { SOON } else { life / 4 }
     }
 
-    /// The names in one line.
+    /// The names, separated by commas.
     pub fn names_in_words(&self) -> String {
         self.names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     }
 }
 
-/// When a certificate revocation list is to be replaced by the next (RFC 5280, section 5.1); none where it does not say, or is none.
+/// When the next version of a certificate revocation list is due (RFC 5280, section 5.1). `None` if the list does not say, or cannot be read.
 pub(super) fn next_update(list: &[u8]) -> Option<Timestamp> {
     let (_, list) = CertificateRevocationList::from_der(list).ok()?;
     list.next_update().map(timestamp)
 }
 
 const DAY: i64 = 24 * 3600;
-/// Of a certificate that is valid for longer, so many seconds before its end somebody should renew it.
+/// Seconds before its end from which a certificate with a longer validity should be renewed.
 const SOON: i64 = 90 * DAY;
 
-/// "Never ends" is the last second of the year 9999, which is later than the latest time there is here.
+/// Converts a time. Certificates without an end have the last second of the year 9999, which is later than [`Timestamp::MAX`].
 fn timestamp(time: ASN1Time) -> Timestamp {
     Timestamp::from_second(time.timestamp()).unwrap_or(Timestamp::MAX)
 }

@@ -1,4 +1,4 @@
-//! A certificate and its key as they lie in files (PEM), checked before anything is served with them.
+//! Reads and checks a certificate and its key from PEM files.
 
 use super::certificate::Facts;
 use crate::config::tls_suites::provider;
@@ -10,17 +10,17 @@ use rustls::{
 use sha2::{Digest, Sha256};
 use std::{fs::File, io::Read, os::unix::fs::MetadataExt, path::Path, sync::Arc};
 
-/// The longest file that is read: a chain has a few kilobytes.
+/// Maximum size of a file. A chain has a few kilobytes.
 const FILE_BYTES: u64 = 1 << 20;
 
-/// A certificate that can be served.
+/// A certificate with its key.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub(super) key: Arc<CertifiedKey>,
     pub(super) facts: Facts,
 }
 
-/// Reads a chain and its key, which may be one file.
+/// Reads a chain and its key, which may be in the same file.
 ///
 /// # Errors
 /// A sentence that says what to change.
@@ -51,7 +51,7 @@ pub(super) fn load(certificate: &Path, key: &Path) -> Result<Loaded, String> {
     Ok(Loaded { key: Arc::new(certified), facts })
 }
 
-/// A chain with the key that belongs to its first certificate.
+/// Reads a chain, and the key of its first certificate.
 ///
 /// # Errors
 /// As [`load`].
@@ -67,13 +67,13 @@ pub(super) fn pair(certificate: &Path, key: &Path) -> Result<CertifiedKey, Strin
     })
 }
 
-/// To the minute, as people write it.
+/// A time in UTC, to the minute.
 pub(super) fn minute(time: Timestamp) -> String {
     let text = time.to_string();
     format!("{} UTC", text.get(..16).unwrap_or(&text).replace('T', " "))
 }
 
-/// The certificates of a file, at least one.
+/// Reads the certificates of a file, at least one.
 ///
 /// # Errors
 /// As [`load`].
@@ -88,7 +88,7 @@ pub(super) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, 
     }
 }
 
-/// The revocation lists of a file (PEM, or one in DER), at least one.
+/// Reads the revocation lists of a file (PEM, or one in DER), at least one.
 ///
 /// # Errors
 /// As [`load`].
@@ -107,7 +107,7 @@ pub(super) fn revocation_lists(path: &Path) -> Result<Vec<CertificateRevocationL
     }
 }
 
-/// The key of a file that nobody else can read.
+/// Reads a key from a file that other users cannot read.
 ///
 /// # Errors
 /// As [`load`].
@@ -118,11 +118,11 @@ fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>, String> {
     })
 }
 
-/// A file's content. A private one must be closed to others: `0600`, or `0640` where it is root's, as Debian's group `ssl-cert`
-/// and Postgres have it.
+/// Reads a file. If `private`, other users must not be able to read it: its mode is `0600`, or `0640` if root owns it, as with Debian's
+/// group `ssl-cert` and Postgres.
 ///
 /// # Errors
-/// It cannot be read, is too long, or is open to others.
+/// The file cannot be read, is too long, or is readable by others.
 pub(super) fn read(path: &Path, private: bool) -> Result<Vec<u8>, String> {
     let shown = path.display();
     let failed = |error: std::io::Error| format!("{shown}: {error}");
@@ -146,7 +146,7 @@ pub(super) fn read(path: &Path, private: bool) -> Result<Vec<u8>, String> {
     Ok(content)
 }
 
-/// SHA-256 of a certificate, as browsers show it.
+/// SHA-256 of a certificate (DER), in the format of browsers.
 pub(super) fn fingerprint(der: &[u8]) -> String {
     Sha256::digest(der).iter().map(|byte| format!("{byte:02X}")).collect::<Vec<_>>().join(":")
 }

@@ -1,11 +1,11 @@
-//! The names and addresses of this machine, for which the server makes its own certificate.
+//! The names and addresses of this machine, for the server's own certificate.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
-/// A machine with more, such as one of many containers, is not reached by each of them.
+/// Maximum number of addresses. A machine with more, such as a host of many containers, is not reachable by all of them.
 const MOST_ADDRESSES: usize = 32;
 
-/// What others may call this machine, loopback included.
+/// Names and addresses by which clients may reach this machine, including loopback.
 pub(super) fn of_this_machine() -> Vec<String> {
     let host = rustix::system::uname().nodename().to_string_lossy().to_lowercase();
     let mut names = Vec::new();
@@ -20,7 +20,8 @@ pub(super) fn of_this_machine() -> Vec<String> {
     names
 }
 
-/// The addresses at which other machines may reach this one, that of the default route first; those of one link alone are left out.
+/// The addresses at which other machines may reach this one. The address of the default route comes first; link-local addresses are left
+/// out.
 pub fn addresses() -> Vec<IpAddr> {
     let is_link_local = |ip: &IpAddr| matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local());
     let interfaces = if_addrs::get_if_addrs().unwrap_or_default();
@@ -30,22 +31,23 @@ pub fn addresses() -> Vec<IpAddr> {
             found.push(ip);
         }
     }
-    // Of IPv4 first. The addresses of bridges for containers may come before that of the default route, and no other machine reaches them.
+    // IPv4 comes first. The system may list addresses of container bridges, which other machines cannot reach, before the address of the
+    // default route.
     let outward = outward();
     found.sort_by_key(|ip| (Some(*ip) != outward, ip.is_ipv6()));
     found.truncate(MOST_ADDRESSES);
     found
 }
 
-/// The address from which this machine speaks to others. Nothing is sent: the system only looks at its routes to an address
-/// that is for documentation (RFC 5737).
+/// The address from which this machine connects to others. Nothing is sent: the system only looks up its route to an address that is
+/// reserved for documentation (RFC 5737).
 fn outward() -> Option<IpAddr> {
     let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).ok()?;
     socket.connect((Ipv4Addr::new(203, 0, 113, 1), 9)).ok()?;
     Some(socket.local_addr().ok()?.ip())
 }
 
-/// Whether a certificate can be for it: a DNS name (perhaps with `*` as its first label) or an address.
+/// Whether a certificate can be issued for `name`: it is an address, or a DNS name, whose first label may be `*`.
 pub(super) fn is_name(name: &str) -> bool {
     if name.parse::<IpAddr>().is_ok() {
         return true;

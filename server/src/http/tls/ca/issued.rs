@@ -1,7 +1,7 @@
-//! What an authority has issued, and what of it was revoked.
+//! The certificates that an authority has issued and revoked.
 //!
-//! `issued.jsonl` in the authority's folder has a line for each certificate; `ca.crl` is the certificate revocation list (CRL)
-//! that follows from it, signed by the authority. Both are replaced as a whole.
+//! `issued.jsonl` in the authority's folder has a line for each certificate. `ca.crl` is the certificate revocation list (CRL) made
+//! from it, signed by the authority. Both files are replaced atomically.
 
 use super::{Authority, not_ours};
 use crate::http::tls::files::minute;
@@ -15,49 +15,49 @@ use std::{
 };
 use time::{Duration, OffsetDateTime};
 
-/// Certificates that are remembered, also those that are over.
+/// Maximum number of recorded certificates, including expired ones.
 const MOST: usize = 10_000;
-/// The shortest serial number that is revoked without being known here, in hexadecimal digits: a word must not be taken for one.
+/// Minimum length, in hexadecimal digits, of an unknown serial number that is revoked. Shorter texts may be names.
 const LEAST_DIGITS: usize = 16;
-/// The longest serial number there may be (RFC 5280: 20 bytes).
+/// Maximum length of a serial number in hexadecimal digits (RFC 5280: 20 bytes).
 const MOST_DIGITS: usize = 40;
-/// Those whose time has long been over are forgotten: nobody takes them, revoked or not.
+/// Certificates that expired this many days ago are removed from the records. Nobody accepts them, whether revoked or not.
 const FORGOTTEN_AFTER_DAYS: i64 = 365;
-/// The list is signed anew with each change. Those who demand a date (openssl does) get one that does not pass by itself.
+/// Validity of the revocation list. The list is signed again with each change, but some programs, such as openssl, require a date.
 const LIST_DAYS: i64 = 3650;
 
-/// For whom a certificate was issued.
+/// The kind of holder of a certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// A server: clients trust it.
+    /// A server, which clients verify.
     Server,
-    /// An agent: the server trusts it.
+    /// An agent, which the server verifies.
     Agent,
-    /// One that is known by its serial number alone.
+    /// Unknown: only the serial number was given.
     Unknown,
 }
 
-/// A certificate that was issued.
+/// An issued certificate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Its serial number, in hexadecimal digits.
+    /// The serial number, in hexadecimal digits.
     pub serial: String,
-    /// Its first name.
+    /// The certificate's first name.
     pub name: String,
-    /// For whom.
+    /// The kind of holder.
     pub kind: Kind,
-    /// When it begins.
+    /// Start of the validity.
     pub not_before: Timestamp,
-    /// When it ends.
+    /// End of the validity.
     pub not_after: Timestamp,
-    /// Since when it is no longer to be trusted.
+    /// When the certificate was revoked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub revoked_at: Option<Timestamp>,
 }
 
 impl Record {
-    /// What it is now, in a word.
+    /// `valid`, `expired` or `revoked`.
     pub fn state(&self, now: Timestamp) -> &'static str {
         match self.revoked_at {
             Some(_) => "revoked",
@@ -82,12 +82,12 @@ fn serial_bytes(text: &str) -> Vec<u8> {
     hex::decode(even).unwrap_or_default()
 }
 
-/// The revocation list of a data directory's authority; it is there once something was revoked.
+/// The revocation list of a data directory's authority. The file exists after the first revocation.
 pub fn revocation_list(data_dir: &Path) -> PathBuf {
     super::folder(data_dir).join("ca.crl")
 }
 
-/// Whether the records in the revocation list's folder (`issued.jsonl`) name a certificate that was revoked.
+/// Whether `issued.jsonl`, in the folder of the revocation list `list`, has a revoked certificate.
 pub fn has_revoked(list: &Path) -> bool {
     let records = fs::read_to_string(list.with_file_name("issued.jsonl")).unwrap_or_default();
     let revoked =
@@ -100,10 +100,10 @@ impl Authority {
         self.folder.join("issued.jsonl")
     }
 
-    /// Every certificate that this authority has issued, the oldest first. Those of before such a list was kept are not in it.
+    /// All certificates that this authority has issued, oldest first.
     ///
     /// # Errors
-    /// The list cannot be read.
+    /// The records cannot be read.
     pub fn issued(&self) -> Result<Vec<Record>, String> {
         let path = self.records_file();
         if !path.exists() {
@@ -114,10 +114,10 @@ impl Authority {
         records.map_err(|_| not_ours(&path))
     }
 
-    /// Notes a certificate that was issued.
+    /// Records an issued certificate.
     ///
     /// # Errors
-    /// There are too many, or the list cannot be written.
+    /// There are too many records, or the file cannot be written.
     pub(super) fn note(&self, record: Record) -> Result<(), String> {
         let _one_at_a_time = self.lock()?;
         let mut records = self.issued()?;
@@ -133,11 +133,11 @@ impl Authority {
         self.write_records(&records)
     }
 
-    /// Revokes every certificate of a name that is still valid, or the one with a serial number, and writes the revocation list.
-    /// Gives what was revoked.
+    /// Revokes all valid certificates of a name, or the certificate with a serial number, and writes the revocation list. Returns the
+    /// revoked certificates.
     ///
     /// # Errors
-    /// There is none, or the list cannot be written.
+    /// No certificate matches, or the list cannot be written.
     pub fn revoke(&self, name_or_serial: &str) -> Result<Vec<Record>, String> {
         let _one_at_a_time = self.lock()?;
         let now = crate::now();
@@ -171,7 +171,7 @@ impl Authority {
             records.push(record.clone());
             revoked.push(record);
         }
-        // The list first: what is noted as revoked is refused.
+        // The revocation list is written first. So every certificate that is recorded as revoked is refused.
         self.write_list(&records)?;
         self.write_records(&records)?;
         Ok(revoked)
@@ -191,7 +191,7 @@ impl Authority {
         let list = CertificateRevocationListParams {
             this_update: now,
             next_update: now + Duration::days(LIST_DAYS),
-            // Grows with every list, also when the clock is set back by less than a list takes to make.
+            // The number increases with every list, unless the clock is set back.
             crl_number: SerialNumber::from(now.unix_timestamp().unsigned_abs()),
             issuing_distribution_point: None,
             revoked_certs: revoked.collect(),
@@ -211,19 +211,18 @@ impl Authority {
         self.replace("issued.jsonl", text.as_bytes())
     }
 
-    /// The file is the old one or the new one at any moment.
+    /// Replaces a file of the authority's folder atomically.
     pub(super) fn replace(&self, name: &str, content: &[u8]) -> Result<(), String> {
         let path = self.folder.join(name);
         let unfinished = self.folder.join(format!("{name}.{}", uuid::Uuid::new_v4().simple()));
         let written = super::write(&unfinished, content).and_then(|()| fs::rename(&unfinished, &path));
         written.map_err(|error| {
-            // What is left of it is of no use.
             let _ = fs::remove_file(&unfinished);
             format!("{}: {error}", path.display())
         })
     }
 
-    /// Held while the list is read and written: a server and a command may do so at the same moment.
+    /// Locks the records while they are read and written, because a server and a command may do so at the same time.
     fn lock(&self) -> Result<fs::File, String> {
         let path = self.folder.join("issued.lock");
         let file =
@@ -233,10 +232,10 @@ impl Authority {
     }
 }
 
-/// The serial number of a new certificate: positive, 16 bytes.
+/// A serial number for a new certificate: positive, 16 bytes.
 pub(super) fn new_serial() -> Vec<u8> {
     let mut bytes = uuid::Uuid::new_v4().into_bytes();
-    // No leading zero and no sign, which would lengthen it.
+    // Neither a leading zero nor the sign bit, which would add a byte to the encoded number.
     bytes[0] = bytes[0] & 0x7f | 0x40;
     bytes.to_vec()
 }

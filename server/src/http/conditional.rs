@@ -1,4 +1,4 @@
-//! Conditional requests (RFC 9110, section 13) for what has an entity tag.
+//! Conditional requests (RFC 9110, section 13) for content with an entity tag.
 
 use crate::http::error::{Error, Result};
 use axum::{
@@ -8,14 +8,14 @@ use axum::{
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-/// Clients may cache an answer, and ask whether it is still the same.
+/// Allows clients to cache a response if they revalidate it before each use.
 pub(crate) const CACHING: &str = "private, no-cache";
 
-/// A value as JSON with an entity tag of its content, or 304 to whoever has it already. The tag is weak: answers are compressed
-/// on their way.
+/// A response with `value` as JSON and an entity tag of its content, or 304 if the client has it already. The tag is weak, because responses
+/// may be compressed.
 ///
 /// # Errors
-/// It cannot be written as JSON.
+/// The value cannot be serialised.
 pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Response> {
     let body = serde_json::to_vec(value).map_err(|e| Error::Internal(format!("an answer: {e}")))?;
     let tag = format!("\"{}\"", hex::encode(&Sha256::digest(&body)[..16]));
@@ -26,19 +26,19 @@ pub(crate) fn tagged(headers: &HeaderMap, value: &impl Serialize) -> Result<Resp
     Ok((about, [(header::CONTENT_TYPE, "application/json")], body).into_response())
 }
 
-/// Whether `If-None-Match` says that the client has what is tagged so: then the answer is 304.
+/// Whether `If-None-Match` contains `tag`. The response is then 304.
 pub(crate) fn is_known(headers: &HeaderMap, tag: &str) -> bool {
     let mut lists = headers.get_all(header::IF_NONE_MATCH).iter().filter_map(|v| v.to_str().ok());
     lists.any(|list| list.trim() == "*" || tags(list).any(|known| known == tag))
 }
 
-/// Whether a `Range` counts: not when `If-Range` names something else than what there is, as its parts would not fit.
-/// A date does not name it: tags are stronger, and everything that is asked for here has one.
+/// Whether `Range` applies. It does not if `If-Range` is present and is not `tag`: the client then has a part of other content. Dates in
+/// `If-Range` never match, because all content here has a tag.
 pub(crate) fn range_counts(headers: &HeaderMap, tag: &str) -> bool {
     headers.get(header::IF_RANGE).is_none_or(|condition| condition == tag)
 }
 
-/// The tags of a list, weak ones as if they were strong: a cache compares them so. A comma may be part of a tag.
+/// The tags of a list, without the mark of weak tags, as required for the weak comparison. A tag may contain a comma.
 fn tags(list: &str) -> impl Iterator<Item = &str> {
     let mut rest = list;
     std::iter::from_fn(move || {
@@ -50,8 +50,8 @@ fn tags(list: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Leaves a `Range` that is one range of bytes, and removes any other: one of another unit, or that is none, is ignored (RFC 9110, section
-/// 14.2), and of several the whole is sent.
+/// Removes a `Range` that is not a single range of bytes. Other units and invalid ranges are ignored (RFC 9110, section 14.2), and a request
+/// for several ranges gets the whole content.
 pub(crate) fn keep_one_range(headers: &mut HeaderMap) {
     let one = headers.get(header::RANGE).and_then(|value| one_range(value.to_str().ok()?));
     match one.and_then(|range| HeaderValue::try_from(range).ok()) {
@@ -60,7 +60,7 @@ pub(crate) fn keep_one_range(headers: &mut HeaderMap) {
     }
 }
 
-/// The range in numbers that fit; a last byte beyond any file is the file's last.
+/// A single range of bytes, with numbers that fit into `u64`: a larger last byte becomes an open end. `None` for anything else.
 fn one_range(value: &str) -> Option<String> {
     let (unit, range) = value.split_once('=')?;
     let (first, last) = range.trim().split_once('-').filter(|_| unit.eq_ignore_ascii_case("bytes"))?;

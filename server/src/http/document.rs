@@ -1,4 +1,4 @@
-//! The OpenAPI document: what handlers say of themselves, and what every call has in common with others.
+//! The OpenAPI document: the descriptions of all handlers, and what all calls have in common.
 
 mod values;
 
@@ -18,13 +18,13 @@ use utoipa::openapi::{
 const BEARER: &str = "bearer";
 const COOKIE: &str = "session";
 const PROBLEM: &str = "application/problem+json";
-/// Calls in which an agent says by headers for which attempt it asks.
+/// Path of the calls in which agents name an attempt by headers.
 const OF_AGENTS: &str = "/api/v1/agent/attempts/";
 const AGENTS_SAY: [(&str, &str); 2] = [
     ("x-lockstep-agent", "The agent's id: the token must be this agent's"),
     ("x-lockstep-fencing-token", "The attempt's, as the agent was given it"),
 ];
-/// Statuses that come with `Retry-After`.
+/// Statuses of responses with `Retry-After`.
 const RETRIED: [&str; 2] = ["429", "503"];
 
 /// Adds to each call the refusals that do not come from its handler, and gives errors their media type.
@@ -89,7 +89,7 @@ pub(crate) fn complete(mut document: OpenApi) -> OpenApi {
     document
 }
 
-/// The calls of an address.
+/// The calls of a path.
 fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operation)> {
     [
         (Method::GET, &mut item.get),
@@ -102,8 +102,8 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = (Method, &mut Operati
     .filter_map(|(method, operation)| Some((method, operation.as_mut()?)))
 }
 
-/// What [`crate::http::guard`], the extractors, the store and the router answer on behalf of a handler. The guard looks at every request, so
-/// each call may be answered 400, 403, 421 and 429.
+/// The responses that do not come from a handler but from [`crate::http::guard`], the extractors, the store and the router. The guard checks
+/// every request, so every call may be answered with 400, 403, 421 or 429.
 fn common(operation: &Operation, needs_scope: bool) -> Vec<(&'static str, &'static str)> {
     let mut all = vec![
         ("400", "The request cannot be read"),

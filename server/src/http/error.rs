@@ -15,32 +15,32 @@ use lockstep_web::layout::{MessagePage, Viewer};
 use serde::Serialize;
 use utoipa::ToSchema;
 
-/// Why a request was not done. What a client can mend is in the response; what it cannot is logged, once, here.
+/// Why a request failed. The response says what a client can correct. Faults of the server are logged, once, here.
 #[derive(Debug)]
 pub(crate) enum Error {
-    /// Nothing has this name or id.
+    /// No object has this name or id.
     NotFound(String),
     /// The request cannot be read.
     BadRequest(String),
-    /// Mistakes, each with its place.
+    /// Mistakes in a job file or form, each with its location.
     Invalid(Vec<SpecError>),
-    /// What is there forbids it; the state, when it is a job's.
+    /// The state of the object does not allow the request. With the job's state, if the object is a job.
     Conflict(String, Option<JobState>),
-    /// Records are missing; the number of the next.
+    /// Records are missing. With the number of the next expected record.
     Gap(String, u64),
-    /// Who sends this is not known.
+    /// The caller is not authenticated.
     Unauthorized(String),
-    /// From a page of another origin, or more than the caller may do.
+    /// The request comes from a page of another origin, or the caller may not make it.
     Forbidden(String),
-    /// Too often; seconds until it may be tried again.
+    /// The rate limit is exceeded. With the seconds until the next request is allowed.
     TooMany(String, u64),
-    /// Another refusal that programs may want to tell apart.
+    /// A refusal with a code of its own, for programs.
     Of(Code, String),
-    /// The body is not JSON, or too large, or the method is not one of the address.
+    /// The body is not JSON or too large, or the path does not have the method.
     Refused(StatusCode, String),
-    /// Something that the server needs is away; trying again may help.
+    /// Something that the server needs is temporarily unavailable.
     Unavailable(String),
-    /// A fault of the server's own.
+    /// A fault of the server.
     Internal(String),
 }
 
@@ -53,19 +53,19 @@ pub(crate) struct Problem {
     /// `urn:lockstep:problem:` and the code.
     #[serde(rename = "type")]
     kind: &'static str,
-    /// What kind of problem it is, for programs: `not_found`, `invalid`, `wrong_state`, ...
+    /// The kind of problem, for programs: `not_found`, `invalid`, `wrong_state`, ...
     code: &'static str,
     title: String,
     status: u16,
-    /// What is wrong and what would be right.
+    /// What is wrong, and what to do.
     detail: String,
-    /// Every mistake of a specification.
+    /// All mistakes in a job file or form.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     errors: Vec<SpecError>,
-    /// The job's state that forbids the request.
+    /// The job's state, which does not allow the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     state: Option<JobState>,
-    /// The number of the record that comes next, where records are missing.
+    /// The number of the next expected record, if records are missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     expected: Option<u64>,
 }
@@ -136,13 +136,13 @@ impl Error {
 }
 
 impl Error {
-    /// The status and the sentence, for an interface that has errors of another form.
+    /// The status and the sentence, for interfaces with another form of errors.
     pub(crate) fn in_short(self) -> (StatusCode, String) {
         let Problem { status, detail, .. } = self.problem();
         (StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR), detail)
     }
 
-    /// What the answer says besides its status and its body.
+    /// The response's additional header.
     fn header(&self) -> Option<(HeaderName, HeaderValue)> {
         match self {
             Error::Unauthorized(_) => Some((header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"))),
@@ -201,11 +201,11 @@ impl IntoResponse for PageError {
     }
 }
 
-/// An answer as who looks is to see it: the bar of an error's page is theirs, too.
+/// A response for `viewer`: an error's page has the viewer's navigation bar.
 pub(crate) fn shown_to(viewer: Viewer, mut response: Response) -> Response {
     let page = response.extensions_mut().remove::<MessagePage>();
     if let Some(html) = page.and_then(|page| MessagePage { viewer, ..page }.render().ok()) {
-        // They are of the page that was, which may have been compressed already.
+        // These headers belong to the replaced page, which may have been compressed.
         for name in [header::CONTENT_LENGTH, header::CONTENT_ENCODING] {
             response.headers_mut().remove(name);
         }
@@ -236,7 +236,7 @@ impl From<StoreError> for Error {
 }
 
 impl RequestError {
-    /// As an error of a request that names no path.
+    /// The same error for a request that is not a job file: without locations.
     pub(crate) fn without_pointer(self) -> Error {
         match self {
             RequestError::Refused(_) | RequestError::NobodyHasFiles { .. } => {

@@ -1,8 +1,7 @@
 //! Deny by default: the layer around every route that authenticates and authorises each request.
 //!
-//! What a request needs follows from its method and route, in one table (`gate/rules.rs`). A route that is not in the table needs a
-//! token too: to be open it must be listed. Whatever the request may have changed is written to the audit log here, so no handler
-//! can forget it.
+//! The table in `gate/rules.rs` has the scope that a request needs, by method and route. A route that is not in the table needs a token.
+//! Requests that may change something are written to the audit log here, so no handler can forget it.
 
 mod agents;
 mod ownership;
@@ -38,7 +37,7 @@ use lockstep_protocol::{access::Scope, people::Role};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use std::sync::Arc;
 
-/// Longest address in the audit log, in characters.
+/// Maximum length of an object in the audit log, in characters.
 const OBJECT_CHARS: usize = 300;
 
 /// Decides which requests reach their handlers.
@@ -48,7 +47,7 @@ pub(crate) struct Gate {
     pub(super) agents: Arc<Agents>,
     pub(super) ingress: Arc<Ingress>,
     pub(super) tasks: Tasks,
-    /// Requests by the id of the token or of the signed-in person.
+    /// The rate limit for each token and each signed-in person, by id.
     token_limit: RateLimiter<String>,
 }
 
@@ -72,7 +71,7 @@ pub(crate) struct SignedIn {
     pub(crate) token_id: String,
 }
 
-/// Response extension of a handler: the object of the request, if its address does not name it. The audit log has both.
+/// Response extension of a handler: the object of the request, if its path does not name it. The audit log has both.
 #[derive(Debug, Clone)]
 pub(crate) struct AuditSubject(pub(crate) String);
 
@@ -84,7 +83,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     let path = request.uri().path().to_owned();
     let object: String =
         request.uri().path_and_query().map_or("", |p| p.as_str()).chars().take(OBJECT_CHARS).collect();
-    // The guard has refused a request without it.
+    // Always present: the guard refuses requests without it.
     let address = request.extensions().get::<Peer>().map(|peer| peer.address.to_string()).unwrap_or_default();
     let request_id = request_id::of(&request).to_owned();
     let by_certificate = match request.extensions().get::<Peer>() {
@@ -136,7 +135,8 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
         let response = shown_to(viewer, next.run(request).await);
         let signed_in = response.extensions().get::<SignedIn>().cloned();
         let status = response.status();
-        // Of requests without a caller only failed sign-ins are recorded, whose number is limited. Others could displace entries that matter.
+        // Without a caller, only failed sign-ins are recorded, because their number is limited. Other requests could displace important
+        // entries.
         let signs_in = rules::signs_in(route.as_deref());
         let is_wrong_sign_in = rules::is_failed_sign_in(route.as_deref(), status);
         if signed_in.is_some() || is_wrong_sign_in || (is_change && caller.is_some()) {
@@ -145,7 +145,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
                 _ if signs_in => "sign in".to_owned(),
                 route => format!("{method} {}", route.unwrap_or("(no such address)")),
             };
-            // An address may contain a code or a token, which must not be recorded.
+            // The address of a sign-in may contain a code or a token, which must not be recorded.
             let mut object = if signs_in { path } else { object };
             let subject = response.extensions().get::<AuditSubject>().map(|AuditSubject(what)| what.as_str());
             if let Some(what) = subject.or_else(|| created(&response).filter(|_| !signs_in)) {
@@ -174,7 +174,7 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     if !is_carried_out {
         return work.await;
     }
-    // A task of its own, so that it completes and is recorded although the client disconnects.
+    // A separate task, so that the request completes and is recorded even if the client disconnects.
     match tasks.spawn(work).await {
         Ok(response) => response,
         Err(error) => match error.try_into_panic() {
@@ -184,12 +184,12 @@ pub(crate) async fn gate(State(gate): State<Arc<Gate>>, mut request: Request, ne
     }
 }
 
-/// The id or name of what a request has created: the end of its `Location`.
+/// The id or name of the created object: the last part of the response's `Location`.
 fn created(response: &Response) -> Option<&str> {
     let location = response.headers().get(header::LOCATION)?.to_str().ok()?;
     let is_new = match response.status() {
         StatusCode::CREATED => true,
-        // A form without scripts leads to the page of its job.
+        // A form that is sent without scripts redirects to the page of the new job.
         StatusCode::SEE_OTHER => location.starts_with("/jobs/"),
         _ => false,
     };
@@ -226,7 +226,7 @@ fn bearer(value: &HeaderValue) -> Option<&str> {
     scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
 }
 
-/// The token that a client of MLflow's sends as a password (`MLFLOW_TRACKING_PASSWORD`).
+/// The token that an MLflow client sends as a password (`MLFLOW_TRACKING_PASSWORD`).
 fn password(value: &HeaderValue, path: &str) -> Option<String> {
     let (scheme, sent) = value.to_str().ok()?.split_once(' ')?;
     let is_basic = scheme.eq_ignore_ascii_case("basic") && path.starts_with("/api/2.0/mlflow/");
@@ -242,7 +242,7 @@ pub(crate) fn cookie<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> 
     pairs.find(|(key, _)| *key == name).map(|(_, value)| value)
 }
 
-/// Whether a path is for programs, which get JSON problems instead of pages.
+/// Whether errors of a path are problem details in JSON rather than pages.
 fn is_for_programs(path: &str) -> bool {
     path.starts_with("/api/") || ["/metrics", "/healthz", "/readyz"].contains(&path)
 }
@@ -257,7 +257,7 @@ fn asked_to_sign_in(method: &Method, path: &str, object: &str) -> Response {
     Redirect::to(&login_address(back)).into_response()
 }
 
-/// The address of the page to sign in, with the page to return to.
+/// The address of the sign-in page, with the page to return to.
 pub(crate) fn login_address(back: &str) -> String {
     const ENCODED: &AsciiSet =
         &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~').remove(b'/');
@@ -270,7 +270,7 @@ pub(crate) fn login_address(back: &str) -> String {
 fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     let name = caller.token().map_or("", |token| &token.name);
     let has = caller.scope().map_or("none", Scope::as_str);
-    // A session that a token's link has begun may do what that token may.
+    // A session that was begun by a token's link has the rights of that token.
     let by_itself = |person: &&str| {
         caller.session().is_some() && caller.token().is_some_and(|token| token.id == principal(person))
     };
@@ -289,7 +289,7 @@ fn refused(caller: &Caller, scope: Scope, path: &str) -> Response {
     answered(caller, Error::Forbidden(detail), path)
 }
 
-/// A refusal, as a problem or as a page.
+/// The response of a refusal: problem details, or a page.
 fn answered(caller: &Caller, error: Error, path: &str) -> Response {
     match is_for_programs(path) {
         true => error.into_response(),
@@ -297,10 +297,11 @@ fn answered(caller: &Caller, error: Error, path: &str) -> Response {
     }
 }
 
-/// Counts a request against its token's rate. Requests of agents are limited by size instead (`agents/inbox.rs`, `checkpoints/uploads.rs`).
+/// Counts a request against the rate limit of its token or person. Requests of agents are limited by size instead (`agents/inbox.rs`,
+/// `checkpoints/uploads.rs`).
 ///
 /// # Errors
-/// The rate is exceeded: seconds to wait.
+/// The rate is exceeded. The error is the number of seconds to wait.
 fn take_one(gate: &Gate, caller: &Caller) -> Result<(), u64> {
     match caller.token() {
         Some(token) if caller.scope() != Some(Scope::Agent) => gate.token_limit.take(token.id.as_str()),

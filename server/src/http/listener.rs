@@ -1,10 +1,10 @@
-//! Accepts connections up to a limit, closes idle ones, and ends all in order when the server stops.
+//! Accepts connections up to a limit, closes idle connections, and ends all connections in order when the server stops.
 //!
-//! A connection costs a file descriptor, and a client that opens many and sends nothing would leave none for others. So a request's head
-//! must arrive within a time limit, and an idle connection is closed after the same time. At the limit of connections, the one that has
-//! been idle longest is closed for the next. If a client does not read, the kernel closes its connection (`TCP_USER_TIMEOUT`), or the
-//! handler of its websocket does. An address of another machine gets a quarter of all connections at most. A connection in its TLS
-//! handshake counts as idle.
+//! A connection costs a file descriptor, and a client that opens many connections and sends nothing would leave none for others. So a
+//! request's head must arrive within a time limit, and an idle connection is closed after the same time. When the number of connections
+//! reaches its limit, the connection that has been idle longest is closed before the next is accepted. If a client does not read, the kernel
+//! closes its connection (`TCP_USER_TIMEOUT`), or the handler of its websocket does. An address of another machine gets at most a quarter of
+//! all connections. A connection in its TLS handshake counts as idle.
 //!
 //! hyper speaks HTTP, and `tokio-util` joins the streams. The limits are ours: `axum::serve`, `axum-server` and hyper-util close no
 //! connection to make room for another.
@@ -45,20 +45,20 @@ use tokio_rustls::TlsAcceptor;
 use tokio_util::{either::Either, io::InspectReader, sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
-/// Connections at most, however many descriptors there are.
+/// Maximum number of connections, even if more descriptors are available.
 const MOST_CONNECTIONS: u64 = 8192;
 const FEWEST_CONNECTIONS: u64 = 8;
-/// Descriptors for the rest: the database's connections (three each), locks, the runtime, a file being written.
+/// Descriptors for other purposes: the database's connections (three each), locks, the runtime, a file being written.
 const RESERVED_DESCRIPTORS: u64 = 44;
-/// The longest head of a request: address and headers together.
+/// Maximum size of a request's head: request line and headers.
 const HEAD_BYTES: usize = 64 << 10;
 /// How long a client may leave sent data unacknowledged. Longer than the interruptions from which a network recovers.
 const UNREAD: Duration = Duration::from_secs(120);
 /// Pause before the next accept after the system has refused one.
 const BREATH: Duration = Duration::from_millis(50);
 
-/// Connections at a time: half of the descriptors that are left, because a request may open a file. Raises the process's limit of
-/// descriptors to the hard limit first.
+/// Maximum number of concurrent connections: half of the remaining descriptors, because a request may open a file. First raises the process's
+/// limit of descriptors to the hard limit.
 pub(crate) fn connection_limit() -> usize {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
@@ -73,7 +73,7 @@ fn limit_of(descriptors: Option<u64>) -> usize {
     (free / 2).clamp(FEWEST_CONNECTIONS, MOST_CONNECTIONS) as usize
 }
 
-/// A socket that is listened on; with TLS when it has an acceptor.
+/// A listening socket. With an acceptor, its connections use TLS.
 pub(crate) struct Listener {
     pub(crate) socket: TcpListener,
     pub(crate) tls: Option<TlsAcceptor>,
@@ -84,7 +84,7 @@ struct Shared {
     gate: Arc<Gate>,
     router: Router,
     access_log: Option<AccessLog>,
-    /// Connections of each address, websockets included.
+    /// Number of connections of each address, including websockets.
     of_address: Mutex<HashMap<IpAddr, usize>>,
     most_of_address: usize,
     room: Arc<Semaphore>,
@@ -92,7 +92,7 @@ struct Shared {
     open: Mutex<HashMap<u64, Arc<Connection>>>,
 }
 
-/// A connection that speaks HTTP. A connection that becomes a websocket leaves the list and keeps its permit.
+/// An HTTP connection. A connection that becomes a websocket leaves the list and keeps its permit.
 struct Connection {
     address: IpAddr,
     state: Mutex<Use>,
@@ -100,7 +100,7 @@ struct Connection {
 }
 
 struct Use {
-    /// Requests whose response is not completely sent.
+    /// Number of requests whose response is not completely sent.
     requests: usize,
     idle_since: Instant,
 }
@@ -152,7 +152,7 @@ pub(crate) async fn serve(
     tasks.wait().await;
 }
 
-/// The client has disconnected before it was accepted.
+/// Whether the client disconnected before its connection was accepted.
 fn is_the_client_s(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(error.kind(), ConnectionRefused | ConnectionAborted | ConnectionReset)
@@ -182,7 +182,7 @@ impl Shared {
                 if let Ok(permit) = self.room.clone().try_acquire_owned() {
                     break permit;
                 }
-                // Those that are busy now may be idle in a moment.
+                // Connections that are busy now may become idle soon.
                 self.make_room(None);
                 tokio::select! {
                     permit = self.room.clone().acquire_owned() => match permit {
@@ -242,7 +242,7 @@ impl Shared {
     ) {
         let stop = self.gate.tasks.stopping.clone();
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        // A socket that is closed already says so when it is read.
+        // If the socket is already closed, reading from it fails.
         let _ = stream.set_nodelay(true);
         let _ = socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(UNREAD));
         let transport = Transport::new(from, stream.local_addr().ok(), tls.is_some());
@@ -250,7 +250,7 @@ impl Shared {
         let address = client_key(from.ip());
         let connection = Arc::new(Connection { address, state, give_up: CancellationToken::new() });
         lock(&self.open).insert(number, connection.clone());
-        // Removed from the list however this ends.
+        // Removes the connection from the list in all cases.
         let _listed = Listed { shared: &self, number };
         let stream = match tls {
             None => Either::Left(stream),
@@ -280,7 +280,7 @@ impl Shared {
             let in_flight = InFlightRequest::begin(&connection);
             self.answer(request.map(Body::new), transport, certificate.clone(), in_flight)
         });
-        // The permit is the stream's, so a connection keeps it after it has become a websocket.
+        // The stream owns the permit, so a connection keeps it after it has become a websocket.
         let io = TokioIo::new(InspectReader::new(stream, move |_: &[u8]| {
             let _ = &place;
         }));
@@ -295,7 +295,7 @@ impl Shared {
         let mut is_asked = false;
         loop {
             tokio::select! {
-                // Errors of a connection are its client's, and not logged.
+                // Errors of a connection are caused by its client and not logged.
                 _ = serving.as_mut() => break,
                 () = connection.give_up.cancelled() => break,
                 () = &mut stopping, if !is_asked => {
@@ -314,7 +314,7 @@ impl Shared {
         in_flight: InFlightRequest,
     ) -> impl Future<Output = Result<Response, std::convert::Infallible>> + use<> {
         let mut peer = self.gate.ingress.peer(transport, request.headers());
-        // What a proxy shows is not its clients'.
+        // A proxy's certificate does not identify its clients.
         peer.certificate = certificate.filter(|_| !peer.by_proxy);
         let begin = |log: &AccessLog| Box::new(log.begin(peer.address, request.method(), request.uri()));
         let mut line = self.access_log.as_ref().map(begin);
@@ -339,7 +339,7 @@ impl Shared {
     }
 }
 
-/// Removes a connection from the list of those that speak HTTP, when dropped.
+/// Removes a connection from the list of HTTP connections when dropped.
 struct Listed<'a> {
     shared: &'a Shared,
     number: u64,

@@ -1,5 +1,5 @@
-//! Which values parameters and fields take, where a Rust type says more than what is made of it: integers without a sign end where
-//! theirs do, and short texts of one grammar have it as a pattern.
+//! Values of parameters and fields that the schemas generated from Rust types leave open: limits of unsigned integers, and patterns of short
+//! texts.
 
 use super::operations;
 use utoipa::{
@@ -10,7 +10,7 @@ use utoipa::{
     },
 };
 
-/// Parameters that have the same grammar wherever they are.
+/// Parameters that have the same pattern in all calls.
 const PATTERNS: [(&str, &str); 6] = [
     ("sort", "^(-?([a-z][A-Za-z0-9_.]*|tag:.+))?$"),
     ("fields", "^[a-z_]+(,[a-z_]+)*$"),
@@ -76,7 +76,7 @@ fn schema(of: &mut RefOr<Schema>) {
     }
 }
 
-/// `int32` and `int64` are integers with a sign, and end at half of what those without one take.
+/// Sets the limits of an unsigned integer. The formats `int32` and `int64` are signed.
 fn integer(object: &mut Object) {
     let is_integer = match &object.schema_type {
         SchemaType::Type(kind) => *kind == Type::Integer,

@@ -1,10 +1,10 @@
-//! The codes of problems: every one that the server answers with, in one place. `docs/api.md` lists the same; a test compares them.
+//! The codes of all problem details. `docs/api.md` has the same list; a test compares the two.
 
 use axum::http::StatusCode;
 
 macro_rules! codes {
     ($($name:ident = $text:literal, $status:ident, $meaning:literal;)*) => {
-        /// What kind of problem it is, for programs. New ones may be added; the status says what class it is of.
+        /// The kind of a problem, for programs. New codes may be added; programs that do not know a code use the status.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(crate) enum Code {
             $(#[doc = $meaning] $name,)*
@@ -25,12 +25,12 @@ macro_rules! codes {
                 match self { $(Code::$name => concat!("urn:lockstep:problem:", $text),)* }
             }
 
-            /// The status that it comes with.
+            /// The response's status.
             pub(crate) fn status(self) -> StatusCode {
                 match self { $(Code::$name => StatusCode::$status,)* }
             }
 
-            /// What it means.
+            /// The meaning, as in the documentation.
             #[cfg(test)]
             pub(crate) fn meaning(self) -> &'static str {
                 match self { $(Code::$name => $meaning,)* }
@@ -66,7 +66,7 @@ codes! {
 }
 
 impl Code {
-    /// The code of a refusal that says no more than its status.
+    /// The code of a refusal that has no code of its own.
     pub(crate) fn of(status: StatusCode) -> Self {
         match status {
             StatusCode::METHOD_NOT_ALLOWED => Code::MethodNotAllowed,

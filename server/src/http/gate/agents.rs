@@ -1,4 +1,4 @@
-//! Who opens an agent's connection: whom its certificate names, or, where that is enough, whom its token names.
+//! The identity of an agent that connects: from its certificate, or, if the server accepts that, from its token.
 
 use super::{Gate, bearer};
 use crate::{
@@ -9,11 +9,11 @@ use crate::{
 use axum::http::{HeaderMap, header};
 use lockstep_protocol::access::Scope;
 
-/// The answer to an agent without a certificate.
+/// Instructions for an agent without a certificate.
 const HOW: &str = "start the agent with --cert-file and --key-file, or --pkcs12-file (on the server's machine: `lockstep ca issue NAME \
     --agent`)";
 
-/// Whether a request comes from an agent that shows who it is.
+/// Whether a request comes from an agent that can be identified.
 pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
     let certified = gate.ingress.agents().zip(peer.certificate.as_deref());
     let token = headers.get(header::AUTHORIZATION).and_then(bearer);
@@ -23,12 +23,10 @@ pub(crate) fn is_agent(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> bool {
             .is_some_and(|caller| caller.scope() == Some(Scope::Agent))
 }
 
-/// The agent that a certificate names.
-///
-/// `None` is left to tokens.
+/// The agent that the connection's certificate names. `None` if the request must be identified by its token.
 ///
 /// # Errors
-/// It is refused, which is logged.
+/// The agent is refused. The refusal is also logged.
 pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> Result<Option<Caller>, Error> {
     let auth = gate.config.agent_auth();
     let Some(trust) = gate.ingress.agents().filter(|_| gate.auth.access.is_required()) else {
@@ -39,7 +37,7 @@ pub(super) fn by_certificate(gate: &Gate, headers: &HeaderMap, peer: &Peer) -> R
         Err(Error::Unauthorized(format!("this server refuses the agent: {why}; {advice}")))
     };
     let Some(certificate) = &peer.certificate else {
-        // This machine's own agent comes in clear, with the token that the server gave it.
+        // The agent of the server's own machine connects without TLS, with a token from the server.
         let needs_one = auth == AgentAuth::Certificate && !peer.is_in_clear();
         if needs_one || !headers.contains_key(header::AUTHORIZATION) {
             let why = match auth {

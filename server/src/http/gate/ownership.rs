@@ -1,6 +1,6 @@
-//! Whose a job, a dataset or a model is, and what others may do with it. This stands in the gate, before every handler of a route
-//! that names one, so a new route cannot forget it: what is private is not found by others, and where there are people, jobs, datasets
-//! and models are changed by their owners and by admins.
+//! The owners of jobs, datasets and models, and what other callers may do with these. The gate checks this before the handler of every
+//! route that names such an object, so a new route cannot forget it. Private objects are "not found" for other callers. If the server has
+//! people, only owners and admins may change an object.
 
 use crate::{
     auth::{Auth, access::Caller},
@@ -14,15 +14,15 @@ use axum::{
 };
 use lockstep_protocol::JobId;
 
-/// Requests that may change something, and not the job that they name: what is seen is enough.
+/// Requests that change something other than the job that they name. A caller who may see the job may make them.
 const READING: [&str; 3] =
     ["/api/v1/jobs/{id}/fork", "/api/v1/jobs/{id}/fork/check", "/api/v1/checkpoints/{id}/predict"];
 
-/// What a route names.
+/// The kind of object that a route names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Job,
-    /// A job by its id or by the one that its program chose.
+    /// A job, by its id or by the id that its program chose.
     Run,
     Checkpoint,
     Dataset,
@@ -45,7 +45,7 @@ impl Kind {
         found.map(|(_, kind)| kind)
     }
 
-    /// As the handlers say it of what there is not.
+    /// The error that handlers return for an object that does not exist.
     fn not_found(self, route: &str) -> Error {
         Error::NotFound(
             match self {
@@ -68,11 +68,11 @@ impl Kind {
     }
 }
 
-/// Lets a request through that its caller may make with what it names. What there is not is answered here as what is private to somebody
-/// else, before query, method and body are looked at: from the answer nobody learns which of the two it is.
+/// Checks that the caller may make this request with the object that it names. An object that does not exist gets the same response as a
+/// private object of another owner, before query, method and body are checked, so the response does not reveal which of the two it is.
 ///
 /// # Errors
-/// 404 for both, 403 for a change of what is somebody else's.
+/// 404 if the object does not exist or is private, 403 if the request would change an object of another owner.
 pub(super) async fn check(
     auth: &Auth,
     caller: &Caller,
@@ -84,7 +84,7 @@ pub(super) async fn check(
     if caller.sees_all() {
         return Ok(());
     }
-    // Decoded, as the handler takes it. What cannot be decoded is no name.
+    // Decoded as for the handler. A text that cannot be decoded names no object.
     let Ok(params) = request.extract_parts::<RawPathParams>().await else { return Ok(()) };
     let Some(name) = params.iter().find(|(key, _)| ["id", "name"].contains(key)).map(|(_, value)| value)
     else {
@@ -93,7 +93,7 @@ pub(super) async fn check(
     let owned = match kind {
         Kind::Job => of_job(auth, caller, name).await?,
         Kind::Run => of_job(auth, caller, auth.run_id(caller, name).as_str()).await?,
-        // Whether it is there is the handler's question, once the caller sees its job: its id begins with the job's.
+        // A checkpoint's id begins with the id of its job. Whether the checkpoint exists is checked by the handler.
         Kind::Checkpoint => of_job(auth, caller, name.split('-').next().unwrap_or_default()).await?,
         Kind::Dataset => auth.store.owned_dataset(name).await?,
         Kind::Model => of_model(auth, caller, name).await?,
@@ -108,8 +108,8 @@ pub(super) async fn check(
     Err(Error::Forbidden(not_yours(kind, &owned)))
 }
 
-/// The owner of a job. A job that the caller may not see is looked up in the store at each request, like a job that does not exist: the
-/// time of the answer does not tell them apart.
+/// The owner of a job. A job that the caller may not see is looked up in the store at each request, like a job that does not exist, so the
+/// response time does not tell them apart.
 async fn of_job(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>> {
     let Ok(id) = id.parse::<JobId>() else { return Ok(None) };
     let known = auth.job_owners.get(&id);
@@ -123,7 +123,7 @@ async fn of_job(auth: &Auth, caller: &Caller, id: &str) -> Result<Option<Owned>>
     Ok(owned)
 }
 
-/// The owner of a model: of the job of its first version. It is seen by those who see any version.
+/// The owner of a model, who is the owner of the job of its first version. A caller who may see any version may see the model.
 async fn of_model(auth: &Auth, caller: &Caller, name: &str) -> Result<Option<Owned>> {
     let versions = auth.store.model_versions(Some(name)).await?;
     let is_seen = versions.iter().any(|row| caller.sees(row.owned.private, row.owned.owner.as_deref()));

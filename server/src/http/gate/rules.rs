@@ -1,19 +1,19 @@
-//! What each request needs, in one table.
+//! A table with the scope that each request needs.
 
 use axum::http::{Method, StatusCode};
 use lockstep_protocol::access::Scope;
 
-/// What a request needs.
+/// The requirement of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Requirement {
-    /// It is open to everybody.
+    /// None: the request is open to everybody.
     Nothing,
     Scope(Scope),
     /// An admin, or a person for their own objects, which the handler checks.
     AdminOrPerson,
 }
 
-/// Which methods a rule is for.
+/// The methods of a rule.
 #[derive(Debug, Clone, Copy)]
 enum Methods {
     All,
@@ -23,25 +23,25 @@ enum Methods {
 use Methods::{All, Safe};
 use Requirement::{AdminOrPerson, Nothing, Scope as S};
 
-/// The exceptions. Everything else needs `read` to look and `submit` to change.
+/// The exceptions. All other requests need `read` if their method is safe, and else `submit`.
 const RULES: [(Methods, &str, Requirement); 42] = [
-    // What a browser needs to sign in, and health checks, which have no token. `/readyz` shows no details without one.
+    // Needed by browsers to sign in, and by health checks, which have no token. `/readyz` shows no details without a token.
     (All, "/login", Nothing),
     (Safe, "/login/oidc", Nothing),
     (Safe, "/login/oidc/callback", Nothing),
     (Safe, "/static/{*path}", Nothing),
-    // Other methods do not exist: everybody gets 405.
+    // Other methods do not exist: the response is 405.
     (All, "/healthz", Nothing),
     (All, "/readyz", Nothing),
-    // Anybody who is signed in may sign out, and may get a sign-in link with their own scope.
+    // Every signed-in caller may sign out, and get a sign-in link with the caller's own scope.
     (All, "/logout", S(Scope::Read)),
     (All, "/api/v1/login-links", S(Scope::Read)),
-    // Everybody's own password.
+    // The caller's own password.
     (All, "/account", S(Scope::Read)),
     (All, "/api/v1/password", S(Scope::Read)),
-    // An agent's connection reports results and learns paths of files: for agents only.
+    // An agent reports results and gets paths of files: for agents only.
     (All, "/api/v1/agent/socket", S(Scope::Agent)),
-    // Checkpoints go from agent to server and back; the handlers compare the attempt's fencing token.
+    // Checkpoints from agents and to agents. The handlers check the attempt's fencing token.
     (All, "/api/v1/agent/attempts/{job}/{attempt}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/checkpoints/{id}/{file}", S(Scope::Agent)),
     (All, "/api/v1/agent/attempts/{job}/{attempt}/dataset", S(Scope::Agent)),
@@ -56,7 +56,7 @@ const RULES: [(Methods, &str, Requirement); 42] = [
     (All, "/people", S(Scope::Admin)),
     (All, "/api/v1/audit", S(Scope::Admin)),
     (All, "/audit", S(Scope::Admin)),
-    // They send to other machines what this server knows.
+    // Webhooks send data of this server to other machines.
     (All, "/api/v1/webhooks", S(Scope::Admin)),
     (All, "/api/v1/webhooks/{id}", S(Scope::Admin)),
     (All, "/api/v1/webhooks/{id}/test", S(Scope::Admin)),
@@ -75,7 +75,7 @@ const RULES: [(Methods, &str, Requirement); 42] = [
     (Safe, "/api/v1/queue", S(Scope::Read)),
     (Safe, "/api/v1/jobs/{id}/events", S(Scope::Read)),
     (Safe, "/api/v1/stream", S(Scope::Read)),
-    // As MLflow has them: requests that only look, with a body.
+    // MLflow's read requests that have a body.
     (All, "/api/2.0/mlflow/experiments/search", S(Scope::Read)),
     (All, "/api/2.0/mlflow/runs/search", S(Scope::Read)),
 ];
@@ -84,7 +84,7 @@ fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }
 
-/// What a request needs. `route` is the router's pattern; `None` for an unknown address.
+/// The requirement of a request. `route` is the router's pattern; `None` for an unknown path.
 pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
     let rule = RULES.iter().find(|(methods, path, _)| {
         Some(*path) == route
@@ -103,8 +103,8 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
 /// Requests that check a form and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
-/// What a run's program tells while it trains, many times a minute. That it was made or deleted is recorded, and its history has when it
-/// ended.
+/// Reports of a run's program, which arrive many times a minute and are not recorded. The run's creation and deletion are recorded, and its
+/// history has its end.
 const TOLD: [&str; 5] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
@@ -113,16 +113,16 @@ const TOLD: [&str; 5] = [
     "/api/2.0/mlflow/runs/search",
 ];
 
-/// Whether a request is written to the audit log: it may change something. Checking a form while somebody types changes nothing.
+/// Whether a request is written to the audit log, because it may change something.
 pub(super) fn is_recorded(method: &Method, route: Option<&str>) -> bool {
-    // What an agent does for its job is not recorded either: nobody asked for it, and there would be an entry for each part of a file.
+    // Requests of an agent for its job are not recorded: no person made them, and there would be an entry for each part of a file.
     let is_agents = route.is_some_and(|route| route.starts_with("/api/v1/agent/attempts/"));
     let is_listed = CHECKS.iter().chain(&TOLD).any(|listed| route == Some(*listed));
     !is_safe(method) && !is_agents && !is_listed
 }
 
-/// Whether a request runs to its end and into the audit log, also when its client disconnects: those that may change something,
-/// including the return from an OpenID provider, which may add a person.
+/// Whether a request runs to its end even if its client disconnects. This holds for requests that may change something, including the return
+/// from an OpenID provider, which may add a person.
 pub(super) fn is_carried_out(method: &Method, route: Option<&str>) -> bool {
     is_recorded(method, route) || signs_in(route)
 }
@@ -132,7 +132,7 @@ pub(super) fn signs_in(route: Option<&str>) -> bool {
     matches!(route, Some("/login" | "/login/oidc/callback"))
 }
 
-/// Whether a response is that of a failed sign-in: an unknown user, or one whom the provider knows and we do not admit. Both count.
+/// Whether a response is a failed sign-in: wrong credentials, or a person of the provider who may not use this server.
 pub(super) fn is_failed_sign_in(route: Option<&str>, status: StatusCode) -> bool {
     let is_provider_s = route == Some("/login/oidc/callback") && status == StatusCode::FORBIDDEN;
     is_provider_s || (signs_in(route) && status == StatusCode::UNAUTHORIZED)

@@ -1,9 +1,9 @@
-//! The access log: one line a request, for `serve --access-log`. A thread of its own writes it, so a slow disk holds up no answer:
-//! what it cannot take is counted, and the log itself reports it. `tracing-appender` begins new files by time and not by size, and
-//! `file-rotate` and its like bring `chrono`.
+//! The access log (`serve --access-log`): one line for each request. A separate thread writes it, so a slow disk delays no response. Lines
+//! that do not fit into the queue are counted, and the log reports their number. `tracing-appender` starts new files by time and not by
+//! size, and `file-rotate` depends on `chrono`.
 //!
 //! `2026-11-23T04:17:37.123Z 10.0.0.7 GET /api/v1/jobs?limit 200 1834 3.2 -`: time, client, method, path with the names (not the
-//! values) of its query, status, bytes of the answer, milliseconds, request id.
+//! values) of its query, status, bytes of the response, milliseconds, request id.
 
 use crate::config::AccessLogTo;
 use axum::http::{Method, StatusCode, Uri};
@@ -21,19 +21,19 @@ use std::{
     time::Instant,
 };
 
-/// Lines that wait to be written.
+/// Maximum number of lines that wait to be written.
 const WAITING: usize = 8192;
-/// Of a path: the longest that this server knows has some hundred.
+/// Maximum length of a logged path. The longest path of this server has about a hundred characters.
 const PATH_CHARS: usize = 512;
 
-/// The log, for those who write lines.
+/// A handle for writing lines.
 #[derive(Debug, Clone)]
 pub(crate) struct AccessLog {
     lines: SyncSender<String>,
     lost: Arc<AtomicU64>,
 }
 
-/// A request that is being answered; the line is written when it is dropped.
+/// A request in progress. Its line is written when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Line {
     log: AccessLog,
@@ -45,7 +45,7 @@ pub(crate) struct Line {
 }
 
 impl AccessLog {
-    /// Opens the log; a file is followed by a new one at `most_bytes`.
+    /// Opens the log. A file that reaches `most_bytes` is followed by a new file.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -83,7 +83,7 @@ impl Drop for Line {
     }
 }
 
-/// The path, and which values were given. Not the values: one may be a secret.
+/// The path, and the names of the query's parameters. Values are left out, because they may be secrets.
 fn shown(uri: &Uri) -> String {
     let plain = |text: &str| -> String {
         let mut plain = String::new();
@@ -97,7 +97,7 @@ fn shown(uri: &Uri) -> String {
         uri.query().unwrap_or_default().split('&').filter(|part| !part.is_empty()).take(32).enumerate()
     {
         shown.push(if n == 0 { '?' } else { '&' });
-        // Without `=` it may be a value as well as a name.
+        // A part without `=` may be a value.
         shown.push_str(&part.split_once('=').map_or("...".into(), |(name, _)| plain(name)));
     }
     shown
@@ -150,7 +150,7 @@ fn older(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Opens a file that only this user reads, and its length.
+/// Opens a file that only this user can read. Returns the file and its length.
 fn append(path: &Path) -> io::Result<(File, u64)> {
     if path.exists() && !path.metadata()?.is_file() {
         return Err(io::Error::other("it is no regular file"));
@@ -161,12 +161,12 @@ fn append(path: &Path) -> io::Result<(File, u64)> {
     Ok((file, length))
 }
 
-/// Writes what comes until nobody can send any more.
+/// Writes lines until all senders are dropped.
 fn write(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
     let mut failing = false;
     while let Ok(first) = lines.recv() {
         let written = write_all(out, &first, lines, lost);
-        // Logged when writing begins to fail, not for each line.
+        // Logged once when writing begins to fail, not for each line.
         match written {
             Ok(()) => failing = false,
             Err(error) if !std::mem::replace(&mut failing, true) => {
@@ -177,7 +177,7 @@ fn write(out: &mut LogSink, lines: &Receiver<String>, lost: &AtomicU64) {
     }
 }
 
-/// Writes a line and those that wait behind it.
+/// Writes a line and all further waiting lines.
 fn write_all(out: &mut LogSink, first: &str, lines: &Receiver<String>, lost: &AtomicU64) -> io::Result<()> {
     out.line(first)?;
     while let Ok(line) = lines.try_recv() {

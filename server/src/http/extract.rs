@@ -1,4 +1,4 @@
-//! Extractors whose refusals are problems like every other error.
+//! Extractors whose errors are problem details, like all other errors.
 
 mod json;
 
@@ -17,8 +17,8 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 use utoipa::{IntoParams, openapi::path::ParameterIn};
 
-/// Query parameters of the API. A parameter that `T` does not have is refused, with the nearest name that it has: ignored, a
-/// mistyped filter would return everything.
+/// Query parameters of the API. Unknown parameters are refused with the most similar known name, because a mistyped filter that is ignored
+/// would return everything.
 #[derive(Debug)]
 pub(crate) struct Query<T>(pub T);
 
@@ -43,15 +43,15 @@ impl<S: Send + Sync, T: DeserializeOwned + IntoParams> FromRequestParts<S> for Q
     }
 }
 
-/// Query parameters of a page. Its scripts keep what they show in the address, too, so unknown ones are ignored.
+/// Query parameters of a page. Unknown parameters are ignored, because the page's scripts also keep their state in the address.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Query), rejection(Error))]
 pub(crate) struct PageQuery<T>(pub T);
 
-/// A count of things that a request asks for.
+/// The number of items that a request asks for, or `default`.
 ///
 /// # Errors
-/// It is 0 or above `most`.
+/// The number is 0 or above `most`.
 pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, most: u32) -> Result<u32> {
     match asked {
         Some(asked) if !(1..=most).contains(&asked) => {
@@ -61,12 +61,12 @@ pub(crate) fn count(key: &str, asked: Option<u32>, default: u32, most: u32) -> R
     }
 }
 
-/// Parts of the path.
+/// Parameters of the path.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Path), rejection(Error))]
 pub(crate) struct Path<T>(pub T);
 
-/// The JSON body, and the bytes that it was.
+/// The JSON body, deserialised and as bytes.
 #[derive(Debug)]
 pub(crate) struct Body<T>(pub T, pub Bytes);
 
@@ -75,7 +75,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
 
     async fn from_request(request: Request, state: &S) -> Result<Self> {
         let bytes = json_bytes(request, state).await?;
-        // The elements of a list would be taken for the fields, in their order.
+        // serde would take the elements of a list for the fields, in their order.
         if bytes.trim_ascii_start().first() != Some(&b'{') {
             return Err(Error::BadRequest("the body must be a JSON object".into()));
         }
@@ -85,7 +85,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
 
 async fn json_bytes<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
     let kind = request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
-    // A browser cannot send this type across origins without asking first.
+    // Browsers do not send this type to another origin without a preflight request.
     if kind.split(';').next().map(str::trim) != Some("application/json") {
         return Err(Error::Refused(
             StatusCode::UNSUPPORTED_MEDIA_TYPE,
@@ -111,7 +111,7 @@ async fn whole<S: Send + Sync>(request: Request, state: &S) -> Result<Bytes> {
     })
 }
 
-/// A job's specification as JSON or as TOML (`application/toml`), and the bytes that it was.
+/// A job file as JSON or TOML (`application/toml`), deserialised and as bytes.
 #[derive(Debug)]
 pub(crate) struct Document(pub Value, pub Bytes);
 
@@ -121,7 +121,7 @@ impl<S: Send + Sync> FromRequest<S> for Document {
     async fn from_request(request: Request, state: &S) -> Result<Self> {
         let kind =
             request.headers().get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or_default();
-        // Like JSON's, a type that a browser cannot send across origins without asking first.
+        // Like JSON, browsers do not send this type to another origin without a preflight request.
         if kind.split(';').next().map(str::trim) != Some("application/toml") {
             let bytes = json_bytes(request, state).await?;
             return Ok(Self(read(&bytes)?, bytes));
@@ -134,10 +134,10 @@ impl<S: Send + Sync> FromRequest<S> for Document {
     }
 }
 
-/// A text to search for. Databases take no pattern of any length, and call one that is too long their own fault.
+/// Checks the length of a text to search for. A pattern that is too long for a database would be reported as an internal error.
 ///
 /// # Errors
-/// It is too long.
+/// The text is too long.
 pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
     match text.map(|text| text.chars().count()) {
         Some(chars) if chars > SEARCH_CHARS => Err(Error::Refused(
@@ -148,7 +148,7 @@ pub(crate) fn search_text(key: &str, text: Option<&str>) -> Result<()> {
     }
 }
 
-/// A job id in a path: well formed, so that it is safe as a file name.
+/// Parses a job id. A valid id is safe as a file name.
 pub(crate) fn job_id(text: &str) -> Result<JobId> {
     text.parse().map_err(|_| Error::NotFound("no job has this id".into()))
 }

@@ -1,10 +1,10 @@
-//! The outermost layer, before any route: which requests are accepted at all. Listening on loopback keeps other machines out,
+//! The outermost layer, before any route, which decides whether a request is accepted at all. Listening on loopback keeps other machines out,
 //! but not web pages in a browser on this machine, and a server on a network gets requests from anybody. Therefore:
 //!
-//! - the requests of an address are limited, except those of authenticated agents;
-//! - `Host` must be a name of this server (`ingress.rs`), or a foreign page could reach the server under a name of its
-//!   own that resolves to the server's address (DNS rebinding) and read the responses;
-//! - on unsafe methods and websockets an `Origin`, which browsers always send there, must be this server's own.
+//! - The rate of requests of an address is limited, except for authenticated agents.
+//! - `Host` must be a name of this server (`ingress.rs`). Otherwise a foreign page could reach the server under a name of its own that
+//!   resolves to the server's address (DNS rebinding), and read the responses.
+//! - With unsafe methods and websockets, the `Origin`, which browsers always send with these, must be this server's own.
 //!
 //! Every response has headers (Content-Security-Policy and others) that allow only what our pages need.
 
@@ -24,7 +24,7 @@ use std::sync::Arc;
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
     img-src 'self' data:; connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'";
 
-/// Headers of every response that does not set them itself. The referrer policy is not `no-referrer`, with which browsers send
+/// Headers of every response that does not set them itself. The referrer policy is not `no-referrer`, because browsers would then send
 /// `Origin: null` with our own forms.
 const HEADERS: [(HeaderName, &str); 7] = [
     (header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY),
@@ -36,7 +36,7 @@ const HEADERS: [(HeaderName, &str); 7] = [
     (header::CACHE_CONTROL, "no-store"),
 ];
 
-/// For a year, browsers use only HTTPS for this host.
+/// Tells browsers to use only HTTPS for this host for a year.
 const STRICT: HeaderValue = HeaderValue::from_static("max-age=31536000");
 
 pub(crate) async fn guard(State(gate): State<Arc<Gate>>, request: Request, next: Next) -> Response {
@@ -48,7 +48,7 @@ pub(crate) async fn guard(State(gate): State<Arc<Gate>>, request: Request, next:
         .authority(request.headers(), request.uri())
         .is_some_and(|authority| ingress.is_strict(authority, peer));
     let mut response = match ingress.check_rate(peer) {
-        // Hundreds of agents may be behind one address and reconnect at the same moment.
+        // Agents are exempt, because hundreds of them may be behind one address and reconnect at the same time.
         Err(seconds) if !is_agent(&gate, request.headers(), peer) => too_many(seconds),
         _ => match check(ingress, peer, &request) {
             Ok(()) => next.run(request).await,
@@ -74,7 +74,7 @@ fn too_many(seconds: u64) -> Response {
 
 fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error> {
     let (method, uri, headers) = (request.method(), request.uri(), request.headers());
-    // Databases end a text at NUL or refuse it, and no valid name or search has one.
+    // Databases end a text at NUL or refuse it. No valid name or search contains NUL.
     if [Some(uri.path()), uri.query()].into_iter().flatten().any(|part| part.contains("%00")) {
         return Err(Error::BadRequest("the address has a NUL character (%00); leave it out".into()));
     }
@@ -85,7 +85,7 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
         return Err(Error::Forbidden(detail));
     }
     let text = |name: HeaderName| headers.get(name).map(|v| v.to_str().unwrap_or("\u{fffd}"));
-    // Behind a proxy both are checked: it may pass on an X-Forwarded-Host that the client sent, so that header alone proves nothing.
+    // Behind a proxy, both headers are checked, because the proxy may pass on an X-Forwarded-Host from the client.
     let is_ours = |host: &&str| ingress.is_ours(host, peer);
     let passed_on = text(header::HOST).is_none_or(|host| is_ours(&host));
     // With two `Host` headers, a proxy may have used the other one (RFC 9112, section 3.2).
@@ -111,7 +111,7 @@ fn check(ingress: &Ingress, peer: &Peer, request: &Request) -> Result<(), Error>
     }
     let own = match text(header::ORIGIN) {
         Some(origin) => ingress.is_own_origin(origin, host, peer),
-        // Programs send no Origin; a browser that leaves it out still says where the request comes from.
+        // Programs send no Origin. Browsers that leave it out send Sec-Fetch-Site.
         None => text(HeaderName::from_static("sec-fetch-site"))
             .is_none_or(|s| matches!(s, "same-origin" | "none")),
     };

@@ -1,5 +1,5 @@
-//! Determines for each request who sent it and how (directly or by a proxy, with TLS or not), which host names are this server's, and how
-//! many requests an address may make.
+//! Determines, for each request, who sent it and how (directly or through a proxy, with TLS or not), and whether its host is a name of this
+//! server. Also limits the rate of requests of an address.
 
 use crate::{
     config::{
@@ -37,31 +37,31 @@ impl Transport {
     }
 }
 
-/// Who sent a request and how, in the extensions of every request.
+/// The sender of a request and the kind of connection. Every request has this extension.
 #[derive(Debug, Clone)]
 pub(crate) struct Peer {
     /// The client: the other end of the connection, or the client that a trusted proxy names.
     pub(crate) address: IpAddr,
-    /// The client speaks HTTPS, to this server or to a trusted proxy. Cookies are `Secure` then.
+    /// Whether the client uses HTTPS, with this server or with a trusted proxy. Cookies are then `Secure`.
     pub(crate) https: bool,
-    /// The connection comes from a trusted proxy.
+    /// Whether the connection comes from a trusted proxy.
     pub(crate) by_proxy: bool,
-    /// The host that the client has in its address, where a trusted proxy says it.
+    /// The host in the client's address, if a trusted proxy names it.
     host: Option<Box<str>>,
     transport: Transport,
-    /// The client's certificate from the handshake; that of a proxy does not count.
+    /// The client's certificate from the handshake. A proxy's certificate is ignored.
     pub(crate) certificate: Option<Arc<ClientCertificate>>,
 }
 
-/// See the module.
+/// The configuration and state that this module needs.
 pub(crate) struct Ingress {
     pub(crate) public_url: Option<PublicUrl>,
     proxies: Vec<Network>,
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
-    /// Requests without TLS are accepted from trusted proxies and this machine alone.
+    /// Whether requests without TLS are accepted only from trusted proxies and this machine.
     proxy_only: bool,
     limit: RateLimiter<IpAddr>,
-    /// When a client without a token last asked whether jobs can be stored, and the answer.
+    /// When a client without a token last asked whether jobs can be stored, and the result.
     pub(crate) last_ready: tokio::sync::Mutex<Option<(Instant, bool)>>,
 }
 
@@ -77,7 +77,7 @@ impl Ingress {
         }
     }
 
-    /// Which certificates identify an agent; none where agents use tokens alone.
+    /// The certificates that identify agents. `None` if agents identify themselves by tokens only.
     pub(crate) fn agents(&self) -> Option<&Arc<AgentTrust>> {
         self.certificate.as_ref()?.agents()
     }
@@ -86,7 +86,7 @@ impl Ingress {
         self.proxies.iter().any(|network| network.contains(address))
     }
 
-    /// Who sent a request. Its `X-Forwarded-*` headers count only if it comes from a trusted proxy.
+    /// The sender of a request. `X-Forwarded-*` headers are used only if the request comes from a trusted proxy.
     pub(crate) fn peer(&self, transport: Transport, headers: &HeaderMap) -> Peer {
         let Transport { from, tls, .. } = transport;
         if self.proxies.is_empty() || !self.trusts(from) {
@@ -99,7 +99,7 @@ impl Ingress {
                 certificate: None,
             };
         }
-        // Of several values the proxy has added the last.
+        // The proxy has added the last of several values.
         let last = |name: HeaderName| {
             let text = headers.get_all(name).iter().next_back()?.to_str().ok()?;
             text.rsplit(',').next().map(str::trim).filter(|text| !text.is_empty())
@@ -116,8 +116,8 @@ impl Ingress {
         }
     }
 
-    /// Every proxy appends the address that it got the request from. The right-most address that is no trusted proxy is therefore the client;
-    /// what is left of it was sent by the client itself.
+    /// The client's address in `X-Forwarded-For`. Every proxy appends the address from which it got the request, so the client is the
+    /// right-most address that is not a trusted proxy. Addresses to the left of it were sent by the client.
     fn client(&self, from: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = from;
         for line in headers.get_all(FORWARDED_FOR).iter().rev() {
@@ -135,8 +135,8 @@ impl Ingress {
         client
     }
 
-    /// Whether `authority` (`host[:port]`) is a name of this server: of its public URL, of its certificate, the address that was
-    /// connected to, or loopback. A page of somebody else's can have none of these.
+    /// Whether `authority` (`host[:port]`) is a name of this server: from its public URL or its certificate, the address of the connection, or
+    /// loopback. A foreign web page cannot have any of these names.
     pub(crate) fn is_ours(&self, authority: &str, peer: &Peer) -> bool {
         let Some((host, _)) = host_and_port(authority) else { return false };
         is_loopback(host)
@@ -145,8 +145,8 @@ impl Ingress {
             || (peer.https && self.certificate.as_ref().is_some_and(|certificate| certificate.matches(host)))
     }
 
-    /// The names of [`Ingress::is_ours`] for whoever asked by another one, to use in an address. Those of the certificate are public: each
-    /// handshake has them.
+    /// The names of this server, for a client that used another name. The names in the certificate are public, because each handshake has
+    /// them.
     pub(crate) fn names_in_words(&self, peer: &Peer) -> String {
         let bracketed = |host: &str| match host.parse::<Ipv6Addr>() {
             Ok(address) => format!("[{address}]"),
@@ -154,7 +154,7 @@ impl Ingress {
         };
         let url = self.public_url.as_ref().map(|url| url.host().to_owned());
         let certificate = self.certificate.as_ref().filter(|_| peer.https).map(|of| of.names());
-        // Behind a proxy it is an address that the proxy alone connects to; unspecified where the system did not say.
+        // Left out behind a proxy, because only the proxy connects to this address, and if the system did not report it.
         let reached = Some(peer.transport.to).filter(|to| !peer.by_proxy && !to.is_unspecified());
         let reached = reached.map(|to| to.to_string());
         let fixed = ["127.0.0.1", "::1", "localhost"].map(str::to_owned);
@@ -169,7 +169,7 @@ impl Ingress {
         format!("{} and {last}", names.join(", "))
     }
 
-    /// Whether a client that checks certificates takes this server for `host`.
+    /// Whether a client that verifies certificates accepts this server as `host`.
     pub(crate) fn is_named(&self, host: &str) -> bool {
         self.certificate.as_ref().is_none_or(|certificate| certificate.matches(host))
     }
@@ -186,16 +186,16 @@ impl Ingress {
         self.proxy_only && !peer.by_proxy && !peer.transport.from.is_loopback()
     }
 
-    /// Counts a request of the address. Programs of this machine are not counted.
+    /// Counts a request against the rate limit of its address. Programs of this machine are not limited.
     ///
     /// # Errors
-    /// Seconds to wait, beyond the rate.
+    /// The rate is exceeded. The error is the number of seconds to wait.
     pub(crate) fn check_rate(&self, peer: &Peer) -> Result<(), u64> {
         let is_local = !peer.by_proxy && peer.transport.from.is_loopback();
         if is_local { Ok(()) } else { self.limit.take(&client_key(peer.address)) }
     }
 
-    /// Whether to send `Strict-Transport-Security`: the request used HTTPS, and the public URL does.
+    /// Whether to send `Strict-Transport-Security`: if the request used HTTPS and the public URL has HTTPS.
     pub(crate) fn is_strict(&self, authority: &str, peer: &Peer) -> bool {
         let host = host_and_port(authority).map(|(host, _)| host);
         peer.https

@@ -1,4 +1,4 @@
-//! From the socket to the handler: listener, TLS, who sent a request, whether it is accepted, and the shape of answers and errors.
+//! From the socket to the handler: listener, TLS, the sender of a request, access control, and the format of responses and errors.
 
 pub(crate) mod access_log;
 pub(crate) mod conditional;

@@ -1,4 +1,4 @@
-//! How many requests an address or a token may make. A request beyond the rate is refused with the time to wait (`Retry-After`).
+//! Limits of the rate of requests of an address or a token. A request beyond the rate is refused with the time to wait (`Retry-After`).
 
 use governor::{
     Quota,
@@ -14,9 +14,9 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// An idle client may make this many seconds' worth of requests at once.
+/// Burst size: an idle client may make as many requests at once as the rate allows in this many seconds.
 const BURST_SECS: u32 = 10;
-/// Number of clients that are remembered. One more displaces the client that has been silent longest.
+/// Maximum number of clients whose rates are known. A further client displaces the client that has been silent longest.
 const KEYS: usize = 16_384;
 
 /// The limiter of one client.
@@ -46,7 +46,10 @@ impl<K: Hash + Eq, C: Clock + Clone> RateLimiter<K, C> {
         Self { quota, clock, buckets: Mutex::new(LruCache::new(KEYS)) }
     }
 
-    /// Takes one request of a key; the seconds until it may make the next when it has none left.
+    /// Counts a request of `key`.
+    ///
+    /// # Errors
+    /// The rate is exceeded. The error is the number of seconds until the next request is allowed.
     pub(crate) fn take<Q>(&self, key: &Q) -> Result<(), u64>
     where
         K: Borrow<Q>,

@@ -1,5 +1,5 @@
-//! The id of a request: in its answer (`x-request-id`), in the log lines that it causes, and in the audit log. `tower-http` makes it and
-//! returns it; only the check of a client's own id is ours.
+//! The id of a request, which its response (`x-request-id`), its log lines and the audit log have. `tower-http` creates and returns it. This
+//! module checks ids from clients.
 
 use axum::{
     extract::Request,
@@ -9,10 +9,10 @@ use tower_http::request_id::RequestId;
 use tracing::Span;
 
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-request-id");
-/// Longest id that is taken over from a client.
+/// Maximum length of an id from a client.
 const CHARS: usize = 64;
 
-/// Removes a client's own id if it could forge a log line: it may have letters, digits, `-`, `_` and `.`.
+/// Removes a client's id that could forge a log line. An id may have letters, digits, `-`, `_` and `.`.
 pub(crate) async fn refuse_unsafe(mut request: Request) -> Request {
     let is_safe = |id: &HeaderValue| {
         let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
@@ -24,13 +24,13 @@ pub(crate) async fn refuse_unsafe(mut request: Request) -> Request {
     request
 }
 
-/// The id of a request; empty before it has one.
+/// The id of a request. Empty if the request has no id yet.
 pub(crate) fn of(request: &Request) -> &str {
     let id = request.extensions().get::<RequestId>();
     id.and_then(|id| id.header_value().to_str().ok()).unwrap_or_default()
 }
 
-/// What the log lines of a request begin with.
+/// The span of a request, which its log lines begin with.
 pub(crate) fn span(request: &Request) -> Span {
     tracing::info_span!("request", id = of(request))
 }

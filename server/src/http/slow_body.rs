@@ -1,6 +1,6 @@
 //! Requests with slow or large bodies. A body that stops arriving is refused, because it would hold its connection and its handler's
-//! resources until the handler's time limit. The rest of a body that is too large is read and dropped: a client whose connection is closed
-//! while it sends sees a broken pipe, and not the answer.
+//! resources until the handler's time limit. The rest of a body that is too large is read and dropped. If the connection were closed while
+//! the client sends, the client would get a broken pipe instead of the response.
 
 use crate::{config::ServeConfig, http::error::Error};
 use axum::{
@@ -23,12 +23,12 @@ use std::{
 };
 use tower_http::timeout::{TimeoutBody, TimeoutError};
 
-/// Bytes of a body that is too large which are read and dropped, so that its sender reads the answer.
+/// Maximum number of bytes that are read and dropped of a body that is too large.
 const DRAINED_BYTES: usize = 256 << 20;
 /// Time limit for reading and dropping. The connection of a slower sender is closed.
 const DRAINING: Duration = Duration::from_secs(30);
 
-/// Answers 408 to a request whose body stops arriving, whatever its handler answers. Answers 413 only after the body was read.
+/// Answers a request whose body stops arriving with 408, instead of its handler's response. Reads the rest of a body before a response of 413.
 pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Request, next: Next) -> Response {
     if request.body().is_end_stream() {
         return next.run(request).await;
@@ -47,7 +47,7 @@ pub(crate) async fn refuse(State(config): State<Arc<ServeConfig>>, request: Requ
     let response = next.run(request).await;
     if !stopped.load(Ordering::Relaxed) {
         if let (StatusCode::PAYLOAD_TOO_LARGE, Some(rest)) = (response.status(), rest) {
-            // The answer does not depend on how this ends.
+            // The response does not depend on the result.
             let _ = tokio::time::timeout(DRAINING, drain(rest)).await;
         }
         return response;

@@ -1,5 +1,5 @@
-//! Checks of a JSON body before it is deserialised: nesting depth, and no key twice. Parsers take the first or the last of two
-//! equal keys, so a program that checks a body might check another value than the one that is used.
+//! Checks of a JSON body before it is deserialised: its depth is limited, and no object has a key twice. Parsers differ in which of two equal
+//! keys they use, so a proxy that checks a body could check another value than the one used here.
 
 use lockstep_protocol::{limits::JSON_NESTING, spec::shortened};
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
@@ -13,7 +13,7 @@ pub(super) fn check(bytes: &[u8]) -> Result<(), serde_json::Error> {
     deserializer.end()
 }
 
-/// A value at some depth; nothing of it is kept.
+/// A value at some depth, which is checked and not stored.
 #[derive(Clone, Copy)]
 struct Part {
     depth: usize,

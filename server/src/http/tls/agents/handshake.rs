@@ -1,4 +1,4 @@
-//! What rustls asks of [`AgentTrust`] in a handshake, and the reason for which a certificate was refused there.
+//! The certificate verifier of rustls for [`AgentTrust`], and the reason of a refusal in a handshake.
 
 use super::{AgentTrust, Refused, who};
 use crate::http::tls::certificate::Facts;
@@ -11,11 +11,11 @@ use rustls::{
 use std::cell::RefCell;
 
 tokio::task_local! {
-    /// Where a handshake leaves the reason for which it refuses a certificate.
+    /// Why the current handshake refused a certificate.
     static REFUSED: RefCell<Option<Refused>>;
 }
 
-/// Runs a handshake; gives the reason, too, when it was the client's certificate that was refused.
+/// Runs a handshake. Also returns the reason if the client's certificate was refused.
 pub(in crate::http::tls) async fn handshake<T>(work: impl Future<Output = T>) -> (T, Option<Refused>) {
     let watched = async {
         let result = work.await;

@@ -1,4 +1,4 @@
-//! Addresses as they are given on the command line and in headers: the server's public URL, the networks of trusted proxies.
+//! Addresses on the command line and in headers: the server's public URL, the networks of trusted proxies.
 
 use ipnet::IpNet;
 use std::{
@@ -13,23 +13,23 @@ pub struct PublicUrl {
     https: bool,
     /// In lower case, without brackets.
     host: String,
-    /// Only when it is not the scheme's own.
+    /// `None` if it is the scheme's default port.
     port: Option<u16>,
 }
 
 impl PublicUrl {
-    /// Whether it begins with `https`.
+    /// Whether the URL's scheme is `https`.
     pub fn is_https(&self) -> bool {
         self.https
     }
 
-    /// The name or address in it, without brackets.
+    /// The host: a name or an address without brackets.
     pub fn host(&self) -> &str {
         &self.host
     }
 }
 
-/// As an `Origin` header has it: without a path.
+/// The format of an `Origin` header: without a path.
 impl fmt::Display for PublicUrl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.https { "https://" } else { "http://" })?;
@@ -61,7 +61,7 @@ impl FromStr for PublicUrl {
     }
 }
 
-/// `host`, `host:port`, `[v6]` or `[v6]:port`; the host without brackets.
+/// Splits `host`, `host:port`, `[v6]` or `[v6]:port`. Returns the host without brackets.
 pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
@@ -92,7 +92,7 @@ pub(crate) fn host_and_port(authority: &str) -> Option<(&str, Option<u16>)> {
 pub struct Network(IpNet);
 
 impl Network {
-    /// Whether an address is in it.
+    /// Whether an address is in the network.
     pub fn contains(&self, address: IpAddr) -> bool {
         self.0.contains(&address.to_canonical())
     }
@@ -114,7 +114,7 @@ impl FromStr for Network {
     }
 }
 
-/// The address by which a client is counted: of IPv6 its /64 network, because a client there has 2^64 addresses.
+/// The address for rate limits. For IPv6 it is the /64 network, because a client has 2^64 addresses.
 pub(crate) fn client_key(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() >> 64 << 64)),
@@ -122,7 +122,7 @@ pub(crate) fn client_key(address: IpAddr) -> IpAddr {
     }
 }
 
-/// An address as `X-Forwarded-For` has it: alone, or with a port.
+/// Parses an address from `X-Forwarded-For`, which may have a port.
 pub(crate) fn forwarded_address(text: &str) -> Option<IpAddr> {
     let text = text.trim();
     let alone = || text.parse().ok();

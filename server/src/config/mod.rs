@@ -18,37 +18,37 @@ use std::{
 };
 use tls_suites::{TlsSuites, TlsVersion};
 
-/// Where the server's certificate comes from.
+/// The source of the server's certificate.
 #[derive(Debug, Clone)]
 pub enum TlsConfig {
-    /// Files that somebody else renews (PEM).
+    /// Files in PEM format, which another program renews.
     Files {
-        /// The server's certificate, then those between it and the authority.
+        /// The server's certificate, followed by intermediate certificates.
         certificate: PathBuf,
-        /// Its key.
+        /// The certificate's key.
         key: PathBuf,
     },
-    /// The authority in the data directory (`lockstep ca`), made when it is missing.
+    /// The certificate authority in the data directory (`lockstep ca`), which is created if it is missing.
     OwnCa,
 }
 
-/// Where requests are logged.
+/// The destination of the access log.
 #[derive(Debug, Clone)]
 pub enum AccessLogTo {
     /// The standard output.
     Stdout,
-    /// A file that only this user can read. When it is full it becomes `FILE.1`, and an earlier one of that name goes.
+    /// A file that only this user can read. A full file is renamed to `FILE.1`, which replaces an earlier file of this name.
     File(PathBuf),
 }
 
-/// How agents of other machines show who they are. This machine's own agent has a token of its own in any case.
+/// How agents of other machines identify themselves. The agent of the server's machine always has its own token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AgentAuth {
     /// By a token.
     Token,
-    /// By a certificate alone.
+    /// Only by a certificate.
     Certificate,
-    /// By a certificate or, without one, by a token.
+    /// By a certificate, or by a token if they have no certificate.
     Either,
 }
 
@@ -65,15 +65,15 @@ impl std::str::FromStr for AgentAuth {
     }
 }
 
-/// Whose jobs take turns where several of one priority wait.
+/// Who shares the slots fairly among waiting jobs of the same priority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FairShare {
-    /// Nobody's: the job that was submitted first comes first.
+    /// Nobody: the job that was submitted first comes first.
     #[default]
     Off,
-    /// Owners: the one with the fewest slots in use comes first.
+    /// Owners: the owner with the fewest slots in use comes first.
     Owner,
-    /// Projects, likewise.
+    /// Projects: the project with the fewest slots in use comes first.
     Project,
 }
 
@@ -90,97 +90,96 @@ impl std::str::FromStr for FairShare {
     }
 }
 
-/// How the server runs.
+/// The configuration of the server.
 #[derive(Debug, Clone)]
 pub struct ServeConfig {
-    /// Address and port to listen on; port 0 takes a free one. See [`may_listen`].
+    /// The address to listen on. Port 0 means a free port. See [`may_listen`].
     pub listen: SocketAddr,
-    /// Another listener, on loopback and in clear: for the agent of this machine where `listen` has TLS.
+    /// A second listener on loopback without TLS, for the agent of this machine if `listen` uses TLS.
     pub local_listener: Option<Arc<TcpListener>>,
-    /// Encrypt, with a certificate from there.
+    /// Use TLS with this certificate.
     pub tls: Option<TlsConfig>,
-    /// The cipher suites that are spoken; all when absent.
+    /// The accepted cipher suites. `None`: all.
     pub tls_suites: Option<TlsSuites>,
-    /// The lowest version of TLS that is spoken.
+    /// The minimum version of TLS.
     pub tls_lowest: TlsVersion,
-    /// Authorities of agents' certificates (PEM). When absent, the server's own where it has one.
+    /// Authorities of agents' certificates (PEM). `None`: the server's own authority, if it has one.
     pub agent_ca: Option<PathBuf>,
     /// The revocation list of these authorities (PEM or DER), read again when it changes.
     pub agent_crl: Option<PathBuf>,
-    /// How agents show who they are; when absent, by either where there is an authority for certificates, else by token.
+    /// How agents identify themselves. `None`: by certificate or token if an authority for certificates is configured, and else by token.
     pub agent_auth: Option<AgentAuth>,
-    /// Listen in clear where other machines can reach it.
+    /// Whether the server may listen without TLS at an address that other machines can reach.
     pub insecure_http: bool,
     /// The address that people and programs use.
     pub public_url: Option<PublicUrl>,
-    /// Proxies that are believed when they say for whom they speak.
+    /// Proxies whose `X-Forwarded-*` headers are trusted.
     pub trusted_proxies: Vec<Network>,
-    /// How many requests an address of another machine may make a second, in the long run; 0 is no limit.
+    /// Maximum requests per second, on average, of an address of another machine. 0: no limit.
     pub requests_per_second: u32,
-    /// How many requests may be made with a token a second, or by a person who is signed in, in the long run; 0 is no limit. Agents
-    /// are not counted.
+    /// Maximum requests per second, on average, of a token or a signed-in person. 0: no limit. Agents are not limited.
     pub token_requests_per_second: u32,
-    /// A TLS handshake must be over within this time.
+    /// Time limit of a TLS handshake.
     pub handshake_patience: Duration,
-    /// How often the certificate's files are looked at.
+    /// Interval between two checks whether the certificate's files have changed.
     pub certificate_check: Duration,
-    /// Where requests are logged.
+    /// The destination of the access log. `None`: requests are not logged.
     pub access_log: Option<AccessLogTo>,
-    /// The length at which a file of that log is followed by a new one.
+    /// The size in bytes at which a file of the access log is followed by a new file.
     pub access_log_bytes: u64,
-    /// Where the database, job folders and checkpoints lie; made when missing.
+    /// The folder of the database, the jobs and their checkpoints. Created if it is missing.
     pub data_dir: PathBuf,
-    /// Where checkpoints are kept besides the data directory: a directory, or `s3://BUCKET/PREFIX`. Nowhere when absent.
+    /// A second place for checkpoints: a directory, or `s3://BUCKET/PREFIX`.
     pub artifacts: Option<String>,
-    /// Take that store over from another server, such as the one whose backup the database was restored from.
+    /// Whether to take over `artifacts` from another server, such as the server whose backup was restored.
     pub artifacts_adopt: bool,
-    /// `sqlite://PATH` or `postgres://...`; the data directory's `lockstep.db` when absent.
+    /// `sqlite://PATH` or `postgres://...`. `None`: `lockstep.db` in the data directory.
     pub database: Option<String>,
-    /// How often an agent says that it is alive.
+    /// Interval between two heartbeats of an agent.
     pub heartbeat: Duration,
     /// An attempt whose agent has been silent for this long is lost.
     pub lease: Duration,
-    /// Who comes first of those whose jobs of one priority wait.
+    /// Who shares the slots fairly among waiting jobs of the same priority.
     pub fair_share: FairShare,
-    /// Longest wait for a checkpoint that is being uploaded when its job could continue on another machine than its holder.
+    /// Maximum wait for the upload of a checkpoint, if its job can only continue on a machine that does not have the checkpoint.
     pub checkpoint_wait: Duration,
-    /// A reader of a stream that takes nothing for this long is closed; it can come back for the rest.
+    /// A stream whose client reads nothing for this long is closed. The client can reconnect and continue.
     pub stream_patience: Duration,
-    /// Points of a job stay among its events, and so in its stream, for so long after its end. Metrics keep them for ever.
+    /// How long a job's points remain in its events, and so in its stream, after its end. Metrics keep them for ever.
     pub keep_points: Duration,
-    /// A run from elsewhere whose program sends nothing for this long has failed, until it sends again.
+    /// A run from elsewhere whose program sends nothing for this long counts as failed until it sends again.
     pub run_silence: Duration,
-    /// A request for an evaluation waits so long for its end; then it is answered 202 and asked again.
+    /// How long a request for an evaluation waits for the result. After this time the response is 202, and the client asks again.
     pub evaluation_wait: Duration,
-    /// A request's head must have come within this time, counted from the connection's begin or its last answer.
+    /// Time limit for a request's head, counted from the start of the connection or the end of the previous response.
     pub head_patience: Duration,
-    /// A request's body must continue to arrive within this time.
+    /// Maximum time between two parts of a request's body.
     pub body_patience: Duration,
-    /// Everybody who reaches the server may do everything. For loopback addresses alone.
+    /// Whether everybody who reaches the server may do everything. Only allowed on loopback addresses.
     pub no_auth: bool,
     /// The OpenID provider that signs people in, in addition to passwords.
     pub oidc: Option<OidcConfig>,
-    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: any folder, named by
-    /// admins alone.
+    /// Folders that datasets and files of weights may come from, on the machines that have them. Empty: only admins may name paths, and these
+    /// may be in any folder.
     pub dataset_roots: Vec<PathBuf>,
-    /// Entries of the audit log that are kept.
+    /// Maximum number of entries in the audit log. The oldest are removed.
     pub audit_entries: u32,
-    /// Connections at once; as many as the process's file descriptors allow when absent.
+    /// Maximum number of concurrent connections. `None`: as many as the process's file descriptors allow.
     pub connections: Option<usize>,
-    /// Webhooks may reach addresses that the internet does not: this machine, private networks, metadata services.
+    /// Whether webhooks may send to addresses that are not on the internet: this machine, private networks, metadata services.
     pub webhooks_allow_private: bool,
-    /// The pause after each attempt to send a message of a webhook, but the last.
+    /// The pause after each failed attempt to send a message of a webhook. The number of attempts is one more.
     pub webhook_retries: Vec<Duration>,
-    /// Pictures that come with the program, for a server that has no dataset yet.
+    /// Pictures that come with the program, which are registered if the server has no dataset.
     pub bundled: Option<Bundled>,
 }
 
 /// A dataset that is part of the program.
 #[derive(Debug, Clone, Copy)]
 pub struct Bundled {
-    /// It is registered under this name.
+    /// Name of the dataset.
     pub name: &'static str,
-    /// Names and contents of its files.
+    /// Names and contents of the dataset's files.
     pub files: fn() -> Vec<(String, Cow<'static, [u8]>)>,
 }
 
@@ -232,23 +231,23 @@ impl ServeConfig {
 }
 
 impl ServeConfig {
-    /// A job's folder. Ids are made here and checked when they come in, so it is always below `jobs`.
+    /// A job's folder. Ids from requests are checked, so the folder is always below `jobs`.
     pub(crate) fn job_dir(&self, id: &JobId) -> PathBuf {
         self.data_dir.join("jobs").join(id.as_str())
     }
 
-    /// How agents show who they are.
+    /// How agents identify themselves, with the default applied.
     pub(crate) fn agent_auth(&self) -> AgentAuth {
         let has_authority = self.agent_ca.is_some() || matches!(self.tls, Some(TlsConfig::OwnCa));
         self.agent_auth.unwrap_or(if has_authority { AgentAuth::Either } else { AgentAuth::Token })
     }
 
-    /// Whether handshakes ask for certificates.
+    /// Whether TLS handshakes request client certificates.
     pub(crate) fn agents_show_certificates(&self) -> bool {
         self.agent_auth() != AgentAuth::Token
     }
 
-    /// What contradicts itself about agents' certificates, or has no effect.
+    /// Refuses options about agents' certificates that contradict each other or have no effect.
     fn check_agent_auth(&self) -> Result<(), String> {
         let wants = [
             (self.agent_ca.is_some(), "--agent-ca"),
@@ -282,10 +281,10 @@ impl ServeConfig {
     }
 }
 
-/// Whether the server may listen at the configured address.
+/// Checks whether the server may listen at the configured address.
 ///
 /// # Errors
-/// Other machines can reach it and it would take requests from anybody, or in clear.
+/// Other machines can reach the address, and the server would accept requests from anybody, or without TLS.
 pub(crate) fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
     config.check_agent_auth().map_err(ServeError::Tls)?;
     if let Some(local_listener) = &config.local_listener {
@@ -294,7 +293,7 @@ pub(crate) fn may_listen(config: &ServeConfig) -> Result<(), ServeError> {
             return Err(ServeError::Plaintext(address.ip()));
         }
     }
-    // Whoever the proxy speaks for would come in with all rights.
+    // All clients of the proxy would have all rights.
     if config.no_auth && (!config.trusted_proxies.is_empty() || config.public_url.is_some()) {
         return Err(ServeError::OpenToOthers);
     }

@@ -1,13 +1,13 @@
-//! How the provider is asked, and what an account of it may do here.
+//! The configuration of an OpenID provider, and the rights of its accounts.
 
 use lockstep_protocol::people::Role;
 use reqwest::Url;
 use std::{fmt, net::IpAddr, path::PathBuf, str::FromStr, time::Duration};
 
-/// The longest client secret, in bytes.
+/// Maximum length of a client secret, in bytes.
 const SECRET_BYTES: usize = 4096;
 
-/// The provider's address: `https://accounts.example.org`, exactly as the provider writes it in its tokens.
+/// The provider's issuer URL, such as `https://accounts.example.org`, exactly as in its tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issuer {
     text: String,
@@ -23,12 +23,12 @@ impl Issuer {
         &self.host
     }
 
-    /// Whether it is asked in clear, which only a provider on this machine may be.
+    /// Whether the provider is reached without TLS, which is only allowed on this machine.
     pub(crate) fn is_plain(&self) -> bool {
         self.text.starts_with("http:")
     }
 
-    /// Whether a provider of this issuer may have an endpoint there.
+    /// Whether `endpoint` is allowed as an endpoint of this provider.
     pub(crate) fn allows(&self, endpoint: &Url) -> bool {
         match endpoint.scheme() {
             "https" => endpoint.has_host(),
@@ -65,7 +65,7 @@ fn is_loopback(url: &Url) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// What the provider knows this server by. It is in no log.
+/// The client secret of this server at the provider. Never logged.
 #[derive(Clone)]
 pub struct ClientSecret(String);
 
@@ -84,7 +84,7 @@ impl fmt::Debug for ClientSecret {
 impl FromStr for ClientSecret {
     type Err = String;
 
-    /// White space around it is no part of it.
+    /// Surrounding white space is removed.
     fn from_str(text: &str) -> Result<Self, String> {
         match text.trim() {
             "" => Err("it is empty".into()),
@@ -94,12 +94,12 @@ impl FromStr for ClientSecret {
     }
 }
 
-/// Which claim a new person is called by.
+/// The claim that gives a new person's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NameClaim {
     /// `preferred_username`
     PreferredUsername,
-    /// `email`, when the provider has verified it.
+    /// `email`, if the provider has verified it.
     Email,
 }
 
@@ -128,42 +128,42 @@ impl FromStr for NameClaim {
     }
 }
 
-/// Groups at the provider that decide about roles, at every sign-in.
+/// Groups of the provider that set a person's role at every sign-in.
 #[derive(Debug, Clone)]
 pub struct Groups {
     /// The claim that lists an account's groups.
     pub claim: String,
-    /// Who is in it is an admin.
+    /// Members of this group are admins.
     pub admin: Option<String>,
-    /// Who is in it is a member.
+    /// Members of this group have the role member.
     pub member: Option<String>,
 }
 
 /// An OpenID provider that signs people in.
 #[derive(Debug, Clone)]
 pub struct OidcConfig {
-    /// Its address.
+    /// The provider's issuer URL.
     pub issuer: Issuer,
-    /// This server's name at the provider.
+    /// The client id of this server at the provider.
     pub client_id: String,
-    /// Without one, this server is a public client.
+    /// `None`: this server is a public client.
     pub client_secret: Option<ClientSecret>,
-    /// What the button says; the issuer's host when absent.
+    /// The text of the sign-in button. `None`: the issuer's host.
     pub name: Option<String>,
-    /// What somebody may do who signs in for the first time. `None`: an admin has to add them before.
+    /// The role of a person who signs in for the first time. `None`: an admin must add the person before.
     pub role: Option<Role>,
-    /// What somebody is called who signs in for the first time.
+    /// The claim that gives the name of a person who signs in for the first time.
     pub name_claim: NameClaim,
-    /// Groups that decide about roles.
+    /// Groups that set roles.
     pub groups: Option<Groups>,
-    /// Authorities that are trusted besides the system's (PEM).
+    /// Authorities (PEM) that are trusted in addition to the system's.
     pub ca_file: Option<PathBuf>,
-    /// The provider's keys are not asked for again within this time.
+    /// Minimum interval between two requests for the provider's keys.
     pub key_refresh: Duration,
 }
 
 impl OidcConfig {
-    /// The defaults: nobody is let in whom no admin has added.
+    /// The defaults: only persons that an admin has added may sign in.
     pub fn new(issuer: Issuer, client_id: String) -> Self {
         Self {
             issuer,

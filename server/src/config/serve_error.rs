@@ -1,4 +1,4 @@
-//! What keeps `lockstep serve` from starting, or ends it.
+//! Errors for which `lockstep serve` does not start, or ends.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -9,13 +9,13 @@ use std::{
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// An address that other machines can reach.
+    /// `--no-auth` at an address that other machines can reach.
     #[error(
         "refusing to listen on {0} with --no-auth: it can be reached from other machines, and anybody there could run jobs \
          here; leave out --no-auth, so that requests need a token, or listen on 127.0.0.1 or [::1]"
     )]
     NotLoopback(IpAddr),
-    /// Others reach it through a proxy.
+    /// `--no-auth` on a server that others reach through a proxy.
     #[error(
         "refusing --no-auth with --trusted-proxy or --public-url: whoever reaches the proxy could run jobs here; leave out --no-auth, so that \
          requests need a token"
@@ -28,27 +28,27 @@ pub enum ServeError {
          encrypts with --trusted-proxy; --insecure-http listens in clear nevertheless"
     )]
     Plaintext(IpAddr),
-    /// The OpenID provider cannot be used as it is given.
+    /// The options of the OpenID provider are wrong.
     #[error("--oidc-issuer: {0}")]
     Oidc(String),
-    /// A certificate that cannot be served.
+    /// The certificate cannot be used.
     #[error("TLS: {0}")]
     Tls(String),
     /// The access log cannot be written.
     #[error("the access log cannot be written: {0}; choose another file with --access-log")]
     AccessLog(String),
-    /// Another program listens there.
+    /// Another program listens at the address.
     #[error("{0} is taken by another program; stop it, or choose another port with --listen {1}:0")]
     PortTaken(SocketAddr, IpAddr),
-    /// The address cannot be listened on for another reason.
+    /// Listening at the address fails for another reason.
     #[error("cannot listen on {address}: {source}; choose another address with --listen")]
     Listen {
-        /// The address asked for.
+        /// The configured address.
         address: SocketAddr,
         /// What the system said.
         source: std::io::Error,
     },
-    /// The data directory cannot be made or written.
+    /// The data directory cannot be created or written.
     #[error("the data directory {} cannot be used: {source}; make it writable or choose another with --data-dir", path.display())]
     DataDir {
         /// The directory.
@@ -56,7 +56,7 @@ pub enum ServeError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// Another server has the data directory.
+    /// Another server uses the data directory.
     #[error(
         "the data directory {} is in use by another lockstep server{}; stop that one or choose another with --data-dir",
         path.display(),
@@ -65,7 +65,7 @@ pub enum ServeError {
     DataDirInUse {
         /// The directory.
         path: PathBuf,
-        /// The other server's process, when it could be read.
+        /// The process id of the other server, if known.
         pid: Option<String>,
     },
     /// The object store cannot be used.
@@ -92,7 +92,7 @@ pub enum ServeError {
         /// The newest migration here.
         known: i64,
     },
-    /// A migration that was begun and not ended.
+    /// A migration was started and not completed.
     #[error(
         "migration {version} of the database {path} was begun and never finished, so its tables may be half changed; \
          put back a copy from before the upgrade, or restore a backup into a new database (`lockstep restore FILE \
@@ -104,7 +104,7 @@ pub enum ServeError {
         /// The migration.
         version: i64,
     },
-    /// A migration that is another here.
+    /// A migration of the database differs from this program's migration of the same number.
     #[error(
         "the database {path} was made by another build of lockstep: its migration {version} is not the one that this \
          build has; use the build that made it, or back up with that one and restore into a new database with this one"
@@ -115,7 +115,7 @@ pub enum ServeError {
         /// The migration.
         version: i64,
     },
-    /// Another server, or another command of this program, has the database.
+    /// Another server, or another command of this program, uses the database.
     #[error(
         "the database {path} is in use by another lockstep server{}; stop that one, or name another with --database",
         .by.as_ref().map(|by| format!(" ({by})")).unwrap_or_default()
@@ -123,10 +123,10 @@ pub enum ServeError {
     DatabaseInUse {
         /// The database.
         path: String,
-        /// Who has it, when that is known.
+        /// Who uses the database, if known.
         by: Option<String>,
     },
-    /// What was committed last was in a file that is gone.
+    /// The write-ahead log with the last commits is missing.
     #[error(
         "the database {path} was not closed cleanly, and its write-ahead log {} is missing or empty, so its latest writes are missing. Put \
          that file back; or move the database away and restore a backup (`lockstep restore`). To start without these writes, or if \
@@ -135,12 +135,12 @@ pub enum ServeError {
     LogMissing {
         /// The database.
         path: String,
-        /// Its write-ahead log.
+        /// The path of the write-ahead log.
         log: PathBuf,
-        /// The file that says that the log is needed.
+        /// The file that shows that the log is needed.
         lock: PathBuf,
     },
-    /// Pages that do not fit together.
+    /// The database file is damaged.
     #[error(
         "the database {path} is damaged ({detail}): put back a copy of the file with its -wal, or bring a backup into a new database \
          (`lockstep restore FILE --database URL`), and check the disk (smartctl, dmesg)"
@@ -151,7 +151,7 @@ pub enum ServeError {
         /// What SQLite found.
         detail: String,
     },
-    /// The database is empty, and its data directory has folders of jobs.
+    /// The database is empty, but the data directory has folders of jobs.
     #[error(
         "the database {path} has nothing in it, and the data directory {} has folders of jobs ({job}): the database was lost, or it is \
          another one; name the right one with --database, bring a backup into this one (`lockstep restore FILE`), or choose another \
@@ -178,13 +178,13 @@ pub enum ServeError {
         "the token of this machine cannot be kept: {0}; make the file `token` of the data directory writable, or remove it"
     )]
     Token(#[source] std::io::Error),
-    /// It ran, and then could not continue.
+    /// The server was running and could not continue.
     #[error("the server stopped: {0}")]
     Stopped(#[source] std::io::Error),
 }
 
 impl ServeError {
-    /// 2 when the request was wrong, 1 when it failed while running.
+    /// 2 if the options are wrong, 1 if the server failed while running.
     pub fn exit_code(&self) -> u8 {
         if matches!(self, ServeError::Stopped(_)) { 1 } else { 2 }
     }

@@ -1,4 +1,4 @@
-//! Which versions and cipher suites of TLS the server speaks, where somebody wants fewer than all.
+//! The versions and cipher suites of TLS that the server accepts, which the operator may restrict.
 
 use rustls::{
     SignatureAlgorithm, SupportedCipherSuite, SupportedProtocolVersion,
@@ -11,10 +11,10 @@ use std::{
     sync::{Arc, LazyLock},
 };
 
-/// Longest list of suites, in bytes.
+/// Maximum length of a list of suites, in bytes.
 const LIST_BYTES: usize = 4096;
 
-/// The lowest version that is spoken.
+/// The minimum version of TLS.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TlsVersion {
     /// TLS 1.2, RFC 5246.
@@ -36,14 +36,14 @@ impl FromStr for TlsVersion {
     }
 }
 
-/// Cipher suites in the order in which they were named.
+/// Cipher suites in the given order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TlsSuites(Vec<SupportedCipherSuite>);
 
 impl FromStr for TlsSuites {
     type Err = String;
 
-    /// Names as the IANA or as OpenSSL has them, between commas or colons.
+    /// Parses names of the IANA or of OpenSSL, separated by commas or colons.
     fn from_str(text: &str) -> Result<Self, String> {
         if text.len() > LIST_BYTES {
             return Err(format!("a list of suites has at most {LIST_BYTES} bytes"));
@@ -70,36 +70,36 @@ impl FromStr for TlsSuites {
     }
 }
 
-/// As the IANA has it.
+/// The IANA's name.
 fn iana(suite: &SupportedCipherSuite) -> String {
     format!("{:?}", suite.suite()).replacen("TLS13_", "TLS_", 1)
 }
 
-/// Every name of a suite.
+/// All names of a suite.
 fn names(suite: &SupportedCipherSuite) -> [String; 3] {
     let (rustls, iana) = (format!("{:?}", suite.suite()), iana(suite));
-    // OpenSSL has names of its own for those before TLS 1.3: ECDHE-RSA-AES128-GCM-SHA256.
+    // OpenSSL has its own names for suites before TLS 1.3, such as ECDHE-RSA-AES128-GCM-SHA256.
     let openssl = iana.strip_prefix("TLS_").unwrap_or(&iana).replace("_WITH_", "-");
     let openssl = openssl.replace("AES_", "AES").replace("_POLY1305_SHA256", "-POLY1305").replace('_', "-");
     [rustls, iana, openssl]
 }
 
-/// The cryptography of all TLS here.
+/// The cryptography provider of all TLS connections.
 pub(crate) fn provider() -> Arc<CryptoProvider> {
     static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| Arc::new(ring::default_provider()));
     PROVIDER.clone()
 }
 
-/// What the server speaks.
+/// The versions and suites that the server offers.
 pub(crate) struct OfferedTls {
     pub(crate) provider: Arc<CryptoProvider>,
     pub(crate) versions: Vec<&'static SupportedProtocolVersion>,
 }
 
-/// Versions and suites as they were asked for, with a key that they have to work with.
+/// The requested versions and suites, checked against the server's key.
 ///
 /// # Errors
-/// Nobody could connect.
+/// No client could connect.
 pub(crate) fn offered(
     suites: Option<&TlsSuites>,
     lowest: TlsVersion,
@@ -113,7 +113,7 @@ pub(crate) fn offered(
     if lowest == TlsVersion::V1_3 {
         provider.cipher_suites.retain(|suite| suite.tls13().is_some());
     }
-    // Before TLS 1.3 a suite is for one kind of key.
+    // Suites before TLS 1.3 require a kind of key.
     let signs = match key.key.algorithm() {
         SignatureAlgorithm::RSA => "_RSA_",
         _ => "_ECDSA_",

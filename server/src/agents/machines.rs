@@ -1,5 +1,5 @@
-//! What agents measure of their machines: every sample of the last ten minutes here, a mean a minute of the last day in the
-//! database. A machine with eight GPUs takes 200 bytes a minute (300 KB a day), and about 30 KB here.
+//! Measurements of machines by their agents: all samples of the last ten minutes in memory, and means of each minute of the last day in the
+//! database. A machine with eight GPUs takes 200 bytes a minute in the database (300 KB a day), and about 30 KB of memory.
 
 mod minutes;
 mod point;
@@ -24,22 +24,22 @@ use std::{
 };
 use tokio::time::{MissedTickBehavior, interval};
 
-/// How long means of minutes are kept in the database.
+/// How long the means of minutes are kept in the database.
 pub(crate) const KEPT: Duration = Duration::from_secs(24 * 3600);
-/// How often finished minutes are stored. A server that is killed loses these and the minute that is under way.
+/// Interval between two times at which finished minutes are stored. A server that is killed loses the minutes since then.
 const STORE_EVERY: Duration = Duration::from_secs(20);
 const PURGE_EVERY: Duration = Duration::from_secs(600);
-/// Samples that are kept here: ten minutes of one every five seconds.
+/// Number of samples in memory: ten minutes with one sample every five seconds.
 const RECENT: usize = 120;
-/// Samples that come sooner than this after the one before are ignored: agents send one every five seconds.
+/// Minimum time between two samples of an agent. Earlier samples are ignored. Agents send one every five seconds.
 const CLOSEST: Duration = Duration::from_millis(500);
-/// Minutes that wait to be stored while the database cannot be written, of one machine.
+/// Maximum number of minutes of a machine that wait to be stored while the database cannot be written.
 const UNSTORED: usize = 60;
-/// Above what any machine has, and well within what a float32 counts.
+/// Maximum value of a measurement: more than any machine has, and well within the range of a float32.
 const MOST: f32 = 1e18;
-/// Samples from which the clocks' difference is taken: messages may be late, so the one that came fastest counts.
+/// Number of samples from which the difference of the clocks is computed. Messages may be delayed, so the fastest one is used.
 const FOR_CLOCK: usize = 12;
-/// The fewest of them: the first may have waited for the connection.
+/// Minimum number of these samples, because the first may have waited for the connection.
 const LEAST_FOR_CLOCK: usize = 3;
 
 /// Measurements and findings by agent.
@@ -48,40 +48,39 @@ pub(crate) struct Machines {
     by_agent: Mutex<HashMap<String, Measured>>,
 }
 
-/// What is known of a machine.
+/// The measurements of a machine.
 #[derive(Debug)]
 struct Measured {
     heard: Instant,
     newest: MachineSample,
-    /// The oldest first.
+    /// The samples in memory, oldest first.
     recent: VecDeque<Point>,
-    /// Milliseconds by which samples' clocks differed from this server's when they came: positive where they were behind.
+    /// For each of the last samples, the milliseconds by which its clock was behind this server's clock on arrival.
     clock: VecDeque<i64>,
     minute: Minute,
-    /// Finished, and not in the database yet.
+    /// Finished minutes that are not in the database yet.
     unstored: VecDeque<MinuteRow>,
 }
 
-/// The newest of what is known of a machine.
+/// The newest sample of a machine.
 #[derive(Debug, Clone)]
 pub(crate) struct Newest {
     pub(crate) sample: MachineSample,
-    /// How long ago it came.
+    /// Time since the sample arrived.
     pub(crate) age: Duration,
-    /// Milliseconds by which the machine's clock is behind this server's, once enough samples have come.
+    /// Milliseconds by which the machine's clock is behind this server's clock. `None` until enough samples have arrived.
     pub(crate) clock_behind_ms: Option<i64>,
 }
 
-/// A number that a machine may have; anything else is none.
+/// `value` if it is between 0 and `most`, and else `None`.
 fn possible(value: Option<f32>, most: f32) -> Option<f32> {
     value.filter(|value| (0.0..=most).contains(value))
 }
 
-/// A sample with nothing in it that no machine has. An agent is believed about its own machine, but a number that is not finite, or
-/// more GPUs than it has slots, come into no chart.
+/// Removes impossible values from a sample, such as numbers that are not finite and GPUs without a slot. Other values are trusted.
 fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     let known = |slot: u32| slots.iter().any(|s| s.index == slot);
-    // As many as an agent may have slots.
+    // The maximum number of slots of an agent.
     sample.gpus.truncate(1024);
     let mut seen = Vec::new();
     sample.gpus.retain(|gpu| {
@@ -120,7 +119,7 @@ fn checked(mut sample: MachineSample, slots: &[Slot]) -> MachineSample {
     sample
 }
 
-/// Findings as they are shown: few, and short.
+/// Limits the number and length of findings.
 pub(crate) fn checked_findings(findings: Vec<MachineWarning>) -> Vec<MachineWarning> {
     let short = |finding: MachineWarning| MachineWarning {
         text: shown(&finding.text).chars().take(FINDING_CHARS).collect(),
@@ -134,7 +133,7 @@ impl Machines {
         self.by_agent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes in what an agent with these slots has measured, at a time of this server's clock.
+    /// Adds a sample of an agent with these slots, which arrived at the time `at` of this server's clock.
     pub(crate) fn add(&self, agent: &str, sample: MachineSample, slots: &[Slot], at: Timestamp) {
         let behind = at.as_millisecond() - sample.at.as_millisecond();
         let sample = checked(sample, slots);
@@ -172,7 +171,7 @@ impl Machines {
         measured.unstored.drain(..keep(measured.unstored.len(), UNSTORED));
     }
 
-    /// A connection begins: what clocks differed by before does not count any more.
+    /// Called when an agent connects. Earlier differences of the clocks are dropped.
     pub(crate) fn connected(&self, agent: &str) {
         if let Some(measured) = self.all().get_mut(agent) {
             measured.clock.clear();
@@ -196,7 +195,7 @@ impl Machines {
         })
     }
 
-    /// Finished minutes that are not in the database, and samples that are here, from `since` on; both in order.
+    /// The finished minutes that are not in the database, and the samples in memory, from `since` on; both in order of time.
     pub(crate) fn since(&self, agent: &str, since: Timestamp) -> (Vec<MinuteRow>, Vec<Point>) {
         let all = self.all();
         let Some(measured) = all.get(agent) else { return (Vec::new(), Vec::new()) };
@@ -204,11 +203,11 @@ impl Machines {
         (measured.unstored.iter().cloned().collect(), recent.collect())
     }
 
-    /// Minutes to store. With `unfinished`, also what there is of this one: the server stops.
+    /// Takes the minutes to store. `unfinished`: also the current minute, because the server stops.
     pub(crate) fn take_minutes(&self, now: Timestamp, unfinished: bool) -> Vec<MinuteRow> {
         let mut taken = Vec::new();
         for (agent, measured) in self.all().iter_mut() {
-            // Of a machine that went away its last minute comes to an end as well.
+            // This also ends the last minute of a machine that has disconnected.
             if let Some(finished) = measured.minute.finish(agent, now, unfinished) {
                 measured.unstored.push_back(finished);
             }
@@ -217,7 +216,7 @@ impl Machines {
         taken
     }
 
-    /// Minutes that could not be stored wait here again.
+    /// Takes minutes back that could not be stored.
     pub(crate) fn give_back(&self, minutes: Vec<MinuteRow>) {
         let mut all = self.all();
         for minute in minutes.into_iter().rev() {
@@ -249,7 +248,7 @@ impl Machines {
         }
     }
 
-    /// Stores finished minutes; at the server's end also the one under way.
+    /// Stores finished minutes. `unfinished`: also the current minute.
     pub(crate) async fn store_minutes(&self, store: &dyn Store, unfinished: bool) {
         let minutes = self.take_minutes(crate::now(), unfinished);
         if !minutes.is_empty()

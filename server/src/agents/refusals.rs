@@ -1,5 +1,5 @@
-//! Agents that are refused, in the log: one line at once that says who and why, and the next for the same only after a while. An
-//! agent tries again every few seconds, and a scanner more often.
+//! Log lines about refused agents. The first refusal of an agent is logged at once with the reason, and repetitions only once in a while,
+//! because an agent tries again every few seconds, and a scanner more often.
 
 use std::{
     collections::HashMap,
@@ -8,15 +8,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// The same refusal is logged again after this, with the number of those between.
+/// The same refusal is logged again after this time, with the number of refusals since the last line.
 const AGAIN: Duration = Duration::from_secs(60);
-/// Distinct refusals that are counted separately. Beyond that, all further ones share an entry.
+/// Maximum number of distinct refusals that are counted separately. All further refusals share an entry.
 const MOST_DISTINCT: usize = 1000;
 
-/// Address, who, why.
+/// Address, agent, reason.
 type Key = (Option<IpAddr>, String, String);
 
-/// Those of the last minutes.
+/// The recent refusals.
 #[derive(Debug, Default)]
 pub(crate) struct Refusals(Mutex<HashMap<Key, (Instant, u64)>>);
 
@@ -28,14 +28,14 @@ impl Refusals {
         }
     }
 
-    /// Logs that an agent is cut off because what it tells cannot be kept, or counts it: it tells it again.
+    /// Logs that an agent was disconnected because its reports cannot be stored, or counts it. The agent sends the reports again.
     pub(crate) fn note_cut_off(&self, agent: &str, why: &str) {
         if let Some(repeated) = self.is_due((None, agent.to_owned(), why.to_owned()), Instant::now()) {
             tracing::error!(agent, why, repeated, "an agent is cut off, and is to tell it again");
         }
     }
 
-    /// How often it came without being logged, when it is to be logged now.
+    /// The number of refusals that were not logged, if this one must be logged now.
     fn is_due(&self, key: Key, now: Instant) -> Option<u64> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if !all.contains_key(&key) && all.len() >= MOST_DISTINCT {

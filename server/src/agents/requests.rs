@@ -1,13 +1,13 @@
-//! Requests to agents about models and data: chooses an agent that has the files, the one with the least work, and waits for
-//! its reply.
+//! Requests to agents about models and data: chooses, among the agents that have the files, the one with the least work, and waits for its
+//! reply.
 
 use super::{Agents, Online, PendingReply, RequestError};
 use futures_util::future::join_all;
 use lockstep_protocol::agent::{AgentReply, AgentRequest};
 use std::time::Duration;
 
-/// For the check whether files exist. An agent that does not reply in time, because its disk hangs, is used only when no
-/// other agent has them.
+/// Time limit of the check whether files exist. An agent that does not reply in time, for example because its disk hangs, is only used if no
+/// other agent has the files.
 const FILES_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Sends a request and waits for the reply.
@@ -23,19 +23,19 @@ pub(crate) async fn call(
     agents.reply(waiting, patience).await
 }
 
-/// Sends a request to the agent that suits it best; its reply is awaited with `Agents::reply`.
+/// Sends a request to the most suitable agent. `Agents::reply` waits for the reply.
 ///
 /// # Errors
-/// Nobody is online, or nobody has the files.
+/// No agent is online, or no agent has the files.
 pub(crate) async fn send(agents: &Agents, request: AgentRequest) -> Result<PendingReply, RequestError> {
     let agent = choose_agent(agents, &request).await?;
     Ok(agents.send_request(&agent, request))
 }
 
-/// The agent for a request: one that has its files, with the fewest pending requests of its kind, then the fewest busy slots.
+/// The agent for a request: among those that have its files, the one with the fewest pending requests of its kind, then the fewest busy slots.
 ///
 /// # Errors
-/// Nobody is online, or nobody has the files.
+/// No agent is online, or no agent has the files.
 pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Result<Online, RequestError> {
     let mut online = agents.online();
     online.retain(|agent| agent.leaving.is_none());
@@ -44,7 +44,7 @@ pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Res
     }
     let load = |agent: &Online| {
         (
-            // One that is there for a single job, or is to take no work, helps when nobody else can.
+            // Agents for a single job, and drained agents, are only used if no other agent can reply.
             agent.only_job.is_some() || agents.is_draining(&agent.row.id),
             agents.pending_requests(agent.connection, request.queue()),
             agents.leases.slots_in_use(&agent.row.id).len(),
@@ -53,7 +53,7 @@ pub(crate) async fn choose_agent(agents: &Agents, request: &AgentRequest) -> Res
     online.into_iter().min_by_key(load).ok_or(RequestError::NobodyOnline)
 }
 
-/// The agents that have all of these files; when none has, those that did not say.
+/// The agents that have all of these files. If there are none, the agents that did not reply.
 async fn with_files(
     agents: &Agents,
     online: Vec<Online>,
@@ -65,7 +65,7 @@ async fn with_files(
             let waiting = agents.send_request(&agent, request);
             let there = match agents.reply(waiting, FILES_TIMEOUT).await {
                 Ok(AgentReply::Files { there }) => Some(there),
-                // Silent, gone, or of an older version.
+                // The agent is silent, disconnected, or of an older version.
                 _ => None,
             };
             (agent, there)

@@ -1,28 +1,28 @@
-//! Rows of agents that wait to be stored. After a restart all agents come back at once: what comes while a transaction is written goes
-//! into the next one.
+//! Rows of agents that wait to be stored. After a restart, all agents reconnect at the same time. Rows that arrive while a transaction is
+//! written are stored together in the next one.
 
 use crate::store::{AgentRow, Result, Store, StoreError};
 use std::sync::{Mutex, PoisonError};
 use tokio::sync::oneshot;
 
-/// Rows of one transaction, at most.
+/// Maximum number of rows in a transaction.
 const TOGETHER: usize = 256;
 
 type Written = std::result::Result<(), String>;
 
-/// Where connections put what they know of their agents.
+/// The queue of rows.
 #[derive(Debug, Default)]
 pub(crate) struct AgentRows {
     waiting: Mutex<Vec<(AgentRow, oneshot::Sender<Written>)>>,
-    /// Held by whoever writes.
+    /// Held during a transaction.
     writing: tokio::sync::Mutex<()>,
 }
 
 impl AgentRows {
-    /// Stores an agent as it introduced itself, or when it was last seen.
+    /// Stores the row of an agent, and returns when it is stored.
     ///
     /// # Errors
-    /// The database.
+    /// The database refuses the row.
     pub(crate) async fn put(&self, store: &dyn Store, row: AgentRow) -> Result<()> {
         let (to, mut written) = oneshot::channel();
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).push((row, to));
@@ -48,12 +48,12 @@ impl AgentRows {
         let is_refused = all.as_ref().is_err_and(|error| !error.may_pass());
         let all = all.map_err(|error| error.to_string());
         for (row, reply) in rows.iter().zip(replies) {
-            // One that the database refuses does not keep out the others.
+            // If the database refuses a row, the others are stored separately.
             let written = match is_refused {
                 true => store.put_agents(std::slice::from_ref(row)).await.map_err(|error| error.to_string()),
                 false => all.clone(),
             };
-            // Its connection may be over.
+            // The agent's connection may have ended.
             let _ = reply.send(written);
         }
     }

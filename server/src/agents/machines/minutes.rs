@@ -1,21 +1,21 @@
-//! Means of whole minutes, as the database keeps them.
+//! Means of whole minutes, which the database keeps.
 
 use super::point::{Point, Sums};
 use crate::store::MinuteRow;
 use jiff::Timestamp;
 
-/// A row's means, at the minute's end; `None` where another version has written something else.
+/// The means of a row, at the end of its minute. `None` if another version has written the row in another format.
 pub(crate) fn point_of(row: &MinuteRow) -> Option<Point> {
     let end = row.minute.checked_add(1)?.checked_mul(60)?;
     Point::decode(Timestamp::from_second(end).ok()?, &row.data)
 }
 
-/// The number of the minute that a time is in.
+/// The number of the minute that contains a time.
 pub(crate) fn minute_of(at: Timestamp) -> i64 {
     at.as_second().div_euclid(60)
 }
 
-/// The minute that is under way.
+/// The current minute.
 #[derive(Debug)]
 pub(crate) struct Minute {
     minute: i64,
@@ -28,7 +28,7 @@ impl Minute {
         Self { minute: minute_of(at), points: 0, sums: Sums::default() }
     }
 
-    /// Adds a point; where it begins a new minute, returns the one before.
+    /// Adds a point. If it begins a new minute, returns the previous minute.
     pub(crate) fn add(&mut self, agent: &str, point: &Point) -> Option<MinuteRow> {
         let finished = self.finish(agent, point.at, false);
         self.sums.add(point);
@@ -36,7 +36,7 @@ impl Minute {
         finished
     }
 
-    /// Ends the minute if `now` is in another one, or at once; returns it unless nothing was measured in it.
+    /// Ends the minute if `now` is in a later one, or in any case if `at_once`. Returns the minute if it has points.
     pub(crate) fn finish(&mut self, agent: &str, now: Timestamp, at_once: bool) -> Option<MinuteRow> {
         if minute_of(now) == self.minute && !at_once {
             return None;

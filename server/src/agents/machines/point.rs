@@ -1,9 +1,9 @@
-//! Measurements of one moment, or means of many.
+//! Measurements at a point in time, or means over a period.
 
 use jiff::Timestamp;
 use lockstep_protocol::agent::{GpuSample, MachineSample};
 
-/// What is kept of a machine, in this order.
+/// The metrics of a machine, in this order.
 pub(crate) const MACHINE_METRICS: [&str; 8] = [
     "cpu_utilization",
     "load",
@@ -14,11 +14,11 @@ pub(crate) const MACHINE_METRICS: [&str; 8] = [
     "network_received_bytes_per_second",
     "network_sent_bytes_per_second",
 ];
-/// What is kept of each GPU.
+/// The metrics of each GPU.
 pub(crate) const GPU_METRICS: [&str; 4] =
     ["utilization", "memory_used_bytes", "temperature_celsius", "power_watts"];
 
-/// Measurements of a moment by this server's clock; NaN for what was not measured.
+/// Measurements at a time of this server's clock. Metrics that were not measured are NaN.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Point {
     pub(crate) at: Timestamp,
@@ -58,7 +58,8 @@ impl Point {
         }
     }
 
-    /// For the database: how many values of the machine, these, and for each GPU its slot and values; all little endian.
+    /// Encodes the values for the database: the number of the machine's values, these values, and for each GPU its slot and values, all in
+    /// little endian.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = vec![self.machine.len() as u8];
         out.extend(self.machine.iter().flat_map(|value| value.to_le_bytes()));
@@ -69,7 +70,7 @@ impl Point {
         out
     }
 
-    /// What [`Point::encode`] made, also with another number of values of the machine; `None` for anything else.
+    /// Decodes the format of [`Point::encode`], also with another number of the machine's values. `None` for any other format.
     pub(crate) fn decode(at: Timestamp, bytes: &[u8]) -> Option<Self> {
         let (count, rest) = bytes.split_first()?;
         let (machine_bytes, gpu_bytes) = rest.split_at_checked(4 * usize::from(*count))?;
@@ -90,7 +91,7 @@ impl Point {
     }
 }
 
-/// Sums of what was measured.
+/// Sums and counts of measured values.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Sums {
     machine: [(f64, u32); MACHINE_METRICS.len()],
@@ -107,7 +108,7 @@ fn add(sums: &mut [(f64, u32)], values: &[f32]) {
 }
 
 fn means<const N: usize>(sums: [(f64, u32); N]) -> [f32; N] {
-    // None of nothing: 0 / 0 is NaN.
+    // The mean of no values is 0 / 0, which is NaN.
     sums.map(|(sum, count)| (sum / f64::from(count)) as f32)
 }
 
@@ -129,8 +130,8 @@ impl Sums {
     }
 }
 
-/// Means of points in `count` stretches of equal length between two times; one without a point has NaN alone, so that a line has a
-/// gap there. Each stands for its stretch by the time of its end.
+/// Means of points in `count` periods of equal length between two times. A period without points has only NaN, which is a gap in a chart. The
+/// time of a result is the end of its period.
 pub(crate) fn buckets(points: &[Point], from: Timestamp, to: Timestamp, count: u32) -> Vec<Point> {
     let (start, count) = (from.as_millisecond(), i64::from(count.max(1)));
     let length = (to.as_millisecond() - start).max(count);

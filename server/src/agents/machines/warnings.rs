@@ -1,29 +1,29 @@
-//! What is not as it should be with a machine, in words.
+//! Warnings about machines.
 
 use super::Newest;
 use jiff::Timestamp;
 use lockstep_protocol::agent::{Machine, MachineWarning};
 use std::time::Duration;
 
-/// Clocks that differ by less are right enough: tokens, logs and charts do not suffer.
+/// Smallest difference of clocks, in milliseconds, that is reported. Smaller differences do not affect tokens, logs and charts.
 pub(super) const CLOCK_MS: i64 = 5_000;
-/// An agent sends a sample every five seconds.
+/// A connected agent without a sample for this long is reported. Agents send one every five seconds.
 const SILENT: Duration = Duration::from_secs(30);
-/// Part of the disk, or bytes, below which little is free: the smaller counts.
+/// Free space below which a disk is reported: the smaller of this fraction of the disk and this number of bytes.
 const LITTLE_DISK: (f64, u64) = (0.05, 20_000_000_000);
 const LITTLE_MEMORY: f64 = 0.04;
 
-/// What warnings follow from.
+/// The state of a machine, from which its warnings follow.
 #[derive(Debug)]
 pub(crate) struct MachineState<'a> {
     pub(crate) machine: &'a Machine,
     pub(crate) newest: Option<&'a Newest>,
-    /// `doctor`'s, of this connection.
+    /// The findings of `doctor` when the agent connected.
     pub(crate) findings: &'a [MachineWarning],
-    /// Since when it is connected; none: it is not.
+    /// When the agent connected. `None` if it is not connected.
     pub(crate) connected_at: Option<Timestamp>,
     pub(crate) last_seen_at: Timestamp,
-    /// Attempts that it runs, or ran when it was last heard of.
+    /// Number of attempts that the agent runs, or ran when its connection ended.
     pub(crate) attempts: usize,
     pub(crate) draining: bool,
     pub(crate) now: Timestamp,
@@ -33,7 +33,7 @@ fn gigabytes(bytes: u64) -> String {
     format!("{:.1} GB", bytes as f64 / 1e9)
 }
 
-/// A machine's warnings, the worst first.
+/// The warnings about a machine, most severe first.
 pub(crate) fn warnings(state: &MachineState<'_>) -> Vec<MachineWarning> {
     let mut found = Vec::new();
     let mut warn = |problem, text: String| found.push(MachineWarning { problem, text });
@@ -76,7 +76,7 @@ pub(crate) fn warnings(state: &MachineState<'_>) -> Vec<MachineWarning> {
     found
 }
 
-/// Of a machine that is connected.
+/// Warnings about a connected machine.
 fn online(state: &MachineState<'_>, since: Timestamp, warn: &mut impl FnMut(bool, String)) {
     let connected = Duration::from_secs((state.now.as_second() - since.as_second()).max(0) as u64);
     let Some(newest) = state.newest.filter(|newest| newest.age < SILENT) else {

@@ -1,5 +1,5 @@
-//! The audit log. Requests queue their entries and do not wait until these are written: one task writes many at a time, and removes what
-//! is too old.
+//! The audit log. Requests queue their entries and do not wait until these are written. A task writes many entries at a time, and removes old
+//! ones.
 
 use crate::{
     store::{AuditEntry, Store},
@@ -13,22 +13,22 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-/// Entries that may wait. Beyond that, when the database is unreachable for long, entries go to the server's log alone.
+/// Maximum number of entries that wait. If the database is unreachable for long, further entries are only written to the server's log.
 const WAITING: usize = 10_000;
 
-/// Entries of one transaction.
+/// Maximum number of entries in a transaction.
 const TOGETHER: usize = 500;
-/// How long an entry is kept, within the number that is kept (`ServeConfig::audit_entries`).
+/// Maximum age of an entry. The number of entries is also limited (`ServeConfig::audit_entries`).
 const KEPT: Duration = Duration::from_secs(365 * 24 * 3600);
 const PURGE_EVERY: Duration = Duration::from_secs(3600);
-/// A purge begins early when so many entries have come since the last.
+/// A purge begins early after this many new entries.
 const PURGE_AFTER: usize = 1000;
-/// Between two steps of a purge.
+/// Pause between two steps of a purge.
 const BREATH: Duration = Duration::from_millis(50);
-/// Before a write is tried again: first, and at most.
+/// Pauses before a write is tried again.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
-/// What waits to be written.
+/// An item of the queue.
 #[derive(Debug)]
 enum Entry {
     Done(AuditEntry),
@@ -41,7 +41,7 @@ enum Entry {
 pub(crate) struct Audit(mpsc::Sender<Entry>);
 
 impl Audit {
-    /// `kept`: how many entries are kept, within [`KEPT`].
+    /// `kept`: maximum number of entries in the database.
     pub(crate) fn new(store: Arc<dyn Store>, kept: u32, stopping: CancellationToken) -> (Self, AuditWriter) {
         let (to, queue) = mpsc::channel(WAITING);
         (Self(to), AuditWriter { queue, store, kept, stopping })
@@ -74,7 +74,7 @@ pub(crate) struct AuditWriter {
 }
 
 impl AuditWriter {
-    /// Writes until the server stops, and then what still waits.
+    /// Writes entries until the server stops, and then the entries that still wait.
     pub(crate) async fn run(mut self) {
         let mut purged = None;
         let mut since = 0;
@@ -83,7 +83,7 @@ impl AuditWriter {
                 first = self.queue.recv() => first,
                 () = sleep(PURGE_EVERY) => None,
                 () = self.stopping.cancelled() => {
-                    // Requests under way end a moment later.
+                    // Requests in progress end a moment later.
                     let last = tokio::time::timeout(Duration::from_millis(200), self.queue.recv()).await;
                     let Ok(Some(last)) = last else { return };
                     Some(last)
@@ -126,7 +126,7 @@ impl AuditWriter {
                     break;
                 }
                 Err(error) if error.may_pass() && !self.stopping.is_cancelled() => {
-                    // The log says what there is.
+                    // The entries are in the server's log.
                     flushes.clear();
                     if failing.is_new(&error) {
                         tracing::warn!(%error, "the audit log cannot be written; trying again");
@@ -144,7 +144,7 @@ impl AuditWriter {
         }
     }
 
-    /// In small steps: the one writer is for reports first.
+    /// Removes old entries in small steps, because reports need the database's only writer.
     async fn purge(&self) {
         let before = crate::now() - KEPT;
         loop {

@@ -1,5 +1,5 @@
 //! A cache of the owners of jobs, which the gate needs for each request that names a job. A job's owner and whether it is private never
-//! change, and an id comes again only after its job was deleted, with its entry; so entries stay valid. Datasets are not cached: a name can be registered again.
+//! change, and deleting a job removes its entry, so entries stay valid. Datasets are not cached, because their names can be registered again.
 
 use crate::store::Owned;
 use lockstep_protocol::JobId;
@@ -9,7 +9,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-/// Jobs of each generation. A job takes some 200 bytes.
+/// Maximum number of jobs in each generation. A job takes about 200 bytes.
 const HALF: usize = 4096;
 
 /// The owners of the most recently requested jobs.
@@ -35,7 +35,7 @@ impl JobOwners {
         Some(owned)
     }
 
-    /// Caches what was read from the store.
+    /// Caches the owner of a job, as read from the store.
     pub(crate) fn put(&self, id: &JobId, owned: Owned) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).put(id, owned);
     }

@@ -1,4 +1,4 @@
-//! Who sends a request and what that person or token may do: tokens, people, sessions, OpenID Connect, owners, and the audit log.
+//! Authentication and access control: tokens, people, sessions, OpenID Connect, owners, and the audit log.
 
 pub(crate) mod access;
 pub(crate) mod audit;
@@ -18,13 +18,13 @@ use oidc::Oidc;
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
-/// What is known of those who send requests.
+/// The state of authentication and access control.
 pub(crate) struct Auth {
     pub(crate) store: Arc<dyn Store>,
     /// Tokens, people and sessions.
     pub(crate) access: Access,
     pub(crate) audit: Audit,
-    /// The provider that people sign in with, where there is one.
+    /// The OpenID provider, if one is configured.
     pub(crate) oidc: Option<Oidc>,
     /// The owners of recently requested jobs.
     pub(crate) job_owners: JobOwners,
@@ -61,19 +61,19 @@ impl Auth {
         self.access.upkeep(&*self.store).await;
     }
 
-    /// The job that a caller means by the id of a run: the job's own id, or the one that the caller's program chose for it. That is part
-    /// of the job's, so that it is found without a look into the database; of two owners, each has ids of their own.
+    /// The job with the given id of a run: the job's own id, or an id that the caller's program chose. The job's id is a hash of the chosen id
+    /// and the owner, so it is found without a query, and different owners may choose the same id.
     pub(crate) fn run_id(&self, caller: &Caller, id: &str) -> JobId {
         id.parse().unwrap_or_else(|_| {
             let owner = caller.owner().unwrap_or_default();
-            // No name has the character between.
+            // No name contains the separator.
             let hash = Sha256::new().chain_update(owner).chain_update("\u{1f}").chain_update(id).finalize();
             let (bits, _) = hash.split_first_chunk().unwrap_or((&[0; 16], &[]));
             JobId::of_bits(u128::from_be_bytes(*bits))
         })
     }
 
-    /// Whether a caller may change a job of this owner, as the gate asks where the address names the job.
+    /// Whether a caller may change a job of this owner. The gate checks the same for requests whose path names the job.
     pub(crate) fn may_change(&self, caller: &Caller, owner: Option<&str>) -> bool {
         caller.sees_all() || !self.access.has_people() || caller.owns(owner)
     }

@@ -1,11 +1,11 @@
 //! Signing in with an OpenID provider: the authorization code flow with PKCE (OpenID Connect Core 1.0, RFC 7636, RFC 9700).
 //!
-//! The server sends a browser to the provider with a `state` that is good once, in that browser, for ten minutes. What comes back is
-//! exchanged for an ID token, which counts only when every check of `id_token.rs` holds. Nothing of the provider is asked for before
-//! somebody signs in, so the server starts and runs while the provider is down.
+//! The server sends a browser to the provider with a `state` that is valid once, in that browser, for ten minutes. The code that comes back
+//! is exchanged for an ID token, which must pass all checks of `id_token.rs`. The provider is not contacted before somebody signs in, so the
+//! server starts and runs while the provider is down.
 //!
-//! It is our own: the crate `openidconnect` brings `rsa`, whose timing leak RUSTSEC-2023-0071 has no fix, `chrono`, and some thirty crates
-//! of arithmetic that `ring` does here.
+//! We do not use the crate `openidconnect`, because it depends on `rsa`, whose timing leak RUSTSEC-2023-0071 has no fix, on `chrono`, and on
+//! about thirty crates of arithmetic for which we use `ring`.
 
 mod authorities;
 mod id_token;
@@ -20,39 +20,39 @@ use provider::Provider;
 use serde_json::{Map, Value};
 use std::{io, net::IpAddr};
 
-/// How long a browser may take at the provider.
+/// Time limit for a browser to return from the provider.
 pub(crate) use open_requests::{LIFE as REQUEST_LIFE, OpenRequest};
 
-/// Claims of an ID token, and those of the UserInfo endpoint that it does not have.
+/// Claims of an ID token, with further claims of the UserInfo endpoint.
 type Claims = Map<String, Value>;
 
-/// Why nobody is signed in. The text is for people, on the page to sign in.
+/// Why a sign-in failed. The text is shown on the sign-in page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum OidcError {
-    /// The provider cannot be asked now; trying again may help.
+    /// The provider cannot be reached now. Trying again may help.
     Unavailable(String),
-    /// The provider says no before it says who somebody is.
+    /// The provider declined the sign-in.
     Declined(String),
-    /// What came back is not to be believed.
+    /// The provider's response failed a check.
     Refused(String),
 }
 
-/// The provider that a server signs people in with.
+/// The OpenID provider of a server.
 pub(crate) struct Oidc {
     pub(crate) config: OidcConfig,
     provider: Provider,
     requests: OpenRequests,
 }
 
-/// A browser that is to be sent to the provider.
+/// The redirect of a browser to the provider.
 pub(crate) struct AuthorizationRedirect {
-    /// The provider's address, with everything that it is to know.
+    /// The provider's address with all parameters.
     pub(crate) location: String,
-    /// What the browser's cookie has to hold when it comes back.
+    /// The value of the cookie that the browser must send when it returns.
     pub(crate) cookie: String,
 }
 
-/// What a browser brings back.
+/// The parameters with which a browser returns.
 #[derive(Debug, Default)]
 pub(crate) struct Answer {
     pub(crate) code: Option<String>,
@@ -62,13 +62,13 @@ pub(crate) struct Answer {
     pub(crate) issuer: Option<String>,
 }
 
-/// Somebody whom the provider has signed in.
+/// An account that the provider has signed in.
 #[derive(Debug)]
 pub(crate) struct Account {
     pub(crate) identity: Identity,
-    /// What a person of this account would be called, or why it cannot be called so.
+    /// The name of a new person for this account, or why the name cannot be used.
     pub(crate) name: Result<String, String>,
-    /// What the groups say, where they are asked; `None` where they do not let the account in.
+    /// The role by the account's groups, or the default role. `None`: the account may not sign in.
     pub(crate) role: Option<Role>,
 }
 
@@ -80,12 +80,12 @@ impl Oidc {
         Ok(Self { config, provider, requests: OpenRequests::default() })
     }
 
-    /// What people call the provider.
+    /// The provider's name on pages.
     pub(crate) fn name(&self) -> &str {
         self.config.name.as_deref().unwrap_or_else(|| self.config.issuer.host())
     }
 
-    /// Begins to sign somebody in, who goes to `next` afterwards.
+    /// Begins a sign-in, after which the browser goes to `next`.
     ///
     /// # Errors
     /// The provider cannot be reached, or the system has no random bits.
@@ -113,15 +113,15 @@ impl Oidc {
         Ok(AuthorizationRedirect { location: location.into(), cookie: redirect.cookie })
     }
 
-    /// The request that an answer belongs to. It is used up, whatever comes of it.
+    /// Takes the request to which a returning browser belongs. The request cannot be used again.
     pub(crate) fn take(&self, state: &str, cookie: Option<&str>) -> Option<OpenRequest> {
         self.requests.take(state, cookie?)
     }
 
-    /// Whom the provider has signed in.
+    /// Exchanges the code of a returning browser for the account that the provider has signed in.
     ///
     /// # Errors
-    /// Nobody, or nothing that could be believed.
+    /// The sign-in failed, or a check failed.
     pub(crate) async fn finish(&self, request: &OpenRequest, answer: Answer) -> Result<Account, OidcError> {
         let refused = |detail: String| Err(OidcError::Refused(detail));
         let metadata = self.provider.metadata().await?;
@@ -175,7 +175,7 @@ impl Oidc {
         };
         if claim == NameClaim::Email {
             let verified = claims.get("email_verified");
-            // Some providers send it as text.
+            // Some providers send a string instead of a boolean.
             if !verified.is_some_and(|v| v == &Value::Bool(true) || v.as_str() == Some("true")) {
                 return Err(format!("{} has not verified your e-mail address", self.name()));
             }
@@ -185,7 +185,7 @@ impl Oidc {
             .map_or(Ok(name), |detail| Err(format!("your {claim} cannot be a name here, which {detail}")))
     }
 
-    /// Of one who is in none of the groups, what everybody new may do.
+    /// The role by the account's groups. An account in none of the groups has the default role.
     fn role_of(&self, claims: &Claims) -> Option<Role> {
         let Some(groups) = &self.config.groups else { return self.config.role };
         let is_in = |group: &Option<String>| match (group, claims.get(&groups.claim)) {
@@ -201,7 +201,7 @@ impl Oidc {
     }
 }
 
-/// An OAuth error (RFC 6749, 4.1.2.1 and 5.2) with what the provider says of it.
+/// An OAuth error (RFC 6749, 4.1.2.1 and 5.2) with the provider's description.
 fn in_words(error: &str, description: Option<&str>) -> String {
     let known = match error {
         "access_denied" => "the sign-in was cancelled there, or you may not use this server",

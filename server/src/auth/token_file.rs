@@ -1,5 +1,5 @@
-//! Files that hold a token for programs of the same account: the server's own (`<data-dir>/token`) and that of its machine's agent.
-//! They are made 0600 from the first moment, and never through a link.
+//! Files with a token for programs of the same account: the server's token (`<data-dir>/token`) and the token of the agent on its machine.
+//! They are created with mode 0600, and never through a link.
 
 use crate::{auth::access::is_token, util::private};
 use rustix::fs::OFlags;
@@ -10,14 +10,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// More than any token has.
+/// Maximum size of a file: more than any token has.
 const BYTES: u64 = 200;
 
-/// The token in a file that is this account's alone. None when there is no such file, somebody else could have read it, or no
-/// token of ours is in it: then another is made.
+/// Reads a token from a file. `None` if the file does not exist, other accounts can read it, or it does not contain a token of Lockstep; the
+/// caller then writes a new one.
 ///
 /// # Errors
-/// It is a link or no file, or cannot be read.
+/// The path is a link or not a file, or cannot be read.
 pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let opened = File::options().read(true).custom_flags(flags.bits() as i32).open(path);
@@ -44,13 +44,13 @@ pub(crate) fn read(path: &Path) -> io::Result<Option<String>> {
     Ok(is_token(text).then(|| text.to_owned()))
 }
 
-/// Writes a token into a file that appears whole.
+/// Writes a token into a new file atomically.
 ///
 /// # Errors
-/// It cannot be made.
+/// The file cannot be created.
 pub(crate) fn write(path: &Path, token: &str) -> io::Result<()> {
     let new = temporary_of(path);
-    // What a server that was killed has left.
+    // A file that a killed server has left.
     match fs::remove_file(&new) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}

@@ -9,7 +9,7 @@ use crate::store::TokenRow;
 use jiff::Timestamp;
 use lockstep_protocol::access::{Scope, Token};
 
-/// What ids of certificates' rows begin with; those of tokens are random or `local`.
+/// Prefix of the ids of certificates' rows. Ids of tokens are random or `local`.
 const PREFIX: &str = "certificate-";
 
 /// The id of the row of a certificate's name.
@@ -17,10 +17,10 @@ pub(crate) fn certificate_id(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// In the id of a row that records a revocation: between the certificate's id and the time in milliseconds.
+/// Separates the certificate's id and the time in milliseconds in the id of a row that records a revocation.
 const UNTIL: &str = " until ";
 
-/// Whether a row is a certificate's.
+/// Whether a row belongs to a certificate.
 pub(crate) fn is_certificate(token: &Token) -> bool {
     token.id.starts_with(PREFIX)
 }
@@ -37,7 +37,7 @@ impl Access {
     /// The caller with a valid certificate of this name. `not_before` is the beginning of its validity.
     ///
     /// # Errors
-    /// The name was revoked since, or the system has no random bits.
+    /// The name was revoked after `not_before`, or the system has no random bits.
     pub(crate) fn by_certificate(&self, name: &str, not_before: Timestamp) -> Result<Caller, Denied> {
         let id = certificate_id(name);
         let find = || self.read().of_id(&id).cloned();
@@ -71,7 +71,7 @@ impl Access {
                 made_with: None,
                 last_used_at: None,
             };
-            // The hash of a secret that is thrown away. The row is stored when an agent is bound to it.
+            // The hash of a secret that is dropped here. The row is stored when an agent is bound to it.
             let hash = Secret::token().map_err(|_| Denied::Unknown)?.hash;
             self.put_token(TokenRow { token, hash });
         }

@@ -1,4 +1,4 @@
-//! Links that sign a browser in: a random code in an address, good once and for ten minutes. They are in memory alone.
+//! Links that sign a browser in. A link has a random code, which can be used once and within ten minutes. Codes exist only in memory.
 
 use super::secret::{self, Secret};
 use jiff::Timestamp;
@@ -10,10 +10,10 @@ use std::{
 };
 
 const LIFE: Duration = Duration::from_secs(600);
-/// Unused codes of one token or person, at most. Beyond that its oldest becomes invalid.
+/// Maximum number of unused codes of a token or person. A further code invalidates the oldest.
 const MOST: usize = 10;
 
-/// By the hash of the code.
+/// The unused codes, by their hashes.
 #[derive(Debug, Default)]
 pub(super) struct Codes(Mutex<HashMap<String, Code>>);
 
@@ -46,13 +46,13 @@ impl Codes {
         codes.retain(|_, code| code.token_id != token_id);
     }
 
-    /// Whether [`Codes::take`] would accept it.
+    /// Whether [`Codes::take`] would accept `code`.
     pub(super) fn has(&self, code: &str) -> bool {
         let codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         codes.get(&secret::hash(code)).is_some_and(|code| code.made.elapsed() < LIFE)
     }
 
-    /// What the code stands for, and until when its session may last at most.
+    /// Uses up a code. Returns the id of its token or person, and the latest end of the session.
     pub(super) fn take(&self, code: &str) -> Option<(String, Option<Timestamp>)> {
         let mut codes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let code = codes.remove(&secret::hash(code))?;

@@ -5,14 +5,14 @@ use super::Access;
 use crate::store::PersonRow;
 use lockstep_protocol::people::Identity;
 
-/// Whom an account signs in as.
+/// The person as whom an account signs in.
 #[derive(Debug)]
 pub(crate) enum SignsInAs {
-    /// Also one that is disabled.
+    /// This person, who may be disabled.
     Person(PersonRow),
     /// Nobody: the person was removed.
     Removed,
-    /// Nobody yet.
+    /// Nobody: the account is new.
     Nobody,
 }
 
@@ -22,7 +22,7 @@ impl Access {
         self.write().refused.extend(refused);
     }
 
-    /// Whom an account signs in as.
+    /// The person as whom an account signs in.
     pub(crate) fn by_identity(&self, identity: &Identity) -> SignsInAs {
         let known = self.read();
         let mut people = known.people.values().map(|known| &known.row);

@@ -11,17 +11,18 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Memory in KiB, passes and lanes: the minimum for argon2id in OWASP's Password Storage Cheat Sheet.
 const COST: (u32, u32, u32) = (19 * 1024, 2, 1);
-/// How many hashes may be computed at once, at most: half of the cores, so that guessing takes no more from the rest.
+/// Maximum number of hashes that are computed at the same time. The limit is half of the cores if that is less, so that guessing leaves cores
+/// for other work.
 const AT_ONCE: usize = 4;
-/// How many requests may wait for that.
+/// Maximum number of requests that wait for a hash.
 const WAITING: usize = 100;
-/// The longest wait.
+/// Maximum wait of a request.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// The queue in which a password waits to be hashed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
-    /// For any address, also of somebody who guesses passwords.
+    /// For all other addresses, which may guess passwords.
     Strangers,
     /// For addresses from which the person has signed in before: a short queue.
     Familiar,
@@ -30,13 +31,13 @@ pub(super) enum Lane {
 /// Why a password was not hashed.
 #[derive(Debug)]
 pub(crate) enum PasswordError {
-    /// Too many at once.
+    /// Too many requests wait.
     Busy,
     /// The system has no random bits or no memory, or a stored hash is damaged.
     Failed(String),
 }
 
-/// A password as it was typed. `Debug` does not show it, so it is in no log.
+/// A password. `Debug` does not show it, so it does not appear in logs.
 #[derive(Clone, Default, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Password(pub(crate) String);
@@ -47,12 +48,12 @@ impl fmt::Debug for Password {
     }
 }
 
-/// Hashes passwords, a few at once.
+/// Hashes passwords, a limited number at the same time.
 #[derive(Debug)]
 pub(super) struct Passwords {
     turns: Arc<Semaphore>,
     waiting: Arc<Semaphore>,
-    /// For [`Lane::Familiar`]: a hash at a time, and the requests that may wait.
+    /// For [`Lane::Familiar`]: permits to hash, and permits to wait.
     familiar: (Arc<Semaphore>, Arc<Semaphore>),
 }
 
@@ -77,7 +78,7 @@ impl Passwords {
         .await
     }
 
-    /// Whether a password matches a hash. Without a hash it takes as long and does not match, so the time does not say who exists.
+    /// Whether a password matches a hash. Without a hash, the check takes as long and fails, so the time does not reveal which names exist.
     pub(super) async fn verify(
         &self,
         password: Password,
@@ -92,7 +93,7 @@ impl Passwords {
                 return hashed.map(|()| false).map_err(|error| error.to_string());
             };
             let hash = PasswordHash::new(&hash).map_err(|error| format!("a stored hash: {error}"))?;
-            // With the costs that the hash was made with.
+            // Uses the cost parameters of the stored hash.
             Ok(argon2()?.verify_password(password.0.as_bytes(), &hash).is_ok())
         })
         .await
@@ -105,7 +106,7 @@ impl Passwords {
     ) -> Result<T, PasswordError> {
         let turn = self.turn(lane).await?;
         let done = tokio::task::spawn_blocking(move || {
-            // Held until the work is done, also when the request has gone away.
+            // Held until the hash is computed, even if the request is cancelled.
             let _turn = turn;
             work()
         });

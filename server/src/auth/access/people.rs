@@ -21,12 +21,12 @@ pub(super) struct KnownPerson {
     pub(super) credential: Arc<Credential>,
 }
 
-/// Why nobody is signed in.
+/// Why a sign-in failed.
 #[derive(Debug)]
 pub(crate) enum NotSignedIn {
-    /// The name or the password is wrong, or the person is disabled. The answer does not say which.
+    /// The name or the password is wrong, or the person is disabled. The response does not reveal which.
     Wrong,
-    /// Too many attempts; how long to wait.
+    /// Too many attempts. With the time to wait.
     TooOften(Duration),
     NotChecked(PasswordError),
 }
@@ -83,7 +83,7 @@ impl Access {
     /// Adds a person or replaces the one of the same name, whose sessions end.
     pub(crate) fn put_person(&self, row: PersonRow) {
         let name = row.person.name.clone();
-        // In the shape of a token, so that code that names a caller or checks its scope handles both alike.
+        // Represented as a token, so that code that names a caller or checks its scope handles people and tokens alike.
         let token = Token {
             id: row.principal(),
             name: name.clone(),
@@ -166,7 +166,7 @@ impl Access {
         self.codes.forget(&principal(name));
     }
 
-    /// A person as it is stored.
+    /// The stored row of a person.
     pub(crate) fn person(&self, name: &str) -> Option<PersonRow> {
         self.read().people.get(name).map(|known| known.row.clone())
     }
@@ -176,7 +176,7 @@ impl Access {
         self.read().people.values().map(|known| known.row.person.clone()).collect()
     }
 
-    /// Whether there are people at all. Only then are jobs and datasets their owners' to change.
+    /// Whether the server has people. Only then are changes of jobs and datasets restricted to their owners.
     pub(crate) fn has_people(&self) -> bool {
         !self.read().people.is_empty()
     }

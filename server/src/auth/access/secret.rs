@@ -1,4 +1,4 @@
-//! Random secrets, and how they are recognised.
+//! Random secrets and their hashes.
 
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
@@ -16,7 +16,7 @@ pub(crate) struct Secret {
     pub(crate) hash: String,
 }
 
-/// Does not show the secret, so it is in no log.
+/// Does not show the secret, so that it does not appear in logs.
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Secret")
@@ -51,7 +51,7 @@ fn random() -> io::Result<String> {
     Ok(URL_SAFE_NO_PAD.encode(bytes))
 }
 
-/// Whether this has the form of a token. A string that a person made up is not accepted from a file.
+/// Whether a text has the form of a token. Other texts are not accepted from a file, because people may have made them up.
 pub(crate) fn is_token(text: &str) -> bool {
     let random = text.strip_prefix(PREFIX).and_then(|rest| URL_SAFE_NO_PAD.decode(rest).ok());
     random.is_some_and(|bytes| bytes.len() == BYTES)

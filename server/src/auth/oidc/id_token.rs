@@ -10,12 +10,12 @@ use lockstep_protocol::people::subject_mistake;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// The longest token, in bytes. One with a few hundred groups has some ten thousand.
+/// Maximum size of a token in bytes. A token with a few hundred groups has about ten thousand.
 pub(super) const MOST_BYTES: usize = 64 << 10;
-/// How far the clocks of provider and server may differ, in seconds.
+/// Maximum difference of the clocks of provider and server, in seconds.
 const CLOCKS: i64 = 60;
 
-/// What says how a token is signed. It is believed only after the signature was checked as it says, with an algorithm that is allowed.
+/// The header of a token, which names the algorithm and key of the signature. Only allowed algorithms are accepted.
 #[derive(Debug, Deserialize)]
 pub(super) struct Header {
     pub(super) alg: String,
@@ -24,7 +24,7 @@ pub(super) struct Header {
     crit: Option<Value>,
 }
 
-/// What a token has to say.
+/// The required claims of a token.
 pub(super) struct Expected<'a> {
     pub(super) issuer: &'a str,
     pub(super) client_id: &'a str,
@@ -55,10 +55,10 @@ fn json<T: for<'a> Deserialize<'a>>(part: &str) -> Result<T, OidcError> {
         .map_or_else(|| refused("it cannot be read"), Ok)
 }
 
-/// How a token says that it is signed.
+/// The header of a token.
 ///
 /// # Errors
-/// It cannot be read, or is signed in a way that is not allowed.
+/// The header cannot be read, or names an algorithm that is not allowed.
 pub(super) fn header(token: &str) -> Result<Header, OidcError> {
     let header: Header = json(parts(token)?[0])?;
     if !keys::is_allowed(&header.alg) {
@@ -67,7 +67,7 @@ pub(super) fn header(token: &str) -> Result<Header, OidcError> {
             "it is signed with {alg:?}, and only RS, PS, ES256, ES384 and EdDSA are taken"
         ));
     }
-    // Tokens of other kinds are signed with the same keys.
+    // The provider signs tokens of other kinds with the same keys.
     if header.typ.as_deref().is_some_and(|typ| !typ.eq_ignore_ascii_case("JWT")) {
         return refused("it is a token of another kind");
     }
@@ -77,10 +77,10 @@ pub(super) fn header(token: &str) -> Result<Header, OidcError> {
     Ok(header)
 }
 
-/// What a token says, and who it says it about.
+/// The claims of a token, and its subject.
 ///
 /// # Errors
-/// It is not signed with the key, is not for this sign-in, or its time is over.
+/// The token is not signed with the key, belongs to another sign-in, or has expired.
 pub(super) fn check(
     token: &str,
     header: &Header,
@@ -97,7 +97,7 @@ pub(super) fn check(
     if text("iss") != Some(expected.issuer) {
         return refused("it was made by another provider");
     }
-    // One that is for others too could have been stolen from them.
+    // A token with several audiences could have been stolen from another client.
     let is_for_us = match claims.get("aud") {
         Some(Value::String(one)) => one == expected.client_id,
         Some(Value::Array(all)) => matches!(&all[..], [Value::String(one)] if one == expected.client_id),

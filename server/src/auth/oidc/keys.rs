@@ -1,4 +1,4 @@
-//! A provider's public keys (RFC 7517), and signatures by them. The arithmetic is ring's, as in TLS.
+//! A provider's public keys (RFC 7517), and the verification of signatures, by `ring`.
 
 use super::OidcError;
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
@@ -8,11 +8,11 @@ use ring::signature::{
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Keys of a set that are looked at, at most.
+/// Maximum number of keys of a set that are read.
 const MOST: usize = 100;
 
-/// What a signature is made with. Symmetric algorithms and `none` are not among them, so no secret that the client knows, and no
-/// public key taken for a secret, makes a token.
+/// A signature algorithm. Symmetric algorithms and `none` are left out, so a token cannot be forged with a client's secret, or with a public
+/// key that is used as a secret.
 enum Algorithm {
     Rsa(&'static RsaParameters),
     Ecdsa { curve: &'static str, bytes: usize, with: &'static dyn VerificationAlgorithm },
@@ -35,12 +35,12 @@ fn algorithm(name: &str) -> Option<Algorithm> {
     })
 }
 
-/// Whether tokens may be signed so.
+/// Whether tokens may be signed with this algorithm.
 pub(super) fn is_allowed(name: &str) -> bool {
     algorithm(name).is_some()
 }
 
-/// A public key. What it lacks for its kind shows when it is used.
+/// A public key. Missing fields are reported when the key is used.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub(super) struct Key {
@@ -56,13 +56,13 @@ pub(super) struct Key {
     y: String,
 }
 
-/// Keys out of a set. One that cannot be read is as if it were not there.
+/// The keys of a set. Keys that cannot be read are skipped.
 pub(super) fn read_set(set: &Value) -> Option<Vec<Key>> {
     let keys = set.get("keys")?.as_array()?.iter().take(MOST);
     Some(keys.filter_map(|key| Key::deserialize(key).ok()).collect())
 }
 
-/// The key that a token says it is signed with; of a token that names none, the only one that fits.
+/// The key that a token names. If it names none, the only key that fits the algorithm.
 pub(super) fn find(keys: &[Key], alg: &str, kid: Option<&str>) -> Option<Key> {
     let mut fitting = keys.iter().filter(|key| key.fits(alg, kid));
     match (kid, fitting.next(), fitting.next()) {
@@ -84,17 +84,17 @@ impl Key {
             && kid.is_none_or(|kid| self.kid.as_deref() == Some(kid))
     }
 
-    /// Whether `signed` was signed with the private part of this key.
+    /// Verifies that `signed` was signed with the private part of this key.
     ///
     /// # Errors
-    /// It was not.
+    /// The signature is wrong.
     pub(super) fn verify(&self, alg: &str, signed: &[u8], signature: &[u8]) -> Result<(), OidcError> {
         let wrong = || OidcError::Refused("The ID token's signature is wrong.".into());
         let part = |text: &str| URL_SAFE_NO_PAD.decode(text.trim_end_matches('=')).map_err(|_| wrong());
         let verified = match algorithm(alg).ok_or_else(wrong)? {
             Algorithm::Rsa(with) => {
                 let (n, e) = (part(&self.n)?, part(&self.e)?);
-                // Some providers write a zero before the number, which a number does not begin with.
+                // Some providers write leading zeros, which `ring` does not accept.
                 let n = &n[n.iter().position(|byte| *byte != 0).unwrap_or(n.len())..];
                 RsaPublicKeyComponents { n, e: &e[..] }.verify(with, signed, signature)
             }

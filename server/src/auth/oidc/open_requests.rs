@@ -1,4 +1,4 @@
-//! Sign-ins under way: browsers that were sent to the provider and are not back. In memory alone.
+//! Sign-ins in progress: browsers that were sent to the provider and have not returned. They are only in memory.
 
 use crate::{
     auth::access::{Secret, same_secret},
@@ -14,33 +14,33 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How long a browser may take at the provider.
+/// Time limit for a browser to return from the provider.
 pub(crate) const LIFE: Duration = Duration::from_secs(600);
-/// Of one address (an IPv6 /64 is one); of more, the oldest is forgotten.
+/// Maximum number of sign-ins of an address (or IPv6 /64 network). A further one removes the oldest.
 const OF_AN_ADDRESS: usize = 100;
-/// Of all addresses; of more, the oldest is forgotten.
+/// Maximum number of sign-ins of all addresses. A further one removes the oldest.
 const MOST: usize = 10_000;
 
-/// By the hash of `state`.
+/// The sign-ins in progress, by the hash of `state`.
 #[derive(Debug, Default)]
 pub(super) struct OpenRequests(Mutex<HashMap<String, OpenRequest>>);
 
-/// What has to fit when a browser comes back.
+/// A sign-in in progress.
 #[derive(Debug, Clone)]
 pub(crate) struct OpenRequest {
     pub(super) nonce: String,
-    /// PKCE: the provider has its hash.
+    /// The code verifier of PKCE, of which the provider has the hash.
     pub(super) verifier: String,
     pub(super) callback: String,
-    /// Where the browser goes then.
+    /// Where the browser goes after the sign-in.
     pub(crate) next: String,
-    /// Of the cookie.
+    /// The hash of the cookie's value.
     cookie_hash: String,
     from: IpAddr,
     since: Instant,
 }
 
-/// What a browser is sent away with.
+/// The values that a browser gets when it is sent to the provider.
 pub(super) struct Opened {
     pub(super) state: String,
     pub(super) nonce: String,
@@ -77,11 +77,11 @@ impl OpenRequests {
         Ok(Opened { state: state.text, nonce, challenge, cookie: cookie.text })
     }
 
-    /// The request of this `state`, in the browser that has this cookie. Without the cookie it stays: whoever has seen the address
-    /// alone ends nobody's sign-in.
+    /// Takes the sign-in with this `state`, if the browser has its cookie. With another cookie the sign-in stays, so that somebody who has
+    /// only seen the address cannot end it.
     pub(super) fn take(&self, state: &str, cookie: &str) -> Option<OpenRequest> {
         let mut open = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // Looked up by its hash, so the time that it takes tells nothing about a state.
+        // Looked up by the hash, so that the time of the lookup does not reveal anything about a state.
         let state = Secret::of(state.to_owned()).hash;
         let request = open.get(&state)?;
         if !same_secret(&request.cookie_hash, &Secret::of(cookie.to_owned()).hash) {

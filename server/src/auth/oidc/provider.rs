@@ -1,5 +1,5 @@
-//! What is asked of the provider over HTTP: its description, its keys, tokens for a code, and UserInfo. Every answer has a limit in
-//! size and time, redirects are not followed, and what failed a moment ago is not asked for again.
+//! Requests to the provider: its configuration, its keys, tokens for a code, and UserInfo. Every response has a limit of size and time,
+//! redirects are not followed, and a failed request is not repeated at once.
 
 use super::{
     Claims, OidcError, authorities, in_words,
@@ -18,17 +18,17 @@ use std::{
 };
 use tokio::sync::{Mutex, Semaphore};
 
-/// The longest answer of a provider, in bytes. The largest description known has some ten thousand.
+/// Maximum size of a response in bytes. The largest known configuration has about ten thousand.
 pub(super) const MOST_BYTES: usize = 256 << 10;
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// What was fetched is asked for anew after this, when somebody signs in.
+/// Configuration and keys are requested again after this time, when somebody signs in.
 const FRESH: Duration = Duration::from_secs(3600);
-/// After a failure, those who come within this time get the same answer.
+/// For this time after a failure, further callers get the same error.
 const PAUSE: Duration = Duration::from_secs(2);
-/// Codes that are exchanged at once.
+/// Maximum number of codes that are exchanged at the same time.
 const AT_ONCE: usize = 32;
 
-/// See the module.
+/// A client of the provider.
 pub(super) struct Provider {
     issuer: Issuer,
     client_id: String,
@@ -40,7 +40,7 @@ pub(super) struct Provider {
     turns: Semaphore,
 }
 
-/// Something of the provider's, and how asking for it went.
+/// A cached response of the provider, and the last failure.
 struct Fetched<T> {
     value: Option<(Arc<T>, Instant)>,
     failed: Option<(OidcError, Instant)>,
@@ -53,7 +53,7 @@ impl<T> Default for Fetched<T> {
 }
 
 impl<T> Fetched<T> {
-    /// What is there, if it is no older than `most`; asks for it otherwise. When that fails, what is there is good longer.
+    /// The cached response if it is at most `most` old. Otherwise a new response, or, if the request fails, the cached one.
     async fn get(
         &mut self,
         most: Duration,
@@ -86,7 +86,7 @@ impl<T> Fetched<T> {
     }
 }
 
-/// `/.well-known/openid-configuration`, as far as it is needed.
+/// The needed part of `/.well-known/openid-configuration`.
 #[derive(Debug, Deserialize)]
 pub(super) struct Metadata {
     issuer: String,
@@ -97,12 +97,12 @@ pub(super) struct Metadata {
     #[serde(default)]
     scopes_supported: Vec<String>,
     token_endpoint_auth_methods_supported: Option<Vec<String>>,
-    /// It says who it is when it sends a browser back (RFC 9207).
+    /// Whether the provider adds its issuer when it sends a browser back (RFC 9207).
     #[serde(default, rename = "authorization_response_iss_parameter_supported")]
     pub(super) names_itself: bool,
 }
 
-/// An address in it.
+/// An address in the configuration.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(try_from = "String")]
 pub(super) struct Endpoint(pub(super) Url);
@@ -116,7 +116,7 @@ impl TryFrom<String> for Endpoint {
 }
 
 impl Metadata {
-    /// What is asked for. Groups have a scope of their own with some providers.
+    /// The requested scopes. Some providers have a separate scope for groups.
     pub(super) fn scope(&self, groups: Option<&Groups>) -> String {
         let mut scope = format!("openid profile {}", NameClaim::Email);
         if let Some(groups) = groups
@@ -129,7 +129,7 @@ impl Metadata {
     }
 }
 
-/// What the provider gives for a code.
+/// The provider's response to a code.
 #[derive(Deserialize)]
 pub(super) struct Tokens {
     pub(super) id_token: String,
@@ -152,7 +152,7 @@ impl Provider {
             .redirect(redirect::Policy::none())
             .user_agent(concat!("lockstep/", env!("CARGO_PKG_VERSION")))
             .tls_backend_preconfigured(authorities::tls(config)?);
-        // What this machine asks of itself goes by no proxy.
+        // Requests to this machine do not use a proxy.
         let builder = if config.issuer.is_plain() { builder.no_proxy() } else { builder };
         Ok(Self {
             issuer: config.issuer.clone(),
@@ -190,7 +190,7 @@ impl Provider {
         Ok(metadata)
     }
 
-    /// The key that signs with `alg` and is called `kid`. One that is not known is looked for anew, not too often.
+    /// The key with the id `kid` for `alg`. If it is unknown, the keys are requested again, but not too often.
     pub(super) async fn key(
         &self,
         metadata: &Metadata,
@@ -211,8 +211,8 @@ impl Provider {
         })
     }
 
-    /// The key of that name that the provider publishes now, if it is another: some replace a key and keep its name. Not looked for too
-    /// often either.
+    /// The newly published key with the same id, if it differs: some providers replace a key and keep its id. The keys are not requested too
+    /// often.
     pub(super) async fn replaced_key(
         &self,
         metadata: &Metadata,
@@ -230,7 +230,7 @@ impl Provider {
         keys::read_set(&set).ok_or_else(|| unusable("its keys cannot be read"))
     }
 
-    /// The tokens that a code stands for.
+    /// Exchanges a code for tokens.
     pub(super) async fn exchange(
         &self,
         metadata: &Metadata,
@@ -255,9 +255,9 @@ impl Provider {
             Some(secret) if has("client_secret_post") && !has("client_secret_basic") => {
                 form.extend([("client_id", self.client_id.as_str()), ("client_secret", secret.expose())]);
             }
-            // What a provider takes that says nothing.
+            // The default if the provider names no method.
             Some(secret) => {
-                // Each of the two written as in a form (RFC 6749, 2.3.1).
+                // Id and secret are form-encoded (RFC 6749, 2.3.1).
                 let encoded = form_encoded(&[(&self.client_id, secret.expose())]).replacen('=', ":", 1);
                 let mut value = header::HeaderValue::try_from(format!("Basic {}", STANDARD.encode(encoded)))
                     .map_err(|error| unusable(&error.to_string()))?;
@@ -270,7 +270,7 @@ impl Provider {
         self.answer(ask, metadata.token_endpoint.0.as_str()).await
     }
 
-    /// Adds what the provider says of the account at its UserInfo endpoint alone.
+    /// Adds claims that are only at the UserInfo endpoint.
     pub(super) async fn add_user_info(
         &self,
         metadata: &Metadata,
@@ -285,7 +285,7 @@ impl Provider {
         };
         let ask = self.http.get(url.clone()).bearer_auth(&tokens.access_token);
         let more: Claims = self.answer(ask, url.as_str()).await?;
-        // Or it would be somebody else's (OpenID Connect Core 1.0, 5.3.2).
+        // The response must be about the same account (OpenID Connect Core 1.0, 5.3.2).
         if more.get("sub").and_then(Value::as_str) != Some(subject) {
             return Err(OidcError::Refused("The provider's UserInfo is about somebody else.".into()));
         }
@@ -295,7 +295,7 @@ impl Provider {
         Ok(())
     }
 
-    /// Sends a request and reads its answer, within the limits.
+    /// Sends a request and reads the response, within the limits.
     async fn answer<T: for<'a> Deserialize<'a>>(
         &self,
         ask: RequestBuilder,
@@ -331,7 +331,7 @@ impl Provider {
     }
 }
 
-/// Pairs as in the body of a form.
+/// Encodes pairs as the body of a form.
 fn form_encoded(pairs: &[(&str, &str)]) -> String {
     let mut url = Url::parse("http://none/").ok();
     let encoded = url.as_mut().map(|url| {
@@ -341,7 +341,7 @@ fn form_encoded(pairs: &[(&str, &str)]) -> String {
     encoded.unwrap_or_default()
 }
 
-/// The log has the details; strangers do not learn where the provider is asked.
+/// Logs the details. The returned error does not reveal the provider's addresses.
 fn unreachable(host: &str, detail: &str) -> OidcError {
     tracing::warn!(detail, "the OpenID provider cannot be reached");
     OidcError::Unavailable(format!(

@@ -8,7 +8,7 @@ use crate::{
     config::ServeConfig,
     datasets::Datasets,
     events::Events,
-    http::{gate::Gate, ingress::Ingress},
+    http::{gate::Gate, ingress::Ingress, request_times::RequestTimes},
     ingest::runs::Runs,
     metrics::Metrics,
     scheduler::Scheduler,
@@ -38,5 +38,6 @@ pub(crate) struct App {
     pub(crate) deleted_jobs: Arc<DeletedJobs>,
     pub(crate) ingress: Arc<Ingress>,
     pub(crate) gate: Arc<Gate>,
+    pub(crate) request_times: Arc<RequestTimes>,
     pub(crate) tasks: Tasks,
 }

@@ -8,10 +8,12 @@ use crate::{
     http::{
         error::{Error, Problem, Result},
         ingress::Ingress,
+        request_times::RequestTimes,
     },
     store::{Location, Store},
 };
 use axum::{Extension, extract::State, http::header, response::IntoResponse};
+use lockstep_protocol::job::JobState;
 use std::{
     fmt::Write as _,
     fs, io,
@@ -95,40 +97,44 @@ pub(crate) async fn prometheus(
     State(store): State<Arc<dyn Store>>,
     State(agents): State<Arc<Agents>>,
     State(events): State<Arc<Events>>,
+    State(request_times): State<Arc<RequestTimes>>,
 ) -> Result<impl IntoResponse> {
     let counts = store.counts().await?;
     let online = agents.online();
-    let mut text = String::new();
-    let mut family = |name: &str, kind: &str, help: &str, samples: &[(String, u64)]| {
-        let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
-        for (labels, value) in samples {
-            let _ = writeln!(text, "{name}{labels} {value}");
-        }
-    };
-    let jobs: Vec<_> = counts.jobs.iter().map(|(state, n)| (format!("{{state=\"{state}\"}}"), *n)).collect();
-    family("lockstep_jobs", "gauge", "Jobs by state.", &jobs);
-    let plain = |n: usize| [(String::new(), n as u64)];
-    family("lockstep_agents_online", "gauge", "Agents connected now.", &plain(online.len()));
-    family(
-        "lockstep_slots",
-        "gauge",
-        "Slots of the agents connected now.",
-        &plain(online.iter().map(|a| a.row.slots.len()).sum()),
-    );
-    family(
-        "lockstep_slots_busy",
-        "gauge",
-        "Slots that a job holds.",
-        &plain(online.iter().map(|a| agents.leases.slots_in_use(&a.row.id).len()).sum()),
-    );
-    let stored = events.stored.load(Ordering::Relaxed);
-    family(
-        "lockstep_events_stored_total",
-        "counter",
-        "Events of jobs stored since the start.",
-        &[(String::new(), stored)],
-    );
+    let count_of = |state: JobState| counts.jobs.iter().find(|(of, _)| *of == state).map_or(0, |(_, n)| *n);
+    let slots = online.iter().map(|agent| agent.row.slots.len()).sum::<usize>();
+    let busy = online.iter().map(|agent| agents.leases.slots_in_use(&agent.row.id).len()).sum::<usize>();
     let clients = u64::try_from(events.stream_clients.load(Ordering::Relaxed)).unwrap_or(0);
-    family("lockstep_stream_clients", "gauge", "Open streams of dashboards.", &[(String::new(), clients)]);
+    let (stored, steps) = (events.stored.load(Ordering::Relaxed), events.steps.load(Ordering::Relaxed));
+
+    let mut text = String::new();
+    begin(&mut text, "lockstep_jobs", "gauge", "Jobs by state.");
+    for state in JobState::ALL {
+        let _ = writeln!(text, "lockstep_jobs{{state=\"{state}\"}} {}", count_of(state));
+    }
+    for (name, kind, help, value) in [
+        ("lockstep_agents_online", "gauge", "Agents connected now.", online.len() as u64),
+        ("lockstep_slots", "gauge", "Slots of the agents connected now.", slots as u64),
+        ("lockstep_slots_busy", "gauge", "Slots that a job holds.", busy as u64),
+        ("lockstep_steps_total", "counter", "Steps that jobs have trained since the start.", steps),
+        ("lockstep_events_stored_total", "counter", "Events of jobs stored since the start.", stored),
+        ("lockstep_stream_clients", "gauge", "Open streams of dashboards.", clients),
+        ("lockstep_database_bytes", "gauge", "Size of the database.", counts.database_bytes),
+    ] {
+        begin(&mut text, name, kind, help);
+        let _ = writeln!(text, "{name} {value}");
+    }
+    let name = "lockstep_ingest_lag_seconds";
+    begin(&mut text, name, "histogram", "Time from a log line of a rank until the line is stored.");
+    events.ingest_lag.write(&mut text, name, "");
+    let name = "lockstep_http_request_duration_seconds";
+    let help = "Time from a request to the beginning of the answer, by route and class of status.";
+    begin(&mut text, name, "histogram", help);
+    request_times.write(&mut text, name);
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text))
+}
+
+/// Begins a family of samples.
+fn begin(text: &mut String, name: &str, kind: &str, help: &str) {
+    let _ = writeln!(text, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }

@@ -8,7 +8,7 @@ use crate::{
     http::{
         document,
         error::{Error, PageError},
-        gate, guard, request_id, slow_body,
+        gate, guard, request_id, request_times, slow_body,
     },
 };
 use axum::{
@@ -217,6 +217,7 @@ pub(crate) fn build_router(app: App) -> Router {
         )
         .layer(SetRequestIdLayer::x_request_id(MakeRequestUuid))
         .layer(middleware::map_request(request_id::refuse_unsafe))
+        .layer(middleware::from_fn_with_state(app.request_times.clone(), request_times::measure))
         .with_state(app)
 }
 

@@ -9,7 +9,7 @@ use crate::{
     config::{ServeConfig, serve_error::ServeError},
     datasets::Datasets,
     events::{Events, Subscriber, hub::Hub},
-    http::{gate::Gate, ingress::Ingress, tls::ServerCertificate},
+    http::{gate::Gate, ingress::Ingress, request_times::RequestTimes, tls::ServerCertificate},
     ingest::{Ingest, runs::Runs},
     metrics::{Metrics, compaction, retire},
     scheduler::{Scheduler, WaitingJobs, dispatch},
@@ -118,6 +118,7 @@ pub(super) async fn start(parts: Parts) -> Result<App, ServeError> {
         deleted_jobs,
         ingress,
         gate: Arc::new(gate),
+        request_times: Arc::new(RequestTimes::default()),
         tasks,
     };
     restore(&app).await?;

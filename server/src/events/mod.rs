@@ -3,7 +3,10 @@
 pub(crate) mod hub;
 mod job_log;
 
-use crate::store::{Change, Changed, Result, Store};
+use crate::{
+    store::{Change, Changed, Result, Store},
+    util::histogram::Histogram,
+};
 use hub::Hub;
 use job_log::WrittenLines;
 use lockstep_protocol::JobId;
@@ -24,6 +27,10 @@ pub(crate) struct Events {
     written_lines: WrittenLines,
     /// Events that reports of ranks have brought since the start.
     pub(crate) stored: AtomicU64,
+    /// Steps of jobs that these reports have brought.
+    pub(crate) steps: AtomicU64,
+    /// From a rank's log line to the end of the transaction that stores it: of each report, its first line.
+    pub(crate) ingest_lag: Histogram,
     /// Open streams of dashboards.
     pub(crate) stream_clients: AtomicI64,
 }
@@ -37,6 +44,8 @@ impl Events {
             subscribers,
             written_lines: WrittenLines::default(),
             stored: AtomicU64::new(0),
+            steps: AtomicU64::new(0),
+            ingest_lag: Histogram::default(),
             stream_clients: AtomicI64::new(0),
         }
     }

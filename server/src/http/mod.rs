@@ -11,5 +11,6 @@ pub(crate) mod ingress;
 pub(crate) mod listener;
 pub(crate) mod rate_limit;
 pub(crate) mod request_id;
+pub(crate) mod request_times;
 pub(crate) mod slow_body;
 pub mod tls;

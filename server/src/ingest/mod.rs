@@ -14,6 +14,7 @@ use crate::{
     store::{Changed, EventRow, Ingested, Report, Result, Store},
     util::failing::Failing,
 };
+use jiff::Timestamp;
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending, ToAgent},
     backoff::Backoff,
@@ -86,7 +87,7 @@ impl Ingest {
                         connection.cut(&report.attempt);
                         continue;
                     }
-                    from.push((agent, connection, report.attempt.clone(), Ends::of(&report)));
+                    from.push((agent, connection, report.attempt.clone(), Gist::of(&report)));
                     reservations.push(reservation);
                     reports.push(*report);
                 }
@@ -99,8 +100,8 @@ impl Ingest {
         if tried_again {
             self.catch_up(from.iter().map(|(_, _, attempt, _)| &attempt.job).collect()).await;
         }
-        for ((agent, connection, attempt, ends), answer) in from.into_iter().zip(answers) {
-            if ends.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
+        for ((agent, connection, attempt, gist), answer) in from.into_iter().zip(answers) {
+            if gist.ending.is_some() && !matches!(answer, Ingested::Gap { .. }) {
                 self.agents.leases.is_gone(&agent, &attempt);
             }
             match answer {
@@ -108,12 +109,18 @@ impl Ingest {
                     if let Some(changed) = changed {
                         let events = changed.events.iter().map(EventRow::count).sum();
                         self.events.stored.fetch_add(events, Ordering::Relaxed);
+                        self.events.steps.fetch_add(gist.steps, Ordering::Relaxed);
+                        if let Some(at) = gist.first_line_at {
+                            let lag = crate::now().duration_since(at);
+                            // Negative where the clock of the rank's machine is ahead.
+                            self.events.ingest_lag.observe(Duration::try_from(lag).unwrap_or_default());
+                        }
                         self.events.publish(&changed);
                     }
-                    if !ends.unreachable.is_empty() {
-                        self.agents.leases.mark_unreachable(&attempt, &ends.unreachable);
+                    if !gist.unreachable.is_empty() {
+                        self.agents.leases.mark_unreachable(&attempt, &gist.unreachable);
                     }
-                    if let Some(ending) = &ends.ending {
+                    if let Some(ending) = &gist.ending {
                         dispatch::ended_at(&self.scheduler, &attempt, &agent, ending);
                     }
                     acknowledged.watched = self.events.hub.is_watched(&attempt.job);
@@ -239,21 +246,32 @@ impl Ingest {
     }
 }
 
-/// The parts of a report about the end of its attempt, for dispatch.
-struct Ends {
+/// What of a report matters once it is stored.
+struct Gist {
     /// How it ended on this agent.
     ending: Option<Ending>,
     /// Ranks whose machines do not answer.
     unreachable: Vec<u32>,
+    /// Steps that rank 0 has finished.
+    steps: u64,
+    /// When the first log line was written, by the clock of its rank.
+    first_line_at: Option<Timestamp>,
 }
 
-impl Ends {
+impl Gist {
     fn of(report: &Report) -> Self {
-        let mut this = Self { ending: None, unreachable: Vec::new() };
+        let mut this = Self { ending: None, unreachable: Vec::new(), steps: 0, first_line_at: None };
         for event in &report.events {
             match event {
                 AttemptEvent::Ended(ending) => this.ending = Some(ending.clone()),
                 AttemptEvent::RankFailed { unreachable, .. } => this.unreachable.extend(unreachable),
+                AttemptEvent::Metrics { rank: 0, columns } => {
+                    let times = columns.iter().filter(|column| column.name == "step_ms");
+                    this.steps += times.map(|column| column.steps.len() as u64).sum::<u64>();
+                }
+                AttemptEvent::Log { lines, .. } => {
+                    this.first_line_at = this.first_line_at.or_else(|| lines.first().map(|line| line.at));
+                }
                 _ => {}
             }
         }

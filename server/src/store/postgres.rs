@@ -58,6 +58,9 @@ mod dialect {
     /// Where the second text begins in the first, from 1; 0 where it is not in it.
     pub(super) const POSITION: &str = "strpos";
 
+    /// The size of the database with its indexes.
+    pub(super) const DATABASE_BYTES: &str = "SELECT pg_database_size(current_database())";
+
     /// What `json_text` makes of JSON's truth values.
     pub(super) const TRUE: &str = "'true'";
     pub(super) const FALSE: &str = "'false'";

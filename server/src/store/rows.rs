@@ -189,4 +189,6 @@ pub struct AgentRow {
 pub struct Counts {
     /// Jobs in each state that any job is in.
     pub jobs: Vec<(JobState, u64)>,
+    /// Size of the database.
+    pub database_bytes: u64,
 }

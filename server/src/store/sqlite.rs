@@ -56,6 +56,10 @@ mod dialect {
     /// Where the second text begins in the first, from 1; 0 where it is not in it.
     pub(super) const POSITION: &str = "instr";
 
+    /// The size of the database with its indexes.
+    pub(super) const DATABASE_BYTES: &str =
+        "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()";
+
     /// What `json_text` makes of JSON's truth values.
     pub(super) const TRUE: &str = "'1'";
     pub(super) const FALSE: &str = "'0'";

@@ -47,6 +47,7 @@ mod many_agents;
 mod metrics;
 mod metrics_query;
 mod models;
+mod monitoring;
 mod notes;
 mod oidc;
 mod problems;

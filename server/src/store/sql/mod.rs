@@ -31,7 +31,8 @@ mod together;
 mod webhooks;
 
 use super::dialect::{
-    BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, Db, DbRow, LIKE, Lock, SOME_METRIC_CHUNKS,
+    BEGIN_SNAPSHOT, BEGIN_WRITE, BY_LOG, BY_METRICS, Connection, DATABASE_BYTES, Db, DbRow, LIKE, Lock,
+    SOME_METRIC_CHUNKS,
 };
 use crate::config::FairShare;
 use crate::store::{

@@ -1,7 +1,7 @@
 //! Events and what is read from them: metrics, logs, reports of ranks, checkpoints; jobs that are not over; and counts for monitoring.
 
 use super::{
-    BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DbRow, LIKE, SqlStore,
+    BEGIN_SNAPSHOT, BY_LOG, BY_METRICS, DATABASE_BYTES, DbRow, LIKE, SqlStore,
     jobs::{JOB, job_row},
     pages::bounded,
 };
@@ -226,6 +226,7 @@ impl SqlStore {
                 .fetch_all(&self.reader)
                 .await?;
         let count = |(state, n): (String, i64)| Ok((state.parse().map_err(StoreError::Corrupt)?, uint(n)));
-        Ok(Counts { jobs: readable(rows.into_iter().map(count)) })
+        let bytes: i64 = sqlx::query_scalar(DATABASE_BYTES).fetch_one(&self.reader).await?;
+        Ok(Counts { jobs: readable(rows.into_iter().map(count)), database_bytes: uint(bytes) })
     }
 }

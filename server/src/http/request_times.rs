@@ -1,0 +1,57 @@
+//! How long requests take, by route and class of status, for `GET /metrics`.
+
+use crate::util::histogram::Histogram;
+use axum::{
+    extract::{MatchedPath, Request, State},
+    http::StatusCode,
+    middleware::Next,
+    response::Response,
+};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, PoisonError, RwLock},
+    time::{Duration, Instant},
+};
+
+/// Classes of status: 1xx to 5xx.
+const CLASSES: usize = 5;
+/// The label of requests that no route is for.
+const NO_ROUTE: &str = "none";
+
+/// The times of each route, by the router's pattern: addresses do not make more of them.
+#[derive(Debug, Default)]
+pub(crate) struct RequestTimes(RwLock<BTreeMap<String, [Histogram; CLASSES]>>);
+
+impl RequestTimes {
+    fn observe(&self, route: &str, status: StatusCode, duration: Duration) {
+        let class = usize::from(status.as_u16() / 100).clamp(1, CLASSES) - 1;
+        if let Some(times) = self.0.read().unwrap_or_else(PoisonError::into_inner).get(route) {
+            return times[class].observe(duration);
+        }
+        let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        all.entry(route.to_owned()).or_default()[class].observe(duration);
+    }
+
+    /// Appends the samples of the family `name`.
+    pub(crate) fn write(&self, text: &mut String, name: &str) {
+        for (route, times) in &*self.0.read().unwrap_or_else(PoisonError::into_inner) {
+            for (class, times) in (1..).zip(times).filter(|(_, times)| !times.is_empty()) {
+                times.write(text, name, &format!("route=\"{route}\",status=\"{class}xx\","));
+            }
+        }
+    }
+}
+
+/// Measures the time to the beginning of the answer: a stream or a large file may be read for as long as its client likes.
+pub(crate) async fn measure(
+    State(times): State<Arc<RequestTimes>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let route = request.extensions().get::<MatchedPath>().cloned();
+    let began = Instant::now();
+    let response = next.run(request).await;
+    let route = route.as_ref().map_or(NO_ROUTE, MatchedPath::as_str);
+    times.observe(route, response.status(), began.elapsed());
+    response
+}

@@ -54,9 +54,9 @@ impl fmt::Debug for Text {
     }
 }
 
-/// The kind of a reason with its facts. New kinds may be added; a program that does not know a code shows `words`. `rank`
-/// is the rank that failed first, `step` the optimizer steps done at that time, `secs` a time in which something did not
-/// happen, `agent` an agent's name, and `detail` what the place of the event reports for a person.
+/// The kind of a reason, named by `code`, with its facts. New kinds may be added; a program that does not know a code shows
+/// `words`. `rank` is the rank that failed first, `step` the number of optimizer steps done at that time, `secs` a time in
+/// which something did not happen, `agent` an agent's name, `job` another job's id, and `detail` further words for a person.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(tag = "code", rename_all = "snake_case")]
 pub enum ReasonKind {

@@ -423,6 +423,51 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
 }
 
 #[test]
+fn every_job_that_fits_the_cluster_starts_once_running_jobs_end() {
+    for seed in 0..100 {
+        let mut random = Random(seed);
+        let mut waiting: Vec<_> = (0..random.below(12)).map(|_| random_job(&mut random)).collect();
+        waiting.sort_by_key(|row| Reverse(row.job.spec.priority));
+        let idle = ["a", "b", "c"].map(|name| random_agent(&mut random, name, &waiting));
+        let mut snapshot = snapshot(Vec::new(), waiting);
+        // When running jobs end, with their slots.
+        let mut running: Vec<(u32, String, u32)> = Vec::new();
+        // At most 11 jobs, each for at most two plans, and as many again to spare.
+        for now in 0..44 {
+            running.retain(|(end, ..)| *end > now);
+            snapshot.now = at(2000 + 60 * now);
+            let busy = idle.iter().map(|agent| {
+                let here = running.iter().filter(|(_, id, _)| *id == agent.row.id);
+                Arc::new(AgentState { in_use: here.map(|(.., slot)| *slot).collect(), ..agent.clone() })
+            });
+            snapshot.agents = busy.collect();
+            let plan = loop {
+                let plan = plan(&snapshot);
+                if plan.unknown.is_empty() {
+                    break plan;
+                }
+                let known =
+                    plan.unknown.into_iter().map(|(row, reader)| ((row.job.id.clone(), reader), None));
+                snapshot.checkpoints.extend(known);
+            };
+            for start in &plan.starts {
+                let end = now + 1 + random.below(2);
+                running.extend(slots_of(start).map(|(agent, slot)| (end, agent.row.id.clone(), slot)));
+                snapshot.waiting.retain(|row| row.job.id != start.row.job.id);
+            }
+        }
+        for row in snapshot.waiting.iter().filter(|row| is_due(row, snapshot.now)) {
+            assert!(
+                !would_start(row, idle.to_vec()),
+                "seed {seed}: {} ranks: {:?}",
+                row.job.ranks,
+                row.job.id
+            );
+        }
+    }
+}
+
+#[test]
 fn restarts_wait_longer_each_time_up_to_a_minute() {
     for (restarts, millis) in [(1, 0), (2, 1000), (3, 2000), (7, 32_000), (8, 60_000), (100, 60_000)] {
         let mut row = job(1);

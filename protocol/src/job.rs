@@ -3,7 +3,7 @@
 use crate::{
     labels::DEFAULT_PROJECT,
     numbers::{accuracy_of, percent},
-    reason::{Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     spec::JobSpec,
 };
 use serde::{Deserialize, Serialize};
@@ -297,10 +297,8 @@ impl Failure {
     /// The failure of a job in this state, for this reason; `None` unless the job has failed.
     pub fn of(state: JobState, reason: Option<&str>, cause: Option<&Reason>) -> Option<Self> {
         let words = reason.filter(|_| state == JobState::Failed)?.to_owned();
-        let (code, rank, step) = match cause {
-            Some(cause) => (cause.code().as_str().to_owned(), cause.facts().rank, cause.facts().step),
-            None => ("unknown".to_owned(), None, None),
-        };
+        let code = cause.map_or("unknown".to_owned(), Reason::code);
+        let (rank, step) = cause.map_or((None, None), Reason::rank_and_step);
         Some(Self { code, rank, step, words })
     }
 }
@@ -318,11 +316,11 @@ impl Job {
     pub fn has_lost_attempt(&self) -> bool {
         let left = |why: &Reason| {
             matches!(
-                why.code(),
-                ReasonCode::AgentStopped
-                    | ReasonCode::AgentLeft
-                    | ReasonCode::AgentDeclined
-                    | ReasonCode::AgentRestarted
+                why.kind(),
+                ReasonKind::AgentStopped { .. }
+                    | ReasonKind::AgentLeft { .. }
+                    | ReasonKind::AgentDeclined { .. }
+                    | ReasonKind::AgentRestarted { .. }
             )
         };
         match self.state {
@@ -334,9 +332,10 @@ impl Job {
 
     /// Ranks of the running attempt, which may have fewer ranks than the job.
     pub fn ranks_now(&self) -> u32 {
-        let fewer =
-            self.cause.as_ref().filter(|why| self.state.is_active() && *why.code() == ReasonCode::FewerRanks);
-        fewer.and_then(|why| why.facts().ranks).unwrap_or(self.ranks)
+        match self.cause.as_ref().map(Reason::kind) {
+            Some(ReasonKind::FewerRanks { ranks, .. }) if self.state.is_active() => *ranks,
+            _ => self.ranks,
+        }
     }
 }
 

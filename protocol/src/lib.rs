@@ -36,5 +36,5 @@ pub mod unseen;
 pub mod wire;
 
 pub use job::{Job, JobId, JobState};
-pub use reason::{Reason, ReasonCode};
+pub use reason::{Reason, ReasonKind};
 pub use spec::JobSpec;

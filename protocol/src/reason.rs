@@ -1,99 +1,492 @@
 //! Why a job, or one of its attempts, is in its state: a code on which programs may decide, the facts of the code, and
 //! an English sentence made of both. Programs must not decide on the sentence.
 
-use serde::{Deserialize, Deserializer, Serialize, de::IgnoredAny};
-use std::fmt;
+use crate::spec::Device;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::IgnoredAny};
+use serde_json::{Map, Value};
+use std::{fmt, ops::Deref};
 use utoipa::ToSchema;
-
-mod code;
-mod words;
-
-pub use code::ReasonCode;
-pub use words::undrain;
-use words::words;
 
 /// The longest text in a reason, in bytes.
 pub const TEXT_BYTES: usize = 2000;
 
 /// The largest number of jobs that a reason names as the jobs for which slots are kept.
-const KEPT_FOR: usize = 16;
+pub const KEPT_FOR: usize = 16;
 
 /// The largest number of machines whose slots a reason names; one more says that there are others.
 pub const SLOTS_ON: usize = 8;
 
-/// Facts of a reason; each code has its own.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(default)]
-pub struct Facts {
-    /// The rank that failed first.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub rank: Option<u32>,
-    /// Optimizer steps done at that time.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub step: Option<u64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub attempt: Option<u32>,
-    /// Ranks of the attempt, if fewer than the job's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub ranks: Option<u32>,
-    /// The agent's name.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub agent: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub signal: Option<i32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub exit_status: Option<i32>,
-    /// Seconds for which something did not happen.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub secs: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub size_bytes: Option<u64>,
-    /// Id of another job.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub job: Option<String>,
-    /// Priority of that job.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub priority: Option<i32>,
-    /// Id of a checkpoint.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub checkpoint: Option<String>,
-    /// Name of a dataset.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub dataset: Option<String>,
+/// A text in a reason: at most 2000 bytes, the rest is cut off.
+#[derive(Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(from = "String")]
+pub struct Text(String);
+
+impl From<String> for Text {
+    fn from(mut text: String) -> Self {
+        text.truncate(text.floor_char_boundary(TEXT_BYTES));
+        Self(text)
+    }
+}
+
+impl From<&str> for Text {
+    fn from(text: &str) -> Self {
+        text.to_owned().into()
+    }
+}
+
+impl Deref for Text {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+impl fmt::Debug for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+/// The kind of a reason, named by `code`, with its facts. New kinds may be added; a program that does not know a code shows
+/// `words`. `rank` is the rank that failed first, `step` the number of optimizer steps done at that time, `secs` a time in
+/// which something did not happen, `agent` an agent's name, `job` another job's id, and `detail` further words for a person.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(tag = "code", rename_all = "snake_case")]
+pub enum ReasonKind {
+    // Reported by a rank or its agent.
+    /// A rank reported what went wrong.
+    RankFailed { rank: u32, step: u64, detail: Text },
+    /// A rank's process ended with a status of its own.
+    RankExited { rank: u32, step: u64, exit_status: i32, detail: Option<Text> },
+    /// A rank was killed by a signal.
+    RankKilled { rank: u32, step: u64, signal: i32 },
+    /// Somebody other than its agent asked a rank to stop.
+    RankStopped { rank: u32, step: u64 },
+    /// A rank ended while no agent watched it.
+    RankVanished { rank: u32, step: u64 },
+    /// A rank did no step for longer than `recovery.stall_timeout_secs` (`secs`), or reported itself that it cannot
+    /// continue (`detail`).
+    Stalled { rank: u32, step: u64, secs: Option<f64>, detail: Option<Text> },
+    /// The loss or weights are not finite any more.
+    Diverged { rank: u32, step: u64, detail: Text },
+    /// float16 could not represent the numbers of training, which continues in bfloat16.
+    PrecisionFallback { step: u64, detail: Text },
+    /// float16 could not represent the numbers of training, and the job requires float16.
+    PrecisionTooNarrow { rank: u32, step: u64, detail: Text },
+    /// A machine or a GPU had no memory left; `signal` if a rank was killed for that.
+    OutOfMemory { rank: Option<u32>, step: Option<u64>, signal: Option<i32>, detail: Text },
+    /// The dataset's files cannot be read, or have changed since the job began; without `rank`, no rank was started.
+    DatasetUnusable { rank: Option<u32>, step: Option<u64>, detail: Text },
+    /// No disk space for checkpoints.
+    DiskFull { detail: Text },
+    /// Too little shared memory for NCCL.
+    SharedMemoryTooSmall { detail: Text },
+    /// The ranks could not be started.
+    NotStarted { detail: Text },
+    /// Ranks do not end, even after SIGKILL.
+    Unkillable { agent: Text, detail: Text },
+    /// The agent has received nothing from its server for longer than the lease.
+    ServerSilent { secs: f64 },
+    /// Too many records wait for the server on the agent's disk.
+    SpoolFull { agent: Text, size_bytes: u64 },
+    /// An agent was killed before it had started the ranks, while it copied their dataset or made its checks.
+    AgentRestarted { agent: Text },
+    /// The ranks ended, and no rank reported why.
+    Unexplained,
+
+    // Reported by the server.
+    /// Cancelled on request; `detail` is what somebody still has to see to.
+    CancelledByUser { detail: Option<Text> },
+    /// The job's ranks are being stopped, because somebody cancelled the job.
+    Cancelling,
+    /// Paused on request; `detail` is why the ranks ended otherwise than asked.
+    PausedByUser { detail: Option<Text> },
+    /// The job's ranks write a checkpoint and stop, because somebody paused the job.
+    Pausing,
+    /// The job's ranks write a checkpoint and stop, because a job of higher priority takes their slots. A private job is
+    /// not named.
+    Preempting { job: Option<Text>, priority: i32 },
+    /// A job of higher priority took the job's slots.
+    Preempted { job: Option<Text>, priority: i32, detail: Option<Text> },
+    /// Resumed on request.
+    ResumedByUser,
+    /// Retried on request.
+    RetriedByUser,
+    /// A fork of another job, with its name as `detail`. A private job is not named.
+    Forked { step: u64, job: Option<Text>, checkpoint: Option<Text>, detail: Option<Text> },
+    /// An agent was silent for longer than its lease.
+    AgentLost { agent: Text, attempt: u32, step: u64, secs: f64, detail: Option<Text> },
+    /// An agent is online, but without the attempt's ranks.
+    AgentWithoutRanks { agent: Text, attempt: u32, step: u64 },
+    /// An agent is online, but the order to start the attempt's ranks never reached it.
+    StartLost { agent: Text, attempt: u32, step: u64 },
+    /// An agent was stopped in order.
+    AgentStopped { agent: Option<Text>, detail: Option<Text> },
+    /// An agent went offline between the claim of its slots and the start.
+    AgentLeft { agent: Text },
+    /// An agent is online but did not start the attempt: its folder cannot be written, or it is shutting down.
+    AgentDeclined { agent: Text, detail: Text },
+    /// The dataset is no longer registered.
+    DatasetMissing { dataset: Text },
+    /// The checkpoint to begin from no longer exists.
+    CheckpointMissing { checkpoint: Text },
+    /// A path leads to a folder that jobs may not read (`serve --dataset-root`), by a link that is newer than the job.
+    PathNotAllowed { detail: Text },
+    /// Another version of this program stored the specification.
+    UnreadableSpec { detail: Text },
+    /// Waits: no agent is online.
+    NoAgentOnline,
+    /// Waits: all online agents take only other jobs. `detail` names the drained machines.
+    NoAgentAccepts { detail: Option<Text> },
+    /// Waits: no machine has enough slots of the kind.
+    TooFewSlots(SlotWait),
+    /// Waits: machines have enough slots together, but those in `detail` cannot be reached by others.
+    MachinesApart { device: Device, slots_needed: u32, detail: Text },
+    /// Waits for a checkpoint that an agent uploads, or that comes from the object store; `detail` is why the last try to
+    /// fetch it from there failed.
+    WaitingForCheckpoint { checkpoint: Text, agent: Option<Text>, detail: Option<Text> },
+    /// Waits until slots are free.
+    WaitingForSlots(SlotWait),
+    /// The attempt has fewer ranks than the job, because not all ranks found a slot. `detail` is how the last attempt ended.
+    FewerRanks { ranks: u32, slots_needed: u32, secs: f64, detail: Option<Text> },
+    /// The program of a run from elsewhere has sent nothing for a while.
+    RunSilent { secs: f64 },
+    /// A sentence for a person, without facts.
+    Unspecified { detail: Text },
+    /// Any other code, or a code without its facts: another version wrote it, with a sentence.
+    #[serde(untagged)]
+    Other(UnknownCode),
+}
+
+/// The code of a kind that this version does not know.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct UnknownCode {
+    pub code: Text,
+}
+
+/// The slots that a waiting job needs, and the slots that there are.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SlotWait {
     /// Device of the slots: `cpu` or `cuda`.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub device: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub slots_needed: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub slots_free: Option<u32>,
+    pub device: Device,
+    pub slots_needed: u32,
+    pub slots_free: u32,
+    /// Slots of the machine that comes nearest, or of several machines that can share the job.
+    pub slots_total: u32,
+    /// The machine with these slots, unless there are several.
+    pub agent: Option<Text>,
+    /// Number of machines whose slots are in `slots_total`, if several.
+    pub machines: Option<u32>,
     /// Number of free slots that are kept for earlier jobs in the queue.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub slots_kept: Option<u32>,
     /// Names of these jobs, in the order of the queue; a private job's name is empty.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub kept_for: Vec<String>,
-    /// Slots of the machine that comes nearest, or of several machines that can share the job.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub slots_total: Option<u32>,
-    /// Number of machines whose slots are in `slots_total`, if several.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub machines: Option<u32>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept_for: Vec<Text>,
     /// Slots of each machine that takes the job, if there are several: at most nine, those with the most free slots first.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub slots_on: Vec<AgentSlots>,
-    /// Further details from the place of the event, for a person.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub detail: Option<String>,
+    /// What else the job waits for.
+    pub detail: Option<Text>,
 }
 
 /// Slots of an agent of the kind that a job needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AgentSlots {
     /// The agent's name.
-    pub agent: String,
+    pub agent: Text,
     pub free: u32,
     pub total: u32,
+}
+
+/// The kind of failure that a rank reports of itself.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FailureCode {
+    Diverged,
+    PrecisionTooNarrow,
+    OutOfMemory,
+    DatasetUnusable,
+    Stalled,
+    #[default]
+    #[serde(other)]
+    Other,
+}
+
+impl FailureCode {
+    /// The reason of an attempt in which a rank reports this failure.
+    pub fn of_rank(self, rank: u32, step: u64, detail: Text) -> ReasonKind {
+        match self {
+            FailureCode::Diverged => ReasonKind::Diverged { rank, step, detail },
+            FailureCode::PrecisionTooNarrow => ReasonKind::PrecisionTooNarrow { rank, step, detail },
+            FailureCode::OutOfMemory => {
+                ReasonKind::OutOfMemory { rank: Some(rank), step: Some(step), signal: None, detail }
+            }
+            FailureCode::DatasetUnusable => {
+                ReasonKind::DatasetUnusable { rank: Some(rank), step: Some(step), detail }
+            }
+            FailureCode::Stalled => ReasonKind::Stalled { rank, step, secs: None, detail: Some(detail) },
+            FailureCode::Other => ReasonKind::RankFailed { rank, step, detail },
+        }
+    }
+}
+
+/// The sentence for a kind and its facts.
+impl fmt::Display for ReasonKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use ReasonKind::*;
+        match self {
+            RankKilled { rank, step, signal } => {
+                write!(f, "rank {rank} was killed by signal {signal} at step {step}")
+            }
+            RankExited { rank, step, exit_status, detail } => {
+                let why = after(": ", detail);
+                write!(f, "rank {rank} ended with exit status {exit_status} at step {step}{why}")
+            }
+            RankStopped { rank, step } => {
+                write!(f, "rank {rank} was stopped at step {step}, and not by its agent")
+            }
+            RankVanished { rank, step } => {
+                write!(f, "rank {rank} ended at step {step} while its agent was not running")
+            }
+            Stalled { rank, step, secs: Some(secs), detail } => {
+                write!(f, "rank {rank} made no progress for {secs} s at step {step}{}", after("; ", detail))
+            }
+            OutOfMemory { signal: Some(_), detail, .. } => write!(
+                f,
+                "killed: out of memory ({detail}). Lower train.batch_size or parallel.ranks, or use a machine with more \
+                 memory"
+            ),
+            Stalled { rank, step, secs: None, detail } => {
+                write!(f, "rank {rank} failed at step {step}{}", after(": ", detail))
+            }
+            RankFailed { rank, step, detail }
+            | Diverged { rank, step, detail }
+            | PrecisionTooNarrow { rank, step, detail }
+            | OutOfMemory { rank: Some(rank), step: Some(step), signal: None, detail }
+            | DatasetUnusable { rank: Some(rank), step: Some(step), detail } => {
+                write!(f, "rank {rank} failed at step {step}: {detail}")
+            }
+            NotStarted { detail }
+            | DatasetUnusable { detail, .. }
+            | DiskFull { detail }
+            | SharedMemoryTooSmall { detail } => write!(f, "the ranks were not started: {detail}"),
+            Unkillable { agent, detail } => write!(
+                f,
+                "{detail} has not ended after SIGKILL: it holds its memory until {agent} is restarted"
+            ),
+            ServerSilent { secs } => {
+                write!(f, "the server was silent for {secs} s, so its agent ended the ranks")
+            }
+            SpoolFull { agent, size_bytes } => {
+                let size = *size_bytes as f64 / 1e6;
+                write!(
+                    f,
+                    "the spool of agent {agent:?} is full: {size:.0} MB of records wait for the server (--spool-mib)"
+                )
+            }
+            PrecisionFallback { step, detail } => {
+                write!(f, "float16 could not hold {detail}: training continues in bfloat16 after step {step}")
+            }
+            AgentRestarted { agent } => {
+                write!(f, "agent {agent:?} was restarted before it had started the ranks")
+            }
+            Unexplained => f.write_str("the ranks ended, and none of them reported why"),
+            CancelledByUser { detail } => write!(f, "cancelled on request{}", after("; ", detail)),
+            Cancelling => f.write_str("being cancelled: its ranks are stopping"),
+            PausedByUser { detail } => write!(f, "paused on request{}", in_parentheses(detail)),
+            Pausing => f.write_str("being paused: its ranks finish their step and write a checkpoint"),
+            Preempting { job, priority } => {
+                let by = other_job(job, *priority);
+                write!(f, "being preempted by {by}: its ranks finish their step and write a checkpoint")
+            }
+            Preempted { job, priority, detail } => {
+                write!(f, "preempted by {}{}", other_job(job, *priority), in_parentheses(detail))
+            }
+            ResumedByUser => f.write_str("resumed on request"),
+            RetriedByUser => f.write_str("retried on request"),
+            Forked { step, job: None, .. } => write!(f, "forked from a private job at step {step}"),
+            Forked { step, job: Some(id), detail: None, .. } => {
+                write!(f, "forked from ({id}) at step {step}")
+            }
+            Forked { step, job: Some(id), detail: Some(name), .. } => {
+                write!(f, "forked from {name:?} ({id}) at step {step}")
+            }
+            AgentLost { agent, step, secs, detail, .. } => {
+                let at = at_step(*step);
+                write!(f, "agent {agent:?} was silent for {secs} s{at}{}", after("; ", detail))
+            }
+            AgentWithoutRanks { agent, attempt, step } => {
+                write!(f, "agent {agent:?} has no ranks of attempt {attempt}{}", at_step(*step))
+            }
+            StartLost { agent, attempt, .. } => {
+                write!(f, "the order to start attempt {attempt} did not reach agent {agent:?}")
+            }
+            AgentStopped { agent: Some(agent), detail } => {
+                write!(f, "agent {agent:?} was shut down{}", in_parentheses(detail))
+            }
+            AgentStopped { agent: None, detail } => {
+                write!(f, "its agent was shut down{}", in_parentheses(detail))
+            }
+            AgentDeclined { agent, detail } => write!(f, "agent {agent:?} did not start the job: {detail}"),
+            AgentLeft { agent } => {
+                write!(f, "agent {agent:?} disconnected before it could start the ranks")
+            }
+            DatasetMissing { dataset } => {
+                write!(f, "dataset {dataset:?} is no longer registered; add it again and retry the job")
+            }
+            CheckpointMissing { checkpoint } => write!(
+                f,
+                "model.pretrained: checkpoint {checkpoint:?} no longer exists; name another one and submit the job again"
+            ),
+            UnreadableSpec { detail } => write!(
+                f,
+                "another version of lockstep stored this job, and this version cannot start it ({detail}); run that \
+                 version, or submit the job again"
+            ),
+            NoAgentOnline => f.write_str("no agent is online; start one with `lockstep agent --server URL`"),
+            NoAgentAccepts { detail } => {
+                let drained =
+                    detail.as_deref().map_or(String::new(), |names| format!("; {}", undrain(names)));
+                write!(f, "no online agent takes this job{drained}")
+            }
+            TooFewSlots(wait) => wait.too_few(f),
+            WaitingForSlots(wait) => wait.waiting(f),
+            MachinesApart { device, slots_needed, detail } => {
+                let needed = slots(*device, *slots_needed);
+                let start = if detail.contains(", ") { "these agents" } else { "that agent" };
+                write!(
+                    f,
+                    "needs {needed}; the online machines have enough together, but others cannot reach {detail}: start \
+                     {start} with --advertise ADDRESS"
+                )
+            }
+            WaitingForCheckpoint { checkpoint, agent: None, detail } => {
+                let failed = after("; the last try failed: ", detail);
+                write!(f, "waits for checkpoint {checkpoint} from the object store{failed}")
+            }
+            WaitingForCheckpoint { checkpoint, agent: Some(agent), .. } => {
+                write!(f, "waits until agent {agent:?} has uploaded checkpoint {checkpoint}")
+            }
+            FewerRanks { ranks, slots_needed, secs, detail } => write!(
+                f,
+                "trains with {ranks} of {slots_needed} ranks, because for {secs} s there were not enough free slots for \
+                 all{}",
+                after("; the last attempt: ", detail)
+            ),
+            RunSilent { secs } => {
+                write!(f, "its program has sent nothing for {secs} s; the run continues when it sends again")
+            }
+            OutOfMemory { detail, .. } | PathNotAllowed { detail } | Unspecified { detail } => {
+                f.write_str(detail)
+            }
+            Other(UnknownCode { code }) => f.write_str(&code.replace('_', " ")),
+        }
+    }
+}
+
+fn after(between: &str, detail: &Option<Text>) -> String {
+    detail.as_ref().map_or(String::new(), |detail| format!("{between}{detail}"))
+}
+
+fn in_parentheses(detail: &Option<Text>) -> String {
+    detail.as_ref().map_or(String::new(), |detail| format!(" ({detail})"))
+}
+
+/// The step that the server has last heard of.
+fn at_step(step: u64) -> String {
+    if step > 0 { format!(" at step {step}") } else { String::new() }
+}
+
+/// Another job, which may be private.
+fn other_job(job: &Option<Text>, priority: i32) -> String {
+    match job {
+        Some(job) => format!("job {job} of priority {priority}"),
+        None => format!("a job of priority {priority}"),
+    }
+}
+
+/// How to give work to drained machines.
+pub fn undrain(names: &str) -> String {
+    format!("drained: {names} (`lockstep machine undrain` or the page Machines gives them work again)")
+}
+
+fn slots(device: Device, number: u32) -> String {
+    let unit = device.kind().map_or("slot", |kind| kind.slot_name);
+    if number == 1 { format!("1 {unit}") } else { format!("{number} {unit}s") }
+}
+
+impl SlotWait {
+    fn too_few(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { slots_free: free, slots_total: total, detail, .. } = self;
+        let (by_machine, more) = (self.by_machine(), after("; ", detail));
+        write!(f, "needs {}", slots(self.device, self.slots_needed))?;
+        match (self.machines, &self.agent) {
+            _ if *total == 0 => {
+                let which =
+                    if detail.is_none() { "online machine has" } else { "machine that takes work has" };
+                write!(f, ", and no {which} any{more}")
+            }
+            (Some(machines), _) => write!(
+                f,
+                "; {machines} online machines have {total} in all, {free} of them free{by_machine}{more}"
+            ),
+            (None, agent) => {
+                let agent = agent.as_deref().unwrap_or_default();
+                write!(f, "; the largest online machine, {agent:?}, has {total}{by_machine}{more}")
+            }
+        }
+    }
+
+    fn waiting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let on = match self.machines {
+            Some(machines) => format!("{machines} machines"),
+            None => format!("{:?}", self.agent.as_deref().unwrap_or_default()),
+        };
+        write!(
+            f,
+            "waits for {}: {} of {} on {on} free{}{}{}",
+            slots(self.device, self.slots_needed),
+            self.slots_free,
+            self.slots_total,
+            self.kept(),
+            self.by_machine(),
+            after("; ", &self.detail)
+        )
+    }
+
+    /// The jobs for which free slots are kept, in words.
+    fn kept(&self) -> String {
+        let name = |name: &Text| if name.is_empty() { "another job".to_owned() } else { format!("{name:?}") };
+        let names = match self.kept_for.as_slice() {
+            [] => return String::new(),
+            [one] => name(one),
+            [one, other] => format!("{} and {}", name(one), name(other)),
+            [one, others @ ..] => format!("{} and {} other jobs", name(one), others.len()),
+        };
+        match self.slots_kept {
+            Some(kept) if kept != self.slots_free => format!(", {kept} of them kept for {names}"),
+            _ => format!(", kept for {names}"),
+        }
+    }
+
+    /// `; free on each machine: 1 of 2 on "a", 0 of 4 on "b"`.
+    fn by_machine(&self) -> String {
+        if self.slots_on.is_empty() {
+            return String::new();
+        }
+        let named = self.slots_on.iter().take(SLOTS_ON);
+        let named: Vec<_> =
+            named.map(|on| format!("{} of {} on {:?}", on.free, on.total, on.agent)).collect();
+        let others = if self.slots_on.len() > SLOTS_ON { ", and others" } else { "" };
+        format!("; free on each machine: {}{others}", named.join(", "))
+    }
 }
 
 /// What follows from a reason.
@@ -136,42 +529,39 @@ impl fmt::Display for Next {
 /// version, which may not know the code, shows the same words.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct Reason {
-    #[schema(value_type = String, example = "rank_killed")]
-    code: ReasonCode,
     // Boxed, so that messages with a reason stay small.
-    #[serde(flatten)]
-    #[schema(value_type = Facts)]
-    facts: Box<Facts>,
+    #[serde(flatten, serialize_with = "known_facts")]
+    #[schema(value_type = ReasonKind)]
+    kind: Box<ReasonKind>,
     #[serde(skip_serializing_if = "Option::is_none")]
     next: Option<Next>,
     /// Sentence for a person: `rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000`.
-    words: String,
+    #[schema(value_type = String)]
+    words: Text,
+}
+
+/// The code and its facts. Facts that are not known are absent in JSON, not null.
+fn facts(kind: &ReasonKind) -> Map<String, Value> {
+    let Ok(Value::Object(mut facts)) = serde_json::to_value(kind) else { return Map::new() };
+    facts.retain(|_, fact| !fact.is_null());
+    facts
+}
+
+fn known_facts<S: Serializer>(kind: &ReasonKind, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_map(facts(kind))
 }
 
 impl Reason {
-    pub fn new(code: ReasonCode, mut facts: Facts) -> Self {
-        facts.shorten();
-        let words = words(&code, &facts);
-        let mut this = Self { code, facts: Box::new(facts), next: None, words };
-        shorten(&mut this.words);
-        this
-    }
-
     /// The reason with what follows from it.
     #[must_use]
     pub fn then(mut self, next: Next) -> Self {
-        self.words = format!("{}; {next}", self.words);
-        shorten(&mut self.words);
+        self.words = format!("{}; {next}", self.words).into();
         self.next = Some(next);
         self
     }
 
-    pub fn code(&self) -> &ReasonCode {
-        &self.code
-    }
-
-    pub fn facts(&self) -> &Facts {
-        &self.facts
+    pub fn kind(&self) -> &ReasonKind {
+        &self.kind
     }
 
     pub fn next(&self) -> Option<&Next> {
@@ -182,6 +572,33 @@ impl Reason {
     pub fn words(&self) -> &str {
         &self.words
     }
+
+    /// The code in JSON: `rank_killed`.
+    pub fn code(&self) -> String {
+        facts(&self.kind).get("code").and_then(Value::as_str).unwrap_or_default().to_owned()
+    }
+
+    /// The rank that failed first, and the optimizer steps done at that time, as far as they are facts of the reason.
+    pub fn rank_and_step(&self) -> (Option<u32>, Option<u64>) {
+        use ReasonKind::*;
+        match *self.kind {
+            RankFailed { rank, step, .. }
+            | RankExited { rank, step, .. }
+            | RankKilled { rank, step, .. }
+            | RankStopped { rank, step }
+            | RankVanished { rank, step }
+            | Stalled { rank, step, .. }
+            | Diverged { rank, step, .. }
+            | PrecisionTooNarrow { rank, step, .. } => (Some(rank), Some(step)),
+            OutOfMemory { rank, step, .. } | DatasetUnusable { rank, step, .. } => (rank, step),
+            PrecisionFallback { step, .. }
+            | Forked { step, .. }
+            | AgentLost { step, .. }
+            | AgentWithoutRanks { step, .. }
+            | StartLost { step, .. } => (None, Some(step)),
+            _ => (None, None),
+        }
+    }
 }
 
 impl fmt::Display for Reason {
@@ -190,16 +607,17 @@ impl fmt::Display for Reason {
     }
 }
 
-impl From<ReasonCode> for Reason {
-    fn from(code: ReasonCode) -> Self {
-        Self::new(code, Facts::default())
+impl From<ReasonKind> for Reason {
+    fn from(kind: ReasonKind) -> Self {
+        let words = kind.to_string().into();
+        Self { kind: Box::new(kind), next: None, words }
     }
 }
 
 /// A reason with words but without a code.
 impl From<String> for Reason {
     fn from(words: String) -> Self {
-        Self::new(ReasonCode::Unspecified, Facts { detail: Some(words), ..Facts::default() })
+        ReasonKind::Unspecified { detail: words.into() }.into()
     }
 }
 
@@ -214,13 +632,12 @@ impl<'a> Deserialize<'a> for Reason {
     fn deserialize<D: Deserializer<'a>>(from: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         struct Complete {
-            code: ReasonCode,
             #[serde(flatten)]
-            facts: Facts,
+            kind: ReasonKind,
             #[serde(default)]
             next: Option<Known>,
             #[serde(default)]
-            words: String,
+            words: Text,
         }
         /// `None` for a value that this version does not know.
         #[derive(Deserialize)]
@@ -229,85 +646,49 @@ impl<'a> Deserialize<'a> for Reason {
             Next(Next),
             Unknown(IgnoredAny),
         }
-        let Complete { code, mut facts, next, words: mut reported } = Complete::deserialize(from)?;
-        facts.shorten();
-        shorten(&mut reported);
-        if reported.is_empty() {
-            reported = words(&code, &facts);
-        }
+        let Complete { kind, next, words } = Complete::deserialize(from)?;
         let next = match next {
             Some(Known::Next(next)) => Some(next),
             Some(Known::Unknown(_)) | None => None,
         };
-        Ok(Reason { code, facts: Box::new(facts), next, words: reported })
-    }
-}
-
-fn shorten(text: &mut String) {
-    text.truncate(text.floor_char_boundary(TEXT_BYTES));
-}
-
-impl Facts {
-    fn shorten(&mut self) {
-        let texts = [
-            &mut self.agent,
-            &mut self.job,
-            &mut self.checkpoint,
-            &mut self.dataset,
-            &mut self.device,
-            &mut self.detail,
-        ];
-        texts.into_iter().flatten().for_each(shorten);
-        self.kept_for.truncate(KEPT_FOR);
-        self.kept_for.iter_mut().for_each(shorten);
-        self.slots_on.truncate(SLOTS_ON + 1);
-        self.slots_on.iter_mut().for_each(|on| shorten(&mut on.agent));
+        let words = if words.is_empty() { kind.to_string().into() } else { words };
+        Ok(Reason { kind: Box::new(kind), next, words })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{code::CODE_BYTES, *};
-
-    fn killed() -> Reason {
-        let facts = Facts { rank: Some(3), step: Some(1041), signal: Some(9), ..Facts::default() };
-        Reason::new(ReasonCode::RankKilled, facts)
-    }
+    use super::*;
+    use serde_json::{from_value, json, to_value};
 
     #[test]
-    fn words_are_made_of_code_and_facts() {
+    fn json_is_one_flat_object_with_the_facts_of_its_code() {
         let next = Next::Restart { attempt: 2, from_step: Some(1000) };
-        let said = killed().then(next.clone());
-        assert_eq!(
-            said.words(),
-            "rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000"
-        );
-        let json = serde_json::to_value(&said).unwrap();
-        assert_eq!(
-            json,
-            serde_json::json!({"code": "rank_killed", "rank": 3, "step": 1041, "signal": 9, "words": said.words(),
-                "next": {"does": "restart", "attempt": 2, "from_step": 1000}})
-        );
-        assert_eq!(serde_json::from_value::<Reason>(json).unwrap(), said);
+        let killed = Reason::from(ReasonKind::RankKilled { rank: 3, step: 1041, signal: 9 }).then(next);
+        let words = "rank 3 was killed by signal 9 at step 1041; attempt 2 starts from step 1000";
+        let json = json!({"code": "rank_killed", "rank": 3, "step": 1041, "signal": 9, "words": words,
+            "next": {"does": "restart", "attempt": 2, "from_step": 1000}});
+        assert_eq!((to_value(&killed).unwrap(), killed.code()), (json.clone(), "rank_killed".to_owned()));
+        // A code without facts, one whose facts are a struct, and the format that agents speak.
+        let reasons = [killed, ReasonKind::Unexplained.into(), ReasonKind::WaitingForSlots(wait()).into()];
+        for reason in reasons {
+            assert_eq!(from_value::<Reason>(to_value(&reason).unwrap()).unwrap(), reason);
+            let packed = rmp_serde::to_vec_named(&reason).unwrap();
+            assert_eq!(rmp_serde::from_slice::<Reason>(&packed).unwrap(), reason);
+        }
     }
 
     #[test]
-    fn what_a_newer_version_wrote_is_read_as_far_as_it_is_known() {
-        let read = |text: &str| serde_json::from_str::<Reason>(text).unwrap();
-        let newer = read(
-            r#"{"code": "moon_phase", "rank": 1, "phase": 0.5, "next": {"does": "wait", "until": 3}, "words": "too dark"}"#,
-        );
-        assert_eq!((newer.code().as_str(), newer.words()), ("moon_phase", "too dark"));
-        assert_eq!((newer.facts().rank, newer.next()), (Some(1), None));
-        // An unknown code is kept when the reason is written again.
-        assert_eq!(serde_json::to_value(&newer).unwrap()["code"], "moon_phase");
-    }
-
-    #[test]
-    fn every_code_has_a_name_and_words() {
-        for code in ReasonCode::KNOWN {
-            assert_eq!(ReasonCode::from(code.as_str()), *code);
-            assert!(!Reason::from(code.clone()).words().is_empty(), "{code}");
+    fn an_unknown_code_keeps_its_name_and_words() {
+        let newer = json!({"code": "moon_phase", "rank": 1, "phase": 0.5, "next": {"does": "wait", "until": 3},
+            "words": "too dark"});
+        // A known code without its facts.
+        let bare = json!({"code": "rank_killed", "words": "gone"});
+        for (json, code, words) in [(newer, "moon_phase", "too dark"), (bare, "rank_killed", "gone")] {
+            let read: Reason = from_value(json).unwrap();
+            assert_eq!(read.kind(), &ReasonKind::Other(UnknownCode { code: code.into() }));
+            assert_eq!((read.words(), read.next()), (words, None));
+            assert_eq!(to_value(&read).unwrap(), json!({"code": code, "words": words}));
         }
     }
 
@@ -316,22 +697,60 @@ mod tests {
         let of = |bytes: usize| Reason::from("ä".repeat(bytes / 2));
         assert_eq!(of(TEXT_BYTES).words().len(), TEXT_BYTES);
         assert_eq!(of(TEXT_BYTES + 2).words().len(), TEXT_BYTES);
-        let code = |bytes: usize| ReasonCode::from("x".repeat(bytes).as_str()).as_str().len();
-        assert_eq!((code(CODE_BYTES), code(CODE_BYTES + 1)), (CODE_BYTES, CODE_BYTES));
-        let kept_for = |jobs: usize| {
-            let facts = Facts { kept_for: vec!["a".into(); jobs], ..Facts::default() };
-            Reason::new(ReasonCode::WaitingForSlots, facts).facts().kept_for.len()
+        let long = json!({"code": "agent_left", "words": "w".repeat(3000), "agent": "a".repeat(3000)});
+        let read: Reason = from_value(long).unwrap();
+        let ReasonKind::AgentLeft { agent } = read.kind() else { panic!("{read:?}") };
+        assert_eq!((read.words().len(), agent.len()), (TEXT_BYTES, TEXT_BYTES));
+    }
+
+    fn wait() -> SlotWait {
+        SlotWait {
+            device: Device::Cpu,
+            slots_needed: 2,
+            slots_free: 2,
+            slots_total: 4,
+            agent: Some("a".into()),
+            machines: None,
+            slots_kept: None,
+            kept_for: Vec::new(),
+            slots_on: Vec::new(),
+            detail: None,
+        }
+    }
+
+    #[test]
+    fn free_slots_that_are_kept_say_for_whom() {
+        let waits = |slots_kept: u32, names: &[&str]| {
+            let kept_for = names.iter().map(|name| (*name).into()).collect();
+            ReasonKind::WaitingForSlots(SlotWait { slots_kept: Some(slots_kept), kept_for, ..wait() })
+                .to_string()
         };
-        assert_eq!((kept_for(KEPT_FOR), kept_for(KEPT_FOR + 1)), (KEPT_FOR, KEPT_FOR));
-        let long = format!(
-            r#"{{"code": "stalled", "words": "{}", "agent": "{}"}}"#,
-            "w".repeat(3000),
-            "a".repeat(3000)
-        );
-        let read: Reason = serde_json::from_str(&long).unwrap();
-        assert_eq!(
-            (read.words().len(), read.facts().agent.as_ref().unwrap().len()),
-            (TEXT_BYTES, TEXT_BYTES)
-        );
+        let free = "waits for 2 slots: 2 of 4 on \"a\" free";
+        assert_eq!(waits(0, &[]), free);
+        assert_eq!(waits(2, &["large"]), format!("{free}, kept for \"large\""));
+        assert_eq!(waits(1, &["large"]), format!("{free}, 1 of them kept for \"large\""));
+        assert_eq!(waits(2, &["", "b"]), format!("{free}, kept for another job and \"b\""));
+        assert_eq!(waits(2, &["a", "b", ""]), format!("{free}, kept for \"a\" and 2 other jobs"));
+    }
+
+    #[test]
+    fn a_wait_names_every_machine_that_takes_the_job() {
+        use ReasonKind::{TooFewSlots, WaitingForSlots};
+        let on = |agent: &str, free, total| AgentSlots { agent: agent.into(), free, total };
+        let slots_on = vec![on("a", 1, 2), on("b", 0, 2)];
+        let one = SlotWait { slots_needed: 4, slots_free: 1, slots_on, ..wait() };
+        let two = SlotWait { agent: None, machines: Some(2), ..one.clone() };
+        let machines = "; free on each machine: 1 of 2 on \"a\", 0 of 2 on \"b\"";
+        for (kind, said) in [
+            (WaitingForSlots(two.clone()), "waits for 4 slots: 1 of 4 on 2 machines free"),
+            (WaitingForSlots(one.clone()), "waits for 4 slots: 1 of 4 on \"a\" free"),
+            (TooFewSlots(two.clone()), "needs 4 slots; 2 online machines have 4 in all, 1 of them free"),
+            (TooFewSlots(one), "needs 4 slots; the largest online machine, \"a\", has 4"),
+        ] {
+            assert_eq!(kind.to_string(), format!("{said}{machines}"));
+        }
+        let slots_on = (0..20).map(|n| on(&format!("m{n}"), 0, 1)).collect();
+        let many = WaitingForSlots(SlotWait { slots_on, ..two }).to_string();
+        assert!(many.ends_with("0 of 1 on \"m7\", and others"), "{many}");
     }
 }

@@ -51,10 +51,10 @@ EVENTS = [
     {"type": "network",
      "layers": [{"name": "conv1", "kind": "conv 3x3", "output_shape": [16, 32, 32], "parameters": 432, "time_us": 1.5}]},
     {"type": "precision_fallback", "step": 3, "what": "gradient"},
-    {"type": "rank_failed", "rank": 0, "step": 3, "reason": "gone", "code": "rank_killed", "retriable": True, "secondary": False},
+    {"type": "rank_failed", "rank": 0, "step": 3, "reason": "gone", "code": "diverged", "retriable": True, "secondary": False},
     {"type": "ended", "how": "succeeded", "step": 100},
     {"type": "ended", "how": "stopped"},
-    {"type": "ended", "how": "failed", "reason": {"code": "rank_killed", "words": "gone"}, "retriable": True},
+    {"type": "ended", "how": "failed", "reason": {"code": "rank_killed", "rank": 0, "step": 3, "signal": 9, "words": "gone"}, "retriable": True},
     {"type": "ended", "how": "secondary", "reason": {"code": "rank_killed", "words": "gone"}},
 ]
 SLOT = {"index": 0, "device": "cuda", "name": "NVIDIA H200", "memory_bytes": 1, "uuid": "GPU-0"}

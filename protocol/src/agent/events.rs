@@ -6,7 +6,7 @@ use crate::{
     metric::MetricColumn,
     network::NetworkDescription,
     numbers::{accuracy_of, percent},
-    reason::{Reason, ReasonCode},
+    reason::{FailureCode, Reason},
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -60,9 +60,8 @@ pub enum AttemptEvent {
         step: u64,
         /// For a person: what went wrong and, if known, what to do.
         reason: String,
-        /// The kind of failure, if the rank knows it.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
-        code: Option<ReasonCode>,
+        #[serde(default)]
+        code: FailureCode,
         /// Whether another attempt may succeed.
         retriable: bool,
         /// Whether the rank only lost its connection to another rank, whose own reason comes first.

@@ -12,7 +12,7 @@ use futures_util::StreamExt;
 use lockstep_protocol::{
     agent::CheckpointInfo,
     job::Job,
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use std::{
     fs, io,
@@ -200,7 +200,10 @@ pub(crate) async fn fetch_if_missing(
     patience: &mut CheckWait,
 ) -> store::Result<Availability> {
     let Some(store) = &checkpoints.artifact_store else { return Ok(Availability::Here) };
-    let mut facts = Facts { checkpoint: Some(row.id.clone()), ..Facts::default() };
+    let waits = |failed: Option<String>| -> Reason {
+        let (checkpoint, detail) = (row.id.as_str().into(), failed.map(Into::into));
+        ReasonKind::WaitingForCheckpoint { checkpoint, agent: None, detail }.into()
+    };
     // A rank would set a damaged one aside and continue from an older one.
     if !store.is_checked(&row.id, &waiting.id, waiting.attempt)
         && let Some((fetch, begins)) = check(checkpoints, row, copies, Some(waiting))
@@ -208,7 +211,7 @@ pub(crate) async fn fetch_if_missing(
         // Most checks end at once; without a wait the job would start a round later.
         let ended = if begins { patience.wait(fetch).await } else { wait(fetch, Duration::ZERO).await };
         if ended.is_none() {
-            let why = Reason::new(ReasonCode::WaitingForCheckpoint, facts);
+            let why = waits(None);
             // One that was found damaged is fetched by now.
             return Ok(match checkpoints.folder(row).exists() {
                 true => Availability::Checking(why),
@@ -222,15 +225,16 @@ pub(crate) async fn fetch_if_missing(
     };
     let outcome = fetch.outcome.borrow().clone();
     match outcome {
-        None | Some(Ok(())) => {}
-        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => facts.detail = Some(why),
+        None | Some(Ok(())) => Ok(Availability::Fetching(waits(None))),
+        Some(Err(NotFetched::Away(why) | NotFetched::Disk(why))) => {
+            Ok(Availability::Fetching(waits(Some(why))))
+        }
         Some(Err(why @ (NotFetched::Missing | NotFetched::Damaged(_)))) => {
             checkpoints.store.mark_damaged(store.storage.url(), &row.id).await?;
             checkpoints.events.log(&waiting.id, lost(row, waiting, &why)).await;
-            return Ok(Availability::Lost);
+            Ok(Availability::Lost)
         }
     }
-    Ok(Availability::Fetching(Reason::new(ReasonCode::WaitingForCheckpoint, facts)))
 }
 
 /// What the log says of a job whose checkpoint is lost.

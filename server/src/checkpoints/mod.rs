@@ -28,7 +28,7 @@ use evaluations::Evaluations;
 use lockstep_protocol::{
     JobId,
     agent::{AttemptEvent, AttemptRef},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use std::{
     collections::{HashMap, HashSet},
@@ -198,8 +198,9 @@ impl Checkpoints {
         let awaited = self.waits.awaited(&job.id, &checkpoints, self.config.checkpoint_wait);
         Ok(awaited.map(|n| {
             let (holder, checkpoint) = (agents.swap_remove(n), checkpoints.swap_remove(n));
-            let facts = Facts { agent: Some(holder), checkpoint: Some(checkpoint), ..Facts::default() };
-            Wait { why: Reason::new(ReasonCode::WaitingForCheckpoint, facts).into(), is_kept: false }
+            let (checkpoint, agent) = (checkpoint.into(), Some(holder.into()));
+            let why = ReasonKind::WaitingForCheckpoint { checkpoint, agent, detail: None };
+            Wait { why: Reason::from(why).into(), is_kept: false }
         }))
     }
 

@@ -7,7 +7,7 @@ use lockstep_protocol::{
     job::{External, JobState},
     limits::{RUN_CONFIG_BYTES, RUN_METRICS},
     metric::MetricColumn,
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     stream::EventBody,
 };
 use serde_json::{Map, Value};
@@ -62,7 +62,8 @@ pub fn begun(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
 /// Takes what a program tells of its run. A run that had failed because it was silent continues.
 pub fn told(row: &mut JobRow, change: &RunChange, at: Timestamp) -> Result<Vec<EventBody>, Refused> {
     merge(row, change)?;
-    let was_silent = row.job.cause.as_ref().is_some_and(|cause| *cause.code() == ReasonCode::RunSilent);
+    let is_silence = |cause: &Reason| matches!(cause.kind(), ReasonKind::RunSilent { .. });
+    let was_silent = row.job.cause.as_ref().is_some_and(is_silence);
     let mut events = match change.state {
         None if was_silent && row.job.state == JobState::Failed => run(row, at)?,
         None => Vec::new(),
@@ -82,8 +83,7 @@ pub fn silent(row: &mut JobRow, secs: f64, at: Timestamp) -> Result<Vec<EventBod
     if row.job.state != JobState::Running {
         return Ok(Vec::new());
     }
-    let facts = Facts { secs: Some(secs), ..Facts::default() };
-    Ok(vec![go(row, JobState::Failed, Some(Reason::new(ReasonCode::RunSilent, facts)), None, at)?])
+    Ok(vec![go(row, JobState::Failed, Some(ReasonKind::RunSilent { secs }.into()), None, at)?])
 }
 
 /// Runs, from whatever state: as if it had been queued and started at once.
@@ -103,7 +103,7 @@ fn reason(state: JobState, words: Option<&str>) -> Option<Reason> {
     match (state, words) {
         (JobState::Succeeded, _) => None,
         (_, Some(words)) => Some(words.into()),
-        (JobState::Cancelled, None) => Some(ReasonCode::CancelledByUser.into()),
+        (JobState::Cancelled, None) => Some(ReasonKind::CancelledByUser { detail: None }.into()),
         (_, None) => Some("its program reported a failure".into()),
     }
 }

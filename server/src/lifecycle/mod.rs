@@ -7,7 +7,7 @@ use lockstep_protocol::{
     agent::CheckpointInfo,
     attempt::AttemptState,
     job::{Job, JobState, Parent},
-    reason::{Facts, Next, Reason, ReasonCode},
+    reason::{Next, Reason, ReasonKind},
     stream::EventBody,
 };
 
@@ -138,7 +138,7 @@ pub fn started(row: &mut JobRow, fewer: Option<Reason>, at: Timestamp) -> Result
 /// Whether a waiting job says why it waits, and not how its last attempt ended, which is more useful to a user who can only wait.
 pub fn tells_wait(job: &Job, reason: &Reason) -> bool {
     let continues = job.cause.as_ref().is_some_and(|c| matches!(c.next(), Some(Next::Continue { .. })));
-    let never = *reason.code() == ReasonCode::UnreadableSpec;
+    let never = matches!(reason.kind(), ReasonKind::UnreadableSpec { .. });
     match job.state {
         JobState::Queued => never || job.attempt == 0 || !continues,
         JobState::Restarting => never,
@@ -164,13 +164,13 @@ pub fn cancel(row: &mut JobRow, reachable: bool, at: Timestamp) -> Result<Vec<Ev
     if state.is_final() {
         return Err(refused(state, format!("the job is already over: it is {state}")));
     }
-    let reason: Reason = ReasonCode::CancelledByUser.into();
+    let reason: Reason = ReasonKind::CancelledByUser { detail: None }.into();
     if row.fencing_token.is_some() && reachable {
         if row.stop.is_some() {
             return Ok(Vec::new());
         }
         row.stop = Some(reason);
-        row.job.set_reason(Some(ReasonCode::Cancelling.into()));
+        row.job.set_reason(Some(ReasonKind::Cancelling.into()));
         return Ok(vec![state_event(row)]);
     }
     Ok(vec![go(row, JobState::Cancelled, Some(reason), None, at)?])
@@ -184,7 +184,7 @@ pub fn pause(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     match state {
         JobState::Queued | JobState::Restarting => Ok(vec![paused(row, None, at)?]),
         JobState::Starting | JobState::Running if row.stop.is_none() => {
-            Ok(vec![go(row, JobState::Pausing, Some(ReasonCode::Pausing.into()), None, at)?])
+            Ok(vec![go(row, JobState::Pausing, Some(ReasonKind::Pausing.into()), None, at)?])
         }
         JobState::Pausing => Ok(preemption::pause_instead(row)),
         _ => Err(refused(state, format!("the job is {state}; only one that waits or runs can be paused"))),
@@ -205,15 +205,14 @@ pub fn resume(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused
     }
     row.restarts = 0;
     row.progress.not_begun = 0;
-    Ok(vec![queue(row, ReasonCode::ResumedByUser.into(), at)?])
+    Ok(vec![queue(row, ReasonKind::ResumedByUser.into(), at)?])
 }
 
 /// Its ranks have ended as asked, or it had none.
 fn paused(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
-    let facts = Facts { detail: why.map(|why| why.words().to_owned()), ..Facts::default() };
-    let reason = Reason::new(ReasonCode::PausedByUser, facts);
+    let reason = ReasonKind::PausedByUser { detail: why.map(|why| why.words().into()) };
     let next = Next::ContinueWhenResumed { from_step: row.progress.checkpoint };
-    go(row, JobState::Paused, Some(reason), Some(next), at)
+    go(row, JobState::Paused, Some(reason.into()), Some(next), at)
 }
 
 /// Queues the job, to continue from its newest checkpoint.
@@ -234,7 +233,7 @@ pub fn retry(row: &mut JobRow, at: Timestamp) -> Result<Vec<EventBody>, Refused>
     }
     row.restarts = 0;
     row.progress.not_begun = 0;
-    Ok(vec![queue(row, ReasonCode::RetriedByUser.into(), at)?])
+    Ok(vec![queue(row, ReasonKind::RetriedByUser.into(), at)?])
 }
 
 /// Its agent was silent for longer than the lease, or came back without it.
@@ -269,11 +268,12 @@ pub fn cannot_start(row: &mut JobRow, why: &Reason, at: Timestamp) -> Result<Vec
 /// machines loses some of them in its time, and goes further with each attempt.
 fn restart_or_fail(row: &mut JobRow, why: Reason, at: Timestamp) -> Result<EventBody, Refused> {
     // The order to start its ranks was lost with a connection: nothing was tried.
-    let never_came = *why.code() == ReasonCode::StartLost
+    let never_came = matches!(why.kind(), ReasonKind::StartLost { .. })
         && row.progress.trained == Some(false)
         && row.progress.not_begun < NOT_BEGUN;
     row.progress.not_begun += u32::from(never_came);
-    let lost_machine = *why.code() == ReasonCode::AgentLost || !row.progress.unreachable.is_empty();
+    let lost_machine =
+        matches!(why.kind(), ReasonKind::AgentLost { .. }) || !row.progress.unreachable.is_empty();
     let is_free = never_came || (lost_machine && row.progress.checkpoint > row.progress.began_from);
     if is_free || row.restarts < row.job.spec.recovery.max_restarts {
         row.restarts += u32::from(!is_free);

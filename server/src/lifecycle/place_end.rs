@@ -2,7 +2,7 @@
 
 use lockstep_protocol::{
     agent::Ending,
-    reason::{Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use serde::{Deserialize, Serialize};
 
@@ -27,10 +27,10 @@ impl PlaceEnd {
     /// How good an explanation of the attempt's end it is: lowest first.
     fn precedence(&self) -> u8 {
         match self {
-            Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.code() {
+            Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
                 // Each agent sees its own ranks wait for another one's.
-                ReasonCode::Stalled if reason.facts().detail.is_some() => 2,
-                ReasonCode::Stalled => 3,
+                ReasonKind::Stalled { detail: Some(_), .. } => 2,
+                ReasonKind::Stalled { detail: None, .. } => 3,
                 _ => 0,
             },
             Self::Lost(_) => 1,
@@ -50,11 +50,10 @@ impl PlaceEnd {
     /// The step of a rank that did not continue: of several, the one that is furthest behind held up the others.
     fn step(&self) -> u64 {
         match self {
-            Self::Ended { ending: Ending::Failed { reason, .. }, .. }
-                if *reason.code() == ReasonCode::Stalled =>
-            {
-                reason.facts().step.unwrap_or(0)
-            }
+            Self::Ended { ending: Ending::Failed { reason, .. }, .. } => match reason.kind() {
+                ReasonKind::Stalled { step, .. } => *step,
+                _ => 0,
+            },
             _ => 0,
         }
     }
@@ -69,18 +68,19 @@ pub(super) fn explanation(ends: Vec<PlaceEnd>) -> Option<PlaceEnd> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use lockstep_protocol::reason::Facts;
+    use lockstep_protocol::reason::FailureCode;
 
-    fn failed(code: ReasonCode, step: u64, detail: Option<&str>) -> PlaceEnd {
-        let facts = Facts {
-            rank: Some(1),
-            step: Some(step),
-            secs: Some(60.0),
-            detail: detail.map(Into::into),
-            ..Facts::default()
-        };
-        let ending = Ending::Failed { reason: Reason::new(code, facts), retriable: true };
+    fn failed(kind: ReasonKind) -> PlaceEnd {
+        let ending = Ending::Failed { reason: kind.into(), retriable: true };
         PlaceEnd::Ended { ending, leaving: None }
+    }
+
+    fn killed(step: u64) -> PlaceEnd {
+        failed(ReasonKind::RankKilled { rank: 1, step, signal: 9 })
+    }
+
+    fn stalled(step: u64, detail: Option<&str>) -> PlaceEnd {
+        failed(ReasonKind::Stalled { rank: 1, step, secs: Some(60.0), detail: detail.map(Into::into) })
     }
 
     fn stopped() -> PlaceEnd {
@@ -102,27 +102,27 @@ mod tests {
 
     #[test]
     fn causes_come_before_what_they_bring_about() {
-        let killed = || failed(ReasonCode::RankKilled, 3, None);
         let lost = || PlaceEnd::Lost("it was silent".into());
         let leaving = PlaceEnd::Ended { ending: Ending::Stopped, leaving: Some("it leaves".into()) };
-        explains(&[secondary(), stopped(), killed(), lost()], 2);
+        explains(&[secondary(), stopped(), killed(3), lost()], 2);
         explains(&[secondary(), lost(), stopped()], 1);
         explains(&[secondary(), leaving.clone()], 1);
         explains(&[leaving, lost()], 1);
         explains(&[stopped(), secondary()], 1);
         explains(&[succeeded(), stopped()], 1);
         explains(&[succeeded(), succeeded()], 0);
-        explains(&[failed(ReasonCode::OutOfMemory, 9, None), killed()], 0);
+        let no_memory = FailureCode::OutOfMemory.of_rank(1, 9, "out of memory".into());
+        explains(&[failed(no_memory), killed(3)], 0);
         explains(&[], 0);
     }
 
     #[test]
     fn of_ranks_that_stand_still_the_suspended_one_holds_up_the_others_or_the_one_furthest_behind() {
-        let waits = |step| failed(ReasonCode::Stalled, step, None);
-        let suspended = failed(ReasonCode::Stalled, 8, Some("its process is suspended"));
+        let waits = |step| stalled(step, None);
+        let suspended = stalled(8, Some("its process is suspended"));
         explains(&[waits(7), suspended, waits(7)], 1);
         explains(&[waits(8), waits(7)], 1);
-        explains(&[waits(7), failed(ReasonCode::RankKilled, 9, None)], 1);
+        explains(&[waits(7), killed(9)], 1);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use super::{JobRow, Refused, go, paused, queue, state_event};
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::{Job, JobState},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     stream::EventBody,
 };
 
@@ -18,15 +18,14 @@ pub fn preempt(row: &mut JobRow, by: &Job, at: Timestamp) -> Result<Vec<EventBod
     {
         return Ok(Vec::new());
     }
-    let job = (!by.spec.private).then(|| by.id.to_string());
-    let facts = Facts { job, priority: Some(by.spec.priority), ..Facts::default() };
-    let reason = Reason::new(ReasonCode::Preempting, facts);
-    Ok(vec![go(row, JobState::Pausing, Some(reason), None, at)?])
+    let job = (!by.spec.private).then(|| by.id.as_str().into());
+    let reason = ReasonKind::Preempting { job, priority: by.spec.priority };
+    Ok(vec![go(row, JobState::Pausing, Some(reason.into()), None, at)?])
 }
 
 /// Whether its ranks are ending for another job's sake, and nobody has asked to pause it.
 fn is_preempted(row: &JobRow) -> bool {
-    row.job.cause.as_ref().is_some_and(|cause| *cause.code() == ReasonCode::Preempting)
+    matches!(row.job.cause.as_ref().map(Reason::kind), Some(ReasonKind::Preempting { .. }))
 }
 
 /// A user pauses a job that is being preempted: it will not continue by itself.
@@ -34,15 +33,16 @@ pub(super) fn pause_instead(row: &mut JobRow) -> Vec<EventBody> {
     if !is_preempted(row) {
         return Vec::new();
     }
-    row.job.set_reason(Some(ReasonCode::Pausing.into()));
+    row.job.set_reason(Some(ReasonKind::Pausing.into()));
     vec![state_event(row)]
 }
 
 /// The ranks of a job that is pausing have ended, in order or (`why`) otherwise: it is paused, or waits again.
 pub(super) fn set_aside(row: &mut JobRow, why: Option<&Reason>, at: Timestamp) -> Result<EventBody, Refused> {
-    let Some(cause) = row.job.cause.clone().filter(|_| is_preempted(row)) else {
+    let Some(ReasonKind::Preempting { job, priority }) = row.job.cause.as_ref().map(Reason::kind) else {
         return paused(row, why, at);
     };
-    let facts = Facts { detail: why.map(|why| why.words().to_owned()), ..cause.facts().clone() };
-    queue(row, Reason::new(ReasonCode::Preempted, facts), at)
+    let (job, priority) = (job.clone(), *priority);
+    let reason = ReasonKind::Preempted { job, priority, detail: why.map(|why| why.words().into()) };
+    queue(row, reason.into(), at)
 }

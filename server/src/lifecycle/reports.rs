@@ -9,7 +9,7 @@ use lockstep_protocol::{
     best::is_better,
     job::{JobState, Measured},
     metric::{self, MetricColumn},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     stream::EventBody,
     throughput::Throughput,
 };
@@ -61,7 +61,9 @@ pub fn report(
             let mut events = Vec::new();
             if row.job.state == JobState::Starting {
                 // That it is being cancelled, or has fewer ranks than usual.
-                let stays = |cause: &Reason| row.stop.is_some() || *cause.code() == ReasonCode::FewerRanks;
+                let stays = |cause: &Reason| {
+                    row.stop.is_some() || matches!(cause.kind(), ReasonKind::FewerRanks { .. })
+                };
                 let cause = row.job.cause.clone().filter(stays);
                 events.push(go(row, JobState::Running, cause, None, at)?);
             }
@@ -72,8 +74,8 @@ pub fn report(
         AttemptEvent::PrecisionFallback { step, what }
             if row.job.state == JobState::Running && row.stop.is_none() =>
         {
-            let facts = Facts { step: Some(step), detail: Some(what), ..Facts::default() };
-            row.job.set_reason(Some(Reason::new(ReasonCode::PrecisionFallback, facts)));
+            let detail = what.into();
+            row.job.set_reason(Some(ReasonKind::PrecisionFallback { step, detail }.into()));
             vec![state_event(row)]
         }
         AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
@@ -276,10 +278,9 @@ pub(super) fn ended(
             events.push(go(row, JobState::Succeeded, None, None, at)?);
         }
         // What could not be ended, and what else a person has to see to, is said.
-        (Ending::Failed { reason, retriable: false }, Some(stop)) => {
-            let facts = Facts { detail: Some(reason.words().to_owned()), ..stop.facts().clone() };
-            let reason = Reason::new(stop.code().clone(), facts);
-            events.push(go(row, JobState::Cancelled, Some(reason), None, at)?);
+        (Ending::Failed { reason, retriable: false }, Some(_)) => {
+            let reason = ReasonKind::CancelledByUser { detail: Some(reason.words().into()) };
+            events.push(go(row, JobState::Cancelled, Some(reason.into()), None, at)?);
         }
         (_, Some(stop)) => events.push(go(row, JobState::Cancelled, Some(stop), None, at)?),
         (Ending::Stopped, None) if row.job.state == JobState::Pausing => {
@@ -289,12 +290,13 @@ pub(super) fn ended(
             events.push(set_aside(row, Some(&reason), at)?);
         }
         (Ending::Stopped, None) => {
-            let in_order = ReasonCode::AgentStopped.into();
+            let in_order = ReasonKind::AgentStopped { agent: None, detail: None }.into();
             events.extend(requeue(row, leaving.unwrap_or(&in_order), at)?);
         }
         // Nothing was tried: no rank has run. An agent that ends each time before that is a fault like any other.
         (Ending::Failed { reason, retriable: true }, None)
-            if *reason.code() == ReasonCode::AgentRestarted && row.progress.not_begun < NOT_BEGUN =>
+            if matches!(reason.kind(), ReasonKind::AgentRestarted { .. })
+                && row.progress.not_begun < NOT_BEGUN =>
         {
             row.progress.not_begun += 1;
             events.extend(requeue(row, &reason, at)?);

@@ -13,7 +13,7 @@ use ends::{end_attempt, end_place, order_stop};
 use lockstep_protocol::{
     agent::ToAgent,
     job::{Job, JobId},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind, Text},
 };
 use preempt::preempt;
 use reasons::Unstored;
@@ -280,26 +280,19 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
     let heard_since = crate::now() - scheduler.agents.leases.duration / 2;
     let online = scheduler.agents.online();
     let is_heard = online.iter().any(|o| o.row.id == place.agent_id && o.row.last_seen_at >= heard_since);
-    let code = match is_heard && how.is_none() {
-        true if had_order => ReasonCode::AgentWithoutRanks,
-        true => ReasonCode::StartLost,
-        false => ReasonCode::AgentLost,
-    };
-    let facts = Facts {
-        agent: Some(place.agent.clone()),
-        attempt: Some(attempt.attempt),
-        secs: (code == ReasonCode::AgentLost).then_some(secs),
-        detail: how.map(Into::into),
-        ..Facts::default()
-    };
-    let why = move |row: &JobRow| {
+    let is_online = is_heard && how.is_none();
+    let (agent, attempt_number) = (Text::from(place.agent.as_str()), attempt.attempt);
+    let detail = how.map(Text::from);
+    let why = move |row: &JobRow| -> Reason {
+        let (agent, attempt, step) = (agent.clone(), attempt_number, row.job.step);
+        if !is_online {
+            return ReasonKind::AgentLost { agent, attempt, step, secs, detail: detail.clone() }.into();
+        }
         // The ranks may have trained before this server was started.
-        let has_trained = row.progress.has_trained();
-        let code = match &code {
-            ReasonCode::StartLost if has_trained => &ReasonCode::AgentWithoutRanks,
-            code => code,
-        };
-        Reason::new(code.clone(), Facts { step: Some(row.job.step), ..facts.clone() })
+        if had_order || row.progress.has_trained() {
+            return ReasonKind::AgentWithoutRanks { agent, attempt, step }.into();
+        }
+        ReasonKind::StartLost { agent, attempt, step }.into()
     };
     if places > 1 {
         end_place(scheduler, &attempt, (&place, places), false, move |row| PlaceEnd::Lost(why(row))).await?;
@@ -314,8 +307,7 @@ async fn expire(scheduler: &Scheduler, expired: Expired, secs: f64, how: Option<
 
 /// The reason of a job whose agent was stopped in an orderly way.
 pub(crate) fn leaving_reason(agent: &str, reason: &str) -> Reason {
-    let facts = Facts { agent: Some(agent.into()), detail: Some(reason.into()), ..Facts::default() };
-    Reason::new(ReasonCode::AgentStopped, facts)
+    ReasonKind::AgentStopped { agent: Some(agent.into()), detail: Some(reason.into()) }.into()
 }
 
 /// What a user requests for a job.

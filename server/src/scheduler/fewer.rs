@@ -8,7 +8,7 @@ use super::{
 use crate::store::JobRow;
 use lockstep_protocol::{
     job::Job,
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind, Text},
 };
 use std::collections::HashSet;
 
@@ -44,16 +44,14 @@ impl Fewer {
         let tried = self.ranks.iter().filter(|_| self.now);
         let found = |ranks: &u32| Some((*ranks, choose(candidates, *ranks as usize, reserved)?));
         let (ranks, chosen) = tried.into_iter().find_map(found)?;
-        // Without what was to follow from it.
-        let lost = job.cause.as_ref().map(|why| Reason::new(why.code().clone(), why.facts().clone()));
-        let facts = Facts {
-            ranks: Some(ranks),
-            slots_needed: Some(job.ranks),
-            secs: Some(job.spec.recovery.wait_seconds.into()),
-            detail: lost.map(|why| why.words().to_owned()),
-            ..Facts::default()
+        let fewer = ReasonKind::FewerRanks {
+            ranks,
+            slots_needed: job.ranks,
+            secs: job.spec.recovery.wait_seconds.into(),
+            // Without what was to follow from it.
+            detail: job.cause.as_ref().map(|why| why.kind().to_string().into()),
         };
-        Some((chosen, Reason::new(ReasonCode::FewerRanks, facts)))
+        Some((chosen, fewer.into()))
     }
 
     /// The agents to keep for the job, where none have room for all its ranks.
@@ -62,8 +60,8 @@ impl Fewer {
     }
 
     /// What the job takes once it has waited for long enough, in words.
-    pub(super) fn in_words(&self, job: &Job) -> Option<String> {
+    pub(super) fn in_words(&self, job: &Job) -> Option<Text> {
         let least = self.ranks.last()?;
-        Some(format!("after {} s it takes fewer, {least} at least", job.spec.recovery.wait_seconds))
+        Some(format!("after {} s it takes fewer, {least} at least", job.spec.recovery.wait_seconds).into())
     }
 }

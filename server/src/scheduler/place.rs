@@ -10,7 +10,7 @@ use super::{
     round::{Round, device_for},
 };
 use crate::{checkpoints::Wait, store::JobRow};
-use lockstep_protocol::reason::{Facts, Reason, ReasonCode};
+use lockstep_protocol::reason::{Reason, ReasonKind};
 use std::sync::Arc;
 
 /// Finds slots for a job: of one agent that has enough for all its ranks, or of the fewest agents that have enough together. While that is
@@ -19,8 +19,8 @@ use std::sync::Arc;
 pub(super) fn place(round: &mut Round<'_>, row: &Arc<JobRow>) -> Option<Wait> {
     let job = &row.job;
     if let Some(flaw) = &job.unreadable {
-        let facts = Facts { detail: Some(flaw.clone()), ..Facts::default() };
-        return Some(Wait { why: Reason::new(ReasonCode::UnreadableSpec, facts).into(), is_kept: false });
+        let why = ReasonKind::UnreadableSpec { detail: flaw.as_str().into() };
+        return Some(Wait { why: Reason::from(why).into(), is_kept: false });
     }
     let fewer = Fewer::of(round.snapshot, row);
     // A job that takes fewer ranks is of no kind.

@@ -55,7 +55,7 @@ pub(super) fn make_room(round: &mut Round<'_>, row: &Arc<JobRow>, candidates: &C
     round.plan.preemptions.push(Preemption { row, victims, ending, starts_before });
 
     let agents: Vec<usize> = room.chosen.iter().map(|(c, _)| *c).collect();
-    let more = is_preempting.then(|| "jobs of lower priority are being preempted".to_owned());
+    let more = is_preempting.then(|| "jobs of lower priority are being preempted".into());
     let why = wait_reason(candidates, job, Some(&agents), more, round);
     for (c, slots) in &room.chosen {
         round.promise(&job.id, &candidates[*c], slots);

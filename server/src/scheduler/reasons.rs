@@ -7,7 +7,7 @@ use super::{
 };
 use lockstep_protocol::{
     job::{Job, JobId},
-    reason::{AgentSlots, Facts, Reason, ReasonCode, SLOTS_ON, undrain},
+    reason::{AgentSlots, KEPT_FOR, Reason, ReasonKind, SLOTS_ON, SlotWait, Text, undrain},
     spec::{DEVICE_KINDS, Device},
 };
 use std::cmp::Reverse;
@@ -17,61 +17,67 @@ pub(super) fn wait_reason(
     candidates: &Candidates,
     job: &Job,
     kept: Option<&[usize]>,
-    more: Option<String>,
+    more: Option<Text>,
     round: &Round<'_>,
 ) -> Reason {
     let (ranks, device) = (job.ranks, device_for(&job.spec));
-    let mut facts = Facts {
-        detail: more,
-        slots_needed: Some(ranks),
-        // Of `auto`, slots of whatever kind.
-        device: Some(if device == Device::Auto { Device::Cpu } else { device }.name().into()),
-        ..Facts::default()
-    };
     let (drained, drained_slots) = round.drained(&job.id, device);
     let number = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-    if candidates.is_empty() {
-        let code = if round.snapshot.agents.is_empty() {
-            ReasonCode::NoAgentOnline
-        } else {
-            ReasonCode::NoAgentAccepts
-        };
-        return Reason::new(code, Facts { detail: drained, ..Facts::default() });
+    if round.snapshot.agents.is_empty() {
+        return ReasonKind::NoAgentOnline.into();
     }
+    if candidates.is_empty() {
+        return ReasonKind::NoAgentAccepts { detail: drained.map(Into::into) }.into();
+    }
+    let sum = most(candidates);
+    let mut wait = SlotWait {
+        // Of `auto`, slots of whatever kind.
+        device: if device == Device::Auto { Device::Cpu } else { device },
+        slots_needed: ranks,
+        slots_free: number(sum.free),
+        slots_total: number(sum.slots),
+        agent: None,
+        machines: Some(number(sum.machines)),
+        slots_kept: None,
+        kept_for: Vec::new(),
+        slots_on: Vec::new(),
+        detail: more,
+    };
     let mut takers: Vec<&Candidate> = candidates.iter().filter(|c| !c.all.is_empty()).collect();
     if takers.len() > 1 {
         let on = |c: &Candidate| AgentSlots {
-            agent: c.agent.row.name.clone(),
+            agent: c.agent.row.name.as_str().into(),
             free: number(c.free.len()),
             total: number(c.all.len()),
         };
         takers.sort_by_key(|c| Reverse(c.free.len()));
-        facts.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(on).collect();
+        wait.slots_on = takers.into_iter().take(SLOTS_ON + 1).map(on).collect();
     }
-    let sum = most(candidates);
     // To have them back helps where that makes enough, and a job with agents of its own waits for those.
     let all = candidates.iter().map(|c| c.all.len()).sum::<usize>() + drained_slots;
     let has_own = candidates.iter().any(|c| c.agent.only_job.is_some());
     let drained = drained.filter(|_| all >= ranks as usize && !has_own);
-    let too_few = |facts: Facts| {
-        let details: Vec<_> = drained.as_deref().map(undrain).into_iter().chain(facts.detail).collect();
-        let detail = (!details.is_empty()).then(|| details.join("; "));
-        Reason::new(ReasonCode::TooFewSlots, Facts { detail, ..facts })
+    let too_few = |mut wait: SlotWait| {
+        if let Some(drained) = drained.as_deref().map(undrain) {
+            let more = wait.detail.map_or(String::new(), |more| format!("; {more}"));
+            wait.detail = Some(format!("{drained}{more}").into());
+        }
+        ReasonKind::TooFewSlots(wait)
     };
-    let of_one = |c: &Candidate, facts: &mut Facts| {
-        facts.agent = Some(c.agent.row.name.clone());
-        (facts.slots_free, facts.slots_total) = (Some(number(c.free.len())), Some(number(c.all.len())));
+    let of_one = |c: &Candidate, wait: &mut SlotWait| {
+        (wait.agent, wait.machines) = (Some(c.agent.row.name.as_str().into()), None);
+        (wait.slots_free, wait.slots_total) = (number(c.free.len()), number(c.all.len()));
     };
-    match kept {
+    let kind = match kept {
         Some([one]) => {
-            of_one(&candidates[*one], &mut facts);
-            reserved(std::slice::from_ref(&candidates[*one]), round, &mut facts);
-            Reason::new(ReasonCode::WaitingForSlots, facts)
+            of_one(&candidates[*one], &mut wait);
+            reserved(std::slice::from_ref(&candidates[*one]), round, &mut wait);
+            ReasonKind::WaitingForSlots(wait)
         }
         None if sum.machines <= 1 => {
             let largest = candidates.iter().max_by_key(|c| (c.all.len(), c.free.len()));
             if let Some(largest) = largest {
-                of_one(largest, &mut facts);
+                of_one(largest, &mut wait);
             }
             let with_slots: Vec<_> =
                 candidates.iter().filter(|c| c.device() == largest_device(candidates)).collect();
@@ -79,25 +85,23 @@ pub(super) fn wait_reason(
             if with_slots.iter().map(|c| c.all.len()).sum::<usize>() >= ranks as usize {
                 let apart = |c: &&&Candidate| address(&c.agent.row.machine).is_none();
                 let names = with_slots.iter().filter(apart).map(|c| c.agent.row.name.clone());
-                facts.detail = Some(names.collect::<Vec<_>>().join(", "));
-                return Reason::new(ReasonCode::MachinesApart, facts);
+                let detail = names.collect::<Vec<_>>().join(", ").into();
+                ReasonKind::MachinesApart { device: wait.device, slots_needed: ranks, detail }
+            } else {
+                too_few(wait)
             }
-            too_few(facts)
         }
-        kept => {
-            facts.machines = Some(number(sum.machines));
-            (facts.slots_free, facts.slots_total) = (Some(number(sum.free)), Some(number(sum.slots)));
-            if kept.is_some() {
-                reserved(candidates, round, &mut facts);
-                return Reason::new(ReasonCode::WaitingForSlots, facts);
-            }
-            too_few(facts)
+        Some(_) => {
+            reserved(candidates, round, &mut wait);
+            ReasonKind::WaitingForSlots(wait)
         }
-    }
+        None => too_few(wait),
+    };
+    kind.into()
 }
 
 /// Which of the free slots are kept for jobs that come first.
-fn reserved(candidates: &[Candidate], round: &Round<'_>, facts: &mut Facts) {
+fn reserved(candidates: &[Candidate], round: &Round<'_>, wait: &mut SlotWait) {
     let mut jobs: Vec<&(JobId, String)> = Vec::new();
     let mut slots = 0;
     for candidate in candidates.iter().filter(|candidate| !candidate.free.is_empty()) {
@@ -109,8 +113,8 @@ fn reserved(candidates: &[Candidate], round: &Round<'_>, facts: &mut Facts) {
         }
     }
     if !jobs.is_empty() {
-        facts.slots_kept = u32::try_from(slots).ok();
-        facts.kept_for = jobs.into_iter().map(|(_, name)| name.clone()).collect();
+        wait.slots_kept = u32::try_from(slots).ok();
+        wait.kept_for = jobs.into_iter().take(KEPT_FOR).map(|(_, name)| name.as_str().into()).collect();
     }
 }
 

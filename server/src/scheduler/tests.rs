@@ -6,7 +6,7 @@ use super::{
 };
 use lockstep_protocol::{
     agent::{Machine, Slot},
-    reason::ReasonCode,
+    reason::ReasonKind,
     spec::{Device, JobSpec},
 };
 use serde_json::json;
@@ -182,10 +182,13 @@ fn random_case(seed: u64) -> (Snapshot, Plan) {
             return (snapshot, plan);
         }
         for (row, reader) in plan.unknown {
-            let wait = random.is_in(40).then(|| Wait {
-                why: Reason::from(ReasonCode::WaitingForCheckpoint).into(),
-                is_kept: random.is_in(50),
-            });
+            let why = ReasonKind::WaitingForCheckpoint {
+                checkpoint: row.job.id.as_str().into(),
+                agent: None,
+                detail: None,
+            };
+            let wait =
+                random.is_in(40).then(|| Wait { why: Reason::from(why).into(), is_kept: random.is_in(50) });
             let known = snapshot.checkpoints.insert((row.job.id.clone(), reader), wait);
             assert!(known.is_none(), "seed {seed}: what is known is not asked again");
         }
@@ -203,7 +206,10 @@ fn no_slot_is_given_twice_and_each_job_starts_whole() {
         let mut given = HashSet::new();
         for start in &plan.starts {
             let job = &start.row.job;
-            let fewer = start.fewer.as_ref().and_then(|fewer| fewer.facts().ranks);
+            let fewer = match start.fewer.as_ref().map(Reason::kind) {
+                Some(ReasonKind::FewerRanks { ranks, .. }) => Some(*ranks),
+                _ => None,
+            };
             let slots: Vec<_> = slots_of(start).collect();
             assert_eq!(slots.len(), fewer.unwrap_or(job.ranks) as usize, "seed {seed}");
             let device = device_for(&job.spec);
@@ -336,7 +342,7 @@ fn every_job_that_waits_has_a_true_reason() {
                 assert!(!is_due(row, snapshot.now), "seed {seed}: no reason for {job:?}");
                 continue;
             };
-            *seen.entry(why.code().to_string()).or_default() += 1;
+            *seen.entry(why.code()).or_default() += 1;
             let would_fit = would_start(
                 row,
                 agents().map(|agent| AgentState { in_use: HashSet::new(), ..agent }).collect(),
@@ -354,19 +360,18 @@ fn every_job_that_waits_has_a_true_reason() {
                 agent
             });
             let fits = would_start(row, left.collect());
-            let (facts, code) = (why.facts(), why.code());
-            let is_true = match code {
-                ReasonCode::UnreadableSpec => job.unreadable.is_some(),
-                ReasonCode::NoAgentOnline => snapshot.agents.is_empty(),
-                ReasonCode::NoAgentAccepts => !agents().any(|agent| {
+            let is_true = match why.kind() {
+                ReasonKind::UnreadableSpec { .. } => job.unreadable.is_some(),
+                ReasonKind::NoAgentOnline => snapshot.agents.is_empty(),
+                ReasonKind::NoAgentAccepts { .. } => !agents().any(|agent| {
                     agent.takes_work && agent.only_job.as_ref().is_none_or(|only| *only == job.id)
                 }),
-                ReasonCode::TooFewSlots | ReasonCode::MachinesApart => !would_fit,
-                ReasonCode::WaitingForSlots => {
-                    let is_explained = facts.slots_free < facts.slots_needed || !facts.kept_for.is_empty();
+                ReasonKind::TooFewSlots(_) | ReasonKind::MachinesApart { .. } => !would_fit,
+                ReasonKind::WaitingForSlots(wait) => {
+                    let is_explained = wait.slots_free < wait.slots_needed || !wait.kept_for.is_empty();
                     would_fit && !fits && is_explained
                 }
-                ReasonCode::WaitingForCheckpoint => {
+                ReasonKind::WaitingForCheckpoint { .. } => {
                     snapshot.checkpoints.iter().any(|((id, _), wait)| *id == job.id && wait.is_some())
                 }
                 _ => false,
@@ -413,6 +418,51 @@ fn no_job_starves_while_smaller_ones_keep_coming() {
                 // The seven jobs before it and itself, each at the head of the queue for as long as the longest job runs.
                 assert!(waited <= 8 * 8, "seed {seed}: {} ranks have waited for {waited}", row.job.ranks);
             }
+        }
+    }
+}
+
+#[test]
+fn every_job_that_fits_the_cluster_starts_once_running_jobs_end() {
+    for seed in 0..100 {
+        let mut random = Random(seed);
+        let mut waiting: Vec<_> = (0..random.below(12)).map(|_| random_job(&mut random)).collect();
+        waiting.sort_by_key(|row| Reverse(row.job.spec.priority));
+        let idle = ["a", "b", "c"].map(|name| random_agent(&mut random, name, &waiting));
+        let mut snapshot = snapshot(Vec::new(), waiting);
+        // When running jobs end, with their slots.
+        let mut running: Vec<(u32, String, u32)> = Vec::new();
+        // At most 11 jobs, each for at most two plans, and as many again to spare.
+        for now in 0..44 {
+            running.retain(|(end, ..)| *end > now);
+            snapshot.now = at(2000 + 60 * now);
+            let busy = idle.iter().map(|agent| {
+                let here = running.iter().filter(|(_, id, _)| *id == agent.row.id);
+                Arc::new(AgentState { in_use: here.map(|(.., slot)| *slot).collect(), ..agent.clone() })
+            });
+            snapshot.agents = busy.collect();
+            let plan = loop {
+                let plan = plan(&snapshot);
+                if plan.unknown.is_empty() {
+                    break plan;
+                }
+                let known =
+                    plan.unknown.into_iter().map(|(row, reader)| ((row.job.id.clone(), reader), None));
+                snapshot.checkpoints.extend(known);
+            };
+            for start in &plan.starts {
+                let end = now + 1 + random.below(2);
+                running.extend(slots_of(start).map(|(agent, slot)| (end, agent.row.id.clone(), slot)));
+                snapshot.waiting.retain(|row| row.job.id != start.row.job.id);
+            }
+        }
+        for row in snapshot.waiting.iter().filter(|row| is_due(row, snapshot.now)) {
+            assert!(
+                !would_start(row, idle.to_vec()),
+                "seed {seed}: {} ranks: {:?}",
+                row.job.ranks,
+                row.job.id
+            );
         }
     }
 }

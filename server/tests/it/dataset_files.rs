@@ -9,7 +9,7 @@ use lockstep_protocol::{
         ANEW_BYTES, AttemptRef, DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry,
         DatasetPart, Ending, PART_REFUSED, Source,
     },
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use serde_json::{Value, json};
 use std::{fs, os::unix::fs::symlink, path::Path};
@@ -242,8 +242,7 @@ async fn an_agent_that_ended_before_it_started_the_ranks_costs_no_restart() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|spec| spec["recovery"] = json!({"max_restarts": 0})).await.id.to_string();
-    let facts = Facts { agent: Some("a".into()), ..Facts::default() };
-    let reason = Reason::new(ReasonCode::AgentRestarted, facts);
+    let reason = Reason::from(ReasonKind::AgentRestarted { agent: "a".into() });
     for number in 1..=5 {
         let attempt = agent.started().await.attempt;
         assert_eq!(attempt.attempt, number);

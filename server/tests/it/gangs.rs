@@ -7,7 +7,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, FromAgent, Source, StartAttempt, ToAgent},
     job::JobState,
-    reason::{Facts, Reason, ReasonCode},
+    reason::{FailureCode, ReasonKind},
 };
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -74,14 +74,12 @@ pub async fn again(a: &mut Agent, b: &mut Agent) -> AttemptRef {
 }
 
 pub fn killed(rank: u32) -> Ending {
-    let facts = Facts { rank: Some(rank), step: Some(3), signal: Some(9), ..Facts::default() };
-    Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
+    Ending::Failed { reason: ReasonKind::RankKilled { rank, step: 3, signal: 9 }.into(), retriable: true }
 }
 
 pub fn lost_contact(rank: u32) -> Ending {
-    let detail = Some("lost the connection".to_owned());
-    let facts = Facts { rank: Some(rank), step: Some(3), detail, ..Facts::default() };
-    Ending::Secondary { reason: Reason::new(ReasonCode::RankFailed, facts) }
+    let detail = "lost the connection".into();
+    Ending::Secondary { reason: ReasonKind::RankFailed { rank, step: 3, detail }.into() }
 }
 
 pub const LONG_LEASE: Duration = Duration::from_secs(30);
@@ -97,7 +95,7 @@ async fn of_long_lease() -> (TestServer, Agent, Agent) {
 /// Rank 0, which has reported `first` records, has lost others, of which the machines of some do not answer.
 pub async fn loses_contact(agent: &mut Agent, attempt: &AttemptRef, first: u64, unreachable: Vec<u32>) {
     let reason = "lost the connection".to_owned();
-    let (code, retriable, secondary) = (None, true, true);
+    let (code, retriable, secondary) = (FailureCode::Other, true, true);
     let failed =
         AttemptEvent::RankFailed { rank: 0, step: 3, reason, code, retriable, secondary, unreachable };
     for (source, first, event) in
@@ -198,8 +196,8 @@ async fn a_check_that_fails_on_one_machine_starts_no_rank_on_another() {
     let id = server.submit(|s| s["parallel"]["ranks"] = json!(4)).await.id.to_string();
     let (first, second) = (a.started().await, b.started().await);
     ready(&mut a, &first, Some(4321)).await;
-    let facts = Facts { detail: Some("/some/pictures is not there".into()), ..Facts::default() };
-    let reason = Reason::new(ReasonCode::DatasetUnusable, facts);
+    let detail = "/some/pictures is not there".into();
+    let reason = ReasonKind::DatasetUnusable { rank: None, step: None, detail }.into();
     b.end(&second.attempt, Ending::Failed { reason, retriable: false }).await;
     assert!(!stopped(&mut a).await);
     a.end(&first.attempt, Ending::Stopped).await;

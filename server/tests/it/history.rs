@@ -8,7 +8,7 @@ use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, Source, ToAgent},
     job::JobState,
     metric::MetricColumn,
-    reason::{Facts, Reason, ReasonCode},
+    reason::ReasonKind,
 };
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -50,8 +50,7 @@ async fn the_history_tells_attempts_requests_and_forks_with_who_asked_to_those_w
     agent
         .report(&first.attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=60), checkpoint(50)])
         .await;
-    let facts = Facts { rank: Some(1), step: Some(60), signal: Some(9), ..Facts::default() };
-    let reason = Reason::new(ReasonCode::RankKilled, facts);
+    let reason = ReasonKind::RankKilled { rank: 1, step: 60, signal: 9 }.into();
     agent.end(&first.attempt, Ending::Failed { reason, retriable: true }).await;
 
     let second = agent.started().await;
@@ -343,8 +342,7 @@ async fn the_speed_is_pictures_over_time_and_its_stream_says_it_too() {
     assert!(reported.get("seq").is_none(), "it is no event");
 
     // It stays when the job is over, and the next attempt begins with its own steps.
-    let reason =
-        Reason::new(ReasonCode::RankKilled, Facts { rank: Some(0), signal: Some(9), ..Facts::default() });
+    let reason = ReasonKind::RankKilled { rank: 0, step: 32, signal: 9 }.into();
     agent.end(&start.attempt, Ending::Failed { reason, retriable: true }).await;
     let next = agent.started().await;
     assert_eq!(server.job(&id).await.images_per_second, Some(speed));

@@ -7,13 +7,12 @@ use crate::{
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, FromAgent, OLDEST_PROTOCOL_VERSION, Source},
     job::JobState,
-    reason::{Facts, Reason, ReasonCode},
+    reason::ReasonKind,
 };
 use serde_json::{Value, json};
 
 fn killed(rank: u32, step: u64) -> Ending {
-    let facts = Facts { rank: Some(rank), step: Some(step), signal: Some(9), ..Facts::default() };
-    Ending::Failed { reason: Reason::new(ReasonCode::RankKilled, facts), retriable: true }
+    Ending::Failed { reason: ReasonKind::RankKilled { rank, step, signal: 9 }.into(), retriable: true }
 }
 
 /// The files of checkpoint 1-50, as far as a fork checks them.

@@ -250,7 +250,7 @@ async fn a_silent_run_fails_and_continues_when_it_is_heard_again() {
     let is_silent = async || {
         let job = server.until(&id, JobState::Failed).await;
         let cause = job.cause.unwrap();
-        assert_eq!(cause.code().as_str(), "run_silent");
+        assert_eq!(cause.code(), "run_silent");
         assert!(cause.words().contains("sent nothing"), "{cause}");
         job.last_seq
     };

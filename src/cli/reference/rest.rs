@@ -135,11 +135,34 @@ fn of_type(text: &mut String, name: &str, schema: &Value) {
             [format!("`{field}`"), format!("{}{optional}", type_of(schema)), prose(&described(schema))]
         })
         .collect();
-    if fields.is_empty() {
+    if let Some((tag, rows)) = variants(schema) {
+        text.push_str(&table([format!("`{tag}`").as_str(), "other fields", "meaning"], &rows));
+    } else if fields.is_empty() {
         let _ = writeln!(text, "{}.", type_of(schema));
     } else {
         text.push_str(&table(["field", "type", "meaning"], &fields));
     }
+}
+
+/// The variants of a type, by the field whose value names the variant. `None` for types without such a field.
+fn variants(schema: &Value) -> Option<(&str, Vec<[String; 3]>)> {
+    let mut tag = "";
+    let mut rows = Vec::new();
+    for variant in schema["oneOf"].as_array()? {
+        let parts = variant["allOf"].as_array().map_or(std::slice::from_ref(variant), Vec::as_slice);
+        let mut fields = parts.iter().filter_map(|part| part["properties"].as_object()).flatten();
+        let is_tag = |field: &Value| field["enum"].as_array().is_some_and(|values| values.len() == 1);
+        let (name, value) = fields.find(|(_, field)| is_tag(field))?;
+        tag = name;
+        let others = |part: &Value| -> Vec<String> {
+            let Some(fields) = part["properties"].as_object() else { return vec![type_of(part)] };
+            let others = fields.iter().filter(|(name, _)| name.as_str() != tag);
+            others.map(|(name, field)| format!("`{name}`: {}", type_of(field))).collect()
+        };
+        let others: Vec<_> = parts.iter().flat_map(others).collect();
+        rows.push([type_of(value), others.join("; "), prose(&described(variant))]);
+    }
+    Some((tag, rows))
 }
 
 /// A field's description; an optional field has it one level deeper.

@@ -6,7 +6,7 @@ use lockstep_protocol::numbers::rate;
 use lockstep_protocol::{
     Job, JobState,
     queue::waits_for,
-    reason::ReasonCode,
+    reason::{Reason, ReasonKind},
     stream::{EventBody, Frame},
 };
 use std::{
@@ -138,8 +138,10 @@ impl Progress {
         };
         match &event.body {
             EventBody::State { state, reason, cause, attempt } => {
-                let fewer = cause.as_ref().filter(|why| *why.code() == ReasonCode::FewerRanks);
-                let fewer = fewer.and_then(|why| why.facts().ranks);
+                let fewer = match cause.as_ref().map(Reason::kind) {
+                    Some(ReasonKind::FewerRanks { ranks, .. }) => Some(*ranks),
+                    _ => None,
+                };
                 if fewer.is_some() || self.attempt != *attempt {
                     self.attempt = *attempt;
                     self.loss = JobLoss::of(fewer.unwrap_or(self.ranks) as usize);

@@ -12,7 +12,7 @@ use super::{
 use crate::report::Tail;
 use lockstep_protocol::{
     agent::{AttemptEvent, AttemptRef, Ending, StartAttempt},
-    reason::{Reason, ReasonCode},
+    reason::Reason,
 };
 use std::{
     collections::BTreeMap,
@@ -230,10 +230,12 @@ async fn with_files(
 /// Adds the machine's name to a refusal about the dataset, because other machines of the job may have another state
 /// of it.
 fn on_machine(refusal: Refusal, name: &str) -> Refusal {
-    if refusal.code != ReasonCode::DatasetUnusable {
-        return refusal;
+    match refusal {
+        Refusal::DatasetUnusable(why) => {
+            Refusal::DatasetUnusable(format!("on the machine {name}: {why} ({HINT})"))
+        }
+        other => other,
     }
-    Refusal { detail: format!("on the machine {name}: {} ({HINT})", refusal.detail), ..refusal }
 }
 
 /// Releases the copy of the dataset after the end of the attempt.
@@ -259,7 +261,7 @@ async fn check_before_start(
     };
     // Not a thread of the async runtime, because the runtime would wait for its end.
     let started = std::thread::Builder::new().name("preflight".into()).spawn(checking);
-    let failed = |why: String| Err(Refusal::other(format!("the check before the start failed: {why}")));
+    let failed = |why: String| Err(Refusal::NotStarted(format!("the check before the start failed: {why}")));
     match started {
         Err(error) => failed(error.to_string()),
         Ok(_) => reply.await.unwrap_or_else(|e| failed(e.to_string())),

@@ -9,7 +9,7 @@ use super::{
 use lockstep_protocol::{
     agent::{AttemptRef, StartAttempt},
     job::JobId,
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     spec::RecoverySpec,
 };
 use std::time::{Duration, Instant};
@@ -84,7 +84,7 @@ impl Agent {
             let reason = self.take_no_work(&error);
             return self.declined.push((stored.start.attempt, reason));
         }
-        let refusal = no_port.map(Refusal::other);
+        let refusal = no_port.map(Refusal::NotStarted);
         tracing::info!(job = %stored.start.attempt.job, attempt = stored.start.attempt.attempt, ranks = stored.start.ranks.len(), "starting");
         self.only_job_failed = false;
         self.only_job_over = None;
@@ -187,8 +187,8 @@ impl Agent {
         };
         let bytes: u64 = self.attempts.values().map(size).sum();
         if bytes > self.spool_bytes {
-            let facts = Facts { agent: Some(self.name.clone()), size_bytes: Some(bytes), ..Facts::default() };
-            let reason = Reason::new(ReasonCode::SpoolFull, facts);
+            let (agent, size_bytes) = (self.name.as_str().into(), bytes);
+            let reason: Reason = ReasonKind::SpoolFull { agent, size_bytes }.into();
             tracing::error!(%reason, "the ranks write a checkpoint and end");
             for attempt in self.attempts.values().filter(|a| !a.is_over()) {
                 attempt.order(Order::Full(reason.clone()));

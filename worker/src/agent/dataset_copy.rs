@@ -15,7 +15,7 @@ use super::{
     state_dir::StoredAttempt,
 };
 use cache::About;
-use lockstep_protocol::{agent::ANEW_BYTES, backoff::Backoff, reason::ReasonCode};
+use lockstep_protocol::{agent::ANEW_BYTES, backoff::Backoff};
 use reqwest::StatusCode;
 use std::{
     fs, io,
@@ -61,7 +61,10 @@ enum CopyError {
     Changed(String),
     /// A checksum is wrong.
     Damaged(String),
-    Refused(ReasonCode, String),
+    /// The dataset cannot be copied.
+    Unusable(String),
+    /// The disk has no space for the copy.
+    NoSpace(String),
 }
 
 impl From<Failed> for CopyError {
@@ -153,7 +156,7 @@ impl RetryCounts {
                     return Ok(why);
                 }
                 let why = format!("{why}; no further data arrived in {MAX_TRIES_WITHOUT_PROGRESS} attempts");
-                Err(CopyError::Refused(ReasonCode::DatasetUnusable, why))
+                Err(CopyError::Unusable(why))
             }
             CopyError::Changed(why) | CopyError::Damaged(why) if self.restarts < MAX_RESTARTS => {
                 self.restarts += 1;
@@ -221,11 +224,10 @@ async fn copy(
 
 fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal {
     let (on, dataset) = (&remote.name, &stored.start.spec.data.dataset);
-    let unusable = |why: &str| Refusal {
-        code: ReasonCode::DatasetUnusable,
-        detail: format!(
+    let unusable = |why: &str| {
+        Refusal::DatasetUnusable(format!(
             "on the machine {on}: the dataset {dataset} is missing and cannot be copied from the server: {why} ({HINT})"
-        ),
+        ))
     };
     match error {
         CopyError::Server(failed) => unusable(failed.words()),
@@ -235,19 +237,17 @@ fn refusal(stored: &StoredAttempt, remote: &Remote, error: CopyError) -> Refusal
                 "{why}; it changed during each of {times} attempts to copy it: retry the job when no program writes to it"
             ))
         }
-        CopyError::Damaged(why) => unusable(&why),
-        CopyError::Refused(ReasonCode::DatasetUnusable, why) => unusable(&why),
-        CopyError::Refused(code, why) => Refusal { code, detail: format!("on the machine {on}: {why}") },
-        CopyError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
-            code: ReasonCode::DiskFull,
-            detail: format!(
+        CopyError::Damaged(why) | CopyError::Unusable(why) => unusable(&why),
+        CopyError::NoSpace(why) => Refusal::DiskFull(format!("on the machine {on}: {why}")),
+        CopyError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => {
+            Refusal::DiskFull(format!(
                 "on the machine {on}: {}: {error}; free some space, or give its agent another folder for copies of datasets with \
                  --dataset-cache, and retry the job",
                 path.display()
-            ),
-        },
+            ))
+        }
         CopyError::Disk(path, error) => {
-            Refusal::other(format!("on the machine {on}: {}: {error}", path.display()))
+            Refusal::NotStarted(format!("on the machine {on}: {}: {error}", path.display()))
         }
     }
 }

@@ -10,7 +10,7 @@ use super::{
     state_dir::StoredAttempt,
 };
 use crate::checkpoint::{self, CheckpointError, MANIFEST, Manifest};
-use lockstep_protocol::{backoff::Backoff, limits::MANIFEST_BYTES, reason::ReasonCode};
+use lockstep_protocol::{backoff::Backoff, limits::MANIFEST_BYTES};
 use reqwest::StatusCode;
 use std::{
     fs::{self, File},
@@ -64,7 +64,7 @@ pub(super) async fn prepare(stored: &StoredAttempt, remote: &Remote) -> Result<(
     let start = &stored.start;
     if let Some(note) = &start.files.dataset {
         let path = stored.job_dir.join(DATASET_NOTE);
-        let text = serde_json::to_vec(note).map_err(|e| Refusal::other(e.to_string()))?;
+        let text = serde_json::to_vec(note).map_err(|e| Refusal::NotStarted(e.to_string()))?;
         lockstep_host::write_whole(&path, &text).map_err(|e| refusal(remote, &FetchError::Disk(path, e)))?;
     }
     // Rank 0 reads checkpoints, and sends their contents to the other ranks.
@@ -94,7 +94,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     let unread = || FetchError::Disk(path.clone(), io::ErrorKind::InvalidData.into());
     let own = DatasetNote::read(&path).ok_or_else(|| refusal(remote, &unread()))?;
     // The server knows which machine sends it.
-    let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::other(e.to_string()))?;
+    let note = serde_json::to_vec(&own.fingerprint).map_err(|e| Refusal::NotStarted(e.to_string()))?;
     let mut tries = Tries::of(remote);
     let other = loop {
         match report(stored, remote, &note).await {
@@ -105,7 +105,7 @@ pub(super) async fn publish_dataset(stored: &StoredAttempt, remote: &Remote) -> 
     };
     // Removed, so that the next start compares with the server's fingerprint.
     let _ = fs::remove_file(&path);
-    Err(Refusal { code: ReasonCode::DatasetUnusable, detail: differs(stored, &own, &other) })
+    Err(Refusal::DatasetUnusable(differs(stored, &own, &other)))
 }
 
 /// Ensures that a valid checkpoint is at `place`, and fetches it if necessary.
@@ -263,15 +263,15 @@ fn refusal(remote: &Remote, error: &FetchError) -> Refusal {
     let on = &remote.name;
     match error {
         FetchError::Server(failed) => {
-            Refusal::other(format!("{on} cannot fetch what the job needs: {}", failed.words()))
+            Refusal::NotStarted(format!("{on} cannot fetch what the job needs: {}", failed.words()))
         }
-        FetchError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => Refusal {
-            code: ReasonCode::DiskFull,
-            detail: format!("{on}: {}: {error}; free some space and retry the job", path.display()),
-        },
-        FetchError::Disk(path, error) => Refusal::other(format!("{on}: {}: {error}", path.display())),
+        FetchError::Disk(path, error) if error.kind() == io::ErrorKind::StorageFull => {
+            let path = path.display();
+            Refusal::DiskFull(format!("{on}: {path}: {error}; free some space and retry the job"))
+        }
+        FetchError::Disk(path, error) => Refusal::NotStarted(format!("{on}: {}: {error}", path.display())),
         FetchError::Damaged(why) => {
-            Refusal::other(format!("{on} fetched a checkpoint from the server: {why}"))
+            Refusal::NotStarted(format!("{on} fetched a checkpoint from the server: {why}"))
         }
     }
 }

@@ -182,6 +182,7 @@ mod tests {
     use lockstep_protocol::{
         agent::{AttemptRef, Ending, StartAttempt},
         job::JobId,
+        reason::FailureCode,
         spec::JobSpec,
     };
 
@@ -341,7 +342,7 @@ mod tests {
                     rank,
                     step,
                     reason,
-                    code: None,
+                    code: FailureCode::Other,
                     retriable: true,
                     secondary: false,
                     unreachable: Vec::new(),

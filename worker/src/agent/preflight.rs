@@ -6,25 +6,20 @@ pub(super) mod dataset;
 use super::state_dir::StoredAttempt;
 use lockstep_engine::{SharedMemory, net, registry, slots};
 use lockstep_host::gpu::RankGpu;
-use lockstep_protocol::{reason::ReasonCode, spec::JobSpec};
+use lockstep_protocol::spec::JobSpec;
 use std::{path::Path, sync::atomic::AtomicBool};
 
 /// Disk space for everything but checkpoints: records and logs.
 const OTHER_BYTES: u64 = 16 << 20;
 
-/// Why ranks are not started.
+/// Why ranks are not started, with the sentence for the user: what is wrong, and what to change.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Refusal {
-    pub(super) code: ReasonCode,
-    /// The sentence for the user: what is wrong, and what to change.
-    pub(super) detail: String,
-}
-
-impl Refusal {
-    /// A refusal without a specific code.
-    pub(super) fn other(detail: String) -> Self {
-        Self { code: ReasonCode::NotStarted, detail }
-    }
+pub(super) enum Refusal {
+    DatasetUnusable(String),
+    DiskFull(String),
+    SharedMemoryTooSmall(String),
+    /// Any other cause.
+    NotStarted(String),
 }
 
 /// Checks the dataset (in a process of `program`), the disk and, for ranks on `devices`, shared memory. Unreadable
@@ -41,15 +36,14 @@ pub(super) fn check(
     machine: Option<&str>,
 ) -> Result<(), Refusal> {
     let start = &stored.start;
-    let refusal = |code: ReasonCode| move |detail: String| Refusal { code, detail };
-    dataset::check(stored, program, cancelled, machine).map_err(refusal(ReasonCode::DatasetUnusable))?;
-    disk(stored, &start.spec).map_err(refusal(ReasonCode::DiskFull))?;
+    dataset::check(stored, program, cancelled, machine).map_err(Refusal::DatasetUnusable)?;
+    disk(stored, &start.spec).map_err(Refusal::DiskFull)?;
     let given = (!devices.is_empty()).then(|| RankGpu { ordinal: 0, visible: devices.to_vec() });
     let backend = registry::device_of(given.as_ref(), start.spec.parallel.device).backend;
     let ranks = start.ranks.len();
     let SharedMemory { bytes, library } = backend.shared_memory(&start.spec, ranks);
     match free_bytes(Path::new("/dev/shm")) {
-        Some(free) if free < bytes => Err(refusal(ReasonCode::SharedMemoryTooSmall)(format!(
+        Some(free) if free < bytes => Err(Refusal::SharedMemoryTooSmall(format!(
             "/dev/shm has {} free, and {ranks} ranks of {library} need {}; in a container raise --shm-size",
             megabytes(free),
             megabytes(bytes)

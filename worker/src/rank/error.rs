@@ -3,7 +3,7 @@
 use crate::train::TrainError;
 use lockstep_comm::rendezvous::RendezvousError;
 use lockstep_engine::EngineError;
-use lockstep_protocol::reason::ReasonCode;
+use lockstep_protocol::reason::FailureCode;
 
 /// Why a rank could not continue.
 #[derive(Debug, thiserror::Error)]
@@ -33,18 +33,17 @@ impl RankError {
         }
     }
 
-    /// The reason code, if the kind of failure is known.
-    pub(super) fn code(&self) -> Option<ReasonCode> {
+    pub(super) fn code(&self) -> FailureCode {
         match self {
-            RankError::Train(TrainError::Diverged { .. }) => Some(ReasonCode::Diverged),
-            RankError::Train(TrainError::Overflow { .. }) => Some(ReasonCode::PrecisionTooNarrow),
+            RankError::Train(TrainError::Diverged { .. }) => FailureCode::Diverged,
+            RankError::Train(TrainError::Overflow { .. }) => FailureCode::PrecisionTooNarrow,
             RankError::Train(TrainError::Engine(EngineError::Backend(error))) if error.is_out_of_memory() => {
-                Some(ReasonCode::OutOfMemory)
+                FailureCode::OutOfMemory
             }
-            RankError::Train(TrainError::Memory(_)) => Some(ReasonCode::OutOfMemory),
-            RankError::Train(TrainError::Data(_)) => Some(ReasonCode::DatasetUnusable),
-            RankError::Stalled(_) => Some(ReasonCode::Stalled),
-            _ => None,
+            RankError::Train(TrainError::Memory(_)) => FailureCode::OutOfMemory,
+            RankError::Train(TrainError::Data(_)) => FailureCode::DatasetUnusable,
+            RankError::Stalled(_) => FailureCode::Stalled,
+            _ => FailureCode::Other,
         }
     }
 

@@ -4,7 +4,7 @@ use super::process::Exit;
 use crate::rank::{EXIT_FINISHED, EXIT_STOPPED};
 use lockstep_protocol::{
     agent::Ending,
-    reason::{Facts, Reason, ReasonCode},
+    reason::{FailureCode, ReasonKind},
 };
 
 /// The facts about one rank's end.
@@ -31,7 +31,7 @@ pub struct RankEnd {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Failure {
     pub reason: String,
-    pub code: Option<ReasonCode>,
+    pub code: FailureCode,
     pub retriable: bool,
     pub secondary: bool,
 }
@@ -88,25 +88,19 @@ impl RankEnd {
 
     /// How an attempt ends whose cause is this rank's end.
     pub fn ending(&self) -> Ending {
-        let mut facts = Facts { rank: Some(self.rank), step: Some(self.step), ..Facts::default() };
-        let (code, retriable) = match (&self.failure, self.exit) {
-            (Some(failure), _) => {
-                facts.detail = Some(failure.reason.clone());
-                (failure.code.clone().unwrap_or(ReasonCode::RankFailed), failure.retriable)
+        let (rank, step) = (self.rank, self.step);
+        let kind = match (&self.failure, self.exit) {
+            (Some(failure), _) => failure.code.of_rank(rank, step, failure.reason.as_str().into()),
+            (None, Some(Exit::Signal(signal))) => ReasonKind::RankKilled { rank, step, signal },
+            (None, Some(Exit::Status(EXIT_STOPPED))) => ReasonKind::RankStopped { rank, step },
+            (None, Some(Exit::Status(exit_status))) => {
+                let detail = self.last_stderr_line.as_deref().map(Into::into);
+                ReasonKind::RankExited { rank, step, exit_status, detail }
             }
-            (None, Some(Exit::Signal(signal))) => {
-                facts.signal = Some(signal);
-                (ReasonCode::RankKilled, true)
-            }
-            (None, Some(Exit::Status(EXIT_STOPPED))) => (ReasonCode::RankStopped, true),
-            (None, Some(Exit::Status(status))) => {
-                facts.exit_status = Some(status);
-                facts.detail = self.last_stderr_line.clone();
-                (ReasonCode::RankExited, true)
-            }
-            (None, Some(Exit::Unseen) | None) => (ReasonCode::RankVanished, true),
+            (None, Some(Exit::Unseen) | None) => ReasonKind::RankVanished { rank, step },
         };
-        Ending::Failed { reason: Reason::new(code, facts), retriable }
+        let retriable = self.failure.as_ref().is_none_or(|failure| failure.retriable);
+        Ending::Failed { reason: kind.into(), retriable }
     }
 }
 
@@ -141,7 +135,7 @@ mod tests {
     fn lost_connection(rank: u32) -> RankEnd {
         let failure = Failure {
             reason: "all_reduce: lost the connection to rank 1".into(),
-            code: None,
+            code: FailureCode::Other,
             retriable: true,
             secondary: true,
         };
@@ -162,7 +156,7 @@ mod tests {
     fn a_ranks_own_words_come_before_signals() {
         let failure = Failure {
             reason: "the loss is NaN".into(),
-            code: Some(ReasonCode::Diverged),
+            code: FailureCode::Diverged,
             retriable: false,
             secondary: false,
         };
@@ -177,7 +171,7 @@ mod tests {
         let ranks = [lost_connection(0), killed, said];
         assert_eq!(reason(&ranks), "rank 2 failed at step 7: the loss is NaN");
         let Ending::Failed { reason, .. } = failure_cause(&ranks).unwrap().rank.ending() else { panic!() };
-        assert_eq!((reason.code(), reason.facts().rank), (&ReasonCode::Diverged, Some(2)));
+        assert!(matches!(reason.kind(), ReasonKind::Diverged { rank: 2, .. }), "{reason:?}");
     }
 
     #[test]

@@ -136,7 +136,7 @@ impl RankEnd {
             }
             AttemptEvent::RankFailed { step: at, reason, code, retriable, secondary, .. } => {
                 *step = (*step).max(*at);
-                let (reason, code) = (reason.clone(), code.clone());
+                let (reason, code) = (reason.clone(), *code);
                 let (retriable, secondary) = (*retriable, *secondary);
                 self.failure.get_or_insert(Failure { reason, code, retriable, secondary });
             }

@@ -30,7 +30,7 @@ use axum::{
 use lockstep_protocol::{
     Job, JobId,
     job::Parent,
-    reason::{Facts, Reason, ReasonCode},
+    reason::ReasonKind,
     schedule::{self, Schedule},
     spec::{Division, JobSpec, Recipe, SpecError, Validation, from_json, key_parts, set_key},
 };
@@ -256,18 +256,14 @@ async fn make(
     }
     let parent = Parent { job: source.id.to_string(), checkpoint: from.id.clone() };
     // The reason is read by whoever sees the fork.
-    let facts = if hides_parent {
-        Facts { step: Some(from.info.step), ..Facts::default() }
-    } else {
-        Facts {
-            step: Some(from.info.step),
-            job: Some(parent.job.clone()),
-            checkpoint: Some(parent.checkpoint.clone()),
-            detail: Some(source.name.clone()),
-            ..Facts::default()
-        }
-    };
-    let reason = Reason::new(ReasonCode::Forked, facts);
+    let shown = |text: &str| (!hides_parent).then(|| text.into());
+    let reason = ReasonKind::Forked {
+        step: from.info.step,
+        job: shown(&parent.job),
+        checkpoint: shown(&parent.checkpoint),
+        detail: shown(&source.name),
+    }
+    .into();
     let checkpoint = lockstep_protocol::agent::CheckpointInfo { best: false, ..from.info };
     let fork = Fork { reason, parent, hides_parent, checkpoint };
     let made = jobs::store(scheduler, caller, new, spec, key, Some(fork)).await?;

@@ -19,11 +19,11 @@ use lockstep_protocol::{
     attempt::Attempt,
     history::{Entry, History, Relative, What},
     job::{Job, JobState, Parent, Waiting},
-    reason::{Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     stream::{Event, EventBody},
 };
 use serde::Deserialize;
-use std::sync::Arc;
+use std::{mem::discriminant, sync::Arc};
 use utoipa::IntoParams;
 
 /// A request is written down when it has been answered, which is at most so long after what it did.
@@ -133,7 +133,7 @@ fn sees(caller: &Caller, job: &Job) -> bool {
 fn fewer_ranks(states: &[Event], attempt: u32) -> Option<Reason> {
     states.iter().find_map(|event| match &event.body {
         EventBody::State { state: JobState::Starting, cause: Some(cause), attempt: of, .. }
-            if *of == attempt && *cause.code() == ReasonCode::FewerRanks =>
+            if *of == attempt && matches!(cause.kind(), ReasonKind::FewerRanks { .. }) =>
         {
             Some(cause.clone())
         }
@@ -154,7 +154,7 @@ fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
             let what = What::Ended {
                 attempt: *number,
                 state: *state,
-                rank: reason.as_ref().and_then(|reason| reason.facts().rank),
+                rank: reason.as_ref().and_then(|reason| reason.rank_and_step().0),
                 reason: reason.clone(),
                 step: *step,
                 next_checkpoint: attempts.get(n + 1).and_then(|next| next.checkpoint.clone()),
@@ -169,34 +169,33 @@ fn of_attempts(attempts: &[Attempt], states: &[Event]) -> Vec<Entry> {
 fn of_states(job: &Job, begun: Option<String>, states: &[Event], requests: &[AuditEntry]) -> Vec<Entry> {
     let begin = begun.map_or(What::Submitted, |checkpoint| What::Forked { checkpoint });
     let mut entries = vec![Entry { at: job.created_at, what: begin, who: job.owner.clone() }];
-    let mut before: Option<(JobState, Option<ReasonCode>)> = None;
+    let mut before: Option<(JobState, Option<&ReasonKind>)> = None;
     for Event { seq, at, body } in states {
         let EventBody::State { state, cause, .. } = body else { continue };
-        let code = cause.as_ref().map(|cause| cause.code().clone());
-        let now = Some((*state, code.clone()));
-        if before == now {
+        let kind = cause.as_ref().map(Reason::kind);
+        if before.is_some_and(|(old, of)| old == *state && of.map(discriminant) == kind.map(discriminant)) {
             continue;
         }
         // The attempt itself reports what became of a lost one. A run from elsewhere has no attempt that would.
         let was_active = job.external.is_none()
-            && before.as_ref().is_some_and(|(state, _)| state.is_active() || *state == JobState::Lost);
+            && before.is_some_and(|(state, _)| state.is_active() || state == JobState::Lost);
         // What somebody else's job asked for is reported by the attempt's end; a pause may come on top of it.
-        let was_preempted = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Preempting));
-        let was_cancelling = before.as_ref().is_some_and(|(_, code)| *code == Some(ReasonCode::Cancelling));
-        let moved = before.as_ref().is_none_or(|(old, _)| old != state);
-        before = now;
-        let (what, action) = match (state, code) {
+        let was_preempted = matches!(before, Some((_, Some(ReasonKind::Preempting { .. }))));
+        let was_cancelling = matches!(before, Some((_, Some(ReasonKind::Cancelling))));
+        let moved = before.is_none_or(|(old, _)| old != *state);
+        before = Some((*state, kind));
+        let (what, action) = match (state, kind) {
             // Reported above: among many changes of state it may not be here.
             (JobState::Queued, _) if *seq == 1 => continue,
-            (JobState::Queued, Some(ReasonCode::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
-            (JobState::Queued, Some(ReasonCode::RetriedByUser)) if moved => (What::Retried, Some("retry")),
-            (JobState::Pausing, Some(ReasonCode::Preempting)) => continue,
+            (JobState::Queued, Some(ReasonKind::ResumedByUser)) if moved => (What::Resumed, Some("resume")),
+            (JobState::Queued, Some(ReasonKind::RetriedByUser)) if moved => (What::Retried, Some("retry")),
+            (JobState::Pausing, Some(ReasonKind::Preempting { .. })) => continue,
             (JobState::Pausing, _) if moved || was_preempted => (What::PauseRequested, Some("pause")),
             (JobState::Paused, _) if moved && !was_active => (What::Paused, Some("pause")),
-            (_, Some(ReasonCode::Cancelling)) if !was_cancelling => (What::CancelRequested, Some("cancel")),
+            (_, Some(ReasonKind::Cancelling)) if !was_cancelling => (What::CancelRequested, Some("cancel")),
             (JobState::Cancelled, _) if moved && !was_active => (What::Cancelled, Some("cancel")),
             (JobState::Failed, _) if moved && !was_active => (What::Failed { reason: cause.clone() }, None),
-            (JobState::Running, Some(ReasonCode::PrecisionFallback)) => {
+            (JobState::Running, Some(ReasonKind::PrecisionFallback { .. })) => {
                 (What::PrecisionChanged { reason: cause.clone() }, None)
             }
             _ => continue,

@@ -10,7 +10,7 @@ use crate::{
 use lockstep_protocol::{
     agent::{AttemptRef, Ending, ToAgent},
     job::{JobId, JobState},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     stream::EventBody,
 };
 use std::{sync::Arc, time::Duration};
@@ -46,9 +46,8 @@ pub(crate) async fn left(scheduler: &Arc<Scheduler>, agent: Online, reason: Stri
 pub(crate) async fn declined(scheduler: &Scheduler, agent_id: &str, declined: &AttemptRef, reason: String) {
     let places = scheduler.agents.leases.places_of(&declined.job);
     let agent = places.into_iter().find(|place| place.agent_id == agent_id).map(|place| place.agent);
-    let why =
-        Reason::new(ReasonCode::AgentDeclined, Facts { agent, detail: Some(reason), ..Facts::default() });
-    requeue(scheduler, agent_id, why, |attempt| attempt == declined).await;
+    let why = ReasonKind::AgentDeclined { agent: agent.unwrap_or_default().into(), detail: reason.into() };
+    requeue(scheduler, agent_id, why.into(), |attempt| attempt == declined).await;
 }
 
 /// Puts attempts of an agent that has left back into the queue.
@@ -198,9 +197,11 @@ pub(crate) fn wanted(row: &JobRow) -> Option<(String, bool)> {
     match (&row.stop, row.job.state) {
         (Some(stop), _) => Some((stop.words().to_owned(), false)),
         (None, JobState::Pausing) => {
-            let preempting = row.job.cause.clone().filter(|cause| *cause.code() == ReasonCode::Preempting);
-            let why = preempting.unwrap_or_else(|| ReasonCode::PausedByUser.into());
-            Some((why.words().to_owned(), true))
+            let why = match row.job.cause.as_ref().map(Reason::kind) {
+                Some(preempting @ ReasonKind::Preempting { .. }) => preempting.to_string(),
+                _ => ReasonKind::PausedByUser { detail: None }.to_string(),
+            };
+            Some((why, true))
         }
         (None, _) => None,
     }

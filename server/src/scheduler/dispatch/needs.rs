@@ -9,7 +9,7 @@ use lockstep_protocol::{
     agent::AllowedFolders,
     dataset::Dataset,
     job::{Job, JobId},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
     spec::JobSpec,
 };
 use serde_json::Value;
@@ -53,22 +53,19 @@ pub(super) async fn needs(
     datasets: &HashMap<String, Dataset>,
 ) -> Result<std::result::Result<Needs, Reason>> {
     let Some(dataset) = datasets.get(&job.spec.data.dataset) else {
-        let facts = Facts { dataset: Some(job.spec.data.dataset.clone()), ..Facts::default() };
-        return Ok(Err(Reason::new(ReasonCode::DatasetMissing, facts)));
+        let dataset = job.spec.data.dataset.as_str().into();
+        return Ok(Err(ReasonKind::DatasetMissing { dataset }.into()));
     };
     let mut spec = job.spec.clone();
     let pretrained = spec.model.pretrained.clone().filter(|given| is_checkpoint_id(given));
     if let Some(given) = &pretrained {
         let Some(row) = scheduler.store.checkpoint(given).await? else {
-            let facts = Facts { checkpoint: Some(given.clone()), ..Facts::default() };
-            return Ok(Err(Reason::new(ReasonCode::CheckpointMissing, facts)));
+            let checkpoint = given.as_str().into();
+            return Ok(Err(ReasonKind::CheckpointMissing { checkpoint }.into()));
         };
         spec.model.pretrained = Some(scheduler.checkpoints.folder(&row).to_string_lossy().into_owned());
     }
-    let not_allowed = |detail: String| {
-        let facts = Facts { detail: Some(detail), ..Facts::default() };
-        Ok(Err(Reason::new(ReasonCode::PathNotAllowed, facts)))
-    };
+    let not_allowed = |detail: String| Ok(Err(ReasonKind::PathNotAllowed { detail: detail.into() }.into()));
     if let Err(detail) = scheduler.datasets.roots.check_registered(&dataset.path).await {
         return not_allowed(format!("data.dataset: {detail}"));
     }

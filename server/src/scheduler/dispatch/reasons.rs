@@ -8,7 +8,7 @@ use crate::{
 };
 use lockstep_protocol::{
     job::{Job, JobId},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind, SlotWait},
 };
 use std::{
     collections::BTreeMap,
@@ -72,20 +72,17 @@ fn machines_may_come_back(scheduler: &Scheduler, job: &Job) -> bool {
 /// Whether two reasons differ at most in numbers of slots. That is not worth an event: the last plan shows these numbers, and each machine that
 /// comes or goes changes them for all waiting jobs.
 fn is_steady(known: &Reason, why: &Reason) -> bool {
-    // The names of drained machines.
-    let is_named = matches!(why.code(), ReasonCode::NoAgentAccepts | ReasonCode::TooFewSlots);
-    let steady = |facts: &Facts| Facts {
-        detail: facts.detail.clone().filter(|_| !is_named),
-        agent: None,
-        machines: None,
-        slots_total: None,
-        slots_free: None,
-        slots_kept: None,
-        kept_for: Vec::new(),
-        slots_on: Vec::new(),
-        ..facts.clone()
-    };
-    known.code() == why.code() && steady(known.facts()) == steady(why.facts())
+    use ReasonKind::{NoAgentAccepts, TooFewSlots, WaitingForSlots};
+    let needed = |wait: &SlotWait| (wait.device, wait.slots_needed);
+    match (known.kind(), why.kind()) {
+        // Their details name drained machines.
+        (NoAgentAccepts { .. }, NoAgentAccepts { .. }) => true,
+        (TooFewSlots(known), TooFewSlots(why)) => needed(known) == needed(why),
+        (WaitingForSlots(known), WaitingForSlots(why)) => {
+            needed(known) == needed(why) && known.detail == why.detail
+        }
+        (known, why) => known == why,
+    }
 }
 
 async fn store_each(scheduler: &Scheduler, reasons: &[(JobId, Reason)]) {

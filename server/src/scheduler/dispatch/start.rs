@@ -19,7 +19,7 @@ use lockstep_protocol::{
     backoff::Backoff,
     dataset::Dataset,
     job::{Job, JobId, JobState},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use std::{
     collections::HashMap,
@@ -150,8 +150,8 @@ async fn prepare(
             return fail(scheduler, &job.id, ALL_LOST.into()).await.map(|()| None);
         }
     }
-    if let Some(ranks) = start.fewer.as_ref().and_then(|fewer| fewer.facts().ranks) {
-        needs.spec = needs.spec.on_ranks(ranks);
+    if let Some(ReasonKind::FewerRanks { ranks, .. }) = start.fewer.as_ref().map(Reason::kind) {
+        needs.spec = needs.spec.on_ranks(*ranks);
     }
     // Ranks are numbered machine by machine.
     let mut ranks = 0..needs.spec.parallel.ranks;
@@ -309,8 +309,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
     let mut passing = Ok(());
     let (ordered, failed): (Vec<_>, Vec<_>) = ordered.into_iter().partition(|order| order.gone.is_none());
     for Ordered { attempt, places, gone } in failed {
-        let facts = Facts { agent: gone, ..Facts::default() };
-        let why = Reason::new(ReasonCode::AgentLeft, facts);
+        let why: Reason = ReasonKind::AgentLeft { agent: gone.unwrap_or_default().into() }.into();
         // No rank has started, because not all agents are ready.
         let ended =
             end_attempt(scheduler, &attempt, move |row| lifecycle::requeue(row, &why, crate::now())).await;
@@ -330,7 +329,7 @@ async fn follow_up(scheduler: &Scheduler, ordered: Vec<Ordered>) -> Result<()> {
             Some(row) if live => wanted(row),
             // The job may have ended by now; its agent knows.
             Some(row) if row.job.state != JobState::Cancelled => None,
-            _ => Some((Reason::from(ReasonCode::CancelledByUser).words().to_owned(), false)),
+            _ => Some((ReasonKind::CancelledByUser { detail: None }.to_string(), false)),
         };
         if let Some((reason, patient)) = wish {
             stop(scheduler, &attempt, &places, &reason, patient);

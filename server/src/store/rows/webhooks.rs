@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use lockstep_protocol::{
     job::JobState,
-    reason::{Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -65,7 +65,7 @@ impl WebhookEvent {
         match state {
             JobState::Running => Some(WebhookEvent::Started),
             JobState::Queued => cause
-                .is_some_and(|cause| *cause.code() == ReasonCode::Preempted)
+                .is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempted { .. }))
                 .then_some(WebhookEvent::Preempted),
             JobState::Paused => Some(WebhookEvent::Paused),
             JobState::Restarting => Some(WebhookEvent::Restarting),
@@ -205,10 +205,11 @@ mod tests {
 
     #[test]
     fn a_job_that_waits_again_was_preempted_or_is_no_event() {
-        let of = |state, code: Option<ReasonCode>| WebhookEvent::of(state, code.map(Reason::from).as_ref());
-        assert_eq!(of(JobState::Queued, Some(ReasonCode::Preempted)), Some(WebhookEvent::Preempted));
-        for code in [None, Some(ReasonCode::RetriedByUser)] {
-            assert_eq!(of(JobState::Queued, code), None);
+        let of = |state, kind: Option<ReasonKind>| WebhookEvent::of(state, kind.map(Reason::from).as_ref());
+        let preempted = ReasonKind::Preempted { job: None, priority: 1, detail: None };
+        assert_eq!(of(JobState::Queued, Some(preempted)), Some(WebhookEvent::Preempted));
+        for kind in [None, Some(ReasonKind::RetriedByUser)] {
+            assert_eq!(of(JobState::Queued, kind), None);
         }
     }
 }

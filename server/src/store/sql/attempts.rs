@@ -17,7 +17,7 @@ use lockstep_protocol::{
     agent::{AttemptRef, FencingToken},
     attempt::{Attempt, AttemptState},
     job::{JobId, JobState},
-    reason::{Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use sqlx::{AssertSqlSafe, Row};
 use std::collections::HashMap;
@@ -123,7 +123,7 @@ impl SqlStore {
                 priority: i32::try_from(row.try_get::<i64, _>("priority")?).unwrap_or(i32::MAX),
                 preemptible: state.is_some() && row.try_get::<i64, _>("preemptible")? != 0,
                 ends: !runs || row.try_get::<Option<&str>, _>("stop")?.is_some(),
-                preempted: cause.is_some_and(|cause| *cause.code() == ReasonCode::Preempting),
+                preempted: cause.is_some_and(|cause| matches!(cause.kind(), ReasonKind::Preempting { .. })),
                 job: id.parse().map_err(|_| StoreError::Corrupt(format!("job id {id:?}")))?,
             })
         };

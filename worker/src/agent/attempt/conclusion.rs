@@ -11,7 +11,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, CheckpointInfo, Ending, LogLine},
-    reason::{Facts, Reason, ReasonCode},
+    reason::ReasonKind,
 };
 use std::{fs, io, time::Duration};
 
@@ -53,7 +53,7 @@ impl Watch {
         let ending = if !ends.is_empty() && ends.iter().all(RankEnd::is_success) {
             Ending::Succeeded { step: ends.iter().map(|r| r.step).max().unwrap_or(0) }
         } else {
-            let unexplained = || Ending::Failed { reason: ReasonCode::Unexplained.into(), retriable: true };
+            let unexplained = || Ending::Failed { reason: ReasonKind::Unexplained.into(), retriable: true };
             let is_shared = self.stored.start.is_shared();
             let cause = || {
                 let cause = ranks.failure_cause()?;
@@ -99,12 +99,8 @@ impl Watch {
                     Ending::Failed { reason, .. } => format!("{reason}; "),
                     _ => String::new(),
                 };
-                let facts = Facts {
-                    detail: Some(format!("{before}{left}")),
-                    agent: Some(lockstep_host::hostname()),
-                    ..Facts::default()
-                };
-                Ending::Failed { reason: Reason::new(ReasonCode::Unkillable, facts), retriable: false }
+                let (agent, detail) = (lockstep_host::hostname().into(), format!("{before}{left}").into());
+                Ending::Failed { reason: ReasonKind::Unkillable { agent, detail }.into(), retriable: false }
             }
             (Ending::Failed { reason, .. }, None) if by_kernel || refused => {
                 let how = if by_kernel {
@@ -112,13 +108,16 @@ impl Watch {
                 } else {
                     "it reached its memory limit (ulimit -v)"
                 };
-                let facts = Facts {
-                    // The signal of the rank named in the reason. A program that cannot allocate memory aborts.
-                    signal: reason.facts().signal.or(Some(if by_kernel { 9 } else { 6 })),
-                    detail: Some(format!("{reason}; {how}")),
-                    ..reason.facts().clone()
+                // The signal of the rank named in the reason. A program that cannot allocate memory aborts.
+                let signal = match reason.kind() {
+                    ReasonKind::RankKilled { signal, .. } => *signal,
+                    _ if by_kernel => 9,
+                    _ => 6,
                 };
-                Ending::Failed { reason: Reason::new(ReasonCode::OutOfMemory, facts), retriable: false }
+                let (rank, step) = reason.rank_and_step();
+                let detail = format!("{reason}; {how}").into();
+                let kind = ReasonKind::OutOfMemory { rank, step, signal: Some(signal), detail };
+                Ending::Failed { reason: kind.into(), retriable: false }
             }
             (ending, None) => ending,
         }

@@ -48,13 +48,13 @@ impl Gang {
     pub(super) async fn meet(&self, start: &StartAttempt) -> Result<u16, Refusal> {
         let has_first = start.ranks.iter().any(|(rank, _)| *rank == 0);
         let port = has_first.then(|| free_port(&start.master_addr)).transpose().map_err(|error| {
-            Refusal::other(format!("{} has no free port for the ranks: {error}", start.master_addr))
+            Refusal::NotStarted(format!("{} has no free port for the ranks: {error}", start.master_addr))
         })?;
         let _ = self.ready.set(port);
         let mut launch = self.launch.subscribe();
         match tokio::time::timeout(OTHERS, launch.wait_for(Option::is_some)).await {
             Ok(Ok(port)) => Ok(port.unwrap_or_default()),
-            _ => Err(Refusal::other(format!(
+            _ => Err(Refusal::NotStarted(format!(
                 "the job's other machines were not ready within {} h",
                 OTHERS.as_secs() / 3600
             ))),

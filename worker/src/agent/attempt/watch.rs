@@ -14,7 +14,7 @@ use crate::{
 };
 use lockstep_protocol::{
     agent::{AttemptEvent, Ending},
-    reason::{Facts, Reason, ReasonCode},
+    reason::{Reason, ReasonKind},
 };
 use std::{
     convert::Infallible,
@@ -99,7 +99,7 @@ impl Watch {
         let decided = match beginning {
             StartMode::Launch { refusal: None } => {
                 let launched = this.launch(context, &mut ranks);
-                launched.err().map(|error| not_started(Refusal::other(error.to_string())))
+                launched.err().map(|error| not_started(Refusal::NotStarted(error.to_string())))
             }
             StartMode::Launch { refusal: Some(refusal) } => Some(not_started(refusal)),
             StartMode::Over(ending) => Some(ending),
@@ -159,14 +159,8 @@ impl Watch {
         })?;
         let RankEnd { rank, step, .. } = slowest.end;
         let suspended = slowest.process.is_suspended();
-        let facts = Facts {
-            rank: Some(rank),
-            step: Some(step),
-            secs: Some(secs.into()),
-            detail: suspended.then(|| "its process is suspended (SIGSTOP)".to_owned()),
-            ..Facts::default()
-        };
-        Some(Reason::new(ReasonCode::Stalled, facts))
+        let detail = suspended.then(|| "its process is suspended (SIGSTOP)".into());
+        Some(ReasonKind::Stalled { rank, step, secs: Some(secs.into()), detail }.into())
     }
 }
 
@@ -212,8 +206,7 @@ impl Policy for Watch {
     fn decide(&mut self, ranks: &mut RankGroup<RecordSummary>) {
         let failed = |reason| Some(Ending::Failed { reason, retriable: true });
         if let Some(silent) = self.lease.overdue() {
-            let facts = Facts { secs: Some(silent.as_secs() as f64), ..Facts::default() };
-            self.decided = failed(Reason::new(ReasonCode::ServerSilent, facts));
+            self.decided = failed(ReasonKind::ServerSilent { secs: silent.as_secs() as f64 }.into());
         } else if ranks.failure_cause().is_some() {
             // Ranks that were asked to stop, by anyone, have time for their checkpoint.
             let stopping = if self.leaves { self.leave_within } else { PAUSE_ENDS.max(self.leave_within) };
@@ -236,12 +229,18 @@ impl Policy for Watch {
 }
 
 fn not_begun(context: &AttemptContext) -> Ending {
-    let agent = context.remote.as_ref().map(|remote| remote.name.clone());
-    let reason = Reason::new(ReasonCode::AgentRestarted, Facts { agent, ..Facts::default() });
-    Ending::Failed { reason, retriable: true }
+    let agent = context.remote.as_ref().map_or_else(lockstep_host::hostname, |remote| remote.name.clone());
+    Ending::Failed { reason: ReasonKind::AgentRestarted { agent: agent.into() }.into(), retriable: true }
 }
 
-fn not_started(Refusal { code, detail }: Refusal) -> Ending {
-    let reason = Reason::new(code, Facts { detail: Some(detail), ..Facts::default() });
-    Ending::Failed { reason, retriable: false }
+fn not_started(refusal: Refusal) -> Ending {
+    let kind = match refusal {
+        Refusal::DatasetUnusable(why) => {
+            ReasonKind::DatasetUnusable { rank: None, step: None, detail: why.into() }
+        }
+        Refusal::DiskFull(why) => ReasonKind::DiskFull { detail: why.into() },
+        Refusal::SharedMemoryTooSmall(why) => ReasonKind::SharedMemoryTooSmall { detail: why.into() },
+        Refusal::NotStarted(why) => ReasonKind::NotStarted { detail: why.into() },
+    };
+    Ending::Failed { reason: kind.into(), retriable: false }
 }

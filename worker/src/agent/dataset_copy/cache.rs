@@ -10,7 +10,7 @@ use super::{
     on_disk,
     size::{megabytes, sizes},
 };
-use lockstep_protocol::{agent::AttemptRef, reason::ReasonCode};
+use lockstep_protocol::agent::AttemptRef;
 use serde::{Deserialize, Serialize};
 use std::{
     collections::HashMap,
@@ -287,7 +287,7 @@ impl Copies {
             }
         }
         if !entry.data().exists() {
-            let refused = |why: String| Err(CopyError::Refused(ReasonCode::DatasetUnusable, why));
+            let refused = |why: String| Err(CopyError::Unusable(why));
             let (bytes, limit) = sizes(about.bytes, self.limit_bytes);
             if about.bytes > self.limit_bytes {
                 return refused(format!(

@@ -1,7 +1,7 @@
 //! The list of a dataset's files, as sent by the server and stored with a copy.
 
 use super::{super::remote::AttemptClient, CopyError, PullProgress, on_disk};
-use lockstep_protocol::{agent::DatasetEntry, reason::ReasonCode};
+use lockstep_protocol::agent::DatasetEntry;
 use sha2::{Digest, Sha256};
 use std::{
     fs::File,
@@ -76,7 +76,7 @@ impl ListReader {
     fn take(&mut self, chunk: &[u8]) -> Result<(), CopyError> {
         let left = self.left.checked_sub(chunk.len() as u64).ok_or_else(|| {
             let why = "the list of its files is too long; put them into fewer, or shards";
-            CopyError::Refused(ReasonCode::DatasetUnusable, why.into())
+            CopyError::Unusable(why.into())
         })?;
         self.left = left;
         self.sum.update(chunk);
@@ -116,7 +116,7 @@ impl ListReader {
             DatasetEntry::End(files, bytes) if (files, bytes) == (self.files, self.bytes) => {
                 self.ended = true;
             }
-            DatasetEntry::Failed(why) => return Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)),
+            DatasetEntry::Failed(why) => return Err(CopyError::Unusable(why)),
             entry => return odd(format!("has {entry:?}")),
         }
         Ok(())
@@ -197,11 +197,11 @@ mod tests {
         }
         assert!(matches!(read(&[list, "{\"folder\":\"b\"}\n"]), Err(CopyError::Damaged(_))));
         let failed = read(&["{\"begin\":\"\"}\n{\"failed\":\"x is a link\"}\n"]);
-        assert!(matches!(failed, Err(CopyError::Refused(_, why)) if why == "x is a link"));
+        assert!(matches!(failed, Err(CopyError::Unusable(why)) if why == "x is a link"));
         let size = list.len() as u64;
         assert!(read_of(&[list], size).is_ok());
         assert!(
-            matches!(read_of(&[list], size - 1), Err(CopyError::Refused(_, why)) if why.contains("too long"))
+            matches!(read_of(&[list], size - 1), Err(CopyError::Unusable(why)) if why.contains("too long"))
         );
         let long = format!("{{\"begin\":\"{}\"}}\n", "x".repeat(LINE_BYTES - 13));
         assert_eq!(long.len(), LINE_BYTES);

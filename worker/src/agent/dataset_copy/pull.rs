@@ -12,11 +12,8 @@ use super::{
 };
 use crate::agent::remote::AttemptClient;
 use incoming::receive;
-use lockstep_protocol::{
-    agent::{
-        DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
-    },
-    reason::ReasonCode,
+use lockstep_protocol::agent::{
+    DATASET_PART_BYTES, DATASET_PARTS, DATASET_PARTS_BYTES, DatasetEntry, DatasetPart, DatasetParts,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -143,7 +140,7 @@ fn begin(entry: &Entry) -> Result<Option<Missing>, CopyError> {
                 "files of its copy in {} were changed, and other jobs use it; retry the job when they are over",
                 entry.dir().display()
             );
-            return Err(CopyError::Refused(ReasonCode::DatasetUnusable, why));
+            return Err(CopyError::Unusable(why));
         }
         fs::rename(&data, &part).map_err(on_disk(&data))?;
     }
@@ -214,7 +211,7 @@ async fn check_disk(
         };
         let Some(gone) = gone else {
             let why = too_small(copies.dir(), &about.dataset, missing, free);
-            return Err(CopyError::Refused(ReasonCode::DiskFull, why));
+            return Err(CopyError::NoSpace(why));
         };
         blocking(move || cache::remove(&[gone])).await?;
     }

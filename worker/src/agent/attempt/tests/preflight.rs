@@ -10,7 +10,7 @@ async fn what_is_missing_is_said_before_anything_starts() {
     match place.end_of(&attempt).await {
         Ending::Failed { reason, retriable: false } => {
             assert!(reason.words().contains("dataset /none cannot be read: No such file"), "{reason:?}");
-            assert_eq!(*reason.code(), ReasonCode::DatasetUnusable);
+            assert!(matches!(reason.kind(), ReasonKind::DatasetUnusable { rank: None, .. }), "{reason:?}");
         }
         other => panic!("{other:?}"),
     }
@@ -19,7 +19,7 @@ async fn what_is_missing_is_said_before_anything_starts() {
 
 #[test]
 fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
-    use crate::agent::preflight::check;
+    use crate::agent::preflight::{Refusal, check};
     let checked = |script: &str| {
         let mut place = place(1, script);
         let data = place.dir.path().join("data/train/cat");
@@ -31,8 +31,8 @@ fn a_look_that_is_killed_says_nothing_of_the_dataset_for_the_jobs_whole_life() {
         (said, fs::read_to_string(place.stored.job_dir.join("dataset.json")).ok())
     };
     let (said, note) = checked("kill -9 $$");
-    let refusal = said.unwrap_err();
-    assert!(refusal.detail.contains("was not examined") && note.is_none(), "{refusal:?} {note:?}");
+    let Err(Refusal::DatasetUnusable(why)) = &said else { panic!("{said:?}") };
+    assert!(why.contains("was not examined") && note.is_none(), "{why} {note:?}");
     // A folder that is not a dataset is left to the ranks.
     let (said, note) = checked("echo '{\"Err\":\"holds nothing\"}'");
     assert!(said.is_ok() && note.is_some_and(|note| note.contains("\"files\":1")), "{said:?}");

@@ -31,7 +31,7 @@ fn have(copies: &Copies, key: &str, about: &About, attempt: &AttemptRef) -> Resu
             fs::create_dir_all(entry.data()).unwrap();
             Ok(entry)
         }
-        Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)) => Err(why),
+        Err(CopyError::Unusable(why)) => Err(why),
         Err(other) => panic!("{other:?}"),
     }
 }

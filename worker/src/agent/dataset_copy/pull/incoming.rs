@@ -3,10 +3,7 @@
 use super::super::{CopyError, Failed, PullProgress, cache::CopyLock, on_disk};
 use crate::agent::remote::Download;
 use bytes::BytesMut;
-use lockstep_protocol::{
-    agent::{DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES},
-    reason::ReasonCode,
-};
+use lockstep_protocol::agent::{DatasetPart, PART_CHANGED, PART_FOLLOWS, PART_REFUSED, SUM_BYTES};
 use sha2::{Digest, Sha256};
 use std::{fs::File, os::unix::fs::FileExt, path::Path};
 
@@ -43,7 +40,7 @@ impl Incoming {
                 Ok((bytes, self.take(SUM_BYTES).await?))
             }
             [PART_CHANGED] => Err(CopyError::Changed(self.words().await?)),
-            [PART_REFUSED] => Err(CopyError::Refused(ReasonCode::DatasetUnusable, self.words().await?)),
+            [PART_REFUSED] => Err(CopyError::Unusable(self.words().await?)),
             _ => Err(odd()),
         }
     }

@@ -127,7 +127,7 @@ fn a_damaged_copy_is_mended_while_others_wait_for_it_and_not_while_they_read_it(
     assert_eq!(begin(&entry).unwrap(), None, "whole");
     fs::remove_file(entry.data().join("a")).unwrap();
     match begin(&entry) {
-        Err(CopyError::Refused(ReasonCode::DatasetUnusable, why)) => {
+        Err(CopyError::Unusable(why)) => {
             assert!(why.contains("other jobs use it"), "{why}");
         }
         other => panic!("{other:?}"),
@@ -184,7 +184,7 @@ async fn a_disk_without_room_is_said_with_what_to_change() {
     let about = About { dataset: "x".into(), path: "/x".into(), within: String::new(), files: 1, bytes: 1 };
     let missing = Missing { files: 1, bytes: 1, disk_bytes: 1 << 60 };
     match check_disk(&entry, &about, &missing, &copies).await {
-        Err(CopyError::Refused(ReasonCode::DiskFull, why)) => {
+        Err(CopyError::NoSpace(why)) => {
             assert!(why.contains("--dataset-cache"), "{why}")
         }
         other => panic!("{other:?}"),
@@ -216,7 +216,7 @@ async fn a_copy_that_fits_on_no_disk_is_refused_and_those_that_are_there_stay() 
         About { dataset: "large".into(), path: "/l".into(), within: String::new(), files: 1, bytes: 1 << 60 };
     let missing = Missing { files: 1, bytes: 1 << 60, disk_bytes: 1 << 60 };
     match check_disk(&other, &about, &missing, &copies).await {
-        Err(CopyError::Refused(ReasonCode::DiskFull, why)) => {
+        Err(CopyError::NoSpace(why)) => {
             assert!(why.contains("1152921504606.9 MB more") && why.contains("--dataset-cache"), "{why}");
         }
         other => panic!("{other:?}"),

@@ -109,7 +109,7 @@ impl<'a> GraphEmitter<'a> {
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
-                match is_head {
+                match *is_head {
                     true => self.cosines(op, name, [*input, *output], training)?,
                     false => self.bias(name, *output)?,
                 }

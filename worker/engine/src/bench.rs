@@ -219,7 +219,7 @@ fn run_rank(
         gradients_mean: true,
         threads,
     };
-    let batch = synthetic(batch_size, case.image_size, reader as u32);
+    let batch = synthetic(batch_size, case.image_size, classes.min(CLASSES), reader);
     let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
     let device = registry::device_of(None, Device::Cpu);
     let built = device.backend.build(BuildArgs {
@@ -409,10 +409,10 @@ fn batches<'a>(
 }
 
 /// A batch of pictures with arbitrary content, on which speed does not depend.
-fn synthetic(pictures: usize, image_size: usize, rank: u32) -> Batch {
+fn synthetic(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
     Batch {
-        images: values(&format!("bench.{rank}"), pictures * image_size * image_size * 3),
-        labels: (0..pictures).map(|i| (i % CLASSES) as u32).collect(),
+        images: values(&format!("bench.{reader}"), pictures * image_size * image_size * 3),
+        labels: (0..pictures).map(|i| (i % classes) as u32).collect(),
         indices: (0..pictures as u64).collect(),
         ..Batch::default()
     }

@@ -27,6 +27,9 @@ pub struct PlanDescription {
     /// Number of stages of the network.
     #[serde(default = "one_stage")]
     pub pipeline: u32,
+    /// The layer at which each stage after the first begins.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub later_stages: Vec<String>,
     /// Number of copies of the network; with shared copies, of sets of ranks.
     pub data: u32,
     /// Number of ranks that share the rows of each picture.
@@ -44,6 +47,10 @@ pub struct PlanDescription {
     pub images_per_second: f32,
     /// Predicted memory of the rank with the largest part.
     pub memory_bytes: u64,
+    /// Measured memory of rank 0: its GPU's, or on CPU cores the largest size of its process so far, with the program and with pictures. It
+    /// comes with `measured_step_ms`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_memory_bytes: Option<u64>,
     /// `computing`, `communication` or `memory`.
     pub limited_by: String,
     /// Why the ranks run this plan.
@@ -131,6 +138,10 @@ impl PlanDescription {
         if texts.iter().any(|text| text.len() > PLAN_TEXT_BYTES || text.chars().any(char::is_control)) {
             return Err(format!("a text of the plan is not a line of at most {PLAN_TEXT_BYTES} bytes"));
         }
+        let is_name = |name: &String| name.len() <= LAYER_NAME_BYTES && !name.chars().any(char::is_control);
+        if self.later_stages.len() > NETWORK_LAYERS || !self.later_stages.iter().all(is_name) {
+            return Err("the plan has stages that no network has".into());
+        }
         if self.shard.len() > MOST_SHARDS || self.shard.iter().any(|shard| !shard.is_pattern()) {
             return Err("the plan has strategies that no job may have".into());
         }
@@ -170,6 +181,7 @@ mod tests {
     fn plan() -> PlanDescription {
         PlanDescription {
             pipeline: 1,
+            later_stages: Vec::new(),
             words: "data parallel on 2 ranks".into(),
             data: 2,
             height: 1,
@@ -179,6 +191,7 @@ mod tests {
             measured_step_ms: Some(12.5),
             images_per_second: 100.0,
             memory_bytes: 1 << 30,
+            measured_memory_bytes: Some(1 << 30),
             limited_by: "computing".into(),
             why: "there is no other".into(),
         }
@@ -222,6 +235,7 @@ mod tests {
             PlanDescription { why: "w".repeat(PLAN_TEXT_BYTES + 1), ..plan() },
             PlanDescription { words: "a\nb".into(), ..plan() },
             PlanDescription { step_ms: f32::NAN, ..plan() },
+            PlanDescription { later_stages: vec!["l".repeat(LAYER_NAME_BYTES + 1)], ..plan() },
             PlanDescription { measured_step_ms: Some(-1.0), ..plan() },
             PlanDescription { shard: vec![ShardSpec { pattern: "a b".into(), split: Split::Out }], ..plan() },
         ] {

@@ -6,11 +6,11 @@ use super::{output, wrong};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use lockstep_engine::{
     Devices, Selection,
-    bench::{self, Case, OnDevice},
+    bench::{self, Case, Division, OnDevice},
     registry,
 };
 use lockstep_host::gpu::RankGpu;
-use lockstep_protocol::spec::{DEVICE_NAMES, Device, Precision};
+use lockstep_protocol::spec::{DEVICE_NAMES, Device, Precision, ShardSpec, Split};
 use lockstep_worker::local_group::{self, JoinedGroup, Member};
 use serde_json::Value;
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -40,25 +40,28 @@ pub(crate) struct Args {
     /// Batch norm's statistics: over all ranks (true), or of each rank (GPUs only)
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     sync_batch_norm: bool,
-    /// Number of classes of the network (GPUs only)
+    /// Number of classes of the network
     #[arg(long, value_name = "N", default_value_t = bench::CLASSES as u32, value_parser = clap::value_parser!(u32).range(2..=100_000_000))]
     classes: u32,
-    /// Number of ranks that share a copy of the network, each with some of the classes (GPUs only): a divisor of --ranks
+    /// Number of ranks that share a copy of the network: a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_model: u32,
-    /// Divide optimizer state over the ranks (ZeRO-1, GPUs)
+    /// A strategy of operators, such as layer4.*=out (may be repeated) [default: the last layer is split over its classes]
+    #[arg(long = "parallel-shard", value_name = "MATCH=SPLIT", value_parser = shard)]
+    shards: Vec<ShardSpec>,
+    /// Divide optimizer state over the ranks (ZeRO-1)
     #[arg(long, value_name = "BOOL", default_value_t = false, action = clap::ArgAction::Set)]
     optimizer_sharding: bool,
-    /// Share of its classes that a rank samples in each step, above 0 and at most 1, as loss.sample_share (GPUs only)
+    /// Share of its classes that a rank samples in each step, above 0 and at most 1, as loss.sample_share
     #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = share)]
     sample_share: f64,
-    /// Number of ranks that share the rows of pictures (GPUs only); --parallel-model times this is a divisor of --ranks
+    /// Number of ranks that share the rows of pictures; --parallel-model times this is a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_height: u32,
-    /// Number of pipeline stages (GPUs only): a divisor of --ranks
+    /// Number of pipeline stages: a divisor of --ranks
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     parallel_pipeline: u32,
-    /// Number of micro-batches of a step, each of the case's batch size (GPUs only)
+    /// Number of micro-batches of a step, each of the case's batch size
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     accumulate: u32,
     /// Deterministic results on GPUs: the same bits in every run
@@ -81,6 +84,16 @@ pub(crate) struct Args {
 fn share(text: &str) -> Result<f64, String> {
     let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     share.ok_or_else(|| "not a number above 0 and at most 1".into())
+}
+
+fn shard(text: &str) -> Result<ShardSpec, String> {
+    let parts = text.split_once('=').and_then(|(pattern, split)| {
+        let (split, _) = Split::ALL.into_iter().find(|(_, name)| *name == split)?;
+        Some(ShardSpec { pattern: pattern.into(), split })
+    });
+    parts
+        .filter(ShardSpec::is_pattern)
+        .ok_or_else(|| format!("not MATCH=SPLIT with {}", Split::NAMES.join(" or ")))
 }
 
 /// The kinds of devices, and `auto`.
@@ -129,34 +142,27 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
         ));
     }
     let devices = devices(&args)?;
-    let Args { ranks, parallel_model, parallel_height, classes, .. } = args;
+    let Args { ranks, parallel_model, parallel_height, parallel_pipeline, optimizer_sharding, .. } = args;
     if !ranks.is_multiple_of(parallel_model * parallel_height) {
         return Err(wrong(format!(
             "--parallel-model {parallel_model}, --parallel-height {parallel_height}: {ranks} ranks cannot be divided into groups of \
              {parallel_model} x {parallel_height}"
         )));
     }
-    let Args { parallel_pipeline, accumulate, optimizer_sharding, sample_share, .. } = args;
-    let is_plain = (classes, parallel_model, parallel_height) == (bench::CLASSES as u32, 1, 1)
-        && (parallel_pipeline, accumulate, optimizer_sharding) == (1, 1, false)
-        && sample_share == 1.0;
-    if devices.is_empty() && !is_plain {
+    let on_gpus = !devices.is_empty();
+    if on_gpus && parallel_model > 1 && optimizer_sharding {
         return Err(wrong(
-            "--classes, --parallel-model, --parallel-height, --parallel-pipeline, --accumulate, --optimizer-sharding, --sample-share: \
-             they are measured on GPUs only",
+            "--optimizer-sharding: on GPUs not with --parallel-model. Leave one of the two out",
         ));
     }
-    if parallel_model > 1 && optimizer_sharding {
-        return Err(wrong("--optimizer-sharding: not with --parallel-model. Leave one of the two out"));
-    }
-    if !ranks.is_multiple_of(parallel_pipeline) {
+    if !ranks.is_multiple_of(parallel_pipeline * parallel_model * parallel_height) {
         return Err(wrong(format!(
             "--parallel-pipeline {parallel_pipeline}: {ranks} ranks cannot be divided into that many stages"
         )));
     }
-    if parallel_pipeline > 1 && (parallel_model * parallel_height > 1 || optimizer_sharding) {
+    if on_gpus && parallel_pipeline > 1 && (parallel_model * parallel_height > 1 || optimizer_sharding) {
         return Err(wrong(
-            "--parallel-pipeline: not with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
+            "--parallel-pipeline: on GPUs not with --parallel-model, --parallel-height or --optimizer-sharding. Leave these out",
         ));
     }
     let cases = if args.cases.is_empty() { defaults(!devices.is_empty())? } else { args.cases.clone() };
@@ -220,9 +226,22 @@ fn devices(args: &Args) -> anyhow::Result<Vec<String>> {
 }
 
 fn on_cpu(case: &Case, args: &Args) -> anyhow::Result<Value> {
-    let measured = bench::run(case, threads(args) as usize, args.ranks)
+    let measured = bench::run(case, threads(args) as usize, args.ranks, &division(args))
         .map_err(|e| wrong(format!("{}: {e}", case.name)))?;
     Ok(serde_json::to_value(measured)?)
+}
+
+fn division(args: &Args) -> Division {
+    Division {
+        classes: args.classes as usize,
+        model: args.parallel_model,
+        shards: args.shards.clone(),
+        height: args.parallel_height,
+        pipeline: args.parallel_pipeline,
+        accumulate: args.accumulate as usize,
+        optimizer_sharding: args.optimizer_sharding,
+        sample_share: args.sample_share,
+    }
 }
 
 /// Threads of a rank.
@@ -234,7 +253,7 @@ fn threads(args: &Args) -> u32 {
 /// Runs a process on each device.
 fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Value> {
     let name = |value: &dyn std::fmt::Debug| format!("{value:?}").to_lowercase();
-    let arguments: Vec<OsString> = [
+    let mut arguments: Vec<OsString> = [
         "bench".into(),
         format!("--case={}", case.name),
         format!("--precision={}", name(&args.precision)),
@@ -250,6 +269,8 @@ fn on_devices(case: &Case, args: &Args, devices: &[String]) -> anyhow::Result<Va
     ]
     .map(OsString::from)
     .into();
+    let strategy = |of: &ShardSpec| format!("--parallel-shard={}={}", of.pattern, of.split.name()).into();
+    arguments.extend(args.shards.iter().map(strategy));
     let members = local_group::members_on(args.ranks, devices)?;
     let printed =
         local_group::run(&arguments, &members, LIMIT).map_err(|e| anyhow::anyhow!("{}: {e}", case.name))?;
@@ -268,13 +289,7 @@ fn be_a_rank(args: &Args, member: &Member) -> anyhow::Result<()> {
         precision: args.precision.precision(),
         deterministic: args.deterministic,
         sync_batch_norm: args.sync_batch_norm,
-        classes: args.classes as usize,
-        model: args.parallel_model,
-        optimizer_sharding: args.optimizer_sharding,
-        sample_share: args.sample_share,
-        height: args.parallel_height,
-        pipeline: args.parallel_pipeline,
-        accumulate: args.accumulate as usize,
+        division: division(args),
         store: store.clone(),
     };
     let measured = bench::run_on_device(case, comm.clone(), how).map_err(|e| anyhow::anyhow!(e))?;

@@ -2,6 +2,7 @@
 
 import { ask, byId, sentence, text } from "../page.js";
 import { bytes, count, millis, percent, plural, rate } from "../numbers.js";
+import { drawMesh } from "./mesh.js";
 
 /** If one stage has more than this fraction of the layers, stages are distinguished by one more part of the names. */
 const TOO_MUCH = 0.7;
@@ -32,8 +33,13 @@ export function stages(layers) {
 
 const sum = (layers, key) => layers.reduce((all, layer) => all + (layer[key] ?? 0), 0);
 
-/** A plan, with the measured time of a step beside the predicted time. */
-const planWords = (plan) => `${plan.words}: ${plan.measured_step_ms === undefined ? "" : `${millis(plan.measured_step_ms)} a step, `}predicted were ${millis(plan.step_ms)}, ${rate(plan.images_per_second)} images/s and ${bytes(plan.memory_bytes)} a rank · limited by ${plan.limited_by} · ${plan.why}`;
+/** A plan's figures: `[name, predicted, measured, how to show them]`; what is not measured yet is undefined. */
+const figures = (plan) => [
+  ["time of a step", plan.step_ms, plan.measured_step_ms, millis],
+  ["images a second", plan.images_per_second, plan.measured_step_ms && (plan.images_per_second * plan.step_ms) / plan.measured_step_ms, rate],
+  ["memory of a rank", plan.memory_bytes, plan.measured_memory_bytes, bytes],
+];
+const apart = (predicted, measured) => (measured && predicted ? `${measured < predicted ? "−" : "+"}${percent(Math.abs(measured / predicted - 1), 0)}` : "–");
 
 export class Network {
   /** `onPlan` receives the plan of a job that has one. */
@@ -47,9 +53,19 @@ export class Network {
     } catch (error) { text(byId("network-sum"), sentence(error)); }
   }
 
+  #drawPlan(plan) {
+    text(byId("plan-words"), `${plan.words} · limited by ${plan.limited_by} · ${plan.why}`);
+    byId("plan-rows").replaceChildren(...figures(plan).map(([name, predicted, measured, words]) => {
+      const row = make("tr");
+      row.append(make("th", name, { scope: "row" }), ...[words(predicted), measured ? words(measured) : "–", apart(predicted, measured)].map((cell) => make("td", cell, { class: "num" })));
+      return row;
+    }));
+    text(byId("mesh-note"), drawMesh(byId("mesh"), plan));
+  }
+
   #draw(layers, plan) {
     byId("network-plan").hidden = !plan;
-    if (plan) text(byId("network-plan"), planWords(plan));
+    if (plan) this.#drawPlan(plan);
     for (const head of document.querySelectorAll("#network-panel [data-plan]")) head.hidden = !plan;
     const all = sum(layers, "parameters"), timed = layers.some((layer) => layer.time_us !== undefined), whole = sum(layers, "time_us"), found = stages(layers);
     text(byId("network-sum"), layers.length ? `${plural(layers.length, "layer")} · ${plural(all, "parameter")}${timed ? ` · ${time(whole)} in one step, timed once` : ""}` : "The network is not known yet.");

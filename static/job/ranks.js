@@ -6,6 +6,7 @@ import { byId, text } from "../page.js";
 import { bytes, count, millis, percent, rate } from "../numbers.js";
 import { RANK_COLOURS } from "../chart/palette.js";
 import { isFinal } from "./facts.js";
+import { inMesh } from "./mesh.js";
 
 const WINDOW = 50;
 /** A rank that is slower than the median of the others by this factor is reported in the banner. */
@@ -25,16 +26,6 @@ function place({ steps, length }, step) {
 }
 
 export const colourOf = (rank) => `rank-${rank % RANK_COLOURS}`;
-
-/** A rank's place in the mesh of ranks that share a network or pictures, and its part of these, in words; empty if each
-    rank has everything. Ranks are numbered with `model` fastest: worker/engine/src/plan/mesh.rs. */
-export function inMesh(rank, { height = 1, model = 1, shard = [] }) {
-  if (height * model === 1) return [];
-  const row = Math.floor(rank / model) % height, words = [`data ${Math.floor(rank / (model * height))}`];
-  if (height > 1) words.push(`height ${row}: part ${row + 1} of ${height} of the rows`);
-  if (model > 1) words.push(`model ${rank % model}: part ${(rank % model) + 1} of ${model} of ${shard.map((of) => of.match).join(", ") || "the last layer"}`);
-  return words;
-}
 
 export class Ranks {
   #rows = new Map();
@@ -214,7 +205,7 @@ export class Ranks {
         about.push(report.device, this.#status(r, report.status, live, cause), `step ${count(step)}`);
       } else about.push(live ? "no report yet" : "no report kept");
       if (this.#seats.get(r)) about.push(this.#seats.get(r));
-      if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel));
+      if (this.plan || parallel.mode === "hybrid") about.push(...inMesh(r, this.plan ?? parallel, this.metrics.ranks));
       about.push(...this.#gpu(r));
       const key = about.join("\n");
       if (row.key !== key) {

@@ -11,6 +11,13 @@ struct Totals {
     u64 correct, samples;
 };
 
+// The logit of a row's label, if the loss has a margin (margin.cu).
+struct LabelLogit {
+    u64 at;        // where it is among all logits; ~0 if this rank does not have it
+    float without; // the logit without the margin; 0 if this rank does not have it
+    float slope;   // derivative of the logit with the margin by the logit without it
+};
+
 __device__ __forceinline__ void load_logits(const T* logits, const float* bias, u64 at, u32 class_, u32 classes,
                                             float (&v)[4]) {
 #if DTYPE == 0
@@ -28,7 +35,7 @@ __device__ __forceinline__ void load_logits(const T* logits, const float* bias, 
 #endif
 #pragma unroll
     for (int k = 0; k < 4; k++)
-        if (class_ + k < classes) v[k] += bias[class_ + k];
+        if (bias && class_ + k < classes) v[k] += bias[class_ + k];
 }
 __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4]) {
 #if DTYPE == 0
@@ -38,14 +45,15 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 #endif
 }
 
-// A row has `padded` classes, a multiple of 8. If `dlogits` is null, no gradients are computed. A row with a non-finite
+// A row has `padded` classes, a multiple of 8. If `bias` is null, there is none, and its gradient is 0. If `dlogits` is null, no gradients
+// are computed. `with_margin`: the labels' logits, if the loss has a margin, which does not count for the accuracy. A row with a non-finite
 // loss gets NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
 // gradient are added to. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
 // (double) and a count (double) per block, then `padded` floats per block.
 extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
                   float smoothing, const float* loss_scale, T* dlogits, float* dbias, Totals* totals, u32 accumulate,
-                  double* partials, u32* counter) {
+                  double* partials, u32* counter, const LabelLogit* with_margin) {
     pdl_wait();
     SHARED(float, max_of_row, LOSS_ROWS);
     SHARED(float, log_of_row, LOSS_ROWS);
@@ -103,10 +111,10 @@ extern "C" __global__ void __launch_bounds__(256)
         if (lane == 0) {
             u32 label = min(labels[row], classes - 1);
             float log_sum = logf(exp_sum);
-            double own = to_float(logits[start + label]) + bias[label];
+            double own = to_float(logits[start + label]) + (bias ? bias[label] : 0.0f);
             if (mixed) {
                 u32 other = min(others[row], classes - 1);
-                float other_logit = to_float(logits[start + other]) + bias[other];
+                float other_logit = to_float(logits[start + other]) + (bias ? bias[other] : 0.0f);
                 own = (double)lambda * own + (1.0 - lambda) * other_logit;
                 if (lambda < 0.5f) label = other;
             }
@@ -115,7 +123,12 @@ extern "C" __global__ void __launch_bounds__(256)
             loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) +
                                 (double)smoothing_share * ((double)classes * log_sum + gap_sum);
             // With a NaN among the logits, best need not be the maximum: exp_sum is NaN then.
-            right_of_row[warp] = where == label && exp_sum == exp_sum;
+            bool right = where == label;
+            if (with_margin) {
+                float without = with_margin[row].without;
+                right = right || without > best || without == best && label < where;
+            }
+            right_of_row[warp] = right && exp_sum == exp_sum;
         }
     } else if (lane == 0) {
         loss_of_row[warp] = 0;
@@ -204,14 +217,14 @@ extern "C" __global__ void __launch_bounds__(256)
         }
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            if (c + k < classes) dbias[c + k] = accumulate ? dbias[c + k] + s[k] : s[k];
+            if (c + k < classes) dbias[c + k] = (accumulate ? dbias[c + k] : 0.0f) + (bias ? s[k] : 0.0f);
     }
 }
 
-// logits + bias as float32 [pictures, classes], without the padding.
+// logits + bias, which may be null, as float32 [pictures, classes], without the padding.
 extern "C" __global__ void biased_logits(const T* logits, const float* bias, float* to, u32 pictures, u32 classes,
                                          u32 padded) {
     pdl_wait();
     u32 c = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
-    if (c < classes) to[(u64)row * classes + c] = to_float(logits[(u64)row * padded + c]) + bias[c];
+    if (c < classes) to[(u64)row * classes + c] = to_float(logits[(u64)row * padded + c]) + (bias ? bias[c] : 0.0f);
 }

@@ -7,6 +7,7 @@
 // of the group, `words` u32 apart. Ranks tell each other a ClassRecord for each row and never logits.
 //
 // With a `sample`, the rank's classes are those of the sample, in its order, and `places` [2, rows] says where the labels are in it.
+// If `bias` is null, there is none, and its gradient is 0.
 
 // What a range of a row's classes comes to.
 struct ClassPart {
@@ -21,6 +22,7 @@ struct ClassPart {
 struct ClassRecord {
     double best, where, exps, sum; // `where` among all classes; -1 for none
     double own, other;             // logits of the row's labels; 0 of those that another rank has
+    // `other` of pictures that are not mixed: the logit of the label without a margin.
 };
 
 // What the gradient of a row follows from.
@@ -68,9 +70,9 @@ extern "C" __global__ void __launch_bounds__(256)
     for (u32 i = piece * each + threadIdx.x; i < end; i += blockDim.x) {
         u32 c = number * chunk + i * 8;
         if (c >= classes) break;
-        float v[8], b[8];
+        float v[8], b[8] = {};
         unpack(load(from, i), v);
-        load_channels(bias, c / 8, b);
+        if (bias) load_channels(bias, c / 8, b);
         float best = p.best;
 #pragma unroll
         for (int k = 0; k < 8; k++) {
@@ -103,7 +105,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // The record of each row (blockIdx.x) from its `count` parts. A warp a row.
 extern "C" __global__ void __launch_bounds__(32)
     class_records(const ClassPart* parts, u32 count, const T* logits, const float* bias, const u32* controls, u32 words,
-                  u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* places, ClassRecord* records) {
+                  u32 batch, u32 chunk, u32 classes, u32 first, const Sample* sample, const u32* places, ClassRecord* records,
+                  const LabelLogit* with_margin) {
     pdl_wait();
     if (sample) classes = sample->count;
     u32 row = blockIdx.x, rows = gridDim.x, picture = row % batch;
@@ -120,10 +123,10 @@ extern "C" __global__ void __launch_bounds__(32)
             u32 label = labels[which * batch + picture];
             u32 own = sample ? places[which * rows + row] : label - first; // below the first class it is a large number
             if (own >= classes) return 0.0;
-            return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + bias[own]);
+            return (double)(to_float(logits[((u64)(own / chunk) * rows + row) * chunk + own % chunk]) + (bias ? bias[own] : 0.0f));
         };
         r.own = logit(0);
-        if (control->mixed) r.other = logit(1);
+        r.other = control->mixed ? logit(1) : with_margin ? (double)with_margin[row].without : r.own;
     }
     records[row] = r;
 }
@@ -176,7 +179,8 @@ extern "C" __global__ void __launch_bounds__(256)
             to.scale = of_row - of_row == 0 ? control->grad_scale * *loss_scale : __uint_as_float(0x7fc00000u);
             if (row / batch == rank) {
                 loss += of_row;
-                right += where == (double)label && exps == exps;
+                bool is_best = other > best || other == best && label < where; // without the margin
+                right += exps == exps && (where == (double)label || !mixed && is_best);
             }
         }
         if (rows) rows[row] = to;
@@ -200,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = blockIdx.x * 32 + lane, c = blockIdx.y * chunk + group * 8;
     float s[8] = {};
     if (group * 8 < chunk) {
-        float b[8];
-        load_channels(bias, c / 8, b);
+        float b[8] = {};
+        if (bias) load_channels(bias, c / 8, b);
         for (u32 row = warp; row < count; row += 8) {
             ClassRow of = rows[row];
             T* at = logits + ((u64)blockIdx.y * count + row) * chunk;
@@ -224,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(256)
     u32 own = blockIdx.x * 256 + threadIdx.x, class_ = blockIdx.y * chunk + own;
     if (own >= chunk) return;
     float sum = 0;
-    for (u32 w = 0; w < 8; w++) sum += sums[w * 256 + threadIdx.x];
+    for (u32 w = 0; w < 8 && bias; w++) sum += sums[w * 256 + threadIdx.x];
     dbias[class_] = accumulate ? dbias[class_] + sum : sum; // 0 behind the last class
 }
 

@@ -227,6 +227,7 @@ impl Planned {
         description.plan = Some(PlanDescription {
             words: plan.to_string(),
             pipeline: stage as u32,
+            later_stages: plan.stage_begins(network),
             data: data as u32,
             height: height as u32,
             model: model as u32,
@@ -235,6 +236,7 @@ impl Planned {
             measured_step_ms: None,
             images_per_second: cost.images_per_second as f32,
             memory_bytes: cost.memory_bytes as u64,
+            measured_memory_bytes: None,
             limited_by: self.limited_by.into(),
             why: self.why.clone(),
         });

@@ -1,6 +1,6 @@
 //! `[loss]`: what classifiers of very many classes need.
 
-use super::{Device, JobSpec, OptimizerKind, named::named};
+use super::{JobSpec, OptimizerKind, named::named};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -14,8 +14,7 @@ pub struct LossSpec {
     /// it needs `parallel.model` = `parallel.ranks` and `train.accumulate` = 1.
     pub sample_share: f64,
     /// `softmax`: cross-entropy of the logits. `arcface` and `cosface`, for embeddings of faces or products: logits are `scale` times the cosines
-    /// between the features and the weights of each class, whose bias does not count, and in training the label's has a `margin`. On CPU
-    /// ranks only.
+    /// between the features and the weights of each class, whose bias does not count, and in training the label's has a `margin`.
     pub kind: LossKind,
     /// `arcface` and `cosface`: the factor of the cosines.
     pub scale: f32,
@@ -54,13 +53,6 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     let kind = spec.loss.kind;
     if kind != LossKind::Softmax {
         let name = kind.name();
-        // On a machine with GPUs, "auto" would be those.
-        if spec.parallel.device != Device::Cpu {
-            let detail = format!(
-                "only CPU ranks compute {name}: set parallel.device = \"cpu\", or kind = \"softmax\""
-            );
-            mistake("/loss/kind", detail);
-        }
         let train = &spec.train;
         let (smoothing, mixup, cutmix) = (train.label_smoothing, train.mixup, train.cutmix);
         for (key, value) in [("label_smoothing", smoothing), ("mixup", mixup), ("cutmix", cutmix)] {

@@ -285,7 +285,6 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("loss", "sample_share = 0.0", "sample_share", &["above 0"]),
         ("loss", "sample_share = 1.1", "sample_share", &["at most 1"]),
         ("loss", "kind = \"arc\"", "kind", &["softmax, arcface, cosface", "did you mean \"arcface\""]),
-        ("loss", "kind = \"arcface\"", "kind", &["only CPU ranks", "parallel.device = \"cpu\""]),
         ("loss", "scale = 0", "scale", &["above 0"]),
         ("loss", "margin = 1.6", "margin", &["at most 1.5"]),
         ("loss", "margin = 0.5", "margin", &["needs loss.kind"]),

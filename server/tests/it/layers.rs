@@ -46,6 +46,7 @@ fn network(parameters: u64) -> AttemptEvent {
     let layers = vec![layer("conv1", Some(12.5)), layer("fc", None)];
     let plan = PlanDescription {
         pipeline: 1,
+        later_stages: Vec::new(),
         words: "1 (data) x 1 (height) x 2 (model) ranks, fc split by out".into(),
         data: 1,
         height: 1,
@@ -55,6 +56,7 @@ fn network(parameters: u64) -> AttemptEvent {
         measured_step_ms: Some(25.5),
         images_per_second: 640.0,
         memory_bytes: 1 << 30,
+        measured_memory_bytes: Some(1 << 29),
         limited_by: "computing".into(),
         why: "data parallel takes 30.0 ms a step".into(),
     };

@@ -1,7 +1,8 @@
-//! The job files in `examples/`: each is right, and that for eight GPUs trains on eight CPU ranks with a smaller network.
+//! The job files in `examples/`: each is right, and that for eight GPUs trains on eight CPU ranks with a smaller network. Those for CPU
+//! ranks train as they are; `train/hybrid.rs` and `train/auto.rs` train the others.
 
 use crate::{
-    pictures::{Pictures, SIDE},
+    pictures::{Pictures, SIDE, idx_dataset},
     server::turn,
 };
 use std::{
@@ -97,5 +98,38 @@ async fn the_job_for_eight_gpus_trains_on_eight_cpu_ranks() {
         let mean = |lines: &[&str]| lines.iter().map(|line| loss(line)).sum::<f64>() / lines.len() as f64;
         let (first, last) = (mean(&steps[..8]), mean(&steps[8..]));
         assert!(last < first, "rank {rank} learns: {first} in the first epoch, {last} in the second");
+    }
+}
+
+/// In their order; the last one continues on two ranks from what four have saved.
+#[tokio::test]
+async fn those_for_cpu_ranks_train() {
+    let _turn = turn().await;
+    let folder = tempfile::tempdir().expect("a folder");
+    let dataset = format!("data.dataset={}", idx_dataset(folder.path(), 256, 64).display());
+    let run = |example: &str, more: &[&str]| {
+        let (job, out) = (examples().join(format!("{example}.toml")), folder.path().join(example));
+        let (job, out) = (job.display().to_string(), out.display().to_string());
+        let arguments = ["train", &job, "--out", &out, "--set", &dataset];
+        let reported = lockstep(&[&arguments[..], more].concat());
+        let printed = String::from_utf8_lossy(&reported.stdout).into_owned();
+        assert!(reported.status.success(), "{printed}{}", String::from_utf8_lossy(&reported.stderr));
+        printed
+    };
+    for (example, words) in [
+        ("matrix-product", "2 (data) x 1 (height) x 2 (model)"),
+        ("rows", "2 (data) x 2 (height) x 1 (model)"),
+        ("accumulate", "2 ranks (CPU, "),
+        ("sharded", "2 (data) x 1 (height) x 2 (model)"),
+    ] {
+        let said = run(example, &["--set", "train.epochs=1"]);
+        for words in [words, "= 128 pictures a step", "validation accuracy is "] {
+            assert!(said.contains(words), "{example}: {words} in {said}");
+        }
+    }
+    let said =
+        run("sharded", &["--resume", "latest", "--set", "train.epochs=2", "--set", "parallel.ranks=2"]);
+    for words in ["1 (data) x 1 (height) x 2 (model)", "validation accuracy is "] {
+        assert!(said.contains(words), "{words} in {said}");
     }
 }

@@ -42,6 +42,7 @@ async fn ranks_that_choose_a_plan_train_as_one_rank_and_record_it() {
         assert!(pinned.iter().zip(mesh).all(|(pin, is)| pin.is_none_or(|pin| pin == is)), "{out}: {mesh:?}");
         assert!(plans[0].step_ms > 0.0 && plans[0].measured_step_ms.is_none());
         assert!(plans[1].measured_step_ms > Some(0.0), "{plans:?}");
+        assert!(plans[1].measured_memory_bytes > Some(1 << 20), "{plans:?}");
         assert!(timed.layers.iter().all(|layer| layer.plan.is_some()) && timed.check() == Ok(()));
     }
     // What fits no rank is not begun.

@@ -200,7 +200,7 @@ async fn the_examples_train_on_four_ranks() {
     for (example, mesh) in [
         ("hybrid-classes", "1 (data) x 1 (height) x 4 (model)"),
         ("hybrid-channels", "2 (data) x 1 (height) x 2 (model)"),
-        ("pipeline", "4 (pipeline) x 1 (data) x 1 (height) x 1 (model)"),
+        ("pipeline", "2 (pipeline) x 2 (data) x 1 (height) x 1 (model)"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockstep"));
         command

@@ -17,7 +17,7 @@ use lockstep_data::{
     loader::{Batch, DataSource, EpochPlan},
 };
 use lockstep_kernels::synthetic::values;
-use lockstep_protocol::spec::{Arch, Device, LossScale, ModelSpec, Precision, Stem};
+use lockstep_protocol::spec::{Arch, Device, LossScale, ModelSpec, Precision, ShardSpec, Stem};
 use serde::Serialize;
 use std::{
     sync::Arc,
@@ -103,18 +103,69 @@ pub struct Measurement {
     pub gpu_memory_mb: f64,
 }
 
+/// How a case's network and pictures are divided over ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Division {
+    /// Classes of the network's head; the pictures have the first ten.
+    pub classes: usize,
+    /// Number of ranks that share a copy of the network.
+    pub model: u32,
+    /// Strategies of operators; empty: a model group divides the classes.
+    pub shards: Vec<ShardSpec>,
+    /// Number of ranks that share the rows of pictures.
+    pub height: u32,
+    /// Number of pipeline stages.
+    pub pipeline: u32,
+    /// Number of micro-batches of a step.
+    pub accumulate: usize,
+    /// Ranks divide the optimizer's state.
+    pub optimizer_sharding: bool,
+    /// The share of the classes that a step samples; 1: all.
+    pub sample_share: f64,
+}
+
+impl Default for Division {
+    fn default() -> Self {
+        Self {
+            classes: CLASSES,
+            model: 1,
+            shards: Vec::new(),
+            height: 1,
+            pipeline: 1,
+            accumulate: 1,
+            optimizer_sharding: false,
+            sample_share: 1.0,
+        }
+    }
+}
+
+impl Division {
+    fn plan(&self, ranks: u32) -> Plan {
+        let [stage, height, model] = [self.pipeline, self.height, self.model].map(|ranks| ranks as usize);
+        let mesh = Mesh { stage, data: ranks as usize / (stage * height * model), height, model };
+        Plan { optimizer_sharding: self.optimizer_sharding, ..Plan::on(mesh, self.shards.clone()) }
+    }
+}
+
+/// The number of ranks that have pictures of their own, and the number of `rank` among these: ranks that share rows and stages have the
+/// same pictures.
+fn readers(mesh: Mesh, rank: usize) -> [usize; 2] {
+    [mesh.data * mesh.model, mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)]
+}
+
 /// Trains `case` for 13 steps on the CPU with `threads` threads per rank and times the last ten.
 ///
 /// All ranks run in this process, connected like the ranks of a job on one machine.
 ///
 /// # Errors
 /// The case does not divide over the ranks or fit its network, or no ports are free.
-pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, String> {
-    if ranks == 0 || !case.batch_size.is_multiple_of(ranks as usize) {
+pub fn run(case: &Case, threads: usize, ranks: u32, division: &Division) -> Result<Measurement, String> {
+    let mesh = division.plan(ranks).mesh;
+    if ranks == 0 || mesh.ranks() != ranks as usize || !case.batch_size.is_multiple_of(readers(mesh, 0)[0]) {
         return Err(format!("a batch of {} cannot be divided over {ranks} ranks", case.batch_size));
     }
     if ranks == 1 {
-        return run_rank(case, threads, Arc::new(SingleRank));
+        return run_rank(case, threads, division, Arc::new(SingleRank));
     }
     let port = free_port("127.0.0.1").map_err(|e| format!("no free port on 127.0.0.1: {e}"))?;
     let secret = *uuid::Uuid::new_v4().as_bytes();
@@ -135,7 +186,7 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
                     let ring = Ring::connect(&store, TIMEOUT).map_err(|e| e.to_string())?;
                     store.barrier("connected").map_err(|e| e.to_string())?;
                     let comm = ShmProcessGroup::meet(&store, ring).map_err(|e| e.to_string())?;
-                    run_rank(case, threads, comm)
+                    run_rank(case, threads, division, comm)
                 })
             })
             .collect();
@@ -147,29 +198,36 @@ pub fn run(case: &Case, threads: usize, ranks: u32) -> Result<Measurement, Strin
     })
 }
 
-fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<Measurement, String> {
-    let network = Arc::new(net::build(&case.model, case.image_size, 3, CLASSES)?);
+fn run_rank(
+    case: &Case,
+    threads: usize,
+    division: &Division,
+    comm: Arc<dyn ProcessGroup>,
+) -> Result<Measurement, String> {
+    let Division { classes, accumulate, sample_share, .. } = *division;
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
     let initial = init::initial_parameters(&network, false, 0);
-    let ranks = comm.size();
-    let batch_size = case.batch_size / ranks as usize;
+    let (ranks, plan) = (comm.size(), division.plan(comm.size()));
+    let [readers, reader] = readers(plan.mesh, comm.rank() as usize);
+    let batch_size = case.batch_size / readers;
     let config = EngineConfig {
         batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 0.0, ..Optimizer::default() },
-        loss: LossConfig::default(),
-        accumulate: 1,
+        loss: LossConfig { sample_share, ..LossConfig::default() },
+        accumulate,
         sync_batch_norm: true,
         gradients_mean: true,
         threads,
     };
-    let batch = synthetic(batch_size, case.image_size, comm.rank());
-    let batch = Batch { global_samples: batch_size * ranks as usize, ..batch };
+    let batch = synthetic(batch_size, case.image_size, classes.min(CLASSES), reader);
+    let micro_batches = vec![Batch { global_samples: case.batch_size, ..batch }; accumulate];
     let device = registry::device_of(None, Device::Cpu);
     let built = device.backend.build(BuildArgs {
         network,
         initial: &initial,
         config,
         comm,
-        plan: Plan::data(ranks),
+        plan,
         ordinal: device.ordinal,
         precision: Precision::Fp32,
         loss_scale: LossScale::Named("dynamic".into()),
@@ -182,7 +240,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
     let mut steps = Vec::with_capacity(MEASURED);
     for step in 0..WARM_UP + MEASURED {
         let start = Instant::now();
-        let result = engine.train_step(std::slice::from_ref(&batch), 0.01).map_err(|e| e.to_string())?;
+        let result = engine.train_step(&micro_batches, 0.01).map_err(|e| e.to_string())?;
         if step >= WARM_UP {
             steps.push((start.elapsed().as_secs_f64(), result.all_reduce_secs));
         }
@@ -194,7 +252,7 @@ fn run_rank(case: &Case, threads: usize, comm: Arc<dyn ProcessGroup>) -> Result<
         device: engine.device_name(),
         threads,
         ranks,
-        images_per_second: case.batch_size as f64 / median,
+        images_per_second: (case.batch_size * accumulate) as f64 / median,
         step_ms: 1e3 * median,
         fastest_step_ms: 1e3 * steps[0].0,
         all_reduce_ms: 1e3 * waited,
@@ -217,20 +275,7 @@ pub struct OnDevice {
     /// Every run computes the same bits.
     pub deterministic: bool,
     pub sync_batch_norm: bool,
-    /// Classes of the network's head; the pictures have the first ten.
-    pub classes: usize,
-    /// Size of a model group, whose ranks divide the classes.
-    pub model: u32,
-    /// Ranks divide the optimizer's state.
-    pub optimizer_sharding: bool,
-    /// The share of the classes that a step samples; 1: all.
-    pub sample_share: f64,
-    /// Number of ranks that share the rows of pictures.
-    pub height: u32,
-    /// Number of pipeline stages.
-    pub pipeline: u32,
-    /// Number of micro-batches of a step.
-    pub accumulate: usize,
+    pub division: Division,
     /// Where the ranks meet; absent for a single rank.
     pub store: Option<Arc<Store>>,
 }
@@ -241,7 +286,8 @@ pub struct OnDevice {
 /// # Errors
 /// The engine cannot be built or a step fails.
 pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) -> Result<Measurement, String> {
-    let (began, mesh, accumulate) = (Instant::now(), how.mesh(comm.as_ref()), how.accumulate);
+    let (began, mesh, accumulate) =
+        (Instant::now(), how.division.plan(comm.size()).mesh, how.division.accumulate);
     if case.batch_size * mesh.data * mesh.model * accumulate > PICTURES {
         return Err(format!(
             "a step of the benchmark has at most {PICTURES} pictures; give a smaller batch or --accumulate"
@@ -291,7 +337,7 @@ pub fn run_on_device(case: &Case, comm: Arc<dyn ProcessGroup>, how: OnDevice) ->
 /// The engine cannot be built or the step fails.
 #[cfg(test)]
 pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, String> {
-    let mesh = how.mesh(&SingleRank);
+    let mesh = how.division.plan(1).mesh;
     let (mut engine, data) = on_device(case, Arc::new(SingleRank), how)?;
     let mut batches = batches(&data, case, mesh, 1, &SingleRank);
     let mut next = || batches.next().ok_or("the data ended")?.map_err(|e| e.to_string());
@@ -302,27 +348,20 @@ pub(super) fn profile(case: &Case, how: OnDevice) -> Result<Vec<(String, f64)>, 
     engine.profile_step(&next()?).map_err(|e| e.to_string())
 }
 
-impl OnDevice {
-    fn mesh(&self, comm: &dyn ProcessGroup) -> Mesh {
-        let [stage, height, model] = [self.pipeline, self.height, self.model].map(|ranks| ranks as usize);
-        Mesh { stage, data: comm.size() as usize / (stage * height * model), height, model }
-    }
-}
-
 /// The engine, and CIFAR-10 as far as speed is concerned.
 fn on_device(
     case: &Case,
     comm: Arc<dyn ProcessGroup>,
     how: OnDevice,
 ) -> Result<(Box<dyn Engine>, DataSource), String> {
-    let network = Arc::new(net::build(&case.model, case.image_size, 3, how.classes)?);
-    let mesh = how.mesh(comm.as_ref());
+    let Division { classes, accumulate, sample_share, .. } = how.division;
+    let network = Arc::new(net::build(&case.model, case.image_size, 3, classes)?);
     let initial = init::initial_parameters(&network, false, 0);
     let config = EngineConfig {
         batch_size: case.batch_size,
         optimizer: Optimizer { momentum: 0.9, weight_decay: 5e-4, ..Optimizer::default() },
-        loss: LossConfig { sample_share: how.sample_share, ..LossConfig::default() },
-        accumulate: how.accumulate,
+        loss: LossConfig { sample_share, ..LossConfig::default() },
+        accumulate,
         sync_batch_norm: how.sync_batch_norm,
         gradients_mean: true,
         threads: 1,
@@ -331,7 +370,7 @@ fn on_device(
         network,
         initial: &initial,
         config,
-        plan: Plan { optimizer_sharding: how.optimizer_sharding, ..Plan::on(mesh, Vec::new()) },
+        plan: how.division.plan(comm.size()),
         comm,
         ordinal: how.device.ordinal,
         precision: how.precision,
@@ -355,12 +394,12 @@ fn batches<'a>(
     accumulate: usize,
     comm: &dyn ProcessGroup,
 ) -> impl Iterator<Item = Result<Batch, DataError>> + 'a {
-    let rank = comm.rank() as usize;
+    let [readers, reader] = readers(mesh, comm.rank() as usize);
     let plan = EpochPlan {
         epoch: 0,
         first_step: 0,
-        rank: (mesh.data_rank(rank) * mesh.model + mesh.model_rank(rank)) as u32,
-        world_size: (mesh.data * mesh.model) as u32,
+        rank: reader as u32,
+        world_size: readers as u32,
         batch_size: case.batch_size,
         accumulate,
         drop_remainder: true,
@@ -370,10 +409,10 @@ fn batches<'a>(
 }
 
 /// A batch of pictures with arbitrary content, on which speed does not depend.
-fn synthetic(pictures: usize, image_size: usize, rank: u32) -> Batch {
+fn synthetic(pictures: usize, image_size: usize, classes: usize, reader: usize) -> Batch {
     Batch {
-        images: values(&format!("bench.{rank}"), pictures * image_size * image_size * 3),
-        labels: (0..pictures).map(|i| (i % CLASSES) as u32).collect(),
+        images: values(&format!("bench.{reader}"), pictures * image_size * image_size * 3),
+        labels: (0..pictures).map(|i| (i % classes) as u32).collect(),
         indices: (0..pictures as u64).collect(),
         ..Batch::default()
     }
@@ -404,8 +443,12 @@ mod tests {
 
     #[test]
     fn two_ranks_are_measured_over_loopback() {
-        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2).unwrap();
+        let data = Division::default();
+        let measured = run(&"resnet20:8:4".parse().unwrap(), 1, 2, &data).unwrap();
         assert!(measured.images_per_second > 0.0 && measured.ranks == 2, "{measured:?}");
-        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2).is_err());
+        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &data).is_err());
+        // Ranks that share rows have the same pictures.
+        let rows = Division { height: 2, accumulate: 2, ..data };
+        assert!(run(&"resnet20:8:3".parse().unwrap(), 1, 2, &rows).unwrap().step_ms > 0.0);
     }
 }

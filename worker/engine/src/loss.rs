@@ -32,6 +32,28 @@ impl Margin {
         let LossSpec { kind, scale, .. } = *loss;
         (kind != LossKind::Softmax).then(|| Self { kind, scale, margin: loss.margin() })
     }
+
+    pub(crate) fn terms(&self) -> MarginTerms {
+        let margin = f64::from(self.margin);
+        let (sin, cos) = margin.sin_cos();
+        match self.kind {
+            // Beyond this angle, cos(angle + margin) would increase again.
+            LossKind::ArcFace => MarginTerms { limit: -cos, cos, sin, shift: sin * margin },
+            LossKind::CosFace | LossKind::Softmax => {
+                MarginTerms { limit: f64::INFINITY, cos: 1.0, sin: 0.0, shift: margin }
+            }
+        }
+    }
+}
+
+/// What the cosine of the label's class becomes: above `limit` the cosine of its angle plus a margin with this sine and cosine, otherwise
+/// itself minus `shift`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct MarginTerms {
+    pub(crate) limit: f64,
+    pub(crate) cos: f64,
+    pub(crate) sin: f64,
+    pub(crate) shift: f64,
 }
 
 impl Default for LossConfig {

@@ -87,13 +87,22 @@ impl Plan {
         self.mesh.stage * self.mesh.height * self.mesh.model == 1
     }
 
-    /// The layers at which stages after the first begin, for the log; empty if there is one stage.
-    pub(crate) fn later_stages(&self, network: &Network) -> String {
-        let first = |cut: &usize| match &network.ops[*cut] {
-            Op::Conv { name, .. } | Op::Linear { name, .. } => Some(name.as_str()),
+    /// The layers at which stages after the first begin.
+    pub fn stage_begins(&self, network: &Network) -> Vec<String> {
+        let cuts = match self.cuts.is_empty() {
+            true => cuts(network, self.mesh.stage).unwrap_or_default(),
+            false => self.cuts.clone(),
+        };
+        let first = |cut: usize| match &network.ops[cut] {
+            Op::Conv { name, .. } | Op::Linear { name, .. } => Some(name.clone()),
             _ => None,
         };
-        let names: Vec<_> = self.cuts.iter().filter_map(first).collect();
+        cuts.into_iter().filter_map(first).collect()
+    }
+
+    /// The same for the log; empty if there is one stage.
+    pub(crate) fn later_stages(&self, network: &Network) -> String {
+        let names = self.stage_begins(network);
         if names.is_empty() { String::new() } else { format!("; later stages begin at {}", names.join(", ")) }
     }
 

@@ -162,7 +162,7 @@ fn busy(stat: &str, allowed: &[usize]) -> Option<(u64, u64)> {
     sums
 }
 
-/// The value of an entry of `/proc/meminfo`, in bytes.
+/// The value of an entry of `/proc/meminfo` or `/proc/self/status`, in bytes.
 fn meminfo(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key))?;
     line.split_whitespace().next()?.parse::<u64>().ok()?.checked_mul(1024)
@@ -209,6 +209,11 @@ pub fn memory_bytes() -> u64 {
 pub fn memory_free() -> (u64, u64) {
     let memory = memory(&ControlGroups::of_this_process());
     (memory.bytes - memory.used_bytes.min(memory.bytes), memory.bytes)
+}
+
+/// The largest size of this process's memory so far, in bytes. `None` if the system does not report it.
+pub fn largest_memory() -> Option<u64> {
+    meminfo(&read("/proc/self/status"), "VmHWM:")
 }
 
 /// Used bytes of a folder's file system, and the sum of used bytes and bytes available to this account.

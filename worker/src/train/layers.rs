@@ -7,6 +7,7 @@ use super::{Run, TrainError, Training};
 use crate::planning::Planned;
 use histogram::histograms;
 use lockstep_engine::net::{Network, TensorId};
+use lockstep_host::usage::largest_memory;
 use lockstep_protocol::{agent::AttemptEvent, network::NetworkDescription};
 
 /// The step of an attempt (from 1) whose layers are timed. The first steps load kernels and allocate memory.
@@ -117,9 +118,13 @@ impl Run<'_> {
         self.training.observer.event(&AttemptEvent::Network(description.clone()));
     }
 
-    /// Reports the measured and the predicted time of a step, when enough steps are done.
+    /// Reports the measured memory, and the measured and the predicted time of a step, when enough steps are done.
     pub(super) fn compare_step_time(&mut self, step: u64, secs: f64) {
         let Some([predicted, measured]) = self.layers.compare(step, secs) else { return };
+        let on_device = Some(self.engine.memory_bytes()).filter(|bytes| *bytes > 0);
+        if let Some(plan) = &mut self.layers.description.plan {
+            plan.measured_memory_bytes = on_device.or_else(largest_memory);
+        }
         self.training.log([format!("a step takes {measured:.1} ms; predicted were {predicted:.1} ms")]);
         self.training.observer.event(&AttemptEvent::Network(self.layers.description.clone()));
     }

@@ -298,6 +298,38 @@ mod tests {
         }
     }
 
+    /// One-hot: a row arrives at each rank whose windows reach it, in its place, and nowhere else.
+    #[test]
+    fn a_row_arrives_where_windows_reach_it() {
+        const ABOVE: isize = 16;
+        for (kernel, stride, padding, whole) in
+            [(3, 1, 1, 7), (7, 2, 3, 8), (1, 2, 0, 5), (5, 1, 2, 3), (2, 2, 0, 9), (3, 3, 1, 11)]
+        {
+            let rows = Rows::shared(whole, RANKS);
+            let made = Rows::shared((whole + 2 * padding - kernel) / stride + 1, RANKS);
+            let windows = rows.reached(&made, kernel, stride, padding);
+            let region = |rows: &Range<isize>| Region {
+                pictures: 0..1,
+                pixels: (rows.start + ABOVE) as usize..(rows.end + ABOVE) as usize,
+                channels: 0..1,
+            };
+            let [own, reached] =
+                [&rows, &windows].map(|of| of.of_rank.iter().map(region).collect::<Vec<_>>());
+            on_ranks(|group| {
+                let rank = group.rank() as usize;
+                for hot in 0..whole as isize {
+                    let one_hot = |rows: &Range<isize>| -> Vec<f32> {
+                        rows.clone().map(|row| f32::from(u8::from(row == hot))).collect()
+                    };
+                    let x = one_hot(&rows.of_rank[rank]);
+                    let mut y = vec![9.0; reached[rank].len()];
+                    exchange(&group, (&own, &reached), &x, &mut y).unwrap();
+                    assert_eq!(y, one_hot(&windows.of_rank[rank]), "{kernel} {stride} {padding}: row {hot}");
+                }
+            });
+        }
+    }
+
     #[test]
     fn the_loss_of_split_classes_is_that_of_all() {
         let (classes, counts, bounds) = (7, [3, 0, 2], [0, 3, 5, 7]);

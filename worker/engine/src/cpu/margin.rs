@@ -1,10 +1,9 @@
 //! ArcFace (Deng et al. 2019) and CosFace (Wang et al. 2018): logits are scaled cosines between features and the weights of a class, and in
 //! training the label's logit has a margin.
 
-use crate::loss::Margin;
+use crate::loss::{Margin, MarginTerms};
 use lockstep_kernels::linear;
-use lockstep_protocol::spec::LossKind;
-use std::{f64::consts::PI, ops::Range};
+use std::ops::Range;
 
 /// Minimum divisor of a row's length, as in PyTorch's `normalize`.
 const SHORTEST: f64 = 1e-12;
@@ -81,17 +80,15 @@ impl Margin {
 
     /// The label's logit with the margin, and its derivative by the logit without it.
     fn of_label(&self, logit: f32) -> (f32, f64) {
-        let (scale, margin) = (f64::from(self.scale), f64::from(self.margin));
+        let (scale, of) = (f64::from(self.scale), self.terms());
+        let MarginTerms { limit, shift, .. } = of;
         let cos = (f64::from(logit) / scale).clamp(-1.0, 1.0);
-        let (with, slope) = match self.kind {
-            // Beyond this angle, cos(angle + margin) would increase again.
-            LossKind::ArcFace if cos > (PI - margin).cos() => {
-                // The derivative has no limit at a cosine of 1.
-                let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
-                (cos * margin.cos() - sin * margin.sin(), margin.cos() + margin.sin() * cos / sin)
-            }
-            LossKind::ArcFace => (cos - (PI - margin).sin() * margin, 1.0),
-            LossKind::CosFace | LossKind::Softmax => (cos - margin, 1.0),
+        let (with, slope) = if cos > limit {
+            // The derivative has no limit at a cosine of 1.
+            let sin = (1.0 - cos * cos).max(f64::from(f32::EPSILON)).sqrt();
+            (cos * of.cos - sin * of.sin, of.cos + of.sin * cos / sin)
+        } else {
+            (cos - shift, 1.0)
         };
         ((scale * with) as f32, slope)
     }
@@ -100,6 +97,8 @@ impl Margin {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use lockstep_protocol::spec::LossKind;
+    use std::f64::consts::PI;
 
     #[test]
     fn the_margin_is_added_to_the_angle_or_taken_from_the_cosine() {

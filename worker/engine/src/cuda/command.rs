@@ -256,7 +256,7 @@ pub(super) enum Content {
     ReluMask(usize),
     /// By batch norm or by tensor: one byte per value.
     Argmax(usize),
-    /// Memory of a split head, except for the logits and their gradient.
+    /// Memory of a split head or of cosines, except for the logits and their gradient.
     OfHead,
     /// Whole pictures, or the gradient of this rank's rows from another rank's windows.
     OfRows,

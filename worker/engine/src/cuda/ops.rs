@@ -22,6 +22,7 @@ mod bottleneck;
 mod elementwise;
 mod input;
 mod loss;
+mod margin;
 mod norm;
 mod optimizer;
 mod pool;
@@ -37,6 +38,7 @@ pub(super) use bottleneck::{Before, Bottleneck, BottleneckForward};
 pub(super) use elementwise::PlainPool;
 pub(super) use input::{Gather, GatherMode, PadChannels, ScaleTable, Scaling};
 pub(super) use loss::{BiasedLogits, CrossEntropy, LOSS_ROWS};
+pub(super) use margin::Cosines;
 pub(super) use norm::{
     Gradient, NormBackward, NormFold, NormForward, NormSite, Reduce, SMALL_GROUPS, Shape, Shortcut,
 };

@@ -100,13 +100,7 @@ fn gpu_a_step_tells_where_its_time_goes() {
             precision: Precision::Fp16,
             deterministic: true,
             sync_batch_norm: true,
-            classes: bench::CLASSES,
-            model: 1,
-            optimizer_sharding: false,
-            sample_share: 1.0,
-            height: 1,
-            pipeline: 1,
-            accumulate: 1,
+            division: bench::Division::default(),
             store: None,
         };
         let calls = bench::profile(&case.parse().unwrap(), how).unwrap();

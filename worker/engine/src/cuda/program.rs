@@ -426,9 +426,11 @@ impl Program {
         let (rows, (chunks, chunk), own) = (self.plan.pictures(tensor), self.plan.chunks(), head.own().len());
         let mut values = vec![0f32; rows * chunks * chunk];
         read_as_float(&self.arena, place.unwrap_or(0), self.dtype, &mut values)?;
-        let bias = self.with_facts(|facts| facts.vector(self.plan.network.head(), "bias"));
+        let bias = self.with_facts(|facts| facts.head_bias());
         let mut biases = vec![0f32; own];
-        self.state.weights.read(bias.offset, &mut biases)?;
+        if !bias.is_none() {
+            self.state.weights.read(bias.offset, &mut biases)?;
+        }
         let value = |row: usize, class: usize| {
             values[(class / chunk * rows + row) * chunk + class % chunk] + biases[class]
         };

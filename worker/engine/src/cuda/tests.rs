@@ -2,7 +2,7 @@
 //! `tests/gpu/bundle` packs them for a machine with a GPU.
 
 use crate::{
-    Engine, EngineConfig, LossConfig, Optimizer,
+    Engine, EngineConfig, LossConfig, Margin, Optimizer,
     cuda::GpuConfig,
     net::{Network, init, resnet},
     plan::Plan,
@@ -11,7 +11,9 @@ use lockstep_comm::SingleRank;
 use lockstep_data::loader::{Batch, BatchFormat, DataSource, EpochPlan};
 use lockstep_host::tensors::NamedTensors;
 use lockstep_kernels::synthetic::{labels, values};
-use lockstep_protocol::spec::{Arch, DataSpec, ImageSize, LossScale, ModelSpec, Precision, SizeFrom, Stem};
+use lockstep_protocol::spec::{
+    Arch, DataSpec, ImageSize, LossKind, LossScale, LossSpec, ModelSpec, Precision, SizeFrom, Stem,
+};
 use std::{path::PathBuf, sync::Arc};
 
 mod data;
@@ -370,6 +372,44 @@ fn gpu_ragged_batches_and_micro_batches_are_the_cpu_engine_s() {
     eprintln!("evaluation {ours:?} / {wanted:?}");
     assert!(ours.samples == 40 && ours.correct.abs_diff(wanted.correct) <= 1, "{ours:?} / {wanted:?}");
     assert!((ours.loss_sum - wanted.loss_sum).abs() < 1e-2 * wanted.loss_sum, "{ours:?} / {wanted:?}");
+}
+
+/// ArcFace and CosFace: logits, losses, right answers without the margin, and weights.
+#[test]
+#[ignore = "needs a GPU"]
+fn gpu_a_margin_is_the_cpu_engine_s() {
+    let network = small_network(10);
+    for (kind, precision) in [
+        (LossKind::ArcFace, Precision::Fp32),
+        (LossKind::CosFace, Precision::Fp32),
+        (LossKind::ArcFace, Precision::Fp16),
+        (LossKind::ArcFace, Precision::Bf16),
+    ] {
+        let margin = Margin::of(&LossSpec { kind, scale: 8.0, ..LossSpec::default() });
+        let config = EngineConfig {
+            loss: LossConfig { margin, ..LossConfig::default() },
+            accumulate: 2,
+            ..config(16)
+        };
+        let batches: Vec<Batch> =
+            [16, 5].iter().enumerate().map(|(i, n)| pictures(&network, *n, i)).collect();
+        let (mut a, mut b) = (cpu(&network, &config), cuda(&network, &config, precision));
+        let is_exact = precision == Precision::Fp32;
+        let (least, most) = if is_exact { (1e-5, 1e-3) } else { (2e-2, 0.5) };
+        for step in 0..4 {
+            let [wanted, ours] = [&mut a, &mut b].map(|of| of.train_step(&batches, 0.002).unwrap());
+            assert!(
+                (ours.loss - wanted.loss).abs() < least * wanted.loss,
+                "{kind:?} {step}: {ours:?} / {wanted:?}"
+            );
+            assert!(!is_exact || ours.correct == wanted.correct, "{kind:?} {step}: {ours:?} / {wanted:?}");
+        }
+        let way = apart_of_way(&b.parameters().unwrap(), &a.parameters().unwrap(), &initial(&network));
+        assert!(way < most, "{kind:?} {precision:?}: weights are {way} of their way apart");
+        let (wanted, ours) = (a.predict(&batches[0]).unwrap(), b.predict(&batches[0]).unwrap());
+        let logits = (difference(&ours, &wanted) / square(&wanted)).sqrt();
+        assert!(logits < most && wanted.iter().all(|v| v.abs() <= 8.001), "{kind:?} {precision:?}: {logits}");
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 mod frozen;
 mod full;
+mod gradients;
 mod hybrid;
 mod kept;
 mod margin;

@@ -7,7 +7,7 @@ use super::{Arg, Kernel, LOSS_COUNTER, Operand, Ops, kernel, plain};
 pub(in crate::cuda) struct CrossEntropy {
     /// T `[pictures, padded]`, without the bias.
     pub(in crate::cuda) logits: Operand,
-    /// float32 `[classes]`.
+    /// float32 `[classes]`; may be absent.
     pub(in crate::cuda) bias: Operand,
     pub(in crate::cuda) control: Operand,
     pub(in crate::cuda) pictures: u32,
@@ -26,6 +26,8 @@ pub(in crate::cuda) struct CrossEntropy {
     pub(in crate::cuda) totals: Operand,
     /// Adds to the totals and to dbias instead of replacing them: later micro-batches, evaluation.
     pub(in crate::cuda) accumulate: bool,
+    /// Result of [`Ops::put_margin`]; may be absent.
+    pub(in crate::cuda) with_margin: Operand,
 }
 
 /// Logits for the host.
@@ -33,6 +35,7 @@ pub(in crate::cuda) struct CrossEntropy {
 pub(in crate::cuda) struct BiasedLogits {
     /// T `[pictures, padded]`.
     pub(in crate::cuda) logits: Operand,
+    /// May be absent.
     pub(in crate::cuda) bias: Operand,
     /// float32 `[pictures, classes]`.
     pub(in crate::cuda) to: Operand,
@@ -66,6 +69,7 @@ impl Ops {
             Arg::U32(p.accumulate.into()),
             Arg::Out(self.partials()),
             self.counter(LOSS_COUNTER),
+            Arg::In(p.with_margin),
         ];
         kernel("cross_entropy", plain([blocks(p.pictures), 1, 1], [32 * LOSS_ROWS, 1, 1]), args)
     }

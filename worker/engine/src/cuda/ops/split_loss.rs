@@ -15,7 +15,7 @@ const ROW_BYTES: usize = 32;
 pub(in crate::cuda) struct SplitLogits {
     /// T, in chunks of classes: each `[rows, chunk]`, without the bias.
     pub(in crate::cuda) logits: Operand,
-    /// float32, this rank's classes and padding.
+    /// float32, this rank's classes and padding; may be absent.
     pub(in crate::cuda) bias: Operand,
     /// Results of [`Ops::sample_classes`] if the classes are a sample; may be absent.
     pub(in crate::cuda) sample: Operand,
@@ -55,7 +55,7 @@ pub(in crate::cuda) struct SplitLoss {
 }
 
 impl SplitLogits {
-    fn rows(&self) -> u32 {
+    pub(super) fn rows(&self) -> u32 {
         self.ranks * self.batch
     }
 
@@ -81,12 +81,14 @@ impl SplitLogits {
 }
 
 impl Ops {
-    /// What this rank's classes come to for each row, into `records`; `parts` are for the two kernels alone. Moves: logits once.
+    /// What this rank's classes come to for each row, into `records`; `parts` are for the two kernels alone. `with_margin` is the result of
+    /// [`Ops::put_margin`], and may be absent. Moves: logits once.
     pub(in crate::cuda) fn class_records(
         &self,
         p: SplitLogits,
         parts: Operand,
         records: Operand,
+        with_margin: Operand,
     ) -> [Kernel; 2] {
         let (rows, pieces) = (p.rows(), p.pieces());
         let args = [
@@ -113,6 +115,7 @@ impl Ops {
             Arg::In(p.sample),
             Arg::In(p.places),
             Arg::Out(records),
+            Arg::In(with_margin),
         ];
         [of_parts, kernel("class_records", plain([rows, 1, 1], [32, 1, 1]), args)]
     }

@@ -20,7 +20,7 @@ impl Program {
             dtype,
             capabilities(Ops::multiplies_matrices(device.capability, dtype)),
         )?
-        .with_sample(&config.loss);
+        .with_loss(&config.loss);
         let share = (gpu.plan.optimizer_sharding && plan.head.is_none() && comm.size() > 1)
             .then(|| Share { rank: comm.rank() as usize, ranks: comm.size() as usize });
         let parts = share.unwrap_or(Share::WHOLE).ranks;

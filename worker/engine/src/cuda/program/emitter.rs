@@ -9,6 +9,7 @@ mod backward;
 mod forward;
 mod fused;
 mod loss;
+mod margin;
 mod plain;
 mod rows;
 mod sampled_head;
@@ -79,6 +80,8 @@ struct GraphEmitter<'a> {
     head: Option<[Allocation; 2]>,
     /// The sampled classes of a split head, in training.
     sampled: Option<sampled_head::SampledHead>,
+    /// Where logits are cosines, in training.
+    cosines: Option<margin::HeadCosines>,
     /// The convolution output whose sums cuDNN has taken along.
     summed: Option<TensorId>,
     /// Number of commands of the forward pass, without the loss.
@@ -139,6 +142,7 @@ impl<'a> GraphEmitter<'a> {
             sent: 0,
             head: None,
             sampled: None,
+            cosines: None,
             summed: None,
             forward_commands: 0,
         }

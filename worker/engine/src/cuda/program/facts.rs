@@ -82,6 +82,14 @@ impl Facts<'_> {
         vector(self.layout, name, suffix)
     }
 
+    /// The last layer's bias, which cosines do not have.
+    pub(super) fn head_bias(&self) -> Operand {
+        match self.plan.margin {
+            None => self.vector(self.plan.network.head(), "bias"),
+            Some(_) => Operand::NONE,
+        }
+    }
+
     pub(super) fn vector_gradient(&self, name: &str, suffix: &str) -> Operand {
         vector_gradient(self.layout, name, suffix)
     }

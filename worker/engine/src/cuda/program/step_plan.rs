@@ -5,7 +5,7 @@ use super::{Convolution, DType, Direction};
 use crate::{
     cuda::error::CudaError,
     fuse::{Capabilities, Conv, FusedOp, Norm, fuse},
-    loss::LossConfig,
+    loss::{LossConfig, Margin},
     net::{Network, Op, Placement, TensorId},
 };
 use std::{ops::Range, sync::Arc};
@@ -87,6 +87,8 @@ pub(in crate::cuda) struct StepPlan {
     pub(super) padded_input: usize,
     pub(super) padded_classes: usize,
     pub(super) head: Option<SplitHead>,
+    /// If logits are scaled cosines, and the label's has a margin.
+    pub(super) margin: Option<Margin>,
     /// Whether the stem, a 7x7 convolution with stride 2, runs as a 4x4 convolution over 2x2 pixels: with few channels
     /// cuDNN is slow (1.9 ms of ResNet-50's 28 at batch 256).
     pub(super) folded: bool,
@@ -131,11 +133,23 @@ impl StepPlan {
             None => network.classes.next_multiple_of(PADDED_CLASSES),
             Some(head) => head.most().next_multiple_of(PADDED_CLASSES * head.chunks),
         };
-        Ok(Self { network, capabilities, ops, batch, dtype, padded_input, padded_classes, head, folded })
+        Ok(Self {
+            network,
+            capabilities,
+            ops,
+            batch,
+            dtype,
+            padded_input,
+            padded_classes,
+            head,
+            margin: None,
+            folded,
+        })
     }
 
-    /// The same plan, in which training samples the classes of a split head if `loss` asks for it.
-    pub(in crate::cuda) fn with_sample(mut self, loss: &LossConfig) -> Self {
+    /// The same plan with the margin of `loss`, and in which training samples the classes of a split head if `loss` asks for it.
+    pub(in crate::cuda) fn with_loss(mut self, loss: &LossConfig) -> Self {
+        self.margin = loss.margin;
         if let (true, Some(head)) = (loss.samples(), &mut self.head) {
             // No label of the group need be among the drawn classes. The number is the same on every rank.
             let slots = loss.drawn(head.most()) + 2 * head.ranks * self.batch;

@@ -1,7 +1,7 @@
 //! A head whose classes several GPUs have between them, next to one rank that has all of them.
 
 use super::*;
-use crate::{Contribution, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
+use crate::{Contribution, Margin, StateDict, StepResult, Writers, build_cpu_with, plan::Mesh};
 use lockstep_comm::{
     ProcessGroup,
     rendezvous::{RendezvousConfig, Store, free_port},
@@ -66,6 +66,8 @@ struct Case {
     ragged: bool,
     precision: Precision,
     sample_share: f64,
+    /// Logits are scaled cosines.
+    margin: Option<LossKind>,
 }
 
 const CASE: Case = Case {
@@ -76,6 +78,7 @@ const CASE: Case = Case {
     ragged: false,
     precision: Precision::Fp32,
     sample_share: 1.0,
+    margin: None,
 };
 
 impl Case {
@@ -127,9 +130,13 @@ impl Case {
     fn config(&self, batch_size: usize) -> EngineConfig {
         let config = EngineConfig { accumulate: self.accumulate, ..config(batch_size) };
         let sample_share = self.sample_share;
-        match sample_share < 1.0 {
+        let margin =
+            self.margin.and_then(|kind| Margin::of(&LossSpec { kind, scale: 8.0, ..LossSpec::default() }));
+        // A sample and a margin need labels of one class.
+        match sample_share < 1.0 || margin.is_some() {
             true => {
-                EngineConfig { loss: LossConfig { sample_share, seed: 5, ..LossConfig::default() }, ..config }
+                let loss = LossConfig { sample_share, seed: 5, margin, ..LossConfig::default() };
+                EngineConfig { loss, ..config }
             }
             false => config,
         }
@@ -289,6 +296,25 @@ fn gpus_a_split_head_samples_as_cpu_ranks_do() {
         }
     }
     compare(Case { classes: 11, sample_share: 0.3, ..CASE }, 1e-5, 1e-3);
+}
+
+/// ArcFace and CosFace.
+#[test]
+#[ignore = "needs 2 GPUs"]
+fn gpus_a_head_with_a_margin_trains_as_one_rank() {
+    for kind in [LossKind::ArcFace, LossKind::CosFace] {
+        let case = Case { classes: 1003, margin: Some(kind), ..CASE };
+        compare(case, 1e-5, 1e-3);
+        compare(Case { classes: 10, ..case }, 1e-5, 1e-3);
+        // Every GPU has the whole head.
+        compare(Case { mesh: [2, 1], accumulate: 2, ragged: true, ..case }, 1e-5, 1e-3);
+        compare(Case { accumulate: 2, ragged: true, ..case }, 1e-5, 1e-3);
+        compare(Case { sample_share: 0.1, ..case }, 1e-5, 1e-3);
+        for precision in [Precision::Bf16, Precision::Fp16] {
+            compare(Case { precision, ..case }, 2e-2, 0.5);
+            compare(Case { precision, sample_share: 0.1, ..case }, 2e-2, 0.5);
+        }
+    }
 }
 
 /// Two ranks continue from what they have saved, bit by bit.

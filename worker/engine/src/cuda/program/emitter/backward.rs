@@ -66,6 +66,10 @@ impl<'a> GraphEmitter<'a> {
             let values = facts.layout.slot(name, "weight").range.len();
             self.start(stream, facts.ops.fold_gradient(w, values as u32));
         }
+        let is_head = matches!(op, FusedOp::Linear { is_head: true, .. });
+        if is_head {
+            self.remove_along(stream, facts.matrix(name), w, [convolution.out_c, convolution.in_c]);
+        }
         self.send_buckets(name, micro_batch);
         self.readers[input] -= 1;
         let w = facts.matrix(name);
@@ -75,6 +79,10 @@ impl<'a> GraphEmitter<'a> {
             let dx = self.alloc(input, Content::Gradient);
             let dgrad = Convolution { direction: Direction::Input, ..convolution };
             self.convolve(StreamId::Main, dgrad, Tensors { x: dx.operand(), w, y, sums });
+            if is_head {
+                let size = [convolution.batch, convolution.in_c];
+                self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
+            }
             self.gradients[input].push(Gradient::Whole(dx));
         }
         // Batch norm's input is where its gradient is, which is freed.

@@ -105,11 +105,13 @@ impl<'a> GraphEmitter<'a> {
                     self.sample_classes(name);
                 }
                 self.split_forward(op, name, [*input, *output])?;
+                self.cosines(op, name, [*input, *output], training)?;
             }
             FusedOp::Linear { name, input, output, is_head } => {
                 self.convolution_forward(op, *input, *output, phase)?;
-                if !is_head {
-                    self.bias(name, *output)?;
+                match *is_head {
+                    true => self.cosines(op, name, [*input, *output], training)?,
+                    false => self.bias(name, *output)?,
                 }
             }
             FusedOp::Norm(norm) if training && norm.is_frozen() => self.norm_frozen(norm)?,

@@ -20,13 +20,16 @@ impl GraphEmitter<'_> {
             return Ok(());
         }
         let gradient = self.alloc(logits, Content::Gradient);
+        let loss = self.cross_entropy(allocation);
         let loss = ops::CrossEntropy {
             dlogits: gradient.operand(),
             dbias: self.facts.vector_gradient(self.plan.network.head(), "bias"),
             accumulate: !first,
-            ..self.cross_entropy(allocation)
+            with_margin: self.put_margin(all_classes(&loss)),
+            ..loss
         };
         self.main(self.facts.ops.cross_entropy(loss));
+        self.cosine_gradient(gradient.operand());
         self.drop_activation(logits);
         self.gradients[logits].push(Gradient::Whole(gradient));
         Ok(())
@@ -58,7 +61,7 @@ impl GraphEmitter<'_> {
     fn cross_entropy(&self, logits: Allocation) -> ops::CrossEntropy {
         ops::CrossEntropy {
             logits: logits.operand(),
-            bias: self.facts.vector(self.plan.network.head(), "bias"),
+            bias: self.facts.head_bias(),
             control: CONTROL,
             pictures: self.plan.batch as u32,
             classes: self.plan.network.classes as u32,
@@ -69,6 +72,27 @@ impl GraphEmitter<'_> {
             dbias: Operand::NONE,
             totals: Operand::whole(Region::Totals),
             accumulate: false,
+            with_margin: Operand::NONE,
         }
+    }
+}
+
+/// The logits of a rank that has all classes, as one chunk.
+fn all_classes(loss: &ops::CrossEntropy) -> ops::SplitLogits {
+    ops::SplitLogits {
+        logits: loss.logits,
+        bias: loss.bias,
+        sample: Operand::NONE,
+        places: Operand::NONE,
+        controls: loss.control,
+        words: 0,
+        batch: loss.pictures,
+        ranks: 1,
+        rank: 0,
+        all_classes: loss.classes,
+        classes: loss.classes,
+        first: 0,
+        chunk: loss.padded,
+        chunks: 1,
     }
 }

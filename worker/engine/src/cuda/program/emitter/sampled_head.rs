@@ -65,7 +65,7 @@ impl GraphEmitter<'_> {
             convolution: plan.sampled_convolution()?,
             chunks: plan.sampled()?.chunks,
             w: of.weights.operand(),
-            bias: of.bias.operand(),
+            bias: if plan.margin.is_some() { Operand::NONE } else { of.bias.operand() },
             sample: of.sample.operand(),
             places: of.places.operand(),
         })

@@ -74,6 +74,8 @@ impl GraphEmitter<'_> {
             self.main(self.facts.ops.sum_parts(parts.operand(), dx.operand(), length, chunks as u32));
             self.free_now(parts);
         }
+        let size = [convolution.batch, convolution.in_c];
+        self.remove_along(StreamId::Main, x.operand(), dx.operand(), size);
         self.gradients[input].push(Gradient::Whole(dx));
 
         // The head alone reads the gathered features.
@@ -84,11 +86,12 @@ impl GraphEmitter<'_> {
         }
         let stream = if self.side_stream { StreamId::Side } else { StreamId::Main };
         let wgrad = Convolution { direction: Direction::Weight, ..convolution };
-        let w = of_sample.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
+        let dw = of_sample.map_or_else(|| self.facts.matrix_gradient(name), Allocation::operand);
         for chunk in 0..chunks {
-            let tensors = of_chunk(&wgrad, (chunk, chunks), x.operand(), w, dy.operand());
+            let tensors = of_chunk(&wgrad, (chunk, chunks), x.operand(), dw, dy.operand());
             self.convolve(stream, wgrad, tensors);
         }
+        self.remove_along(stream, w, dw, [chunks * wgrad.out_c, wgrad.in_c]);
         self.free_after_weight_gradient(vec![x, dy]);
         Ok(())
     }
@@ -122,9 +125,10 @@ impl GraphEmitter<'_> {
             chunks: part.chunks as u32,
         };
         let bytes = split.record_bytes();
+        let with_margin = self.put_margin(split);
         let parts = self.alloc_bytes(split.part_bytes(), Content::OfHead);
         let records = self.alloc_bytes(bytes, Content::OfHead);
-        self.main(facts.ops.class_records(split, parts.operand(), records.operand()));
+        self.main(facts.ops.class_records(split, parts.operand(), records.operand(), with_margin));
         let all = self.alloc_bytes(head.ranks * bytes, Content::OfHead);
         self.in_group(Collective::AllGather, records.operand(), all.operand(), bytes / 4, DType::F32);
         let rows = first.map(|_| self.alloc_bytes(split.row_bytes(), Content::OfHead));
@@ -141,6 +145,7 @@ impl GraphEmitter<'_> {
             let of_all = facts.vector_gradient(plan.network.head(), "bias");
             let dbias = self.alloc_sampled_bias_gradient().map_or(of_all, Allocation::operand);
             self.main(facts.ops.class_gradient(split, rows.operand(), smoothing, dbias, !first));
+            self.cosine_gradient(logits.operand());
         }
         [parts, records, all].into_iter().chain(rows).for_each(|at| self.free_now(at));
         Ok(())
@@ -224,10 +229,14 @@ impl GraphEmitter<'_> {
             length,
             in_float32: self.plan.dtype == DType::F32,
         };
+        let weights = self.facts.matrix(self.plan.network.head());
         for chunk in 0..self.plan.chunks().0 {
-            let y = piece(dy.operand(), (chunk, self.plan.chunks().0), of_y);
+            let place = (chunk, self.plan.chunks().0);
+            let y = piece(dy.operand(), place, of_y);
             let tensors = Tensors { x: x.operand(), w: at.operand(), y, sums: Operand::NONE };
             self.convolve(StreamId::Main, wgrad, tensors);
+            let size = [wgrad.out_c, wgrad.in_c];
+            self.remove_along(StreamId::Main, piece(weights, place, bytes), at.operand(), size);
             use_it(self, chunk, gradients);
         }
         self.free_now(at);
@@ -252,7 +261,7 @@ impl GraphEmitter<'_> {
             return Some(part);
         }
         let (convolution, _) = self.plan.convolution(op)?;
-        let (w, bias) = (self.facts.matrix(name), self.facts.vector(name, "bias"));
+        let (w, bias) = (self.facts.matrix(name), self.facts.head_bias());
         let chunks = self.plan.chunks().0;
         Some(HeadPart { convolution, chunks, w, bias, sample: Operand::NONE, places: Operand::NONE })
     }
@@ -277,6 +286,7 @@ pub(super) struct HeadPart {
     pub(super) convolution: Convolution,
     pub(super) chunks: usize,
     pub(super) w: Operand,
+    /// May be absent.
     pub(super) bias: Operand,
     /// The sample and the positions of the labels in it; absent for all classes.
     pub(super) sample: Operand,

@@ -2,11 +2,11 @@
 
 use super::*;
 use crate::{
-    LossConfig,
+    LossConfig, Margin,
     net::init,
     plan::{self, Mesh, Plan},
 };
-use lockstep_protocol::spec::{ShardSpec, Split};
+use lockstep_protocol::spec::{LossKind, LossSpec, ShardSpec, Split};
 
 /// What a rank of `model` has of a network.
 fn part(network: &Network, model: usize, rank: usize, shards: &[(&str, Split)]) -> Arc<Network> {
@@ -157,7 +157,7 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                 let mut setting =
                     Setting { optimizer, ..Setting::new(&part, 32, dtype, 90, Ranks::Exchanged) };
                 let loss = LossConfig { sample_share: 0.1, ..LossConfig::default() };
-                setting.plan = setting.plan.clone().with_sample(&loss);
+                setting.plan = setting.plan.clone().with_loss(&loss);
                 assert_eq!(setting.plan.sampled().unwrap().chunks, chunks);
                 for side_stream in [false, true] {
                     let commands = setting.sound(Phase::Train(ONLY), side_stream).commands;
@@ -183,6 +183,48 @@ fn rows_of_sampled_classes_are_gathered_and_put_back() {
                 [meetings(&setting.sound(Phase::Train(ONLY), true).commands), meetings(&evaluated)]
             };
             assert_eq!(met(0), met(1));
+        }
+    }
+}
+
+/// Of a whole head, a split one with and without a stored gradient, and a sampled one.
+#[test]
+fn a_margin_changes_labels_logits_and_gradients_of_features_and_weights() {
+    let declared = signatures::declared();
+    let network = build(Arch::ResNet18, Stem::Cifar, 32, 1001);
+    let margin = Margin::of(&LossSpec { kind: LossKind::ArcFace, ..LossSpec::default() });
+    for (model, accumulates, sample_share) in
+        [(1, false, 1.0), (2, false, 1.0), (2, true, 1.0), (2, false, 0.1)]
+    {
+        let part = if model == 1 { network.clone() } else { part(&network, model, 1, &[]) };
+        for (dtype, ranks) in
+            [(DType::F32, Ranks::ByNccl), (DType::F16, Ranks::Apart), (DType::Bf16, Ranks::Exchanged)]
+        {
+            let mut setting = Setting { accumulates, ..Setting::new(&part, 32, dtype, 90, ranks) };
+            let loss = LossConfig { sample_share, margin, ..LossConfig::default() };
+            setting.plan = setting.plan.clone().with_loss(&loss);
+            for side_stream in [false, true] {
+                for (phase, wanted) in [(Phase::Train(ONLY), [2, 2, 1]), (Phase::Evaluate, [2, 1, 0])] {
+                    let commands = setting.sound(phase, side_stream).commands;
+                    for command in &commands {
+                        if let Command::Kernel { kernel, .. } = command {
+                            signatures::check(kernel, &declared);
+                        }
+                    }
+                    let found =
+                        ["row_factors", "scale_cosines", "put_margin"].map(|name| count(&commands, name));
+                    assert_eq!(found, wanted, "{model} {dtype:?} {phase:?}");
+                    // A gradient that is computed twice is corrected twice, a chunk at a time.
+                    let corrected = match phase {
+                        Phase::Evaluate => 0,
+                        Phase::Train(_) if setting.plan.recomputes(accumulates, 1) => {
+                            1 + 2 * setting.plan.chunks().0
+                        }
+                        Phase::Train(_) => 2,
+                    };
+                    assert_eq!(count(&commands, "remove_along"), corrected, "{model} {dtype:?}");
+                }
+            }
         }
     }
 }

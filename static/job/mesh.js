@@ -1,0 +1,69 @@
+// The mesh of a job's ranks: stages, copies of the network, and of each rank the rows of its pictures and its part of split layers.
+
+import { count } from "../numbers.js";
+
+const SVG = "http://www.w3.org/2000/svg", SIDE = 28;
+/** If there are more ranks, further copies of the network are counted and not drawn. */
+const MOST = 64;
+
+/** A rank's coordinates. Ranks are numbered with `model` fastest and stages slowest: worker/engine/src/plan/mesh.rs. */
+function place(rank, { pipeline = 1, height = 1, model = 1 }, ranks) {
+  const of_stage = Math.max(1, Math.floor(ranks / pipeline)), within = rank % of_stage;
+  return { stage: Math.floor(rank / of_stage), data: Math.floor(within / (model * height)), row: Math.floor(within / model) % height, part: within % model };
+}
+
+/** A rank's place in the mesh of `ranks` ranks, and its part of stages, pictures and layers, in words; empty if each rank has everything. */
+export function inMesh(rank, plan, ranks) {
+  const { pipeline = 1, height = 1, model = 1, shard = [] } = plan, { stage, data, row, part } = place(rank, plan, ranks), words = [];
+  if (pipeline * height * model === 1) return words;
+  if (pipeline > 1) words.push(`stage ${stage}`);
+  words.push(`data ${data}`);
+  if (height > 1) words.push(`height ${row}: part ${row + 1} of ${height} of the rows`);
+  if (model > 1) words.push(`model ${part}: part ${part + 1} of ${model} of ${shard.map((of) => of.match).join(", ") || "the last layer"}`);
+  return words;
+}
+
+const drawn = (name, attributes) => {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, v] of Object.entries(attributes)) node.setAttribute(key, v);
+  return node;
+};
+const made = (name, className, content = "") => Object.assign(document.createElement(name), { className, textContent: content });
+
+/** A square for a picture and the split layers: what this rank has of the rows is a share of its height, of the layers a share of its width. */
+function square(rank, plan, ranks) {
+  const { height = 1, model = 1 } = plan, { row, part } = place(rank, plan, ranks), cell = made("span", "mesh-rank");
+  const picture = drawn("svg", { viewBox: `0 0 ${SIDE} ${SIDE}`, width: SIDE, height: SIDE, "aria-hidden": "true" });
+  picture.append(
+    drawn("rect", { class: "all", x: 0.5, y: 0.5, width: SIDE - 1, height: SIDE - 1 }),
+    drawn("rect", { class: "own", x: (SIDE * part) / model, y: (SIDE * row) / height, width: SIDE / model, height: SIDE / height }),
+  );
+  cell.title = [`rank ${rank}`, ...inMesh(rank, plan, ranks)].join(" · ");
+  cell.setAttribute("role", "img");
+  cell.setAttribute("aria-label", cell.title);
+  cell.append(picture, made("small", "", String(rank)));
+  return cell;
+}
+
+/** Draws a plan into a list, an item for each stage. Returns what the drawing means, in words. */
+export function drawMesh(list, plan) {
+  const { pipeline = 1, data, height = 1, model = 1, later_stages: later = [] } = plan, of_copy = height * model;
+  const ranks = pipeline * data * of_copy, copies = Math.min(data, Math.max(1, Math.floor(MOST / (pipeline * of_copy))));
+  list.replaceChildren(...Array.from({ length: pipeline }, (_, stage) => {
+    const item = made("li", ""), rows = made("div", "mesh-copies");
+    if (pipeline > 1) item.append(made("b", "", `stage ${stage}`), made("small", "", stage ? `from ${later[stage - 1] ?? "?"}` : "from the pictures"));
+    for (let copy = 0; copy < copies; copy++) {
+      const group = made("div", "mesh-copy"), first = (stage * data + copy) * of_copy;
+      group.style.gridTemplateColumns = `repeat(${model}, auto)`;
+      group.append(...Array.from({ length: of_copy }, (_, at) => square(first + at, plan, ranks)));
+      rows.append(group);
+    }
+    item.append(rows);
+    return item;
+  }));
+  const words = [of_copy > 1 ? "Ranks in one frame share pictures or layers" : "Each rank has pictures of its own"];
+  if (height > 1) words.push("the filled height is a rank's share of the rows");
+  if (model > 1) words.push("the filled width is its share of the split layers");
+  if (copies < data) words.push(`${count(copies)} of ${count(data)} copies are drawn`);
+  return `${words.join("; ")}.`;
+}

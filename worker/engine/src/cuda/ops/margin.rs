@@ -1,0 +1,94 @@
+//! Losses with a margin (ArcFace, CosFace); `margin.cu`.
+
+use super::{Arg, Kernel, Operand, Ops, SplitLogits, kernel, plain};
+use crate::loss::{Margin, MarginTerms};
+
+/// Bytes of a label's logit.
+const LABEL_BYTES: usize = 16;
+
+/// Products of features and weights that become scaled cosines, or the gradient of these that becomes the products' gradient.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::cuda) struct Cosines {
+    /// T, in chunks of classes: each `[rows, chunk]`.
+    pub(in crate::cuda) values: Operand,
+    /// Results of [`Ops::row_factors`] for features and for weights.
+    pub(in crate::cuda) of_rows: Operand,
+    pub(in crate::cuda) of_classes: Operand,
+    /// Result of [`Ops::put_margin`], for a gradient; may be absent.
+    pub(in crate::cuda) labels: Operand,
+    pub(in crate::cuda) rows: u32,
+    /// Classes of a chunk, a multiple of 8.
+    pub(in crate::cuda) chunk: u32,
+    pub(in crate::cuda) chunks: u32,
+}
+
+impl SplitLogits {
+    /// Bytes of the result of [`Ops::put_margin`].
+    pub(in crate::cuda) fn label_bytes(&self) -> usize {
+        self.rows() as usize * LABEL_BYTES
+    }
+}
+
+impl Ops {
+    /// float32 `[count]`: `scale` divided by the length of each row of `width` values. Moves: the rows once.
+    pub(in crate::cuda) fn row_factors(
+        &self,
+        rows: Operand,
+        factors: Operand,
+        [count, width]: [u32; 2],
+        scale: f32,
+    ) -> Kernel {
+        let args = [Arg::In(rows), Arg::Out(factors), Arg::U32(count), Arg::U32(width), Arg::F32(scale)];
+        kernel("row_factors", self.items(32 * u64::from(count), 8), args)
+    }
+
+    /// Moves: the values twice.
+    pub(in crate::cuda) fn scale_cosines(&self, p: Cosines) -> Kernel {
+        let groups = u64::from(p.rows) * u64::from(p.chunk / 8) * u64::from(p.chunks);
+        let args = [
+            Arg::InOut(p.values),
+            Arg::In(p.of_rows),
+            Arg::In(p.of_classes),
+            Arg::U32(p.rows),
+            Arg::U32(p.chunk),
+            Arg::U64(groups),
+            Arg::In(p.labels),
+        ];
+        kernel("scale_cosines", self.items(groups, 8), args)
+    }
+
+    /// Applies the margin to the logit of each row's label. `labels` gets what the gradient and the accuracy follow from.
+    pub(in crate::cuda) fn put_margin(&self, p: SplitLogits, margin: &Margin, labels: Operand) -> Kernel {
+        let MarginTerms { limit, cos, sin, shift } = margin.terms();
+        let args = [
+            Arg::InOut(p.logits),
+            Arg::In(p.controls),
+            Arg::U32(p.words),
+            Arg::U32(p.batch),
+            Arg::U32(p.rows()),
+            Arg::U32(p.chunk),
+            Arg::U32(p.classes),
+            Arg::U32(p.first),
+            Arg::In(p.sample),
+            Arg::In(p.places),
+            Arg::F32(margin.scale),
+            Arg::F64(limit),
+            Arg::F64(cos),
+            Arg::F64(sin),
+            Arg::F64(shift),
+            Arg::Out(labels),
+        ];
+        kernel("put_margin", plain([p.rows().div_ceil(256), 1, 1], [256, 1, 1]), args)
+    }
+
+    /// Removes from each row of a gradient what it has along the same row of `rows`. Moves: both, the gradient twice.
+    pub(in crate::cuda) fn remove_along(
+        &self,
+        rows: Operand,
+        gradient: Operand,
+        [count, width]: [u32; 2],
+    ) -> Kernel {
+        let args = [Arg::In(rows), Arg::InOut(gradient), Arg::U32(count), Arg::U32(width)];
+        kernel("remove_along", self.items(32 * u64::from(count), 8), args)
+    }
+}

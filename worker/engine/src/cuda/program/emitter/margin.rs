@@ -1,0 +1,85 @@
+//! Losses with a margin (ArcFace, CosFace): logits become scaled cosines in their place, and the gradients of features and of weights lose
+//! what they have along these.
+
+use super::*;
+
+/// The cosines of a training step, until the gradient of the logits is that of the products of features and weights.
+#[derive(Debug)]
+pub(super) struct HeadCosines {
+    cosines: ops::Cosines,
+    memory: Vec<Allocation>,
+}
+
+impl GraphEmitter<'_> {
+    /// After the products of features and weights of the last layer `op`, which is called `name`.
+    pub(super) fn cosines(
+        &mut self,
+        op: &FusedOp,
+        name: &str,
+        [input, output]: [TensorId; 2],
+        training: bool,
+    ) -> Result<(), EngineError> {
+        let (Some(margin), Some(part)) = (self.plan.margin, self.head_part(op, name)) else { return Ok(()) };
+        let (x, values) = (self.activation(input)?.operand(), self.activation(output)?.operand());
+        let (ops, Convolution { batch, in_c, out_c, .. }) = (self.facts.ops, part.convolution);
+        let mut memory = Vec::new();
+        let [of_rows, of_classes] =
+            [(x, batch, 1.0), (part.w, part.chunks * out_c, margin.scale)].map(|(rows, count, scale)| {
+                let factors = self.alloc_bytes(4 * count, Content::OfHead);
+                memory.push(factors);
+                let factors = factors.operand();
+                self.main(ops.row_factors(rows, factors, [count as u32, in_c as u32], scale));
+                factors
+            });
+        let cosines = ops::Cosines {
+            values,
+            of_rows,
+            of_classes,
+            labels: Operand::NONE,
+            rows: batch as u32,
+            chunk: out_c as u32,
+            chunks: part.chunks as u32,
+        };
+        self.main(ops.scale_cosines(cosines));
+        if training {
+            self.cosines = Some(HeadCosines { cosines, memory });
+        } else {
+            memory.into_iter().for_each(|at| self.free_now(at));
+        }
+        Ok(())
+    }
+
+    /// In training: applies the margin to the labels' logits. Gives what they were; absent without a margin.
+    pub(super) fn put_margin(&mut self, logits: ops::SplitLogits) -> Operand {
+        let (Some(margin), Some(mut of)) = (self.plan.margin, self.cosines.take()) else {
+            return Operand::NONE;
+        };
+        let labels = self.alloc_bytes(logits.label_bytes(), Content::OfHead);
+        self.main(self.facts.ops.put_margin(logits, &margin, labels.operand()));
+        of.cosines.labels = labels.operand();
+        of.memory.push(labels);
+        self.cosines = Some(of);
+        labels.operand()
+    }
+
+    /// Turns the gradient of the logits into that of the products of features and weights.
+    pub(super) fn cosine_gradient(&mut self, values: Operand) {
+        let Some(HeadCosines { cosines, memory }) = self.cosines.take() else { return };
+        self.main(self.facts.ops.scale_cosines(ops::Cosines { values, ..cosines }));
+        memory.into_iter().for_each(|at| self.free_now(at));
+    }
+
+    /// With a margin: removes from each row of a gradient what it has along the same row of features or weights.
+    pub(super) fn remove_along(
+        &mut self,
+        stream: StreamId,
+        rows: Operand,
+        gradient: Operand,
+        [count, width]: [usize; 2],
+    ) {
+        if self.plan.margin.is_some() {
+            let kernel = self.facts.ops.remove_along(rows, gradient, [count as u32, width as u32]);
+            self.start(stream, kernel);
+        }
+    }
+}

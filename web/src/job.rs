@@ -186,7 +186,7 @@ impl JobTemplate<'_> {
         self.page.may_change && !self.page.viewer.reads_only
     }
 
-    /// The banner's title and its sentence, if something is wrong.
+    /// The banner's title and its sentence, if something is unusual.
     fn banner(&self) -> Option<(String, Shown)> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Checked before the state, which another version may have named differently.
@@ -200,6 +200,8 @@ impl JobTemplate<'_> {
             JobState::Failed => ("The job failed.".to_owned(), reason),
             JobState::Lost => ("Its machine is silent.".to_owned(), reason),
             JobState::Restarting | JobState::Queued => waiting(self.job)?,
+            // Early stopping.
+            JobState::Succeeded => ("Stopped early.".to_owned(), self.job.cause.as_ref()?.facts().detail.clone()?),
             _ => return None,
         };
         // A sentence in lower case continues the title.

@@ -61,6 +61,8 @@ codes! {
     PrecisionFallback = "precision_fallback",
     /// float16 could not represent the numbers of training, and the job requires float16.
     PrecisionTooNarrow = "precision_too_narrow",
+    /// The metric of `[stop]` has not improved for a while: the job has succeeded before its last step.
+    StoppedEarly = "stopped_early",
     /// A machine or a GPU had no memory left.
     OutOfMemory = "out_of_memory",
     /// The dataset's files cannot be read, or have changed since the job began.

@@ -46,6 +46,7 @@ pub(super) fn words(code: &ReasonCode, facts: &Facts) -> String {
         PrecisionFallback => {
             format!("float16 could not hold {detail}: training continues in bfloat16 after step {step}")
         }
+        StoppedEarly => format!("stopped early: {detail}"),
         AgentRestarted => {
             format!("{agent} was restarted before it had started the ranks{}", more(": "))
         }

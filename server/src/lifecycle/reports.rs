@@ -76,6 +76,13 @@ pub fn report(
             row.job.set_reason(Some(Reason::new(ReasonCode::PrecisionFallback, facts)));
             vec![state_event(row)]
         }
+        AttemptEvent::StoppedEarly { step, why }
+            if row.job.state == JobState::Running && row.stop.is_none() =>
+        {
+            let facts = Facts { step: Some(step), detail: Some(why), ..Facts::default() };
+            row.job.set_reason(Some(Reason::new(ReasonCode::StoppedEarly, facts)));
+            vec![state_event(row)]
+        }
         AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
             let columns = columns.into_iter().filter(is_column);
             let events = columns
@@ -151,6 +158,7 @@ pub fn report(
         // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
         AttemptEvent::Running { .. }
         | AttemptEvent::PrecisionFallback { .. }
+        | AttemptEvent::StoppedEarly { .. }
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }
         | AttemptEvent::Rank { .. }
@@ -273,7 +281,8 @@ pub(super) fn ended(
                 events.push(go(row, JobState::Running, None, None, at)?);
             }
             row.job.step = row.job.step.max(step);
-            events.push(go(row, JobState::Succeeded, None, None, at)?);
+            let early = row.job.cause.clone().filter(|cause| *cause.code() == ReasonCode::StoppedEarly);
+            events.push(go(row, JobState::Succeeded, early, None, at)?);
         }
         // What could not be ended, and what else a person has to see to, is said.
         (Ending::Failed { reason, retriable: false }, Some(stop)) => {

@@ -201,7 +201,9 @@ impl JobTemplate<'_> {
             JobState::Lost => ("Its machine is silent.".to_owned(), reason),
             JobState::Restarting | JobState::Queued => waiting(self.job)?,
             // Early stopping.
-            JobState::Succeeded => ("Stopped early.".to_owned(), self.job.cause.as_ref()?.facts().detail.clone()?),
+            JobState::Succeeded => {
+                ("Stopped early.".to_owned(), self.job.cause.as_ref()?.facts().detail.clone()?)
+            }
             _ => return None,
         };
         // A sentence in lower case continues the title.

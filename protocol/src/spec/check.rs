@@ -334,7 +334,8 @@ fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     if matches!(validation, super::Validation::Fraction(_)) {
         mistake(
             "/data/validation",
-            "with data.folds, a fold of the training pictures measures the job: leave the fraction out".into(),
+            "with data.folds, a fold of the training pictures measures the job: leave the fraction out"
+                .into(),
         );
     }
 }

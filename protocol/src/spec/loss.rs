@@ -140,7 +140,10 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
         } else if spec.loss.sample_share < 1.0 {
             Some("needs all classes in each step: leave it out, or loss.sample_share".into())
         } else if spec.parallel.model > 1 {
-            Some("needs all classes on each rank, and parallel.model splits them: leave one of both out".into())
+            Some(
+                "needs all classes on each rank, and parallel.model splits them: leave one of both out"
+                    .into(),
+            )
         } else {
             None
         };

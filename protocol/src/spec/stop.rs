@@ -49,12 +49,18 @@ pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, 
     let stop = &spec.stop;
     if stop.is_off() {
         if *stop != StopSpec::default() {
-            mistake("/stop/patience", "is missing: give the number of validations without an improvement".into());
+            mistake(
+                "/stop/patience",
+                "is missing: give the number of validations without an improvement".into(),
+            );
         }
         return;
     }
     if spec.data.validation == Validation::Split("none".into()) && spec.data.folds.is_none() {
-        mistake("/stop/patience", "counts validations, and data.validation = \"none\" leaves them out".into());
+        mistake(
+            "/stop/patience",
+            "counts validations, and data.validation = \"none\" leaves them out".into(),
+        );
     }
     if spec.evaluate.every_epochs == 0 {
         mistake(

@@ -130,7 +130,10 @@ async fn a_job_that_stops_early_succeeds_and_says_why() {
     assert_eq!((job.state, job.step, job.reason.as_deref()), (JobState::Succeeded, 30, Some(&*words)));
     let (_, attempts) = server.get(&format!("/jobs/{id}/attempts")).await;
     let attempt = &attempts["attempts"][0];
-    assert_eq!((&attempt["state"], &attempt["reason"]["code"]), (&json!("succeeded"), &json!("stopped_early")));
+    assert_eq!(
+        (&attempt["state"], &attempt["reason"]["code"]),
+        (&json!("succeeded"), &json!("stopped_early"))
+    );
     let (_, page) = server.text(&format!("/jobs/{id}")).await;
     assert!(page.contains("Stopped early:") && page.contains(why), "{page}");
     server.stop().await;

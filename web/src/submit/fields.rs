@@ -357,7 +357,9 @@ impl Kind {
             Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
             // Browsers send line breaks as CR LF.
             Kind::Lines => text.replace("\r\n", "\n").into(),
-            Kind::Sizes | Kind::Numbers | Kind::Words | Kind::Weights if text.starts_with('[') => or_text(list()),
+            Kind::Sizes | Kind::Numbers | Kind::Words | Kind::Weights if text.starts_with('[') => {
+                or_text(list())
+            }
             Kind::Weights if text.starts_with('{') => or_text(serde_json::from_str(text).ok()),
             Kind::Words => text.split(',').map(str::trim).filter(|word| !word.is_empty()).collect(),
             Kind::Integer => or_text(integer(text).or_else(|| number(text))),

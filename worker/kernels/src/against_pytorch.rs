@@ -265,8 +265,7 @@ fn cross_entropy_with_class_weights() {
         };
         let mut gradient = vec![f32::NAN; logits.len()];
         let into = Some((&mut gradient[..], 1.0 / divisor));
-        let found =
-            loss::cross_entropy(&logits, &own, mixed, CLASSES, case.smoothing, Some(&weights), into);
+        let found = loss::cross_entropy(&logits, &own, mixed, CLASSES, case.smoothing, Some(&weights), into);
         let is_near = |ours: f32, theirs: f32| (ours - theirs).abs() <= TOLERANCE * theirs.abs().max(0.1);
         assert!(is_near((found.sum / divisor) as f32, case.loss), "{name}: {}, not {}", found.sum, case.loss);
         for (ours, theirs) in gradient.iter().zip(&case.dx) {

@@ -97,7 +97,10 @@ mod tests {
         let (number, why) =
             end(&stop("val_accuracy", 3, 0.25), &[0.5, 0.625, 0.75, 0.75, 0.875, 1.0]).unwrap();
         assert_eq!(number, 4);
-        assert_eq!(why, "validation accuracy has not improved by 0.25 in 3 validations; best 50.0 % at epoch 1");
+        assert_eq!(
+            why,
+            "validation accuracy has not improved by 0.25 in 3 validations; best 50.0 % at epoch 1"
+        );
         let (number, why) = end(&stop("val_ema_loss", 1, 0.0), &[2.0, 1.0, 1.5]).unwrap();
         assert_eq!(number, 3);
         assert_eq!(

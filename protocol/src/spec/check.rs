@@ -317,9 +317,7 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
 }
 
 fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
-    let DataSpec { folds, fold, validation, .. } = &spec.data;
-    match (*folds, *fold) {
-        (None, None) => return,
+    match (spec.data.folds, spec.data.fold) {
         (Some(folds), None) => {
             mistake("/data/fold", format!("is missing: give the fold that measures this job, 1 to {folds}"));
         }
@@ -330,13 +328,6 @@ fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
             mistake("/data/fold", format!("there is no fold {fold} of {folds}: give 1 to {folds}"));
         }
         _ => {}
-    }
-    if matches!(validation, super::Validation::Fraction(_)) {
-        mistake(
-            "/data/validation",
-            "with data.folds, a fold of the training pictures measures the job: leave the fraction out"
-                .into(),
-        );
     }
 }
 

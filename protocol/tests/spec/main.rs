@@ -355,7 +355,6 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
         ("stop", "patience = 3\nmetric = \"val_ema_loss\"", "metric", &["train.ema_decay"]),
         ("data", "folds = 5", "fold", &["1 to 5"]),
         ("data", "folds = 5\nfold = 6", "fold", &["there is no fold 6 of 5"]),
-        ("data", "folds = 5\nfold = 1\nvalidation = 0.1", "validation", &["leave the fraction out"]),
         ("loss", "class_weights = \"even\"", "class_weights", &["\"balanced\"", "even"]),
         ("loss", "class_weights = [1.0, 0.0]", "class_weights", &["is a list"]),
         ("loss", "class_weights = \"balanced\"\nsample_share = 0.1", "class_weights", &["sample_share"]),

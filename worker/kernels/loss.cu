@@ -1,4 +1,5 @@
-// Softmax cross-entropy with label smoothing and class weights over logits + bias, its gradient, and totals over batches.
+// Softmax cross-entropy with label smoothing and class weights over logits + bias, its gradient, and totals over
+// batches.
 //
 // A mixed row's target has two labels, weighted by lambda. A prediction is correct if it is the label with more weight.
 //
@@ -45,8 +46,8 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 // as PyTorch's `weight`; null: all 1. The caller has divided grad_scale by the sum of the labels' weights.
 extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
-                  float smoothing, const float* class_weights, const float* loss_scale, T* dlogits, float* dbias, Totals* totals, u32 accumulate,
-                  double* partials, u32* counter) {
+                  float smoothing, const float* class_weights, const float* loss_scale, T* dlogits, float* dbias,
+                  Totals* totals, u32 accumulate, double* partials, u32* counter) {
     pdl_wait();
     SHARED(float, max_of_row, LOSS_ROWS);
     SHARED(float, log_of_row, LOSS_ROWS);

@@ -118,7 +118,7 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
 #[tokio::test]
 async fn a_job_that_stops_early_succeeds_and_says_why() {
     let server = TestServer::new().await;
-    let mut agent = Agent::with_pictures(&server, 1).await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
     let id = server.submit(|spec| spec["stop"] = json!({"patience": 2})).await.id.to_string();
     let attempt = agent.started().await.attempt;
     let why = "validation accuracy has not improved in 2 validations; best 91.2 % at epoch 1";

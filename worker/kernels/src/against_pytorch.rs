@@ -259,7 +259,7 @@ fn cross_entropy_with_class_weights() {
         let [own, others] = ["labels", "others"].map(|of| labels(&format!("{name}.{of}"), BATCH, CLASSES));
         let mixed = case.lambda.map(|lambda| (&others[..], lambda));
         // PyTorch divides by the weights of the labels, and where targets are probabilities by the number of pictures.
-        let divisor = match mixed {
+        let divisor: f64 = match mixed {
             None => own.iter().map(|label| f64::from(weights[*label as usize])).sum(),
             Some(_) => BATCH as f64,
         };

@@ -16,6 +16,7 @@ use lockstep_protocol::{
     numbers::standard_error,
     panels::Panel,
     queue::waits_for,
+    reason::ReasonCode,
 };
 use serde::Serialize;
 
@@ -200,9 +201,10 @@ impl JobTemplate<'_> {
             JobState::Failed => ("The job failed.".to_owned(), reason),
             JobState::Lost => ("Its machine is silent.".to_owned(), reason),
             JobState::Restarting | JobState::Queued => waiting(self.job)?,
-            // Early stopping.
             JobState::Succeeded => {
-                ("Stopped early.".to_owned(), self.job.cause.as_ref()?.facts().detail.clone()?)
+                let cause =
+                    self.job.cause.as_ref().filter(|cause| *cause.code() == ReasonCode::StoppedEarly)?;
+                ("Stopped early.".to_owned(), cause.facts().detail.clone()?)
             }
             _ => return None,
         };

@@ -14,13 +14,13 @@ pub struct DataSpec {
     /// such split, the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`, or, if it has
     /// only training pictures, a tenth of these (three tenths of fewer than 50).
     pub validation: Validation,
-    /// Seed that chooses the held-out pictures if `validation` is a fraction. Each picture is chosen independently, from this
+    /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, each picture is chosen independently, from this
     /// seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding or removing pictures
     /// therefore moves no other picture, and the fraction is the expected share of each class. `train.seed` has no influence.
     pub validation_seed: u64,
     /// Stratified k-fold cross-validation: the training pictures of each class are divided into this many equal parts, at random by
-    /// `validation_seed` and as `validation_seed` identifies pictures. Fold number `fold` measures the job, which trains on the others.
-    /// `validation` is then not used: a test split stays untouched.
+    /// `validation_seed`. Fold number `fold` measures the job, which trains on the others. `validation` is then not used, so a test split
+    /// stays untouched.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub folds: Option<u32>,
     /// Number of the fold that measures the job, 1 to `folds`.

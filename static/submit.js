@@ -42,8 +42,11 @@ function typed(field) {
   const whole = (t) => (/^[+-]?\d+$/.test(t) && Number.isSafeInteger(Number(t)) ? Number(t) : undefined);
   const number = (t) => (/^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i.test(t) && Number.isFinite(Number(t)) ? Number(t) : undefined);
   const { kind } = field.dataset;
-  if (words.startsWith("[") && ["sizes", "numbers", "words"].includes(kind)) {
+  if (words.startsWith("[") && ["sizes", "numbers", "words", "weights"].includes(kind)) {
     try { const list = JSON.parse(words); return Array.isArray(list) ? list : words; } catch { return words; }
+  }
+  if (words.startsWith("{") && kind === "weights") {
+    try { return JSON.parse(words); } catch { return words; }
   }
   switch (kind) {
     case "integer": return whole(words) ?? number(words) ?? words;
@@ -53,7 +56,8 @@ function typed(field) {
       const items = words.split(",").map((entry) => entry.split(":").map((t) => whole(t.trim())));
       return whole(words) ?? number(words) ?? (items.every((e) => e.length === 2 && !e.includes(undefined)) ? items : words);
     }
-    case "numbers": {
+    case "numbers":
+    case "weights": {
       const items = words.split(/[,\s]+/).filter(Boolean).map((t) => whole(t) ?? number(t));
       return items.includes(undefined) ? words : items;
     }
@@ -79,10 +83,12 @@ function specification({ defaults }) {
 }
 
 function toml(spec) {
-  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : typeof v === "string" ? JSON.stringify(v) : String(v));
-  const lines = (table) => Object.entries(table).filter(([, v]) => typeof v !== "object" || Array.isArray(v)).map(([k, v]) => `${k} = ${literal(v)}`);
-  const tables = Object.entries(spec).filter(([, v]) => typeof v === "object" && !Array.isArray(v));
-  return [lines(spec).join("\n"), ...tables.map(([name, table]) => `[${name}]\n${lines(table).join("\n")}`)].filter(Boolean).join("\n\n") + "\n";
+  const isTable = (v) => typeof v === "object" && !Array.isArray(v);
+  const inTable = (v) => Object.entries(v).map(([k, w]) => `${JSON.stringify(k)} = ${literal(w)}`).join(", ");
+  const literal = (v) => (Array.isArray(v) ? `[${v.map(literal).join(", ")}]` : isTable(v) ? `{ ${inTable(v)} }` : typeof v === "string" ? JSON.stringify(v) : String(v));
+  const lines = (entries) => entries.map(([k, v]) => `${k} = ${literal(v)}`).join("\n");
+  const [values, tables] = [false, true].map((wanted) => Object.entries(spec).filter(([, v]) => isTable(v) === wanted));
+  return [lines(values), ...tables.map(([name, table]) => `[${name}]\n${lines(Object.entries(table))}`)].filter(Boolean).join("\n\n") + "\n";
 }
 
 function showSpec() {
@@ -131,7 +137,7 @@ function fillForm(spec) {
     const value = (table ? spec[table] : spec)?.[key] ?? "";
     if (field.type === "checkbox") field.checked = value === true;
     else if (field.tagName === "SELECT" && value !== "" && ![...field.options].some((o) => o.value === value)) field.add(new Option(value, value, true, true));
-    else put(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : String(value), spec.train.recipe);
+    else put(field, Array.isArray(value) ? value.map((v) => (Array.isArray(v) ? v.join(": ") : v)).join(", ") : typeof value === "object" ? JSON.stringify(value) : String(value), spec.train.recipe);
     // A recipe that is chosen later must not replace values that were written in the text.
     if (effective(field, spec.train.recipe) !== untouched(field, spec.train.recipe)) touched.add(field);
   }

@@ -81,7 +81,7 @@ pub struct Attempt {
     /// Number of the attempt, from 1.
     pub attempt: u32,
     pub state: AttemptState,
-    /// Why the attempt ended, or is ending; absent if it succeeded.
+    /// Why the attempt ended, or is ending; absent if it did all steps.
     pub reason: Option<Reason>,
     /// Id of the checkpoint from which the attempt began; absent if it began from the start.
     pub checkpoint: Option<String>,

@@ -80,6 +80,8 @@ pub enum ReasonKind {
     PrecisionFallback { step: u64, detail: Text },
     /// float16 could not represent the numbers of training, and the job requires float16.
     PrecisionTooNarrow { rank: u32, step: u64, detail: Text },
+    /// The metric of `[stop]` has not improved for a while: the job has succeeded before its last step.
+    StoppedEarly { step: u64, detail: Text },
     /// A machine or a GPU had no memory left; `signal` if a rank was killed for that.
     OutOfMemory { rank: Option<u32>, step: Option<u64>, signal: Option<i32>, detail: Text },
     /// The dataset's files cannot be read, or have changed since the job began; without `rank`, no rank was started.
@@ -294,6 +296,7 @@ impl fmt::Display for ReasonKind {
             PrecisionFallback { step, detail } => {
                 write!(f, "float16 could not hold {detail}: training continues in bfloat16 after step {step}")
             }
+            StoppedEarly { detail, .. } => write!(f, "stopped early: {detail}"),
             AgentRestarted { agent } => {
                 write!(f, "agent {agent:?} was restarted before it had started the ranks")
             }
@@ -592,6 +595,7 @@ impl Reason {
             | PrecisionTooNarrow { rank, step, .. } => (Some(rank), Some(step)),
             OutOfMemory { rank, step, .. } | DatasetUnusable { rank, step, .. } => (rank, step),
             PrecisionFallback { step, .. }
+            | StoppedEarly { step, .. }
             | Forked { step, .. }
             | AgentLost { step, .. }
             | AgentWithoutRanks { step, .. }

@@ -18,6 +18,7 @@ mod nearest;
 mod recipe;
 mod reference;
 mod shard;
+mod stop;
 mod train;
 
 pub use check::{from_json, from_toml, read, read_leniently};
@@ -26,13 +27,14 @@ pub use device::{DEVICE_KINDS, DEVICE_NAMES, Device, DeviceKind};
 pub use document::{apply_set, key_parts, set_key, toml_document};
 pub use image_size::{ImageSize, MAX_SIZES, SizeFrom};
 pub use keys::{KEYS, Kind, Section};
-pub use loss::{LossKind, LossSpec};
+pub use loss::{ClassWeights, LossKind, LossSpec};
 pub use mistake::{SpecError, shortened};
 pub use model::{Arch, ModelSpec, Stem};
 pub use nearest::nearest;
 pub use recipe::Recipe;
 pub use reference::{KeyReference, RecipeReference, SectionReference, recipes, reference};
 pub use shard::{MOST_SHARDS, ShardSpec, Split};
+pub use stop::StopSpec;
 pub use train::{LossScale, OptimizerKind, Precision, ScheduleKind, TrainSpec};
 
 use crate::labels;
@@ -72,6 +74,8 @@ pub struct JobSpec {
     pub checkpoint: CheckpointSpec,
     pub recovery: RecoverySpec,
     pub evaluate: EvaluateSpec,
+    #[serde(skip_serializing_if = "StopSpec::is_off")]
+    pub stop: StopSpec,
     pub log: LogSpec,
 }
 
@@ -190,6 +194,7 @@ impl Default for JobSpec {
             checkpoint: CheckpointSpec::default(),
             recovery: RecoverySpec::default(),
             evaluate: EvaluateSpec::default(),
+            stop: StopSpec::default(),
             log: LogSpec::default(),
         }
     }

@@ -10,7 +10,7 @@ use super::{
 };
 use lockstep_protocol::{
     Job,
-    spec::{SpecError, from_json},
+    spec::{SpecError, from_json, set_key},
 };
 use serde_json::Value;
 use std::{
@@ -34,6 +34,9 @@ pub(crate) struct Args {
     /// Submit a job for each of these values of a key (may be repeated: a job for each combination)
     #[arg(long = "sweep", value_name = "KEY.PATH=V1,V2,...", conflicts_with = "watch")]
     sweeps: Vec<String>,
+    /// Cross-validation: submit a job for each of K stratified folds of the training pictures (data.folds, data.fold)
+    #[arg(long, value_name = "K", conflicts_with = "watch", value_parser = clap::value_parser!(u32).range(2..=100))]
+    folds: Option<u32>,
     /// The job's project, instead of the file's
     #[arg(long)]
     project: Option<String>,
@@ -60,8 +63,8 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let mut document = document(&args.job, &args.sets)?;
     label(&mut document, &args);
-    if !args.sweeps.is_empty() {
-        return run_sweep(&args, &document);
+    if !args.sweeps.is_empty() || args.folds.is_some() {
+        return run_sweep(&args, document);
     }
     let own = from_json(&document).err().unwrap_or_default();
     let api = match args.server.api() {
@@ -95,15 +98,26 @@ pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     })
 }
 
-/// Submits a job for each combination of the sweep's values.
-fn run_sweep(args: &Args, document: &Value) -> anyhow::Result<()> {
-    let sweep = Sweep::parse(&args.sweeps)?;
+/// Submits a job for each combination of the sweep's values. Folds are a sweep over `data.fold`.
+fn run_sweep(args: &Args, mut document: Value) -> anyhow::Result<()> {
+    let mut sweeps = args.sweeps.clone();
+    if let Some(folds) = args.folds {
+        set_key(&mut document, "data.folds", folds.into()).map_err(|e| wrong(format!("--folds: {e}")))?;
+        let all: Vec<_> = (1..=folds).map(|fold| fold.to_string()).collect();
+        sweeps.push(format!("data.fold={}", all.join(",")));
+    }
+    let sweep = Sweep::parse(&sweeps)?;
     let api = args.server.api()?;
     block_on(async {
         let tag = sweep::new_tag();
-        let documents = sweep::prepare(&api, &args.job, &sweep, document, &tag, false).await?;
+        let documents = sweep::prepare(&api, &args.job, &sweep, &document, &tag, false).await?;
         let submitted = sweep::submit(&api, "/jobs", tag, &documents).await?;
-        submitted.show(&api, args.server.json)
+        submitted.show(&api, args.server.json)?;
+        if args.folds.is_none() || args.server.json {
+            return Ok(());
+        }
+        let tag = &submitted.tag;
+        output::line(format_args!("mean and standard deviation: {}/jobs?tag={tag}&group_by=tag", api.base()))
     })
 }
 

@@ -289,7 +289,7 @@ fn conclude(ended: &Ended, out: &Path, began: Instant) -> anyhow::Result<()> {
 fn choose_validation(spec: &mut JobSpec, dataset: &Path) {
     let Validation::Split(usual) = &spec.data.validation else { return };
     // A folder of pictures need not be read for this; ranks report problems of a dataset.
-    if usual == "none" || dataset.join(usual).is_dir() {
+    if usual == "none" || spec.data.folds.is_some() || dataset.join(usual).is_dir() {
         return;
     }
     if dataset.join("train").is_dir() {

@@ -202,7 +202,9 @@ pub(crate) fn summary(job: &Job, checkpoints: &[CheckpointInfo]) -> String {
         _ => accuracy(&job.last, job.best, checkpoints),
     };
     let how = how.map(|how| format!(": {how}")).unwrap_or_default();
-    format!("{}{after}{how}", job.state)
+    let early = job.reason.as_ref().filter(|_| job.state == JobState::Succeeded);
+    let early = early.map(|reason| format!("; {reason}")).unwrap_or_default();
+    format!("{}{after}{how}{early}", job.state)
 }
 
 fn accuracy(values: &LastValues, best: Option<Measured>, checkpoints: &[CheckpointInfo]) -> Option<String> {

@@ -195,6 +195,7 @@ export class Facts {
       case "queued":
       case "restarting": return this.#waiting(reason);
       case "running": break;
+      case "succeeded": return job.cause?.code === "stopped_early" ? { tone: "warn", what: "Stopped early.", why: job.cause.detail, link: ["#cp-title", "Checkpoints"] } : null;
       case "paused": return { tone: "warn", what: reason ? `${reason[0].toUpperCase()}${reason.slice(1)}.` : "Paused.", why: reason ? "" : "The checkpoint is kept; Resume continues from it.", link: ["#cp-title", "Checkpoints"] };
       default: return null;
     }

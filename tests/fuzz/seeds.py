@@ -51,6 +51,7 @@ EVENTS = [
     {"type": "network",
      "layers": [{"name": "conv1", "kind": "conv 3x3", "output_shape": [16, 32, 32], "parameters": 432, "time_us": 1.5}]},
     {"type": "precision_fallback", "step": 3, "what": "gradient"},
+    {"type": "stopped_early", "step": 3, "why": "validation accuracy has not improved in 2 validations"},
     {"type": "rank_failed", "rank": 0, "step": 3, "reason": "gone", "code": "diverged", "retriable": True, "secondary": False},
     {"type": "ended", "how": "succeeded", "step": 100},
     {"type": "ended", "how": "stopped"},

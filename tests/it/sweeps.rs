@@ -124,5 +124,21 @@ async fn swept_paths_are_registered_and_a_lost_answer_makes_no_second_job() {
     for id in reported {
         server.succeeded(&id).await;
     }
+
+    // Folds are a sweep whose group has mean and standard deviation.
+    let mut folds = lockstep();
+    folds.current_dir(server.folder().path()).envs(server.for_clients());
+    folds.args(["submit", "job.toml", "--json", "--set", "data.dataset=one", "--folds", "2"]);
+    let said = Finished::of(&mut folds).json();
+    let of = |job: &Value| ["folds", "fold"].map(|key| job["spec"]["data"][key].as_u64());
+    let found: Vec<_> = said["jobs"].as_array().expect("jobs").iter().map(of).collect();
+    assert_eq!(found, [[Some(2), Some(1)], [Some(2), Some(2)]]);
+    for id in ids(&said["jobs"]) {
+        server.succeeded(&id).await;
+    }
+    let tag = said["tag"].as_str().expect("a tag");
+    let groups = server.cli(&["list", "--tag", tag, "--group-by", "tag"]);
+    let has_spread = |line: &str| line.starts_with(tag) && line.contains('±');
+    assert!(groups.ok().lines().any(has_spread), "{}", groups.stdout);
     server.stop().await;
 }

@@ -2,6 +2,7 @@
 
 mod auto;
 mod average;
+mod early_stop;
 mod hybrid;
 mod layers;
 mod refusals;

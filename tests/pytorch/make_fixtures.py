@@ -177,6 +177,25 @@ def losses(out):
         store(out, name + ".correct", (x.argmax(1) == y).sum().reshape(1).double())
 
 
+def class_weights():
+    """Losses with weights of classes: without and with label smoothing, and of mixed labels as probabilities."""
+    cases = []
+    for smoothing, share in ((0.0, None), (0.1, None), (0.0, 0.75), (0.1, 0.25)):
+        batch, classes = 6, 5
+        name = f"class_weights.{len(cases)}"
+        x = tensor(values(name + ".x", batch, classes) * np.float32(3))
+        weight = torch.from_numpy((values(name + ".weights", classes) + np.float32(1.5)).astype(np.float64))
+        target = torch.from_numpy(labels(name + ".labels", batch, classes))
+        if share is not None:
+            other = torch.from_numpy(labels(name + ".others", batch, classes))
+            own, other = (F.one_hot(of, classes).double() for of in (target, other))
+            target = share * own + (1 - share) * other
+        loss = F.cross_entropy(x, target, weight=weight, label_smoothing=smoothing)
+        loss.backward()
+        cases.append({"smoothing": smoothing, "lambda": share, "loss": loss.item(), "dx": x.grad.flatten().tolist()})
+    write("class_weights.json", json.dumps(cases, indent=1) + "\n")
+
+
 def optimizers(out):
     for nesterov in (False, True):
         name = f"sgd.{int(nesterov)}"
@@ -608,6 +627,7 @@ PARTS = {
     "unfused": unfused,
     "optimizers": optimizer_fixtures,
     "mixing": mixing_and_average,
+    "class_weights": class_weights,
     "looking": looking,
 }
 

@@ -16,6 +16,7 @@ use lockstep_protocol::{
     numbers::standard_error,
     panels::Panel,
     queue::waits_for,
+    reason::{Reason, ReasonKind},
 };
 use serde::Serialize;
 
@@ -186,7 +187,7 @@ impl JobTemplate<'_> {
         self.page.may_change && !self.page.viewer.reads_only
     }
 
-    /// The banner's title and its sentence, if something is wrong.
+    /// The banner's title and its sentence, if something is unusual.
     fn banner(&self) -> Option<(String, Shown)> {
         let reason = self.job.reason.clone().unwrap_or_default();
         // Checked before the state, which another version may have named differently.
@@ -200,6 +201,13 @@ impl JobTemplate<'_> {
             JobState::Failed => ("The job failed.".to_owned(), reason),
             JobState::Lost => ("Its machine is silent.".to_owned(), reason),
             JobState::Restarting | JobState::Queued => waiting(self.job)?,
+            JobState::Succeeded => {
+                let Some(ReasonKind::StoppedEarly { detail, .. }) = self.job.cause.as_ref().map(Reason::kind)
+                else {
+                    return None;
+                };
+                ("Stopped early.".to_owned(), detail.to_string())
+            }
             _ => return None,
         };
         // A sentence in lower case continues the title.

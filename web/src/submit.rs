@@ -249,7 +249,7 @@ mod tests {
     use lockstep_protocol::{
         JobSpec,
         dataset::{DatasetInfo, SplitInfo},
-        spec::{ImageSize, ScheduleKind, ShardSpec, SizeFrom, Split, from_json},
+        spec::{ClassWeights, ImageSize, ScheduleKind, ShardSpec, SizeFrom, Split, from_json},
     };
 
     fn page(mistakes: Vec<SpecError>) -> SubmitPage {
@@ -329,6 +329,9 @@ mod tests {
         spec.checkpoint.every_epochs = Some(1);
         spec.checkpoint.every_steps = Some(1);
         spec.loss.margin = Some(0.5);
+        spec.loss.class_weights = Some(ClassWeights::ByName([("cat".to_owned(), 2.0)].into()));
+        (spec.data.folds, spec.data.fold) = (Some(5), Some(1));
+        (spec.stop.patience, spec.stop.mode) = (Some(1), Some("max".into()));
         spec.parallel.model = 2;
         spec.parallel.height = 2;
         spec.parallel.optimizer_sharding = true;
@@ -358,6 +361,15 @@ mod tests {
             assert_eq!(document["train"]["lr"].to_string(), "0.1");
             let back: JobSpec = serde_json::from_value(document).expect("of the right types");
             assert_eq!(back, spec);
+        }
+        for weights in [
+            ClassWeights::Rule("balanced".into()),
+            ClassWeights::InOrder(vec![0.5, 2.0]),
+            ClassWeights::ByName([("cat".to_owned(), 2.5)].into()),
+        ] {
+            spec.loss.class_weights = Some(weights);
+            let back: JobSpec = serde_json::from_value(Form::from_spec(&spec).document()).expect("types");
+            assert_eq!(back.loss, spec.loss);
         }
     }
 

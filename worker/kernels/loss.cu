@@ -1,4 +1,5 @@
-// Softmax cross-entropy with label smoothing over logits + bias, its gradient, and totals over batches.
+// Softmax cross-entropy with label smoothing and class weights over logits + bias, its gradient, and totals over
+// batches.
 //
 // A mixed row's target has two labels, weighted by lambda. A prediction is correct if it is the label with more weight.
 //
@@ -49,14 +50,16 @@ __device__ __forceinline__ void store_logits(T* to, u64 at, const float (&v)[4])
 // are computed. `with_margin`: the labels' logits, if the loss has a margin, which does not count for the accuracy. A row with a non-finite
 // loss gets NaN gradients, so that every rank sees them after the all-reduce. With `accumulate`, totals and the bias's
 // gradient are added to. Gradients are multiplied by grad_scale of `control` and by *loss_scale. `partials`: a loss
-// (double) and a count (double) per block, then `padded` floats per block.
+// (double) and a count (double) per block, then `padded` floats per block. `class_weights`: factors of the terms of each class,
+// as PyTorch's `weight`; null: all 1. The caller has divided grad_scale by the sum of the labels' weights.
 extern "C" __global__ void __launch_bounds__(256)
     cross_entropy(const T* logits, const float* bias, const Control* control, u32 pictures, u32 classes, u32 padded,
-                  float smoothing, const float* loss_scale, T* dlogits, float* dbias, Totals* totals, u32 accumulate,
-                  double* partials, u32* counter, const LabelLogit* with_margin) {
+                  float smoothing, const float* class_weights, const float* loss_scale, T* dlogits, float* dbias,
+                  Totals* totals, u32 accumulate, double* partials, u32* counter, const LabelLogit* with_margin) {
     pdl_wait();
     SHARED(float, max_of_row, LOSS_ROWS);
     SHARED(float, log_of_row, LOSS_ROWS);
+    SHARED(float, weight_of_row, LOSS_ROWS); // the sum of the weighted target
     SHARED(double, loss_of_row, LOSS_ROWS);
     SHARED(u32, right_of_row, LOSS_ROWS);
     SHARED(u32, last, 1);
@@ -93,35 +96,44 @@ extern "C" __global__ void __launch_bounds__(256)
                 where = place;
             }
         }
-        float exp_sum = 0, gap_sum = 0; // sums of exp(v - best) and best - v
+        // Sums of exp(v - best), of weights, and of weights times (best - v).
+        float exp_sum = 0, weight_sum = 0, gap_sum = 0;
         for (u32 c = 4 * lane; c < classes; c += 128) {
             float v[4];
             load_logits(logits, bias, start + c, c, classes, v);
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 if (c + k < classes) {
+                    float weight = class_weights ? class_weights[c + k] : 1.0f;
                     exp_sum += expf(v[k] - best);
-                    gap_sum += best - v[k];
+                    weight_sum += weight;
+                    gap_sum += weight * (best - v[k]);
                 }
         }
         for (u32 o = 16; o > 0; o /= 2) {
             exp_sum += shfl_xor(exp_sum, o);
+            weight_sum += shfl_xor(weight_sum, o);
             gap_sum += shfl_xor(gap_sum, o);
         }
         if (lane == 0) {
             u32 label = min(labels[row], classes - 1);
             float log_sum = logf(exp_sum);
-            double own = to_float(logits[start + label]) + (bias ? bias[label] : 0.0f);
+            double own_weight = class_weights ? class_weights[label] : 1.0f;
+            double own = own_weight * (to_float(logits[start + label]) + (bias ? bias[label] : 0.0f));
             if (mixed) {
                 u32 other = min(others[row], classes - 1);
                 float other_logit = to_float(logits[start + other]) + (bias ? bias[other] : 0.0f);
-                own = (double)lambda * own + (1.0 - lambda) * other_logit;
+                double other_weight = class_weights ? class_weights[other] : 1.0f;
+                own = (double)lambda * own + (1.0 - lambda) * (other_weight * other_logit);
+                own_weight = (double)lambda * own_weight + (1.0 - lambda) * other_weight;
                 if (lambda < 0.5f) label = other;
             }
             max_of_row[warp] = best;
             log_of_row[warp] = log_sum;
-            loss_of_row[warp] = (1.0 - smoothing) * ((double)log_sum + best - own) +
-                                (double)smoothing_share * ((double)classes * log_sum + gap_sum);
+            weight_of_row[warp] =
+                class_weights ? (1.0 - smoothing) * own_weight + (double)smoothing_share * weight_sum : 1.0;
+            loss_of_row[warp] = (1.0 - smoothing) * (own_weight * ((double)log_sum + best) - own) +
+                                (double)smoothing_share * ((double)weight_sum * log_sum + gap_sum);
             // With a NaN among the logits, best need not be the maximum: exp_sum is NaN then.
             bool right = where == label;
             if (with_margin) {
@@ -154,7 +166,9 @@ extern "C" __global__ void __launch_bounds__(256)
                             float p = expf(v[k] - max_of_row[i] - log_of_row[i]);
                             float target = c + k == label ? own_share : 0.0f;
                             if (c + k == other) target += other_share;
-                            d[k] = (p - smoothing_share - target) * scale + nan_if_not_finite;
+                            float weight = class_weights ? class_weights[c + k] : 1.0f;
+                            d[k] = (weight_of_row[i] * p - weight * smoothing_share - weight * target) * scale +
+                                   nan_if_not_finite;
                             sum[k] += d[k];
                         }
                 }

@@ -165,6 +165,9 @@ impl Planned {
         };
         let runs = |plan: &Plan| {
             can_run(&with_plan(spec, plan, machine), machine)?;
+            if spec.loss.class_weights.is_some() && plan.mesh.model > 1 {
+                return Err("loss.class_weights needs all classes on each rank".into());
+            }
             if !plan.is_data() {
                 LossConfig::from(spec).check_part(&lower(network, plan, ranks - 1)?)?;
             }

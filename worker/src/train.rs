@@ -7,6 +7,7 @@
 mod auto;
 mod dataset;
 mod decoder;
+mod early_stop;
 mod error;
 mod evaluation;
 mod fallback;
@@ -25,7 +26,7 @@ mod votes;
 pub use error::TrainError;
 
 use crate::{
-    checkpoint::{Best, CheckpointWriter},
+    checkpoint::{Best, CheckpointWriter, StopProgress},
     planning::Planned,
     precision::SkippedSteps,
     report::{LossLines, Observer},
@@ -113,7 +114,7 @@ impl Training<'_> {
 /// How training ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// All steps are done.
+    /// All steps are done, or the run was stopped early.
     Finished { step: u64 },
     /// The ranks were asked to stop. They stopped after this step, with a checkpoint of it.
     Stopped { step: u64 },
@@ -185,6 +186,7 @@ fn train_with<'a>(
         step: beginning.step,
         averaged: beginning.step,
         best: beginning.best,
+        stop_progress: beginning.stop_progress,
         divisions: beginning.divisions,
         has_own_weights: true,
         in_flight: VecDeque::new(),
@@ -248,6 +250,8 @@ struct Run<'a> {
     averaged: u64,
     /// The best of the saved checkpoints.
     best: Option<Best>,
+    /// See [`State::stop`](crate::checkpoint::State::stop).
+    stop_progress: Option<StopProgress>,
     /// See [`State::divisions`](crate::checkpoint::State::divisions).
     divisions: Vec<Division>,
     /// Whether the engine has the weights of the last step. False while their average is evaluated in their place.
@@ -287,6 +291,9 @@ impl Run<'_> {
             }
         }
         while self.step < total {
+            if let Some(why) = self.stops_early() {
+                return self.stopped_early(why);
+            }
             let epoch = self.step / self.plan.steps_per_epoch;
             let end = total.min((epoch + 1) * self.plan.steps_per_epoch);
             self.set_training_size(epoch as u32)?;
@@ -316,7 +323,7 @@ impl Run<'_> {
             if self.plan.evaluation_after_epoch(self.step) && !self.evaluate()? {
                 return self.stopped();
             }
-            if self.plan.checkpoint_after_epoch(self.step) {
+            if self.plan.checkpoint_after_epoch(self.step) || self.stops_early().is_some() {
                 self.save()?;
             }
         }

@@ -53,6 +53,11 @@ pub enum AttemptEvent {
         step: u64,
         what: String,
     },
+    /// Early stopping: the run ends after `step`, before its last one. `why` completes a sentence. From rank 0.
+    StoppedEarly {
+        step: u64,
+        why: String,
+    },
     /// The last message of a rank that cannot continue, before its process ends.
     RankFailed {
         rank: u32,

@@ -9,7 +9,7 @@ use super::{
     loss,
     mistake::{SpecError, shortened, type_of},
     nearest::nearest,
-    shard,
+    shard, stop,
 };
 use crate::{
     limits::{HISTOGRAMS_EVERY, KEY_BYTES, MISTAKES},
@@ -299,18 +299,35 @@ fn check_combinations(spec: &JobSpec, errors: &mut Vec<SpecError>) {
         );
     }
     let no_validation = spec.data.validation == super::Validation::Split("none".into());
+    check_folds(spec, &mut mistake);
     check_sizes(spec, &mut mistake);
     shard::check_combinations(spec, &mut mistake);
     loss::check_combinations(spec, &mut mistake);
+    stop::check_combinations(spec, &mut mistake);
     if let Some(detail) = fewer_ranks::mistake(spec) {
         mistake("/recovery/min_ranks", detail);
     }
     // By default the best checkpoint by val_accuracy is kept, which is harmless without validation.
-    if no_validation && spec.checkpoint.keep_best == "val_loss" {
+    if no_validation && spec.data.folds.is_none() && spec.checkpoint.keep_best == "val_loss" {
         mistake(
             "/checkpoint/keep_best",
             "there is no val_loss without validation: set data.validation, or \"none\" here".into(),
         );
+    }
+}
+
+fn check_folds(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+    match (spec.data.folds, spec.data.fold) {
+        (Some(folds), None) => {
+            mistake("/data/fold", format!("is missing: give the fold that measures this job, 1 to {folds}"));
+        }
+        (None, Some(_)) => {
+            mistake("/data/folds", "is missing: give the number of folds to which data.fold belongs".into());
+        }
+        (Some(folds), Some(fold)) if fold > folds => {
+            mistake("/data/fold", format!("there is no fold {fold} of {folds}: give 1 to {folds}"));
+        }
+        _ => {}
     }
 }
 

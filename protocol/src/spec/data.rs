@@ -14,10 +14,18 @@ pub struct DataSpec {
     /// such split, the first that it has of `val`, `validation`, `valid`, `dev`, `test`, `eval` and `evaluation`, or, if it has
     /// only training pictures, a tenth of these (three tenths of fewer than 50).
     pub validation: Validation,
-    /// Seed that chooses the held-out pictures if `validation` is a fraction. Each picture is chosen independently, from this
+    /// Seed that chooses the pictures of `folds`, and the held-out pictures if `validation` is a fraction. With a fraction, each picture is chosen independently, from this
     /// seed and its class and file name (in a folder of pictures) or its content (in other formats). Adding or removing pictures
     /// therefore moves no other picture, and the fraction is the expected share of each class. `train.seed` has no influence.
     pub validation_seed: u64,
+    /// Stratified k-fold cross-validation: the training pictures of each class are divided into this many equal parts, at random by
+    /// `validation_seed`. Fold number `fold` measures the job, which trains on the others. `validation` is then not used, so a test split
+    /// stays untouched.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub folds: Option<u32>,
+    /// Number of the fold that measures the job, 1 to `folds`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fold: Option<u32>,
     /// Height and width of the network's input, in pixels, or a list of `[epoch, pixels]`, in which each size begins in
     /// its epoch; the dataset's own size when absent.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -70,6 +78,9 @@ pub struct Division {
     pub dataset: String,
     pub validation: Validation,
     pub validation_seed: u64,
+    /// The fold that measures the job, and the number of folds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fold: Option<(u32, u32)>,
 }
 
 impl Division {
@@ -79,7 +90,13 @@ impl Division {
             dataset: spec.dataset.clone(),
             validation: spec.validation.clone(),
             validation_seed: spec.validation_seed,
+            fold: spec.fold.zip(spec.folds),
         }
+    }
+
+    /// Whether some of the training pictures measure the network.
+    pub fn holds_out(&self) -> bool {
+        self.fold.is_some() || matches!(self.validation, Validation::Fraction(_))
     }
 }
 
@@ -118,6 +135,8 @@ impl Default for DataSpec {
             dataset: String::new(),
             validation: Validation::Split("test".into()),
             validation_seed: 0,
+            folds: None,
+            fold: None,
             image_size: None,
             validation_size: None,
             crop_padding: 4,

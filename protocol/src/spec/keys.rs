@@ -1,10 +1,10 @@
 //! The table of keys: the values that each key accepts, and the error for any other value.
 
 use super::{
-    Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, Stem, image_size,
+    Arch, DEVICE_NAMES, LossKind, OptimizerKind, Recipe, Stem, image_size, loss,
     mistake::{shortened, shown},
     nearest::nearest,
-    shard,
+    shard, stop,
 };
 use crate::labels;
 use serde_json::Value;
@@ -61,6 +61,8 @@ pub enum Kind {
     LossScale,
     /// Tables with a pattern of operator names and the way in which the matching operators are split.
     Shards,
+    /// `balanced`, or numbers in the order of the classes or by name.
+    ClassWeights,
 }
 
 /// A table of keys.
@@ -73,6 +75,8 @@ pub struct Section {
 
 const FINITE: f64 = f32::MAX as f64;
 const MAX_STEPS: i64 = 1_000_000_000;
+/// The largest number of folds.
+const MAX_FOLDS: i64 = 100;
 /// The highest learning rate.
 pub(super) const MAX_LR: f64 = 1e4;
 /// The largest strength of brightness, contrast and saturation.
@@ -122,6 +126,8 @@ pub const KEYS: &[Section] = &[
             ("dataset", Kind::Text { min: 1, max: 4096 }),
             ("validation", Kind::Validation),
             ("validation_seed", Kind::Seed),
+            ("folds", whole(2, MAX_FOLDS)),
+            ("fold", whole(1, MAX_FOLDS)),
             ("image_size", Kind::ImageSize),
             ("validation_size", whole(8, 4096)),
             ("crop_padding", whole(0, 512)),
@@ -182,6 +188,7 @@ pub const KEYS: &[Section] = &[
             ("kind", Kind::Word(&LossKind::NAMES)),
             ("scale", Kind::Number { min: 0.0, max: 1000.0, above: true, below: false }),
             ("margin", number(0.0, 1.5)),
+            ("class_weights", Kind::ClassWeights),
         ],
     },
     Section {
@@ -220,6 +227,15 @@ pub const KEYS: &[Section] = &[
         ],
     },
     Section { name: "evaluate", keys: &[("every_epochs", whole(0, 100_000))] },
+    Section {
+        name: "stop",
+        keys: &[
+            ("patience", whole(1, 100_000)),
+            ("metric", Kind::Word(&stop::METRICS)),
+            ("min_delta", number(0.0, 1e6)),
+            ("mode", Kind::Word(&["max", "min"])),
+        ],
+    },
     Section {
         name: "log",
         keys: &[("every_steps", whole(0, MAX_STEPS)), ("histograms", whole(0, MAX_STEPS))],
@@ -368,6 +384,7 @@ impl Kind {
                 _ => is("\"dynamic\" or a positive number such as 1024"),
             },
             Kind::Shards => shard::check(value),
+            Kind::ClassWeights => loss::check_weights(value),
         }
     }
 }

@@ -1,10 +1,21 @@
-//! `[loss]`: what classifiers of very many classes need.
+//! `[loss]`: weights of classes, and what classifiers of very many classes need.
 
-use super::{JobSpec, OptimizerKind, named::named};
+use super::{
+    JobSpec, OptimizerKind,
+    mistake::{shortened, shown},
+    named::named,
+};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::{collections::BTreeMap, ops::RangeInclusive};
 use utoipa::ToSchema;
 
-/// The loss of classifiers of very many classes. Without it: cross-entropy over all classes.
+/// The largest number of weights in a specification.
+pub(super) const MOST_WEIGHTS: usize = 10_000;
+/// The smallest and the largest weight of a class.
+pub(super) const WEIGHTS: RangeInclusive<f64> = 1e-6..=1e6;
+
+/// The loss. Without keys: cross-entropy over all classes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct LossSpec {
@@ -22,6 +33,77 @@ pub struct LossSpec {
     /// absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub margin: Option<f32>,
+    /// Weights of the classes in the loss of training, as in PyTorch's `CrossEntropyLoss(weight=...)`; all 1 when absent. `balanced`: the
+    /// number of training pictures divided by the number of classes and by the class's number of pictures, as in scikit-learn. Otherwise a
+    /// list in the order of the classes, or a table by class name, in which missing classes have weight 1. Validation is not weighted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub class_weights: Option<ClassWeights>,
+}
+
+/// Weights of the classes in the loss.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(untagged)]
+pub enum ClassWeights {
+    /// `balanced`.
+    Rule(String),
+    /// In the order of the classes.
+    InOrder(Vec<f32>),
+    /// By name; all others have weight 1.
+    ByName(BTreeMap<String, f32>),
+}
+
+impl ClassWeights {
+    /// The weight of each of `classes`, which have `counts` training pictures.
+    ///
+    /// # Errors
+    /// The weights are for other classes, or a class has no picture from which its weight could follow.
+    pub fn of(&self, classes: &[String], counts: &[u64]) -> Result<Vec<f32>, String> {
+        match self {
+            Self::Rule(_) => {
+                if let Some((name, _)) = classes.iter().zip(counts).find(|(_, count)| **count == 0) {
+                    return Err(format!(
+                        "\"balanced\" divides by the number of pictures of each class, and class {:?} has no training picture: add \
+                         some, or give the weights as a table by class name",
+                        shortened(name)
+                    ));
+                }
+                let all: u64 = counts.iter().sum();
+                let weight = |count: &u64| (all as f64 / (classes.len() as f64 * *count as f64)) as f32;
+                Ok(counts.iter().map(weight).collect())
+            }
+            Self::InOrder(weights) if weights.len() == classes.len() => Ok(weights.clone()),
+            Self::InOrder(weights) => Err(format!(
+                "has {} weights, and the dataset has {} classes: give one weight for each class",
+                weights.len(),
+                classes.len()
+            )),
+            Self::ByName(weights) => match weights.keys().find(|name| !classes.contains(name)) {
+                Some(name) => Err(format!("the dataset has no class {:?}", shortened(name))),
+                None => Ok(classes.iter().map(|name| weights.get(name).copied().unwrap_or(1.0)).collect()),
+            },
+        }
+    }
+}
+
+/// Checks the value of `class_weights`.
+pub(super) fn check_weights(value: &Value) -> Result<(), String> {
+    let fits = |value: &Value| value.as_f64().is_some_and(|weight| WEIGHTS.contains(&weight));
+    let is_right = match value {
+        Value::String(rule) => rule == "balanced",
+        Value::Array(list) => (1..=MOST_WEIGHTS).contains(&list.len()) && list.iter().all(fits),
+        Value::Object(table) => (1..=MOST_WEIGHTS).contains(&table.len()) && table.values().all(fits),
+        _ => false,
+    };
+    if is_right {
+        return Ok(());
+    }
+    Err(format!(
+        "must be \"balanced\", a list such as [1.0, 2.5] or a table such as {{cat = 1.0, dog = 2.5}}, at most {MOST_WEIGHTS} weights \
+         from {} to {}, is {}",
+        WEIGHTS.start(),
+        WEIGHTS.end(),
+        shown(value)
+    ))
 }
 
 /// What logits are.
@@ -37,7 +119,7 @@ named!(LossKind: Softmax = "softmax", ArcFace = "arcface", CosFace = "cosface");
 
 impl Default for LossSpec {
     fn default() -> Self {
-        Self { sample_share: 1.0, kind: LossKind::Softmax, scale: 64.0, margin: None }
+        Self { sample_share: 1.0, kind: LossKind::Softmax, scale: 64.0, margin: None, class_weights: None }
     }
 }
 
@@ -51,6 +133,21 @@ impl LossSpec {
 /// Combinations with `[loss]` that cannot work.
 pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
     let kind = spec.loss.kind;
+    if spec.loss.class_weights.is_some() {
+        let why = if kind != LossKind::Softmax {
+            Some(format!("has no meaning for {}: leave it out, or give kind = \"softmax\"", kind.name()))
+        } else if spec.loss.sample_share < 1.0 {
+            Some("needs all classes in each step: leave it out, or loss.sample_share".into())
+        } else if spec.parallel.model > 1 {
+            Some(
+                "needs all classes on each rank, and parallel.model splits them: leave one of both out"
+                    .into(),
+            )
+        } else {
+            None
+        };
+        why.into_iter().for_each(|why| mistake("/loss/class_weights", why));
+    }
     if kind != LossKind::Softmax {
         let name = kind.name();
         let train = &spec.train;

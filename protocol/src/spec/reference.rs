@@ -3,9 +3,10 @@
 
 use super::{
     CheckpointSpec, DataSpec, EvaluateSpec, JobSpec, KEYS, Kind, LogSpec, LossSpec, MAX_SIZES, ModelSpec,
-    ParallelSpec, Recipe, RecoverySpec, TrainSpec,
+    ParallelSpec, Recipe, RecoverySpec, StopSpec, TrainSpec,
     image_size::SIDES,
     keys::{EPOCHS_LISTED, JITTER, MAX_LOSS_SCALE, grouped},
+    loss::{MOST_WEIGHTS, WEIGHTS},
     shard::MOST_SHARDS,
 };
 use crate::limits::{NOTES_BYTES, PROJECT_CHARS, TAG_CHARS, TAGS};
@@ -93,6 +94,7 @@ fn schema(section: &str) -> Value {
         "checkpoint" => CheckpointSpec::schema(),
         "recovery" => RecoverySpec::schema(),
         "evaluate" => EvaluateSpec::schema(),
+        "stop" => StopSpec::schema(),
         "log" => LogSpec::schema(),
         _ => return Value::Null,
     };
@@ -176,6 +178,12 @@ impl Kind {
                 format!("\"dynamic\", or a number above 0 and at most {}", plain(MAX_LOSS_SCALE))
             }
             Kind::Shards => format!("at most {MOST_SHARDS} tables `[[parallel.shard]]`"),
+            Kind::ClassWeights => format!(
+                "\"balanced\", a list of numbers, or a table of numbers by class name; at most {} numbers, {:?} to {}",
+                grouped(MOST_WEIGHTS as i64),
+                WEIGHTS.start(),
+                plain(*WEIGHTS.end())
+            ),
         }
     }
 }

@@ -6,8 +6,8 @@ mod limits;
 use lockstep_protocol::{
     limits::{KEY_BYTES, KEY_PARTS, MISTAKES, TOML_NESTING},
     spec::{
-        Arch, JobSpec, KEYS, OptimizerKind, Recipe, ShardSpec, SpecError, Split, apply_set, from_json,
-        from_toml, toml_document,
+        Arch, ClassWeights, JobSpec, KEYS, OptimizerKind, Recipe, ShardSpec, SpecError, Split, StopSpec,
+        apply_set, from_json, from_toml, toml_document,
     },
 };
 use serde_json::json;
@@ -73,6 +73,8 @@ fn every_key_is_known_to_the_structs_and_back() {
             resize_size: Some(36),
             mean: Some(vec![0.5]),
             std: Some(vec![0.5]),
+            folds: Some(2),
+            fold: Some(1),
             ..Default::default()
         },
         train: lockstep_protocol::spec::TrainSpec {
@@ -89,7 +91,12 @@ fn every_key_is_known_to_the_structs_and_back() {
             sharded: true,
             ..Default::default()
         },
-        loss: lockstep_protocol::spec::LossSpec { margin: Some(0.5), ..Default::default() },
+        loss: lockstep_protocol::spec::LossSpec {
+            margin: Some(0.5),
+            class_weights: Some(ClassWeights::Rule("balanced".into())),
+            ..Default::default()
+        },
+        stop: StopSpec { patience: Some(1), mode: Some("max".into()), ..Default::default() },
         recovery: lockstep_protocol::spec::RecoverySpec { min_ranks: Some(1), ..Default::default() },
         parallel: lockstep_protocol::spec::ParallelSpec {
             model: 2,
@@ -342,6 +349,14 @@ fn wrong_types_and_ranges_say_what_is_allowed() {
             "broken_files",
             &["parallel.pipeline"],
         ),
+        ("stop", "metric = \"val_loss\"", "patience", &["is missing"]),
+        ("stop", "patience = 3\n[evaluate]\nevery_epochs = 0", "patience", &["the only one is at the end"]),
+        ("stop", "patience = 3\nmetric = \"val_ema_loss\"", "metric", &["train.ema_decay"]),
+        ("data", "folds = 5", "fold", &["1 to 5"]),
+        ("data", "folds = 5\nfold = 6", "fold", &["there is no fold 6 of 5"]),
+        ("loss", "class_weights = \"even\"", "class_weights", &["\"balanced\"", "even"]),
+        ("loss", "class_weights = [1.0, 0.0]", "class_weights", &["is a list"]),
+        ("loss", "class_weights = \"balanced\"\nsample_share = 0.1", "class_weights", &["sample_share"]),
         (
             "log",
             "histograms = 100\n[parallel]\ndevice = \"cpu\"\nmode = \"hybrid\"\npipeline = 2\nranks = 2",

@@ -78,6 +78,12 @@ pub fn report(
             row.job.set_reason(Some(ReasonKind::PrecisionFallback { step, detail }.into()));
             vec![state_event(row)]
         }
+        AttemptEvent::StoppedEarly { step, why }
+            if row.job.state == JobState::Running && row.stop.is_none() =>
+        {
+            row.job.set_reason(Some(ReasonKind::StoppedEarly { step, detail: why.into() }.into()));
+            vec![state_event(row)]
+        }
         AttemptEvent::Metrics { rank, columns } if has(row, rank) => {
             let columns = columns.into_iter().filter(is_column);
             let events = columns
@@ -153,6 +159,7 @@ pub fn report(
         // Its agent weighs the last messages of all ranks and reports the outcome in `Ended`.
         AttemptEvent::Running { .. }
         | AttemptEvent::PrecisionFallback { .. }
+        | AttemptEvent::StoppedEarly { .. }
         | AttemptEvent::Metrics { .. }
         | AttemptEvent::Log { .. }
         | AttemptEvent::Rank { .. }
@@ -275,7 +282,9 @@ pub(super) fn ended(
                 events.push(go(row, JobState::Running, None, None, at)?);
             }
             row.job.step = row.job.step.max(step);
-            events.push(go(row, JobState::Succeeded, None, None, at)?);
+            let is_early = |cause: &Reason| matches!(cause.kind(), ReasonKind::StoppedEarly { .. });
+            let early = row.job.cause.clone().filter(is_early);
+            events.push(go(row, JobState::Succeeded, early, None, at)?);
         }
         // What could not be ended, and what else a person has to see to, is said.
         (Ending::Failed { reason, retriable: false }, Some(_)) => {

@@ -115,6 +115,30 @@ async fn every_attempt_keeps_why_it_ended_and_where_it_began() {
 }
 
 #[tokio::test]
+async fn a_job_that_stops_early_succeeds_and_says_why() {
+    let server = TestServer::new().await;
+    let mut agent = Agent::with_pictures(&server, 2).await;
+    let id = server.submit(|spec| spec["stop"] = json!({"patience": 2})).await.id.to_string();
+    let attempt = agent.started().await.attempt;
+    let why = "validation accuracy has not improved in 2 validations; best 91.2 % at epoch 1";
+    let early = AttemptEvent::StoppedEarly { step: 30, why: why.into() };
+    agent.report(&attempt, Source::Rank(0), 0, vec![running(100, 0), losses(0, 1..=30), early]).await;
+    agent.end(&attempt, Ending::Succeeded { step: 30 }).await;
+    let job = server.job(&id).await;
+    let words = format!("stopped early: {why}");
+    assert_eq!((job.state, job.step, job.reason.as_deref()), (JobState::Succeeded, 30, Some(&*words)));
+    let (_, attempts) = server.get(&format!("/jobs/{id}/attempts")).await;
+    let attempt = &attempts["attempts"][0];
+    assert_eq!(
+        (&attempt["state"], &attempt["reason"]["code"]),
+        (&json!("succeeded"), &json!("stopped_early"))
+    );
+    let (_, page) = server.text(&format!("/jobs/{id}")).await;
+    assert!(page.contains("Stopped early:") && page.contains(why), "{page}");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_change_of_format_is_told_while_the_job_runs_on() {
     let server = TestServer::new().await;
     let mut agent = Agent::with_pictures(&server, 2).await;

@@ -18,6 +18,8 @@ pub(super) enum Kind {
     Numbers,
     /// Words separated by commas.
     Words,
+    /// A word, numbers separated by commas, or a table: `balanced`, `1, 2.5` or `{"cat": 2.5}`.
+    Weights,
     /// A number, or epochs with the sizes that begin in them: `1: 128, 14: 192`.
     Sizes,
     Switch,
@@ -102,6 +104,8 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 "a split, a share of train such as 0.1, or none",
             ),
             more("data.validation_seed", "Validation seed", Kind::Integer, "chooses the pictures of a share"),
+            more("data.folds", "Folds", Kind::Integer, "cross-validation: parts of the training pictures"),
+            more("data.fold", "Fold", Kind::Integer, "the part that measures this job, from 1"),
             more("data.validation_size", "Validation size", Kind::Integer, "pixels; empty: the image size"),
             more(
                 "data.resize_size",
@@ -229,6 +233,12 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 Kind::Number,
                 "Partial FC, for very many; 1: all",
             ),
+            more(
+                "loss.class_weights",
+                "Class weights",
+                Kind::Weights,
+                r#"balanced, numbers such as 1, 2.5, or {"cat": 2.5}"#,
+            ),
         ],
     ),
     (
@@ -310,6 +320,20 @@ pub(super) const GROUPS: [(&str, &[Field]); 11] = [
                 "all ranks write, in parts with an index",
             ),
             more("evaluate.every_epochs", "Epochs between validations", Kind::Integer, "0: at the end"),
+            more(
+                "stop.patience",
+                "Early stopping after",
+                Kind::Integer,
+                "validations without an improvement; empty: never",
+            ),
+            more(
+                "stop.metric",
+                "Early stopping by",
+                Kind::Choice(&["", "val_accuracy", "val_loss", "val_ema_accuracy", "val_ema_loss"]),
+                "empty: val_accuracy",
+            ),
+            more("stop.min_delta", "Smallest improvement", Kind::Number, "of accuracies: 0 to 1"),
+            more("stop.mode", "Better is", Kind::Choice(&["", "max", "min"]), "empty: by the metric"),
             more("log.every_steps", "Steps between logged losses", Kind::Integer, "0: at most 10 a second"),
             more("log.histograms", "Steps between histograms", Kind::Integer, "at least 10; 0: none"),
         ],
@@ -333,7 +357,10 @@ impl Kind {
             Kind::Text | Kind::Choice(_) | Kind::Dataset => text.into(),
             // Browsers send line breaks as CR LF.
             Kind::Lines => text.replace("\r\n", "\n").into(),
-            Kind::Sizes | Kind::Numbers | Kind::Words if text.starts_with('[') => or_text(list()),
+            Kind::Sizes | Kind::Numbers | Kind::Words | Kind::Weights if text.starts_with('[') => {
+                or_text(list())
+            }
+            Kind::Weights if text.starts_with('{') => or_text(serde_json::from_str(text).ok()),
             Kind::Words => text.split(',').map(str::trim).filter(|word| !word.is_empty()).collect(),
             Kind::Integer => or_text(integer(text).or_else(|| number(text))),
             Kind::Number | Kind::NumberOrText => or_text(number(text)),
@@ -345,7 +372,7 @@ impl Kind {
                 };
                 text.split(',').map(entry).collect::<Option<Vec<_>>>().map(Value::from)
             })),
-            Kind::Numbers => or_text(
+            Kind::Numbers | Kind::Weights => or_text(
                 text.split([',', ' '])
                     .filter(|t| !t.is_empty())
                     .map(|t| integer(t).or_else(|| number(t)))
@@ -363,6 +390,7 @@ impl Kind {
             Kind::Number => "number",
             Kind::NumberOrText => "number-or-text",
             Kind::Numbers => "numbers",
+            Kind::Weights => "weights",
             Kind::Words => "words",
             Kind::Sizes => "sizes",
             Kind::Switch => "switch",

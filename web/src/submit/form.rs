@@ -58,7 +58,8 @@ impl Form {
     }
 
     fn flatten(&mut self, at: &str, value: &Value) {
-        if let Value::Object(map) = value {
+        let is_field = fields().any(|field| field.key == at);
+        if let (Value::Object(map), false) = (value, is_field) {
             for (key, value) in map {
                 let path = if at.is_empty() { key.clone() } else { format!("{at}.{key}") };
                 self.flatten(&path, value);

@@ -1,10 +1,13 @@
-//! Which pictures of the training split are held out for validation (a fraction in `data.validation`), and the
-//! fingerprint of the validation pictures.
+//! Which pictures of the training split are held out for validation (a fraction in `data.validation`, or one of
+//! `data.folds`), and the fingerprint of the validation pictures.
 //!
-//! Whether a picture is held out depends only on its own identity, which is independent of its place in the split. So
-//! adding or removing pictures moves no other picture between training and validation, and a larger fraction holds
-//! out all pictures of a smaller one. The price: the fraction of each class is only approximately the requested one,
-//! and of a class with few pictures possibly none is held out.
+//! With a fraction, whether a picture is held out depends only on its own identity, which is independent of its place
+//! in the split. So adding or removing pictures moves no other picture between training and validation, and a larger
+//! fraction holds out all pictures of a smaller one. The price: the fraction of each class is only approximately the
+//! requested one, and of a class with few pictures possibly none is held out.
+//!
+//! Folds are equal parts of each class and of the whole split, up to one picture. They depend on all pictures, so
+//! adding or removing some moves others.
 
 use super::{Catalog, ChangeDetection, DataError, Random, Samples, index::content_hash, listing::Listing};
 use lockstep_protocol::{
@@ -17,6 +20,7 @@ use std::path::Path;
 
 /// Purpose number of the random stream (see `shard.rs` for others).
 const HOLD_OUT: u64 = 2;
+const FOLD: u64 = 11;
 /// The split from which fractions are held out.
 const TRAIN: &str = "train";
 
@@ -30,9 +34,31 @@ pub(crate) struct Identity {
     content: u64,
 }
 
-/// Whether a picture of the training split is held out for validation.
+/// Whether each picture of the training split is held out for validation. `labels` has the class of each picture.
+pub(crate) fn held_out(division: &Division, pictures: &[Identity], labels: &[u32]) -> Vec<bool> {
+    let Some((fold, folds)) = division.fold else {
+        return pictures.iter().map(|picture| is_held_out(division, *picture)).collect();
+    };
+    let in_random_order = |place: &usize| {
+        let picture = pictures[*place];
+        let number = Random::new(&[division.validation_seed, FOLD, picture.key]).next_u64();
+        (labels[*place], number, picture)
+    };
+    let mut order: Vec<usize> = (0..pictures.len()).collect();
+    order.sort_by_cached_key(in_random_order);
+    // Numbers run on from class to class, so folds differ by at most one picture in all, too.
+    let mut held_out = vec![false; pictures.len()];
+    for (number, place) in order.into_iter().enumerate() {
+        held_out[place] = number % folds as usize + 1 == fold as usize;
+    }
+    held_out
+}
+
+/// Whether a picture of the training split is held out for validation. With folds `false`: most pictures are not, and which ones are
+/// depends on all pictures.
 pub(crate) fn is_held_out(division: &Division, picture: Identity) -> bool {
     match division.validation {
+        _ if division.fold.is_some() => false,
         Validation::Fraction(fraction) => {
             Random::new(&[division.validation_seed, HOLD_OUT, picture.key]).uniform(0.0, 1.0) < fraction
         }
@@ -41,20 +67,20 @@ pub(crate) fn is_held_out(division: &Division, picture: Identity) -> bool {
 }
 
 /// The divisions, among `divisions`, under which an earlier run may have trained on pictures that a job with `spec`
-/// holds out: divisions of the same dataset with another fraction, split or seed. Pictures of other splits and
+/// holds out: divisions of the same dataset with another fraction, fold, split or seed. Pictures of other splits and
 /// datasets cannot be compared.
 pub fn foreign_divisions(divisions: &[Division], spec: &DataSpec) -> Vec<Division> {
     let own = Division::of(spec);
-    let is_fraction = matches!(own.validation, Validation::Fraction(_));
-    let is_foreign = |of: &&Division| is_fraction && of.dataset == own.dataset && **of != own;
+    let holds_out = own.holds_out();
+    let is_foreign = |of: &&Division| holds_out && of.dataset == own.dataset && **of != own;
     divisions.iter().filter(is_foreign).cloned().collect()
 }
 
 /// The name of the split that contains the validation pictures.
-pub(super) fn validation_split_name(validation: &Validation) -> &str {
-    match validation {
-        Validation::Fraction(_) => TRAIN,
-        Validation::Split(name) => name,
+pub(super) fn validation_split_name(spec: &DataSpec) -> &str {
+    match &spec.validation {
+        Validation::Split(name) if !Division::of(spec).holds_out() => name,
+        _ => TRAIN,
     }
 }
 
@@ -109,7 +135,7 @@ pub(super) fn fingerprint(pictures: impl Iterator<Item = (Identity, u32)>) -> Op
 /// `path` is no longer a dataset.
 pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationSet>, DataError> {
     let catalog = Catalog::open_with(path, &ChangeDetection::Files.store())?;
-    let Some(split) = catalog.split(validation_split_name(&spec.validation)) else { return Ok(None) };
+    let Some(split) = catalog.split(validation_split_name(spec)) else { return Ok(None) };
     let identities = match &split.samples {
         Samples::Listed(listing) => identities_of_files(listing, &split.labels, &catalog.classes),
         Samples::Memory { pixels, height, width, channels, .. } => {
@@ -117,9 +143,12 @@ pub fn validation_set(path: &Path, spec: &DataSpec) -> Result<Option<ValidationS
         }
     };
     let division = Division::of(spec);
-    let is_fraction = matches!(spec.validation, Validation::Fraction(_));
-    let chosen = identities.into_iter().zip(split.labels.iter().copied());
-    Ok(fingerprint(chosen.filter(|(picture, _)| !is_fraction || is_held_out(&division, *picture))))
+    let held_out = match division.holds_out() {
+        true => held_out(&division, &identities, &split.labels),
+        false => vec![true; identities.len()],
+    };
+    let pictures = identities.into_iter().zip(split.labels.iter().copied()).zip(held_out);
+    Ok(fingerprint(pictures.filter_map(|(picture, held_out)| held_out.then_some(picture))))
 }
 
 #[cfg(test)]
@@ -187,6 +216,43 @@ mod tests {
             assert_eq!(after[name], *was, "{name}");
         }
         assert_ne!(validation_set(dir.path(), &spec(0.1, 0)).unwrap(), set);
+    }
+
+    #[test]
+    fn folds_are_equal_parts_of_each_class_and_have_every_picture_once() {
+        let dir = tempfile::tempdir().unwrap();
+        write(dir.path(), "cat", 0..33);
+        write(dir.path(), "dog", 0..9);
+        write(dir.path(), "emu", 0..2);
+        let spec = |fold, validation_seed| DataSpec {
+            dataset: "pets".into(),
+            folds: Some(4),
+            fold: Some(fold),
+            validation_seed,
+            crop_padding: 0,
+            ..DataSpec::default()
+        };
+        let mut seen = BTreeSet::new();
+        for fold in 1..=4 {
+            let source = DataSource::open(dir.path(), &spec(fold, 0), 1).unwrap();
+            let shape = &source.shape;
+            assert_eq!((shape.train_samples, shape.validation_samples), (33, 11));
+            assert_eq!(shape.validation, validation_set(dir.path(), &spec(fold, 0)).unwrap());
+            assert!(shape.notes.join("; ").contains("\"emu\" has 2 training pictures"), "{:?}", shape.notes);
+            let batch = source.validation(0, 1, 64, 1).next().unwrap().unwrap();
+            let count = |class| batch.labels.iter().filter(|label| **label == class).count();
+            assert!((8..=9).contains(&count(0)) && (2..=3).contains(&count(1)), "{:?}", batch.labels);
+            seen.extend(batch.indices);
+            // Another fold has trained on all of these pictures.
+            let other = [Division::of(&spec(fold % 4 + 1, 0)), Division::of(&spec(fold, 0))];
+            assert_eq!(source.trained_on(&foreign_divisions(&other, &spec(fold, 0))), 11);
+        }
+        assert_eq!(seen.len(), 44);
+        let set = |seed| validation_set(dir.path(), &spec(1, seed)).unwrap();
+        assert_ne!(set(0), set(1));
+        let many = DataSpec { folds: Some(45), ..spec(1, 0) };
+        let error = DataSource::open(dir.path(), &many, 1).unwrap_err().to_string();
+        assert!(error.contains("data.folds = 45") && error.contains("44 training pictures"), "{error}");
     }
 
     #[test]

@@ -117,6 +117,18 @@ impl DataSource {
         };
     }
 
+    /// The number of training pictures of each class.
+    pub fn class_counts(&self) -> Vec<u64> {
+        let mut counts = vec![0; self.shape.classes.len()];
+        self.train.chosen.iter().for_each(|place| counts[self.train.labels[*place as usize] as usize] += 1);
+        counts
+    }
+
+    /// Sets the weight of each class in the loss.
+    pub fn set_class_weights(&mut self, weights: Vec<f32>) {
+        self.shape.class_weights = Some(weights.into());
+    }
+
     /// Sets how the training pictures of each step are mixed.
     pub fn set_mixing(&mut self, mixing: Mixing) {
         self.mixing = mixing;

@@ -49,10 +49,10 @@ pub(super) fn places(samples: usize, plan: &EpochPlan, step: u64, micro: usize) 
     run(samples, plan, step, part..part + 1)
 }
 
-/// The number of pictures of micro-batch `micro` of step `step` on all ranks.
-pub(super) fn of_all_ranks(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> usize {
+/// The places of micro-batch `micro` of step `step` on all ranks.
+pub(super) fn of_all_ranks(samples: usize, plan: &EpochPlan, step: u64, micro: usize) -> Range<usize> {
     let ranks = plan.world_size as usize;
-    run(samples, plan, step, micro * ranks..(micro + 1) * ranks).len()
+    run(samples, plan, step, micro * ranks..(micro + 1) * ranks)
 }
 
 /// The places of step `step` on all ranks.

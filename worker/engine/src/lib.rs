@@ -65,7 +65,7 @@ pub struct EngineConfig {
 /// Results of a step on this rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct StepResult {
-    /// Mean cross-entropy over this rank's pictures of the step (label smoothing included).
+    /// Mean cross-entropy over this rank's pictures of the step (label smoothing and class weights included).
     pub loss: f32,
     /// Number of correct predictions among these pictures.
     pub correct: u32,

@@ -4,10 +4,12 @@
 //! draws the same classes. `worker/kernels/sample.cu` computes the same numbers.
 
 use crate::net::Network;
+use lockstep_data::loader::Batch;
 use lockstep_protocol::spec::{JobSpec, LossKind, LossSpec};
+use std::sync::Arc;
 
 /// Settings of the loss, which stay the same during a run.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct LossConfig {
     pub label_smoothing: f32,
     /// See [`lockstep_protocol::spec::LossSpec::sample_share`].
@@ -16,6 +18,9 @@ pub struct LossConfig {
     pub seed: u64,
     /// Absent: the logits are the last layer's output.
     pub margin: Option<Margin>,
+    /// The weight of each class in the loss of training; 1 if absent. Not with sampled or split classes or a margin. A job's weights
+    /// follow from its dataset.
+    pub class_weights: Option<Arc<[f32]>>,
 }
 
 /// Logits are scaled cosines, and the label's logit has a margin.
@@ -58,7 +63,7 @@ pub(crate) struct MarginTerms {
 
 impl Default for LossConfig {
     fn default() -> Self {
-        Self { label_smoothing: 0.0, sample_share: 1.0, seed: 0, margin: None }
+        Self { label_smoothing: 0.0, sample_share: 1.0, seed: 0, margin: None, class_weights: None }
     }
 }
 
@@ -66,7 +71,8 @@ impl From<&JobSpec> for LossConfig {
     fn from(spec: &JobSpec) -> Self {
         let JobSpec { train, loss, .. } = spec;
         let (label_smoothing, sample_share) = (train.label_smoothing, loss.sample_share);
-        Self { label_smoothing, sample_share, seed: train.seed, margin: Margin::of(loss) }
+        let (seed, margin) = (train.seed, Margin::of(loss));
+        Self { label_smoothing, sample_share, seed, margin, class_weights: None }
     }
 }
 
@@ -74,6 +80,20 @@ impl LossConfig {
     /// Whether a step samples classes.
     pub(crate) fn samples(&self) -> bool {
         self.sample_share < 1.0
+    }
+
+    /// The number by which the loss of a batch's own pictures is divided for a mean as PyTorch defines it: the sum of the weights of their
+    /// labels. Without weights, and where pictures are mixed, the number of pictures.
+    pub(crate) fn divisor(&self, batch: &Batch) -> f64 {
+        match &self.class_weights {
+            Some(weights) if batch.mixed_labels.is_empty() => batch
+                .labels
+                .iter()
+                .filter_map(|label| weights.get(*label as usize))
+                .map(|w| f64::from(*w))
+                .sum(),
+            _ => batch.labels.len() as f64,
+        }
     }
 
     /// Checks a rank's part of a network.

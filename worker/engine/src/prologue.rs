@@ -20,8 +20,8 @@ pub(super) struct Prologue<'a> {
     /// Empty if no rank has a picture.
     pub(super) parts: Vec<StepPart<'a>>,
     /// Factor of each picture's loss gradient: 1 / (pictures of the step on all ranks), so that the sum of gradients over ranks
-    /// and micro-batches is the gradient of the global batch's mean loss, for parts of any size. Without
-    /// [`EngineConfig::gradients_mean`], this factor times the number of ranks.
+    /// and micro-batches is the gradient of the global batch's mean loss, for parts of any size. With class weights, 1 / (sum of the
+    /// weights of their labels). Without [`EngineConfig::gradients_mean`], this factor times the number of ranks.
     pub(super) gradient_scale: f64,
 }
 
@@ -42,7 +42,8 @@ impl<'a> Prologue<'a> {
             .map(|batch| batch.of_all_ranks(ranks))
             .collect::<Result<_, _>>()
             .map_err(EngineError::Parameters)?;
-        let total: usize = counts.iter().sum();
+        let divisor = |(batch, count): (&Batch, &usize)| batch.global_weight.unwrap_or(*count as f64);
+        let total: f64 = batches.iter().zip(&counts).map(divisor).sum();
         let mut parts: Vec<StepPart<'_>> = batches
             .iter()
             .zip(&counts)
@@ -59,7 +60,7 @@ impl<'a> Prologue<'a> {
             part.last = true;
         }
         let sum_of = if config.gradients_mean { 1.0 } else { f64::from(ranks) };
-        Ok(Self { parts, gradient_scale: sum_of / total as f64 })
+        Ok(Self { parts, gradient_scale: sum_of / total })
     }
 }
 
@@ -96,6 +97,10 @@ mod tests {
         assert_eq!(places(&config(4)), (vec![(true, false, 16.0), (false, true, 4.0)], 1.0 / 20.0));
         let apart = EngineConfig { sync_batch_norm: false, gradients_mean: false, ..config(4) };
         assert_eq!(places(&apart), (vec![(true, false, 8.0), (false, true, 0.0)], 2.0 / 20.0));
+        let weighted =
+            step.map(|step| Batch { global_weight: Some(1.5 * step.global_samples as f64), ..step });
+        assert_eq!(Prologue::of(&weighted, &config(4), 2).unwrap().gradient_scale, 1.0 / 30.0);
+        let step = [batch(0, 0)];
         assert!(Prologue::of(&step[..1], &config(1), 2).unwrap().parts.is_empty());
         assert!(Prologue::of(&[], &config(1), 2).unwrap().parts.is_empty());
     }

@@ -226,12 +226,52 @@ fn cross_entropy() {
             None,
             classes,
             smoothing as f32 / 100.0,
+            None,
             Some((&mut gradient, 1.0 / batch as f64)),
         );
         fixtures.compare(&format!("{name}.loss"), &[(found.sum / batch as f64) as f32]);
         fixtures.compare(&format!("{name}.correct"), &[found.correct as f32]);
         fixtures.compare(&format!("{name}.dx"), &gradient);
     });
+}
+
+/// A loss with weights of classes, from `class_weights` of `make_fixtures.py`.
+#[derive(Deserialize)]
+struct Weighted {
+    smoothing: f32,
+    lambda: Option<f32>,
+    loss: f32,
+    dx: Vec<f32>,
+}
+
+#[test]
+fn cross_entropy_with_class_weights() {
+    const BATCH: usize = 6;
+    const CLASSES: usize = 5;
+    let path = format!("{}/../../tests/pytorch/fixtures/class_weights.json", env!("CARGO_MANIFEST_DIR"));
+    let cases: Vec<Weighted> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    assert_eq!(cases.len(), 4);
+    for (number, case) in cases.iter().enumerate() {
+        let name = format!("class_weights.{number}");
+        let logits: Vec<f32> =
+            values(&format!("{name}.x"), BATCH * CLASSES).iter().map(|v| v * 3.0).collect();
+        let weights: Vec<f32> = values(&format!("{name}.weights"), CLASSES).iter().map(|v| v + 1.5).collect();
+        let [own, others] = ["labels", "others"].map(|of| labels(&format!("{name}.{of}"), BATCH, CLASSES));
+        let mixed = case.lambda.map(|lambda| (&others[..], lambda));
+        // PyTorch divides by the weights of the labels, and where targets are probabilities by the number of pictures.
+        let divisor: f64 = match mixed {
+            None => own.iter().map(|label| f64::from(weights[*label as usize])).sum(),
+            Some(_) => BATCH as f64,
+        };
+        let mut gradient = vec![f32::NAN; logits.len()];
+        let into = Some((&mut gradient[..], 1.0 / divisor));
+        let found = loss::cross_entropy(&logits, &own, mixed, CLASSES, case.smoothing, Some(&weights), into);
+        let is_near = |ours: f32, theirs: f32| (ours - theirs).abs() <= TOLERANCE * theirs.abs().max(0.1);
+        assert!(is_near((found.sum / divisor) as f32, case.loss), "{name}: {}, not {}", found.sum, case.loss);
+        for (ours, theirs) in gradient.iter().zip(&case.dx) {
+            assert!(is_near(*ours, *theirs), "{name}: {gradient:?}, not {:?}", case.dx);
+        }
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Softmax cross-entropy with label smoothing, by log-sum-exp in double precision.
+//! Softmax cross-entropy with label smoothing and weights of classes, by log-sum-exp in double precision.
 
 /// Loss and correct predictions of a batch.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -13,18 +13,22 @@ pub struct Loss {
 ///
 /// The target distribution is `1 - smoothing` on the label plus `smoothing / classes` everywhere,
 /// as in PyTorch. `mixed`: the `1 - smoothing` are divided between two labels, lambda on the first, and a prediction is
-/// correct if it is the label with the larger part. Labels must be below `classes`.
+/// correct if it is the label with the larger part. `weights`: factors of the terms of each class, as the `weight` of PyTorch's
+/// `cross_entropy`; 1 if absent. Labels must be below `classes`.
 pub fn cross_entropy(
     logits: &[f32],
     labels: &[u32],
     mixed: Option<(&[u32], f32)>,
     classes: usize,
     smoothing: f32,
+    weights: Option<&[f32]>,
     gradient: Option<(&mut [f32], f64)>,
 ) -> Loss {
     let mut loss = Loss::default();
     let smoothing = f64::from(smoothing);
     let even = smoothing / classes as f64;
+    let weight = |class: usize| weights.map_or(1.0, |weights| f64::from(weights[class]));
+    let all_weights = weights.map_or(classes as f64, |all| all.iter().map(|w| f64::from(*w)).sum());
     let (mut gradients, scale) = match gradient {
         Some((values, scale)) => (Some(values.chunks_exact_mut(classes)), scale),
         None => (None, 0.0),
@@ -40,8 +44,8 @@ pub fn cross_entropy(
         let max = f64::from(row[best]);
         let total: f64 = row.iter().map(|&v| (f64::from(v) - max).exp()).sum();
         let log_sum = max + total.ln();
-        let sum_of_logits: f64 = row.iter().map(|&v| f64::from(v)).sum();
-        let mut wanted_logit = f64::from(row[label]);
+        let sum_of_logits: f64 = row.iter().enumerate().map(|(c, &v)| weight(c) * f64::from(v)).sum();
+        let (mut wanted, mut wanted_logit) = (weight(label), weight(label) * f64::from(row[label]));
         // The label with the smaller part of the target, and this part.
         let mut second = None;
         if let Some((labels, lambda)) = mixed {
@@ -50,13 +54,17 @@ pub fn cross_entropy(
                 std::mem::swap(&mut label, &mut other);
                 share = f64::from(lambda);
             }
-            wanted_logit = (1.0 - share) * f64::from(row[label]) + share * f64::from(row[other]);
+            let (own_part, other_part) = ((1.0 - share) * weight(label), share * weight(other));
+            wanted = own_part + other_part;
+            wanted_logit = own_part * f64::from(row[label]) + other_part * f64::from(row[other]);
             second = Some((other, share));
         }
         let own_share = 1.0 - second.map_or(0.0, |(_, share)| share);
-        loss.sum +=
-            (1.0 - smoothing) * (log_sum - wanted_logit) + even * (classes as f64 * log_sum - sum_of_logits);
+        loss.sum += (1.0 - smoothing) * (wanted * log_sum - wanted_logit)
+            + even * (all_weights * log_sum - sum_of_logits);
         loss.correct += u64::from(best == label && !row[label].is_nan());
+        // The sum of the weighted target.
+        let whole = weights.map_or(1.0, |_| (1.0 - smoothing) * wanted + even * all_weights);
         if let Some(d) = gradients.as_mut().and_then(Iterator::next) {
             for (c, (d, &v)) in d.iter_mut().zip(row).enumerate() {
                 let mut target = even + if c == label { (1.0 - smoothing) * own_share } else { 0.0 };
@@ -65,7 +73,7 @@ pub fn cross_entropy(
                 {
                     target += (1.0 - smoothing) * share;
                 }
-                *d = (scale * ((f64::from(v) - log_sum).exp() - target)) as f32;
+                *d = (scale * (whole * (f64::from(v) - log_sum).exp() - weight(c) * target)) as f32;
             }
         }
     }

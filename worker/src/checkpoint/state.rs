@@ -37,6 +37,9 @@ pub struct State {
     pub divisions: Vec<Division>,
     /// The best checkpoint so far, including this one.
     pub best: Option<Best>,
+    /// With early stopping, after the first validation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stop: Option<StopProgress>,
     /// Versions of the programs that wrote the checkpoint.
     pub versions: BTreeMap<String, String>,
     /// The number format of convolutions.
@@ -85,6 +88,18 @@ pub struct Best {
     pub loss: Option<f64>,
     pub epoch: u32,
     pub step: u64,
+}
+
+/// The progress of early stopping.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StopProgress {
+    /// The metric of `[stop]`.
+    pub metric: String,
+    /// The metric's best value, and the epoch of its validation.
+    pub best: f64,
+    pub epoch: u32,
+    /// Number of validations since then.
+    pub without: u32,
 }
 
 impl Best {

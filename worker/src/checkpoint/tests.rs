@@ -39,6 +39,7 @@ pub(crate) fn snapshot(epoch: u32, step: u64, val_accuracy: Option<f64>) -> Snap
         validation: Some(ValidationSet { pictures: 30, fingerprint: "0011223344556677".into() }),
         divisions: vec![Division::of(&DataSpec::default())],
         best: None,
+        stop: None,
         versions: BTreeMap::from([("lockstep".into(), "0.1.0".into())]),
         precision: Some(Precision::Fp16),
         loss_scaling: Some(LossScaling { scale: 4096.0, growth_tracker: 17 }),

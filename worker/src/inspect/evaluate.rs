@@ -140,9 +140,15 @@ pub(super) fn compare(
             },
         ));
     }
-    let is_known = state.divisions.iter().any(|division| division.dataset == spec.dataset);
+    // Folds depend on all pictures of the dataset.
+    let has_moved = spec.folds.is_some() && !notes.is_empty();
+    let is_known = !has_moved && state.divisions.iter().any(|division| division.dataset == spec.dataset);
     let trained_on = is_known.then(|| data.trained_on(&foreign_divisions(&state.divisions, spec)));
     match trained_on {
+        None if has_moved => notes.push(
+            "it is not known whether some of these pictures were trained on: the pictures of the dataset have changed, and the folds with them"
+                .into(),
+        ),
         None => notes.push(
             "it is not known whether some of these pictures were trained on: the checkpoint does not record how this dataset was divided"
                 .into(),

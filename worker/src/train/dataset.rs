@@ -22,10 +22,30 @@ pub(super) fn open(training: &Training<'_>) -> Result<DataSource, TrainError> {
     if spec.train.deterministic && mixing.is_on() {
         data.stay();
     }
+    if let Some(weights) = &spec.loss.class_weights {
+        let counts = data.class_counts();
+        let weights = weights
+            .of(&data.shape.classes, &counts)
+            .map_err(|why| TrainError::Impossible(format!("loss.class_weights: {why}")))?;
+        training.log([in_words(&data.shape.classes, &weights, &counts)]);
+        data.set_class_weights(weights);
+    }
     training.log(description(&data.shape));
     same_everywhere(training, &data)?;
     normalise_alike(training, &mut data)?;
     Ok(data)
+}
+
+/// A log line about the weights of classes: the smallest and the largest.
+fn in_words(classes: &[String], weights: &[f32], counts: &[u64]) -> String {
+    let by_weight = |a: &usize, b: &usize| weights[*a].total_cmp(&weights[*b]);
+    let one = |class: Option<usize>| {
+        let class = class.unwrap_or(0);
+        let pictures = plural(counts[class], "training picture");
+        format!("{:.4} ({}, {pictures})", weights[class], one_line(&classes[class]))
+    };
+    let [smallest, largest] = [(0..classes.len()).min_by(by_weight), (0..classes.len()).max_by(by_weight)];
+    format!("the loss weights classes by {} to {}", one(smallest), one(largest))
 }
 
 /// Log lines about an opened dataset.

@@ -60,6 +60,7 @@ impl Run<'_> {
         if self.training.is_first() {
             self.report_evaluation(&evaluation, averaged.as_ref());
         }
+        self.follow_validation(&evaluation, averaged.as_ref());
         self.evaluation = Some(evaluation);
         self.throughput.report("training");
         Ok(true)

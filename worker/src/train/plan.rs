@@ -74,7 +74,7 @@ impl RunPlan {
         let config = EngineConfig {
             batch_size: spec.micro_batch_size() as usize,
             optimizer: Optimizer::from(&spec.train),
-            loss: LossConfig::from(*spec),
+            loss: LossConfig { class_weights: shape.class_weights.clone(), ..LossConfig::from(*spec) },
             accumulate: spec.train.accumulate.max(1) as usize,
             sync_batch_norm: spec.parallel.sync_batch_norm,
             gradients_mean: spec.parallel.gradients_mean,

@@ -87,6 +87,7 @@ impl Run<'_> {
             validation: self.data.shape.validation.clone(),
             divisions: self.divisions.clone(),
             best: None,
+            stop: self.stop_progress.clone(),
             versions: BTreeMap::from([("lockstep".into(), env!("CARGO_PKG_VERSION").into())]),
             precision: Some(self.engine.precision()),
             loss_scaling: state_dict.loss_scaling,
@@ -98,7 +99,7 @@ impl Run<'_> {
         }
     }
 
-    /// Ends a run that has done all its steps.
+    /// Ends a run that has done all its steps or stops early.
     pub(super) fn finished(&mut self) -> Result<Outcome, TrainError> {
         self.drain()?;
         self.flush_checkpoints()?;

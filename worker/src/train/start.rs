@@ -3,7 +3,7 @@
 
 use super::{TrainError, Training, plan::RunPlan, pretrained};
 use crate::{
-    checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, State},
+    checkpoint::{self, Best, CheckpointError, OWN_DISK_NOTE, State, StopProgress},
     precision::SkippedSteps,
 };
 use lockstep_comm::{ProcessGroup, Reduction};
@@ -27,6 +27,7 @@ pub(super) struct InitialState {
     /// Number of optimizer steps done before.
     pub(super) step: u64,
     pub(super) best: Option<Best>,
+    pub(super) stop_progress: Option<StopProgress>,
     pub(super) skipped: SkippedSteps,
     /// Whether the step has not been evaluated, because the earlier run was stopped before.
     pub(super) unmeasured: bool,
@@ -102,6 +103,7 @@ pub(super) fn begin(
     Ok(InitialState {
         step: 0,
         best: None,
+        stop_progress: None,
         skipped: SkippedSteps::default(),
         unmeasured: false,
         divisions: with_own(divisions, training),
@@ -212,6 +214,9 @@ fn resume(
         // A best value for other pictures is not comparable.
         best.metric == training.spec.checkpoint.keep_best && is_there && state.validation == shape.validation
     });
+    let stop_progress = state.stop.filter(|progress| {
+        progress.metric == training.spec.stop.metric && state.validation == shape.validation
+    });
     let divisions = with_own(state.divisions, training);
     let mut skipped = state.skipped_steps;
     if step != state.step {
@@ -219,7 +224,7 @@ fn resume(
         skipped.recent.clear();
     }
     let unmeasured = step == state.step && state.val_accuracy.is_none();
-    Ok(InitialState { step, best, skipped, unmeasured, divisions, notes })
+    Ok(InitialState { step, best, stop_progress, skipped, unmeasured, divisions, notes })
 }
 
 /// Why the checkpoint's step has another number in this run. The number denotes the position in the pictures.

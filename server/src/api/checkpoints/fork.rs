@@ -32,7 +32,7 @@ use lockstep_protocol::{
     job::Parent,
     reason::ReasonKind,
     schedule::{self, Schedule},
-    spec::{Division, JobSpec, Recipe, SpecError, Validation, from_json, key_parts, set_key},
+    spec::{Division, JobSpec, Recipe, SpecError, from_json, key_parts, set_key},
 };
 use serde::Deserialize;
 use serde_json::Value;
@@ -179,9 +179,8 @@ fn schedule_change(
 /// That pictures which the source trained on measure the fork.
 fn other_validation(was: &JobSpec, is: &JobSpec) -> Option<String> {
     let (before, now) = (Division::of(&was.data), Division::of(&is.data));
-    let holds_out = matches!(is.data.validation, Validation::Fraction(_));
-    (holds_out && before.dataset == now.dataset && before != now).then(|| {
-        "data.validation or data.validation_seed is another than the parent's: pictures that the parent trained on measure the fork, and its \
+    (now.holds_out() && before.dataset == now.dataset && before != now).then(|| {
+        "data.validation, data.validation_seed or data.fold is another than the parent's: pictures that the parent trained on measure the fork, and its \
          accuracy says less of new pictures. The job's log counts them"
             .to_owned()
     })

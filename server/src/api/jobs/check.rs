@@ -295,11 +295,16 @@ fn slots_mistake(agents: &Agents, spec: &JobSpec) -> Option<SpecError> {
 /// Training pictures after validation has taken its part: of a fraction, the expected number.
 pub(in crate::api) fn training_samples(spec: &JobSpec, dataset: &Dataset) -> u64 {
     let train = dataset.info.splits.iter().find(|s| s.name == "train").map_or(0, |s| s.samples);
-    match spec.data.validation {
-        Validation::Fraction(part) => {
+    match (&spec.data.validation, spec.data.fold.zip(spec.data.folds)) {
+        // The first folds have one picture more where not all can have equally many.
+        (_, Some((fold, folds))) => {
+            let (fold, folds) = (u64::from(fold), u64::from(folds.max(1)));
+            train - train / folds - u64::from(fold <= train % folds)
+        }
+        (Validation::Fraction(part), None) => {
             train - ((train as f64 * part).round() as u64).clamp(1.min(train), train)
         }
-        Validation::Split(_) => train,
+        (Validation::Split(_), None) => train,
     }
 }
 
@@ -313,6 +318,7 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
     }
     if let Validation::Split(name) = &spec.data.validation
         && name != "none"
+        && spec.data.folds.is_none()
         && !info.splits.iter().any(|s| s.name == *name)
     {
         let names: Vec<_> = info.splits.iter().map(|s| s.name.as_str()).filter(|n| *n != "train").collect();
@@ -325,6 +331,22 @@ fn dataset_mistakes(spec: &JobSpec, dataset: &Dataset) -> Vec<SpecError> {
                 dataset.name
             ),
         );
+    }
+    let train = info.splits.iter().find(|split| split.name == "train");
+    if let (Some(weights), Some(train)) = (&spec.loss.class_weights, train)
+        && let Err(detail) = weights.of(&info.classes, &train.per_class)
+    {
+        mistake("/loss/class_weights", detail);
+    }
+    if let (Some(folds), Some(train)) = (spec.data.folds, train)
+        && train.samples < u64::from(folds)
+    {
+        let detail = format!(
+            "{folds} are more than {} of {}",
+            plural(train.samples, "training picture"),
+            dataset.name
+        );
+        mistake("/data/folds", detail);
     }
     if spec.data.image_size.is_none() && (info.height == 0 || info.height != info.width) {
         mistake(

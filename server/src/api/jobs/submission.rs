@@ -45,7 +45,7 @@ async fn bring_back(checkpoints: &Arc<Checkpoints>, row: &CheckpointRow) -> Resu
 /// Where the writer of a job did not say which split measures it (`given`), one that the dataset has.
 pub(crate) fn choose_validation(spec: &mut JobSpec, dataset: &Dataset, given: bool) {
     let Validation::Split(usual) = &spec.data.validation else { return };
-    if given || usual == "none" {
+    if given || usual == "none" || spec.data.folds.is_some() {
         return;
     }
     let splits: Vec<_> = dataset.info.splits.iter().filter(|split| split.samples > 0).collect();

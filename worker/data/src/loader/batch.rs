@@ -51,6 +51,10 @@ pub struct Batch {
     /// The number of pictures in this micro-batch over all ranks, by which engines divide. It follows from the plan,
     /// so ranks need not exchange it. A single rank counts `labels` instead.
     pub global_samples: usize,
+    /// With class weights: the sum of the weights of this micro-batch's labels over all ranks, by which engines divide in place of
+    /// `global_samples`. It follows from the plan, too. `None` if pictures are mixed: PyTorch divides the loss of target
+    /// probabilities by the number of pictures.
+    pub global_weight: Option<f64>,
 }
 
 impl Batch {

@@ -38,9 +38,13 @@ impl DataSource {
     /// global)` of the permutation. Micro-batch `a` of rank `r` is a contiguous range of them, in the order (a, r),
     /// so the union over ranks is the same for any number of ranks. Augmentation is seeded by (seed, epoch, place of
     /// the picture in its split), and mixing by (seed, epoch, step).
+    ///
+    /// Every rank knows the labels of all ranks, so ranks need not exchange the sum of their class weights. A picture that is
+    /// replaced because it cannot be read counts in this sum with its own class.
     pub fn epoch(&self, plan: EpochPlan) -> Batches {
         let (part, transform) = (self.train.clone(), self.transform(Some(plan.epoch)).clone());
         let (samples, mixing, seed) = (part.chosen.len(), self.mixing, self.seed);
+        let weights = self.shape.class_weights.clone().filter(|_| !mixing.is_on());
         let steps = shard::steps_per_epoch(samples, &plan).saturating_sub(plan.first_step);
         let order = shard::epoch_order(samples, seed, plan.epoch);
         let count = steps as usize * plan.accumulate;
@@ -61,7 +65,14 @@ impl DataSource {
             if let Some(mix) = mix {
                 batch = mix.apply(batch, side, channels);
             }
-            Ok(Batch { global_samples: shard::of_all_ranks(samples, &plan, step, micro), ..batch })
+            let of_all = shard::of_all_ranks(samples, &plan, step, micro);
+            let global_samples = of_all.len();
+            let weight = |place: usize| {
+                let label = part.labels[part.chosen[order[place % samples] as usize] as usize];
+                weights.as_ref().map(|weights| f64::from(weights[label as usize]))
+            };
+            let global_weight = of_all.map(weight).sum();
+            Ok(Batch { global_samples, global_weight, ..batch })
         })
     }
 

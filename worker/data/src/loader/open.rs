@@ -61,7 +61,9 @@ impl DataSource {
 
     fn of_catalog(mut catalog: Catalog, spec: &DataSpec, seed: u64, room: usize) -> Result<Self, DataError> {
         let validation_split = match &spec.validation {
-            Validation::Split(name) if name != "none" => Some(name.clone()),
+            Validation::Split(name) if name != "none" && !Division::of(spec).holds_out() => {
+                Some(name.clone())
+            }
             _ => None,
         };
         if let Some(name) = &validation_split
@@ -109,17 +111,19 @@ impl DataSource {
         let (height, width, channels) = (train.height, train.width, train.channels);
         let (training_sizes, side) = network_sizes(spec, height, width)?;
         let all = |count: usize| (0..count as u32).collect::<Vec<_>>();
-        let is_fraction = matches!(spec.validation, Validation::Fraction(_));
         let division = Division::of(spec);
-        let held_out =
-            |place: &u32| is_fraction && held_out::is_held_out(&division, train.identities[*place as usize]);
+        let is_held_out = match division.holds_out() {
+            true => held_out::held_out(&division, &train.identities, &train.labels),
+            false => vec![false; train.labels.len()],
+        };
         let (held_out, train_chosen): (Vec<u32>, Vec<u32>) =
-            all(train.labels.len()).into_iter().partition(held_out);
-        let notes = match &spec.validation {
-            Validation::Fraction(fraction) => {
+            all(train.labels.len()).into_iter().partition(|place| is_held_out[*place as usize]);
+        let notes = match (&division.fold, &spec.validation) {
+            (Some((_, folds)), _) => check_folds(&catalog.classes, &train.labels, *folds)?,
+            (None, Validation::Fraction(fraction)) => {
                 check_held_out(&catalog.classes, &train.labels, &held_out, &train_chosen, *fraction)?
             }
-            Validation::Split(_) => Vec::new(),
+            (None, Validation::Split(_)) => Vec::new(),
         };
         let (mean, std) = normalisation(spec, &train, channels, height * width * channels);
         let size = [height, width, channels];
@@ -163,6 +167,7 @@ impl DataSource {
             train_samples: train.chosen.len() as u64,
             validation_samples: validation.chosen.len() as u64,
             validation: validation_set,
+            class_weights: None,
             mean,
             std,
             skipped,
@@ -227,6 +232,7 @@ impl DataSource {
             train_samples: count as u64,
             validation_samples: 0,
             validation: None,
+            class_weights: None,
             mean,
             std,
             skipped: Vec::new(),
@@ -284,6 +290,30 @@ fn check_held_out(
         })
     };
     Ok([lacking(held_out, "validation"), lacking(trained_on, "training")].into_iter().flatten().collect())
+}
+
+/// A note for the log if a class has fewer pictures than there are folds.
+///
+/// # Errors
+/// The split has fewer pictures than there are folds.
+fn check_folds(classes: &[String], labels: &[u32], folds: u32) -> Result<Vec<String>, DataError> {
+    let pictures = plural(labels.len() as u64, "training picture");
+    if labels.len() < folds as usize {
+        return Err(DataError::Invalid(format!(
+            "data.folds = {folds} leaves some folds of {pictures} empty: give a smaller number"
+        )));
+    }
+    let mut counts = vec![0; classes.len()];
+    labels.iter().for_each(|label| counts[*label as usize] += 1);
+    let smallest = classes.iter().zip(counts).min_by_key(|(_, count)| *count);
+    let few = smallest.filter(|(_, count)| *count < u64::from(folds));
+    let note = few.map(|(name, count)| {
+        format!(
+            "class {name:?} has {}, fewer than data.folds = {folds}: some folds have no picture of it",
+            plural(count, "training picture")
+        )
+    });
+    Ok(note.into_iter().collect())
 }
 
 /// The sides of the network's input: the training sides, each with the epoch (from 0) in which it begins, and the

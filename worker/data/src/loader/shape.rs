@@ -1,6 +1,7 @@
 //! The shape of a dataset as used by a job: sizes, channels, classes, counts and normalisation.
 
 use lockstep_protocol::dataset::ValidationSet;
+use std::sync::Arc;
 
 /// The shape of a dataset as used by a job.
 #[derive(Debug, Clone, PartialEq)]
@@ -20,6 +21,8 @@ pub struct Shape {
     pub validation_samples: u64,
     /// The fingerprint of the validation pictures. `None` if there are none.
     pub validation: Option<ValidationSet>,
+    /// The weight of each class in the loss, if [set](super::DataSource::set_class_weights).
+    pub class_weights: Option<Arc<[f32]>>,
     /// Mean of each channel, for pixels scaled to 0..1.
     pub mean: Vec<f32>,
     /// Standard deviation of each channel, for pixels scaled to 0..1.

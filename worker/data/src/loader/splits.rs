@@ -119,7 +119,7 @@ pub(super) fn open_splits(
     for split in &mut catalog.splits {
         let mut labels = std::mem::take(&mut split.labels);
         let (mut files_digest, mut identities) = (None, Vec::new());
-        let has_validation = split.name == held_out::validation_split_name(&spec.validation);
+        let has_validation = split.name == held_out::validation_split_name(spec);
         let (pixels, width, height, channels) = match std::mem::replace(
             &mut split.samples,
             Samples::Listed(Listing::default()),

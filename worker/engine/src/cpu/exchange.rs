@@ -344,7 +344,7 @@ mod tests {
             };
             let (all, mut wanted) = (of(0, 5), vec![0.0; 5 * classes]);
             let into = Some((&mut wanted[..], 0.2));
-            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, into);
+            let alone = loss::cross_entropy(&logits, &all.labels, all.mixed(), classes, 0.1, None, into);
             let ranks = on_ranks(|group| {
                 let rank = group.rank() as usize;
                 let first: usize = counts[..rank].iter().sum();

@@ -267,8 +267,9 @@ impl Executor {
         let axis_secs = self.groups.as_ref().map(|groups| groups.take_waited(&waited));
         let [square_sum, loss_sum, correct] = sums;
         let samples: usize = batches.iter().map(|b| b.labels.len()).sum();
+        let divisor: f64 = batches.iter().map(|batch| self.config.loss.divisor(batch)).sum();
         Ok(StepResult {
-            loss: if samples > 0 { (loss_sum / samples as f64) as f32 } else { 0.0 },
+            loss: if samples > 0 { (loss_sum / divisor) as f32 } else { 0.0 },
             correct: correct as u32,
             samples: samples as u32,
             grad_norm: square_sum.sqrt() as f32,
@@ -289,7 +290,7 @@ impl Executor {
     /// Collective over all ranks: chooses the classes of a step. Ranks with the same classes have different labels but sum their gradients, so
     /// the sample includes the labels of all ranks and of all micro-batches.
     pub(super) fn choose_classes(&mut self, batches: &[Batch]) -> Result<Option<SampledRows>, EngineError> {
-        let loss = self.config.loss;
+        let loss = &self.config.loss;
         if !loss.samples() {
             return Ok(None);
         }
@@ -368,10 +369,12 @@ impl Executor {
                 let (mixed, into) =
                     (mixed.as_ref().map(|(of, by)| (&of[..], *by)), (&mut gradient[..], scale));
                 let has_margin = self.config.loss.margin.is_some();
+                let count = classes.len();
                 let without =
-                    has_margin.then(|| loss::cross_entropy(logits, &labels, None, classes.len(), 0.0, None));
+                    has_margin.then(|| loss::cross_entropy(logits, &labels, None, count, 0.0, None, None));
                 with_margin = put_margin(logits, &batch.labels);
-                let loss = loss::cross_entropy(logits, &labels, mixed, classes.len(), smoothing, Some(into));
+                let weights = self.config.loss.class_weights.as_deref();
+                let loss = loss::cross_entropy(logits, &labels, mixed, count, smoothing, weights, Some(into));
                 loss::Loss { correct: without.unwrap_or(loss).correct, ..loss }
             }
         };
@@ -420,7 +423,7 @@ impl Executor {
         if !self.network.is_last_stage() {
             return Ok(EvalResult::default());
         }
-        let loss = loss::cross_entropy(&logits, &batch.labels, None, self.network.classes, 0.0, None);
+        let loss = loss::cross_entropy(&logits, &batch.labels, None, self.network.classes, 0.0, None, None);
         Ok(EvalResult { loss_sum: loss.sum, correct: loss.correct, samples: batch.labels.len() as u64 })
     }
 

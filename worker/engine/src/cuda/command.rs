@@ -26,6 +26,8 @@ pub(super) enum Region {
     Pictures,
     /// Float32 `[channels, 256]`: the normalised value of each byte of a picture.
     Normalisation,
+    /// Float32 weights of the classes in the loss.
+    ClassWeights,
     /// Resampling tables along one axis of a picture.
     ScaleRows,
     ScaleColumns,

@@ -64,7 +64,10 @@ impl Engine for CudaEngine {
             _ => self.run_passes(&parts, gradient_scale, lr)?,
         }
         self.has_old_weights = self.program.state.share.is_some();
-        self.under_way.push_back(UnderWay::OnGpu);
+        let loss = &self.config.loss;
+        let divisor =
+            loss.class_weights.is_some().then(|| micro_batches.iter().map(|batch| loss.divisor(batch)).sum());
+        self.under_way.push_back(UnderWay::OnGpu { divisor });
         self.steps.0 += 1;
         if let Some(watchdog) = &self.watchdog {
             watchdog.submitted(self.steps.0);

@@ -84,7 +84,7 @@ impl CudaEngine {
         }
         let mut results = take(&mut self.unreturned);
         while let Some(step) = self.under_way.front() {
-            if matches!(step, UnderWay::OnGpu) && self.program.results.read == finished {
+            if matches!(step, UnderWay::OnGpu { .. }) && self.program.results.read == finished {
                 break;
             }
             results.extend(self.result()?);

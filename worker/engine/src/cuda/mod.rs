@@ -213,7 +213,10 @@ enum CapturedGraph {
 
 /// A started step.
 enum UnderWay {
-    OnGpu,
+    OnGpu {
+        /// With class weights: by what the sum of this rank's losses is divided. Otherwise its number of pictures.
+        divisor: Option<f64>,
+    },
     /// No rank has a picture.
     Empty,
 }

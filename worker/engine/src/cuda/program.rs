@@ -172,6 +172,8 @@ pub(super) struct Program {
     channel_sums: Buffer,
     /// Normalised float32 value of each byte of each channel.
     normalisation: Buffer,
+    /// Float32 weights of the classes in the loss, if they have some.
+    class_weights: Option<Buffer>,
     /// By image size of the network: resampling tables to this size.
     scalings: HashMap<usize, [Scaled; 2]>,
     /// `u32`: whether a check has found a non-finite value; `u64`: a checksum.
@@ -253,6 +255,7 @@ impl Program {
             ops: self.ops,
             optimizer: self.config.optimizer,
             label_smoothing: self.config.loss.label_smoothing,
+            has_class_weights: self.class_weights.is_some(),
             accumulates: self.accumulated.is_some(),
             dynamic_scale: self.dynamic_scale.unwrap_or(false),
             ranks: self

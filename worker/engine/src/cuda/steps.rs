@@ -130,14 +130,14 @@ impl CudaEngine {
 
     /// Waits for the oldest step under way and returns its result.
     pub(super) fn result(&mut self) -> Result<Option<StepResult>, EngineError> {
-        match self.under_way.front() {
+        let divisor = match self.under_way.front() {
             None => return Ok(None),
             Some(UnderWay::Empty) => {
                 self.under_way.pop_front();
                 return Ok(Some(StepResult::default()));
             }
-            Some(UnderWay::OnGpu) => {}
-        }
+            Some(UnderWay::OnGpu { divisor }) => *divisor,
+        };
         let record: Record = self.wait_on_gpu(|_, results, patience, alive| results.wait(patience, alive))?;
         self.under_way.pop_front();
         self.steps.1 += 1;
@@ -145,11 +145,12 @@ impl CudaEngine {
             watchdog.done(self.steps.1);
         }
         let [begin, backward, reduced, end] = record.stamps;
+        let divisor = divisor.map_or(record.samples as f32, |divisor| divisor as f32);
         // While steps directly follow each other, from end to end, which includes waits for the host.
         let from = self.last_end.unwrap_or(begin);
         self.last_end = Some(end);
         Ok(Some(StepResult {
-            loss: if record.samples > 0 { record.loss_sum / record.samples as f32 } else { 0.0 },
+            loss: if record.samples > 0 { record.loss_sum / divisor } else { 0.0 },
             correct: record.correct,
             samples: record.samples,
             grad_norm: record.grad_norm,

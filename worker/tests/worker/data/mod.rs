@@ -119,7 +119,9 @@ fn the_last_small_step_is_kept_when_asked_for_and_no_rank_goes_without() {
 
 #[test]
 fn every_rank_knows_how_many_pictures_all_have_in_each_micro_batch() {
-    let source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
+    let mut source = DataSource::open(&bundled(), &DataSpec::default(), 3).expect("opens");
+    let weights: Vec<f32> = (1..=10u8).map(|class| f32::from(class) / 4.0).collect();
+    source.set_class_weights(weights.clone());
     for (world_size, accumulate, batch_size) in
         [(1, 1, 64), (3, 1, 171), (3, 1, 1333), (2, 4, 77), (5, 3, 41)]
     {
@@ -134,8 +136,11 @@ fn every_rank_knows_how_many_pictures_all_have_in_each_micro_batch() {
         let ranks: Vec<_> = (0..world_size).map(|rank| batches(&source, plan(rank))).collect();
         for number in 0..ranks[0].len() {
             let all: usize = ranks.iter().map(|batches| batches[number].labels.len()).sum();
+            let labels = ranks.iter().flat_map(|batches| &batches[number].labels);
+            let weight: f64 = labels.map(|label| f64::from(weights[*label as usize])).sum();
             for batches in &ranks {
                 assert_eq!(batches[number].global_samples, all, "{world_size} ranks, micro-batch {number}");
+                assert_eq!(batches[number].global_weight, Some(weight), "micro-batch {number}");
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Ranks that train in lockstep over real rings on loopback: the same result at any number of ranks
 //! and threads, and in every run.
 
+mod class_weights;
 mod frozen;
 mod full;
 mod gradients;

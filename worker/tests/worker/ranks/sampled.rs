@@ -157,7 +157,7 @@ fn a_step_is_that_of_a_classifier_of_the_chosen_classes() {
         let mut config = sampled(kind, accumulate);
         config.loss.margin = margin;
         let trained = run(&plan, &config, 0..STEPS, None);
-        let loss = LossConfig { sample_share: 1.0, ..config.loss };
+        let loss = LossConfig { sample_share: 1.0, ..config.loss.clone() };
         let all = EngineConfig { batch_size: GLOBAL / accumulate, loss, ..config.clone() };
         let ranks = plan.mesh.model;
         let drawn = ranks * (SHARE * (CLASSES / ranks) as f64).round() as usize;
@@ -213,7 +213,7 @@ fn a_sample_is_the_same_after_a_resume() {
         let whole = run(&plan, &config, 0..3, None);
         let resumed = run(&plan, &config, 2..3, Some(&whole.states[2]));
         assert!(resumed.states[1] == whole.states[3], "{plan:?}");
-        let other = LossConfig { seed: 4, ..config.loss };
+        let other = LossConfig { seed: 4, ..config.loss.clone() };
         let other = run(&plan, &EngineConfig { loss: other, ..config }, 2..3, Some(&whole.states[2]));
         assert!(other.states[1] != whole.states[3], "the seed counts");
     }

@@ -300,6 +300,7 @@ fn lasts(region: Region, carries_over: bool) -> bool {
         | Region::SideWorkspace => false,
         Region::Pictures
         | Region::Normalisation
+        | Region::ClassWeights
         | Region::ScaleRows
         | Region::ScaleColumns
         | Region::InputRing

@@ -15,6 +15,8 @@ pub(in crate::cuda) struct CrossEntropy {
     /// Length of a row: classes rounded up to a multiple of 8.
     pub(in crate::cuda) padded: u32,
     pub(in crate::cuda) smoothing: f32,
+    /// float32 `[classes]`; absent: all 1.
+    pub(in crate::cuda) class_weights: Operand,
     /// float32 factor of the gradients in addition to the control block's grad_scale (`Scaler`'s first
     /// field).
     pub(in crate::cuda) loss_scale: Operand,
@@ -62,6 +64,7 @@ impl Ops {
             Arg::U32(p.classes),
             Arg::U32(p.padded),
             Arg::F32(p.smoothing),
+            Arg::In(p.class_weights),
             Arg::In(p.loss_scale),
             Arg::Out(p.dlogits),
             Arg::out(p.dbias, p.accumulate),

@@ -98,7 +98,9 @@ impl Program {
         };
         let scratch =
             device.zeros(ops.scratch_bytes(config.batch_size as u32, padded as u32, count as u32))?;
+        let class_weights = config.loss.class_weights.as_ref().map(|weights| device.upload(&weights[..]));
         let mut program = Self {
+            class_weights: class_weights.transpose()?,
             ops,
             kernels,
             scratch,

@@ -121,6 +121,7 @@ impl Program {
             }
             Region::Arena => Some(&self.arena),
             Region::Normalisation => Some(&self.normalisation),
+            Region::ClassWeights => self.class_weights.as_ref(),
             Region::ScaleRows => scaling(0),
             Region::ScaleColumns => scaling(1),
             Region::InputCounter => Some(&self.inputs.counter),

@@ -36,6 +36,8 @@ pub(in crate::cuda) struct Facts<'a> {
     pub(in crate::cuda) ops: Ops,
     pub(in crate::cuda) optimizer: Optimizer,
     pub(in crate::cuda) label_smoothing: f32,
+    /// Whether classes have weights in the loss of training.
+    pub(in crate::cuda) has_class_weights: bool,
     /// Whether a step may have several micro-batches.
     pub(in crate::cuda) accumulates: bool,
     /// Whether loss scaling is dynamic.

@@ -111,7 +111,7 @@ impl Run {
         engine.program.start(&commands[..at], input.address()).unwrap();
         let gate = Gate::closed(engine.program.main.0);
         engine.program.start(&commands[at..], input.address()).unwrap();
-        engine.under_way.push_back(UnderWay::OnGpu);
+        engine.under_way.push_back(UnderWay::OnGpu { divisor: None });
         engine.steps.0 += 1;
         self.average();
         gate

@@ -37,6 +37,43 @@ fn gpu_a_step_on_mixed_pictures_is_the_cpu_engine_s() {
 
 #[test]
 #[ignore = "needs a GPU"]
+fn gpu_a_step_with_class_weights_is_the_cpu_engine_s() {
+    let network = network(Arch::ResNet20, Stem::Cifar, 32);
+    let weights: Vec<f32> = (1..=10u8).map(|class| f32::from(class) / 4.0).collect();
+    let loss = LossConfig {
+        label_smoothing: 0.1,
+        class_weights: Some(weights.clone().into()),
+        ..LossConfig::default()
+    };
+    let config = EngineConfig { accumulate: 2, loss, ..config(16) };
+    for (precision, tolerance) in [(Precision::Fp32, 1e-4), (Precision::Fp16, 2e-2), (Precision::Bf16, 5e-2)]
+    {
+        for is_mixed in [false, true] {
+            let step = [0, 1].map(|number| match is_mixed {
+                true => mixed(&network, 16, number, 0.3),
+                false => {
+                    let batch = pictures(&network, 16, number);
+                    let weight = batch.labels.iter().map(|label| f64::from(weights[*label as usize])).sum();
+                    Batch { global_weight: Some(weight), ..batch }
+                }
+            });
+            let (mut cpu, mut gpu) = (cpu(&network, &config), cuda(&network, &config, precision));
+            let (wanted, ours) = (cpu.train_step(&step, 0.1).unwrap(), gpu.train_step(&step, 0.1).unwrap());
+            let case = format!("{precision:?}, mixed: {is_mixed}: {ours:?} {wanted:?}");
+            assert!(((ours.loss - wanted.loss) / wanted.loss).abs() < tolerance, "{case}");
+            let norms = ((ours.grad_norm - wanted.grad_norm) / wanted.grad_norm).abs();
+            assert!(norms < tolerance.max(1e-3), "{case}");
+            if precision == Precision::Fp32 {
+                let bias = "fc.bias.momentum";
+                let [a, b] = [&gpu, &cpu].map(|e| e.optimizer_state().unwrap().slots[bias].values.clone());
+                assert!(difference(&a, &b) < 1e-8 * square(&b).max(1e-6), "{case}: {a:?} {b:?}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs a GPU"]
 fn gpu_a_lambda_of_1_is_the_step_without_mixing_bit_for_bit() {
     let network = network(Arch::ResNet20, Stem::Cifar, 32);
     for precision in [Precision::Fp32, Precision::Fp16] {

@@ -25,6 +25,10 @@ impl GraphEmitter<'_> {
             dlogits: gradient.operand(),
             dbias: self.facts.vector_gradient(self.plan.network.head(), "bias"),
             accumulate: !first,
+            class_weights: match self.facts.has_class_weights {
+                true => Operand::whole(Region::ClassWeights),
+                false => Operand::NONE,
+            },
             with_margin: self.put_margin(all_classes(&loss)),
             ..loss
         };
@@ -67,6 +71,7 @@ impl GraphEmitter<'_> {
             classes: self.plan.network.classes as u32,
             padded: self.plan.padded_classes as u32,
             smoothing: self.facts.label_smoothing,
+            class_weights: Operand::NONE,
             loss_scale: Operand::whole(Region::LossScale),
             dlogits: Operand::NONE,
             dbias: Operand::NONE,

@@ -93,6 +93,7 @@ impl Setting {
             ops: Ops::new(self.plan.dtype, 132, self.capability),
             optimizer: Optimizer { kind: self.optimizer, ..Optimizer::default() },
             label_smoothing: 0.1,
+            has_class_weights: true,
             accumulates: self.accumulates,
             dynamic_scale: true,
             ranks: self.statistics.as_ref(),

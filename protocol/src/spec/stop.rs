@@ -1,0 +1,74 @@
+//! `[stop]`: early stopping.
+
+use super::{JobSpec, Validation};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The metrics of a validation.
+pub(super) const METRICS: [&str; 4] = ["val_accuracy", "val_loss", "val_ema_accuracy", "val_ema_loss"];
+
+/// Early stopping: the run ends, as succeeded, after `patience` validations in a row without an improvement. Without `patience` it does all
+/// its steps.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub struct StopSpec {
+    /// Number of validations in a row without an improvement after which the run ends; no early stopping when absent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub patience: Option<u32>,
+    /// The metric that has to improve, `val_accuracy` when absent. `val_ema_accuracy` and `val_ema_loss` are of the averaged weights and need
+    /// `train.ema_decay`.
+    pub metric: String,
+    /// A value is an improvement if it is better than the best one by more than this; 0 when absent. Accuracies are from 0 to 1.
+    pub min_delta: f64,
+    /// Whether larger (`max`) or smaller (`min`) values are better. When absent: `max` for accuracies, `min` for losses.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mode: Option<String>,
+}
+
+impl Default for StopSpec {
+    fn default() -> Self {
+        Self { patience: None, metric: "val_accuracy".into(), min_delta: 0.0, mode: None }
+    }
+}
+
+impl StopSpec {
+    pub(super) fn is_off(&self) -> bool {
+        self.patience.is_none()
+    }
+
+    /// Whether `value` is an improvement on `best`, as Keras and Lightning define it.
+    pub fn improves(&self, value: f64, best: f64) -> bool {
+        let is_max = self.mode.as_deref().map_or(!self.metric.ends_with("loss"), |mode| mode == "max");
+        let sign = if is_max { 1.0 } else { -1.0 };
+        sign * value - self.min_delta > sign * best
+    }
+}
+
+/// Combinations with `[stop]` that cannot work.
+pub(super) fn check_combinations(spec: &JobSpec, mistake: &mut impl FnMut(&str, String)) {
+    let stop = &spec.stop;
+    if stop.is_off() {
+        if *stop != StopSpec::default() {
+            mistake(
+                "/stop/patience",
+                "is missing: give the number of validations without an improvement".into(),
+            );
+        }
+        return;
+    }
+    if spec.data.validation == Validation::Split("none".into()) && spec.data.folds.is_none() {
+        mistake(
+            "/stop/patience",
+            "counts validations, and data.validation = \"none\" leaves them out".into(),
+        );
+    }
+    if spec.evaluate.every_epochs == 0 {
+        mistake(
+            "/stop/patience",
+            "counts validations, and with evaluate.every_epochs = 0 the only one is at the end: give 1 or more".into(),
+        );
+    }
+    if stop.metric.starts_with("val_ema_") && spec.train.ema_decay <= 0.0 {
+        mistake("/stop/metric", format!("{} needs averaged weights: set train.ema_decay", stop.metric));
+    }
+}

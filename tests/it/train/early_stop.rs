@@ -1,0 +1,32 @@
+//! Early stopping, on a fold and with class weights.
+
+use super::*;
+
+#[tokio::test]
+async fn a_run_without_improvement_stops_early_and_again_after_continuing() {
+    let _turn = turn().await;
+    let bench = Bench::new();
+    let job = [
+        "train.epochs=6",
+        "stop.patience=1",
+        "stop.metric=\"val_loss\"",
+        "stop.min_delta=1000",
+        "loss.class_weights=\"balanced\"",
+        "data.folds=5",
+        "data.fold=2",
+    ];
+    let job: Vec<&str> = job.iter().flat_map(|set| ["--set", *set]).collect();
+    let why = "stopped early after step 20: validation loss has not improved by 1000 in 1 validation; best ";
+    let said = succeeded(&bench.train("early", &job).output().expect("it runs"));
+    for words in ["320 training and 80 validation pictures", "the loss weights classes by ", why] {
+        assert!(said.contains(words), "{words} in {said}");
+    }
+    // Step 14 is in the middle of the second epoch; after step 20 nothing is left to do.
+    let checkpoint = bench.out("early").join("checkpoints/2-14");
+    for (out, from) in [("from-14", checkpoint.to_str().expect("a path")), ("early", "latest")] {
+        let resume = [&job[..], &["--resume", from]].concat();
+        let said = succeeded(&bench.train(out, &resume).output().expect("it runs"));
+        assert!(said.contains(why), "{said}");
+        assert!(bench.model(out, "2-20") == bench.model("early", "2-20"), "from {from}");
+    }
+}

@@ -1,0 +1,114 @@
+//! Early stopping (`[stop]`): every rank follows the metric through the validations. The values are sums over all ranks, so all ranks
+//! decide the same; the progress is part of each checkpoint, so a continued run decides the same, too.
+
+use super::{Outcome, Run, TrainError};
+use crate::checkpoint::StopProgress;
+use lockstep_protocol::{
+    agent::{AttemptEvent, Evaluation},
+    numbers::{percent, plural},
+    spec::StopSpec,
+};
+
+impl Run<'_> {
+    /// Takes the values of a validation into account.
+    pub(super) fn follow_validation(&mut self, evaluation: &Evaluation, averaged: Option<&Evaluation>) {
+        let stop = &self.training.spec.stop;
+        let of = if stop.metric.starts_with("val_ema_") { averaged } else { Some(evaluation) };
+        let Some(of) = of.filter(|_| stop.patience.is_some()) else { return };
+        let value = if stop.metric.ends_with("loss") { of.loss } else { of.accuracy };
+        self.stop_progress = Some(after(self.stop_progress.take(), stop, value, of.epoch));
+    }
+
+    /// Why the run ends before its last step, if it does.
+    pub(super) fn stops_early(&self) -> Option<String> {
+        let progress = self.stop_progress.as_ref().filter(|_| self.step < self.plan.total_steps)?;
+        reason(progress, &self.training.spec.stop)
+    }
+
+    /// Ends a run that has not improved. All ranks are at the same step, and its checkpoint is written or being written.
+    pub(super) fn stopped_early(&mut self, why: String) -> Result<Outcome, TrainError> {
+        let step = self.step;
+        self.training.log([format!("stopped early after step {step}: {why}")]);
+        if self.training.is_first() {
+            self.training.observer.event(&AttemptEvent::StoppedEarly { step, why });
+        }
+        self.finished()
+    }
+}
+
+/// The progress after another validation.
+fn after(before: Option<StopProgress>, stop: &StopSpec, value: f64, epoch: u32) -> StopProgress {
+    match before {
+        Some(before) if !stop.improves(value, before.best) => {
+            StopProgress { without: before.without + 1, ..before }
+        }
+        _ => StopProgress { metric: stop.metric.clone(), best: value, epoch, without: 0 },
+    }
+}
+
+/// Why a run with this progress ends, if it does.
+fn reason(progress: &StopProgress, stop: &StopSpec) -> Option<String> {
+    let StopProgress { metric, best, epoch, without } = progress;
+    if *without < stop.patience? {
+        return None;
+    }
+    let is_loss = metric.ends_with("loss");
+    let what = if is_loss { "loss" } else { "accuracy" };
+    let whose = if metric.starts_with("val_ema_") { " of the averaged weights" } else { "" };
+    let by = if stop.min_delta > 0.0 { format!(" by {}", stop.min_delta) } else { String::new() };
+    let best = if is_loss { format!("{best:.4}") } else { percent(*best) };
+    Some(format!(
+        "validation {what}{whose} has not improved{by} in {}; best {best} at epoch {epoch}",
+        plural((*without).into(), "validation")
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The number of validations after which a run ends, and why.
+    fn end(stop: &StopSpec, values: &[f64]) -> Option<(usize, String)> {
+        let mut progress = None;
+        values.iter().enumerate().find_map(|(number, value)| {
+            let now = after(progress.take(), stop, *value, number as u32 + 1);
+            // A checkpoint in between changes nothing.
+            let text = serde_json::to_string(&now).unwrap();
+            let now: StopProgress = serde_json::from_str(&text).unwrap();
+            let why = reason(&now, stop);
+            progress = Some(now);
+            why.map(|why| (number + 1, why))
+        })
+    }
+
+    #[test]
+    fn a_run_ends_after_patience_validations_without_improvement() {
+        let stop = |metric: &str, patience, min_delta| StopSpec {
+            metric: metric.into(),
+            patience: Some(patience),
+            min_delta,
+            mode: None,
+        };
+        // Equal values are no improvement; an improvement counts anew.
+        let (number, why) = end(&stop("val_accuracy", 2, 0.0), &[0.5, 0.5, 0.6, 0.6, 0.6, 0.9]).unwrap();
+        assert_eq!(number, 5);
+        assert_eq!(why, "validation accuracy has not improved in 2 validations; best 60.0 % at epoch 3");
+        // Small steps up to the best plus min_delta are none either.
+        let (number, why) =
+            end(&stop("val_accuracy", 3, 0.25), &[0.5, 0.625, 0.75, 0.75, 0.875, 1.0]).unwrap();
+        assert_eq!(number, 4);
+        assert_eq!(
+            why,
+            "validation accuracy has not improved by 0.25 in 3 validations; best 50.0 % at epoch 1"
+        );
+        let (number, why) = end(&stop("val_ema_loss", 1, 0.0), &[2.0, 1.0, 1.5]).unwrap();
+        assert_eq!(number, 3);
+        assert_eq!(
+            why,
+            "validation loss of the averaged weights has not improved in 1 validation; best 1.0000 at epoch 2"
+        );
+        assert_eq!(end(&stop("val_loss", 2, 0.0), &[3.0, 3.5, 2.5, 2.75, 2.0]), None);
+        let up = StopSpec { mode: Some("max".into()), ..stop("val_loss", 2, 0.0) };
+        assert_eq!(end(&up, &[1.0, 0.9, 0.8]).unwrap().0, 3);
+    }
+}

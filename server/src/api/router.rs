@@ -89,6 +89,8 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(runs::log))
         .routes(routes!(datasets::list, datasets::create))
         .routes(routes!(datasets::bundled::register))
+        .routes(routes!(datasets::uploads::upload_archive))
+        .routes(routes!(datasets::uploads::register_upload))
         .routes(routes!(datasets::inspect))
         .routes(routes!(jobs::pictures::of_dataset))
         .routes(routes!(datasets::show, datasets::delete))

@@ -145,6 +145,8 @@ async fn the_document_names_every_call_and_every_call_is_there() {
         "get /jobs/{id}/attempts",
         "get /jobs/{id}/history",
         "post /datasets/bundled",
+        "put /uploads/{name}/archive",
+        "post /uploads/{name}",
         "delete /jobs/{id}",
         "post /jobs/{id}/cancel",
         "post /jobs/{id}/retry",

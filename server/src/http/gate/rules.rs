@@ -103,11 +103,12 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
 /// Requests that check a form and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
-/// What a run's program tells while it trains, many times a minute. That it was made or deleted is recorded, and its history has when it
-/// ended.
-const TOLD: [&str; 5] = [
+/// What a program tells many times a minute: of a run while it trains, and pieces of an upload. That a run was made or deleted is recorded,
+/// its history has when it ended, and that an upload became a dataset is recorded.
+const TOLD: [&str; 6] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
+    "/api/v1/uploads/{name}/archive",
     "/api/2.0/mlflow/{*call}",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",

@@ -97,7 +97,6 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(datasets::inspect_again))
         .routes(routes!(models::list, models::create))
         .routes(routes!(models::show))
-        .routes(routes!(models::add_version))
         .routes(routes!(models::show_version, models::remove_version))
         .routes(routes!(models::show_alias, models::put_alias, models::remove_alias))
         .routes(routes!(agents::list))
@@ -126,7 +125,7 @@ fn api() -> OpenApiRouter<App> {
         .routes(routes!(webhooks::list, webhooks::create))
         .routes(routes!(webhooks::change, webhooks::delete))
         .routes(routes!(webhooks::test))
-        .routes(routes!(webhooks::attempts))
+        .routes(routes!(webhooks::deliveries))
         .routes(routes!(jobs::stream::job_stream))
         .routes(routes!(jobs::stream::list_stream))
         .routes(routes!(served_document));

@@ -7,6 +7,7 @@ use lockstep_protocol::{
     job::{External, JobState},
     limits::{RUN_CONFIG_BYTES, RUN_METRICS},
     metric::MetricColumn,
+    numbers::exact,
     reason::{Facts, Reason, ReasonCode},
     stream::EventBody,
 };
@@ -190,9 +191,4 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
         });
     }
     Ok(events)
-}
-
-/// Through text, so that 0.1 stays 0.1.
-fn exact(value: f32) -> f64 {
-    value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }

@@ -250,7 +250,7 @@ async fn what_is_answered_is_documented() {
     good("get", "/webhooks", "", None, 200).await;
     good("patch", "/webhooks/{id}", webhook, Some(json!({"enabled": false})), 200).await;
     good("post", "/webhooks/{id}/test", webhook, None, 200).await;
-    good("get", "/webhooks/{id}/attempts", webhook, None, 200).await;
+    good("get", "/webhooks/{id}/deliveries", webhook, None, 200).await;
     good("delete", "/webhooks/{id}", webhook, None, 204).await;
     good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
@@ -266,9 +266,10 @@ async fn what_is_answered_is_documented() {
     let made = good("post", "/jobs", "", Some(spec()), 201).await;
     let made = made["id"].as_str().unwrap();
     good("post", "/jobs/{id}/pause", made, None, 202).await;
-    let model = json!({"name": "pictures", "job": job});
-    good("post", "/models", "", Some(model), 201).await;
-    good("post", "/models/{name}/versions", "", Some(json!({"checkpoint": checkpoint})), 201).await;
+    for of in [json!({"name": "pictures", "job": job}), json!({"name": "pictures", "checkpoint": checkpoint})]
+    {
+        good("post", "/models", "", Some(of), 201).await;
+    }
     good("put", "/models/{name}/aliases/{alias}", "", Some(json!({"version": 1})), 200).await;
     for path in
         ["/models", "/models/{name}", "/models/{name}/versions/{version}", "/models/{name}/aliases/{alias}"]

@@ -60,7 +60,7 @@ const RULES: [(Methods, &str, Requirement); 42] = [
     (All, "/api/v1/webhooks", S(Scope::Admin)),
     (All, "/api/v1/webhooks/{id}", S(Scope::Admin)),
     (All, "/api/v1/webhooks/{id}/test", S(Scope::Admin)),
-    (All, "/api/v1/webhooks/{id}/attempts", S(Scope::Admin)),
+    (All, "/api/v1/webhooks/{id}/deliveries", S(Scope::Admin)),
     (All, "/webhooks", S(Scope::Admin)),
     // Machines are shared by all users.
     (All, "/api/v1/agents/{id}", S(Scope::Admin)),

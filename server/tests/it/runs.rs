@@ -100,14 +100,14 @@ async fn a_run_lives_from_its_start_to_its_deletion() {
     for what in ["pause", "resume", "retry"] {
         let (status, problem) = server.post(&format!("/jobs/{id}/{what}"), &json!({})).await;
         let detail = problem["detail"].as_str().unwrap();
-        assert!(status == 409 && detail.contains("trained by its own program"), "{what}: {problem}");
+        assert!(status == 409 && detail.contains("a run from elsewhere"), "{what}: {problem}");
     }
     let (_, page) = server.text(&format!("/jobs/{id}")).await;
-    for words in ["data-external", "logged by its own program", "net.depth", "<dt>best</dt>"] {
+    for words in ["data-external", "run from elsewhere", "net.depth", "<dt>best</dt>"] {
         assert!(page.contains(words), "{words}");
     }
     let (_, page) = server.text("/jobs").await;
-    assert!(page.contains("logged by its own program"));
+    assert!(page.contains("run from elsewhere"));
 
     // It ends, continues and fails.
     let (_, over) = server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await;

@@ -3,7 +3,10 @@
 //! where there are none, only admins name paths: on a server of one person, its first token is an admin's.
 
 use crate::{auth::access::Caller, config::ServeConfig};
-use lockstep_protocol::agent::{self, AllowedFolders};
+use lockstep_protocol::{
+    agent::{self, AllowedFolders},
+    dataset::UPLOADS,
+};
 use std::{
     path::{Component, Path, PathBuf},
     time::Duration,
@@ -41,7 +44,7 @@ impl DatasetRoots {
         };
         let data_dir = absolute(&config.data_dir);
         let bundled = config.bundled.as_ref().map(|bundled| data_dir.1.join("datasets").join(bundled.name));
-        let uploads = data_dir.1.join("datasets").join("uploads");
+        let uploads = data_dir.1.join(UPLOADS);
         Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, uploads, data_dir }
     }
 

@@ -40,7 +40,8 @@ pub struct RunChange {
 
 /// That a request is about jobs of this server's own ranks, and this one is a run from elsewhere.
 pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
-    let why = || format!("this is a run from elsewhere, which its own program trains: it cannot be {what} here");
+    let why =
+        || format!("this is a run from elsewhere, which its own program trains: it cannot be {what} here");
     row.job.external.as_ref().map_or(Ok(()), |_| Err(refused(row.job.state, why())))
 }
 

@@ -32,7 +32,7 @@ export function offerUpload(form) {
     const [file] = byId("u-file").files, name = byId("u-name").value.trim();
     text(byId("u-error"), file ? name ? "" : "Give the dataset a name." : "Choose a zip file first.");
     if (!file || !name) return;
-    const path = `/api/v1/uploads/${encodeURIComponent(name)}`;
+    const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
     button.disabled = true;
     progress.hidden = false;
     try {

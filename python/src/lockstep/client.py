@@ -412,7 +412,7 @@ class ClientCalls(Calls, Generic[J]):
         The file has a folder for each class, or `train/<class>` and `val/<class>`. `private`: only its owner and admins
         see the dataset. Raises `Problem` if the name is taken or the file is no zip file of pictures.
         """
-        path, offset = f"/uploads/{quote(name, safe='')}", 0
+        path, offset = f"/datasets/uploads/{quote(name, safe='')}", 0
         headers = {"content-type": "application/octet-stream"}
         with open(file, "rb") as archive:
             while True:

@@ -30,11 +30,11 @@ async fn an_uploaded_zip_file_becomes_its_owner_s_dataset_and_is_removed_with_it
     let (_, secret) = server.make_token(&json!({"name": "mona", "scope": "submit"})).await;
     let mona = client(&secret);
     let piece = async |name: &str, offset: usize, bytes: &[u8]| {
-        let url = server.url(&format!("/api/v1/uploads/{name}/archive?offset={offset}"));
+        let url = server.url(&format!("/api/v1/datasets/uploads/{name}/archive?offset={offset}"));
         server.send(mona.put(url).body(bytes.to_vec())).await
     };
     let register = async |name: &str| {
-        let url = server.url(&format!("/api/v1/uploads/{name}"));
+        let url = server.url(&format!("/api/v1/datasets/uploads/{name}"));
         server.send(mona.post(url).json(&json!({"private": true}))).await
     };
 

@@ -289,10 +289,16 @@ async fn what_is_answered_is_documented() {
     good("post", "/runs/{id}/records", "a-run", Some(records), 200).await;
     good("patch", "/runs/{id}", "a-run", Some(json!({"state": "succeeded"})), 200).await;
     let archive = crate::dataset_uploads::zipped(&["cat/1.png", "dog/2.png"]);
-    let place = "/api/v1/uploads/zipped/archive";
-    assert_eq!(held.ask("put", "/api/v1/uploads/{name}/archive", place, |r| r.body(archive)).await.0, 204);
+    let place = "/api/v1/datasets/uploads/zipped/archive";
+    assert_eq!(
+        held.ask("put", "/api/v1/datasets/uploads/{name}/archive", place, |r| r.body(archive)).await.0,
+        204
+    );
     let ask = |r: RequestBuilder| r.json(&json!({}));
-    assert_eq!(held.ask("post", "/api/v1/uploads/{name}", "/api/v1/uploads/zipped", ask).await.0, 201);
+    assert_eq!(
+        held.ask("post", "/api/v1/datasets/uploads/{name}", "/api/v1/datasets/uploads/zipped", ask).await.0,
+        201
+    );
     // The questions above may have registered them already.
     let bundled = v1("/datasets/bundled");
     let (status, answer) = held.ask("post", &bundled, &bundled, |r| r).await;
@@ -403,7 +409,6 @@ async fn what_is_answered_is_documented() {
             || (call.starts_with("get /api/v1/jobs/{id}/evaluation") && status == 202)
             || (call, status) == ("post /api/v1/password", 204)
             || (call.starts_with("post /api/v1/datasets") && status == 202)
-            || (call.starts_with("post /api/v1/uploads") && status == 202)
             || (call, status) == ("post /api/v1/jobs/{id}/fork", 200)
     };
     for (method, path, operation) in &calls {

@@ -284,10 +284,8 @@ fn no_such_dataset() -> Error {
 /// Why a dataset cannot be called this.
 fn name_mistake(name: &str) -> Option<SpecError> {
     let mistake = |detail| Some(SpecError { pointer: "/name".into(), detail });
-    if ["inspect", "bundled"].contains(&name) {
-        return mistake(
-            "is taken: /api/v1/datasets/inspect and /datasets/bundled are calls; choose another name".into(),
-        );
+    if ["inspect", "bundled", "uploads"].contains(&name) {
+        return mistake(format!("is taken: /api/v1/datasets/{name} is a call; choose another name"));
     }
     let is_good = (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(is_plain);
     if is_good && !name.starts_with('.') {

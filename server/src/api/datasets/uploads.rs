@@ -60,7 +60,7 @@ pub(crate) struct UploadedDataset {
 ///
 /// A zip file of pictures in folders of classes (`<class>/*`, or `train/<class>/*` and `val/<class>/*`), in pieces of at most 8 MiB. The
 /// file may have 8 GiB, and 16 GiB and 200,000 files when it is unpacked. An upload that is not continued is removed after a day.
-#[utoipa::path(put, path = "/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), ArchiveQuery),
+#[utoipa::path(put, path = "/datasets/uploads/{name}/archive", tag = "datasets", params(("name" = String, Path), ArchiveQuery),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 204), (status = 409, body = Problem, description = "The name is taken, or the piece does not follow what has come"),
         (status = 422, body = Problem), (status = 507, body = Problem, description = "The server's disk is full")))]
@@ -92,7 +92,7 @@ pub(crate) async fn upload_archive(
 ///
 /// Its pictures are unpacked into the server's data directory and registered under this name; they are removed with the dataset. 202 has the
 /// progress; send the same request again until it is done.
-#[utoipa::path(post, path = "/uploads/{name}", tag = "datasets", params(("name" = String, Path), WaitQuery), request_body = UploadedDataset,
+#[utoipa::path(post, path = "/datasets/uploads/{name}", tag = "datasets", params(("name" = String, Path), WaitQuery), request_body = UploadedDataset,
     responses((status = 201, body = Dataset), (status = 202, body = InspectionProgress, description = "The files are being unpacked or inspected; ask again"),
         (status = 409, body = Problem, description = "The name is taken"), (status = 422, body = Problem, description = "It is no zip file of pictures"),
         (status = 507, body = Problem, description = "The server's disk is full")))]

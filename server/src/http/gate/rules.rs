@@ -108,7 +108,7 @@ const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/chec
 const TOLD: [&str; 6] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
-    "/api/v1/uploads/{name}/archive",
+    "/api/v1/datasets/uploads/{name}/archive",
     "/api/2.0/mlflow/{*call}",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",

@@ -66,12 +66,13 @@ export async function pageNow(path) {
   return answer.ok && !answer.redirected ? new DOMParser().parseFromString(html, "text/html") : null;
 }
 
-/** JSON from the server. Throws a Problem for an error status, a TypeError if the server is unreachable. */
+/** JSON from the server. `body`: an object, or a Blob as it is. Throws a Problem for an error status, a TypeError if the server is unreachable. */
 export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
+  const isBlob = body instanceof Blob;
   const request = {
     method, signal,
-    headers: { accept: "application/json", ...(body === undefined ? {} : { "content-type": "application/json" }), ...headers },
-    body: body === undefined ? undefined : JSON.stringify(body),
+    headers: { accept: "application/json", ...(body === undefined ? {} : { "content-type": isBlob ? "application/octet-stream" : "application/json" }), ...headers },
+    body: body === undefined || isBlob ? body : JSON.stringify(body),
   };
   const take = async (answer) => [answer, /json/.test(answer.headers.get("content-type") ?? "") ? await answer.json() : null];
   const [answer, content] = method === "GET" ? await get(path, request, take) : await take(await fetch(path, request));

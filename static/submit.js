@@ -195,13 +195,17 @@ function showMistakes(errors) {
   }
 }
 
+/** `30 s`, `12 min`, `1.5 h`, as `lockstep init` writes it. */
+const duration = (secs) => (secs < 100 ? `${Math.max(1, Math.round(secs))} s` : secs < 7200 ? `${Math.round(secs / 60)} min` : `${(secs / 3600).toFixed(1)} h`);
+
 function showPlan(answer) {
-  const { samples, steps_per_epoch, total_steps, global_batch_size } = answer ?? {};
+  const { samples, steps_per_epoch, total_steps, global_batch_size, estimate } = answer ?? {};
   const parts = [];
   if (samples) parts.push(plural(samples, "picture"));
   if (global_batch_size) parts.push(`${count(global_batch_size)} a step`);
   if (steps_per_epoch) parts.push(`${plural(steps_per_epoch, "step")} an epoch`);
   if (total_steps) parts.push(`${count(total_steps)} in all`);
+  if (estimate) parts.push(`about ${duration(estimate.secs)} of training, as fast as ${estimate.name}`);
   // The server chose another split, because the dataset lacks the field's split and the user has not chosen it.
   const split = answer?.spec.data.validation, field = fields.find((f) => f.name === "data.validation");
   if (split && String(split) !== effective(field, filled.value)) parts.push(`measured by ${split}`);

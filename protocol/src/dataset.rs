@@ -164,6 +164,16 @@ pub struct Dataset {
     pub private: bool,
 }
 
+/// The folder below a server's data directory with what people have uploaded.
+pub const UPLOADS: &str = "datasets/uploads";
+
+impl Dataset {
+    /// Whether the files were uploaded to the server: they are removed with the dataset.
+    pub fn is_uploaded(&self) -> bool {
+        self.path.contains(&format!("/{UPLOADS}/"))
+    }
+}
+
 /// Names of validation splits, in order of preference.
 const VALIDATION_SPLITS: [&str; 7] = ["val", "validation", "valid", "dev", "test", "eval", "evaluation"];
 

@@ -5,6 +5,11 @@ pub fn percent(share: f64) -> String {
     format!("{:.1} %", (share * 100.0).next_up())
 }
 
+/// A number as it was written: through text, so that 0.1 stays 0.1.
+pub fn exact(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or_else(|_| f64::from(value))
+}
+
 /// With fewer pictures than this, an accuracy is shown with its standard error.
 const FEW: u64 = 10_000;
 

@@ -54,7 +54,7 @@ impl Throughput {
     }
 
     /// Pictures of the steps 1 to `step` of a run.
-    fn pictures_until(&self, step: u64) -> u64 {
+    pub fn pictures_until(&self, step: u64) -> u64 {
         if self.epoch == 0 || self.global_batch_size == 0 {
             return step.saturating_mul(self.global_batch_size);
         }

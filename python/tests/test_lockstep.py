@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,11 +88,24 @@ def until(w: Any, state: str) -> bool:
     return bool(w.fork.state == state)
 
 
+def zipped() -> str:
+    with zipfile.ZipFile("shoes.zip", "w") as archive:
+        for side in ("left", "right"):
+            archive.write("shoe.png", f"shoes/{side}/1.png")
+    return "shoes.zip"
+
+
 # Calls in order: a name, the call, and whether its result (or the error that it raised) is right.
 CALLS: list[tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     ("Client.register_bundled", lambda w: w.client.register_bundled(), lambda w, e: e.code == "name_taken"),
     ("Client.datasets", lambda w: w.client.datasets(), lambda w, a: keep(w, path=a[0]["path"])),
     ("Client.register", lambda w: w.client.register(w.kind, w.path), lambda w, a: a["name"] == w.kind),
+    (
+        "Client.upload",
+        lambda w: w.client.upload(f"zip-{w.kind}", zipped()),
+        lambda w, a: a["info"]["classes"] == ["left", "right"] and a["info"]["splits"][0]["samples"] == 2,
+    ),
+    ("Client.upload", lambda w: w.client.upload("no-zip", "shoe.png"), lambda w, e: "no zip file" in str(e)),
     ("Client.agents", lambda w: w.client.agents(), lambda w, a: a[0]["online"] and len(a[0]["slots"]) == 2),
     ("Client.queue", lambda w: w.client.queue(), lambda w, a: a == []),
     ("Client.request", lambda w: w.client.request("DELETE", f"/datasets/{w.kind}"), lambda w, a: a is None),

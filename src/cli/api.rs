@@ -11,7 +11,7 @@ use super::{
 };
 use anyhow::{Context, anyhow};
 pub(crate) use away::Away;
-use lockstep_protocol::Job;
+use lockstep_protocol::{Job, JobState};
 use lockstep_worker::tls;
 use reqwest::{
     Client, Method, Response, StatusCode,
@@ -110,19 +110,24 @@ impl Api {
     /// # Errors
     /// No such job, or several ids begin so. An empty `id` (an unset variable of a script) is an error.
     pub(crate) async fn find_job(&self, id: &str) -> anyhow::Result<Job> {
-        let (job, note) = self.named(id).await?;
+        let (job, note) = self.named(id, |_| true).await?;
         if let Some(note) = note {
             output::warn(note);
         }
         Ok(job)
     }
 
-    /// As [`Api::find_job`], but that several jobs have the name is an error: for what cannot be undone.
+    /// As [`Api::find_job`], for what loses something: of several jobs with this name those are meant that are in one of these states,
+    /// and that there are several of them is an error.
     ///
     /// # Errors
-    /// As [`Api::find_job`], or several jobs have the name.
-    pub(crate) async fn find_only_job(&self, id: &str) -> anyhow::Result<Job> {
-        match self.named(id).await? {
+    /// As [`Api::find_job`], or several jobs are meant.
+    pub(crate) async fn find_only_job(
+        &self,
+        id: &str,
+        is_meant: impl Fn(JobState) -> bool,
+    ) -> anyhow::Result<Job> {
+        match self.named(id, is_meant).await? {
             (job, None) => Ok(job),
             (_, Some(_)) => Err(wrong(format!(
                 "several jobs are called {id}: give the id of one, which `lockstep list` shows"
@@ -130,8 +135,12 @@ impl Api {
         }
     }
 
-    /// The job that `id` names, and a note if several jobs have the name.
-    async fn named(&self, id: &str) -> anyhow::Result<(Job, Option<String>)> {
+    /// The job that `id` names, and a note if several jobs have the name; of these, those in other states count only if all are.
+    async fn named(
+        &self,
+        id: &str,
+        is_meant: impl Fn(JobState) -> bool,
+    ) -> anyhow::Result<(Job, Option<String>)> {
         if id.is_empty() {
             return Err(wrong(
                 "no job is named: the name is empty; give an id, the start of an id, or a name",
@@ -141,7 +150,12 @@ impl Api {
             return Ok((self.get(&format!("/jobs/{id}")).await?, None));
         }
         // Jobs that this version cannot read count, too: the name may be theirs.
-        let all = self.all_jobs().await?;
+        let mut all = self.all_jobs().await?;
+        let called = |job: &Value| named::text(job, "name") == id;
+        let is_other = |job: &Value| !named::text(job, "state").parse::<JobState>().is_ok_and(&is_meant);
+        if all.iter().any(|job| called(job) && !is_other(job)) {
+            all.retain(|job| !(called(job) && is_other(job)));
+        }
         let (job, note) = named::choose(&all, id).map_err(wrong)?;
         Ok((self.get(&format!("/jobs/{}", named::text(job, "id"))).await?, note))
     }

@@ -75,7 +75,7 @@ enum Action {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Remove a dataset's registration; the files stay
+    /// Remove a dataset's registration; the files stay, except those that were uploaded
     Remove {
         /// Name of the dataset
         name: String,
@@ -174,17 +174,21 @@ fn remove(name: &str, yes: bool, server: &ServerArgs) -> anyhow::Result<()> {
     let api = server.api()?;
     block_on(async {
         // Registered names have no characters with a meaning in URLs.
-        let Dataset { path, .. } = find(&api, name).await?.ok_or_else(|| unknown(name))?;
+        let dataset = find(&api, name).await?.ok_or_else(|| unknown(name))?;
+        let kept = match dataset.is_uploaded() {
+            true => "its uploaded files are removed, too".to_owned(),
+            false => format!("its files stay at {}", dataset.path),
+        };
         let question = format!(
-            "Remove {name}? Its files stay at {path}. Jobs that trained on it can neither be evaluated nor run again until a dataset is \
+            "Remove {name}? If so, {kept}. Jobs that trained on it can neither be evaluated nor run again until a dataset is \
              registered under this name."
         );
         confirmed(yes, question, format_args!("dataset {name}"))?;
         api.request(Method::DELETE, &format!("/datasets/{name}"), None::<&()>).await?;
         if server.json {
-            return output::json(&json!({ "removed": name, "path": path }));
+            return output::json(&json!({ "removed": name, "path": dataset.path }));
         }
-        output::line(format_args!("{name} removed; its files stay at {path}"))
+        output::line(format_args!("{name} removed; {kept}"))
     })
 }
 

@@ -25,7 +25,7 @@ pub(crate) struct Args {
 pub(crate) fn run(args: Args) -> anyhow::Result<()> {
     let api = args.server.api()?;
     block_on(async {
-        let job = api.find_only_job(&args.job).await?;
+        let job = api.find_only_job(&args.job, |_| true).await?;
         let question = format!(
             "Delete {} ({}, {}) with its history, logs and checkpoints? Nothing brings them back.",
             job.name, job.id, job.state

@@ -81,7 +81,11 @@ fn ask(selector: &JobSelector, wish: &str, done: impl Fn(&Job) -> bool) -> anyho
     block_on(async {
         let mut found = Vec::<Job>::new();
         for name in &selector.jobs {
-            let job = api.find_job(name).await?;
+            let job = match wish {
+                // Of several jobs with the name those that are over are not meant.
+                "cancel" => api.find_only_job(name, |state| !state.is_final()).await?,
+                _ => api.find_job(name).await?,
+            };
             if found.iter().all(|other| other.id != job.id) {
                 found.push(job);
             }

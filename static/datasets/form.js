@@ -27,6 +27,9 @@ function refused(error) {
   if (error instanceof Problem && error.errors.length) show(error.errors); else tell(sentence(error));
 }
 
+/** A dataset's name from that of its folder or file. */
+export const nameOf = (path) => path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
+
 /** A sentence about the content of a folder. */
 function found({ info }) {
   const size = info.width ? `${info.width} × ${info.height}` : "of different sizes";
@@ -41,7 +44,7 @@ export async function inspected(path, body, signal, tell) {
   for (;;) {
     const answer = await ask(`${path}?wait_secs=3`, { method: "POST", body, signal });
     if (answer.info) return answer;
-    tell("Inspecting its files …", answer.total ? `${count(answer.inspected)} of ${count(answer.total)}` : "");
+    tell(answer.detail?.startsWith("unpacking") ? "Unpacking its files …" : "Inspecting its files …", answer.total ? `${count(answer.inspected)} of ${count(answer.total)}` : "");
   }
 }
 
@@ -62,7 +65,7 @@ export function offerForm(form) {
     try {
       const answer = await inspected("/api/v1/datasets/inspect", { path }, mine.signal, tell);
       tell(found(answer));
-      if (!form.name.value.trim()) form.name.value = path.replace(/\/+$/, "").split("/").pop().replace(/[^\w.-]+/g, "-").replace(/^\.+/, "");
+      if (!form.name.value.trim()) form.name.value = nameOf(path);
     } catch (error) {
       if (!mine.signal.aborted) refused(error);
     }

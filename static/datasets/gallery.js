@@ -6,6 +6,8 @@ import { read, write } from "../address.js";
 import { figure } from "../job/pictures.js";
 
 const PART = 48;
+/** The number of pictures that are shown without being asked for. */
+const FIRST = 8;
 /** The number of pictures whose augmented versions are shown at a time, and of versions of each. */
 const AUGMENTED = 8, VERSIONS = 5;
 
@@ -30,7 +32,11 @@ export class Gallery {
     Object.assign(this, { card, name });
     const at = (key) => card.querySelector(`[data-g="${key}"]`);
     this.at = at;
+    // A page may have many datasets: only those that are seen are read.
+    const seen = new IntersectionObserver((entries) => { if (entries.some((e) => e.isIntersecting)) { seen.disconnect(); this.#first(); } });
+    seen.observe(card);
     at("open").addEventListener("toggle", () => {
+      at("first").hidden = at("open").open;
       if (!at("open").open) return write({ pictures: read("pictures") === name ? "" : read("pictures") });
       write({ pictures: name });
       if (!at("grid").childElementCount) { this.#jobs(); this.load(); }
@@ -40,6 +46,15 @@ export class Gallery {
     at("more").addEventListener("click", () => this.load(true));
     for (const bar of card.querySelectorAll("[data-class]")) bar.addEventListener("click", () => { at("class").value = bar.dataset.class; at("open").open = true; this.#offset = 0; this.load(); });
     if (read("pictures") === name) at("open").open = true;
+  }
+
+  /** A few pictures of the training split. */
+  async #first() {
+    const { at } = this, query = new URLSearchParams({ limit: FIRST, split: at("split").value, shuffle: this.#seed });
+    try {
+      const { samples, classes } = await ask(`/api/v1/datasets/${encodeURIComponent(this.name)}/samples?${query}`);
+      at("first").append(...samples.map((s) => figure(s.png, `${classes[s.label]}, picture ${s.index}`, [[classes[s.label]]])));
+    } catch { at("first").hidden = true; /* "Pictures" says why */ }
   }
 
   /** Offers jobs whose augmentation can be shown. */

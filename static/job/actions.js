@@ -11,6 +11,9 @@ const WHEN = {
   delete: ["succeeded", "failed", "cancelled"],
 };
 
+/** Whether a job's priority matters: it waits, or gives way to jobs of a higher one. The same as `is_ranked` in web/src/job.rs. */
+const isRanked = (job) => waits(job) || (job.spec.preemptible === true && ["starting", "running", "pausing"].includes(job.state));
+
 export class Actions {
   /** Fields of the panel Notes in which the reader is writing. */
   #touched = new Set();
@@ -36,7 +39,7 @@ export class Actions {
     for (const [what, states] of Object.entries(WHEN)) byId(what).hidden = !states.includes(state);
     byId("fork").hidden = !this.page.checkpoints.size;
     const priority = byId("priority"), now = String(this.page.job().spec.priority);
-    if (priority) byId("waits").hidden = !waits(this.page.job());
+    if (priority) byId("waits").hidden = !isRanked(this.page.job());
     if (priority && document.activeElement !== priority && priority.value !== now) priority.value = now;
     this.#keepFocus();
   }

@@ -37,6 +37,12 @@ export function pictures({ batch, spec: { train, parallel } }) {
   return (n) => Math.floor(n / steps) * epoch + (n % steps) * whole;
 }
 
+/** The reader's time in so many seconds, with the date if that is another day. */
+function timeIn(now, secs) {
+  const at = new Date(now + 1000 * secs);
+  return `${at.toDateString() === new Date(now).toDateString() ? "" : `${at.toLocaleDateString()} `}${timeOfDay(at).slice(0, 5)}`;
+}
+
 export class Facts {
   /** Time at which the newest step was seen. */
   #movedAt = Date.now();
@@ -80,7 +86,7 @@ export class Facts {
     } else {
       label("left", "Left");
       const left = job.state === "running" ? job.eta_secs : null;
-      fact("left", left === null ? "–" : clock(left), "");
+      fact("left", left === null ? "–" : clock(left), left > 60 ? `until ${timeIn(now, left)}` : "");
     }
     const speed = job.images_per_second;
     fact("speed", speed ? rate(speed) : "–", speed && this.#ranksNow > 1 ? `${rate(speed / this.#ranksNow)} a rank` : "");

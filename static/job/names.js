@@ -36,7 +36,7 @@ export const ALL = {
 /** The same of any metric: runs from elsewhere choose names. */
 export const about = (name) => (Object.hasOwn(ALL, name) ? ALL[name] : [name, value, false]);
 /** What stands in place of network, dataset and ranks of a run from elsewhere. The same as in web/src/jobs.rs. */
-export const ELSEWHERE = "logged by its own program";
+export const ELSEWHERE = "run from elsewhere";
 /** The metrics of which a run from elsewhere has a newest value. */
 export const ownMetrics = (job) => Object.keys(job.last).filter((name) => name !== "val_pictures" && job.last[name] !== null);
 /** Groups in the list of metrics, with the first metric of each group. */

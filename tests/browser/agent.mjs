@@ -105,7 +105,8 @@ function inPage() {
       if (message.type === "welcome") {
         this.welcomed();
         setInterval(() => this.say({ type: "heartbeat", attempts: this.started.map((s) => s.attempt) }), message.heartbeat_secs * 1000);
-      } else if (message.type === "request") this.say({ type: "reply", id: message.id, reply: { Ok: { type: "dataset", path: message.request.path, info } } });
+      } else if (message.type === "request" && message.request.type === "samples") this.say({ type: "reply", id: message.id, reply: { Ok: { type: "samples", total: 0, classes: info.classes, samples: [] } } });
+      else if (message.type === "request") this.say({ type: "reply", id: message.id, reply: { Ok: { type: "dataset", path: message.request.path, info } } });
       else if (message.type === "start") this.started.push(message);
       else if (message.type === "ack") { this.#stored.set(key(message.attempt, message.source), message.records); this.#waiting.splice(0).forEach((tell) => tell()); }
     }

@@ -177,6 +177,35 @@ describe("data", () => {
     await page.end();
   });
 
+  test("is uploaded as a zip file, shown, and removed with its files", async () => {
+    const ten = await pictures(10), folder = join(dir, "photos");
+    for (const [i, { file }] of ten.entries()) {
+      const of = join(folder, i % 2 ? "even" : "odd");
+      await mkdir(of, { recursive: true });
+      await copyFile(file, join(of, `${i}.png`));
+    }
+    execFileSync("python3", ["-m", "zipfile", "-c", join(dir, "photos.zip"), folder]);
+    // Ten pictures are fewer than a step takes.
+    const page = await browser.page(server, "/jobs/new", { expected: [/422/] });
+    await page.getByRole("link", { name: "Upload pictures" }).click();
+    await page.getByLabel("Zip file").setInputFiles(join(dir, "photos.zip"));
+    assert.equal(await page.getByLabel("Name of the dataset").inputValue(), "photos");
+    await page.getByRole("button", { name: "Upload", exact: true }).click();
+    await page.waitForURL(`${server.url}/jobs/new?dataset=photos`);
+    assert.match(await page.getByLabel("Dataset", { exact: true }).locator("option:checked").textContent(), /photos, 10 pictures, 2 classes/);
+    await page.goto(`${server.url}/datasets`);
+    const card = page.locator("[data-dataset=photos]");
+    await card.scrollIntoViewIfNeeded();
+    await until("eight pictures are shown", async () => (await card.locator("[data-g=first] img").count()) === 8);
+    const { path } = await server.ask("/datasets/photos");
+    assert.ok(await readFile(join(path, "odd/0.png")));
+    await card.getByRole("button", { name: "Remove" }).click();
+    await page.getByRole("button", { name: "Remove it" }).click();
+    await until("it is removed", async () => (await card.count()) === 0);
+    await assert.rejects(readFile(join(path, "odd/0.png")), /ENOENT/);
+    await page.end();
+  });
+
   test("a folder is looked at while its path is typed", async () => {
     const page = await browser.page(server, "/datasets", { expected: [/422/] });
     await page.getByLabel("Folder on the training machine").fill("/nowhere/at/all");

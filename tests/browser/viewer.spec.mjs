@@ -46,7 +46,7 @@ describe("a viewer", () => {
     await clean(page, "a job");
     await page.goto(`${server.url}/datasets`);
     await page.locator(".dataset").first().waitFor();
-    await hidden("#add-dataset", "#admins-add", "[data-remove]", "text=Train on it");
+    await hidden("#add-dataset", "#upload", "#admins-add", "[data-remove]", "text=Train on it");
     await page.goto(`${server.url}/machines`);
     await page.locator(".machine").first().waitFor();
     await hidden("[data-drain]");
@@ -79,6 +79,7 @@ describe("a member", () => {
     }
     // Without --dataset-root, paths are for admins to name.
     assert.equal(await page.locator("#add-dataset").count(), 0);
+    assert.ok(await page.locator("#upload").isVisible(), "who names no path can upload");
     assert.match(await page.locator("#admins-add").textContent(), /ask an admin .*--dataset-root/);
     await page.end();
     const admin = await as("ada", "/machines");

@@ -62,7 +62,7 @@ describe("a job that starts again", () => {
 describe("a job that waits", () => {
   test("gets another priority where it waits", async () => {
     const id = await submit("overtaken", 2, { priority: 1 }), page = await browser.page(server, `/jobs/${id}`, { expected: [/422/] });
-    const field = page.locator("#banner").getByLabel("Priority");
+    const field = page.locator(".title").getByLabel("Priority");
     await says(page, "#banner", /number 1 in the queue/);
     assert.equal(await field.inputValue(), "1");
     await field.fill("-5");

@@ -45,7 +45,8 @@ async fn onnxruntime_predicts_as_lockstep_does() {
     let id = server.submit(&specs::with(spec, json!({"data": {"image_size": SIDE}}))).await;
     server.succeeded(&id).await;
 
-    // The same from the server, from the checkpoint's folder, and from the file with its weights.
+    // The same from the server (a folder may be called as the job is), from the checkpoint's folder, and from the file with its weights.
+    fs::create_dir(folder.join("exported")).expect("a folder");
     let written = server.cli(&["export", "onnx", "exported", "-o", "model.onnx", "--json"]).json();
     let network = fs::read(folder.join("model.onnx")).expect("a network");
     assert_eq!(written["size_bytes"], network.len());

@@ -88,9 +88,20 @@ async fn a_waiting_job_pauses_at_once() {
     let first = server.submit(&spec("first")).await;
     let second = server.submit(&spec("second")).await;
     runs_past(&server, &first, 1).await;
-    let paused = server.post(&format!("/jobs/{second}/pause"), &json!({})).await;
-    assert_eq!((paused.status.as_u16(), paused.json()["state"].as_str()), (202, Some("paused")));
+    let pause = async |id: &str| {
+        let paused = server.post(&format!("/jobs/{id}/pause"), &json!({})).await;
+        assert_eq!((paused.status.as_u16(), paused.json()["state"].as_str()), (202, Some("paused")));
+    };
+    pause(&second).await;
+    let third = server.submit(&spec("second")).await;
+    pause(&third).await;
     server.succeeded(&first).await;
+    // Of two jobs with a name none is cancelled before it is said which, and one that is over is not meant.
+    server.cli(&["cancel", "second"]).wrong(&["several jobs are called second"]);
+    server.cli(&["cancel", &third]).ok();
+    assert!(
+        server.cli(&["pause", "second"]).stderr.contains(&format!("the newest is taken: {third}, cancelled"))
+    );
     assert_eq!(server.job(&second).await["state"], "paused");
     assert_eq!(server.post(&format!("/jobs/{second}/resume"), &json!({})).await.status.as_u16(), 202);
     server.succeeded(&second).await;

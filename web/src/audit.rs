@@ -28,7 +28,7 @@ pub struct AuditLine {
 }
 
 /// What each request does, in words. The object follows: the last parameter of the route, or what was created.
-static DONE: [(&str, &str); 33] = [
+static DONE: [(&str, &str); 34] = [
     ("POST /api/v1/jobs", "submitted job"),
     ("POST /jobs/new", "submitted job"),
     ("PATCH /api/v1/jobs/{id}", "changed notes, tags, project or priority of job"),
@@ -45,6 +45,7 @@ static DONE: [(&str, &str); 33] = [
     ("POST /api/v1/datasets", "added dataset"),
     ("POST /datasets", "added dataset"),
     ("POST /api/v1/datasets/bundled", "added the bundled pictures"),
+    ("POST /api/v1/datasets/uploads/{name}", "uploaded dataset"),
     ("POST /api/v1/datasets/inspect", "inspected a folder"),
     ("POST /api/v1/datasets/{name}/inspect", "inspected dataset"),
     ("DELETE /api/v1/datasets/{name}", "removed dataset"),

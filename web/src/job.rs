@@ -187,6 +187,13 @@ impl JobTemplate<'_> {
         self.page.may_change && !self.page.viewer.reads_only
     }
 
+    /// Whether the job's priority matters: it waits, or gives way to jobs of a higher one. The same as `isRanked` in
+    /// `static/job/actions.js`.
+    fn is_ranked(&self) -> bool {
+        let state = self.job.state;
+        state.is_waiting() || (state.is_active() && self.job.spec.preemptible)
+    }
+
     /// The banner's title and its sentence, if something is unusual.
     fn banner(&self) -> Option<(String, Shown)> {
         let reason = self.job.reason.clone().unwrap_or_default();

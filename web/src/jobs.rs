@@ -182,7 +182,7 @@ pub(crate) fn encoded(text: &str) -> String {
 }
 
 /// What stands in place of network, dataset and ranks of a run from elsewhere.
-pub(crate) const ELSEWHERE: &str = "logged by its own program";
+pub(crate) const ELSEWHERE: &str = "run from elsewhere";
 
 /// A row's text.
 #[derive(Debug, Clone, Default)]

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import quote
 
 import httpx
 
@@ -31,6 +32,8 @@ Weights = Literal["model", "ema"]
 WAIT_SECS = (60, 1)
 # A file comes in pieces, so that a broken connection costs at most one.
 PIECE_BYTES = 16 << 20
+# The largest piece of an upload that the server takes.
+UPLOAD_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -401,6 +404,24 @@ class ClientCalls(Calls, Generic[J]):
         the dataset. Raises `Problem` if the name is taken or the folder is no dataset.
         """
         return await self._inspect("/datasets", {"name": name, "path": os.path.abspath(path), "private": private})
+
+    @call
+    async def upload(self, name: str, file: PathLike, *, private: bool = False) -> Json:
+        """Uploads a zip file of pictures and registers it as a dataset, which it returns as in `datasets`.
+
+        The file has a folder for each class, or `train/<class>` and `val/<class>`. `private`: only its owner and admins
+        see the dataset. Raises `Problem` if the name is taken or the file is no zip file of pictures.
+        """
+        path, offset = f"/datasets/uploads/{quote(name, safe='')}", 0
+        headers = {"content-type": "application/octet-stream"}
+        with open(file, "rb") as archive:
+            while True:
+                piece, query = archive.read(UPLOAD_BYTES), {"offset": offset}
+                await self._send("PUT", f"{path}/archive", query, may_repeat=True, content=piece, headers=headers)
+                offset += len(piece)
+                if len(piece) < UPLOAD_BYTES:
+                    break
+        return await self._inspect(path, {"private": private})
 
     @call
     async def register_bundled(self) -> Json:

@@ -308,9 +308,9 @@ pub(crate) async fn test(
 /// Messages of a webhook, with each attempt to send them
 ///
 /// For a week; after its last attempt a message is kept among the newest 100. `sort`: `created`.
-#[utoipa::path(get, path = "/webhooks/{id}/attempts", tag = "webhooks", params(("id" = String, Path), ListParams),
+#[utoipa::path(get, path = "/webhooks/{id}/deliveries", tag = "webhooks", params(("id" = String, Path), ListParams),
     responses((status = 200, body = DeliveryList), (status = 400, body = Problem), (status = 404, body = Problem)))]
-pub(crate) async fn attempts(
+pub(crate) async fn deliveries(
     State(webhooks): State<Arc<Webhooks>>,
     Path(id): Path<String>,
     Query(params): Query<ListParams>,

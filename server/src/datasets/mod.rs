@@ -1,11 +1,12 @@
-//! Datasets as the server knows them: where they may lie, their files as agents copy them, and their inspections. Only agents open a
-//! dataset.
+//! Datasets as the server knows them: where they may lie, their files as agents copy them, their inspections, and zip files that people
+//! upload. Only agents open a dataset.
 
 pub(crate) mod copies;
 pub(crate) mod files;
 pub(crate) mod inspections;
 pub(crate) mod notes;
 pub(crate) mod roots;
+pub(crate) mod uploads;
 
 use crate::{agents::Agents, config::ServeConfig, events::Events, store::Store, util::tasks::Tasks};
 use copies::CopyProgress;

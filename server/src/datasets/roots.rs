@@ -3,7 +3,10 @@
 //! where there are none, only admins name paths: on a server of one person, its first token is an admin's.
 
 use crate::{auth::access::Caller, config::ServeConfig};
-use lockstep_protocol::agent::{self, AllowedFolders};
+use lockstep_protocol::{
+    agent::{self, AllowedFolders},
+    dataset::UPLOADS,
+};
 use std::{
     path::{Component, Path, PathBuf},
     time::Duration,
@@ -26,6 +29,8 @@ pub(crate) struct DatasetRoots {
     roots: Vec<(PathBuf, PathBuf)>,
     /// Where the server itself unpacks the pictures that come with the program.
     bundled: Option<PathBuf>,
+    /// Where the server itself unpacks what people upload.
+    pub(crate) uploads: PathBuf,
     /// The server's data directory, as the roots.
     data_dir: (PathBuf, PathBuf),
 }
@@ -39,7 +44,8 @@ impl DatasetRoots {
         };
         let data_dir = absolute(&config.data_dir);
         let bundled = config.bundled.as_ref().map(|bundled| data_dir.1.join("datasets").join(bundled.name));
-        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, data_dir }
+        let uploads = data_dir.1.join(UPLOADS);
+        Self { roots: config.dataset_roots.iter().map(absolute).collect(), bundled, uploads, data_dir }
     }
 
     /// Whether a caller may name any path of its own.
@@ -147,7 +153,8 @@ impl DatasetRoots {
 
     /// As [`DatasetRoots::allowed`], of a dataset that is to be registered.
     pub(crate) fn allowed_new(&self, path: &str) -> Option<AllowedFolders> {
-        self.allowed().filter(|_| self.bundled.as_deref() != Some(Path::new(path)))
+        self.allowed()
+            .filter(|_| self.bundled.as_deref() != Some(Path::new(path)) && self.upload(path).is_none())
     }
 
     /// Whether the files of a registered dataset may still be used. Its path had no links when it was registered; one that was made since
@@ -187,12 +194,20 @@ impl DatasetRoots {
     /// They may not, and which may.
     pub(crate) fn check_found(&self, path: &str) -> Result<(), String> {
         let path_found = plain(Path::new(path));
-        let is_bundled = self.bundled.as_ref() == Some(&path_found);
+        let is_ours = self.bundled.as_ref() == Some(&path_found) || self.upload(path).is_some();
         let is_below = self.has(&path_found) && !leads_astray(Path::new(path));
-        match self.roots.is_empty() || is_bundled || is_below {
+        match self.roots.is_empty() || is_ours || is_below {
             true => Ok(()),
             false => Err(self.refusal(&format!("it is {path} on the machine that has it, which"))),
         }
+    }
+
+    /// The folder of the upload that a dataset at this path was unpacked from.
+    pub(crate) fn upload(&self, path: &str) -> Option<PathBuf> {
+        let below = Path::new(path).strip_prefix(&self.uploads).ok()?;
+        let is_plain = below.components().all(|part| matches!(part, Component::Normal(_)));
+        let folder = below.components().next().filter(|_| is_plain)?;
+        Some(self.uploads.join(folder))
     }
 
     /// Below a root, or one itself; by whole names.

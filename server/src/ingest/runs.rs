@@ -19,7 +19,7 @@ use std::{
 /// The longest pause between two looks at runs that may be silent; a quarter of the silence where that is shorter.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// Runs of programs that train elsewhere.
+/// Runs from elsewhere.
 pub(crate) struct Runs {
     store: Arc<dyn Store>,
     events: Arc<Events>,

@@ -7,6 +7,7 @@ use lockstep_protocol::{
     job::{External, JobState},
     limits::{RUN_CONFIG_BYTES, RUN_METRICS},
     metric::MetricColumn,
+    numbers::exact,
     reason::{Reason, ReasonKind},
     stream::EventBody,
 };
@@ -39,7 +40,8 @@ pub struct RunChange {
 
 /// That a request is about jobs of this server's own ranks, and this one is a run from elsewhere.
 pub(super) fn refuse_external(row: &JobRow, what: &str) -> Result<(), Refused> {
-    let why = || format!("this run is trained by its own program, elsewhere: it cannot be {what} here");
+    let why =
+        || format!("this is a run from elsewhere, which its own program trains: it cannot be {what} here");
     row.job.external.as_ref().map_or(Ok(()), |_| Err(refused(row.job.state, why())))
 }
 
@@ -190,9 +192,4 @@ fn points(row: &mut JobRow, columns: &[MetricColumn]) -> Result<Vec<EventBody>, 
         });
     }
     Ok(events)
-}
-
-/// Through text, so that 0.1 stays 0.1.
-fn exact(value: f32) -> f64 {
-    value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }

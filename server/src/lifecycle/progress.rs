@@ -2,7 +2,7 @@
 
 use super::place_end::PlaceEnd;
 use jiff::Timestamp;
-use lockstep_protocol::{metric::MetricColumn, throughput::Throughput};
+use lockstep_protocol::{metric::MetricColumn, numbers::exact, throughput::Throughput};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -131,9 +131,7 @@ impl Progress {
             Some(value) => ranks.insert(rank, value),
             None => ranks.remove(&rank),
         };
-        // Through text, so that one rank's 0.1 stays 0.1.
-        let exact = |value: &f32| value.to_string().parse().unwrap_or_else(|_| f64::from(*value));
-        let sum: f64 = ranks.values().map(exact).sum();
+        let sum: f64 = ranks.values().map(|value| exact(*value)).sum();
         (!ranks.is_empty()).then(|| sum / ranks.len() as f64)
     }
 

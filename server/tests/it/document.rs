@@ -250,7 +250,7 @@ async fn what_is_answered_is_documented() {
     good("get", "/webhooks", "", None, 200).await;
     good("patch", "/webhooks/{id}", webhook, Some(json!({"enabled": false})), 200).await;
     good("post", "/webhooks/{id}/test", webhook, None, 200).await;
-    good("get", "/webhooks/{id}/attempts", webhook, None, 200).await;
+    good("get", "/webhooks/{id}/deliveries", webhook, None, 200).await;
     good("delete", "/webhooks/{id}", webhook, None, 204).await;
     good("get", "/checkpoints/{id}", &checkpoint, None, 200).await;
     good("get", "/checkpoints/{id}/{file}", &checkpoint, None, 200).await;
@@ -266,9 +266,10 @@ async fn what_is_answered_is_documented() {
     let made = good("post", "/jobs", "", Some(spec()), 201).await;
     let made = made["id"].as_str().unwrap();
     good("post", "/jobs/{id}/pause", made, None, 202).await;
-    let model = json!({"name": "pictures", "job": job});
-    good("post", "/models", "", Some(model), 201).await;
-    good("post", "/models/{name}/versions", "", Some(json!({"checkpoint": checkpoint})), 201).await;
+    for of in [json!({"name": "pictures", "job": job}), json!({"name": "pictures", "checkpoint": checkpoint})]
+    {
+        good("post", "/models", "", Some(of), 201).await;
+    }
     good("put", "/models/{name}/aliases/{alias}", "", Some(json!({"version": 1})), 200).await;
     for path in
         ["/models", "/models/{name}", "/models/{name}/versions/{version}", "/models/{name}/aliases/{alias}"]
@@ -287,6 +288,17 @@ async fn what_is_answered_is_documented() {
     let records = json!({"first": 1, "records": [{"step": 1, "values": {"a/b": 1}}]});
     good("post", "/runs/{id}/records", "a-run", Some(records), 200).await;
     good("patch", "/runs/{id}", "a-run", Some(json!({"state": "succeeded"})), 200).await;
+    let archive = crate::dataset_uploads::zipped(&["cat/1.png", "dog/2.png"]);
+    let place = "/api/v1/datasets/uploads/zipped/archive";
+    assert_eq!(
+        held.ask("put", "/api/v1/datasets/uploads/{name}/archive", place, |r| r.body(archive)).await.0,
+        204
+    );
+    let ask = |r: RequestBuilder| r.json(&json!({}));
+    assert_eq!(
+        held.ask("post", "/api/v1/datasets/uploads/{name}", "/api/v1/datasets/uploads/zipped", ask).await.0,
+        201
+    );
     // The questions above may have registered them already.
     let bundled = v1("/datasets/bundled");
     let (status, answer) = held.ask("post", &bundled, &bundled, |r| r).await;

@@ -355,5 +355,19 @@ async fn the_speed_is_pictures_over_time_and_its_stream_says_it_too() {
     let done = server.job(&id).await;
     assert!((done.images_per_second.unwrap() - 64.0 / 0.1).abs() < 1e-3, "{done:?}");
     assert_eq!(done.eta_secs, None);
+
+    // What it measured estimates a job of the same kind, and no other.
+    for (arch, expected) in [("resnet20", Some(2000.0 / 640.0)), ("resnet32", None)] {
+        let mut spec = serde_json::to_value(&done.spec).unwrap();
+        spec["model"]["arch"] = json!(arch);
+        let (_, plan) = server.post("/jobs/validate", &spec).await;
+        let secs = plan["estimate"]["secs"].as_f64();
+        assert_eq!(
+            secs.map(|secs| (secs * 1e3).round()),
+            expected.map(|secs| f64::round(secs * 1e3)),
+            "{plan}"
+        );
+        assert!(secs.is_none() || plan["estimate"]["job"] == id, "{plan}");
+    }
     server.stop().await;
 }

@@ -193,7 +193,7 @@ async fn every_list_has_pages_fields_and_a_count() {
         webhooks.push(made["id"].as_str().unwrap().to_owned());
     }
     assert_eq!(server.post(&format!("/webhooks/{}/test", webhooks[0]), &json!({})).await.0, 200);
-    let messages = format!("/webhooks/{}/attempts", webhooks[0]);
+    let messages = format!("/webhooks/{}/deliveries", webhooks[0]);
     let events = format!("/jobs/{}/events", ids[0]);
     for (path, list, fields, total) in [
         ("/jobs", "jobs", "id,spec", 2),

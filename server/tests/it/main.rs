@@ -17,6 +17,7 @@ mod damaged_files;
 mod databases;
 mod dataset_files;
 mod dataset_roots;
+mod dataset_uploads;
 mod datasets;
 mod deletion;
 mod dispatching;

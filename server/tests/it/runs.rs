@@ -39,6 +39,28 @@ fn step(step: u64, values: Value) -> Value {
 }
 
 #[tokio::test]
+async fn settings_of_runs_are_compared_under_the_names_of_keys() {
+    let server = TestServer::new().await;
+    for (id, lr) in [("a", json!(0.3)), ("b", json!("auto")), ("c", json!("0.01")), ("d", Value::Null)] {
+        server.run(&json!({"id": id, "name": id, "config": {"lr": lr, "dataset": "own"}})).await;
+    }
+    for (condition, expected) in [
+        ("train.lr>0.2", &["a"][..]),
+        ("lr<0.2", &["c"]),
+        ("lr=0.1", &[]),
+        ("data.dataset=own", &["a", "b", "c", "d"]),
+    ] {
+        let (status, list) = server.get(&format!("/jobs?sort=name&where={condition}")).await;
+        let names: Vec<_> =
+            list["jobs"].as_array().unwrap().iter().map(|job| job["name"].as_str().unwrap()).collect();
+        assert_eq!((status, &names[..]), (200, expected), "{condition}");
+    }
+    let (_, groups) = server.get("/jobs/groups?by=train.lr").await;
+    assert_eq!(groups["groups"].as_array().unwrap().len(), 3, "0.3, 0.01 and none: {groups}");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_run_lives_from_its_start_to_its_deletion() {
     let server = TestServer::new().await;
     let new = json!({"id": "my-run_1", "name": "mine", "project": "vision", "config": {"lr": 0.1, "net": {"depth": 3}},
@@ -78,14 +100,14 @@ async fn a_run_lives_from_its_start_to_its_deletion() {
     for what in ["pause", "resume", "retry"] {
         let (status, problem) = server.post(&format!("/jobs/{id}/{what}"), &json!({})).await;
         let detail = problem["detail"].as_str().unwrap();
-        assert!(status == 409 && detail.contains("trained by its own program"), "{what}: {problem}");
+        assert!(status == 409 && detail.contains("a run from elsewhere"), "{what}: {problem}");
     }
     let (_, page) = server.text(&format!("/jobs/{id}")).await;
-    for words in ["data-external", "logged by its own program", "net.depth", "<dt>best</dt>"] {
+    for words in ["data-external", "run from elsewhere", "net.depth", "<dt>best</dt>"] {
         assert!(page.contains(words), "{words}");
     }
     let (_, page) = server.text("/jobs").await;
-    assert!(page.contains("logged by its own program"));
+    assert!(page.contains("run from elsewhere"));
 
     // It ends, continues and fails.
     let (_, over) = server.patch(&format!("/runs/{id}"), &json!({"state": "succeeded"})).await;

@@ -114,7 +114,7 @@ impl TestServer {
     async fn deliveries(&self, id: &str, wanted: impl Fn(&[Value]) -> bool) -> Vec<Value> {
         let since = Instant::now();
         loop {
-            let (status, page) = self.get(&format!("/webhooks/{id}/attempts")).await;
+            let (status, page) = self.get(&format!("/webhooks/{id}/deliveries")).await;
             assert_eq!(status, 200, "{page}");
             let deliveries = page["deliveries"].as_array().unwrap();
             if wanted(deliveries) {

@@ -7,11 +7,17 @@ use crate::cli::{
     file, output, weight_files, wrong,
 };
 use anyhow::Context;
-use lockstep_protocol::models::SCHEME;
+use lockstep_protocol::{
+    checkpoint_files::{MANIFEST, MODEL, index},
+    models::SCHEME,
+};
 use lockstep_worker::inspect;
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 use tempfile::TempDir;
 
 /// Write a checkpoint's network as an ONNX file: opset 17, input `input` (normalised pictures, N x C x H x W), output `output` (logits)
@@ -47,7 +53,7 @@ pub(super) struct Args {
 pub(super) fn run(args: &Args) -> anyhow::Result<()> {
     let Args { source, output: place, .. } = args;
     file::check_output(place)?;
-    let downloaded = if source.exists() { None } else { Some(fetch(args)?) };
+    let downloaded = if is_path(source) { None } else { Some(fetch(args)?) };
     let folder = downloaded.as_ref().map_or(&**source, TempDir::path);
     let path = weight_files::path(folder, args.weights);
     let model = inspect::to_onnx(&path, args.embed, args.fold_batch_norm).map_err(wrong)?;
@@ -60,6 +66,13 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         return output::json(&json!({"file": file, "size_bytes": size_bytes, "sha256": sha256}));
     }
     output::line(format_args!("{}: {size_bytes} bytes, sha256 {sha256}", place.display()))
+}
+
+/// Whether the source is a path: a file, or a folder that is written as one or has a checkpoint. Another folder may be called as a job is.
+fn is_path(source: &Path) -> bool {
+    let has = |file: &str| source.join(file).exists();
+    let is_written = source.components().count() > 1 || source.is_absolute();
+    source.is_file() || (source.is_dir() && (is_written || has(MODEL) || has(&index(MODEL)) || has(MANIFEST)))
 }
 
 /// Downloads the weights of a job's checkpoint into a folder next to the output.

@@ -56,10 +56,10 @@ pub(crate) const LONGEST_WAIT: Duration = Duration::from_secs(LONGEST_WAIT_SECS)
 pub(crate) struct InspectionProgress {
     /// For people.
     pub(crate) detail: String,
-    /// Pictures (or shards) inspected so far, where that is known.
-    inspected: Option<u64>,
+    /// Pictures (or shards) inspected or unpacked so far, where that is known.
+    pub(crate) inspected: Option<u64>,
     /// Pictures (or shards) in all, where that is known.
-    total: Option<u64>,
+    pub(crate) total: Option<u64>,
 }
 
 /// The outcome of an inspection within the time that a request waits.

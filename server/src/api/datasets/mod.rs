@@ -3,6 +3,7 @@
 pub(crate) mod bundled;
 pub(crate) mod inspections;
 pub(crate) mod pages;
+pub(crate) mod uploads;
 
 use super::list::{Elements, List, ListParams, Page};
 use crate::{
@@ -135,38 +136,37 @@ pub(crate) async fn register(
     new: NewDataset,
     patience: Duration,
 ) -> Result<Registered> {
-    let mut errors = Vec::new();
-    let mut mistake = |pointer: &str, detail: &str| {
-        errors.push(SpecError { pointer: pointer.into(), detail: detail.into() })
+    let mut errors: Vec<SpecError> = name_mistake(&new.name).into_iter().collect();
+    let wrong_path = match path_mistake(&new.path) {
+        Some(detail) => Some(detail),
+        None => datasets.roots.check_asked(&new.path, caller).await.err(),
     };
-    if new.name.is_empty()
-        || new.name.len() > MAX_NAME_BYTES
-        || !new.name.chars().all(is_plain)
-        || new.name.starts_with('.')
-    {
-        mistake("/name", &name_mistake(&new.name));
-    }
-    if ["inspect", "bundled"].contains(&new.name.as_str()) {
-        mistake(
-            "/name",
-            "is taken: /api/v1/datasets/inspect and /datasets/bundled are calls; choose another name",
-        );
-    }
-    if let Some(detail) = path_mistake(&new.path) {
-        mistake("/path", &detail);
-    } else if let Err(detail) = datasets.roots.check_asked(&new.path, caller).await {
-        mistake("/path", &detail);
-    }
+    errors.extend(wrong_path.map(|detail| SpecError { pointer: "/path".into(), detail }));
     if !errors.is_empty() {
         return Err(Error::Invalid(errors));
     }
-    if datasets.store.dataset(&new.name).await?.is_some() {
-        let detail = format!(
-            "a dataset is already called {:?}; choose another name, or remove that one first",
-            new.name
-        );
-        return Err(Error::Of(Code::NameTaken, detail));
+    check_free(datasets, &new.name).await?;
+    inspect_and_add(datasets, caller, new, patience).await
+}
+
+/// # Errors
+/// The name is taken.
+async fn check_free(datasets: &Datasets, name: &str) -> Result<()> {
+    if datasets.store.dataset(name).await?.is_none() {
+        return Ok(());
     }
+    let detail =
+        format!("a dataset is already called {name:?}; choose another name, or remove that one first");
+    Err(Error::Of(Code::NameTaken, detail))
+}
+
+/// Has an agent inspect files that may be registered, and stores the dataset.
+async fn inspect_and_add(
+    datasets: &Arc<Datasets>,
+    caller: &Caller,
+    new: NewDataset,
+    patience: Duration,
+) -> Result<Registered> {
     let (path, info) = match inspections::inspect(datasets, new.path, patience).await? {
         Inspected::Done { path, info } => {
             found(datasets, &path)?;
@@ -281,17 +281,25 @@ fn no_such_dataset() -> Error {
     Error::NotFound("no dataset has this name".into())
 }
 
-/// What a dataset may be called, and what of `name` is something else.
-fn name_mistake(name: &str) -> String {
+/// Why a dataset cannot be called this.
+fn name_mistake(name: &str) -> Option<SpecError> {
+    let mistake = |detail| Some(SpecError { pointer: "/name".into(), detail });
+    if ["inspect", "bundled", "uploads"].contains(&name) {
+        return mistake(format!("is taken: /api/v1/datasets/{name} is a call; choose another name"));
+    }
+    let is_good = (1..=MAX_NAME_BYTES).contains(&name.len()) && name.chars().all(is_plain);
+    if is_good && !name.starts_with('.') {
+        return None;
+    }
     let is = match name.chars().find(|c| !is_plain(*c)) {
         _ if name.is_empty() => "this one is empty".to_owned(),
         Some(odd) => format!("this one has {odd:?}"),
         None if name.len() > MAX_NAME_BYTES => format!("this one has {}", name.len()),
         None => "this one begins with a dot".into(),
     };
-    format!(
+    mistake(format!(
         "must have 1 to {MAX_NAME_BYTES} characters, each a letter (a to z, A to Z), a digit, '-', '_' or '.', the first no dot: {is}"
-    )
+    ))
 }
 
 /// Nothing of it means something in an address or a path.
@@ -338,17 +346,24 @@ pub(crate) async fn show(
 
 /// Remove a dataset
 ///
-/// Its files stay where they are. Jobs that are over keep its name; they are neither evaluated nor run again until a dataset
-/// is registered under it.
+/// Its files stay where they are, except those that were uploaded: they are removed. Jobs that are over keep its name; they are neither
+/// evaluated nor run again until a dataset is registered under it.
 #[utoipa::path(delete, path = "/datasets/{name}", tag = "datasets", params(("name" = String, Path)),
     responses((status = 204), (status = 404, body = Problem), (status = 409, body = Problem, description = "Jobs that are not over train on it; they are named")))]
 pub(crate) async fn delete(
-    State(store): State<Arc<dyn Store>>,
+    State(datasets): State<Arc<Datasets>>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<StatusCode> {
+    let store = &datasets.store;
+    let uploaded = store.dataset(&name).await?.and_then(|dataset| datasets.roots.upload(&dataset.path));
     match store.remove_dataset(&name).await {
-        Ok(()) => Ok(StatusCode::NO_CONTENT),
+        Ok(()) => {
+            if let Some(folder) = uploaded {
+                uploads::remove(&datasets, folder).await?;
+            }
+            Ok(StatusCode::NO_CONTENT)
+        }
         Err(error @ StoreError::DatasetInUse(_)) => {
             let mut jobs = store.unfinished().await?;
             jobs.retain(|job| job.spec.data.dataset == name);

@@ -19,6 +19,7 @@ use axum::{
     http::StatusCode,
     response::{IntoResponse, Redirect},
 };
+use lockstep_protocol::dataset::Dataset;
 use lockstep_web::datasets as views;
 use std::sync::Arc;
 
@@ -40,9 +41,8 @@ async fn datasets_page(
     form: views::DatasetForm,
 ) -> Page {
     let seen = seen_by(&*datasets.store, caller).await?;
-    let may_change =
-        |owner: Option<&str>| !auth.access.has_people() || caller.sees_all() || caller.owns(owner);
-    let changeable = seen.iter().filter(|d| may_change(d.owner.as_deref())).map(|d| d.name.clone());
+    let may_change = |dataset: &&Dataset| auth.may_change(caller, dataset.owner.as_deref());
+    let changeable = seen.iter().filter(may_change).map(|d| d.name.clone());
     let changeable = changeable.collect();
     let page = views::DatasetsPage {
         datasets: seen,

@@ -13,13 +13,15 @@ use crate::{
         extract::{Document, Query},
     },
     scheduler::{Scheduler, device_for, most_slots},
+    store::JobFilter,
 };
 use axum::{Extension, Json, extract::State};
 use lockstep_protocol::numbers::plural;
 use lockstep_protocol::{
-    JobSpec,
+    Job, JobId, JobSpec,
     dataset::{Dataset, too_few_classes},
     spec::{self, Device, SpecError, Validation, nearest, shortened},
+    throughput::Throughput,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -54,7 +56,27 @@ pub(crate) struct Plan {
     total_steps: u64,
     /// Warnings that matter before the job runs, in words.
     warnings: Vec<String>,
+    /// How long training takes, by the speed of an earlier job; absent if none was measured that is comparable.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    estimate: Option<Estimate>,
 }
+
+/// How long a job's steps take at the speed of an earlier job: of the same network on pictures of the same size, in steps of as many
+/// pictures, on as many ranks of machines that are online.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Estimate {
+    /// Without waiting in the queue, evaluations and checkpoints.
+    secs: f64,
+    /// The earlier job.
+    #[schema(value_type = String)]
+    job: JobId,
+    name: String,
+}
+
+/// Jobs that an estimate looks at, newest first.
+const ESTIMATED_FROM: u32 = 100;
+/// With fewer steps the beginning counts too much.
+const MEASURED_STEPS: u64 = 20;
 
 /// Check a specification without submitting it
 #[utoipa::path(post, path = "/jobs/validate", tag = "jobs", request_body(content((JobSpec = "application/json"), (String = "application/toml"))),
@@ -65,7 +87,45 @@ pub(crate) async fn validate(
     Query(query): Query<LaunchQuery>,
     Document(document, _): Document,
 ) -> Result<Json<Plan>> {
-    Ok(Json(check_with(&scheduler, &caller, &document, true, query.slots()).await?.plan()))
+    let checked = check_with(&scheduler, &caller, &document, true, query.slots()).await?;
+    let estimate = estimate(&scheduler, &caller, &checked).await?;
+    Ok(Json(Plan { estimate, ..checked.plan() }))
+}
+
+async fn estimate(scheduler: &Scheduler, caller: &Caller, checked: &Checked) -> Result<Option<Estimate>> {
+    let Checked { spec, dataset, .. } = checked;
+    let filter = JobFilter { limit: ESTIMATED_FROM, seen_by: caller.sees_as(), ..JobFilter::default() };
+    let jobs = scheduler.store.jobs(&filter).await?.jobs;
+    let online = scheduler.agents.online();
+    let is_here =
+        |job: &Job| job.agents.iter().all(|name| online.iter().any(|agent| agent.row.name == *name));
+    let measured = jobs.into_iter().filter_map(|job| {
+        let is_measured = job.step >= MEASURED_STEPS && !job.agents.is_empty();
+        let speed = job.images_per_second.filter(|speed| is_measured && *speed > 0.0)?;
+        (is_as_fast(spec, &job) && is_here(&job)).then_some((job, speed))
+    });
+    let measured: Vec<_> = measured.collect();
+    let same_pictures = measured.iter().find(|(job, _)| job.spec.data.dataset == spec.data.dataset);
+    let samples = training_samples(spec, dataset);
+    let pictures = Throughput::new(spec, samples).pictures_until(spec.total_steps(samples));
+    Ok(same_pictures.or(measured.first()).map(|(job, speed)| Estimate {
+        secs: pictures as f64 / speed,
+        job: job.id.clone(),
+        name: job.name.clone(),
+    }))
+}
+
+/// Whether a job's speed says how fast another one trains.
+fn is_as_fast(spec: &JobSpec, job: &Job) -> bool {
+    let other = &job.spec;
+    let has_same_size = spec.data.image_size.is_some() || spec.data.dataset == other.data.dataset;
+    job.external.is_none()
+        && has_same_size
+        && spec.data.image_size == other.data.image_size
+        && (spec.model.arch, spec.model.stem) == (other.model.arch, other.model.stem)
+        && spec.train.precision == other.train.precision
+        && spec.global_batch_size() == other.global_batch_size()
+        && spec.parallel == other.parallel
 }
 
 /// A specification without a mistake.
@@ -87,6 +147,7 @@ impl Checked {
             steps_per_epoch: spec.steps_per_epoch(samples),
             total_steps: spec.total_steps(samples),
             warnings,
+            estimate: None,
             spec,
         }
     }

@@ -22,10 +22,8 @@ pub(crate) async fn show(
     let query = query.counted();
     let QueuePage { jobs, reservations, next_cursor, total } =
         queue::page(&scheduler, &caller, &query).await?;
-    let may_change = |job: &&QueuedJob| {
-        caller.may(Scope::Submit)
-            && (!auth.access.has_people() || caller.sees_all() || caller.owns(job.owner.as_deref()))
-    };
+    let may_change =
+        |job: &&QueuedJob| caller.may(Scope::Submit) && auth.may_change(&caller, job.owner.as_deref());
     let changeable = jobs.items.iter().filter(may_change).filter_map(|job| job.id.clone()).collect();
     let page = views::QueuePage {
         jobs: jobs.items,

@@ -15,7 +15,7 @@ use crate::{
         extract::{Body, Path, Query, job_id},
         gate::AuditSubject,
     },
-    store::{CheckpointRow, NewVersion, Owned, Store, VersionRow},
+    store::{CheckpointRow, NewVersion, Store, VersionRow},
     util::regular,
 };
 use axum::{
@@ -71,19 +71,6 @@ pub(crate) struct ModelDetail {
     name: String,
     /// Newest first.
     versions: Vec<ModelVersion>,
-}
-
-/// Which checkpoint becomes a version of a model.
-#[derive(Debug, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct NewModelVersion {
-    /// A checkpoint's id. Its job must be over.
-    checkpoint: Option<String>,
-    /// In place of `checkpoint`, a job's id: its best checkpoint, or its newest if none was validated.
-    job: Option<String>,
-    /// At most 20 000 bytes.
-    #[serde(default)]
-    description: String,
 }
 
 /// A version of a model that may be new.
@@ -154,11 +141,6 @@ async fn find(store: &dyn Store, caller: &Caller, model: &str, which: &Which) ->
     })
 }
 
-/// Whether a caller may change what somebody owns.
-fn may_change(auth: &Auth, caller: &Caller, owned: &Owned) -> bool {
-    !auth.access.has_people() || caller.sees_all() || caller.owns(owned.owner.as_deref())
-}
-
 /// List models
 ///
 /// `sort`: `name`, `created` (when the newest version was registered).
@@ -204,51 +186,24 @@ pub(crate) async fn create(
     State(checkpoints): State<Arc<Checkpoints>>,
     State(auth): State<Arc<Auth>>,
     Extension(caller): Extension<Caller>,
-    Body(NewModel { name, checkpoint, job, description }, _): Body<NewModel>,
+    Body(new, _): Body<NewModel>,
 ) -> Result<Registered> {
-    if let Some(detail) = name_mistake(&name) {
+    let model = new.name.clone();
+    if let Some(detail) = name_mistake(&model) {
         return Err(invalid("/name", detail));
     }
     // The gate looks at models that the address names.
-    let versions = checkpoints.store.model_versions(Some(&name)).await?;
-    if versions.first().is_some_and(|first| !may_change(&auth, &caller, &first.owned)) {
-        let detail = format!("the model {name:?} is somebody else's; choose another name");
+    let versions = checkpoints.store.model_versions(Some(&model)).await?;
+    if versions.first().is_some_and(|first| !auth.may_change(&caller, first.owned.owner.as_deref())) {
+        let detail = format!("the model {model:?} is somebody else's; choose another name");
         return Err(Error::Of(Code::NameTaken, detail));
     }
-    register(&checkpoints, &auth, &caller, name, NewModelVersion { checkpoint, job, description }).await
-}
-
-/// Register a checkpoint as a version of a model that there is
-#[utoipa::path(post, path = "/models/{name}/versions", tag = "models", params(("name" = String, Path)), request_body = NewModelVersion,
-    responses((status = 201, body = ModelVersion, headers(("Location" = String))), (status = 404, body = Problem),
-        (status = 409, body = Problem, description = "The job is not over, or its checkpoint is still being uploaded"),
-        (status = 422, body = Problem)))]
-pub(crate) async fn add_version(
-    State(checkpoints): State<Arc<Checkpoints>>,
-    State(auth): State<Arc<Auth>>,
-    Extension(caller): Extension<Caller>,
-    Path(name): Path<String>,
-    Body(new, _): Body<NewModelVersion>,
-) -> Result<Registered> {
-    if checkpoints.store.model_versions(Some(&name)).await?.is_empty() {
-        return Err(no_such_model());
-    }
-    register(&checkpoints, &auth, &caller, name, new).await
-}
-
-async fn register(
-    checkpoints: &Arc<Checkpoints>,
-    auth: &Auth,
-    caller: &Caller,
-    model: String,
-    new: NewModelVersion,
-) -> Result<Registered> {
     if let Some(detail) = labels::notes_mistake(&new.description) {
         return Err(invalid("/description", detail));
     }
-    let row = chosen(checkpoints, auth, caller, &new).await?;
-    checkpoints::check_here(checkpoints, &row).await?;
-    let (programs, dataset_fingerprint) = lineage(checkpoints, &row).await?;
+    let row = chosen(&checkpoints, &auth, &caller, &new).await?;
+    checkpoints::check_here(&checkpoints, &row).await?;
+    let (programs, dataset_fingerprint) = lineage(&checkpoints, &row).await?;
     let version = {
         let _kept = checkpoints.removing.lock().await;
         let copies = checkpoints.copies_of(&row).await?;
@@ -268,7 +223,7 @@ async fn register(
         checkpoints.store.add_model_version(&new).await?
     };
     let address = format!("/api/v1/models/{model}/versions/{version}");
-    let version = find(&*checkpoints.store, caller, &model, &Which::Number(version)).await?;
+    let version = find(&*checkpoints.store, &caller, &model, &Which::Number(version)).await?;
     let concerns = AuditSubject(format!("{model}/{}", version.version));
     Ok((StatusCode::CREATED, Extension(concerns), [(header::LOCATION, address)], Json(version)))
 }
@@ -281,7 +236,7 @@ async fn chosen(
     checkpoints: &Checkpoints,
     auth: &Auth,
     caller: &Caller,
-    new: &NewModelVersion,
+    new: &NewModel,
 ) -> Result<CheckpointRow> {
     let store = &*checkpoints.store;
     let (job, by_id) = match (&new.checkpoint, &new.job) {
@@ -297,7 +252,7 @@ async fn chosen(
         let what = if by_id.is_some() { "no checkpoint has this id" } else { "no job has this id" };
         return Err(Error::NotFound(what.into()));
     };
-    if !may_change(auth, caller, &owned) {
+    if !auth.may_change(caller, owned.owner.as_deref()) {
         let detail = "the job is somebody else's: only its owner and admins register its checkpoints, as that keeps the job from being \
                       deleted";
         return Err(Error::Forbidden(detail.into()));

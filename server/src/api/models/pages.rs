@@ -1,6 +1,6 @@
 //! The pages of models.
 
-use super::{is_seen, may_change, models_seen_by, no_such_model};
+use super::{is_seen, models_seen_by, no_such_model};
 use crate::{
     api::html::{Page, html, viewer},
     auth::{Auth, access::Caller},
@@ -28,7 +28,7 @@ pub(crate) async fn model(
     Path(name): Path<String>,
 ) -> Page {
     let mut rows = store.model_versions(Some(&name)).await?;
-    let may_change = rows.first().is_some_and(|first| may_change(&auth, &caller, &first.owned));
+    let may_change = rows.first().is_some_and(|first| auth.may_change(&caller, first.owned.owner.as_deref()));
     rows.retain(|row| is_seen(&caller, row));
     if rows.is_empty() {
         return Err(no_such_model().into());

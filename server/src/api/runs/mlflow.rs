@@ -23,6 +23,7 @@ use lockstep_protocol::{
     job::{External, Job, JobState, LastValues},
     labels::{self, DEFAULT_PROJECT},
     metric::{MetricColumn, name_mistake},
+    numbers::exact,
     spec::shortened,
 };
 use serde_json::{Map, Value, json};
@@ -460,7 +461,7 @@ impl Parts {
         let max = asked.whole("max_results").and_then(|max| usize::try_from(max).ok()).unwrap_or(PAGE_POINTS);
         let (page, rest) = points.split_at(max.clamp(1, PAGE_POINTS).min(points.len()));
         let values = page.iter().map(|point| {
-            let value = if point.finite > 0 { exact(point.min) } else { json!("NaN") };
+            let value = if point.finite > 0 { exact(point.min).into() } else { json!("NaN") };
             metric(key, &value, point.step, &job)
         });
         let mut answer = json!({"metrics": values.collect::<Vec<_>>()});
@@ -469,11 +470,6 @@ impl Parts {
         }
         Ok(answer)
     }
-}
-
-/// A number as JSON that reads as it was written: 0.1 stays 0.1.
-fn exact(value: f32) -> Value {
-    value.to_string().parse::<f64>().unwrap_or_else(|_| value.into()).into()
 }
 
 /// A key and its value, within MLflow's limits.

@@ -60,7 +60,7 @@ const RULES: [(Methods, &str, Requirement); 42] = [
     (All, "/api/v1/webhooks", S(Scope::Admin)),
     (All, "/api/v1/webhooks/{id}", S(Scope::Admin)),
     (All, "/api/v1/webhooks/{id}/test", S(Scope::Admin)),
-    (All, "/api/v1/webhooks/{id}/attempts", S(Scope::Admin)),
+    (All, "/api/v1/webhooks/{id}/deliveries", S(Scope::Admin)),
     (All, "/webhooks", S(Scope::Admin)),
     // Machines are shared by all users.
     (All, "/api/v1/agents/{id}", S(Scope::Admin)),
@@ -103,11 +103,12 @@ pub(crate) fn needed(method: &Method, route: Option<&str>) -> Requirement {
 /// Requests that check a form and change nothing.
 const CHECKS: [&str; 2] = ["/api/v1/jobs/validate", "/api/v1/jobs/{id}/fork/check"];
 
-/// Reports of a run's program, which arrive many times a minute and are not recorded. The run's creation and deletion are recorded, and its
-/// history has its end.
-const TOLD: [&str; 5] = [
+/// Requests that a program makes many times a minute, which are not recorded: reports of a run, and parts of an upload. The creation and
+/// deletion of a run, and an upload that becomes a dataset, are recorded. A run's history has its end.
+const TOLD: [&str; 6] = [
     "/api/v1/runs/{id}",
     "/api/v1/runs/{id}/records",
+    "/api/v1/datasets/uploads/{name}/archive",
     "/api/2.0/mlflow/{*call}",
     "/api/2.0/mlflow/experiments/search",
     "/api/2.0/mlflow/runs/search",

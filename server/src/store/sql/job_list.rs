@@ -77,14 +77,26 @@ fn expression(by: &SortBy) -> (String, Holds, bool) {
     }
 }
 
-/// A key of the specification as SQL. Both parts are of the table of keys, and no text of a request.
+/// A key of the specification as SQL, of a run from elsewhere the setting of the same name (`lr` is `train.lr`). Both parts are of the table
+/// of keys, and no text of a request.
 fn setting(table: &'static str, key: &'static str, is_number: bool) -> String {
     if (table, key) == ("", "project") {
         // A specification leaves the default one out.
         return "jobs.project".into();
     }
-    let path: Vec<&str> = [table, key].into_iter().filter(|part| !part.is_empty()).collect();
-    if is_number { json_number("jobs.spec", &path) } else { json_text("jobs.spec", &path) }
+    let json = if is_number { json_number } else { json_text };
+    if table.is_empty() {
+        return json("jobs.spec", &[key]);
+    }
+    let (own, path) = (json("jobs.spec", &[table, key]), ["config", key]);
+    let mut config = json("jobs.external", &path);
+    if is_number {
+        // A program may write a word where we have a number.
+        let text = json_text("jobs.external", &path);
+        let starts = "('0', '1', '2', '3', '4', '5', '6', '7', '8', '9', '-', '.')";
+        config = format!("CASE WHEN substr({text}, 1, 1) IN {starts} THEN {config} END");
+    }
+    format!("CASE WHEN jobs.external IS NULL THEN {own} ELSE {config} END")
 }
 
 /// A condition on a setting; a job without the setting fulfils `!=` alone.

@@ -24,7 +24,7 @@ const ADMIN: [&str; 15] = [
     "/api/v1/webhooks",
     "/api/v1/webhooks/{id}",
     "/api/v1/webhooks/{id}/test",
-    "/api/v1/webhooks/{id}/attempts",
+    "/api/v1/webhooks/{id}/deliveries",
     "/webhooks",
 ];
 /// What every signed-in person may do, whatever the method: it concerns nobody else.

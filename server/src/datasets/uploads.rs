@@ -1,0 +1,449 @@
+//! Zip files of pictures that people upload. The pieces of a file are collected in a folder of the data directory, and its pictures are
+//! unpacked beside it. What is unpacked becomes a dataset, and the zip file is removed. An archive is read with little memory, whatever
+//! its directory says: a zip file of a few bytes may claim any size.
+
+use lockstep_protocol::dataset::Dataset;
+use sha2::{Digest, Sha256};
+use std::{
+    cell::Cell,
+    collections::HashSet,
+    fs::{self, File},
+    io::{self, BufReader, Read, Seek, SeekFrom, Write as _},
+    path::{Path, PathBuf},
+    rc::Rc,
+    time::{Duration, Instant},
+};
+use zip::{
+    ZipReadOptions,
+    read::{ArchiveOffset, Config},
+    result::ZipError,
+    unstable::read::ZipIterable,
+};
+
+/// The largest piece in one request.
+pub(crate) const PIECE_BYTES: usize = 8 << 20;
+/// The largest zip file, and what it may become.
+const ARCHIVE_BYTES: u64 = 8 << 30;
+const UNPACKED_BYTES: u64 = 16 << 30;
+const FILES: usize = 200_000;
+/// Names of folders and of the file in one path, and the bytes of each.
+const DEPTH: usize = 8;
+const NAME_BYTES: usize = 255;
+/// Read at most for the end of an archive, where its directory is found.
+const END_BYTES: u64 = 1 << 20;
+/// The disk keeps so much free, for the database.
+const FREE_BYTES: u64 = 1 << 30;
+/// An upload that nobody continues is removed after this time.
+const KEPT: Duration = Duration::from_secs(24 * 3600);
+
+const ARCHIVE: &str = "archive.zip";
+const PICTURES: &str = "pictures";
+
+/// Why a piece or an archive is refused.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    /// What is wrong with it, and what to do.
+    Wrong(String),
+    /// The piece does not continue the file, which has this many bytes.
+    Offset(u64),
+    /// The disk.
+    Io(io::Error),
+}
+
+impl From<io::Error> for Refused {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+type Result<T> = std::result::Result<T, Refused>;
+
+/// How many of an archive's files are unpacked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Unpacked {
+    pub(crate) files: u64,
+    pub(crate) total: u64,
+}
+
+/// The folder of one upload.
+#[derive(Debug, Clone)]
+pub(crate) struct Upload(PathBuf);
+
+impl Upload {
+    /// Each owner has uploads of their own: nobody writes into another's.
+    pub(crate) fn of(uploads: &Path, owner: &str, name: &str) -> Self {
+        // No name has the character between.
+        let hash = Sha256::new().chain_update(owner).chain_update("\u{1f}").chain_update(name).finalize();
+        Self(uploads.join(hex::encode(&hash[..16])))
+    }
+
+    /// The folder of classes, once it is unpacked.
+    pub(crate) fn pictures(&self) -> PathBuf {
+        self.0.join(PICTURES)
+    }
+
+    /// Writes a piece; `offset` is how much of the file was sent before. The first piece replaces an earlier upload.
+    ///
+    /// # Errors
+    /// The piece does not follow what is there, the file is too large, or the disk.
+    pub(crate) fn write(&self, offset: u64, piece: &[u8]) -> Result<()> {
+        if offset.saturating_add(piece.len() as u64) > ARCHIVE_BYTES {
+            return Err(Refused::Wrong(format!(
+                "a zip file may have at most {} GiB; register a larger dataset by the path of its folder",
+                ARCHIVE_BYTES >> 30
+            )));
+        }
+        if offset == 0 {
+            self.remove()?;
+            fs::create_dir_all(&self.0)?;
+        }
+        let path = self.0.join(ARCHIVE);
+        let opened = File::options().write(true).create(offset == 0).truncate(false).open(path);
+        let mut file = match opened {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Refused::Offset(0)),
+            opened => opened?,
+        };
+        check_space(&self.0, piece.len() as u64)?;
+        let there = file.metadata()?.len();
+        if there < offset {
+            return Err(Refused::Offset(there));
+        }
+        // A piece whose answer was lost comes again.
+        file.set_len(offset)?;
+        file.seek(SeekFrom::Start(offset))?;
+        Ok(file.write_all(piece)?)
+    }
+
+    /// Unpacks the archive, or a part of it: at least one file, and no more after `until`. Files that are there are not written again.
+    ///
+    /// # Errors
+    /// It is no zip file, has what is not taken, or the disk.
+    pub(crate) fn unpack(&self, until: Instant) -> Result<Unpacked> {
+        let path = self.0.join(ARCHIVE);
+        let Ok(end) = File::open(&path) else {
+            return Err(Refused::Wrong("no zip file was uploaded under this name; send it first".into()));
+        };
+        let end = Bounded { file: BufReader::new(end), left: Rc::new(Cell::new(END_BYTES)) };
+        let left = end.left.clone();
+        let config = Config { archive_offset: ArchiveOffset::Known(0) };
+        let mut zip = ZipIterable::try_new(end, config).map_err(unreadable)?;
+        left.set(u64::MAX);
+        if zip.len() > FILES {
+            return Err(Refused::Wrong(format!(
+                "the zip file has {} entries; at most {FILES} are taken",
+                zip.len()
+            )));
+        }
+        let files = listed(&mut zip)?;
+        let total = files.iter().flatten().count() as u64;
+        let bytes = files.iter().flatten().fold(0_u64, |sum, file| sum.saturating_add(file.bytes));
+        if bytes > UNPACKED_BYTES {
+            return Err(Refused::Wrong(format!(
+                "the zip file becomes {} GiB; at most {} are taken",
+                bytes >> 30,
+                UNPACKED_BYTES >> 30
+            )));
+        }
+        let root = self.pictures();
+        fs::create_dir_all(&root)?;
+        let is_there = |file: &Listed| {
+            root.join(&file.path).metadata().is_ok_and(|there| there.is_file() && there.len() == file.bytes)
+        };
+        let missing = files.iter().flatten().filter(|file| !is_there(file));
+        check_space(&root, missing.fold(0, |sum: u64, file| sum.saturating_add(file.bytes)))?;
+
+        let body = Bounded { file: BufReader::new(File::open(&path)?), left: Rc::new(Cell::new(u64::MAX)) };
+        let mut entries = zip.files_with_reader(body, ZipReadOptions::new()).map_err(unreadable)?;
+        let (mut unpacked, mut written) = (0, 0);
+        for file in &files {
+            let entry = entries.next().ok_or_else(|| Refused::Wrong("the zip file has changed".into()))?;
+            let Some(file) = file else { continue };
+            if !is_there(file) {
+                if written > 0 && Instant::now() >= until {
+                    return Ok(Unpacked { files: unpacked, total });
+                }
+                write_file(entry.map_err(unreadable)?, file, &root)?;
+                written += 1;
+            }
+            unpacked += 1;
+        }
+        rustix::fs::syncfs(File::open(&root)?).map_err(io::Error::from)?;
+        Ok(Unpacked { files: unpacked, total })
+    }
+
+    /// Removes the zip file, after its pictures have become a dataset.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn finish(&self) -> io::Result<()> {
+        fs::remove_file(self.0.join(ARCHIVE))
+    }
+
+    fn remove(&self) -> io::Result<()> {
+        remove(&self.0)
+    }
+}
+
+/// Removes the folder of an upload, or of a dataset that was uploaded.
+///
+/// # Errors
+/// The disk.
+pub(crate) fn remove(folder: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
+}
+
+/// Removes uploads that nobody has continued and that are no dataset.
+pub(crate) fn sweep(uploads: &Path, datasets: &[Dataset]) {
+    for folder in fs::read_dir(uploads).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        let changed = folder.join(ARCHIVE).metadata().and_then(|about| about.modified());
+        let is_old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > KEPT));
+        let is_dataset = datasets.iter().any(|dataset| Path::new(&dataset.path).starts_with(&folder));
+        if is_old
+            && !is_dataset
+            && let Err(error) = remove(&folder)
+        {
+            tracing::warn!(folder = %folder.display(), %error, "an upload that nobody continues stays on the disk");
+        }
+    }
+}
+
+/// A file of an archive that is unpacked.
+#[derive(Debug)]
+struct Listed {
+    /// Below the folder of classes.
+    path: PathBuf,
+    bytes: u64,
+}
+
+/// The files of an archive in its order; none for folders, and for what operating systems add. A folder around all others is left out.
+fn listed(zip: &mut ZipIterable<Bounded>) -> Result<Vec<Option<Listed>>> {
+    let mut all = Vec::new();
+    for entry in zip.files().map_err(unreadable)? {
+        let entry = entry.map_err(unreadable)?;
+        // Some programs of Windows write its own separator.
+        let name = entry.name().map_err(unreadable)?.replace('\\', "/");
+        let wrong =
+            |what: &str| Err(Refused::Wrong(format!("{:?} in the zip file {what}", shortened(&name))));
+        let parts: Vec<String> = name.split('/').filter(|part| *part != ".").map(str::to_owned).collect();
+        if entry.is_dir() || name.ends_with('/') {
+            all.push(None);
+            continue;
+        }
+        if parts.iter().any(|part| part.is_empty() || part == ".." || part.contains('\0')) {
+            return wrong("leads out of its folder; pack the folder of classes anew");
+        }
+        if parts.iter().any(|part| part.starts_with('.') || part == "__MACOSX" || part == "Thumbs.db") {
+            all.push(None);
+            continue;
+        }
+        if entry.is_symlink() {
+            return wrong("is a symbolic link; pack the files themselves");
+        }
+        if entry.encrypted() {
+            return wrong("is encrypted; pack the folder without a password");
+        }
+        if parts.len() > DEPTH || parts.iter().any(|part| part.len() > NAME_BYTES) {
+            return wrong("has a name that is too long");
+        }
+        all.push(Some((parts, entry.size())));
+    }
+    let mut files = all.iter().flatten().map(|(parts, _)| parts);
+    let Some(first) = files.next() else {
+        return Err(Refused::Wrong("the zip file has no file; pack a folder of classes".into()));
+    };
+    let folders = |parts: &Vec<String>| parts.len() - 1;
+    let common = files.fold(folders(first), |common, parts| {
+        let same = first.iter().zip(parts).take_while(|(a, b)| a == b).count();
+        common.min(same).min(folders(parts))
+    });
+    let mut seen = HashSet::new();
+    let mut listed = Vec::with_capacity(all.len());
+    for file in all {
+        let Some((parts, bytes)) = file else {
+            listed.push(None);
+            continue;
+        };
+        let path: PathBuf = parts.iter().skip(common).collect();
+        if !seen.insert(path.clone()) {
+            return Err(Refused::Wrong(format!(
+                "the zip file has {:?} twice; pack the folder anew",
+                shortened(&parts.join("/"))
+            )));
+        }
+        listed.push(Some(Listed { path, bytes }));
+    }
+    Ok(listed)
+}
+
+/// Writes a file of the archive; none where it cannot be read to its end.
+fn write_file(mut entry: impl Read, file: &Listed, root: &Path) -> Result<()> {
+    let path = root.join(&file.path);
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let copied =
+        File::create(&path).and_then(|mut to| io::copy(&mut entry.by_ref().take(file.bytes), &mut to));
+    // Its checksum is compared at its end.
+    let copied = copied.and_then(|copied| Ok((copied, entry.read(&mut [0])?)));
+    match copied {
+        Ok((copied, 0)) if copied == file.bytes => return Ok(()),
+        Err(error) if error.raw_os_error().is_some() => return Err(error.into()),
+        _ => {}
+    }
+    fs::remove_file(&path)?;
+    Err(Refused::Wrong(format!(
+        "{:?} in the zip file is damaged; pack the folder anew",
+        shortened(&file.path.to_string_lossy())
+    )))
+}
+
+/// # Errors
+/// The disk would be full.
+fn check_space(folder: &Path, bytes: u64) -> Result<()> {
+    let disk = rustix::fs::statvfs(folder).map_err(io::Error::from)?;
+    let free = disk.f_bavail.saturating_mul(disk.f_frsize);
+    if free < bytes.saturating_add(FREE_BYTES) {
+        let words = format!("{} MiB are free, of which {} stay free", free >> 20, FREE_BYTES >> 20);
+        return Err(io::Error::new(io::ErrorKind::StorageFull, words).into());
+    }
+    Ok(())
+}
+
+fn unreadable(error: ZipError) -> Refused {
+    match error {
+        ZipError::Io(error) if error.raw_os_error().is_some() => Refused::Io(error),
+        error => Refused::Wrong(format!("this is no zip file that can be read: {error}")),
+    }
+}
+
+fn shortened(name: &str) -> String {
+    name.chars().take(100).collect()
+}
+
+/// A file of which so many bytes are read.
+#[derive(Debug)]
+struct Bounded {
+    file: BufReader<File>,
+    left: Rc<Cell<u64>>,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(into)?;
+        let left = self.left.get().checked_sub(read as u64);
+        self.left.set(left.ok_or_else(|| io::Error::other("its end is too large"))?);
+        Ok(read)
+    }
+}
+
+impl Seek for Bounded {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        self.file.seek(to)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zip::{ZipWriter, write::SimpleFileOptions};
+
+    /// An upload of a zip file with these names.
+    fn upload(dir: &Path, names: &[&str]) -> Upload {
+        let mut zip = ZipWriter::new(io::Cursor::new(Vec::new()));
+        for name in names {
+            match name.strip_prefix("link:") {
+                Some(name) => zip.add_symlink(name, "/etc/passwd", SimpleFileOptions::default()).unwrap(),
+                None => {
+                    zip.start_file(*name, SimpleFileOptions::default()).unwrap();
+                    zip.write_all(name.as_bytes()).unwrap();
+                }
+            }
+        }
+        let bytes = zip.finish().unwrap().into_inner();
+        let upload = Upload::of(dir, "ada", "flowers");
+        let (first, rest) = bytes.split_at(bytes.len() / 2);
+        upload.write(0, first).unwrap();
+        upload.write(first.len() as u64, rest).unwrap();
+        // A piece whose answer was lost.
+        upload.write(first.len() as u64, rest).unwrap();
+        assert!(
+            matches!(upload.write(1 << 20, rest), Err(Refused::Offset(there)) if there == bytes.len() as u64)
+        );
+        upload
+    }
+
+    fn later() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    #[test]
+    fn classes_are_unpacked_without_a_folder_around_them_and_without_additions() {
+        for (names, expected) in [
+            (&["a/1.png", "b/2.png"][..], ["a/1.png", "b/2.png"]),
+            (&["x/y/a/1.png", "__MACOSX/x/._1.png", "x/.DS_Store", "x/y/b/2.png"], ["a/1.png", "b/2.png"]),
+            (&["x\\a\\1.png", "x\\b\\2.png"], ["a/1.png", "b/2.png"]),
+            (&["x/train/a/1.png", "x/val/a/1.png"], ["train/a/1.png", "val/a/1.png"]),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let upload = upload(dir.path(), names);
+            let now = Instant::now();
+            assert_eq!(upload.unpack(now).unwrap(), Unpacked { files: 1, total: 2 }, "one at least");
+            assert_eq!(upload.unpack(now).unwrap(), Unpacked { files: 2, total: 2 });
+            for file in expected {
+                let content = fs::read_to_string(upload.pictures().join(file)).unwrap();
+                assert!(content.replace('\\', "/").ends_with(file), "{file}: {content}");
+            }
+            assert!(!upload.pictures().join("__MACOSX").exists());
+        }
+    }
+
+    #[test]
+    fn what_leads_out_or_is_no_file_is_refused() {
+        for (names, words) in [
+            (&["a/1.png", "../b/2.png"][..], "leads out"),
+            (&["/etc/x"], "leads out"),
+            (&["a/1.png", "link:a/2.png"], "symbolic link"),
+            (&["a/1.png", "a\\1.png"], "twice"),
+            (&["1/2/3/4/5/6/7/8/9.png"], "too long"),
+            (&[".hidden"], "no file"),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let upload = upload(dir.path(), names);
+            let refused = upload.unpack(later()).unwrap_err();
+            assert!(matches!(&refused, Refused::Wrong(why) if why.contains(words)), "{names:?}: {refused:?}");
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "nothing lies beside it");
+        }
+    }
+
+    #[test]
+    fn a_damaged_file_is_refused_and_not_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let upload = upload(dir.path(), &["a/1.png", "b/2.png"]);
+        let archive = upload.0.join(ARCHIVE);
+        let mut bytes = fs::read(&archive).unwrap();
+        let mut zip = zip::ZipArchive::new(io::Cursor::new(bytes.clone())).unwrap();
+        let at = zip.by_index(0).unwrap().data_start().unwrap();
+        bytes[at as usize] ^= 0xff;
+        fs::write(&archive, &bytes).unwrap();
+        let refused = upload.unpack(later()).unwrap_err();
+        assert!(matches!(&refused, Refused::Wrong(why) if why.contains("damaged")), "{refused:?}");
+        assert!(!upload.pictures().join("a/1.png").exists());
+        fs::write(&archive, "no archive").unwrap();
+        assert!(matches!(upload.unpack(later()), Err(Refused::Wrong(_))));
+    }
+
+    #[test]
+    fn an_upload_that_nobody_continues_is_removed_unless_it_is_a_dataset() {
+        let dir = tempfile::tempdir().unwrap();
+        let upload = upload(dir.path(), &["a/1.png"]);
+        sweep(dir.path(), &[]);
+        assert!(upload.0.exists(), "it is new");
+        let archive = File::options().write(true).open(upload.0.join(ARCHIVE)).unwrap();
+        archive.set_modified(std::time::SystemTime::now() - 2 * KEPT).unwrap();
+        sweep(dir.path(), &[]);
+        assert!(!upload.0.exists());
+    }
+}

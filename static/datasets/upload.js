@@ -1,0 +1,56 @@
+// The form that uploads a zip file of pictures, in pieces, and registers it as a dataset.
+
+import { ask, byId, Problem, sentence, text } from "../page.js";
+import { bytes } from "../numbers.js";
+import { read } from "../address.js";
+import { inspected, nameOf } from "./form.js";
+
+/** The largest piece that the server takes, and how often one is sent. */
+const PIECE = 8 * 2 ** 20, TRIES = 6;
+
+async function send(path, piece) {
+  for (let tries = 1; ; tries++) {
+    try { return await ask(path, { method: "PUT", body: piece }); } catch (error) {
+      const mayPass = !(error instanceof Problem) || error.status === 429 || error.status >= 500;
+      if (!mayPass || tries === TRIES) throw error;
+      await new Promise((done) => setTimeout(done, 1000 * tries));
+    }
+  }
+}
+
+export function offerUpload(form) {
+  const progress = byId("u-progress"), button = form.querySelector("button");
+  const tell = (words, far = "") => { text(byId("u-status"), words); text(byId("u-count"), far); };
+  form.hidden = false;
+  if (location.hash === "#upload") form.scrollIntoView();
+  byId("u-file").addEventListener("change", () => {
+    const [file] = byId("u-file").files;
+    if (file && !byId("u-name").value.trim()) byId("u-name").value = nameOf(file.name.replace(/\.zip$/i, ""));
+  });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const [file] = byId("u-file").files, name = byId("u-name").value.trim();
+    text(byId("u-error"), file ? name ? "" : "Give the dataset a name." : "Choose a zip file first.");
+    if (!file || !name) return;
+    const path = `/api/v1/datasets/uploads/${encodeURIComponent(name)}`;
+    button.disabled = true;
+    progress.hidden = false;
+    try {
+      for (let offset = 0; offset === 0 || offset < file.size; offset += PIECE) {
+        progress.value = offset / Math.max(1, file.size);
+        tell("Uploading …", `${bytes(offset)} of ${bytes(file.size)}`);
+        await send(`${path}/archive?offset=${offset}`, file.slice(offset, offset + PIECE));
+      }
+      progress.value = 1;
+      tell("Unpacking its files …");
+      await inspected(path, {}, undefined, tell);
+      // Somebody came from the form of a new job.
+      if (read("for") === "job") location.href = `/jobs/new?dataset=${encodeURIComponent(name)}`; else location.assign("/datasets");
+    } catch (error) {
+      button.disabled = false;
+      progress.hidden = true;
+      tell("");
+      text(byId("u-error"), sentence(error));
+    }
+  });
+}

@@ -1,0 +1,12 @@
+//! The networks that the Python package ships for PyTorch.
+
+use crate::server::Finished;
+use std::process::Command;
+
+#[test]
+fn the_cifar_family_for_pytorch_has_our_names_and_logits() {
+    let mut command = Command::new("python3");
+    command.arg("tests/pytorch/cifar_family.py").current_dir(env!("CARGO_MANIFEST_DIR"));
+    let finished = Finished::of(&mut command);
+    assert_eq!(finished.ok().lines().count(), 5, "{}", finished.stdout);
+}

@@ -1,0 +1,51 @@
+"""The CIFAR family of the Python package against recorded names, shapes and logits, which the engine is compared with, too
+(`worker/tests/worker/pytorch.rs`). Needs torch and numpy:
+
+    python3 tests/pytorch/cifar_family.py
+"""
+
+import json
+import math
+import pathlib
+import sys
+
+import numpy as np
+import torch
+
+from generator import values
+
+HERE = pathlib.Path(__file__).parent
+# The file by itself: the package needs more than torch.
+sys.path.append(str(HERE.parents[1] / "python/src/lockstep"))
+import cifar_resnet  # noqa: E402
+
+
+def made_up(arch, name, shape):
+    """A tensor as `fill` of make_fixtures.py makes it."""
+    v = values(f"{arch}.{name}", *shape)
+    if len(shape) == 4:
+        return v * np.float32(math.sqrt(6.0 / (shape[0] * shape[2] * shape[3])))
+    if name.startswith("fc."):
+        return v * np.float32(1 / math.sqrt(64))
+    if name.endswith("running_var"):
+        return v * np.float32(0.5) + np.float32(1.5)
+    return v * np.float32(0.25) + np.float32(0.5) if name.endswith("weight") else v * np.float32(0.125)
+
+
+recorded = json.loads((HERE / "fixtures/architectures.json").read_text())
+for arch in ("resnet20", "resnet32", "resnet44", "resnet56", "resnet110"):
+    expected = recorded[arch]["cifar"]
+    model = getattr(cifar_resnet, arch)(expected["classes"], expected["channels"]).eval()
+    # Counters of batches are not recorded.
+    ours = [[name, list(value.shape)] for name, value in model.state_dict().items() if not name.endswith("tracked")]
+    assert ours == expected["parameters"], f"{arch}: {ours}"
+    weights = {name: torch.from_numpy(made_up(arch, name, shape)) for name, shape in expected["parameters"]}
+    model.load_state_dict(weights, strict=False)
+    side, channels = expected["image_size"], expected["channels"]
+    pictures = torch.from_numpy(values(f"{arch}.cifar.images", 2, side, side, channels)).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        logits = model(pictures.contiguous())
+    wanted = torch.tensor(expected["logits"])
+    apart = ((logits - wanted).abs().max() / wanted.abs().max()).item()
+    assert apart < 1e-4, f"{arch}: logits {apart:.1e} apart"
+    print(f"{arch}: logits at most {apart:.1e} apart")

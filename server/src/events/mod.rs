@@ -22,7 +22,7 @@ pub(crate) struct Events {
     pub(crate) hub: Arc<Hub>,
     subscribers: Vec<Subscriber>,
     written_lines: WrittenLines,
-    /// Number of events stored from reports of ranks since the server's start.
+    /// Number of events stored from reports since the server's start.
     pub(crate) stored: AtomicU64,
     /// Number of open streams.
     pub(crate) stream_clients: AtomicI64,

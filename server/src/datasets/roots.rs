@@ -57,7 +57,7 @@ impl DatasetRoots {
             return Ok(());
         }
         if leads_astray(Path::new(path)) {
-            return Err("has .. after a {, which may lead to another folder than it seems; write the folder out".into());
+            return Err("has .. after a {, which may lead elsewhere; write the folder out".into());
         }
         if self.roots.is_empty() {
             return if self.may_name(caller) {

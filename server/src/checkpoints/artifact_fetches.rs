@@ -337,7 +337,7 @@ fn check_room(wanted: u64, free: u64) -> Result<()> {
     }
     let megabytes = |bytes: u64| bytes.div_ceil(1_000_000);
     Err(NotFetched::Disk(format!(
-        "it has {} MB and {} MB are free on the disk, of which {} MB are left free",
+        "it has {} MB, and {} MB are free on the disk, of which {} MB must stay free",
         megabytes(wanted),
         megabytes(free),
         megabytes(SPARE_BYTES)

@@ -184,7 +184,7 @@ fn without_links(path: &Path) -> Result<PathBuf, String> {
         return Ok(real);
     }
     let detail =
-        "is not what was registered: it, or a folder above it, is a link on the server's machine by now";
+        "is not what was registered: the path, or a folder above it, is now a link on the server's machine";
     Err(format!("{} {detail}; register the dataset where its files are", path.display()))
 }
 
@@ -295,8 +295,8 @@ impl List {
 
     fn enter(&mut self, path: PathBuf) -> Result<(), String> {
         if self.open.len() > DEPTH {
-            let detail = format!("{} lies deeper than {DEPTH} folders", path.display());
-            return Err(format!("{detail}; is a link leading round in circles?"));
+            let detail = format!("{} is nested deeper than {DEPTH} folders", path.display());
+            return Err(format!("{detail}; does a link lead back to a folder that contains it?"));
         }
         let failed = |e: io::Error| format!("{} cannot be read: {e}", path.display());
         let mut names = Vec::new();

@@ -85,7 +85,7 @@ impl DatasetRoots {
     /// Checks that a caller may name this file of weights. The error does not reveal whether the file exists.
     ///
     /// # Errors
-    /// The path is not allowed. The text says which weights are.
+    /// The path is not allowed. The text says what can be given instead.
     pub(crate) async fn check_weights(&self, path: &str, caller: &Caller) -> Result<(), String> {
         let leads = leads_to(path).await;
         if !caller.sees_all() && leads.iter().flatten().any(|to| self.is_own(to)) {

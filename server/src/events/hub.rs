@@ -79,7 +79,7 @@ impl Hub {
     }
 
     /// Publishes stored events to subscribers. Two changes of a job may be published in the wrong order, because each is published after its
-    /// transaction. Readers then read the earlier one from the store.
+    /// transaction. Readers then read the earlier change from the store.
     pub(crate) fn publish(&self, changed: &Changed) {
         if let Some(last) = changed.events.last()
             && let Some(watched) = lock(&self.jobs).get_mut(&changed.job.id)

@@ -35,8 +35,8 @@ fn shorten(text: &mut String, bytes: usize) {
     }
 }
 
-/// Applies a record of a rank or its agent to a job, and returns the events to store. Invalid records, such as of an unknown metric or of a
-/// rank that the job does not have, return no events.
+/// Applies a record of a rank or its agent to a job, and returns the events to store. Invalid records have no effect, such as points of an
+/// unknown metric, or records of a rank that the job does not have.
 pub fn report(
     row: &mut JobRow,
     event: AttemptEvent,

@@ -27,7 +27,7 @@ pub(crate) fn capacity(level: u32) -> usize {
     if level == 0 { POINTS } else { BUCKETS }
 }
 
-/// Statistics of the points of consecutive steps. A single point is a bucket of one step.
+/// Statistics of the points of consecutive steps. A single point is a bucket with one point.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Bucket {
     /// The first step with a point.
